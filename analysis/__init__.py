@@ -1,0 +1,1 @@
+"""From Arrow files to findings."""

@@ -1,0 +1,1 @@
+"""One module per diagnosis; being a module here is the registration."""

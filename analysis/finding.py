@@ -1,0 +1,145 @@
+"""What a detector says, and what the report says as a whole: frozen values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Clock", "DevicePart", "Evidence", "Finding", "Gap", "Healthy", "NotChecked", "Part", "Report", "StepSummary", "Wait"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Rows that show a finding: a table and a window on the run's clock (node 0), to open in the timeline."""
+
+    table: str
+    rank: int | None = None
+    node: int | None = None
+    start_ns: int
+    end_ns: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that makes the job slow: who, where, what it costs, what a fix would bring.
+
+    `lost_ns_per_step` is the mean over the steps judged, `uncertainty_ns` its 95 % half width;
+    fractions are of the median step, 0 to 1.
+    """
+
+    detector: str
+    severity: str  # "high" | "medium" | "low"
+    title: str
+    where: str
+    advice: str
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()
+    steps: tuple[int, ...] = ()  # the steps where it shows, empty: all that were judged
+    lost_ns_per_step: int
+    lost_ns_total: int
+    lost_fraction: float
+    uncertainty_ns: int
+    gain_fraction: float
+    caused_by: str | None = None
+    evidence: tuple[Evidence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healthy:
+    """A detector that looked and found nothing; below `resolution_ns` per step it could not have seen anything."""
+
+    detector: str
+    resolution_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotChecked:
+    detector: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSummary:
+    """The steps that were judged; `warmup` and `outliers` were set aside and are counted here."""
+
+    count: int
+    warmup: int
+    outliers: int
+    median_ns: int | None
+    p90_ns: int | None
+    source: str  # "rankscope.step()" | "optimizer" | "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Mean time per judged step that one rank spent in one part of the breakdown; a rank's parts sum to its mean step."""
+
+    rank: int
+    part: str
+    ns_per_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePart:
+    rank: int
+    window_ns: int
+    busy_ns: int
+    idle_ns: int
+    compute_ns: int
+    communication_ns: int
+    memory_ns: int
+    overlap_ns: int
+    exposed_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A rank's wait for the last arriver, over all matched collectives of the run."""
+
+    rank: int
+    waited_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    table: str
+    rank: int | None
+    node: int | None
+    count: int | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """How a node's clock was brought to node 0's: time on node 0 = time + offset_ns (+ drift)."""
+
+    node: int
+    offset_ns: int
+    drift_ppm: float
+    error_ns: int | None  # None: unknown, cross-node times are not to be trusted
+    source: str  # "reference" | "pings" | "unix time" | "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything the terminal, HTML and JSON forms show; they add nothing of their own."""
+
+    path: str
+    source: str
+    verdict: str
+    ranks: tuple[int, ...]
+    world_size: int | None
+    nodes: tuple[int, ...]
+    steps: StepSummary
+    findings: tuple[Finding, ...]
+    healthy: tuple[Healthy, ...]
+    not_checked: tuple[NotChecked, ...]
+    breakdown: tuple[Part, ...]
+    device: tuple[DevicePart, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+    clocks: tuple[Clock, ...] = ()
+    matched_fraction: float | None = None  # share of collective rows matched on all their ranks
+    step_ns: dict[int, tuple[int, ...]] = field(default_factory=dict)  # rank -> length of each judged step, in order
+    environment: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""One module per format: from a path to the tables of the schema."""

@@ -1,0 +1,1 @@
+"""Pure functions from tables to tables, each with an invariant that is checked."""

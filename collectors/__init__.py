@@ -1,0 +1,1 @@
+"""What runs inside and beside the job."""

@@ -1,0 +1,1 @@
+"""Collectors that run in the node's agent; being a module here is the registration."""

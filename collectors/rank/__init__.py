@@ -1,0 +1,1 @@
+"""Collectors that run in every rank; being a module here is the registration."""

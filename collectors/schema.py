@@ -1,0 +1,307 @@
+"""The contract: every table that a run holds, its columns, units and clocks, and the record that carries them.
+
+Imported inside the training process, so it needs the standard library only: Arrow types are named by
+their `pyarrow.type_for_alias` strings. The reference in `docs/tables.md` is generated from this file.
+
+Times are int64 nanoseconds of the node's CLOCK_MONOTONIC (`time.perf_counter_ns`) unless the column says
+otherwise. Strings are a `name_id` that points into the `strings` table of the same partition.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+__all__ = [
+    "DTYPES",
+    "NO_PEER",
+    "OPS",
+    "P2P_OPS",
+    "RECORD",
+    "RECORD_FIELDS",
+    "REGION_KINDS",
+    "RING_SLOTS",
+    "SCHEMA_VERSION",
+    "TABLES",
+    "Column",
+    "RecordType",
+    "Table",
+]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: `type` is an Arrow type alias, `unit` is empty for counts, codes and identifiers."""
+
+    name: str
+    type: str
+    unit: str
+    doc: str
+    nullable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table: a file per `partition` ("rank" or "node"), rows in the order of `order`."""
+
+    name: str
+    doc: str
+    partition: str
+    order: str
+    columns: tuple[Column, ...]
+
+
+# Codes are positions in these tuples: append, never reorder.
+REGION_KINDS = (
+    "user",  # rankscope.annotate and record_function names that fit no kind below
+    "forward",
+    "backward",
+    "optimizer",
+    "input",
+    "gc",
+    "compile",
+    "wait",  # the thread is blocked on communication
+    "checkpoint",
+    "sync",
+)
+
+OPS = (
+    "unknown",
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "monitored_barrier",
+    "send",
+    "recv",
+    "recv_any_source",
+)
+P2P_OPS = ("send", "recv", "recv_any_source")
+
+DTYPES = (
+    "unknown",
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+
+NO_PEER = -1
+
+_START = Column("start_ns", "int64", "ns", "Start, on the node's monotonic clock.")
+_END = Column("end_ns", "int64", "ns", "End, on the node's monotonic clock.")
+_NAME = Column("name_id", "uint32", "", "Name, in this partition's `strings`.")
+_THREAD = Column("thread", "uint16", "", "0 is the rank's main thread, others in order of appearance.")
+
+TABLES: dict[str, Table] = {
+    t.name: t
+    for t in (
+        Table(
+            "ranks",
+            "One rank of one attempt (torchrun counts a restart as a new attempt).",
+            "rank",
+            "start_ns",
+            (
+                Column("start_ns", "int64", "ns", "When the rank joined: its first process group."),
+                Column("local_rank", "int32", "", "LOCAL_RANK."),
+                Column("world_size", "int32", "", "WORLD_SIZE."),
+                Column("node", "int32", "", "Index of the node (torchrun's GROUP_RANK)."),
+                Column("hostname", "string", "", "Name of the host."),
+                Column("pid", "int64", "", "Process id."),
+                Column("device", "string", "", "`cpu`, or the accelerator's name."),
+                Column("torch", "string", "", "Version of torch."),
+                Column("python", "string", "", "Version of Python."),
+                Column("command", "string", "", "The process's argv."),
+            ),
+        ),
+        Table(
+            "groups",
+            "One process group as one rank sees it.",
+            "rank",
+            "start_ns",
+            (
+                Column("start_ns", "int64", "ns", "When the group was made."),
+                Column("group_id", "int64", "", "Hash of name, ranks and use count: equal on all its ranks."),
+                Column("name", "string", "", "torch's name of the group."),
+                Column("backend", "string", "", "gloo, nccl, …"),
+                Column("role", "string", "", "The group's description, when it has one (`mesh_dp`, …)."),
+                Column("members", "string", "", "Global ranks as ranges: `0-3,8`."),
+            ),
+        ),
+        Table(
+            "steps",
+            "One step that the script announced with `rankscope.step()`. Where there is none, the analysis "
+            "infers steps from the optimizer regions.",
+            "rank",
+            "end_ns",
+            (Column("end_ns", "int64", "ns", "When the step ended."), _THREAD),
+        ),
+        Table(
+            "regions",
+            "A span of one host thread.",
+            "rank",
+            "start_ns",
+            (
+                _START,
+                _END,
+                Column("kind", "uint8", "", "Position in REGION_KINDS."),
+                _NAME,
+                _THREAD,
+                Column("microbatch", "int32", "", "Microbatch, where known.", nullable=True),
+                Column("stage", "int32", "", "Pipeline stage, where known.", nullable=True),
+            ),
+        ),
+        Table(
+            "collectives",
+            "One collective or point-to-point operation on one rank.",
+            "rank",
+            "start_ns",
+            (
+                Column("start_ns", "int64", "ns", "Enqueue: the rank entered the call (its arrival)."),
+                Column("issued_ns", "int64", "ns", "The call returned to the caller."),
+                Column("end_ns", "int64", "ns", "Completion on this rank; null if it was not seen.", nullable=True),
+                Column("group_id", "int64", "", "The process group, in `groups`."),
+                Column(
+                    "seq",
+                    "uint32",
+                    "",
+                    "Ordinal within the group; for point-to-point within (group, sender, receiver, tag).",
+                ),
+                Column("op", "uint8", "", "Position in OPS."),
+                Column("dtype", "uint8", "", "Position in DTYPES."),
+                Column("is_async", "bool", "", "The caller asked for asynchronous execution.", nullable=True),
+                Column("peer", "int32", "", "Global rank of the peer; -1 for collectives and any source."),
+                Column("tag", "int32", "", "Tag of a point-to-point operation, else 0."),
+                Column("size_bytes", "int64", "bytes", "Largest of the operation's tensor arguments."),
+                _THREAD,
+            ),
+        ),
+        Table(
+            "kernels",
+            "One span of device work. Not written by this version's collectors.",
+            "rank",
+            "start_ns",
+            (
+                _START,
+                _END,
+                _NAME,
+                Column("stream", "int32", "", "Stream of the device."),
+                Column("correlation", "int64", "", "Joins the row to `launches`.", nullable=True),
+                Column("clock_error_ns", "int64", "ns", "Error of the conversion from the device's clock."),
+            ),
+        ),
+        Table(
+            "launches",
+            "The host call that launched device work. Not written by this version's collectors.",
+            "rank",
+            "start_ns",
+            (_START, _END, _NAME, _THREAD, Column("correlation", "int64", "", "Joins the row to `kernels`.")),
+        ),
+        Table(
+            "memory",
+            "One reading of a rank's memory, at most once a second, at the end of a step.",
+            "rank",
+            "time_ns",
+            (
+                Column("time_ns", "int64", "ns", "When it was read."),
+                Column("name_id", "uint32", "", "`rss`, `cuda_allocated`, `cuda_reserved`, `cuda_alloc_retries`, …"),
+                Column("value", "int64", "bytes or count", "The reading."),
+            ),
+        ),
+        Table(
+            "counters",
+            "One reading of a counter or gauge of the node.",
+            "node",
+            "time_ns",
+            (
+                Column("time_ns", "int64", "ns", "When it was read."),
+                Column("source_id", "uint32", "", "`host`, `nic`, `tcp`, `rdma`, `gpu`, in `strings`."),
+                Column("name_id", "uint32", "", "Name with its unit, in `strings`."),
+                Column("device_id", "uint32", "", "Device, port, socket pair or process, in `strings`."),
+                Column("value", "float64", "by name", "Counters are cumulative, gauges are momentary."),
+            ),
+        ),
+        Table(
+            "clocks",
+            "One exchange that relates two clocks.",
+            "node",
+            "t1_ns",
+            (
+                Column("peer", "int32", "", "Node that answered; -1: t2 = t3 is this node's unix time."),
+                Column("t1_ns", "int64", "ns", "Request sent, this node's monotonic clock."),
+                Column("t2_ns", "int64", "ns", "Request received, the peer's clock."),
+                Column("t3_ns", "int64", "ns", "Answer sent, the peer's clock."),
+                Column("t4_ns", "int64", "ns", "Answer received, this node's monotonic clock."),
+            ),
+        ),
+        Table(
+            "gaps",
+            "The evidence ledger: what was not seen.",
+            "rank or node",
+            "start_ns",
+            (
+                Column("start_ns", "int64", "ns", "From when; null: from the start.", nullable=True),
+                Column("end_ns", "int64", "ns", "Until when; null: to the end.", nullable=True),
+                Column("table", "string", "", "Table that lacks rows."),
+                Column("source", "string", "", "Collector that says so."),
+                Column("count", "int64", "", "Rows missing; null where nobody can know.", nullable=True),
+                Column("why", "string", "", "One sentence, with what to do where that is known."),
+            ),
+        ),
+        Table(
+            "strings",
+            "The names behind the `*_id` columns of the same partition.",
+            "rank or node",
+            "name_id",
+            (Column("name_id", "uint32", "", "The id."), Column("name", "string", "", "The name.")),
+        ),
+    )
+}
+
+
+class RecordType:
+    """First byte of a ring record: which table the agent turns it into."""
+
+    REGION = 1
+    COLLECTIVE = 2
+    DONE = 3
+    STEP = 4
+    MEMORY = 5
+
+
+# One ring slot. The sequence number stands at both ends, so a torn write is recognised.
+#   number, type, a, b, c, q0 … q4, number
+# REGION      a kind · c name_id · q0 start · q1 end · q2 thread ident · q3 microbatch (-1 none) · q4 stage (-1 none)
+# COLLECTIVE  a op · b dtype | is_async << 8 (0 no, 1 yes, 2 unknown) · c seq · q0 start · q1 issued · q2 group_id
+#             · q3 size_bytes · q4 (peer + 1) << 32 | (tag & 0xffff) << 16 | is_main
+# DONE        q0 end · q1 number of the COLLECTIVE record
+# STEP        q0 end · q1 thread ident
+# MEMORY      c name_id · q0 time · q1 value
+RECORD = struct.Struct("<QBBHIqqqqqQ")
+RECORD_FIELDS = ("number", "type", "a", "b", "c", "q0", "q1", "q2", "q3", "q4", "check")
+RING_SLOTS = 1 << 16
+assert RECORD.size == 64

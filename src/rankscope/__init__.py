@@ -1,0 +1,40 @@
+"""rankscope: why a distributed PyTorch job is slow, who is to blame, what it costs, and what a fix would bring.
+
+In a training script, both optional and free where rankscope does not record:
+
+- `rankscope.step()`: this step ends here, instead of at the optimizer's step.
+- `rankscope.annotate("name", microbatch=…, stage=…)`: a context manager that names a span.
+
+For analysis: `rankscope.open(path) -> Trace` and `rankscope.diagnose(trace) -> Report`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankscope.analysis.diagnose import diagnose
+    from rankscope.analysis.trace import Trace
+    from rankscope.collectors.session import annotate, step
+
+    open = Trace.open
+
+__all__ = ["annotate", "diagnose", "open", "step"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    # Lazily, since a training script imports this package for step() and annotate() only.
+    if name in ("annotate", "step"):
+        from rankscope.collectors import session
+
+        return getattr(session, name)
+    if name == "diagnose":
+        from rankscope.analysis.diagnose import diagnose
+
+        return diagnose
+    if name == "open":
+        from rankscope.analysis.trace import Trace
+
+        return Trace.open
+    raise AttributeError(f"module 'rankscope' has no attribute {name!r}")
