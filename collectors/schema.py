@@ -183,7 +183,7 @@ TABLES: dict[str, Table] = {
             (
                 Column("start_ns", "int64", "ns", "Enqueue: the rank entered the call (its arrival)."),
                 Column("issued_ns", "int64", "ns", "The call returned to the caller."),
-                Column("end_ns", "int64", "ns", "Completion on this rank; null if it was not seen.", nullable=True),
+                Column("end_ns", "int64", "ns", "Completion on this rank; null: see `completions`, else not seen.", nullable=True),
                 Column("group_id", "int64", "", "The process group, in `groups`."),
                 Column(
                     "seq",
@@ -197,7 +197,19 @@ TABLES: dict[str, Table] = {
                 Column("peer", "int32", "", "Global rank of the peer; -1 for collectives and any source."),
                 Column("tag", "int32", "", "Tag of a point-to-point operation, else 0."),
                 Column("size_bytes", "int64", "bytes", "Largest of the operation's tensor arguments."),
-                _THREAD,
+                Column("thread", "uint16", "", "0 is the rank's main thread, 65535 another one."),
+                Column("number", "uint64", "", "Number of the row's record, unique in a rank's attempt."),
+            ),
+        ),
+        Table(
+            "completions",
+            "The end of a collective that ended after its row had been written (with a null `end_ns`). Readers "
+            "join it to `collectives` by rank, attempt and `number`.",
+            "rank",
+            "end_ns",
+            (
+                Column("end_ns", "int64", "ns", "Completion on this rank."),
+                Column("number", "uint64", "", "`number` of the row in `collectives`."),
             ),
         ),
         Table(
