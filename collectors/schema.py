@@ -183,7 +183,13 @@ TABLES: dict[str, Table] = {
             (
                 Column("start_ns", "int64", "ns", "Enqueue: the rank entered the call (its arrival)."),
                 Column("issued_ns", "int64", "ns", "The call returned to the caller."),
-                Column("end_ns", "int64", "ns", "Completion on this rank; null: see `completions`, else not seen.", nullable=True),
+                Column(
+                    "end_ns",
+                    "int64",
+                    "ns",
+                    "Completion on this rank; null: see `completions`, else not seen.",
+                    nullable=True,
+                ),
                 Column("group_id", "int64", "", "The process group, in `groups`."),
                 Column(
                     "seq",
