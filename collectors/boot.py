@@ -1,0 +1,52 @@
+"""The way into a training process: torch calls `autoload` at the end of `import torch`.
+
+An exception here would abort the user's `import torch`, so nothing but the standard library is imported at the top and
+`autoload` lets nothing out. Until the job makes its first process group, nothing is recorded and nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+__all__ = ["autoload"]
+
+
+def autoload() -> None:
+    """Arrange for a session to start with the first process group, if this process is a rank that is to be recorded."""
+    try:
+        if _is_recorded_rank():
+            _arm()
+    except Exception as error:
+        print(f"rankscope: not recording this process: {error!r}", file=sys.stderr)
+
+
+def _is_recorded_rank() -> bool:
+    env = os.environ
+    if not env.get("RANKSCOPE_AGENT") or env.get("RANKSCOPE_DISABLE") == "all":
+        return False
+    if "LOCAL_RANK" not in env and "RANKSCOPE_LOCAL_RANK" not in env:
+        return False  # torchrun itself, or a tool beside the job
+    # Subprocesses and spawned workers of a rank inherit the claim and stay out.
+    return "RANKSCOPE_CLAIM" not in env
+
+
+def _arm() -> None:
+    # `import torch` has not finished: take the modules that it has loaded, and import nothing.
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not hasattr(c10d, "_new_process_group_helper"):
+        return  # a torch built without distributed
+    os.environ["RANKSCOPE_CLAIM"] = str(os.getpid())
+
+    from rankscope.collectors import session
+
+    make_group = c10d._new_process_group_helper
+
+    def make_group_and_tell(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        made = make_group(*args, **kwargs)
+        session.on_group(made[0], args, kwargs)
+        return made
+
+    make_group_and_tell.__wrapped__ = make_group  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = make_group_and_tell

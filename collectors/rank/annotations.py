@@ -1,0 +1,96 @@
+"""Records the names that scripts and torch itself give to spans with `record_function`.
+
+torch names DDP's forward and the microbatches of its pipeline schedules this way. Names of spans that another collector
+records (optimizer, DataLoader) and FSDP's many internal ones are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+from rankscope.collectors.schema import REGION_KINDS
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit
+
+tables = ("regions",)
+
+_LEFT_OUT = ("Optimizer.", "enumerate(DataLoader)", "FSDP::")
+_MAX_KNOWN = 10_000  # names that a script makes anew every step must not grow without bound
+_USER = REGION_KINDS.index("user")
+_FORWARD = REGION_KINDS.index("forward")
+_BACKWARD = REGION_KINDS.index("backward")
+# "Forward 3" of single-stage schedules; "PP:1B3", "PP:0F2", "PP:1I3", "PP:1W3": stage, action, microbatch
+_SCHEDULE = re.compile(r"(?:(Forward|Backward) (\d+)|PP:(\d+)([A-Z_]+)(\d+))$")
+_ACTIONS = {"Forward": _FORWARD, "Backward": _BACKWARD, "F": _FORWARD, "B": _BACKWARD, "I": _BACKWARD, "W": _BACKWARD}
+_undos: list[Callable[[], None]] = []
+
+clock = time.perf_counter_ns
+
+
+def start(emit: Emit) -> None:
+    owner = sys.modules["torch.autograd.profiler"].record_function
+    enter, leave = owner.__dict__["__enter__"], owner.__dict__["__exit__"]
+    known: dict[str, tuple[int, int, int, int] | None] = {}
+    is_compiling = sys.modules["torch"].compiler.is_compiling
+
+    def record(span: Any) -> None:  # noqa: ANN401
+        start_ns = span.__dict__.pop("_rankscope_start_ns", None)
+        if start_ns is None or not emit.live:
+            return
+        name = span.name
+        if name not in known:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            known[name] = _classify(emit, name)
+        found = known[name]
+        if found is not None:
+            kind, name_id, microbatch, stage = found
+            emit.region(kind, name_id, start_ns, clock(), microbatch, stage)
+
+    record = emit.guard("annotations", record)
+
+    @wraps(enter)
+    def enter_and_note(self: Any) -> Any:  # noqa: ANN401
+        if not is_compiling():
+            self._rankscope_start_ns = clock()
+        return enter(self)
+
+    @wraps(leave)
+    def leave_and_record(self: Any, *exc: Any) -> Any:  # noqa: ANN401
+        try:
+            return leave(self, *exc)
+        finally:
+            record(self)
+
+    for attribute, original, replacement in (
+        ("__enter__", enter, enter_and_note),
+        ("__exit__", leave, leave_and_record),
+    ):
+        setattr(owner, attribute, replacement)
+        _undos.append(partial(setattr, owner, attribute, original))
+
+
+def stop() -> None:
+    while _undos:
+        _undos.pop()()
+
+
+def _classify(emit: Emit, name: str) -> tuple[int, int, int, int] | None:
+    """Return (kind, name_id, microbatch, stage) for a name, or None for one that is left out."""
+    if name.startswith(_LEFT_OUT):
+        return None
+    if name == "DistributedDataParallel.forward":
+        return _FORWARD, emit.name("forward"), -1, -1
+    match = _SCHEDULE.match(name)
+    if match:
+        word, microbatch, stage, action, number = match.groups()
+        kind = _ACTIONS.get(word or action, _USER)
+        label = {_FORWARD: "forward", _BACKWARD: "backward"}.get(kind, name)
+        return kind, emit.name(label), int(microbatch or number), int(stage or -1)
+    return _USER, emit.name(name), -1, -1

@@ -1,0 +1,246 @@
+"""Records every collective and point-to-point operation of torch.distributed, at the dispatcher.
+
+All ways lead through the `c10d::` operators: Python calls, DDP's reducer in C++, FSDP2, functional collectives and
+DTensor, pipeline schedules, compiled graphs. A kernel at the key BackendSelect sees them, times them and passes them on
+with the interpreter's lock released. (Overriding the CPU key instead would keep the lock and deadlock.)
+
+The end comes from the work's future. Operations without one (`send`, `recv`, …) end when somebody waits for them. On an
+accelerator neither says when the device is done, so the end stays empty there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from threading import get_ident, main_thread
+from typing import TYPE_CHECKING, Any
+
+from rankscope.collectors.schema import DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit, Group
+
+tables = ("collectives", "groups", "regions")
+
+_COLLECTIVE, _DONE = RecordType.COLLECTIVE, RecordType.DONE
+_WAIT = REGION_KINDS.index("wait")
+_IS_ASYNC_UNKNOWN = 2
+_MAX_AWAITED = 256  # works that nobody waits for must not pile up
+_library: Any = None
+_functional_library: Any = None
+_undo_wait: Callable[[], None] | None = None
+_active = False
+
+clock = time.perf_counter_ns
+
+
+def start(emit: Emit) -> None:
+    """Put a kernel in front of every `c10d::` operator, and time `Work.wait` and `wait_tensor`."""
+    global _library, _functional_library, _undo_wait, _active
+    torch = sys.modules["torch"]
+    if _library is not None:
+        raise RuntimeError("started twice")
+    _active = True
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    recorder = _Recorder(emit, torch)
+    _library = torch.library.Library("c10d", "IMPL")
+    missing = []
+    for code, op in enumerate(OPS[1:], start=1):
+        overload = _overload(torch, op)
+        if overload is None:
+            missing.append(op)
+            continue
+        _library.impl(overload, _kernel(emit, recorder, overload, code, after), "BackendSelect", with_keyset=True)
+    if missing:
+        emit.gap(
+            "collectives", "collectives", f"torch {torch.__version__} has no c10d operator for: {', '.join(missing)}"
+        )
+
+    wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+    _functional_library = torch.library.Library("_c10d_functional", "IMPL")
+    _functional_library.impl(wait_tensor, _wait_kernel(emit, wait_tensor, after), "BackendSelect", with_keyset=True)
+
+    work_class = torch._C._distributed_c10d.Work
+    _undo_wait = emit.around("collectives", work_class, "wait", recorder.waited)
+
+
+def stop() -> None:
+    """Make the kernels pass calls on and nothing more: taken out, one could be missing under a thread that is in it."""
+    global _active
+    _active = False
+    if _undo_wait is not None:
+        _undo_wait()
+
+
+def _overload(torch: Any, op: str) -> Any:  # noqa: ANN401
+    """Return the operator behind a name of OPS; torch writes them with underscores that vary."""
+    for spelling in (op, f"{op}_", f"_{op}_"):
+        packet = getattr(torch.ops.c10d, spelling, None)
+        if packet is not None:
+            return packet.default
+    return None
+
+
+def _kernel(emit: Emit, recorder: _Recorder, overload: Any, code: int, after: Any) -> Callable[..., Any]:  # noqa: ANN401
+    redispatch = overload._handle.redispatch_boxed
+    record = emit.guard("collectives", recorder.recorder_of(overload, code))
+
+    def kernel(keyset: Any, *args: Any) -> Any:  # noqa: ANN401
+        if not (_active and emit.live):
+            return redispatch(keyset & after, *args)
+        start_ns = clock()
+        result = redispatch(keyset & after, *args)
+        record(start_ns, clock(), args, result)
+        return result
+
+    return kernel
+
+
+def _wait_kernel(emit: Emit, overload: Any, after: Any) -> Callable[..., Any]:  # noqa: ANN401
+    redispatch = overload._handle.redispatch_boxed
+    name_id = emit.name("wait_tensor")
+
+    def kernel(keyset: Any, *args: Any) -> Any:  # noqa: ANN401
+        start_ns = clock()
+        result = redispatch(keyset & after, *args)
+        if _active and emit.live:
+            emit.region(_WAIT, name_id, start_ns, clock())
+        return result
+
+    return kernel
+
+
+class _Recorder:
+    """Turns one call of an operator into one COLLECTIVE record, and its completion into a DONE record."""
+
+    def __init__(self, emit: Emit, torch: Any) -> None:  # noqa: ANN401
+        self.emit = emit
+        self.tensor = torch.Tensor
+        self.unbox_group = torch._C._distributed_c10d.ProcessGroup.unbox
+        self.unbox_work = torch._C._distributed_c10d.Work.unbox
+        self.group_ranks = sys.modules["torch.distributed.distributed_c10d"].get_process_group_ranks
+        self.dtypes = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
+        self.without_future: set[int] = set()
+        # Works without a future. Kept alive until waited for, since only so is the object that `wait` gets this one.
+        self.awaited: dict[Any, int] = {}
+        self.main_thread = main_thread().ident
+        self.wait_name = emit.name("Work.wait")
+        self.device_gap_told = False
+
+    def recorder_of(self, overload: Any, code: int) -> Callable[..., None]:  # noqa: ANN401
+        """Return the function that records one call of this operator, with its arguments' places looked up once."""
+        names = [argument.name for argument in overload._schema.arguments]
+        tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
+        group_at = names.index("process_group")
+        # Spelled asyncOp or async_op, by torch's age. torch leaves out trailing arguments that have their default value.
+        async_at = next((i for i, name in enumerate(names) if name.lower().replace("_", "") == "asyncop"), len(names))
+        async_default = _IS_ASYNC_UNKNOWN
+        if async_at < len(names):
+            async_default = int(bool(overload._schema.arguments[async_at].default_value))
+        peer_at = next((i for i, name in enumerate(names) if name in ("dst", "src")), None)
+        tag_at = names.index("tag") if "tag" in names else None
+        op = OPS[code]
+        is_p2p, is_send = op in P2P_OPS, op == "send"
+        returns_work = bool(overload._schema.returns)
+
+        def record(start_ns: int, issued_ns: int, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
+            group = self.group_of(args[group_at])
+            size, dtype, on_host = self.describe([args[i] for i in tensors if i < len(args)])
+            peer = tag = 0
+            if is_p2p:
+                tag = 0 if tag_at is None else args[tag_at]
+                at = NO_PEER if peer_at is None else args[peer_at]
+                seq = _next_p2p(group, at, tag, is_send)
+                peer = NO_PEER if at == NO_PEER else group.ranks[at]
+            else:
+                seq = group.seq
+                group.seq = seq + 1
+                peer = NO_PEER
+            is_async = int(bool(args[async_at])) if async_at < len(args) else async_default
+            thread_is_main = get_ident() == self.main_thread
+            number = self.emit.ring.write(
+                _COLLECTIVE,
+                code,
+                dtype | is_async << 8,
+                seq,
+                start_ns,
+                issued_ns,
+                group.id,
+                size,
+                (peer + 1) << 32 | (tag & 0xFFFF) << 16 | thread_is_main,
+            )
+            if not returns_work:
+                self.emit.ring.write(_DONE, 0, 0, 0, issued_ns, number, 0, 0, 0)
+            elif on_host:
+                self.watch(result[-1] if isinstance(result, (tuple, list)) else result, code, number)
+            elif not self.device_gap_told:
+                self.device_gap_told = True
+                self.emit.gap("collectives", "collectives", "when collectives end on the device is not seen")
+            self.emit.tick(issued_ns)
+
+        return record
+
+    def group_of(self, boxed: Any) -> Group:  # noqa: ANN401
+        group = self.unbox_group(boxed)
+        known = self.emit.groups.get(group.group_name)
+        if known is None:  # made by a way that torch's helper does not see
+            known = self.emit.group(
+                group.group_name, self.group_ranks(group), group.name(), str(group.group_desc or "")
+            )
+        return known
+
+    def describe(self, values: list[Any]) -> tuple[int, int, bool]:
+        """Return the bytes of the largest argument, the code of its dtype, and whether all of it is on the host."""
+        size, dtype, on_host = 0, 0, True
+        for value in values:
+            if value is None:
+                continue
+            if isinstance(value, self.tensor):
+                nbytes, kind, host = value.nbytes, self.dtypes.get(value.dtype, 0), value.is_cpu
+            else:
+                parts = [self.describe([part]) for part in value]
+                nbytes, kind = sum(part[0] for part in parts), parts[0][1] if parts else 0
+                host = all(part[2] for part in parts)
+            on_host = on_host and host
+            if nbytes >= size:
+                size, dtype = nbytes, kind
+        return size, dtype, on_host
+
+    def watch(self, boxed: Any, code: int, number: int) -> None:  # noqa: ANN401
+        """Have a DONE record written when the work is complete."""
+        work = self.unbox_work(boxed)
+        if work is None:  # part of a coalesced operation
+            return
+        if code not in self.without_future:
+            try:
+                future = work.get_future()
+            except RuntimeError:  # "getFuture not implemented", for this operation on this backend
+                self.without_future.add(code)
+            else:
+                emit = self.emit
+                emit.pending.add(number)
+
+                def done(_: Any) -> None:  # noqa: ANN401
+                    emit.ring.write(_DONE, 0, 0, 0, clock(), number, 0, 0, 0)
+                    emit.pending.discard(number)
+
+                future.add_done_callback(done)
+                return
+        if len(self.awaited) >= _MAX_AWAITED:
+            del self.awaited[next(iter(self.awaited))]
+        self.awaited[work] = number
+
+    def waited(self, start_ns: int, end_ns: int, args: tuple[Any, ...]) -> None:
+        self.emit.region(_WAIT, self.wait_name, start_ns, end_ns)
+        number = self.awaited.pop(args[0], None)
+        if number is not None:
+            self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
+
+
+def _next_p2p(group: Group, peer: int, tag: int, is_send: bool) -> int:
+    """Return the ordinal among this rank's operations with that peer, direction and tag (peer -1: any source)."""
+    key = (peer, tag, is_send)
+    seq = group.p2p_seq.get(key, 0)
+    group.p2p_seq[key] = seq + 1
+    return seq

@@ -1,0 +1,50 @@
+"""Records the rank's memory about once a second: resident set, and the CUDA allocator's state where there is one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from rankscope.collectors.schema import RecordType
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit
+
+tables = ("memory",)
+
+_CUDA_STATS = {
+    "allocated_bytes.all.current": "cuda_allocated_bytes",
+    "allocated_bytes.all.peak": "cuda_allocated_peak_bytes",
+    "reserved_bytes.all.current": "cuda_reserved_bytes",
+    "num_alloc_retries": "cuda_alloc_retries",
+    "num_ooms": "cuda_ooms",
+}
+_statm = -1
+
+
+def start(emit: Emit) -> None:
+    global _statm
+    _statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    page = os.sysconf("SC_PAGE_SIZE")
+    torch = sys.modules["torch"]
+
+    def read() -> None:
+        now = time.perf_counter_ns()
+        rss = int(os.pread(_statm, 128, 0).split()[1]) * page
+        readings = {"rss_bytes": rss}
+        if torch.cuda.is_initialized():
+            stats = torch.cuda.memory_stats()
+            readings |= {name: stats[key] for key, name in _CUDA_STATS.items() if key in stats}
+        for name, value in readings.items():
+            emit.ring.write(RecordType.MEMORY, 0, 0, emit.name(name), now, value, 0, 0, 0)
+
+    emit.on_tick(emit.guard("memory", read))
+
+
+def stop() -> None:
+    global _statm
+    if _statm >= 0:
+        os.close(_statm)
+        _statm = -1

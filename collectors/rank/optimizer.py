@@ -1,0 +1,54 @@
+"""Records every optimizer step; the analysis takes its end for the end of the training step.
+
+torch calls these hooks for every optimizer of `torch.optim` and its subclasses. An optimizer that is none is not seen:
+such a script can say `rankscope.step()`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from rankscope.collectors.schema import REGION_KINDS
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit
+
+tables = ("regions", "memory")
+
+_OPTIMIZER = REGION_KINDS.index("optimizer")
+_removes: list[Callable[[], None]] = []
+
+clock = time.perf_counter_ns
+
+
+def start(emit: Emit) -> None:
+    hooks = sys.modules["torch.optim.optimizer"]
+    names: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+    started: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def before(optimizer: Any, *_: Any) -> None:  # noqa: ANN401
+        if emit.live:
+            started[optimizer] = clock()
+
+    def after(optimizer: Any, *_: Any) -> None:  # noqa: ANN401
+        start_ns = started.pop(optimizer, None)
+        if start_ns is None or not emit.live:
+            return
+        name_id = names.get(optimizer)
+        if name_id is None:
+            name_id = names[optimizer] = emit.name(f"{type(optimizer).__name__}#{len(names)}")
+        end_ns = clock()
+        emit.region(_OPTIMIZER, name_id, start_ns, end_ns)
+        emit.tick(end_ns)
+
+    _removes.append(hooks.register_optimizer_step_pre_hook(emit.guard("optimizer", before)).remove)
+    _removes.append(hooks.register_optimizer_step_post_hook(emit.guard("optimizer", after)).remove)
+
+
+def stop() -> None:
+    while _removes:
+        _removes.pop()()

@@ -1,0 +1,383 @@
+"""One rank's recording: it starts the collectors, guards them, and is the only place that catches broadly.
+
+What a collector may do goes through `Emit`. A hook that fails switches its collector off, leaves one row in `gaps`, and
+the training goes on. When the agent is gone, all hooks fall silent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import itertools
+import json
+import os
+import pkgutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from types import ModuleType
+from typing import Any
+
+from rankscope.collectors import rank as rank_collectors
+from rankscope.collectors.ring import Ring
+from rankscope.collectors.schema import REGION_KINDS, RecordType
+
+__all__ = ["Emit", "annotate", "on_group", "step"]
+
+_MAX_NAMES = 10_000  # a script that makes a new name every step must not grow without bound
+_TICK_NS = 1_000_000_000
+_STORE_KEY = "rankscope/agent"
+_USER = REGION_KINDS.index("user")
+
+clock = time.perf_counter_ns
+
+
+class Emit:
+    """What collectors write to. Every method is cheap, never blocks, and may be called from any thread."""
+
+    def __init__(self, ring: Ring, channel: socket.socket) -> None:
+        self.live = True
+        self.ring = ring
+        self.region = ring.region
+        self.groups: dict[str, Group] = {}
+        self.pending: set[int] = set()  # collectives whose completion torch will report to a callback of ours
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._backlog: list[bytes] = []
+        self._lost = 0
+        self._names: dict[str, int] = {}
+        self._next_name = itertools.count().__next__
+        self._names_full = False
+        self._incarnations: dict[tuple[str, str], int] = {}
+        self._off: set[str] = set()
+        self._on_tick: list[Callable[[], None]] = []
+        self._next_tick_ns = 0
+        self._stops: dict[str, Callable[[], None]] = {}
+        self.name("(further names)")
+
+    def name(self, text: str) -> int:
+        """Return the id that stands for `text` in this rank's `strings`."""
+        name_id = self._names.get(text)
+        if name_id is None:
+            if len(self._names) >= _MAX_NAMES:
+                if not self._names_full:
+                    self._names_full = True
+                    self.gap("regions", "names", f"more than {_MAX_NAMES} names; further ones share one")
+                return 0
+            name_id = self._names[text] = self._next_name()  # two threads may each give a new name an id: both are told
+            self.send({"type": "string", "id": name_id, "name": text[:500]})
+        return name_id
+
+    def gap(self, table: str, source: str, why: str, *, start_ns: int | None = None, count: int | None = None) -> None:
+        """Write down that `table` lacks rows from `start_ns` (default: now) on."""
+        start_ns = clock() if start_ns is None else start_ns
+        self.send(
+            {"type": "gap", "table": table, "source": source, "start_ns": start_ns, "end_ns": None, "count": count}
+            | {"why": why}
+        )
+
+    def guard(self, collector: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` so that an exception in it switches `collector` off instead of reaching the training."""
+
+        def guarded(*args: Any) -> Any:  # noqa: ANN401
+            try:
+                return function(*args)
+            except Exception as error:
+                self.switch_off(collector, f"{type(error).__name__}: {error}")
+                return None
+
+        # torch.compile is not to trace into hooks: they would break its graph with a warning to the user.
+        guarded._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return guarded
+
+    def around(self, collector: str, owner: Any, attribute: str, record: Callable[..., None]) -> Callable[[], None]:  # noqa: ANN401
+        """Replace `owner.attribute` by itself plus `record(start_ns, end_ns, args)`; return what undoes it.
+
+        Once undone, a wrapper that somebody else has wrapped in turn only passes calls on.
+        """
+        original = owner.__dict__[attribute]
+        record = self.guard(collector, record)
+        active = True
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if not (active and self.live):
+                return original(*args, **kwargs)
+            start = clock()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                record(start, clock(), args)
+
+        def undo() -> None:
+            nonlocal active
+            active = False
+            if owner.__dict__.get(attribute) is wrapper:
+                setattr(owner, attribute, original)
+
+        wrapper.__wrapped__ = original  # type: ignore[attr-defined]
+        wrapper.__name__ = getattr(original, "__name__", attribute)
+        wrapper.__qualname__ = getattr(original, "__qualname__", attribute)
+        wrapper.__doc__ = original.__doc__
+        wrapper.__module__ = getattr(original, "__module__", __name__)
+        setattr(owner, attribute, wrapper)
+        return undo
+
+    def on_tick(self, read: Callable[[], None]) -> None:
+        """Call `read` about once a second from a training thread, at the end of a step or collective."""
+        self._on_tick.append(read)
+
+    def tick(self, now_ns: int) -> None:
+        """Do what is due once a second. To be called after a step or a collective, with its end."""
+        if now_ns < self._next_tick_ns:
+            return
+        self._next_tick_ns = now_ns + _TICK_NS
+        for read in self._on_tick:
+            if self.live:
+                read()
+
+    def switch_off(self, collector: str, why: str) -> None:
+        """Take one collector's hooks out and write down why."""
+        if collector in self._off:
+            return
+        self._off.add(collector)
+        print(f"rankscope: collector '{collector}' switched off: {why}", file=sys.stderr)
+        self.gap("*", collector, f"collector switched off: {why}")
+        stop = self._stops.get(collector)
+        if stop is not None:
+            self.guard(collector, stop)()
+
+    def start(self, collector: str, module: ModuleType) -> None:
+        """Start one collector under guard."""
+        self._stops[collector] = module.stop
+        self.guard(collector, module.start)(self)
+
+    def stop(self) -> None:
+        """Fall silent and take every hook out."""
+        self.live = False
+        for collector, stop in self._stops.items():
+            if collector not in self._off:
+                self.guard(collector, stop)()
+
+    def group(self, name: str, ranks: list[int], backend: str, role: str) -> Group:
+        """Announce a process group and return its entry; a name used again is a new group."""
+        members = as_ranges(ranks)
+        count = self._incarnations.get((name, members), 0)
+        self._incarnations[name, members] = count + 1
+        digest = blake2b(f"{name}\n{members}\n{count}".encode(), digest_size=8).digest()
+        group = Group(int.from_bytes(digest, "little") >> 1, ranks)
+        self.groups[name] = group
+        self.send(
+            {"type": "group", "id": group.id, "name": name, "backend": backend, "role": role, "members": members}
+            | {"start_ns": clock()}
+        )
+        return group
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue one message to the agent, and send what can be sent without waiting."""
+        self._backlog.append(json.dumps(message).encode())
+        self.flush()
+
+    def flush(self) -> None:
+        """Send queued messages as far as the socket takes them; what it does not take goes with a later call."""
+        if not self._sending.acquire(blocking=False):
+            return  # another thread, or this one below a garbage collection
+        try:
+            while self._backlog:
+                self._channel.send(self._backlog[0], socket.MSG_NOSIGNAL)
+                del self._backlog[0]
+        except BlockingIOError:
+            if len(self._backlog) > _MAX_NAMES:
+                self._lost += len(self._backlog)
+                self._backlog.clear()
+        except OSError:
+            self.live = False  # the agent is gone
+        finally:
+            self._sending.release()
+
+    def bye(self) -> None:
+        """Say goodbye, with the number of messages that never got out."""
+        self.flush()
+        self.send({"type": "bye", "dropped": self._lost + len(self._backlog)})
+        self._channel.close()
+
+
+class Group:
+    """A process group as this rank counts it: the ordinals make collectives comparable across ranks."""
+
+    __slots__ = ("id", "p2p_seq", "ranks", "seq")
+
+    def __init__(self, group_id: int, ranks: list[int]) -> None:
+        self.id = group_id
+        self.ranks = ranks
+        self.seq = 0
+        self.p2p_seq: dict[tuple[int, int, int], int] = {}
+
+
+class _Session:
+    """The recording of this process, from its first process group on."""
+
+    def __init__(self, rank: int, world_size: int, backend: str, store: Any) -> None:  # noqa: ANN401
+        self.rank = rank
+        self.world_size = world_size
+        self.backend = backend
+        self.local_rank = int(os.environ.get("LOCAL_RANK") or os.environ["RANKSCOPE_LOCAL_RANK"])
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("RANKSCOPE_LOCAL_WORLD_SIZE") or 1)
+        self.node = int(os.environ.get("GROUP_RANK") or os.environ.get("RANKSCOPE_NODE") or rank // local_world)
+        self.pid = os.getpid()
+        self._store = store
+        ring = Ring()
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(2)
+        self._channel.connect("\0" + os.environ["RANKSCOPE_AGENT"])
+        socket.send_fds(self._channel, [json.dumps(self._hello()).encode()], [ring.fd])
+        agent = json.loads(self._channel.recv(4096))
+        self._channel.setblocking(False)
+        os.close(ring.fd)  # the mapping and the agent hold it
+        self.emit = Emit(ring, self._channel)
+        self._peer_known = self.node == 0 or self.local_rank != 0
+        if rank == 0:
+            store.set(_STORE_KEY, json.dumps(agent))
+
+    def _hello(self) -> dict[str, Any]:
+        torch = sys.modules["torch"]
+        # Asking a CUDA that is not initialised would initialise it, and break the job's own forks.
+        device = "cuda" if "nccl" in self.backend else "cpu"
+        if torch.cuda.is_initialized():
+            device = torch.cuda.get_device_name()
+        return {
+            "type": "hello",
+            "rank": self.rank,
+            "local_rank": self.local_rank,
+            "world_size": self.world_size,
+            "node": self.node,
+            "pid": self.pid,
+            "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "hostname": socket.gethostname(),
+            "device": device,
+            "torch": str(torch.__version__),
+            "python": sys.version.split()[0],
+            "command": " ".join(sys.orig_argv)[:2000],
+            "main_thread": threading.main_thread().ident,
+            "start_ns": clock(),
+            "monotonic_ns": clock(),
+            "unix_ns": time.time_ns(),
+        }
+
+    def start(self) -> None:
+        switched_off = set(os.environ.get("RANKSCOPE_DISABLE", "").split(","))
+        self.emit.on_tick(self.emit.guard("session", self._tick))
+        for module in pkgutil.iter_modules(rank_collectors.__path__):
+            if module.name in switched_off:
+                self.emit.gap("*", module.name, "collector left off by RANKSCOPE_DISABLE")
+                continue
+            # A collector that cannot even be imported costs itself only.
+            load = self.emit.guard(module.name, importlib.import_module)
+            loaded = load(f"{rank_collectors.__name__}.{module.name}")
+            if loaded is not None:
+                self.emit.start(module.name, loaded)
+        atexit.register(self.emit.guard("session", self.close))
+
+    def _tick(self) -> None:
+        self.emit.flush()
+        try:
+            if self._channel.recv(4096) == b"":
+                self.emit.live = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.emit.live = False
+        if not self.emit.live:
+            self.emit.stop()
+            return
+        if not self._peer_known and self._store.check([_STORE_KEY]):
+            self._peer_known = True
+            peer = json.loads(self._store.get(_STORE_KEY))
+            host = os.environ.get("MASTER_ADDR", "")
+            self.emit.send({"type": "peer", "name": peer["name"], "host": host, "port": peer["port"]})
+
+    def close(self) -> None:
+        """End the recording: no hook is left, and no thread of torch's is about to call into a dying interpreter."""
+        if os.getpid() != self.pid:
+            return
+        self.emit.stop()
+        deadline = clock() + 500_000_000
+        while self.emit.pending and clock() < deadline:
+            time.sleep(0.001)
+        self.emit.bye()
+
+
+_session: _Session | None = None
+_failed = False
+
+
+def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    """Take note of a new process group; the first one starts the recording.
+
+    `args` and `kwargs` are those of torch's `_new_process_group_helper(group_size, group_rank, global_ranks_in_group,
+    backend, store, group_name, …)`. Never raises: without an agent the job runs as if rankscope were not there.
+    """
+    global _session, _failed
+    if _failed:
+        return
+    try:
+        given = dict(zip(("size", "rank", "ranks", "backend", "store", "name"), args, strict=False)) | kwargs
+        size, rank = int(args[0]), int(args[1])
+        if _session is None:
+            _session = _Session(rank, size, str(given["backend"]), given["store"])
+            os.register_at_fork(after_in_child=_leave_child)
+            _session.start()
+        if hasattr(group, "group_name"):  # else this rank is no member
+            ranks = list(given["ranks"]) or list(range(size))
+            backend = str(given["backend"] or "default")
+            _session.emit.group(group.group_name, ranks, backend, str(group.group_desc or ""))
+    except Exception as error:
+        _failed = True
+        print(f"rankscope: this rank is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _leave_child() -> None:
+    """A forked worker must not write into its parent's ring, nor use its socket."""
+    if _session is not None:
+        _session.emit.live = False
+
+
+def as_ranges(ranks: list[int]) -> str:
+    """Write ranks as `0-3,8`, in their order."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def step() -> None:
+    """Say that a training step ends here. Does nothing where rankscope does not record."""
+    if _session is not None and _session.emit.live:
+        now = clock()
+        _session.emit.ring.write(RecordType.STEP, 0, 0, 0, now, threading.get_ident(), 0, 0, 0)
+        _session.emit.tick(now)
+
+
+class annotate:  # noqa: N801  (reads as a function, like torch's record_function)
+    """Names a span: `with rankscope.annotate("loss", microbatch=3, stage=1): …`. No effect where nothing records."""
+
+    __slots__ = ("_microbatch", "_name", "_stage", "_start")
+
+    def __init__(self, name: str, *, microbatch: int | None = None, stage: int | None = None) -> None:
+        self._name = name
+        self._microbatch = -1 if microbatch is None else microbatch
+        self._stage = -1 if stage is None else stage
+
+    def __enter__(self) -> annotate:
+        self._start = clock()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if _session is not None and _session.emit.live:
+            emit = _session.emit
+            emit.region(_USER, emit.name(self._name), self._start, clock(), self._microbatch, self._stage)
