@@ -1,1 +1,43 @@
-"""Collectors that run in the node's agent; being a module here is the registration."""
+"""Collectors that run in the node's agent, one module each; being in this folder is the registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ["Collector", "Node", "Sample", "Unavailable"]
+
+Sample = tuple[str, str, str, float]  # source, name with its unit, device, value
+
+
+class Unavailable(Exception):  # noqa: N818  (a state of the node, not a fault)
+    """A collector's source is not there; the message is one line for people."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """What a collector may know of its node, and of the job on it; `pids` changes as ranks come and go."""
+
+    index: int
+    addresses: frozenset[str]  # all of this node's, loopback too
+    gap: Callable[[str, str], None]  # source, why
+    pids: dict[int, int] = field(default_factory=dict)  # rank → process id
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+
+
+class Collector(Protocol):
+    """One module of this folder. An exception in `sample` switches it off."""
+
+    tables: tuple[str, ...]
+
+    def start(self, node: Node) -> None:
+        """Open the source, or raise Unavailable."""
+
+    def sample(self, node: Node) -> Iterable[Sample]:
+        """Read everything once."""
+
+    def stop(self) -> None:
+        """Let go of the source."""

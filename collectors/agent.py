@@ -1,0 +1,597 @@
+"""The node's agent: one process per node that turns what the ranks of the node leave in their rings into files.
+
+It outlives a rank that crashes or hangs, samples the collectors of `node/`, and relates the clocks of the nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib
+import json
+import os
+import pkgutil
+import platform
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from rankscope.collectors import node as node_collectors
+from rankscope.collectors import ping
+from rankscope.collectors.drain import Records, Ring, Threads, columns_by_table
+from rankscope.collectors.node import Collector, Node, Sample, Unavailable
+from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, TABLES
+from rankscope.collectors.writer import Partition, RunFolder
+
+__all__ = ["Agent", "main"]
+
+DRAIN_NS = 200_000_000
+FLUSH_NS = 1_000_000_000
+ANCHOR_NS = 10_000_000_000
+LINGER_NS = 5_000_000_000  # after the last rank, where no launcher says when to end
+GIVE_UP_NS = 600_000_000_000
+PACKET_BYTES = 128 * 1024
+PING_FAILURES = 3  # in a row
+NICE = 5
+
+NO_RANK = (
+    "no rank reported: torch is older than 2.5, or TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, or the ranks' Python has no "
+    "rankscope, or no process group was made"
+)
+
+_CREDENTIALS = struct.Struct("3i")
+_FD = struct.Struct("i")
+_BAD_MESSAGE = (KeyError, TypeError, ValueError, OverflowError)  # pyarrow's own are subclasses of these
+
+clock = time.perf_counter_ns
+
+
+class _Rank:
+    """One rank of one attempt: its ring, and the tables that its rows go to."""
+
+    def __init__(self, hello: dict[str, Any], ring_fd: int, attempt: int, node: int, run: RunFolder) -> None:
+        """Raises KeyError, TypeError, ValueError or OSError when the hello is not one."""
+        self.rank = int(hello["rank"])
+        self.attempt = attempt
+        self.tables = Partition(run, f"rank={self.rank:05d}", f"a{attempt}-")
+        self._ring = Ring(ring_fd)
+        self._threads = Threads(int(hello.get("main_thread", 0)))
+        self._records: list[Records] = []
+        self._flushed_ns = clock()
+        texts = ("hostname", "device", "torch", "python", "command")
+        numbers = ("start_ns", "local_rank", "world_size", "pid")
+        row = {name: str(hello[name]) for name in texts} | {name: int(hello[name]) for name in numbers}
+        self.tables.add_row("ranks", row | {"node": node})
+
+    def read(self, *, last: bool = False) -> None:
+        """The ring is read as far as it goes."""
+        records = self._ring.read(clock(), last=last)
+        if len(records):
+            self._records.append(records)
+        if sum(map(len, self._records)) > RING_SLOTS:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was read is with the system, and what was lost is in `gaps`."""
+        now_ns = clock()
+        if self._records:
+            records, self._records = np.concatenate(self._records), []
+            for table, columns in columns_by_table(records, self._threads).items():
+                self.tables.add(table, columns)
+        for count, why in (
+            (
+                self._ring.overwritten,
+                "the rank wrote faster than the agent could read, and the oldest were overwritten",
+            ),
+            (self._ring.unfinished, "records that a thread began and did not complete within a second"),
+        ):
+            if count:
+                self.tables.gap("*", why, start_ns=self._flushed_ns, end_ns=now_ns, count=count)
+        self._ring.overwritten = self._ring.unfinished = 0
+        self._flushed_ns = now_ns
+        self.tables.flush()
+
+
+class _NodeTables:
+    """The node's own rows: readings of its collectors, relations of clocks, gaps."""
+
+    def __init__(self, run: RunFolder, index: int) -> None:
+        self.tables = Partition(run, f"node={index:05d}")
+        self._ids: dict[str, int] = {}
+
+    def add_samples(self, time_ns: int, samples: list[Sample]) -> None:
+        """One row of `counters` per sample. Raises ValueError or TypeError if a value is not a number."""
+        columns = {
+            "time_ns": np.full(len(samples), time_ns),
+            "source_id": [self._id(source) for source, _, _, _ in samples],
+            "name_id": [self._id(name) for _, name, _, _ in samples],
+            "device_id": [self._id(device) for _, _, device, _ in samples],
+            "value": [float(value) for _, _, _, value in samples],
+        }
+        self.tables.add("counters", columns)
+
+    def add_exchange(self, peer: int, exchange: ping.Exchange) -> None:
+        t1_ns, t2_ns, t3_ns, t4_ns = exchange
+        self.tables.add_row("clocks", {"peer": peer, "t1_ns": t1_ns, "t2_ns": t2_ns, "t3_ns": t3_ns, "t4_ns": t4_ns})
+
+    def _id(self, text: str) -> int:
+        if text not in self._ids:
+            self._ids[text] = len(self._ids)
+            self.tables.add_row("strings", {"name_id": self._ids[text], "name": text})
+        return self._ids[text]
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    """A process that connected; it is a rank once it has said hello."""
+
+    channel: socket.socket
+    pid: int
+    pidfd: int = -1
+    rank: _Rank | None = None
+    report: dict[str, Any] = field(default_factory=dict)  # its entry in the run's JSON
+
+
+class Agent:
+    """Serves the ranks of one node until the job is over; `run` returns when everything is on disk."""
+
+    def __init__(
+        self, listener: socket.socket, out: Path, *, hz: float, until_stdin_closes: bool, launch: dict[str, Any]
+    ) -> None:
+        """Raises OSError when the run cannot be written to `out`."""
+        self._run = RunFolder(out)
+        (out / "run").mkdir(parents=True, exist_ok=True)
+        probe = out / "run" / f".probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+        self.port = ping.listen()
+        self._until_stdin_closes = until_stdin_closes
+        self._stdin_open = until_stdin_closes
+        self._terminated = False
+        self._sample_ns = int(1e9 / hz)
+        self._due_ns = {"drain": 0, "flush": 0, "sample": 0, "anchor": 0}
+        self._last_rank_ns: int | None = None
+        self._connections: set[_Connection] = set()
+        self._reports: list[dict[str, Any]] = []
+        self._node: Node | None = None
+        self._tables: _NodeTables | None = None
+        self._collectors: dict[str, Collector] | None = None  # None: not started
+        self._pinger: ping.Pinger | None = None
+        self._ping_trouble_told = False
+        self._started_ns = clock()
+        self._state: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "state": "running",
+            "hostname": socket.gethostname(),
+            "addresses": sorted(a for a in _own_addresses() if not (a == "::1" or a.startswith("127."))),
+            "start_ns": self._started_ns,
+            "start_unix_ns": time.time_ns(),
+            "closed_unix_ns": None,
+            "hz": hz,
+            "launch": launch,
+            "versions": _versions(),
+            "ranks": self._reports,
+        }
+        self._state_changed = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+        listener.setblocking(False)
+        if until_stdin_closes:
+            self._watch_stdin()
+        self._watch_signals()
+
+    # ---- the loop
+
+    def run(self) -> None:
+        """Everything the ranks left is on disk, sealed, and the run's state is `closed`."""
+        try:
+            while not self._over():
+                for key, _ in self._selector.select(self._pause_s()):
+                    key.data()
+                self._work()
+        except Exception as error:
+            # Nobody would see a traceback here; the run must say it itself, and keep what there is.
+            self._begin(0)
+            self._gap("*", "agent", f"the agent failed: {type(error).__name__}: {error}")
+        self._close()
+
+    def _over(self) -> bool:
+        if self._terminated:
+            return True
+        if any(connection.rank for connection in self._connections):
+            return False
+        if self._until_stdin_closes:
+            return not self._stdin_open
+        if self._last_rank_ns is None:
+            return clock() - self._started_ns > GIVE_UP_NS
+        return clock() - self._last_rank_ns > LINGER_NS
+
+    def _pause_s(self) -> float:
+        return max(0, self._due_ns["drain"] - clock()) / 1e9
+
+    def _is_due(self, task: str, every_ns: int) -> bool:
+        now_ns = clock()
+        if now_ns < self._due_ns[task]:
+            return False
+        self._due_ns[task] = now_ns - now_ns % every_ns + every_ns
+        return True
+
+    def _work(self) -> None:
+        if self._is_due("drain", DRAIN_NS):
+            for connection in self._connections:
+                if connection.rank:
+                    connection.rank.read()
+        if self._node is None or self._tables is None:
+            return
+        if self._is_due("sample", self._sample_ns):
+            self._sample(self._node, self._tables)
+        if self._is_due("anchor", ANCHOR_NS):
+            self._tables.add_exchange(NO_PEER, ping.unix_anchor())
+        if self._is_due("flush", FLUSH_NS):
+            self._flush(self._tables)
+
+    def _flush(self, tables: _NodeTables) -> None:
+        for connection in self._connections:
+            if connection.rank:
+                connection.rank.flush()
+        self._take_pings(tables)
+        tables.tables.flush()
+        if self._state_changed:
+            self._write_state()
+
+    # ---- the ranks
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            channel, _ = listener.accept()
+        except OSError:
+            return
+        channel.setblocking(False)
+        pid, uid, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.getuid():
+            channel.close()
+            return
+        connection = _Connection(channel, pid)
+        self._connections.add(connection)
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._receive(connection))
+        try:
+            # A forked child may hold the rank's socket open after the rank has died; its pidfd tells all the same.
+            connection.pidfd = os.pidfd_open(pid)
+            self._selector.register(
+                connection.pidfd, selectors.EVENT_READ, lambda: self._receive(connection, gone=True)
+            )
+        except OSError:
+            pass
+
+    def _receive(self, connection: _Connection, *, gone: bool = False) -> None:
+        """All packets that have come are dealt with; where they end, or the process is `gone`, so is the connection."""
+        while connection in self._connections:
+            try:
+                packet, ancillary, _, _ = connection.channel.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(_FD.size))
+            except BlockingIOError:
+                if gone:
+                    self._end(connection)
+                return
+            except OSError:
+                packet, ancillary = b"", []
+            fds = [fd for _, kind, data in ancillary if kind == socket.SCM_RIGHTS for (fd,) in _FD.iter_unpack(data)]
+            try:
+                if packet:
+                    self._handle(connection, json.loads(packet), fds)
+                else:
+                    self._end(connection)
+            except _BAD_MESSAGE as error:
+                self._gap("*", "agent", f"a message of process {connection.pid} was not understood: {error!r}")
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _handle(self, connection: _Connection, message: dict[str, Any], fds: list[int]) -> None:
+        kind = message["type"]
+        if kind == "hello":
+            self._hello(connection, message, fds[0] if fds else -1)
+        elif connection.rank is None:
+            raise ValueError("it came before the hello")
+        elif kind == "string":
+            connection.rank.tables.add_row("strings", {"name_id": message["id"], "name": message["name"]})
+        elif kind == "group":
+            columns = ("start_ns", "name", "backend", "role", "members")
+            connection.rank.tables.add_row("groups", {c: message[c] for c in columns} | {"group_id": message["id"]})
+        elif kind == "gap":
+            connection.rank.tables.add_row(
+                "gaps", {column.name: message[column.name] for column in TABLES["gaps"].columns}
+            )
+        elif kind == "peer":
+            self._meet(str(message["name"]), str(message["host"]), int(message["port"]))
+        elif kind == "bye":
+            self._say_bye(connection, connection.rank, int(message["dropped"]))
+        else:
+            raise ValueError(f"unknown type {kind!r}")
+
+    def _hello(self, connection: _Connection, hello: dict[str, Any], ring_fd: int) -> None:
+        if connection.rank:
+            raise ValueError("it said hello before")
+        node = self._begin(int(hello["node"]))
+        rank, attempt = int(hello["rank"]), int(hello["attempt"])
+        seen = {report["attempt"] for report in self._reports if report["rank"] == rank}
+        while attempt in seen:  # a second job under the same agent
+            attempt += 1
+        try:
+            connection.rank = _Rank(hello, ring_fd, attempt, node.index, self._run)
+        except OSError as error:
+            raise ValueError(f"the ring cannot be mapped: {error}") from None
+        connection.report = {"rank": rank, "attempt": attempt, "pid": hello["pid"], "bye": False, "ended": False}
+        self._reports.append(connection.report)
+        self._state["versions"]["torch"] = str(hello["torch"])
+        node.pids[rank] = connection.pid
+        reply = json.dumps({"port": self.port, "name": self._run.path.name}).encode()
+        with contextlib.suppress(OSError):  # its end will be noticed with the next packet
+            connection.channel.send(reply)
+        self._write_state()
+
+    def _say_bye(self, connection: _Connection, rank: _Rank, dropped: int) -> None:
+        connection.report["bye"] = True
+        if dropped:
+            rank.tables.gap("*", "messages of the rank (names, groups, gaps) that could not be sent", count=dropped)
+        self._end(connection)
+
+    def _end(self, connection: _Connection, why: str = "") -> None:
+        """The connection is closed; what its rank left is read to the end and sealed."""
+        self._connections.discard(connection)
+        self._selector.unregister(connection.channel)
+        connection.channel.close()
+        if connection.pidfd >= 0:
+            self._selector.unregister(connection.pidfd)
+            os.close(connection.pidfd)
+        rank, node = connection.rank, self._node
+        if rank is None or node is None:
+            return
+        rank.read(last=True)
+        if not connection.report["bye"]:
+            why = (
+                why or f"rank {rank.rank} ended without a goodbye (killed or crashed); nothing after this was recorded"
+            )
+            rank.tables.gap("*", why, start_ns=clock())
+        rank.flush()
+        rank.tables.close()
+        connection.report["ended"] = True
+        self._state_changed = True
+        self._last_rank_ns = clock()
+        if node.pids.get(rank.rank) == connection.pid:
+            del node.pids[rank.rank]
+        if self._pinger:
+            self._pinger.ping_now()  # node 0's agent may be gone soon
+
+    # ---- the node
+
+    def _begin(self, index: int) -> Node:
+        """The node is known, from the first rank that says hello."""
+        if self._node is None:
+            self._tables = _NodeTables(self._run, index)
+            addresses = frozenset(_own_addresses())
+            self._node = Node(
+                index=index, addresses=addresses, gap=lambda source, why: self._gap("counters", source, why)
+            )
+            self._state["node"] = index
+        return self._node
+
+    def _gap(self, table: str, source: str, why: str) -> None:
+        if self._tables:
+            self._tables.tables.gap(table, why, source=source, start_ns=clock())
+
+    def _start_collectors(self, node: Node) -> dict[str, Collector]:
+        started: dict[str, Collector] = {}
+        for module in pkgutil.iter_modules(node_collectors.__path__):
+            try:
+                collector = cast(Collector, importlib.import_module(f"{node_collectors.__name__}.{module.name}"))
+                collector.start(node)
+                started[module.name] = collector
+            except Unavailable as error:
+                self._gap("counters", module.name, str(error))
+            except Exception as error:
+                self._gap("counters", module.name, f"the collector did not start: {type(error).__name__}: {error}")
+        return started
+
+    def _sample(self, node: Node, tables: _NodeTables) -> None:
+        if self._collectors is None:
+            self._collectors = self._start_collectors(node)
+        for name, collector in list(self._collectors.items()):
+            try:
+                tables.add_samples(clock(), list(collector.sample(node)))
+            except Exception as error:
+                self._gap("counters", name, f"the collector was switched off: {type(error).__name__}: {error}")
+                self._stop_collector(name)
+
+    def _stop_collector(self, name: str) -> None:
+        if self._collectors:
+            try:
+                self._collectors.pop(name).stop()
+            except Exception as error:
+                self._gap("counters", name, f"the collector did not stop: {type(error).__name__}: {error}")
+
+    # ---- the other nodes
+
+    def _meet(self, name: str, host: str, port: int) -> None:
+        """The run lies in the folder of node 0's name, and node 0's agent is pinged."""
+        if self._node is None or self._node.index == 0:
+            return
+        if name in ("", ".", "..") or "/" in name:
+            raise ValueError(f"{name!r} is no name of a run")
+        try:
+            self._run.move(name)
+        except OSError as error:
+            self._gap("*", "agent", f"this node's files stay in {self._run.path.name}, node 0's are in {name}: {error}")
+        self._state_changed = True
+        if self._pinger and (self._pinger.host, self._pinger.port) == (host, port):
+            return
+        if port:
+            self._pinger = ping.Pinger(host, port)
+            self._pinger.start()
+
+    def _take_pings(self, tables: _NodeTables, *, ending: bool = False) -> None:
+        pinger = self._pinger
+        if pinger is None:
+            return
+        while pinger.exchanges:
+            tables.add_exchange(0, pinger.exchanges.popleft())
+        lasting = pinger.failures >= PING_FAILURES or (ending and not pinger.succeeded)
+        if lasting and not self._ping_trouble_told:
+            self._ping_trouble_told = True
+            self._gap(
+                "clocks", "agent", f"node 0's agent does not answer pings at {pinger.why}; is a firewall between?"
+            )
+
+    # ---- the end
+
+    def _close(self) -> None:
+        for connection in list(self._connections):
+            self._receive(connection)
+            if connection in self._connections:
+                self._end(connection, "the agent was asked to end while the rank was still running")
+        if self._node is None:
+            self._begin(0)
+            self._gap("*", "agent", NO_RANK)
+        if self._pinger:
+            self._pinger.finish()
+        if self._tables:
+            self._take_pings(self._tables, ending=True)
+            self._tables.add_exchange(NO_PEER, ping.unix_anchor())
+            for name in list(self._collectors or ()):
+                self._stop_collector(name)
+            self._tables.tables.close()
+        self._state |= {"state": "closed", "closed_ns": clock(), "closed_unix_ns": time.time_ns()}
+        self._write_state()
+
+    def _write_state(self) -> None:
+        """`run/node=….json` says how things stand; on a full disk it stays as it was."""
+        self._state["name"] = self._run.path.name
+        path = self._run.path / "run" / f"node={self._state['node']:05d}.json"
+        unfinished = path.with_name(f".{path.name}.new")
+        try:
+            unfinished.write_text(json.dumps(self._state, indent=1))
+            os.replace(unfinished, path)
+            self._state_changed = False
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+
+    # ---- the process
+
+    def _watch_stdin(self) -> None:
+        try:
+            self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._read_stdin)
+        except (OSError, ValueError):  # a file, or nothing: there is no launcher to wait for
+            self._stdin_open = False
+
+    def _read_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            self._selector.unregister(sys.stdin.fileno())
+            self._stdin_open = False
+
+    def _watch_signals(self) -> None:
+        def terminate(_number: int, _frame: FrameType | None) -> None:
+            self._terminated = True
+
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+class _WithoutPandas:
+    """pyarrow imports pandas where it is installed, for nearly a second and 50 MB, only to ask it about types."""
+
+    def find_spec(self, name: str, _path: object, _target: object = None) -> None:
+        if name == "pandas":
+            raise ImportError("the agent works without pandas")
+
+
+def _own_addresses() -> set[str]:
+    """All of this node's IPv4 and IPv6 addresses, without zone."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    interfaces = psutil.net_if_addrs().values()
+    return {entry.address.partition("%")[0] for each in interfaces for entry in each if entry.family in families}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "pyarrow": pa.__version__, "kernel": platform.release()}
+    with contextlib.suppress(PackageNotFoundError):  # run from a bare folder
+        versions["rankscope"] = version("rankscope")
+    return versions
+
+
+def _listen(name: str) -> socket.socket | None:
+    """The abstract socket of the node's agent, or None if another agent has it."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind("\0" + name)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    listener.listen(1024)
+    return listener
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rankscope.collectors.agent", description=__doc__)
+    parser.add_argument("--socket", required=True, help="name of the abstract socket, without the leading NUL")
+    parser.add_argument("--out", required=True, type=Path, help="folder of the run")
+    parser.add_argument("--hz", type=float, default=1.0, help="readings of the node's counters per second")
+    parser.add_argument(
+        "--until-stdin-closes", action="store_true", help="end when the launcher and the ranks are gone"
+    )
+    parser.add_argument("--launch", type=json.loads, default={}, help="JSON object to keep with the run")
+    arguments = parser.parse_args(argv)
+    if not arguments.hz > 0:
+        parser.error("--hz must be above 0")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Be the node's agent until the job is over; 0 as well if the node has one already, 1 if it cannot write."""
+    arguments = _arguments(argv)
+    sys.meta_path.insert(0, _WithoutPandas())
+    pa.set_cpu_count(1)
+    listener = _listen(arguments.socket)
+    if listener is None:
+        return 0
+    try:
+        agent = Agent(
+            listener,
+            arguments.out.absolute(),
+            hz=arguments.hz,
+            until_stdin_closes=arguments.until_stdin_closes,
+            launch=arguments.launch,
+        )
+    except OSError as error:
+        print(f"rankscope: nothing is recorded: cannot write to {arguments.out}: {error.strerror}", file=sys.stderr)
+        return 1
+    os.nice(NICE)
+    print(json.dumps({"ready": True, "port": agent.port}), flush=True)
+    _let_go_of_output()
+    agent.run()
+    return 0
+
+
+def _let_go_of_output() -> None:
+    """Whoever reads the launcher's output to its end need not wait for the agent."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""From a rank's ring to columns: which records are whole, which were lost, and which table each belongs to."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.collectors.schema import RECORD, RECORD_FIELDS, RING_SLOTS, RecordType
+
+__all__ = ["OTHER_THREAD", "RECORD_DTYPE", "Ring", "Threads", "columns_by_table"]
+
+Records = npt.NDArray[Any]
+Columns = dict[str, npt.NDArray[Any]]
+
+# numpy names these field types by the same letters as struct
+RECORD_DTYPE = np.dtype(
+    [(name, f"<{letter}") for name, letter in zip(RECORD_FIELDS, RECORD.format.lstrip("<"), strict=True)]
+)
+assert RECORD_DTYPE.itemsize == RECORD.size
+
+OTHER_THREAD = 65_535
+HOLE_NS = 1_000_000_000
+_MASK = RING_SLOTS - 1
+_CHUNK = 1024
+_EMPTY = np.empty(0, RECORD_DTYPE)
+
+
+class Ring:
+    """Reads one rank's ring in the order of the record numbers.
+
+    `overwritten` and `unfinished` count the records that were passed over since they were last set to 0: those that the
+    rank wrote over before they were read, and those whose number was taken but that were never completed.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Maps the ring; `fd` may be closed afterwards. Raises OSError or ValueError if it is not a ring."""
+        if os.fstat(fd).st_size < RING_SLOTS * RECORD.size:
+            raise ValueError("the ring is too small")
+        self._map = mmap.mmap(fd, RING_SLOTS * RECORD.size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._slots = np.frombuffer(self._map, RECORD_DTYPE)
+        self._numbers = self._slots["number"]
+        self._checks = self._slots["check"]
+        self._next = 1
+        self._hole: tuple[int, int] | None = None  # number, since when
+        self.overwritten = 0
+        self.unfinished = 0
+
+    def read(self, now_ns: int, *, last: bool = False) -> Records:
+        """All whole records that were not read before, in order.
+
+        Waits, over several calls, up to 1 s for a record that others have overtaken. With `last`, when nobody writes
+        any more, it waits for none, and counts what is missing up to the highest number seen.
+        """
+        chunks: list[Records] = []
+        for _ in range(2 * RING_SLOTS // _CHUNK):  # bounded, however fast the rank writes
+            chunk = self._take()
+            if len(chunk):
+                chunks.append(chunk)
+            elif not self._pass_over(now_ns, last):
+                break
+        return np.concatenate(chunks) if chunks else _EMPTY
+
+    def _take(self) -> Records:
+        start = self._next & _MASK
+        if self._numbers[start] != self._next:
+            return _EMPTY
+        copy = self._slots[start : start + _CHUNK].copy()
+        expected = np.arange(self._next, self._next + len(copy), dtype=np.uint64)
+        count = _leading((copy["number"] == expected) & (copy["check"] == expected))
+        # The first number is written first: where it still stands, the whole copy is of that record.
+        count = _leading(self._numbers[start : start + count] == expected[:count])
+        self._next += count
+        whole: Records = copy[:count]
+        return whole
+
+    def _pass_over(self, now_ns: int, last: bool) -> bool:
+        """Whether there is more to read now, behind records that will never be read."""
+        ahead = np.arange(1, RING_SLOTS if last else _CHUNK, dtype=np.uint64) + np.uint64(self._next)
+        places = ahead & np.uint64(_MASK)
+        numbers = self._numbers[places]
+        if self._numbers[self._next & _MASK] > self._next or (numbers > ahead).any():
+            oldest = self._highest() - RING_SLOTS + 1
+            self.overwritten += oldest - self._next
+            self._next = oldest
+            return True
+        whole = (numbers == ahead) & (self._checks[places] == ahead)
+        if not whole.any():
+            if last and self._highest() >= self._next:
+                self.unfinished += self._highest() + 1 - self._next
+                self._next = self._highest() + 1
+            return False
+        if not last:
+            if self._hole is None or self._hole[0] != self._next:
+                self._hole = (self._next, now_ns)
+            if now_ns - self._hole[1] < HOLE_NS:
+                return False
+        follower = int(ahead[whole.argmax()])
+        self.unfinished += follower - self._next
+        self._next = follower
+        return True
+
+    def _highest(self) -> int:
+        return int(self._numbers.max())
+
+
+def _leading(good: npt.NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    return len(good) if good.all() else int(good.argmin())
+
+
+class Threads:
+    """Small indices for thread idents: 0 is the main thread, others in order of appearance."""
+
+    def __init__(self, main_ident: int) -> None:
+        self._index = {main_ident: 0}
+
+    def index(self, idents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+        values, first, inverse = np.unique(idents, return_index=True, return_inverse=True)
+        for place in np.argsort(first):
+            self._index.setdefault(int(values[place]), min(len(self._index), OTHER_THREAD - 1))
+        return np.array([self._index[int(value)] for value in values], np.uint16)[inverse]
+
+
+def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:
+    """The columns of every table that has rows among `records`.
+
+    A collective whose end is among them has it; another has a null end, and an end whose collective is not among them
+    is a row of `completions`.
+    """
+    by_type = {kind: records[records["type"] == kind] for kind in np.unique(records["type"]).tolist()}
+    tables: dict[str, Columns] = {}
+    if RecordType.REGION in by_type:
+        tables["regions"] = _regions(by_type[RecordType.REGION], threads)
+    done = by_type.get(RecordType.DONE, _EMPTY)
+    if RecordType.COLLECTIVE in by_type:
+        tables["collectives"] = _collectives(by_type[RecordType.COLLECTIVE])
+        done = _give_ends(tables["collectives"], done)
+    if len(done):
+        tables["completions"] = {"end_ns": done["q0"], "number": done["q1"].astype(np.uint64)}
+    if RecordType.STEP in by_type:
+        steps = by_type[RecordType.STEP]
+        tables["steps"] = {"end_ns": steps["q0"], "thread": threads.index(steps["q1"])}
+    if RecordType.MEMORY in by_type:
+        memory = by_type[RecordType.MEMORY]
+        tables["memory"] = {"time_ns": memory["q0"], "name_id": memory["c"], "value": memory["q1"]}
+    return tables
+
+
+def _regions(records: Records, threads: Threads) -> Columns:
+    return {
+        "start_ns": records["q0"],
+        "end_ns": records["q1"],
+        "kind": records["a"],
+        "name_id": records["c"],
+        "thread": threads.index(records["q2"]),
+        "microbatch": np.ma.masked_less(records["q3"], 0),
+        "stage": np.ma.masked_less(records["q4"], 0),
+    }
+
+
+def _collectives(records: Records) -> Columns:
+    is_async = records["b"] >> 8
+    return {
+        "start_ns": records["q0"],
+        "issued_ns": records["q1"],
+        "end_ns": np.ma.MaskedArray(np.zeros(len(records), np.int64), mask=True),
+        "group_id": records["q2"],
+        "seq": records["c"],
+        "op": records["a"],
+        "dtype": (records["b"] & 0xFF).astype(np.uint8),
+        "is_async": np.ma.MaskedArray(is_async == 1, mask=is_async > 1),
+        "peer": (records["q4"] >> 32) - 1,
+        "tag": (records["q4"] >> 16) & 0xFFFF,
+        "size_bytes": records["q3"],
+        "thread": np.where(records["q4"] & 0xFFFF, 0, OTHER_THREAD),
+        "number": records["number"],
+    }
+
+
+def _give_ends(collectives: Columns, done: Records) -> Records:
+    """`end_ns` is set where `done` has it; returns the rest of `done`."""
+    numbers = collectives["number"]  # ascending, as the ring is read in order
+    wanted = done["q1"].astype(np.uint64)
+    place = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
+    found = numbers[place] == wanted
+    collectives["end_ns"][place[found]] = done["q0"][found]
+    late: Records = done[~found]
+    return late

@@ -1,0 +1,278 @@
+"""Arrow files that can be read at any moment: a live part grows batch by batch, a full one is sealed.
+
+A live part is an Arrow IPC file without its footer: skip 8 bytes of magic and read a stream up to the torn batch.
+A sealed part is a whole Arrow IPC file, one batch, sorted. A disk that is full costs rows, which are counted,
+never the files that are there already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+
+from rankscope.collectors.schema import TABLES, Table
+
+__all__ = ["SEAL_ROWS", "Partition", "RunFolder", "batch_of", "read_live"]
+
+SEAL_ROWS = 65_536
+MAGIC_BYTES = 8
+RETRY_S = 5.0
+KEPT_BATCHES = 10_000
+
+# Small and irreplaceable: kept in memory until the disk takes them. Of the others, rows are dropped and counted.
+_KEPT = ("ranks", "groups", "strings", "gaps")
+
+_SCHEMAS = {
+    table.name: pa.schema([pa.field(c.name, pa.type_for_alias(c.type), nullable=c.nullable) for c in table.columns])
+    for table in TABLES.values()
+}
+_OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1), use_threads=False)
+
+
+class RunFolder:
+    """The folder of a run; it may be renamed while files in it are open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def move(self, name: str) -> None:
+        """Every file lies under `name` beside the old folder, which is gone if it is empty. Raises OSError."""
+        old, new = self.path, self.path.parent / name
+        if old == new:
+            return
+        new.mkdir(exist_ok=True)
+        folders = []
+        for folder, _, files in os.walk(old):
+            target = new / Path(folder).relative_to(old)
+            target.mkdir(exist_ok=True)
+            for file in files:
+                os.rename(Path(folder) / file, target / file)
+            folders.append(folder)
+        self.path = new
+        for folder in reversed(folders):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                break  # somebody else put something there
+
+
+def batch_of(table: str, columns: Mapping[str, Any]) -> pa.RecordBatch:
+    """One batch of `table` from arrays, masked arrays or lists by column name.
+
+    Raises ValueError or TypeError (pyarrow's are both) when a value does not fit, or is null where none may be.
+    """
+    schema = _SCHEMAS[table]
+    arrays = [_array(columns[field.name], field.type) for field in schema]
+    for field, array in zip(schema, arrays, strict=True):
+        if array.null_count and not field.nullable:
+            raise ValueError(f"{table}.{field.name} is null")
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:  # noqa: ANN401  (whatever pyarrow takes)
+    if isinstance(values, np.ma.MaskedArray):
+        return pa.array(values.data, type=kind, mask=np.ma.getmaskarray(values))
+    return pa.array(values, type=kind)
+
+
+def read_live(path: Path) -> pa.Table:
+    """All whole batches of a part that has no footer yet."""
+    batches = []
+    with pa.OSFile(str(path)) as source:
+        source.seek(MAGIC_BYTES)
+        with pa.ipc.open_stream(source) as stream:
+            while True:
+                try:
+                    batches.append(stream.read_next_batch())
+                except (StopIteration, OSError, pa.ArrowInvalid):
+                    return pa.Table.from_batches(batches, schema=stream.schema)
+
+
+class _Part:
+    """One file while it is written. Raises OSError when the disk does not take it."""
+
+    def __init__(self, folder: Path, prefix: str, number: int, schema: pa.Schema) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            self.name = f"{prefix}part-{number:04d}.arrow"
+            try:
+                os.close(os.open(folder / self.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                break
+            except FileExistsError:
+                number += 1
+        self.number = number
+        self.rows = 0
+        self._whole_bytes = 0
+        self._sink = pa.OSFile(str(folder / self.name), "wb")  # unbuffered: what is written is with the system
+        self._writer = pa.ipc.new_file(self._sink, schema, options=_OPTIONS)
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self._writer.write_batch(batch)
+        self._whole_bytes = self._sink.tell()
+        self.rows += batch.num_rows
+
+    def abandon(self, folder: Path) -> None:
+        """The file ends after its last whole batch, or is gone if it has none. Nothing may be appended any more."""
+        self._close()
+        try:
+            if self.rows:
+                os.truncate(folder / self.name, self._whole_bytes)
+            else:
+                os.unlink(folder / self.name)
+        except OSError:
+            pass  # a torn batch at the end is what readers expect anyway
+
+    def seal(self, folder: Path, order: str) -> None:
+        """The file is whole and sorted; where the disk refuses, it stays as it is, without a footer."""
+        self._close()
+        path, unfinished = folder / self.name, folder / f".{self.name}.sealing"
+        try:
+            table = read_live(path).sort_by(order).combine_chunks()
+            with (
+                pa.OSFile(str(unfinished), "wb") as sink,
+                pa.ipc.new_file(sink, table.schema, options=_OPTIONS) as file,
+            ):
+                file.write_table(table)
+            os.replace(unfinished, path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sink.close()
+
+
+class _TableWriter:
+    """One table of one partition."""
+
+    def __init__(self, table: Table, prefix: str) -> None:
+        self.table = table
+        self.lost = 0
+        self.lost_since_ns = 0
+        self.why = ""
+        self._prefix = prefix
+        self._pending: list[pa.RecordBatch] = []
+        self._part: _Part | None = None
+        self._next_part = 0
+        self._retry_at = 0.0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            self._pending.append(batch)
+
+    def flush(self, folder: Path, *, at_any_rate: bool = False) -> None:
+        """What was added is with the system; or kept (small tables) or counted in `lost`, if the disk refuses."""
+        if not self._pending:
+            return
+        (batch,) = pa.Table.from_batches(self._pending).combine_chunks().to_batches()
+        self._pending = []
+        while batch.num_rows:
+            piece = batch.slice(0, SEAL_ROWS - (self._part.rows if self._part else 0))
+            if not self._write(folder, piece, at_any_rate):
+                self._keep_or_lose(batch)
+                return
+            batch = batch.slice(piece.num_rows)
+            if self._part and self._part.rows >= SEAL_ROWS:
+                self.seal(folder)
+
+    def seal(self, folder: Path) -> None:
+        if self._part:
+            self._part.seal(folder, self.table.order)
+            self._part = None
+
+    def _write(self, folder: Path, batch: pa.RecordBatch, at_any_rate: bool) -> bool:
+        if not at_any_rate and time.monotonic() < self._retry_at:
+            return False
+        try:
+            if self._part is None:
+                self._part = _Part(folder, self._prefix, self._next_part, batch.schema)
+                self._next_part = self._part.number + 1
+            self._part.write(batch)
+        except OSError as error:
+            self.why = error.strerror or str(error)
+            self._retry_at = time.monotonic() + RETRY_S
+            if self._part:
+                self._part.abandon(folder)
+                self._part = None
+            return False
+        return True
+
+    def _keep_or_lose(self, batch: pa.RecordBatch) -> None:
+        if self.table.name in _KEPT and len(self._pending) < KEPT_BATCHES:
+            self._pending.append(batch)
+        else:
+            self.lost_since_ns = self.lost_since_ns or time.perf_counter_ns()
+            self.lost += batch.num_rows
+
+
+class Partition:
+    """All tables of one rank's attempt ("rank=00003", prefix "a0-") or of one node ("node=00000")."""
+
+    def __init__(self, run: RunFolder, key: str, prefix: str = "") -> None:
+        self._run = run
+        self._key = key
+        self._prefix = prefix
+        self._writers: dict[str, _TableWriter] = {}
+
+    def add(self, table: str, columns: Mapping[str, Any]) -> None:
+        """The rows will be written with the next flush. Raises ValueError or TypeError if they do not fit."""
+        if table not in self._writers:
+            self._writers[table] = _TableWriter(TABLES[table], self._prefix)
+        self._writers[table].add(batch_of(table, columns))
+
+    def add_row(self, table: str, row: Mapping[str, Any]) -> None:
+        self.add(table, {name: [value] for name, value in row.items()})
+
+    def gap(
+        self,
+        table: str,
+        why: str,
+        *,
+        source: str = "agent",
+        start_ns: int | None = None,
+        end_ns: int | None = None,
+        count: int | None = None,
+    ) -> None:
+        row = {"start_ns": start_ns, "end_ns": end_ns, "table": table, "source": source, "count": count, "why": why}
+        self.add_row("gaps", row)
+
+    def flush(self) -> None:
+        """All rows so far are with the system (or kept, or counted as lost)."""
+        for writer in self._in_order():
+            lost_before = writer.lost
+            writer.flush(self._folder(writer))
+            if lost_before and writer.lost == lost_before:
+                self._tell_loss(writer)
+
+    def close(self) -> None:
+        """All rows are written and all parts sealed, as far as the disk takes them."""
+        for writer in self._in_order():
+            writer.flush(self._folder(writer), at_any_rate=True)
+            writer.seal(self._folder(writer))
+            if writer.lost:
+                self._tell_loss(writer)
+        gaps = self._writers.get("gaps")
+        if gaps:
+            gaps.flush(self._folder(gaps), at_any_rate=True)
+            gaps.seal(self._folder(gaps))
+
+    def _in_order(self) -> Sequence[_TableWriter]:
+        """The gaps come last, as the others add to them."""
+        return sorted(self._writers.values(), key=lambda writer: writer.table.name == "gaps")
+
+    def _folder(self, writer: _TableWriter) -> Path:
+        return self._run.path / writer.table.name / self._key
+
+    def _tell_loss(self, writer: _TableWriter) -> None:
+        now_ns = time.perf_counter_ns()
+        why = f"the rows could not be written: {writer.why}"
+        self.gap(writer.table.name, why, start_ns=writer.lost_since_ns, end_ns=now_ns, count=writer.lost)
+        writer.lost, writer.lost_since_ns = 0, 0
