@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from rankscope.collectors import rank as rank_collectors
+from rankscope.collectors.imports import after_import
 from rankscope.collectors.ring import Ring
 from rankscope.collectors.schema import REGION_KINDS, RecordType
 
@@ -89,8 +90,6 @@ class Emit:
                 self.switch_off(collector, f"{type(error).__name__}: {error}")
                 return None
 
-        # torch.compile is not to trace into hooks: they would break its graph with a warning to the user.
-        guarded._torchdynamo_disable = True  # type: ignore[attr-defined]
         return guarded
 
     def around(self, collector: str, owner: Any, attribute: str, record: Callable[..., None]) -> Callable[[], None]:  # noqa: ANN401
@@ -269,6 +268,8 @@ class _Session:
     def start(self) -> None:
         switched_off = set(os.environ.get("RANKSCOPE_DISABLE", "").split(","))
         self.emit.on_tick(self.emit.guard("session", self._tick))
+        # Dynamo compiles every Python frame that runs below a compiled function, unless it is told to leave it alone.
+        after_import("torch._dynamo.trace_rules", self.emit.guard("session", lambda rules: rules.add("rankscope")))
         for module in pkgutil.iter_modules(rank_collectors.__path__):
             if module.name in switched_off:
                 self.emit.gap("*", module.name, "collector left off by RANKSCOPE_DISABLE")

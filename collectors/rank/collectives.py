@@ -133,7 +133,7 @@ class _Recorder:
         names = [argument.name for argument in overload._schema.arguments]
         tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
         group_at = names.index("process_group")
-        # Spelled asyncOp or async_op, by torch's age. torch leaves out trailing arguments that have their default value.
+        # Spelled asyncOp or async_op, by torch's age. Trailing arguments that have their default value are left out.
         async_at = next((i for i, name in enumerate(names) if name.lower().replace("_", "") == "asyncop"), len(names))
         async_default = _IS_ASYNC_UNKNOWN
         if async_at < len(names):
