@@ -1,0 +1,115 @@
+"""Record a process that srun, mpirun, accelerate or an operator starts: put it in front of the command.
+
+\b
+srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] -- python train.py ARGUMENTS
+
+\b
+  --out FOLDER   the run folder; otherwise runs/<UTC time>-<script>
+  --name NAME    what stands in the folder's name instead of the script
+  --hz HZ        how often per second the node's counters are read (1)
+
+The first one on a node starts the node's agent. The command then takes this process's place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from rankscope.profiler.arguments import Options, program_name, split
+from rankscope.profiler.errors import NotRecorded, RankscopeError
+from rankscope.profiler.folder import claim
+from rankscope.profiler.node_agent import answers, await_answer, start_detached
+
+__all__ = ["agent_name", "main", "place"]
+
+# What the job is called by those who start it; the first that is set counts.
+_JOB = (
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ("PMIX_NAMESPACE",),
+    ("OMPI_MCA_ess_base_jobid",),
+    ("TORCHELASTIC_RUN_ID",),
+    ("MASTER_ADDR", "MASTER_PORT"),
+)
+# Where a rank's place stands if not under torch's names, and what rankscope calls it. The job's own variables stay as
+# they are, since a script may decide by them how it was started.
+_PLACE = {
+    "RANKSCOPE_LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "RANKSCOPE_LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"),
+    "RANKSCOPE_NODE": ("SLURM_NODEID",),
+}
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun")
+
+
+def main(arguments: list[str]) -> None:
+    """Become the command, with an agent on this node and the environment by which a rank finds it."""
+    options, command = split(arguments)
+    if command[:1] == ["--"]:
+        del command[0]
+    if options.help or not command:
+        print((__doc__ or "").replace("\b\n", ""))
+        sys.exit(0 if options.help else 2)
+    if not options.report:
+        raise RankscopeError("--no-report is for `rankscope run`; `rankscope exec` makes no report")
+    environment = dict(os.environ)
+    environment.pop("RANKSCOPE_CLAIM", None)  # where a rank starts a job of its own
+    if PurePath(command[0]).name not in _LAUNCHERS:  # they are no rank, even where srun starts them like one
+        environment.update(place(os.environ))
+    name = agent_name(os.environ)
+    try:
+        _ensure_agent(name, options, command)
+        environment["RANKSCOPE_AGENT"] = name
+    except (NotRecorded, OSError) as error:
+        _say(f"nothing is recorded: {error}; the job runs as without rankscope")
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        _say(f"cannot run {command[0]}: {error.strerror}")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)  # as a shell does
+
+
+def agent_name(environment: Mapping[str, str]) -> str:
+    """Give the socket's name that all ranks of this user's job on this node agree on."""
+    for variables in _JOB:
+        values = [environment.get(variable, "") for variable in variables]
+        if values[0] not in ("", "none"):  # torchrun calls a job without a name `none`
+            break
+    else:
+        values = [f"pid {os.getpid()}"]
+    return f"rankscope-{os.getuid()}-{hashlib.sha256(' '.join(values).encode()).hexdigest()[:16]}"
+
+
+def place(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give the rank's place on its node under rankscope's own names, as far as the environment tells it.
+
+    A rank without a local rank is alone on its node, as under an operator that makes a pod per rank.
+    """
+    found = {own: environment[name] for own, names in _PLACE.items() for name in reversed(names) if name in environment}
+    if "RANK" in environment:
+        found.setdefault("RANKSCOPE_LOCAL_RANK", "0")
+    return found
+
+
+def _ensure_agent(name: str, options: Options, command: list[str]) -> None:
+    """An agent answers on the socket. Raises NotRecorded."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as starting:
+        try:
+            # Whoever has this name starts the agent; the name is free again when this process is the command.
+            starting.bind(f"\0{name}-starts")
+        except OSError:
+            if not await_answer(name):
+                raise NotRecorded("the node's first rank has started no agent") from None
+        else:
+            if not answers(name):
+                out = claim(options.out, options.name or program_name(command))
+                start_detached(name, out, options.hz, {"command": command, "directory": os.getcwd()})
+                _say(f"recording this node in {out}")
+
+
+def _say(line: str) -> None:
+    print(f"rankscope: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,125 @@
+"""Run a training job under torchrun, record it, and say why it is slow.
+
+\b
+rankscope run [--out FOLDER | --name NAME] [--hz HZ] [--no-report] TORCHRUN-OPTIONS SCRIPT ARGUMENTS
+
+\b
+  --out FOLDER   the run folder; otherwise runs/<UTC time>-<script>
+  --name NAME    what stands in the folder's name instead of the script
+  --hz HZ        how often per second the node's counters are read (1)
+  --no-report    record only
+
+What follows is torchrun's and the script's own, and reaches them unchanged. The exit code is torchrun's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, program_name, split, torchrun_script
+from rankscope.profiler.errors import NotRecorded, RankscopeError
+from rankscope.profiler.folder import claim
+from rankscope.profiler.foreground import exit_like, run_to_end
+from rankscope.profiler.node_agent import NEUTRAL_FOLDER, Agent
+from rankscope.profiler.torchrun import is_own, torchrun, visible_package
+
+__all__ = ["main"]
+
+OTHER_NODES_S = 5.0
+REPORT_S = 300.0
+
+
+def main(arguments: list[str]) -> None:
+    """Run torchrun with the arguments and exit as it does."""
+    options, rest = split(arguments)
+    if options.help or not rest:
+        print((__doc__ or "").replace("\b\n", ""))
+        sys.exit(0 if options.help else 2)
+    script = torchrun_script(rest)
+    _refuse_own_options(rest[:script])
+    command = [*torchrun(), *rest]
+    environment = dict(os.environ)
+    environment.pop("RANKSCOPE_CLAIM", None)  # where a rank starts a job of its own
+    agent = None
+    try:
+        out = claim(options.out, options.name or program_name(rest[script:]))
+        socket = f"rankscope-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+        agent = Agent(socket, out, options.hz, {"command": ["torchrun", *rest], "directory": os.getcwd()})
+        environment["RANKSCOPE_AGENT"] = socket
+    except (NotRecorded, OSError) as error:
+        _say(f"nothing is recorded: {error}; the job runs as without rankscope")
+    if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        _say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading rankscope: no rank will be recorded")
+    with ExitStack() as stack:
+        if agent and not is_own():
+            paths = [stack.enter_context(visible_package()), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        code = run_to_end(command, environment)
+    if agent:
+        try:
+            _finish(agent, report=options.report)
+        except KeyboardInterrupt:
+            _say(f"no report; for one: rankscope report {agent.out}")
+    exit_like(code)
+
+
+def _refuse_own_options(torchrun_options: list[str]) -> None:
+    for option in torchrun_options:
+        if option.partition("=")[0] in (*OWN_VALUES, *OWN_FLAGS) and option != "--help":
+            raise RankscopeError(f"{option} is rankscope's own option: put it before those of torchrun")
+
+
+def _finish(agent: Agent, *, report: bool) -> None:
+    """The agent has ended, and the user has read what was found, or where this node's part lies."""
+    trouble = agent.end()
+    if trouble:
+        _say(trouble)
+    if not _is_closed(agent.out / "run" / "node=00000.json"):
+        _say(f"this node's part of the run is in {agent.out}")
+    elif report:
+        _await_other_nodes(agent.out)
+        _report(agent.out)
+    else:
+        _say(f"recorded in {agent.out}")
+
+
+def _await_other_nodes(out: Path) -> None:
+    """The nodes whose files are in this folder are done with it, or have had their time."""
+    deadline = time.monotonic() + OTHER_NODES_S
+    while not all(map(_is_closed, (out / "run").glob("node=*.json"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _is_closed(node: Path) -> bool:
+    try:
+        return bool(json.loads(node.read_bytes())["state"] == "closed")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _report(out: Path) -> None:
+    """The report is printed and lies in the folder; if it fails, that is said and nothing else happens.
+
+    It runs in a process of its own, since a report must not be able to end the job with anything but its exit code.
+    """
+    command = [sys.executable, "-m", "rankscope", "report", "--short", str(out)]
+    try:
+        done = subprocess.run(
+            command, cwd=NEUTRAL_FOLDER, stdout=sys.stderr, timeout=REPORT_S, preexec_fn=lambda: os.nice(10)
+        )
+        trouble = f"exit code {done.returncode}" if done.returncode else ""
+    except (OSError, subprocess.SubprocessError) as error:
+        trouble = str(error)
+    if trouble:
+        _say(f"the report failed ({trouble}); the run is in {out}")
+
+
+def _say(line: str) -> None:
+    print(f"rankscope: {line}", file=sys.stderr, flush=True)

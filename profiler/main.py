@@ -1,0 +1,60 @@
+"""The command line: every module of `profiler/commands/` is a command of its name.
+
+A command's module has a function `command`, whose signature typer turns into options; or a function `main`, which gets
+its arguments untouched because they belong to another program (`run`, `exec`). Only the named command is imported.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from importlib import import_module
+from types import ModuleType
+
+import rankscope
+from rankscope.profiler import commands
+from rankscope.profiler.errors import RankscopeError
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command named on the command line; exits with 2 after one line for an error that the user can mend."""
+    try:
+        _dispatch(sys.argv[1:])
+    except RankscopeError as error:
+        print(f"rankscope: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _dispatch(arguments: list[str]) -> None:
+    names = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+    named = arguments[0] if arguments and arguments[0] in names else None
+    modules = {name: import_module(f"{commands.__name__}.{name}") for name in ([named] if named else names)}
+    if named and hasattr(modules[named], "main"):
+        modules[named].main(arguments[1:])
+    else:
+        _typer(modules, arguments)
+
+
+def _typer(modules: dict[str, ModuleType], arguments: list[str]) -> None:
+    import typer
+
+    app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            print(f"rankscope {rankscope.__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def root(
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ) -> None:
+        """Why a distributed PyTorch job is slow, who is to blame, what it costs, and what a fix would bring."""
+
+    for name, module in modules.items():
+        app.command(name, help=module.__doc__)(module.command if hasattr(module, "command") else module.main)
+    app(arguments, prog_name="rankscope")

@@ -1,0 +1,143 @@
+"""Starting and ending the agent of this node, which is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from rankscope.profiler.errors import NotRecorded
+
+__all__ = ["NEUTRAL_FOLDER", "Agent", "answers", "await_answer", "start_detached"]
+
+READY_S = 15.0
+ENDING_S = 20.0
+# `python -m` puts the working directory on sys.path, where a user's own `queue.py` would break what we start.
+NEUTRAL_FOLDER = "/"
+
+
+class Agent:
+    """The agent of a run: it is up when this exists, and ends after `end()`, or when this process is gone.
+
+    `out` is the folder it writes to; on other nodes than the first it may be another one after the end.
+    """
+
+    def __init__(self, name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> None:
+        """Start it and wait until it is ready. Raises NotRecorded."""
+        self.out = out
+        self._name = name
+        with TemporaryFile() as errors:
+            # Its own session: a Ctrl-C on the terminal must not end it before the ranks are gone.
+            self._process = subprocess.Popen(
+                [*_command(name, out, hz, launch), "--until-stdin-closes"],
+                cwd=NEUTRAL_FOLDER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+            assert self._process.stdin
+            assert self._process.stdout
+            self._stdin = self._process.stdin
+            with self._process.stdout as output:
+                if not select.select([output], [], [], READY_S)[0]:
+                    self._process.kill()
+                    raise NotRecorded(f"the agent was not ready after {READY_S:.0f} s")
+                if not output.readline():
+                    self._process.wait()
+                    raise NotRecorded(_last_line(errors))
+
+    def end(self) -> str | None:
+        """Let it write what it has and end; gives one line if it did not end well, else None."""
+        early = self._process.poll()
+        self._stdin.close()
+        try:
+            code = self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            return f"the agent is still writing to {self.out}, as some rank has not ended after {ENDING_S:.0f} s"
+        self.out = _moved(self.out, self._name) or self.out
+        if early is None and code == 0:
+            return None
+        when = "at the end of" if early is None else "during"
+        return f"the agent ended {when} the job with code {code}; what it had written until then is in {self.out}"
+
+
+def answers(name: str) -> bool:
+    """True if an agent listens on the socket of this name."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(f"\0{name}")
+        except OSError:
+            return False
+        return True
+
+
+def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> None:
+    """An agent answers on the name. It is no child of this process, and ends by itself after the last rank.
+
+    Raises NotRecorded.
+    """
+    with TemporaryFile() as errors:
+        starter = os.fork()
+        if starter == 0:
+            # Not from here: the job would find a child that it has not started when it waits for its own.
+            try:
+                subprocess.Popen(
+                    _command(name, out, hz, launch),
+                    cwd=NEUTRAL_FOLDER,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            finally:
+                os._exit(0)
+        os.waitpid(starter, 0)
+        if not await_answer(name, until=lambda: os.fstat(errors.fileno()).st_size > 0):
+            raise NotRecorded(_last_line(errors))
+
+
+def await_answer(name: str, until: Callable[[], bool] = lambda: False) -> bool:
+    """True as soon as an agent answers on the name; False if it does not in time, or `until` says to give up."""
+    deadline = time.monotonic() + READY_S
+    while not answers(name):
+        if until() or time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _command(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> list[str]:
+    described = json.dumps({**launch, "socket": name})
+    options = ["--socket", name, "--out", str(out), "--hz", str(hz), "--launch", described]
+    return [sys.executable, "-m", "rankscope.collectors.agent", *options]
+
+
+def _moved(out: Path, name: str) -> Path | None:
+    """Where the agent of this name has left its files: beside `out`, if node 0's run has another name."""
+    for path in chain(out.glob("run/node=*.json"), out.parent.glob("*/run/node=*.json")):
+        try:
+            if json.loads(path.read_bytes())["launch"]["socket"] == name:
+                return path.parent.parent
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return (
+        lines[-1].removeprefix("rankscope: ").removeprefix("nothing is recorded: ")
+        if lines
+        else "the agent did not start"
+    )
