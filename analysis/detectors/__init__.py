@@ -1,1 +1,85 @@
-"""One module per diagnosis; being a module here is the registration."""
+"""One file per thing that makes a job slow; being in this folder is the registration.
+
+A detector is a module whose docstring is its manual page and which has
+
+- `collectors`: the collectors that it lives on; with one of them off, silence is no proof of health
+- `detect(<tables by name>, *, <thresholds>) -> list[Finding]`
+- `resolution_ns(<tables by name>) -> int`: a loss per step below this could not have been seen
+
+Both functions are pure. Parameters name the tables they read, which hold judged steps only. What detectors share is
+below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import TypedDict
+
+import polars as pl
+
+from rankscope.analysis.finding import Evidence
+from rankscope.analysis.phrases import counted
+from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.own import Estimate, StepGrid, step_grid
+
+__all__ = ["NotResolvable", "Price", "detectors", "judged_grid", "longest_regions", "price"]
+
+_MIN_STEPS = 5
+
+
+class NotResolvable(Exception):  # noqa: N818 - the word that the report uses, and not an error
+    """The tables are there but do not allow a verdict; the text says why, in one plain sentence part."""
+
+
+class Price(TypedDict):
+    """The fields of a finding that say what it costs."""
+
+    severity: str
+    lost_ns_per_step: int
+    lost_ns_total: int
+    lost_fraction: float
+    uncertainty_ns: int
+    gain_fraction: float
+
+
+def detectors() -> dict[str, ModuleType]:
+    """Every detector by its name, in alphabetical order."""
+    names = sorted(m.name for m in pkgutil.iter_modules(__path__))
+    return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
+
+
+def judged_grid(breakdown: pl.DataFrame) -> StepGrid:
+    """The breakdown by rank and step; not resolvable where there are too few steps to tell anything from noise."""
+    grid = step_grid(breakdown)
+    if len(grid.steps) < _MIN_STEPS:
+        raise NotResolvable(f"{counted(len(grid.steps), 'judged step')}, at least {_MIN_STEPS} are needed")
+    return grid
+
+
+def price(grid: StepGrid, lost: Estimate, gain_ns: float) -> Price:
+    """What a finding costs that loses `lost` per step and whose repair gains `gain_ns` per step.
+
+    Severity is high from 10 % of the median step, medium from 5 %.
+    """
+    fraction = lost.ns / grid.step_ns
+    return Price(
+        severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
+        lost_ns_per_step=round(lost.ns),
+        lost_ns_total=round(lost.ns * len(grid.steps)),
+        lost_fraction=fraction,
+        uncertainty_ns=round(lost.half_width_ns),
+        gain_fraction=min(max(gain_ns, 0.0), lost.ns) / grid.step_ns,
+    )
+
+
+def longest_regions(regions: pl.DataFrame, kind: str, ranks: tuple[int, ...]) -> tuple[Evidence, ...]:
+    """The longest region of `kind` on each of the first four of `ranks`."""
+    length = pl.col("end_ns") - pl.col("start_ns")
+    rows = regions.filter(pl.col("kind") == kind, pl.col("rank").is_in(ranks[:4]))
+    rows = rows.sort(length, descending=True).unique("rank", keep="first", maintain_order=True).sort("rank")
+    return tuple(
+        Evidence(table="regions", rank=rank, start_ns=start, end_ns=end, note=f"longest: {duration(end - start)}")
+        for rank, start, end in rows.select("rank", "start_ns", "end_ns").iter_rows()
+    )

@@ -1,0 +1,80 @@
+"""Python's garbage collector stops a rank, and the others wait for it.
+
+**Signal.** The gc part of the step, from `gc.callbacks`, where it is not hidden behind blocked communication. Each
+step counts with its longest collection over the ranks, since ranks that collect in different steps stop the job
+each time. Reported above `min_fraction` of the step and `min_ns` per step.
+
+**Why it costs time.** A full collection visits every object of the process. The main thread launches nothing
+meanwhile, and all ranks wait for it in the next collective; with N ranks that collect at different times the job
+stops N times as often.
+
+**False alarms.** A collection while the rank would have been blocked on communication anyway costs nothing and is
+not counted. Pauses under 0.1 ms are not recorded.
+
+**What to try.** `gc.collect()` once after warm-up, then `gc.freeze()`; or `gc.disable()` and `gc.collect()` on all
+ranks in the same step, every few hundred steps. Look for `gc.collect()` in the loop, and for code that makes many
+objects per step.
+
+**Source.** torchtitan's synchronised garbage collection; the mean over steps of the largest over ranks is the cost
+when every step ends in a collective. Thresholds are ours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import judged_grid, longest_regions, price
+from rankscope.analysis.finding import Finding
+from rankscope.analysis.phrases import every_nth, named
+from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.own import estimate, gain_ns
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ("gc_pauses",)
+
+
+def detect(
+    breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.01, min_ns: int = 1_000_000
+) -> list[Finding]:
+    """Name the ranks whose collections stop the job, in one finding."""
+    grid = judged_grid(breakdown)
+    collecting = grid.of("gc")
+    longest = collecting.max(axis=0)
+    lost = estimate(longest)
+    if not lost.clear or lost.ns < max(min_fraction * grid.step_ns, min_ns):
+        return []
+    per_rank = collecting.mean(axis=1)
+    ranks = tuple(rank for rank, mean in zip(grid.ranks, per_rank, strict=True) if mean >= per_rank.max() / 2)
+    shows = longest > lost.ns / 2
+    times = int(shows.sum())
+    return [
+        Finding(
+            detector="gc_stall",
+            title=f"Garbage collection{_generation(regions)} stops {named('rank', ranks)} for {duration(longest[shows].mean())} "
+            f"{every_nth(times, len(shows))}",
+            where="gc",
+            advice="Collect once after warm-up and gc.freeze(), or gc.disable() and gc.collect() on all ranks in "
+            "the same step; look for gc.collect() in the loop.",
+            ranks=ranks,
+            steps=() if times == len(shows) else tuple(np.array(grid.steps)[shows].tolist()),
+            evidence=longest_regions(regions, "gc", ranks),
+            **price(grid, lost, gain_ns(grid.busy, grid.busy - collecting)),
+        )
+    ]
+
+
+def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.01, min_ns: int = 1_000_000) -> int:
+    """The smallest mean collection per step that would have been reported."""
+    grid = judged_grid(breakdown)
+    scatter = estimate(grid.of("gc").max(axis=0)).half_width_ns
+    return round(max(min_fraction * grid.step_ns, min_ns, scatter))
+
+
+def _generation(regions: pl.DataFrame) -> str:
+    """The generation that takes most of the time, from names like `gc generation 2`."""
+    time_ns = (pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")
+    names = regions.filter(pl.col("kind") == "gc").group_by("name").agg(time_ns).sort("ns", "name")
+    generation = str(names["name"][-1]).removeprefix("gc generation ") if len(names) else ""
+    return f" (generation {generation})" if generation.isdigit() else ""

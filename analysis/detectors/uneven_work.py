@@ -1,0 +1,113 @@
+"""The longest rank changes from step to step: the work itself is uneven.
+
+**Signal.** The longest own time in a step is, on average, more than `min_fraction` of the step above the mean over
+ranks, no rank is the longest in most steps (`persistence`), and forward and backward grow and shrink together on a
+rank (correlation `min_correlation` after each rank's and each step's mean is taken away). Work that follows the
+data lengthens both; a preempted process lengthens whatever it was doing.
+
+**Why it costs time.** Every step lasts as long as its longest rank. With random lengths the loss grows with the
+number of ranks, and no machine is to blame.
+
+**False alarms.** Where forward and backward are not told apart, this is not checked. Other load on the host that
+lasts through forward and backward of single steps can look the same.
+
+**What to try.** Give every rank batches of equal cost: bucket by length, pack sequences to a token budget, balance
+the sum of squared lengths where attention dominates, sort within a window and deal out to the ranks.
+
+**Source.** Forward-backward correlation of 0.9 and more as the mark of uneven sequences: ByteDance's analysis of
+stragglers. The 10 % threshold is ours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, estimate
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ("collectives", "backward")
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    steps: pl.DataFrame,
+    *,
+    min_fraction: float = 0.10,
+    persistence: float = 0.6,
+    min_correlation: float = 0.9,
+) -> list[Finding]:
+    """Report work that is spread unevenly over the ranks in a way that changes from step to step."""
+    grid, lost = _imbalance(breakdown)
+    forward, backward = (_label(phases, grid, label) for label in ("forward", "backward"))
+    if not forward.any() or not backward.any():
+        raise NotResolvable("forward and backward are not told apart, so uneven data cannot be told from noise")
+    longest = grid.own.argmax(axis=0)
+    most_often = np.bincount(longest).max() / len(longest)
+    correlation = _correlation(forward, backward)
+    if lost.ns < min_fraction * grid.step_ns or not lost.clear:
+        return []
+    if most_often >= persistence or correlation < min_correlation:
+        return []
+    return [
+        Finding(
+            detector="uneven_work",
+            title=f"The work is uneven: in each step the longest rank, not always the same, computes "
+            f"{duration(lost.ns)} longer than the mean",
+            where="forward and backward",
+            advice="Give every rank batches of equal cost: bucket by length, or pack sequences to a token budget.",
+            ranks=grid.ranks,
+            evidence=_widest_step(grid, steps),
+            **price(grid, lost, lost.ns),
+        )
+    ]
+
+
+def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.10) -> int:
+    """The smallest imbalance that would have been reported."""
+    grid, lost = _imbalance(breakdown)
+    return round(max(min_fraction * grid.step_ns, lost.half_width_ns))
+
+
+def _imbalance(breakdown: pl.DataFrame) -> tuple[StepGrid, Estimate]:
+    grid = judged_grid(breakdown)
+    if len(grid.ranks) < 2:
+        raise NotResolvable("only one rank was seen, so there is no peer to compare it with")
+    return grid, estimate(grid.own.max(axis=0) - grid.own.mean(axis=0))
+
+
+def _label(phases: pl.DataFrame, grid: StepGrid, label: str) -> Floats:
+    """Own time under `label`, ns per (rank, step)."""
+    rows = phases.filter(
+        pl.col("label") == label,
+        pl.col("part").is_in(OWN),
+        pl.col("rank").is_in(grid.ranks),
+        pl.col("step").is_in(grid.steps),
+    )
+    values = np.zeros((len(grid.ranks), len(grid.steps)))
+    index = (np.searchsorted(grid.ranks, rows["rank"]), np.searchsorted(grid.steps, rows["step"]))
+    np.add.at(values, index, (rows["end_ns"] - rows["start_ns"]).to_numpy())
+    return values
+
+
+def _correlation(forward: Floats, backward: Floats) -> float:
+    """Correlation over (rank, step) of what is neither the rank's nor the step's mean; 0 where nothing varies."""
+    x, y = (v - v.mean(axis=0, keepdims=True) - v.mean(axis=1, keepdims=True) + v.mean() for v in (forward, backward))
+    scale = float(np.sqrt((x * x).sum() * (y * y).sum()))
+    return float((x * y).sum() / scale) if scale > 0 else 0.0
+
+
+def _widest_step(grid: StepGrid, steps: pl.DataFrame) -> tuple[Evidence, ...]:
+    """The step with the largest imbalance, on its longest rank."""
+    column = int((grid.own.max(axis=0) - grid.own.mean(axis=0)).argmax())
+    rank, step = grid.ranks[int(grid.own[:, column].argmax())], grid.steps[column]
+    rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)
+    return tuple(
+        Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=f"step {step}: this rank is the longest")
+        for start, end in rows.select("start_ns", "end_ns").iter_rows()
+    )

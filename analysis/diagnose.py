@@ -1,0 +1,263 @@
+"""From a run to the verdict: every detector is asked, and what could not be asked is said."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, detectors
+from rankscope.analysis.finding import Finding, Gap, Healthy, NotChecked, Part, Report, StepSummary, Wait
+from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.report.quantities import duration, percent, rounded
+from rankscope.analysis.timeline import Timeline, build_timeline
+from rankscope.analysis.timeline.links import links
+from rankscope.analysis.timeline.own import BLOCKED, step_grid
+from rankscope.analysis.trace import Trace
+
+__all__ = ["ask", "conclude", "diagnose", "root_causes_first"]
+
+Tables = Mapping[str, pl.DataFrame]
+
+_EMPTY = {
+    "breakdown": "no step was judged",
+    "phases": "no step was judged",
+    "steps": "no step was judged",
+    "ranks": "no rank was recorded",
+    "regions": "no regions were recorded",
+    "collectives": "no communication was recorded",
+    "links": "no TCP traffic between nodes was recorded",
+}
+# What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
+_CONSEQUENCES = {"slow_rank": ("uneven_work", "slow_link"), "slow_link": ("uneven_work",)}
+_MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentions
+
+
+def diagnose(trace: Trace) -> Report:
+    """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down."""
+    said = trace.table("gaps").collect()
+    addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
+    report = conclude(build_timeline(trace), addresses, said)
+    environment = {key: str(value) for key, value in sorted(_environment(trace.run).items())}
+    return replace(report, path=trace.path, source=trace.source, environment=environment)
+
+
+def conclude(timeline: Timeline, addresses: Mapping[int, Iterable[str]], said: pl.DataFrame) -> Report:
+    """The report on a timeline; `said` is the table `gaps`, which tells what collectors were off."""
+    tables = _judged_only(timeline, addresses)
+    findings, healthy, not_checked = ask(detectors(), tables, said)
+    findings = root_causes_first(findings)
+    steps = _summary(timeline.steps)
+    seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
+    world_size = timeline.ranks["world_size"].max()
+    return Report(
+        path="",
+        source="",
+        verdict=_verdict(findings, healthy, not_checked, steps, seen, world_size, tables["breakdown"]),
+        ranks=seen,
+        world_size=world_size,
+        nodes=tuple(timeline.ranks["node"].unique().sort().to_list()),
+        steps=steps,
+        findings=findings,
+        healthy=tuple(healthy),
+        not_checked=(*not_checked, *_not_observed(timeline.ranks)),
+        breakdown=_mean_parts(tables["breakdown"]),
+        waits=tuple(
+            Wait(rank=rank, waited_ns=ns) for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
+        ),
+        gaps=(*timeline.gaps, *_without_steps(timeline.ranks, timeline.steps)),
+        clocks=tuple(timeline.clocks),
+        matched_fraction=timeline.matched_fraction,
+        step_ns=_lengths(tables["steps"]),
+    )
+
+
+def ask(
+    modules: Mapping[str, ModuleType], tables: Tables, said: pl.DataFrame
+) -> tuple[list[Finding], list[Healthy], list[NotChecked]]:
+    """Ask every detector: each ends in findings, or in healthy, or in not checked with the reason."""
+    findings: list[Finding] = []
+    healthy: list[Healthy] = []
+    not_checked: list[NotChecked] = []
+    for name, module in modules.items():
+        try:
+            found = _with_tables(module.detect, tables)
+            findings += found
+            blind = _blind(module, said)
+            if blind:
+                not_checked.append(NotChecked(detector=name, why=blind))
+            elif not found:
+                healthy.append(Healthy(detector=name, resolution_ns=_with_tables(module.resolution_ns, tables)))
+        except NotResolvable as reason:
+            not_checked.append(NotChecked(detector=name, why=_blind(module, said) or str(reason)))
+        except Exception as error:  # one broken detector must not take the others' findings away
+            why = f"the detector failed: {type(error).__name__}: {error}"
+            print(f"rankscope: detector '{name}': {why}", file=sys.stderr)
+            not_checked.append(NotChecked(detector=name, why=why))
+    return findings, healthy, not_checked
+
+
+def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The costliest first, and after each the findings that follow from it."""
+    ordered = sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
+    causes = {id(f): next((c for c in ordered if _follows(f, c)), None) for f in ordered}
+    roots = [f for f in ordered if causes[id(f)] is None]
+    placed: list[Finding] = []
+    for root in roots:
+        placed.append(root)
+        placed += [replace(f, caused_by=root.detector) for f in ordered if causes[id(f)] is root]
+    return tuple(placed)
+
+
+def _follows(finding: Finding, cause: Finding) -> bool:
+    """Whether a finding is explained by one that costs at least as much and can bring it about."""
+    about_the_same = not finding.ranks or not cause.ranks or bool(set(finding.ranks) & set(cause.ranks))
+    costs_no_more = finding.lost_ns_per_step <= cause.lost_ns_per_step
+    return finding.detector in _CONSEQUENCES.get(cause.detector, ()) and about_the_same and costs_no_more
+
+
+def _with_tables(function: Callable[..., Any], tables: Tables) -> Any:  # noqa: ANN401 - what the function returns
+    """Call a detector's function with the tables that its parameters name."""
+    parameters = inspect.signature(function).parameters.values()
+    wanted = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    for name in wanted:
+        if name not in tables or tables[name].is_empty():
+            raise NotResolvable(_EMPTY.get(name, f"the table '{name}' was not recorded"))
+    return function(*(tables[name] for name in wanted))
+
+
+def _blind(module: ModuleType, said: pl.DataFrame) -> str | None:
+    """Why a detector may have overlooked something: a collector that it lives on was off."""
+    off = said.filter(
+        pl.col("source").is_in(module.collectors), pl.col("table") == "*", pl.col("count").is_null()
+    ).unique(["rank", "node", "source", "why"])
+    if off.is_empty():
+        return None
+    ranks = off["rank"].drop_nulls().unique().sort().to_list()
+    where = f" on {named('rank', ranks)}" if ranks else ""
+    return f"collector {off['source'][0]}{where}: {off['why'][0]}"
+
+
+def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> dict[str, pl.DataFrame]:
+    """The tables for the detectors, rows of judged steps only."""
+    steps = timeline.steps.filter("judged")
+    judged = steps.select("rank", "step")
+    tables = {
+        name: frame.join(judged, on=["rank", "step"], how="semi")
+        for name in ("collectives", "regions", "phases", "breakdown")
+        if (frame := getattr(timeline, name)) is not None
+    }
+    tables |= {"steps": steps, "ranks": timeline.ranks, "counters": timeline.counters}
+    if steps.height and timeline.counters.height:
+        window = steps.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+        tables["links"] = links(timeline.counters, addresses, *window)
+    return tables
+
+
+def _summary(steps: pl.DataFrame) -> StepSummary:
+    """How many steps there were, and how long the judged ones took."""
+    judged = steps.filter("judged")
+    length = judged["end_ns"] - judged["start_ns"]
+    median, p90 = length.median(), length.quantile(0.9)
+    aside = steps.filter(~pl.col("judged")).unique("step")["aside"]
+    return StepSummary(
+        count=judged["step"].n_unique(),
+        warmup=int((aside == "warm-up").sum()),
+        outliers=int((aside == "outlier").sum()),
+        median_ns=None if median is None else round(median),
+        p90_ns=None if p90 is None else round(p90),
+        source=steps["source"][0] if steps.height else "none",
+    )
+
+
+def _mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
+    """Mean ns per judged step; a rank's parts sum exactly to its mean step, itself rounded to whole ns."""
+    parts: list[Part] = []
+    for (rank,), rows in breakdown.sort("rank").group_by("rank", maintain_order=True):
+        sums = rows.group_by("part", maintain_order=True).agg(pl.col("ns").sum())
+        means = rounded(sums["ns"].to_list(), rows["step"].n_unique())
+        parts += [Part(rank=rank, part=part, ns_per_step=ns) for part, ns in zip(sums["part"], means, strict=True)]
+    return tuple(parts)
+
+
+def _lengths(steps: pl.DataFrame) -> dict[int, tuple[int, ...]]:
+    lengths = steps.sort("rank", "step").select("rank", ns=pl.col("end_ns") - pl.col("start_ns"))
+    return {rank: tuple(rows["ns"].to_list()) for (rank,), rows in lengths.group_by("rank", maintain_order=True)}
+
+
+def _without_steps(ranks: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
+    """The ranks that were seen but not in any step, so that nothing is said about them."""
+    why = "no step of this rank was seen, so it is not compared with the others"
+    absent = ranks.join(steps, on="rank", how="anti").sort("rank")
+    return [Gap(table="steps", rank=rank, node=None, count=None, why=why) for rank in absent["rank"]]
+
+
+def _not_observed(ranks: pl.DataFrame) -> list[NotChecked]:
+    """What this version cannot see of these ranks."""
+    devices = ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
+    if not devices:
+        return []
+    why = f"ranks run on {', '.join(devices)}; this version records host time only, not what the device does"
+    return [NotChecked(detector="device_time", why=why)]
+
+
+def _environment(run: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Node 0's launch, flat: versions and settings by name."""
+    launch = run.get(min(run, default=0), {})
+    flat: dict[str, Any] = {}
+    for key, value in launch.items():
+        if isinstance(value, Mapping):
+            flat |= value
+        elif isinstance(value, (str, int, float)):
+            flat[key] = value
+    return flat
+
+
+def _verdict(
+    findings: Sequence[Finding],
+    healthy: Sequence[Healthy],
+    not_checked: Sequence[NotChecked],
+    steps: StepSummary,
+    seen: tuple[int, ...],
+    world_size: int | None,
+    breakdown: pl.DataFrame,
+) -> str:
+    """One sentence."""
+    missing = sorted(set(range(world_size or 0)) - set(seen))
+    absent = f"; {named('rank', missing)} of {world_size} {_were(missing)} not recorded" if missing else ""
+    if findings:
+        return f"{_headline(findings, steps, len(seen))}{absent}."
+    if not steps.count:
+        return f"Cannot judge: {counted(steps.warmup, 'step')} seen, none of them judged{absent}."
+    if not healthy:
+        return f"Cannot judge: {not_checked[0].why}{absent}."
+    judged = f"{counted(steps.count, 'judged step')} of {counted(len(seen), 'rank')}"
+    return f"No bottleneck found in {judged}{_blocked(breakdown)}{absent}."
+
+
+def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> str:
+    """The first finding, and how many more there are that do not follow from it."""
+    first = findings[0]
+    waiting = ranks - len(first.ranks)
+    title = f"{first.title} ({percent(first.lost_fraction)} of the {duration(steps.median_ns or 0)} step)"
+    if first.ranks and waiting and first.detector != "slow_link":
+        title += f" and {counted(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for "
+        title += "it" if len(first.ranks) == 1 else "them"
+    more = sum(1 for finding in findings[1:] if finding.caused_by is None)
+    return f"{title}; {counted(more, 'more finding')}" if more else title
+
+
+def _blocked(breakdown: pl.DataFrame) -> str:
+    """How much communication blocks the ranks, where it is much: no finding does not mean that nothing is lost."""
+    grid = step_grid(breakdown)
+    share = float(grid.of(*BLOCKED).mean() / grid.step_ns)
+    return f"; communication blocks {percent(share)} of the step" if share >= _MUCH_BLOCKED else ""
+
+
+def _were(numbers: Sequence[int]) -> str:
+    return "was" if len(numbers) == 1 else "were"

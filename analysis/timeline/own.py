@@ -1,0 +1,120 @@
+"""The breakdown as one array per part, and the estimates that detectors make from it.
+
+*Own time* is what a rank does by itself in a step: the step without communication that blocks it and without
+input, garbage collection and compilation, which have detectors of their own. *Busy time* is all that is not blocked
+on communication. In a synchronous job the step lasts as long as its busiest rank, so what a fault costs is how much
+the largest busy time shrinks without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+__all__ = ["BLOCKED", "OWN", "Estimate", "StepGrid", "above_peers", "estimate", "gain_ns", "step_grid"]
+
+OWN = ("compute", "overlapped", "optimizer", "other")
+BLOCKED = ("wait", "transfer", "unsplit")
+_APART = ("input", "gc", "compile")
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepGrid:
+    """ns of each part, an array of (rank, step), over the steps that all of `ranks` have."""
+
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    parts: dict[str, Floats]
+
+    def of(self, *parts: str) -> Floats:
+        """Time per (rank, step) in `parts` together."""
+        total = np.zeros((len(self.ranks), len(self.steps)))
+        for part in parts:
+            total += self.parts.get(part, 0.0)
+        return total
+
+    @property
+    def own(self) -> Floats:
+        return self.of(*OWN)
+
+    @property
+    def busy(self) -> Floats:
+        return self.of(*OWN, *_APART)
+
+    @property
+    def blocked(self) -> Floats:
+        return self.of(*BLOCKED)
+
+    @property
+    def step_ns(self) -> float:
+        """Median step."""
+        return float(np.median(self.of(*OWN, *_APART, *BLOCKED)))
+
+
+def step_grid(breakdown: pl.DataFrame) -> StepGrid:
+    """Arrange the breakdown by rank and step; a step that a rank lacks is left out."""
+    seen = breakdown.select("rank", "step").unique()
+    ranks = seen["rank"].unique().sort()
+    steps = seen.group_by("step").agg(pl.len()).filter(pl.col("len") == len(ranks))["step"].sort()
+    shape = (len(ranks), len(steps))
+    kept = breakdown.filter(pl.col("step").is_in(steps.implode()))
+    parts: dict[str, Floats] = {}
+    for (part,), rows in kept.group_by("part"):
+        values = np.zeros(shape)
+        index = np.searchsorted(ranks.to_numpy(), rows["rank"].to_numpy())
+        np.add.at(values, (index, np.searchsorted(steps.to_numpy(), rows["step"].to_numpy())), rows["ns"].to_numpy())
+        parts[str(part)] = values
+    return StepGrid(tuple(ranks.to_list()), tuple(steps.to_list()), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and its 95 % half width, ns."""
+
+    ns: float
+    half_width_ns: float
+
+    @property
+    def clear(self) -> bool:
+        """Clear of zero. A single spike among quiet steps never is, four of them just are."""
+        return self.ns > self.half_width_ns
+
+
+def estimate(values: Floats, trim: float = 0.0) -> Estimate:
+    """Mean of `values` after setting aside the share `trim` at each end, and its 95 % half width.
+
+    Source: Tukey and McLaughlin 1963, the winsorized standard deviation of a trimmed mean.
+    """
+    ordered = np.sort(values)
+    cut = int(trim * len(ordered))
+    kept = ordered[cut : len(ordered) - cut]
+    if len(kept) < 2:
+        return Estimate(float(kept.mean()), float("inf"))
+    winsorized = np.clip(ordered, kept[0], kept[-1])
+    half_width = 1.96 * winsorized.std(ddof=1) / ((1 - 2 * cut / len(ordered)) * len(ordered) ** 0.5)
+    return Estimate(float(kept.mean()), float(half_width))
+
+
+def above_peers(values: Floats) -> Floats:
+    """Each (rank, step) minus the median of the other ranks in that step."""
+    if len(values) < 2:
+        return np.zeros_like(values)
+    # The median of the others without a loop over ranks: in the sorted column, leaving one out shifts what follows it.
+    ordered = np.sort(values, axis=0)
+    position = np.argsort(np.argsort(values, axis=0, kind="stable"), axis=0, kind="stable")
+    left = (len(values) - 2) // 2
+    right = (len(values) - 1) // 2
+    columns = np.arange(values.shape[1])
+    low = ordered[left + (position <= left), columns]
+    high = ordered[right + (position <= right), columns]
+    return np.asarray(values - (low + high) / 2)
+
+
+def gain_ns(busy: Floats, without: Floats) -> float:
+    """ns per step that the busiest rank becomes shorter when `busy` becomes `without`, (rank, step) each."""
+    return float(np.mean(busy.max(axis=0) - without.max(axis=0)))

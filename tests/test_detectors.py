@@ -1,0 +1,361 @@
+"""Each detector on jobs whose numbers are written down: one fault, none, near the threshold, one rank missing."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import polars as pl
+import pytest
+
+from rankscope.analysis.detectors import (
+    NotResolvable,
+    detectors,
+    gc_stall,
+    input_stall,
+    slow_link,
+    slow_rank,
+    uneven_work,
+)
+from rankscope.analysis.timeline.links import links
+
+MS = 1_000_000
+STEPS = 40
+
+
+def job(own, *, forward=None, transfer=10, **parts):
+    """Tables of a synchronous job; everything is ms by rank and step.
+
+    `own` is a rank's own work, a third of it forward unless `forward` says otherwise, the rest backward. `parts` are
+    further parts of the same shape. Who is done early waits for the last, then all transfer.
+    """
+    forward = forward or {rank: [ms / 3 for ms in values] for rank, values in own.items()}
+    busy = {r: [sum(p[r][s] for p in (own, *parts.values()) if r in p) for s in range(len(own[r]))] for r in own}
+    rows, labels, steps, regions = [], [], [], []
+    for rank, values in own.items():
+        at = 0
+        for step, ms in enumerate(values):
+            longest = max(b[step] for b in busy.values())
+            split = {"compute": ms, "wait": longest - busy[rank][step], "transfer": transfer}
+            split |= {name: part[rank][step] for name, part in parts.items() if rank in part}
+            rows += [(rank, step, part, round(value * MS)) for part, value in split.items()]
+            begin, middle, end = (round((at + x) * MS) for x in (0, forward[rank][step], ms))
+            labels += [
+                (rank, step, "compute", "forward", begin, middle),
+                (rank, step, "compute", "backward", middle, end),
+            ]
+            steps.append((rank, step, begin, begin + round((longest + transfer) * MS)))
+            for kind in parts:
+                if split.get(kind):
+                    name = "gc generation 2" if kind == "gc" else kind
+                    regions.append((rank, end, end + round(split[kind] * MS), kind, name))
+            at += longest + transfer
+    return {
+        "breakdown": pl.DataFrame(rows, ["rank", "step", "part", "ns"], orient="row"),
+        "phases": pl.DataFrame(labels, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row"),
+        "steps": pl.DataFrame(steps, ["rank", "step", "start_ns", "end_ns"], orient="row"),
+        "regions": pl.DataFrame(
+            regions,
+            {"rank": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64, "kind": pl.String, "name": pl.String},
+            orient="row",
+        ),
+        "ranks": pl.DataFrame({"rank": list(own), "node": [rank // 2 for rank in own]}),
+    }
+
+
+def noisy(mean, *, seed, sigma=3.0, hiccups=0.05):
+    """`STEPS` values around `mean` as on a busy host: a few ms of scatter, sometimes preempted for 30 ms."""
+    rng = random.Random(seed)
+    return [mean + abs(rng.gauss(0, sigma)) + (30 if rng.random() < hiccups else 0) for _ in range(STEPS)]
+
+
+def healthy(ranks=range(4), seed=0):
+    return {rank: noisy(180, seed=1000 * seed + rank) for rank in ranks}
+
+
+def slow(tables, **thresholds):
+    return slow_rank.detect(*(tables[n] for n in ("breakdown", "phases", "steps", "ranks")), **thresholds)
+
+
+def stalled(tables):
+    return input_stall.detect(tables["breakdown"], tables["regions"])
+
+
+def collecting(tables):
+    return gc_stall.detect(tables["breakdown"], tables["regions"])
+
+
+def uneven(tables):
+    return uneven_work.detect(tables["breakdown"], tables["phases"], tables["steps"])
+
+
+def test_rank_that_computes_30_ms_longer_is_named_with_what_it_costs():
+    own = healthy()
+    own[2] = [ms + 30 for ms in own[2]]
+    (finding,) = slow(job(own))
+    assert finding.ranks == (2,)
+    assert finding.lost_ns_per_step == pytest.approx(30 * MS, rel=0.1)
+    assert finding.severity == "high"
+    assert finding.title.startswith("Rank 2 is slow: it computes ")
+
+
+def test_slow_rank_names_the_label_that_holds_the_excess():
+    own = {rank: [100 if rank != 1 else 130] * STEPS for rank in range(4)}
+    forward = {rank: [40 if rank != 1 else 70] * STEPS for rank in range(4)}
+    (finding,) = slow(job(own, forward=forward))
+    assert (finding.where, finding.lost_ns_per_step, finding.uncertainty_ns) == ("forward", 30 * MS, 0)
+    assert finding.lost_ns_total == STEPS * 30 * MS
+    assert finding.gain_fraction == pytest.approx(30 / 140)
+    assert (finding.evidence[0].rank, finding.evidence[0].table) == (1, "steps")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noisy_healthy_job_has_no_finding(seed):
+    tables = job(healthy(seed=seed))
+    with_input = {rank: [0.3] * STEPS for rank in range(4)}
+    assert slow(tables) == []
+    assert stalled(job(healthy(seed=seed), input=with_input)) == []
+    assert collecting(tables) == []
+    assert uneven(tables) == []
+
+
+@pytest.mark.parametrize(("excess_ms", "found"), [(2.5, 0), (4.5, 1)])
+def test_slow_rank_speaks_from_3_percent_of_the_step(excess_ms, found):
+    """The step is 113 to 115 ms long."""
+    own = {rank: [103 + (excess_ms if rank == 0 else 0)] * STEPS for rank in range(4)}
+    assert len(slow(job(own))) == found
+
+
+def test_slow_rank_works_with_one_peer_and_with_a_rank_missing():
+    own = healthy()
+    own[2] = [ms + 30 for ms in own[2]]
+    for seen in ((1, 2), (0, 2, 3)):
+        assert [f.ranks for f in slow(job({rank: own[rank] for rank in seen}))] == [(2,)]
+
+
+def test_excess_for_which_nobody_waits_is_no_finding():
+    """Rank 0 computes 30 ms longer and transfers 30 ms less: its peers were not blocked any longer for it."""
+    own = {rank: [130 if rank == 0 else 100] * STEPS for rank in range(4)}
+    tables = job(own)
+    others_transfer = (pl.col("part") == "wait") & (pl.col("rank") != 0)
+    tables["breakdown"] = tables["breakdown"].with_columns(pl.when(others_transfer).then(0).otherwise("ns").alias("ns"))
+    assert slow(tables) == []
+
+
+def test_bursts_of_one_rank_are_found_and_their_steps_named():
+    """Rank 3 takes 150 ms longer in every 5th step: 30 ms per step."""
+    own = healthy()
+    own[3] = [ms + (150 if step % 5 == 0 else 0) for step, ms in enumerate(own[3])]
+    (finding,) = slow(job(own))
+    assert finding.ranks == (3,)
+    assert finding.steps == tuple(range(0, STEPS, 5))
+    assert finding.lost_ns_per_step == pytest.approx(30 * MS, rel=0.15)
+    assert "every 5th step" in finding.title
+
+
+def test_one_long_hiccup_is_not_a_slow_rank():
+    own = healthy()
+    own[1][7] += 3000
+    assert slow(job(own)) == []
+
+
+def test_all_ranks_of_a_node_are_one_finding():
+    """Ranks 2 and 3 are all of node 1, so mending the node gains the 50 ms although either rank alone gains none."""
+    own = {rank: [150 if rank in (2, 3) else 100] * STEPS for rank in range(8)}
+    (finding,) = slow(job(own))
+    assert (finding.ranks, finding.nodes) == ((2, 3), (1,))
+    assert finding.title == "Node 1 is slow: ranks 2,3 compute 50.0 ms longer per step than their peers"
+    assert finding.gain_fraction == pytest.approx(50 / 160)
+
+
+def test_gain_of_a_slow_rank_ends_at_the_next_slowest():
+    own = {rank: [{1: 150, 4: 120}.get(rank, 100)] * STEPS for rank in range(8)}
+    first, second = slow(job(own))
+    assert (first.ranks, first.lost_ns_per_step, round(first.gain_fraction * 160)) == ((1,), 50 * MS, 30)
+    assert (second.ranks, second.gain_fraction) == ((4,), 0)
+
+
+def test_slow_rank_cannot_be_judged_alone_nor_in_few_steps():
+    with pytest.raises(NotResolvable, match="no peer"):
+        slow(job({0: [100] * STEPS}))
+    with pytest.raises(NotResolvable, match="4 judged steps, at least 5"):
+        slow(job({0: [100] * 4, 1: [130] * 4}))
+
+
+def test_rank_that_waits_for_input_is_named_and_is_not_slow():
+    own = healthy()
+    tables = job(own, input={rank: [40 if rank == 1 else 1] * STEPS for rank in range(4)})
+    (finding,) = stalled(tables)
+    assert (finding.ranks, finding.lost_ns_per_step) == ((1,), 39 * MS)
+    assert finding.evidence[0].note == "longest: 40.0 ms"
+    assert slow(tables) == []
+
+
+def test_all_ranks_that_wait_for_input_are_one_finding():
+    own = {rank: [100] * STEPS for rank in range(4)}
+    (finding,) = stalled(job(own, input={rank: [20] * STEPS for rank in range(4)}))
+    assert (finding.ranks, finding.lost_ns_per_step) == ((0, 1, 2, 3), 20 * MS)
+    assert finding.gain_fraction == pytest.approx(20 / 130)
+
+
+@pytest.mark.parametrize(("input_ms", "found"), [(5, 0), (7, 1)])
+def test_input_stall_speaks_from_5_percent_of_the_step(input_ms, found):
+    """The step is 115 to 117 ms long."""
+    own = {rank: [100] * STEPS for rank in range(3)}  # rank 3 of the job is missing
+    assert len(stalled(job(own, input={1: [input_ms] * STEPS}))) == found
+
+
+def test_single_slow_batch_is_not_a_stall():
+    own = {rank: [100] * STEPS for rank in range(4)}
+    assert stalled(job(own, input={1: [1] * (STEPS - 1) + [2000]})) == []
+
+
+def test_input_is_not_judged_without_a_data_loader():
+    with pytest.raises(NotResolvable, match="no data loader"):
+        stalled(job(healthy()))
+
+
+def test_collections_every_fifth_step_are_found_with_rank_and_period():
+    own = healthy()
+    tables = job(own, gc={3: [150 if step % 5 == 4 else 0 for step in range(STEPS)]})
+    (finding,) = collecting(tables)
+    assert (finding.ranks, finding.lost_ns_per_step) == ((3,), 30 * MS)
+    assert finding.title == "Garbage collection (generation 2) stops rank 3 for 150 ms every 5th step"
+    assert finding.steps == tuple(range(4, STEPS, 5))
+    assert slow(tables) == []
+
+
+def test_ranks_that_collect_in_different_steps_cost_the_sum():
+    """Each of 4 ranks collects for 50 ms in every 8th step, never together: 4 × 50 / 8 = 25 ms per step."""
+    own = {rank: [100] * STEPS for rank in range(4)}
+    gc = {rank: [50 if step % 8 == 2 * rank else 0 for step in range(STEPS)] for rank in range(4)}
+    (finding,) = collecting(job(own, gc=gc))
+    assert (finding.ranks, finding.lost_ns_per_step) == ((0, 1, 2, 3), 25 * MS)
+    assert finding.gain_fraction == pytest.approx(25 / 135)  # half of the steps hold a collection
+
+
+@pytest.mark.parametrize(("gc_ms", "found"), [(0.9, 0), (1.5, 1)])
+def test_gc_stall_speaks_from_1_percent_of_the_step(gc_ms, found):
+    own = {rank: [100] * STEPS for rank in range(3)}  # rank 3 of the job is missing
+    assert len(collecting(job(own, gc={0: [gc_ms] * STEPS}))) == found
+
+
+def lengths(seed, low=0.25, ranks=range(4)):
+    """Random work per (rank, step): `low` to 1 times 200 ms, with 1 ms of noise in forward and in backward each."""
+    rng = random.Random(seed)
+    forward, own = {}, {}
+    for rank in ranks:
+        work = [rng.uniform(low, 1) * 200 for _ in range(STEPS)]
+        forward[rank] = [w / 3 + rng.gauss(0, 1) for w in work]
+        own[rank] = [f + 2 * w / 3 + rng.gauss(0, 1) for f, w in zip(forward[rank], work, strict=True)]
+    return {"own": own, "forward": forward}
+
+
+def test_uneven_sequences_are_uneven_work_and_nobody_is_slow():
+    tables = job(**lengths(seed=1))
+    (finding,) = uneven(tables)
+    longest = tables["breakdown"].filter(pl.col("part") == "compute").group_by("step")
+    lost = longest.agg(pl.col("ns").max() - pl.col("ns").mean())["ns"].mean()
+    assert finding.lost_ns_per_step == round(lost)
+    assert slow(tables) == []
+
+
+@pytest.mark.parametrize(("low", "found"), [(0.85, 0), (0.5, 1)])
+def test_uneven_work_speaks_from_10_percent_of_the_step(low, found):
+    assert len(uneven(job(**lengths(seed=2, low=low, ranks=range(3))))) == found  # rank 3 of the job is missing
+
+
+def test_uneven_without_correlation_of_forward_and_backward_is_noise():
+    rng = random.Random(3)
+    forward = {rank: [rng.uniform(20, 100) for _ in range(STEPS)] for rank in range(4)}
+    own = {rank: [f + rng.uniform(20, 100) for f in values] for rank, values in forward.items()}
+    assert uneven(job(own, forward=forward)) == []
+
+
+def test_uneven_work_is_silent_about_a_persistent_rank():
+    own = {rank: [100 + (80 + step if rank == 2 else 0) for step in range(STEPS)] for rank in range(4)}
+    assert uneven(job(own)) == []
+
+
+def edges(rates, rtt_s=0.0005):
+    """`links` from {(node, peer): MB/s}, each busy for 1 s."""
+    rows = [(a, b, rate * 1e6, 1.0, rate * 1e6, rtt_s, 0.0001, 0.0) for (a, b), rate in rates.items()]
+    names = ["node", "peer_node", "sent_bytes", "busy_s", "rate_bytes_per_s", "rtt_s", "min_rtt_s", "retransmits"]
+    return pl.DataFrame(rows, names, orient="row")
+
+
+def all_pairs(nodes, slow_pairs, healthy_rate=100, slow_rate=10):
+    return edges(
+        {
+            (a, b): slow_rate if {a, b} in slow_pairs else healthy_rate
+            for a in range(nodes)
+            for b in range(nodes)
+            if a != b
+        }
+    )
+
+
+def linked(table, transfer=60, nodes=3):
+    tables = job({rank: noisy(100, seed=rank) for rank in range(2 * nodes)}, transfer=transfer)
+    return slow_link.detect(tables["breakdown"], table, tables["ranks"], tables["steps"])
+
+
+def test_node_of_which_all_links_are_slow_is_named():
+    """Transfer takes 60 ms at a tenth of the others' rate: 54 ms would not be there."""
+    (finding,) = linked(all_pairs(3, [{0, 1}, {1, 2}]))
+    assert (finding.nodes, finding.ranks, finding.lost_ns_per_step) == ((1,), (2, 3), 54 * MS)
+    assert finding.title.startswith("The link of node 1 is slow (10 MB/s against 100 MB/s elsewhere)")
+
+
+def test_slow_link_between_two_of_four_nodes_is_named_as_a_pair():
+    (finding,) = linked(all_pairs(4, [{1, 3}]), nodes=4)
+    assert (finding.nodes, finding.ranks, finding.where) == ((1, 3), (), "the link between node 1 and node 3")
+
+
+def test_links_that_are_alike_blame_no_node():
+    assert linked(all_pairs(3, [], healthy_rate=10)) == []
+
+
+def test_slow_link_that_costs_little_is_silent():
+    assert linked(all_pairs(3, [{0, 1}, {1, 2}]), transfer=4) == []
+
+
+@pytest.mark.parametrize(("slow_rate", "found"), [(60, 0), (45, 1)])
+def test_slow_link_speaks_from_half_the_rate_of_the_others(slow_rate, found):
+    assert len(linked(all_pairs(3, [{0, 1}, {1, 2}], slow_rate=slow_rate))) == found
+
+
+def test_two_nodes_are_judged_by_their_two_directions_only():
+    (finding,) = linked(edges({(0, 1): 100, (1, 0): 20}), nodes=2)
+    assert (finding.nodes, finding.where) == ((0, 1), "the link between node 0 and node 1")
+    with pytest.raises(NotResolvable, match="no other link"):
+        linked(edges({(0, 1): 20, (1, 0): 20}), nodes=2)
+
+
+def test_one_node_has_no_links_and_a_missing_node_leaves_the_others_to_compare():
+    with pytest.raises(NotResolvable, match="one node"):
+        linked(all_pairs(2, []), nodes=1)
+    seen = all_pairs(4, [{0, 1}, {1, 2}, {1, 3}]).filter(pl.col("node") != 3)  # node 3's own counters are missing
+    assert [f.nodes for f in linked(seen, nodes=4)] == [(1,)]
+
+
+def test_links_are_rates_while_busy_and_round_trips_under_traffic():
+    """3 MB in 0.3 busy seconds are 10 MB/s; the socket that closed between is not counted backwards."""
+    device, rows = "rank0>10.0.0.2", []
+    for second, (sent, busy, rtt) in enumerate([(0, 0, 0.1), (1e6, 0.1, 0.002), (0, 0, 0.1), (2e6, 0.2, 0.002)]):
+        values = {"bytes_sent": sent, "busy_s": busy, "rtt_s": rtt, "retransmits": 0}
+        rows += [(0, second, "tcp", name, device, float(value)) for name, value in values.items()]
+    rows.append((0, 1, "tcp", "bytes_sent", "rank0>192.0.2.9", 5.0))  # nobody's address
+    counters = pl.DataFrame(rows, ["node", "time_ns", "source", "name", "device", "value"], orient="row")
+    (row,) = links(counters, {0: ["10.0.0.1"], 1: ["10.0.0.2"]}, 0, 10).iter_rows(named=True)
+    assert (row["node"], row["peer_node"], row["sent_bytes"], row["busy_s"]) == (0, 1, 3e6, pytest.approx(0.3))
+    assert row["rate_bytes_per_s"] == pytest.approx(10e6)
+    assert row["rtt_s"] == pytest.approx(0.002)
+
+
+def test_every_detector_is_a_manual_page_that_names_its_collectors():
+    sections = ["Signal", "Why it costs time", "False alarms", "What to try", "Source"]
+    assert set(detectors()) == {"gc_stall", "input_stall", "slow_link", "slow_rank", "uneven_work"}
+    for module in detectors().values():
+        assert re.findall(r"^\*\*(.+?)\.\*\* ", module.__doc__, re.MULTILINE) == sections
+        assert module.collectors
