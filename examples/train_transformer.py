@@ -19,16 +19,31 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 FAULT_RANK = {"slow-rank": 2, "input": 1, "gc": 3}
-WORDS = "the a small large rank node step slow fast waits sends reads trains and then while".split()
+WORDS = (
+    "the",
+    "a",
+    "small",
+    "large",
+    "slow",
+    "fast",
+    "rank",
+    "node",
+    "waits",
+    "sends",
+    "reads",
+    "trains",
+    "and",
+    "then",
+)
 LAYERS, HEADS, BATCH = 2, 4, 4
 GC_EVERY = 5
 
@@ -79,9 +94,9 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        x = x + self.down(F.gelu(self.up(self.norm_2(x))))
+        x = x + self.down(functional.gelu(self.up(self.norm_2(x))))
         return DeviceWork.apply(x, self.seconds_per_token * length)
 
 
@@ -139,9 +154,8 @@ def clocks() -> tuple[int, int, int]:
 def train(args: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    fault = (
-        args.fault if rank == (FAULT_RANK.get(args.fault) if args.fault_rank is None else args.fault_rank) else "none"
-    )
+    fault_rank = FAULT_RANK.get(args.fault) if args.fault_rank is None else args.fault_rank
+    fault = args.fault if rank == fault_rank else "none"
     fault_s = args.fault_ms / 1000
     lengths = random.Random(rank)  # of the sequences, if they are uneven
 
@@ -160,7 +174,7 @@ def train(args: argparse.Namespace) -> None:
         if args.fault == "uneven":
             batch = batch[:, : lengths.randint(args.length // 4, args.length) + 1]
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch[:, :-1]), batch[:, 1:].flatten())
+        loss = functional.cross_entropy(model(batch[:, :-1]), batch[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         if heap and step % GC_EVERY == 0:
@@ -196,7 +210,7 @@ def main() -> None:
     parser.add_argument("--fault", choices=("none", "slow-rank", "input", "gc", "uneven"), default="none")
     parser.add_argument("--fault-rank", type=int, help="default: 2 for slow-rank, 1 for input, 3 for gc")
     parser.add_argument("--fault-ms", type=float, default=30, help="of slow-rank and input, per step")
-    parser.add_argument("--heap", type=int, default=2_000_000, help="objects on the heap that gc has to visit")
+    parser.add_argument("--heap", type=int, default=1_000_000, help="objects on the heap that gc has to visit")
     parser.add_argument("--device-ms", type=float, default=180, help="emulated device work per step")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--length", type=int, default=64, help="characters per sequence")

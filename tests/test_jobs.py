@@ -180,7 +180,7 @@ def test_uneven_sequences_are_no_slow_rank(tmp_path):
 
 
 def train_on_nodes(folder: Path, *options: object) -> Job:
-    """Run the example on three namespaces, node 1's link at 200 Mbit/s; `run` is the folder where all nodes' files are."""
+    """Run the example on three namespaces, node 1's link at 200 Mbit/s; `run` holds the files of all nodes."""
     launcher = [sys.executable, THREE_NODES, "--slow-node", 1, "--mbit", 200, *options, "--"]
     job = [RANKSCOPE, "run", "--out", folder / "run", TRANSFORMER, "--steps", STEPS, "--width", 192]
     ended = Running(folder, [*launcher, *job], folder / "run").end()

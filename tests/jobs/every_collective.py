@@ -1,7 +1,7 @@
-"""Run DDP, FSDP2, tensor parallel, functional and Python collectives, and a pipeline, each in process groups of its own.
+"""Run DDP, FSDP2, tensor parallel, functional and Python collectives and a pipeline, each in a group of its own.
 
 Each rank writes `expected-RANK.json` into the folder that it is given: {section: {name: count}}, counted by
-torch's profiler (the spans that the gloo backend makes) or, for the pipeline, which has no such spans, from the schedule.
+torch's profiler (the spans that the gloo backend makes) or, for the pipeline, which has none, from the schedule.
 """
 
 from __future__ import annotations
