@@ -1,0 +1,280 @@
+"""What runs inside a training process: real scripts with one gloo rank, recorded by a real agent."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import uuid
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from rankscope.collectors.ring import Ring
+from rankscope.collectors.schema import OPS, REGION_KINDS
+from rankscope.collectors.session import Emit, as_ranges
+
+pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+
+HEADER = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+
+
+def run_script(tmp_path: Path, body: str, **env: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(HEADER) + textwrap.dedent(body))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return subprocess.run(
+        [sys.executable, str(script)], env=os.environ | rank | env, capture_output=True, text=True, timeout=120
+    )
+
+
+def record(tmp_path: Path, body: str, **env: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run a script as a rank beside an agent; return how it ended and the run folder."""
+    run, name = tmp_path / "run", f"rankscope-test-{uuid.uuid4().hex}"
+    options = ["--socket", name, "--out", str(run), "--until-stdin-closes", "--launch", "{}"]
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "rankscope.collectors.agent", *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    assert json.loads(agent.stdout.readline())["ready"]
+    done = run_script(tmp_path, body, RANKSCOPE_AGENT=name, **env)
+    agent.stdin.close()
+    assert agent.wait(30) == 0
+    return done, run
+
+
+def table(run: Path, name: str, partition: str = "rank=00000") -> pl.DataFrame:
+    return pl.concat([pl.read_ipc(part) for part in sorted((run / name / partition).glob("*.arrow"))])
+
+
+def names(run: Path) -> dict[int, str]:
+    return dict(table(run, "strings").iter_rows())
+
+
+def test_a_step_leaves_its_regions_and_collectives(tmp_path):
+    """Two steps of DDP: two forwards, backwards and optimizer steps, three batches asked for, and a marked span."""
+    done, run = record(
+        tmp_path,
+        """
+        import rankscope
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in torch.utils.data.DataLoader(torch.ones(2, 4)):
+            with rankscope.annotate("loss", microbatch=7, stage=1):
+                loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            rankscope.step()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    regions = table(run, "regions")
+    kinds = [REGION_KINDS[k] for k in regions["kind"]]
+    assert {k: kinds.count(k) for k in ("forward", "backward", "optimizer", "input")} == {
+        "forward": 2,
+        "backward": 2,
+        "optimizer": 2,
+        "input": 3,
+    }
+    named = {row["name_id"]: row for row in regions.iter_rows(named=True)}
+    strings = names(run)
+    loss = next(row for name_id, row in named.items() if strings[name_id] == "loss")
+    assert (loss["microbatch"], loss["stage"]) == (7, 1)
+    assert table(run, "steps").height == 2
+    assert (regions["end_ns"] >= regions["start_ns"]).all()
+    collectives = table(run, "collectives")
+    assert [OPS[op] for op in collectives["op"]].count("allreduce") == 2  # one bucket a step
+    assert collectives["seq"].to_list() == list(range(collectives.height))
+    assert collectives["end_ns"].null_count() == 0
+    assert (collectives["end_ns"] >= collectives["start_ns"]).all()
+
+
+def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
+    """Python calls, object collectives, functional ones: one row each, sizes in bytes."""
+    done, run = record(
+        tmp_path,
+        """
+        import torch.distributed._functional_collectives as functional
+        x = torch.ones(8)
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x, 0)
+        dist.reduce(x, 0)
+        dist.all_gather([torch.empty(8)], x)
+        dist.all_gather_into_tensor(torch.empty(8), x)
+        dist.reduce_scatter_tensor(torch.empty(8), x)
+        dist.gather(x, [torch.empty(8)], dst=0)
+        dist.scatter(x, [torch.ones(8)], src=0)
+        dist.all_to_all_single(torch.empty(8), x)
+        dist.barrier()
+        functional.all_reduce(x, "sum", dist.group.WORLD) + 1
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = table(run, "collectives")
+    assert [OPS[op] for op in rows["op"]] == [
+        "allreduce",
+        "allreduce",
+        "broadcast",
+        "reduce",
+        "allgather",
+        "allgather_base",
+        "reduce_scatter_base",
+        "gather",
+        "scatter",
+        "alltoall_base",
+        "barrier",
+        "allreduce",
+    ]
+    assert rows["is_async"].to_list()[:2] == [False, True]
+    assert rows["size_bytes"].to_list()[:10] == [32] * 10
+    assert rows["end_ns"].null_count() == 0
+
+
+def test_torch_compile_and_torchscript_see_no_difference(tmp_path):
+    """As many compiled graphs as without rankscope, no warning about our code, and record_function still scripts."""
+    body = """
+        import torch._dynamo
+        model = torch.nn.Linear(8, 8)
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.Adam(model.parameters())
+        forward = torch.compile(ddp, backend="eager")
+        update = torch.compile(lambda: optimizer.step(), backend="eager")
+        for _ in range(3):
+            forward(torch.ones(2, 8)).sum().backward()
+            update()
+        @torch.jit.script
+        def scripted(x: torch.Tensor):
+            with torch.autograd.profiler.record_function("inside"):
+                return x + 1
+        stats = torch._dynamo.utils.counters["stats"]
+        print(stats["unique_graphs"], stats["calls_captured"], float(scripted(torch.ones(1))))
+        """
+    bare = run_script(tmp_path, body)
+    done, run = record(tmp_path, body)
+    assert bare.returncode == 0, bare.stderr
+    assert done.stdout == bare.stdout
+    assert "rankscope" not in done.stderr
+    assert "perf_counter" not in done.stderr
+    assert REGION_KINDS.index("compile") in table(run, "regions")["kind"]
+
+
+def test_only_the_rank_itself_records(tmp_path):
+    """Spawned and forked workers, and subprocesses that import torch, leave no record and do not disturb it."""
+    done, run = record(
+        tmp_path,
+        """
+        import multiprocessing, subprocess
+        def work(i):
+            torch.autograd.backward(torch.ones(1, requires_grad=True).sum())
+            return i
+        if __name__ == "__main__":
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                assert pool.map(work, [1, 2]) == [1, 2]
+            subprocess.run([sys.executable, "-c", "import torch"], check=True)
+            loader = torch.utils.data.DataLoader(torch.ones(4, 2), num_workers=2)
+            assert sum(1 for _ in loader) == 4
+            torch.autograd.backward(torch.ones(1, requires_grad=True).sum())
+            print(sorted(m for m in ("pyarrow", "polars", "psutil", "typer") if m in sys.modules))
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
+    state = json.loads((run / "run" / "node=00000.json").read_text())
+    assert [(r["rank"], r["bye"]) for r in state["ranks"]] == [(0, True)]
+    kinds = table(run, "regions")["kind"].to_list()
+    assert kinds.count(REGION_KINDS.index("backward")) == 1
+
+
+def test_a_collector_that_fails_costs_itself_only(tmp_path):
+    """The optimizer collector breaks in its hook; the script ends well, the gap is named, the others go on."""
+    done, run = record(
+        tmp_path,
+        """
+        from rankscope.collectors import session
+        tick = session._session.emit.name
+        def broken(text):
+            if text.startswith("SGD"):
+                raise KeyError("planted")
+            return tick(text)
+        session._session.emit.name = broken
+        p = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        for _ in range(3):
+            p.sum().backward()
+            optimizer.step()
+        print("trained")
+        """,
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert "collector 'optimizer' switched off: KeyError: 'planted'" in done.stderr
+    gaps = table(run, "gaps")
+    assert gaps.filter(pl.col("source") == "optimizer")["why"].to_list() == [
+        "collector switched off: KeyError: 'planted'"
+    ]
+    kinds = table(run, "regions")["kind"].to_list()
+    assert kinds.count(REGION_KINDS.index("backward")) == 3
+
+
+def test_without_an_agent_the_script_runs_unrecorded(tmp_path):
+    done = run_script(tmp_path, "print(dist.get_world_size())", RANKSCOPE_AGENT="nobody-listens-here")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert "this rank is not recorded: ConnectionRefusedError" in done.stderr
+
+
+def test_a_collector_can_be_left_off(tmp_path):
+    done, run = record(tmp_path, "dist.barrier()", RANKSCOPE_DISABLE="collectives")
+    assert done.returncode == 0, done.stderr
+    assert not (run / "collectives").exists()
+    assert "left off by RANKSCOPE_DISABLE" in table(run, "gaps")["why"].to_list()[0]
+
+
+def test_an_agent_that_does_not_read_never_blocks_the_rank():
+    """4,000 messages of 1 kB do not fit into a socket nobody reads; sending returns, and they are still owed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    emit = Emit(Ring(), ours)
+    for i in range(4000):
+        emit.gap("regions", "test", f"{i} " + "x" * 1000)
+    assert emit.live
+    received = 0
+    theirs.setblocking(False)
+    while True:
+        try:
+            theirs.recv(1 << 17)
+            received += 1
+        except BlockingIOError:
+            emit.flush()
+            try:
+                theirs.recv(1 << 17)
+                received += 1
+            except BlockingIOError:
+                break
+    assert received == 4001  # and one for the name that stands for all names too many
+
+
+def test_names_are_bounded():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    emit = Emit(Ring(), ours)
+    ids = [emit.name(f"step {i}") for i in range(10_005)]
+    assert ids[0] == 1
+    assert ids[-1] == 0
+    assert len(set(ids)) == 10_000
+    theirs.close()
+
+
+def test_ranks_as_ranges():
+    assert as_ranges([0, 1, 2, 3, 8]) == "0-3,8"
+    assert as_ranges([4, 0]) == "4,0"
