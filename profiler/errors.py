@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["NotRecorded", "RankscopeError"]
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["NotRecorded", "RankscopeError", "clear_input_errors"]
 
 
 class RankscopeError(Exception):
@@ -11,3 +14,14 @@ class RankscopeError(Exception):
 
 class NotRecorded(Exception):  # noqa: N818  (the job goes on all the same)
     """Why a job is not recorded, in one line."""
+
+
+@contextmanager
+def clear_input_errors() -> Iterator[None]:
+    """Input that cannot be analysed is a RankscopeError."""
+    from rankscope.analysis.trace import BadInput
+
+    try:
+        yield
+    except BadInput as error:
+        raise RankscopeError(str(error)) from None

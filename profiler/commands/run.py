@@ -114,7 +114,7 @@ def _report(out: Path) -> None:
         done = subprocess.run(
             command, cwd=NEUTRAL_FOLDER, stdout=sys.stderr, timeout=REPORT_S, preexec_fn=lambda: os.nice(10)
         )
-        trouble = f"exit code {done.returncode}" if done.returncode else ""
+        trouble = f"exit code {done.returncode}" if done.returncode not in (0, 2) else ""  # 2 has said why
     except (OSError, subprocess.SubprocessError) as error:
         trouble = str(error)
     if trouble:

@@ -1,0 +1,149 @@
+"""Show what can be recorded on this machine, and why the rest cannot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json as json_format
+import os
+import pkgutil
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from rankscope.profiler.columns import aligned
+from rankscope.profiler.errors import NotRecorded, RankscopeError
+
+__all__ = ["Check", "command"]
+
+_EXTRAS = {"ui": ("dash", "dash_mantine_components", "dash_ag_grid"), "dask": ("dask", "distributed")}
+_FREE_BYTES = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that can be recorded or done here, or cannot, and why."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def command(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of the table.")] = False,
+) -> None:
+    checks = [check for ask in (_torch, _launcher, _agent, _clock, _collectors, _disk, _extras) for check in ask()]
+    if json:
+        print(json_format.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        print(aligned([(check.name, "yes" if check.ok else "no", check.detail) for check in checks]))
+
+
+def _torch() -> Iterator[Check]:
+    if sys.platform != "linux":
+        yield Check("recording", False, f"rankscope records on Linux only, this is {sys.platform}")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        yield Check("torch", False, f"not installed for {sys.executable}; torchrun on PATH is used, if there is one")
+    else:
+        loads = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (2, 5)
+        yield Check("torch", loads, version if loads else f"{version} does not load rankscope into ranks; 2.5 does")
+    found = [point for point in importlib.metadata.entry_points(group="torch.backends") if point.name == "rankscope"]
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        yield Check("into the ranks", False, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it")
+    else:
+        yield Check("into the ranks", bool(found), "entry point torch.backends" if found else "reinstall rankscope")
+
+
+def _launcher() -> Iterator[Check]:
+    from rankscope.profiler.torchrun import is_own, torchrun
+
+    try:
+        command = torchrun()
+    except RankscopeError as error:
+        yield Check("torchrun", False, str(error))
+    else:
+        yield Check("torchrun", True, f"of {sys.executable}" if is_own() else command[0])
+
+
+def _agent() -> Iterator[Check]:
+    """An agent is started, and ended again, in a folder of its own."""
+    from rankscope.profiler.node_agent import Agent, answers
+
+    name = f"rankscope-{os.getuid()}-{os.getpid()}-doctor"
+    with TemporaryDirectory(prefix="rankscope-") as folder:
+        start = time.perf_counter()
+        try:
+            agent = Agent(name, Path(folder, "run"), 1.0, {})
+        except (NotRecorded, OSError) as error:
+            yield Check("agent", False, str(error))
+            return
+        ready_s = time.perf_counter() - start
+        answered = answers(name)
+        trouble = agent.end() if answered else f"nothing answers on the abstract socket {name}"
+        yield Check("agent", trouble is None, trouble or f"ready after {ready_s:.1f} s, answers on its socket")
+
+
+def _clock() -> Iterator[Check]:
+    info = time.get_clock_info("perf_counter")
+    try:
+        source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
+    except OSError:
+        source = "unknown"
+    yield Check("clock", "MONOTONIC" in info.implementation, f"{info.implementation}, clock source {source}")
+
+
+def _collectors() -> Iterator[Check]:
+    from rankscope.collectors import node, rank
+
+    for module in pkgutil.iter_modules(rank.__path__):
+        yield Check(f"rank: {module.name}", True, "runs in the training process")
+    for module in pkgutil.iter_modules(node.__path__):
+        problem = _trouble_with(module.name)
+        yield Check(f"node: {module.name}", problem is None, problem or "can be read")
+
+
+def _trouble_with(name: str) -> str | None:
+    """Start and read a collector of the node once; gives the reason if it cannot be read."""
+    from rankscope.collectors import node
+
+    noted: list[str] = []
+    here = node.Node(index=0, addresses=frozenset(), gap=lambda _source, why: noted.append(why))
+    try:
+        collector = importlib.import_module(f"{node.__name__}.{name}")
+        collector.start(here)
+        try:
+            count = len(list(collector.sample(here)))
+        finally:
+            collector.stop()
+    except node.Unavailable as error:
+        return str(error)
+    except Exception as error:  # as the agent does: a collector that fails costs itself only
+        return f"{type(error).__name__}: {error}"
+    return noted[0] if noted and not count else None
+
+
+def _disk() -> Iterator[Check]:
+    folder = Path("runs").absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK):
+        yield Check("disk", False, f"cannot write to {existing}; give `rankscope run --out` another folder")
+    else:
+        yield Check("disk", free_bytes > _FREE_BYTES, f"{free_bytes / 1e9:.1f} GB free for {folder}")
+
+
+def _extras() -> Iterator[Check]:
+    for extra, modules in _EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        yield Check(f"extra: {extra}", not missing, f"pip install 'rankscope[{extra}]'" if missing else "installed")

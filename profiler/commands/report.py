@@ -1,0 +1,64 @@
+"""Say why a recorded run is slow, who is to blame, what it costs, and what a fix would bring."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.profiler.errors import RankscopeError, clear_input_errors
+
+if TYPE_CHECKING:
+    from rankscope.analysis.finding import Report
+
+__all__ = ["command"]
+
+
+def command(
+    run: Annotated[list[Path], typer.Argument(help="The run folder; for nodes without shared storage, one of each.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the HTML report here.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the JSON report here; - is standard output.")] = None,
+    short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False,
+) -> None:
+    from rankscope.analysis.diagnose import diagnose
+    from rankscope.analysis.report import html, json_form, terminal
+    from rankscope.analysis.trace import Trace
+
+    with clear_input_errors():
+        report = diagnose(Trace.open(run))
+    if json == "-":
+        sys.stdout.write(json_form.render(report))
+    else:
+        width = min(shutil.get_terminal_size((100, 0)).columns, 120)
+        render = terminal.render_short if short else terminal.render
+        print(render(report, width=width, color=terminal.wants_color(sys.stdout)))
+    if output:
+        _write(output, html.render(report))
+    if json and json != "-":
+        _write(Path(json), json_form.render(report))
+    if not output and not json:
+        _write_into(run[0], report)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RankscopeError(f"cannot write {path}: {error.strerror}") from None
+    print(f"{path}", file=sys.stderr)
+
+
+def _write_into(folder: Path, report: Report) -> None:
+    """The run folder holds the report in both forms, if it can be written to."""
+    from rankscope.analysis.report import html, json_form
+
+    try:
+        (folder / "report.json").write_text(json_form.render(report), encoding="utf-8")
+        (folder / "report.html").write_text(html.render(report), encoding="utf-8")
+    except OSError as error:
+        print(f"rankscope: no report.html in {folder}: {error.strerror}; -o writes it elsewhere", file=sys.stderr)
+    else:
+        print(f"HTML report: {folder / 'report.html'}")
