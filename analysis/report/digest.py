@@ -1,0 +1,135 @@
+"""What the forms for people read out of a Report: parts per rank, extreme ranks, grouped gaps, missing ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rankscope.analysis.finding import Clock, DevicePart, Finding, Report
+from rankscope.analysis.report.texts import PART_ORDER, PICTURES
+
+__all__ = [
+    "Breakdown",
+    "GapGroup",
+    "breakdown",
+    "extreme_devices",
+    "extreme_ranks",
+    "gap_groups",
+    "marked_ranks",
+    "missing_ranks",
+    "picture_values",
+    "worst_clocks",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Mean ns per step of each rank, in the order of `parts`; parts that take no time on any rank are left out."""
+
+    parts: tuple[str, ...]
+    rows: dict[int, tuple[int, ...]]
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """Per part the sum over the ranks; divided by the number of ranks it is the mean step."""
+        return tuple(sum(column) for column in zip(*self.rows.values(), strict=True))
+
+    @property
+    def longest_ns(self) -> int:
+        return max((sum(row) for row in self.rows.values()), default=0)
+
+
+def breakdown(report: Report) -> Breakdown:
+    by_rank: dict[int, dict[str, int]] = {}
+    for part in report.breakdown:
+        parts_of_rank = by_rank.setdefault(part.rank, {})
+        parts_of_rank[part.part] = parts_of_rank.get(part.part, 0) + part.ns_per_step
+    used = {name for parts in by_rank.values() for name, ns in parts.items() if ns}
+    order = [*(p for p in PART_ORDER if p in used), *sorted(used - set(PART_ORDER))]
+    if not order:
+        return Breakdown(parts=(), rows={})
+    rows = {rank: tuple(by_rank[rank].get(name, 0) for name in order) for rank in sorted(by_rank)}
+    return Breakdown(parts=tuple(order), rows=rows)
+
+
+def extreme_ranks(split: Breakdown, findings: Sequence[Finding], limit: int) -> list[int]:
+    """At most `limit` ranks, sorted: those that findings name, then those whose parts are furthest from the median."""
+    medians = [statistics.median(column) for column in zip(*split.rows.values(), strict=True)]
+    distance = {
+        rank: sum(abs(ns - median) for ns, median in zip(row, medians, strict=True)) for rank, row in split.rows.items()
+    }
+    named = dict.fromkeys(rank for finding in findings for rank in finding.ranks if rank in split.rows)
+    others = sorted((rank for rank in split.rows if rank not in named), key=lambda rank: -distance[rank])
+    return sorted([*named, *others][:limit])
+
+
+def extreme_devices(device: Sequence[DevicePart], limit: int) -> list[DevicePart]:
+    """All devices by rank, or, of more than `limit`, as many of the least and of the most busy."""
+    by_busy = sorted(device, key=lambda part: part.busy_ns / max(part.window_ns, 1))
+    if len(by_busy) > limit:
+        by_busy = [*by_busy[: limit // 2], *by_busy[-(limit // 2) :]]
+    return sorted(by_busy, key=lambda part: part.rank)
+
+
+def worst_clocks(clocks: Sequence[Clock], limit: int) -> list[Clock]:
+    """All clocks by node, or, of more than `limit`, those with the largest errors; unknown is larger than any."""
+    worst = sorted(clocks, key=lambda clock: (clock.error_ns is not None, -(clock.error_ns or 0), clock.node))
+    return sorted(worst[:limit], key=lambda clock: clock.node)
+
+
+def marked_ranks(report: Report) -> tuple[int, frozenset[int]]:
+    """Number (from 1) and ranks of the first finding that names some ranks but not all; (0, none) if none does."""
+    for number, finding in enumerate(report.findings, 1):
+        if finding.ranks and set(finding.ranks) < set(report.ranks):
+            return number, frozenset(finding.ranks)
+    return 0, frozenset()
+
+
+def missing_ranks(report: Report) -> list[int]:
+    """Ranks of the job that left no record."""
+    return sorted(set(range(report.world_size or 0)) - set(report.ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapGroup:
+    """Gaps of one table with one reason; `count` is None if one of them could not be counted."""
+
+    table: str
+    why: str
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    count: int | None
+
+
+def gap_groups(report: Report) -> list[GapGroup]:
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for i, gap in enumerate(report.gaps):
+        grouped.setdefault((gap.table, gap.why), []).append(i)
+    groups = []
+    for (table, why), members in grouped.items():
+        gaps = [report.gaps[i] for i in members]
+        counts = [gap.count for gap in gaps if gap.count is not None]
+        groups.append(
+            GapGroup(
+                table=table,
+                why=why,
+                ranks=_known(gap.rank for gap in gaps),
+                nodes=_known(gap.node for gap in gaps if gap.rank is None),
+                count=sum(counts) if len(counts) == len(gaps) else None,
+            )
+        )
+    return groups
+
+
+def picture_values(split: Breakdown, finding: Finding) -> dict[int, int]:
+    """Per rank the ns per step of the part that a finding is about; empty if no single part shows it."""
+    about = PICTURES.get(finding.detector, ())
+    columns = [i for i, part in enumerate(split.parts) if part in about]
+    if not columns or not set(finding.ranks) & set(split.rows):
+        return {}
+    return {rank: sum(row[i] for i in columns) for rank, row in split.rows.items()}
+
+
+def _known(numbers: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(sorted({number for number in numbers if number is not None}))

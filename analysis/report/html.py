@@ -1,0 +1,169 @@
+"""The report as one self-contained page: no network, no script."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from rankscope.analysis.finding import Finding, Report
+from rankscope.analysis.report import digest, phrases, quantities, svg, texts
+from rankscope.analysis.report.texts import say
+
+__all__ = ["render"]
+
+_BARS = 48  # ranks that get a bar each; more become thin columns
+_TABLE_ROWS = 16  # of ranks or nodes; longer tables keep the extremes
+_STEP_POINTS = 240
+_STEP_ROWS = 64
+_EVIDENCE = 4
+
+
+def render(report: Report) -> str:
+    """The whole page; everything that comes from the job is escaped."""
+    page = _environment().get_template("report.html.j2").render(_page(report))
+    return page.encode("utf-8", "replace").decode("utf-8")  # a path may hold lone surrogates
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(
+        say=say,
+        duration=quantities.duration,
+        percent=quantities.percent,
+        ranges=quantities.ranges,
+        detector_name=texts.detector_name,
+        clock_error=phrases.clock_error,
+        one_or_many=phrases.one_or_many,
+        cost=phrases.cost,
+        cost_per_step=phrases.cost_per_step,
+        evidence=phrases.evidence,
+        gain=phrases.gain,
+        no_finding=phrases.no_finding,
+        part_order=texts.PART_ORDER,
+        resolution=phrases.resolution,
+        who=phrases.who,
+        swatch=svg.swatch,
+    )
+    return environment
+
+
+def _page(report: Report) -> dict[str, Any]:
+    split = digest.breakdown(report)
+    _, marked = digest.marked_ranks(report)
+    devices = digest.extreme_devices(report.device, _TABLE_ROWS)
+    clocks = digest.worst_clocks(report.clocks, _TABLE_ROWS)
+    return {
+        "report": report,
+        "facts": phrases.head_facts(report),
+        "missing": tuple(digest.missing_ranks(report)),
+        "time": _time(report, split) if split.rows else None,
+        "findings": [(finding, _picture(split, finding)) for finding in report.findings],
+        "evidence_limit": _EVIDENCE,
+        "steps": _steps(report) if any(report.step_ns.values()) else None,
+        "waits": _waits(report, marked) if report.waits else None,
+        "devices": devices,
+        "devices_hidden": tuple({part.rank for part in report.device} - {part.rank for part in devices}),
+        "device_fields": ("busy", "idle", "compute", "communication", "memory", "overlap", "exposed"),
+        "gaps": digest.gap_groups(report),
+        "clocks": clocks,
+        "clocks_hidden": tuple({clock.node for clock in report.clocks} - {clock.node for clock in clocks}),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Time:
+    caption: str
+    bar: Markup
+    unit: str
+    rows: list[tuple[str, str, str, str, str]]  # part, label, time, share, meaning
+    total: str
+    ranks: Markup
+    ranks_caption: str
+
+
+def _time(report: Report, split: digest.Breakdown) -> _Time:
+    number, marked = digest.marked_ranks(report)
+    scale = quantities.scale_for(split.longest_ns)
+    times, total = scale.row(split.sums, divisor=len(split.rows))
+    rows = [
+        (part, texts.part_label(part), time, share, texts.part_meaning(part))
+        for part, time, share in zip(split.parts, times, quantities.shares(split.sums), strict=True)
+    ]
+    missing = digest.missing_ranks(report)
+    if len(split.rows) + len(missing) <= _BARS:
+        chart, caption = svg.rank_bars(split, marked, missing), ""
+    else:
+        chart = svg.rank_columns(split, marked)
+        caption = say("time.per_rank.columns", svg.COLUMNS_IN_A_ROW)
+    if marked:
+        caption = f"{caption} {say('time.per_rank.marked', phrases.who(tuple(marked)), number)}".strip()
+    return _Time(
+        caption=say("time.mean", phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
+        bar=svg.mean_bar(split),
+        unit=scale.unit,
+        rows=rows,
+        total=total,
+        ranks=chart,
+        ranks_caption=caption,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Picture:
+    chart: Markup
+    caption: str
+    numbers: str
+
+
+def _picture(split: digest.Breakdown, finding: Finding) -> _Picture | None:
+    values = digest.picture_values(split, finding)
+    if not values:
+        return None
+    parts = texts.PICTURES[finding.detector]
+    caption = say("finding.picture", texts.part_label(parts[0])) if len(parts) == 1 else say("finding.picture.own")
+    marked = frozenset(finding.ranks) & set(values)
+    if len(marked) == len(values):  # all are concerned, so none is set off
+        numbers = say("finding.picture.spread", *(quantities.duration(f(values.values())) for f in (min, max)))
+        return _Picture(chart=svg.columns(values, frozenset()), caption=caption, numbers=numbers)
+    medians = [
+        quantities.duration(statistics.median(ns for rank, ns in values.items() if (rank in marked) == inside))
+        for inside in (True, False)
+    ]
+    numbers = say("finding.picture.numbers", phrases.who(tuple(marked)), *medians)
+    return _Picture(chart=svg.columns(values, marked), caption=caption, numbers=numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chart:
+    chart: Markup
+    caption: str
+
+
+def _steps(report: Report) -> list[_Chart]:
+    step_ns = {rank: report.step_ns[rank] for rank in sorted(report.step_ns) if report.step_ns[rank]}
+    line, per_point = svg.step_chart(step_ns, points=_STEP_POINTS)
+    caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
+    if per_point > 1:
+        caption = f"{caption} {say('steps.binned', per_point)}"
+    charts = [_Chart(chart=line, caption=caption)]
+    if len(step_ns) > 1:
+        median = statistics.median(ns for row in step_ns.values() for ns in row)
+        strip, per_row, per_cell = svg.step_strip(step_ns, median, rows=_STEP_ROWS, points=_STEP_POINTS)
+        caption = say("steps.strip.binned", per_row, per_cell) if per_row * per_cell > 1 else say("steps.strip")
+        charts.append(_Chart(chart=strip, caption=caption))
+    return charts
+
+
+def _waits(report: Report, marked: frozenset[int]) -> Markup:
+    return svg.columns({wait.rank: wait.waited_ns for wait in report.waits}, marked)

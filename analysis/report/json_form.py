@@ -1,0 +1,60 @@
+"""The stable machine interface: one strict JSON object, described by `docs/report.schema.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from rankscope.analysis.finding import Finding, Report
+
+__all__ = ["REPORT_SCHEMA_VERSION", "render"]
+
+REPORT_SCHEMA_VERSION = 1
+
+
+def render(report: Report) -> str:
+    """The report as one JSON object and a final newline, ASCII; a number that is not finite becomes null."""
+    return json.dumps(_finite(_as_object(report)), allow_nan=False, indent=1) + "\n"
+
+
+def _as_object(report: Report) -> dict[str, Any]:
+    return {
+        "schema_version": REPORT_SCHEMA_VERSION,
+        "path": report.path,
+        "source": report.source,
+        "ranks": list(report.ranks),
+        "world_size": report.world_size,
+        "nodes": list(report.nodes),
+        "steps": dataclasses.asdict(report.steps),
+        "verdict": report.verdict,
+        "findings": [_finding(finding) for finding in report.findings],
+        "healthy": [healthy.detector for healthy in report.healthy],
+        "resolution": {healthy.detector: healthy.resolution_ns for healthy in report.healthy},
+        "not_checked": [dataclasses.asdict(unchecked) for unchecked in report.not_checked],
+        "breakdown": [dataclasses.asdict(part) for part in report.breakdown],
+        "device": [dataclasses.asdict(part) for part in report.device],
+        "waits": [dataclasses.asdict(wait) for wait in report.waits],
+        "gaps": [dataclasses.asdict(gap) for gap in report.gaps],
+        "clocks": [dataclasses.asdict(clock) for clock in report.clocks],
+        "matched_fraction": report.matched_fraction,
+        "environment": dict(report.environment),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(finding).items()
+    }
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,119 @@
+"""Phrases that the terminal and the HTML form share: the texts with a report's numbers put in."""
+
+from __future__ import annotations
+
+from rankscope.analysis.finding import Clock, Evidence, Finding, Report
+from rankscope.analysis.report.digest import GapGroup
+from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
+from rankscope.analysis.report.texts import detector_name, say
+
+__all__ = [
+    "clock_error",
+    "cost",
+    "cost_per_step",
+    "evidence",
+    "gain",
+    "gap_extent",
+    "head_facts",
+    "no_finding",
+    "one_or_many",
+    "resolution",
+    "who",
+]
+
+
+def one_or_many(kind: str, numbers: tuple[int, ...]) -> str:
+    """`rank 2`, `ranks 0-3,8`; `kind` is `rank` or `node`."""
+    return say(f"who.{kind}" if len(set(numbers)) == 1 else f"who.{kind}s", ranges(numbers))
+
+
+def who(ranks: tuple[int, ...], nodes: tuple[int, ...] = (), groups: tuple[str, ...] = ()) -> str:
+    """Everyone concerned, none left out."""
+    named = [one_or_many("rank", ranks)] if ranks else []
+    if nodes:
+        named.append(one_or_many("node", nodes))
+    if groups:
+        named.append(say("who.group" if len(groups) == 1 else "who.groups", ", ".join(groups)))
+    return "; ".join(named) or say("who.all")
+
+
+def head_facts(report: Report) -> list[str]:
+    steps = report.steps
+    facts = [_recorded_ranks(report)]
+    if steps.count:
+        facts += [say("head.steps", steps.count), say("head.step_source", steps.source)]
+        if steps.warmup or steps.outliers:
+            facts.append(say("head.steps.set_aside", steps.warmup, steps.outliers))
+    else:
+        facts.append(say("head.steps.none"))
+    if steps.median_ns is not None:
+        facts.append(say("head.median", duration(steps.median_ns)))
+    if steps.p90_ns is not None:
+        facts.append(say("head.p90", duration(steps.p90_ns)))
+    return [*facts, f"{say('source')}: {report.source}"]
+
+
+def _recorded_ranks(report: Report) -> str:
+    if not report.ranks:
+        return say("head.ranks.none")
+    named = one_or_many("rank", report.ranks)
+    if report.world_size is not None:
+        named = say("head.ranks", named, report.world_size)
+    return say("head.ranks.on", named, one_or_many("node", report.nodes)) if report.nodes else named
+
+
+def cost(finding: Finding) -> str:
+    return say("finding.cost.value", cost_per_step(finding), duration(finding.lost_ns_total))
+
+
+def cost_per_step(finding: Finding) -> str:
+    lost = duration_with_error(finding.lost_ns_per_step, finding.uncertainty_ns)
+    return say("finding.cost.per_step", lost, percent(finding.lost_fraction))
+
+
+def gain(report: Report, finding: Finding) -> str:
+    """The predicted gain as a share and, where the step is known, as a time."""
+    time = duration(finding.gain_fraction * report.steps.median_ns) if report.steps.median_ns is not None else "?"
+    return say("finding.gain.value", percent(finding.gain_fraction), time)
+
+
+def resolution(report: Report, resolution_ns: int | None) -> str:
+    """From which loss on a healthy check would have shown something."""
+    if resolution_ns is None:
+        return say("healthy.resolution.unknown")
+    if not report.steps.median_ns:
+        return say("healthy.resolution", duration(resolution_ns))
+    share = percent(resolution_ns / report.steps.median_ns)
+    return say("healthy.resolution.share", duration(resolution_ns), share)
+
+
+def no_finding(report: Report) -> str:
+    """What the absence of findings means, given what was checked."""
+    if not report.healthy:
+        return say("findings.none.unchecked")
+    return say("findings.none.checked", ", ".join(detector_name(healthy.detector) for healthy in report.healthy))
+
+
+def evidence(seen: Evidence) -> str:
+    """Which table, whose, and when: what to open in the timeline."""
+    concerned = who(
+        () if seen.rank is None else (seen.rank,),
+        () if seen.node is None else (seen.node,),
+    )
+    when = say("finding.evidence.at", f"{seen.start_ns / 1e9:.6f}", duration(seen.end_ns - seen.start_ns))
+    return ", ".join(text for text in (seen.table, concerned, when, seen.note) if text)
+
+
+def gap_extent(group: GapGroup) -> str:
+    """Where and how many rows, in words."""
+    concerned = who(group.ranks, group.nodes) if group.ranks or group.nodes else say("gaps.everywhere")
+    rows = say("gaps.rows.unknown") if group.count is None else say("gaps.rows", group.count)
+    return f"{concerned}, {rows}"
+
+
+def clock_error(clock: Clock) -> str:
+    if clock.source == "reference":
+        return say("clocks.error.reference")
+    if clock.error_ns is None:
+        return say("clocks.error.unknown")
+    return say("clocks.error.value", duration(clock.error_ns))

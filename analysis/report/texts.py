@@ -1,0 +1,255 @@
+"""The report's words: everything a reader sees that the Report itself does not say, in one table per language."""
+
+from __future__ import annotations
+
+__all__ = [
+    "PART_ORDER",
+    "PICTURES",
+    "detector_name",
+    "part_label",
+    "part_meaning",
+    "part_short",
+    "say",
+]
+
+# A rank's own work first and waiting last: the late rank is the one whose own work is long and whose waiting is short.
+PART_ORDER = (
+    "compute",
+    "overlapped",
+    "optimizer",
+    "input",
+    "gc",
+    "compile",
+    "other",
+    "unsplit",
+    "transfer",
+    "wait",
+)
+_OWN_WORK = ("compute", "overlapped", "optimizer", "input", "gc", "compile", "other")
+
+# Which parts, added up per rank, show a detector's finding. A detector that is not here gets no picture.
+PICTURES: dict[str, tuple[str, ...]] = {
+    "slow_rank": _OWN_WORK,
+    "uneven_work": _OWN_WORK,
+    "stage_imbalance": _OWN_WORK,
+    "slow_link": ("transfer",),
+    "input_stall": ("input",),
+    "gc_stall": ("gc",),
+    "recompile": ("compile",),
+}
+
+_ENGLISH: dict[str, str] = {
+    # parts of a step
+    "part.compute": "compute",
+    "part.compute.means": "the rank works and no communication is in flight",
+    "part.overlapped": "compute over communication",
+    "part.overlapped.short": "overlap",
+    "part.overlapped.means": "the rank works while communication is in flight; this communication costs nothing",
+    "part.optimizer": "optimizer",
+    "part.optimizer.short": "optim.",
+    "part.optimizer.means": "the optimizer's step",
+    "part.input": "input",
+    "part.input.means": "waiting for the next batch",
+    "part.gc": "garbage collection",
+    "part.gc.short": "gc",
+    "part.gc.means": "Python's garbage collector stops the rank",
+    "part.compile": "compile",
+    "part.compile.means": "torch.compile builds code",
+    "part.other": "other",
+    "part.other.means": "none of the others",
+    "part.unsplit": "communication, not split",
+    "part.unsplit.short": "unsplit",
+    "part.unsplit.means": "stopped by communication whose peers were not recorded: waiting or transfer",
+    "part.transfer": "transfer",
+    "part.transfer.means": "stopped while bytes move",
+    "part.wait": "waiting for peers",
+    "part.wait.short": "wait",
+    "part.wait.means": "stopped until the last rank arrives",
+    # detectors
+    "detector.gc_stall": "garbage collection",
+    "detector.input_stall": "input pipeline",
+    "detector.recompile": "recompilation",
+    # who
+    "who.rank": "rank {0}",
+    "who.ranks": "ranks {0}",
+    "who.node": "node {0}",
+    "who.nodes": "nodes {0}",
+    "who.group": "group {0}",
+    "who.groups": "groups {0}",
+    "who.all": "the whole job",
+    # finding
+    "findings": "Findings",
+    "findings.none.checked": "No finding: what was checked is healthy as far as the record can show ({0}).",
+    "findings.none.unchecked": "No finding: nothing could be checked, so nothing says that the job is healthy.",
+    "findings.more": "and {0} more, of {1} in all: see the full report",
+    "finding.who": "who",
+    "finding.where": "where",
+    "finding.cost": "costs",
+    "finding.cost.value": "{0}, {1} in all",
+    "finding.cost.per_step": "{0} per step ({1})",
+    "finding.steps": "in steps",
+    "finding.gain": "gain",
+    "finding.gain.value": "a fix would make a step about {0} shorter ({1})",
+    "finding.advice": "do",
+    "finding.cause": "follows from",
+    "finding.evidence": "evidence",
+    "finding.evidence.more": "and {0} more places, in the JSON form",
+    "finding.evidence.at": "at {0} s of the run's clock, for {1}",
+    "finding.error": "± is the 95 % half width over the judged steps",
+    "finding.picture": "{0} per step, one column per rank",
+    "finding.picture.own": "own work (all but communication) per step, one column per rank",
+    "finding.picture.numbers": "Marked: {0}, {1}. Dashed: median of the others, {2}.",
+    "finding.picture.spread": "From {0} to {1}.",
+    "severity.high": "high",
+    "severity.medium": "medium",
+    "severity.low": "low",
+    # head
+    "title": "rankscope report",
+    "head.steps": "steps judged: {0}",
+    "head.steps.set_aside": "set aside: warm-up {0}, outliers {1}",
+    "head.steps.none": "no steps were judged",
+    "head.median": "median step {0}",
+    "head.p90": "90 % of steps within {0}",
+    "head.ranks": "{0} of {1}",
+    "head.ranks.on": "{0}, on {1}",
+    "head.ranks.none": "no ranks recorded",
+    "head.step_source": "steps from {0}",
+    "head.missing": "Not recorded: {0}. What they did is not in these numbers.",
+    "head.unreadable": "The record holds no ranks and no steps. A rank is recorded from its first process group on.",
+    # time
+    "time": "Where a step's time goes",
+    "time.mean": "mean over {0}; mean step {1}",
+    "time.none": "No step could be split into its parts: this needs steps and what the ranks did in them.",
+    "time.step": "step",
+    "time.part": "part",
+    "time.total": "mean step",
+    "time.smaller": "{0} smaller",
+    "time.meaning": "what it is",
+    "time.share": "%",
+    "time.rank": "rank",
+    "time.per_rank": "Each rank",
+    "time.per_rank.unit": "{0} per step, and % of the rank's step",
+    "time.per_rank.columns": "One column per rank, as high as its mean step; colours as above; {0} ranks in a row.",
+    "time.per_rank.marked": "Marked: {0}, finding {1}.",
+    "time.adds_up": "The parts of each row sum to its step.",
+    "time.mean_row": "mean",
+    "time.min_row": "least",
+    "time.median_row": "median",
+    "time.max_row": "most",
+    "time.quantiles": "least, median and most are taken column by column, so they do not add up; the other rows do.",
+    "time.shown": "Shown: {0} of {1} ranks, those that findings name and those furthest from the median. "
+    "Not shown: {2}; all are in the JSON form.",
+    "time.not_recorded": "not recorded",
+    # steps
+    "steps": "Step time over the steps",
+    "steps.none": "No lengths of single steps are in this record.",
+    "steps.chart": "Line: median of the ranks. Band: shortest to longest rank. Judged steps only, in order.",
+    "steps.chart.one": "Line: the rank's step. Judged steps only, in order.",
+    "steps.binned": "Each point stands for up to {0} steps.",
+    "steps.first": "first judged step",
+    "steps.last": "last, {0}",
+    "steps.strip": "One row per rank, one cell per step; the darker, the longer against the median step.",
+    "steps.strip.binned": "One row per {0} ranks, one cell per {1} steps; the longest of them counts. "
+    "The darker, the longer against the median step.",
+    "steps.level.0": "up to 1.05 ×",
+    "steps.level.1": "1.05–1.2 ×",
+    "steps.level.2": "1.2–1.5 ×",
+    "steps.level.3": "1.5–2 ×",
+    "steps.level.4": "above 2 ×",
+    # waits
+    "waits": "Who waited for whom",
+    "waits.means": "Time that each rank waited for the last one to arrive, over all matched collectives of the run. "
+    "The rank that waits least is the one that the others wait for.",
+    "waits.item": "rank {0}: {1}",
+    "waits.least": "least: {0}",
+    "waits.median": "median: {0}",
+    "waits.most": "most: {0}",
+    "waits.hidden": "not shown: {0} ranks in between; all are in the JSON form",
+    "waits.none": "No collective was matched on all its ranks, so waiting could not be told.",
+    # device
+    "device": "The devices, over the whole capture",
+    "device.means": "Percent of the capture; communication that nothing hides is exposed. "
+    "Compute, communication and memory may overlap each other.",
+    "device.window": "capture",
+    "device.busy": "busy",
+    "device.idle": "idle",
+    "device.compute": "compute",
+    "device.communication": "comm.",
+    "device.memory": "memory",
+    "device.overlap": "overlap",
+    "device.exposed": "exposed",
+    "device.hidden": "Shown are the least and the most busy. Not shown: {0}; all are in the JSON form.",
+    # checked
+    "healthy": "Checked and healthy",
+    "healthy.none": "nothing",
+    "healthy.resolution": "sees a loss from {0} per step",
+    "healthy.resolution.share": "sees a loss from {0} per step ({1})",
+    "healthy.resolution.unknown": "smallest visible loss not known",
+    "healthy.check": "check",
+    "healthy.sees": "resolution",
+    "not_checked": "Not checked",
+    "not_checked.short": "{0} (reasons: full report)",
+    "not_checked.none": "Nothing was left out.",
+    "not_checked.why": "why",
+    # gaps
+    "gaps": "Gaps in the record",
+    "gaps.none": "None are known.",
+    "gaps.table": "table",
+    "gaps.who": "where",
+    "gaps.count": "rows missing",
+    "gaps.count.unknown": "unknown",
+    "gaps.everywhere": "everywhere",
+    "gaps.rows": "{0} rows missing",
+    "gaps.rows.unknown": "rows missing, nobody can know how many",
+    "gaps.more": "and {0} more, of {1} in all: see the full report",
+    # clocks
+    "clocks": "Clocks",
+    "clocks.none": "No clocks were related to each other.",
+    "clocks.node": "node",
+    "clocks.offset": "offset",
+    "clocks.drift": "drift",
+    "clocks.drift.value": "{0} ppm",
+    "clocks.error": "error",
+    "clocks.error.value": "± {0}",
+    "clocks.error.unknown": "unknown: times across nodes are not to be trusted",
+    "clocks.error.reference": "none: the others are brought to this clock",
+    "clocks.source": "from",
+    "clocks.matched": "{0} of the collectives' rows were matched on all their ranks.",
+    "clocks.hidden": "smaller errors, not shown: {0}; all are in the JSON form",
+    # environment and method
+    "environment": "Environment",
+    "environment.none": "Not recorded.",
+    "method": "How this was judged",
+    "method.parts": "Each rank's step is cut into parts that do not overlap and that sum to the step.",
+    "method.wait": "A collective can only move bytes once its last rank has arrived. What a rank spends in it "
+    "before that is waiting, caused by the last rank; what it spends after that is transfer.",
+    "method.cost": "A finding's cost is what the job loses by it per judged step; ± is the 95 % half width over "
+    "these steps. Costs of several findings may overlap, so they need not add up.",
+    "method.gain": "The gain is the predicted shortening of the median step if that finding alone were mended.",
+    "method.silence": "A check that lacks its data is listed as not checked. A healthy check says from which "
+    "loss on it would have shown one.",
+    "source": "source",
+}
+
+
+def say(key: str, *values: object) -> str:
+    """The text of `key` with `values` put in. Values are not parsed again, whatever they contain."""
+    return _ENGLISH[key].format(*values)
+
+
+def part_label(part: str) -> str:
+    return _ENGLISH.get(f"part.{part}", part)
+
+
+def part_short(part: str) -> str:
+    """At most 8 letters for the parts known here: the heading of a column."""
+    return _ENGLISH.get(f"part.{part}.short", part_label(part))
+
+
+def part_meaning(part: str) -> str:
+    return _ENGLISH.get(f"part.{part}.means", "")
+
+
+def detector_name(detector: str) -> str:
+    """A detector in plain words: its file name, unless there are better ones."""
+    return _ENGLISH.get(f"detector.{detector}", detector.replace("_", " "))
