@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import importlib
 import json
 import os
-import pkgutil
 import platform
 import selectors
 import signal
@@ -23,16 +21,16 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
 import pyarrow as pa
 
-from rankscope.collectors import node as node_collectors
 from rankscope.collectors import ping
 from rankscope.collectors.drain import Records, Ring, Threads, columns_by_table
-from rankscope.collectors.node import Collector, Node, Sample, Unavailable
+from rankscope.collectors.node import Sample
+from rankscope.collectors.sampler import Sampler
 from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, TABLES
 from rankscope.collectors.writer import Partition, RunFolder
 
@@ -109,6 +107,7 @@ class _NodeTables:
     """The node's own rows: readings of its collectors, relations of clocks, gaps."""
 
     def __init__(self, run: RunFolder, index: int) -> None:
+        self.index = index
         self.tables = Partition(run, f"node={index:05d}")
         self._ids: dict[str, int] = {}
 
@@ -161,14 +160,13 @@ class Agent:
         self._until_stdin_closes = until_stdin_closes
         self._stdin_open = until_stdin_closes
         self._terminated = False
-        self._sample_ns = int(1e9 / hz)
-        self._due_ns = {"drain": 0, "flush": 0, "sample": 0, "anchor": 0}
+        self._due_ns = {"drain": 0, "flush": 0, "anchor": 0}
         self._last_rank_ns: int | None = None
         self._connections: set[_Connection] = set()
         self._reports: list[dict[str, Any]] = []
-        self._node: Node | None = None
-        self._tables: _NodeTables | None = None
-        self._collectors: dict[str, Collector] | None = None  # None: not started
+        self._node: _NodeTables | None = None
+        self._hz = hz
+        self._sampler: Sampler | None = None
         self._pinger: ping.Pinger | None = None
         self._ping_trouble_told = False
         self._started_ns = clock()
@@ -205,7 +203,7 @@ class Agent:
         except Exception as error:
             # Nobody would see a traceback here; the run must say it itself, and keep what there is.
             self._begin(0)
-            self._gap("*", "agent", f"the agent failed: {type(error).__name__}: {error}")
+            self._gap("*", f"the agent failed: {type(error).__name__}: {error}")
         self._close()
 
     def _over(self) -> bool:
@@ -234,21 +232,20 @@ class Agent:
             for connection in self._connections:
                 if connection.rank:
                     connection.rank.read()
-        if self._node is None or self._tables is None:
+        if self._node is None:
             return
-        if self._is_due("sample", self._sample_ns):
-            self._sample(self._node, self._tables)
         if self._is_due("anchor", ANCHOR_NS):
-            self._tables.add_exchange(NO_PEER, ping.unix_anchor())
+            self._node.add_exchange(NO_PEER, ping.unix_anchor())
         if self._is_due("flush", FLUSH_NS):
-            self._flush(self._tables)
+            self._flush(self._node)
 
-    def _flush(self, tables: _NodeTables) -> None:
+    def _flush(self, node: _NodeTables) -> None:
         for connection in self._connections:
             if connection.rank:
                 connection.rank.flush()
-        self._take_pings(tables)
-        tables.tables.flush()
+        self._take_samples(node)
+        self._take_pings(node)
+        node.tables.flush()
         if self._state_changed:
             self._write_state()
 
@@ -294,7 +291,7 @@ class Agent:
                 else:
                     self._end(connection)
             except _BAD_MESSAGE as error:
-                self._gap("*", "agent", f"a message of process {connection.pid} was not understood: {error!r}")
+                self._gap("*", f"a message of process {connection.pid} was not understood: {error!r}")
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -336,7 +333,7 @@ class Agent:
         connection.report = {"rank": rank, "attempt": attempt, "pid": hello["pid"], "bye": False, "ended": False}
         self._reports.append(connection.report)
         self._state["versions"]["torch"] = str(hello["torch"])
-        node.pids[rank] = connection.pid
+        self._tell_pids()
         reply = json.dumps({"port": self.port, "name": self._run.path.name}).encode()
         with contextlib.suppress(OSError):  # its end will be noticed with the next packet
             connection.channel.send(reply)
@@ -356,8 +353,8 @@ class Agent:
         if connection.pidfd >= 0:
             self._selector.unregister(connection.pidfd)
             os.close(connection.pidfd)
-        rank, node = connection.rank, self._node
-        if rank is None or node is None:
+        rank = connection.rank
+        if rank is None:
             return
         rank.read(last=True)
         if not connection.report["bye"]:
@@ -370,89 +367,66 @@ class Agent:
         connection.report["ended"] = True
         self._state_changed = True
         self._last_rank_ns = clock()
-        if node.pids.get(rank.rank) == connection.pid:
-            del node.pids[rank.rank]
+        self._tell_pids()
         if self._pinger:
             self._pinger.ping_now()  # node 0's agent may be gone soon
 
     # ---- the node
 
-    def _begin(self, index: int) -> Node:
+    def _begin(self, index: int) -> _NodeTables:
         """The node is known, from the first rank that says hello."""
         if self._node is None:
-            self._tables = _NodeTables(self._run, index)
-            addresses = frozenset(_own_addresses())
-            self._node = Node(
-                index=index, addresses=addresses, gap=lambda source, why: self._gap("counters", source, why)
-            )
+            self._node = _NodeTables(self._run, index)
             self._state["node"] = index
+            self._sampler = Sampler(index, frozenset(_own_addresses()), self._hz)
+            self._sampler.start()
         return self._node
 
-    def _gap(self, table: str, source: str, why: str) -> None:
-        if self._tables:
-            self._tables.tables.gap(table, why, source=source, start_ns=clock())
+    def _tell_pids(self) -> None:
+        if self._sampler:
+            ranks = ((connection.rank, connection.pid) for connection in self._connections)
+            self._sampler.node.pids = {rank.rank: pid for rank, pid in ranks if rank}
 
-    def _start_collectors(self, node: Node) -> dict[str, Collector]:
-        started: dict[str, Collector] = {}
-        for module in pkgutil.iter_modules(node_collectors.__path__):
-            try:
-                collector = cast(Collector, importlib.import_module(f"{node_collectors.__name__}.{module.name}"))
-                collector.start(node)
-                started[module.name] = collector
-            except Unavailable as error:
-                self._gap("counters", module.name, str(error))
-            except Exception as error:
-                self._gap("counters", module.name, f"the collector did not start: {type(error).__name__}: {error}")
-        return started
+    def _take_samples(self, node: _NodeTables) -> None:
+        if self._sampler is None:
+            return
+        while not self._sampler.readings.empty():
+            node.add_samples(*self._sampler.readings.get())
+        while not self._sampler.gaps.empty():
+            source, why, time_ns = self._sampler.gaps.get()
+            node.tables.gap("counters", why, source=source, start_ns=time_ns)
 
-    def _sample(self, node: Node, tables: _NodeTables) -> None:
-        if self._collectors is None:
-            self._collectors = self._start_collectors(node)
-        for name, collector in list(self._collectors.items()):
-            try:
-                tables.add_samples(clock(), list(collector.sample(node)))
-            except Exception as error:
-                self._gap("counters", name, f"the collector was switched off: {type(error).__name__}: {error}")
-                self._stop_collector(name)
-
-    def _stop_collector(self, name: str) -> None:
-        if self._collectors:
-            try:
-                self._collectors.pop(name).stop()
-            except Exception as error:
-                self._gap("counters", name, f"the collector did not stop: {type(error).__name__}: {error}")
+    def _gap(self, table: str, why: str) -> None:
+        if self._node:
+            self._node.tables.gap(table, why, start_ns=clock())
 
     # ---- the other nodes
 
     def _meet(self, name: str, host: str, port: int) -> None:
         """The run lies in the folder of node 0's name, and node 0's agent is pinged."""
-        if self._node is None or self._node.index == 0:
-            return
+        if self._node is None or self._node.index == 0 or self._pinger:
+            return  # after an elastic restart it may be told of another node 0; ours is the first
         if name in ("", ".", "..") or "/" in name:
             raise ValueError(f"{name!r} is no name of a run")
         try:
             self._run.move(name)
         except OSError as error:
-            self._gap("*", "agent", f"this node's files stay in {self._run.path.name}, node 0's are in {name}: {error}")
+            self._gap("*", f"this node's files stay in {self._run.path.name}, node 0's are in {name}: {error}")
         self._state_changed = True
-        if self._pinger and (self._pinger.host, self._pinger.port) == (host, port):
-            return
         if port:
             self._pinger = ping.Pinger(host, port)
             self._pinger.start()
 
-    def _take_pings(self, tables: _NodeTables, *, ending: bool = False) -> None:
+    def _take_pings(self, node: _NodeTables, *, ending: bool = False) -> None:
         pinger = self._pinger
         if pinger is None:
             return
         while pinger.exchanges:
-            tables.add_exchange(0, pinger.exchanges.popleft())
+            node.add_exchange(0, pinger.exchanges.popleft())
         lasting = pinger.failures >= PING_FAILURES or (ending and not pinger.succeeded)
         if lasting and not self._ping_trouble_told:
             self._ping_trouble_told = True
-            self._gap(
-                "clocks", "agent", f"node 0's agent does not answer pings at {pinger.why}; is a firewall between?"
-            )
+            self._gap("clocks", f"node 0's agent does not answer pings at {pinger.why}; is a firewall between?")
 
     # ---- the end
 
@@ -463,17 +437,21 @@ class Agent:
                 self._end(connection, "the agent was asked to end while the rank was still running")
         if self._node is None:
             self._begin(0)
-            self._gap("*", "agent", NO_RANK)
-        if self._pinger:
-            self._pinger.finish()
-        if self._tables:
-            self._take_pings(self._tables, ending=True)
-            self._tables.add_exchange(NO_PEER, ping.unix_anchor())
-            for name in list(self._collectors or ()):
-                self._stop_collector(name)
-            self._tables.tables.close()
+            self._gap("*", NO_RANK)
+        if self._node:
+            self._close_node(self._node)
         self._state |= {"state": "closed", "closed_ns": clock(), "closed_unix_ns": time.time_ns()}
         self._write_state()
+
+    def _close_node(self, node: _NodeTables) -> None:
+        if self._sampler:
+            self._sampler.finish()
+        if self._pinger:
+            self._pinger.finish()
+        self._take_samples(node)
+        self._take_pings(node, ending=True)
+        node.add_exchange(NO_PEER, ping.unix_anchor())
+        node.tables.close()
 
     def _write_state(self) -> None:
         """`run/node=….json` says how things stand; on a full disk it stays as it was."""

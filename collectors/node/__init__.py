@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,12 +18,12 @@ class Unavailable(Exception):  # noqa: N818  (a state of the node, not a fault)
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """What a collector may know of its node, and of the job on it; `pids` changes as ranks come and go."""
+    """What a collector may know of its node, and of the job on it."""
 
     index: int
     addresses: frozenset[str]  # all of this node's, loopback too
     gap: Callable[[str, str], None]  # source, why
-    pids: dict[int, int] = field(default_factory=dict)  # rank → process id
+    pids: Mapping[int, int] = field(default_factory=dict)  # rank → process id; replaced as ranks come and go
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
 
