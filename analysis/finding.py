@@ -112,11 +112,12 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """How a node's clock was brought to node 0's: time on node 0 = time + offset_ns (+ drift)."""
+    """How a node's clock was brought to node 0's: time on node 0 = time + offset_ns + drift × (time - at_ns)."""
 
     node: int
     offset_ns: int
     drift_ppm: float
+    at_ns: int = 0  # where on the node's own clock the offset holds
     error_ns: int | None  # None: unknown, cross-node times are not to be trusted
     source: str  # "reference" | "pings" | "unix time" | "none"
 

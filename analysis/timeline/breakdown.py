@@ -1,0 +1,336 @@
+"""What each rank's main thread did in each step, cut into parts that add up to the step to the nanosecond.
+
+The meaning of each part is defined in docs/definitions.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["PARTS", "PHASE_COLUMNS", "InvariantError", "breakdown", "check_phases", "phases"]
+
+PARTS = ("compute", "overlapped", "wait", "transfer", "unsplit", "input", "gc", "compile", "optimizer", "other")
+
+PHASE_COLUMNS = {
+    "rank": pl.Int32,
+    "step": pl.Int32,
+    "part": pl.String,
+    "label": pl.String,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+}
+
+_MAIN_THREAD = 0
+_BLOCKING_CALL_NS = 1_000_000  # a call that returns later than this after it was entered has blocked its thread
+_TAIL_BLOCKED = 0.75  # least share of the end of backward in which collectives are in flight, if it waits for them
+_COMPUTE = ("forward", "backward", "user")
+_NAMED_OTHER = ("checkpoint", "sync")
+_LOOK_BACK = 8  # how many collectives back the label of a blocked span is looked for
+
+FORWARD, AFTER_BACKWARD, NO_REGION = "forward", "after backward", "no region"
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class InvariantError(AssertionError):
+    """A table breaks what its function promises: a bug, never the user's data."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Intervals in order of start, and the label code of each."""
+
+    start: Ints
+    end: Ints
+    label: Ints
+
+    def where(self, keep: Bools) -> _Spans:
+        return _Spans(self.start[keep], self.end[keep], self.label[keep])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank's input: steps, main-thread regions by kind, collectives (all threads)."""
+
+    step_start: Ints
+    step_end: Ints
+    step: Ints
+    kinds: dict[str, _Spans]
+    calls: _Spans  # label is the operation
+    issued: Ints
+    last_arrival: Ints  # until when peers were missing; the start where that is not known
+    split: Bools  # matched, with a wait that is known
+    ended: Bools
+    p2p: Bools
+    on_main: Bools
+
+
+def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """The main thread's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
+
+    The rows of a step cover it without gap or overlap. Where several things are true at once the first counts:
+    gc, blocked on communication (wait, transfer or unsplit), input, compile, optimizer, checkpoint or sync (other),
+    compute (overlapped while a collective of this rank is in flight), other. `collectives` is the matched table.
+    """
+    labels = sorted(
+        {
+            *PARTS,
+            FORWARD,
+            AFTER_BACKWARD,
+            NO_REGION,
+            *regions["name"].unique().to_list(),
+            *collectives["op"].unique().to_list(),
+        }
+    )
+    code = dict(zip(labels, range(len(labels)), strict=True))
+    regions = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns"))
+    regions = regions.sort("start_ns", "end_ns", descending=[False, True]).with_columns(_coded("name", code))
+    collectives = collectives.sort("start_ns").with_columns(
+        _coded("op", code), pl.col("op").is_in(P2P_OPS).alias("p2p")
+    )
+    by_rank = [
+        frame.partition_by("rank", as_dict=True) for frame in (steps.sort("rank", "start_ns"), regions, collectives)
+    ]
+    parts, names = pl.Series(PARTS), pl.Series(labels)
+    frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
+    for key, of_rank in by_rank[0].items():
+        rank = _rank_arrays(of_rank, by_rank[1].get(key, regions.clear()), by_rank[2].get(key, collectives.clear()))
+        step, part, label, start, end = _cut(rank, code)
+        frame = pl.DataFrame({"step": step, "start_ns": start, "end_ns": end})
+        frame = frame.with_columns(
+            pl.lit(key[0]).alias("rank"), parts.gather(part).alias("part"), names.gather(label).alias("label")
+        )
+        frames.append(frame.select(pl.col(c).cast(t) for c, t in PHASE_COLUMNS.items()))
+    return pl.concat(frames)
+
+
+def breakdown(phases: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
+    """(rank, step, part, ns): one row for each part of each step, zeros included; they sum to the step."""
+    spent = phases.group_by("rank", "step", "part").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
+    order = pl.DataFrame({"part": PARTS})
+    return (
+        steps.select("rank", "step")
+        .join(order, how="cross", maintain_order="left_right")
+        .join(spent, on=["rank", "step", "part"], how="left", maintain_order="left")
+        .with_columns(pl.col("ns").fill_null(0))
+    )
+
+
+def check_phases(phases: pl.DataFrame, steps: pl.DataFrame) -> None:
+    """Raise `InvariantError` unless the rows of every step are disjoint and cover it exactly."""
+    spans = phases.sort("rank", "step", "start_ns").group_by("rank", "step", maintain_order=True)
+    covered = spans.agg(
+        pl.col("start_ns").first().alias("first"),
+        pl.col("end_ns").last().alias("last"),
+        (pl.col("start_ns").shift(-1) == pl.col("end_ns")).fill_null(True).all().alias("seamless"),
+    )
+    wrong = steps.join(covered, on=["rank", "step"], how="left").filter(
+        ~(
+            (pl.col("first") == pl.col("start_ns")) & (pl.col("last") == pl.col("end_ns")) & pl.col("seamless")
+        ).fill_null(False)
+    )
+    if len(wrong):
+        row = wrong.row(0, named=True)
+        raise InvariantError(f"the parts of step {row['step']} of rank {row['rank']} do not cover it")
+
+
+def _coded(column: str, code: dict[str, int]) -> pl.Expr:
+    return pl.col(column).replace_strict(code, return_dtype=pl.Int64).alias("_label")
+
+
+def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> _Rank:
+    spans = _Spans(*(regions[c].to_numpy() for c in ("start_ns", "end_ns", "_label")))
+    kind = regions["kind"]
+    start = collectives["start_ns"].to_numpy()
+    ended = collectives["end_ns"].is_not_null().to_numpy()
+    split = (collectives["instance_id"].is_not_null() & collectives["wait_ns"].is_not_null()).to_numpy()
+    end = np.where(ended, collectives["end_ns"].fill_null(0).to_numpy(), start)
+    return _Rank(
+        step_start=steps["start_ns"].to_numpy(),
+        step_end=steps["end_ns"].to_numpy(),
+        step=steps["step"].to_numpy(),
+        kinds={k: spans.where((kind == k).to_numpy()) for k in kind.unique().to_list()},
+        calls=_Spans(start, end, collectives["_label"].to_numpy()),
+        issued=collectives["issued_ns"].to_numpy(),
+        last_arrival=start + collectives["wait_ns"].fill_null(0).to_numpy(),
+        split=split,
+        ended=ended,
+        p2p=collectives["p2p"].to_numpy(),
+        on_main=(collectives["thread"] == _MAIN_THREAD).to_numpy(),
+    )
+
+
+def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """step, position in PARTS, label, start and end of each phase of one rank."""
+    none = _Spans(*(np.empty(0, np.int64),) * 3)
+    of = {
+        kind: rank.kinds.get(kind, none)
+        for kind in (*_COMPUTE, *_NAMED_OTHER, "gc", "input", "compile", "optimizer", "wait")
+    }
+    blocked = _blocked(rank, of["wait"], of["backward"])
+    low, high = rank.step_start[0], rank.step_end[-1]
+    edges = [
+        rank.step_start,
+        rank.step_end,
+        rank.calls.start,
+        rank.calls.end,
+        rank.last_arrival,
+        blocked.start,
+        blocked.end,
+    ]
+    edges += [edge for spans in of.values() for edge in (spans.start, spans.end)]
+    at = np.unique(np.clip(np.concatenate(edges), low, high))
+    grid = _Grid(at)
+    step = np.searchsorted(rank.step_start, grid.start, side="right") - 1
+    inside = grid.start < rank.step_end[step]
+
+    part = np.full(len(grid.start), PARTS.index("other"))
+    label = np.full(len(grid.start), code[NO_REGION])
+    last_backward = _last_in_step(rank, of["backward"].start)
+    last_optimizer = _last_in_step(rank, of["optimizer"].start)
+    has_forward = _last_in_step(rank, of["forward"].start) >= 0
+
+    before_optimizer = grid.start < last_optimizer[step]
+    label[(last_backward[step] >= 0) & before_optimizer & (grid.start >= last_backward[step])] = code[AFTER_BACKWARD]
+    forward = (grid.start < last_backward[step]) & ~has_forward[step]
+    part[forward], label[forward] = PARTS.index("compute"), code[FORWARD]
+
+    def paint(name: str, spans: _Spans) -> None:
+        where = grid.covered(spans)
+        part[where] = PARTS.index(name)
+        label[where] = grid.innermost(spans, otherwise=code[name])[where]
+
+    in_flight = grid.covered(rank.calls.where(rank.ended))
+    paint("compute", _merged([of[kind] for kind in _COMPUTE]))
+    part[(part == PARTS.index("compute")) & in_flight] = PARTS.index("overlapped")
+    paint("other", _merged([of[kind] for kind in _NAMED_OTHER]))
+    for name in ("optimizer", "compile", "input"):
+        paint(name, of[name])
+    where = grid.covered(blocked)
+    part[where] = _split(rank, grid, where, in_flight)[where]
+    label[where] = _operation(rank, grid.start, grid.innermost(blocked, otherwise=code["wait"]))[where]
+    paint("gc", of["gc"])
+    return _joined(rank.step[step], part, label, grid, inside)
+
+
+class _Grid:
+    """Elementary spans between all the points where anything starts or ends."""
+
+    def __init__(self, at: Ints) -> None:
+        self.at = at
+        self.start, self.end = at[:-1], at[1:]
+
+    def covered(self, spans: _Spans) -> Bools:
+        """Which elementary spans lie in at least one of these spans."""
+        size = len(self.at)
+        opened = np.bincount(np.searchsorted(self.at, spans.start), minlength=size + 1)
+        closed = np.bincount(np.searchsorted(self.at, spans.end), minlength=size + 1)
+        # What starts before the first point covers it, what starts after the last is cut off.
+        return np.asarray(np.cumsum(opened - closed)[: size - 1] > 0)
+
+    def innermost(self, spans: _Spans, *, otherwise: int) -> Ints:
+        """Label of the last started span that covers each elementary span.
+
+        Spans of one thread nest, so those of one depth are disjoint and are looked up at once.
+        """
+        label = np.full(len(self.start), otherwise)
+        if not len(spans.start):
+            return label
+        depth = np.arange(len(spans.start)) - np.searchsorted(np.sort(spans.end), spans.start, side="right")
+        for level in np.unique(depth):
+            of_level = spans.where(depth == level)
+            last = np.searchsorted(of_level.start, self.start, side="right") - 1
+            covers = (last >= 0) & (self.start < of_level.end[last])
+            label[covers] = of_level.label[last[covers]]
+        return label
+
+
+def _merged(spans: list[_Spans]) -> _Spans:
+    joined = _Spans(*(np.concatenate([getattr(s, f) for s in spans]) for f in ("start", "end", "label")))
+    order = np.lexsort((-joined.end, joined.start))
+    return _Spans(joined.start[order], joined.end[order], joined.label[order])
+
+
+def _blocked(rank: _Rank, waits: _Spans, backward: _Spans) -> _Spans:
+    """Where the main thread stood still for communication.
+
+    Seen: regions of kind wait, and calls that themselves took longer than 1 ms. Inferred: DDP waits for its buckets
+    in C++ at the end of backward, so from the moment its last collective is issued until those in flight are done.
+    Not inferred where a wait was seen there, or where backward went on long after they were done: it was computing.
+    """
+    calls = rank.calls
+    blocking = rank.on_main & (rank.issued - calls.start > _BLOCKING_CALL_NS)
+    in_call = _Spans(calls.start[blocking], rank.issued[blocking], calls.label[blocking])
+    return _merged([waits, in_call, _waits_of_backward(rank, waits, backward)])
+
+
+def _waits_of_backward(rank: _Rank, waits: _Spans, backward: _Spans) -> _Spans:
+    collective = ~rank.p2p
+    start, issued = rank.calls.start[collective], rank.issued[collective]
+    label, end = rank.calls.label[collective], rank.calls.end[collective]
+    last = np.searchsorted(start, backward.end) - 1
+    has = (last >= 0) & (start[last] >= backward.start) if len(start) else np.zeros(len(last), bool)
+    last, end_of_backward = last[has], backward.end[has]
+    begin = issued[last]
+    until = np.minimum(end_of_backward, np.maximum.accumulate(end)[last]) if len(last) else begin
+    seen = np.searchsorted(waits.start, until) - np.searchsorted(np.sort(waits.end), begin, side="right")
+    keep = (until > begin) & (seen <= 0) & (until - begin >= _TAIL_BLOCKED * (end_of_backward - begin))
+    return _Spans(begin[keep], until[keep], label[last][keep])
+
+
+def _split(rank: _Rank, grid: _Grid, blocked: Bools, in_flight: Bools) -> Ints:
+    """wait, transfer or unsplit, for each blocked elementary span."""
+    calls = rank.calls
+    unsplit = grid.covered(calls.where(rank.ended & ~rank.split))
+    waiting = grid.covered(_Spans(calls.start, rank.last_arrival, calls.label).where(rank.split))
+    # A thread wakes up a little after the operation's end: that belongs to the operation it was blocked on.
+    index = np.arange(len(blocked))
+    opened = np.maximum.accumulate(np.where(blocked & ~np.concatenate([[False], blocked[:-1]]), index, -1))
+    woken = np.maximum.accumulate(np.where(in_flight & blocked, index, -1)) >= np.maximum(opened, 0)
+    transfer = in_flight | woken
+    choice = np.where(transfer, PARTS.index("transfer"), PARTS.index("unsplit"))
+    choice[waiting] = PARTS.index("wait")
+    choice[unsplit] = PARTS.index("unsplit")
+    return choice
+
+
+def _operation(rank: _Rank, at: Ints, otherwise: Ints) -> Ints:
+    """The operation in flight that started last; else the name of the wait."""
+    label, calls = otherwise.copy(), rank.calls
+    last = np.searchsorted(calls.start, at, side="right") - 1
+    open_ = np.ones(len(at), bool)
+    for back in range(_LOOK_BACK):
+        candidate = last - back
+        hit = open_ & (candidate >= 0)
+        hit[hit] = at[hit] < calls.end[candidate[hit]]
+        label[hit] = calls.label[candidate[hit]]
+        open_ &= ~hit
+    return label
+
+
+def _last_in_step(rank: _Rank, start: Ints) -> Ints:
+    """Per step the last of these starts that lies in it, -1 where none does."""
+    if not len(start):
+        return np.full(len(rank.step), -1)
+    last: Ints = start[np.searchsorted(start, rank.step_end) - 1]
+    last[(last < rank.step_start) | (last >= rank.step_end)] = -1
+    return last
+
+
+def _joined(step: Ints, part: Ints, label: Ints, grid: _Grid, inside: Bools) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Neighbours that say the same become one row."""
+    step, part, label = step[inside], part[inside], label[inside]
+    start, end = grid.start[inside], grid.end[inside]
+    if not len(start):
+        return step, part, label, start, end
+    new = np.flatnonzero((np.diff(step) != 0) | (np.diff(part) != 0) | (np.diff(label) != 0) | (start[1:] != end[:-1]))
+    first = np.concatenate([[0], new + 1])
+    last = np.concatenate([new, [len(start) - 1]])
+    return step[first], part[first], label[first], start[first], end[last]

@@ -1,0 +1,189 @@
+"""From a trace to the tables that detectors, report and dashboard read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import polars as pl
+
+from rankscope.analysis.finding import Clock, Gap
+from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
+from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
+from rankscope.analysis.timeline.matching import ROOTED_OPS, match_collectives
+from rankscope.analysis.timeline.steps import agreement, find_steps, in_steps, judge, renumber
+from rankscope.analysis.trace import Trace
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["Timeline", "build_timeline", "check_causality"]
+
+_AGREE = 0.9  # share of operations in the same step on all ranks, above which step numbers are comparable
+_FEW_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One run, cut up. All times are ns on node 0's monotonic clock, all frames are ordered by rank (node) and time.
+
+    | frame | columns |
+    |---|---|
+    | ranks | those of the schema |
+    | steps | rank, step, start_ns, end_ns, source, judged, aside ("warm-up", "outlier", "incomplete" or null) |
+    | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps) |
+    | regions | those of the schema, step |
+    | phases | rank, step, part, label, start_ns, end_ns: the main thread's time, without gap or overlap |
+    | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
+    | waits | rank, waited_ns: over all matched operations |
+    | counters | node, time_ns, source, name, device, value |
+    """
+
+    ranks: pl.DataFrame
+    steps: pl.DataFrame
+    collectives: pl.DataFrame
+    regions: pl.DataFrame
+    phases: pl.DataFrame
+    breakdown: pl.DataFrame
+    waits: pl.DataFrame
+    counters: pl.DataFrame
+    clocks: list[Clock]
+    matched_fraction: float | None  # share of collective rows that are part of a whole operation; None: no rows
+    gaps: list[Gap]
+
+
+def build_timeline(trace: Trace) -> Timeline:
+    """The trace's timeline. What could not be seen or settled is in `gaps`; nothing raises for lack of data."""
+    ranks = trace.table("ranks").sort("rank").collect()
+    clocks = fit_clocks(trace.table("clocks").collect(), [*trace.run, *ranks["node"].drop_nulls().to_list()])
+
+    def read(name: str, *order: str) -> pl.DataFrame:
+        return trace.table(name).pipe(apply_clocks, clocks).sort(*order, maintain_order=True).collect()
+
+    regions = read("regions", "rank", "start_ns")
+    groups = read("groups", "rank", "start_ns")
+    collectives = match_collectives(read("collectives", "rank", "start_ns").lazy(), groups, clocks).collect()
+    steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives)
+    steps = judge(steps, regions)
+    cut = phases(steps, regions, collectives)
+    gaps = [
+        *trace.gaps(),
+        *_clock_gaps(clocks),
+        *_unmatched_gaps(collectives),
+        *_step_gaps(steps, ranks),
+        *incomparable,
+        *_broken("clocks", lambda: check_causality(collectives, clocks)),
+        *_broken("phases", lambda: check_phases(cut, steps)),
+    ]
+    return Timeline(
+        ranks=ranks,
+        steps=steps,
+        collectives=in_steps(collectives, steps),
+        regions=in_steps(regions, steps),
+        phases=cut,
+        breakdown=breakdown(cut, steps),
+        waits=collectives.group_by("rank").agg(pl.col("wait_ns").sum().alias("waited_ns")).sort("rank"),
+        counters=read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value"),
+        clocks=clocks,
+        matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
+        gaps=gaps,
+    )
+
+
+def check_causality(collectives: pl.DataFrame, clocks: list[Clock]) -> None:
+    """Raise `InvariantError` if an operation in which all give to all ended before its last rank arrived.
+
+    Within the clocks' stated error that cannot happen; where it does, a clock is wrong.
+    """
+    error_ns = 2 * max((c.error_ns for c in clocks if c.error_ns is not None), default=0)
+    early = (
+        collectives.filter(pl.col("arrival_spread_ns").is_not_null() & ~pl.col("op").is_in([*ROOTED_OPS, *P2P_OPS]))
+        .group_by("instance_id")
+        .agg((pl.col("start_ns").max() - pl.col("end_ns").min()).alias("early_ns"))
+        .filter(pl.col("early_ns") > error_ns)
+    )
+    if len(early):
+        raise InvariantError(
+            f"{len(early)} collectives end up to {max(early['early_ns'].to_list())} ns before their last rank arrived: "
+            "a node's clock is wrong by that"
+        )
+
+
+def _comparable_steps(
+    marks: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
+) -> tuple[pl.DataFrame, list[Gap]]:
+    """The steps, numbered alike on all ranks, or a gap that says that they are not."""
+    steps = find_steps(marks, regions, collectives)
+    same = agreement(steps, collectives)
+    if same is not None and same < _AGREE:
+        steps = renumber(steps, collectives)
+        same = agreement(steps, collectives)
+    if same is None or same >= _AGREE:
+        return steps, []
+    why = (
+        f"step numbers do not mean the same step on all ranks: only {same:.0%} of the collectives are in the same one; "
+        "call rankscope.step() at the end of each step"
+    )
+    return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)]
+
+
+def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame) -> list[Gap]:
+    if not len(steps):
+        why = "no optimizer ran and rankscope.step() was not called, so there are no steps; call it once per step"
+        return [Gap(table="steps", rank=None, node=None, count=None, why=why)]
+    without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()))
+    gaps = [Gap(table="steps", rank=rank, node=None, count=None, why=f"rank {rank} has no step") for rank in without]
+    judged = steps.filter("judged")["step"].n_unique()
+    if judged < _FEW_STEPS:
+        why = f"only {judged} of {steps['step'].n_unique()} steps can be judged after warm-up; record more"
+        gaps.append(Gap(table="steps", rank=None, node=None, count=None, why=why))
+    return gaps
+
+
+def _clock_gaps(clocks: list[Clock]) -> list[Gap]:
+    how = {
+        "unix time": "its time comes from the hosts' unix time, with an error nobody knows",
+        "none": "its times were left as they are",
+    }
+    return [
+        Gap(
+            table="clocks",
+            rank=None,
+            node=c.node,
+            count=None,
+            why=f"no pings between node {c.node} and 0: {how[c.source]}",
+        )
+        for c in clocks
+        if c.error_ns is None
+    ]
+
+
+def _unmatched_gaps(collectives: pl.DataFrame) -> list[Gap]:
+    """One gap per reason; where operations differ also which."""
+    reasons = collectives.group_by("unmatched").len().drop_nulls().sort("unmatched")
+    gaps = [
+        Gap(
+            table="collectives",
+            rank=None,
+            node=None,
+            count=count,
+            why=f"{count} of {len(collectives)} collectives were not matched across ranks: {reason}",
+        )
+        for reason, count in reasons.iter_rows()
+    ]
+    differing = collectives.filter(pl.col("unmatched") == "operations differ").sort("start_ns")
+    if len(differing):
+        first = differing.row(0, named=True)
+        same_key = (pl.col("group_id") == first["group_id"]) & (pl.col("seq") == first["seq"])
+        said = ", ".join(
+            f"rank {rank} {op}" for rank, op in differing.filter(same_key).select("rank", "op").iter_rows()
+        )
+        why = f"desynchronised: operation {first['seq']} of group {first['group']} is {said}"
+        gaps.append(Gap(table="collectives", rank=None, node=None, count=None, why=why))
+    return gaps
+
+
+def _broken(table: str, check: Callable[[], None]) -> list[Gap]:
+    try:
+        check()
+    except InvariantError as error:
+        return [Gap(table=table, rank=None, node=None, count=None, why=str(error))]
+    return []

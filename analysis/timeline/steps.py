@@ -1,0 +1,185 @@
+"""Where each rank's steps begin and end, and which of them are judged."""
+
+from __future__ import annotations
+
+import polars as pl
+
+__all__ = ["MARKERS", "OPTIMIZER", "STEP_COLUMNS", "agreement", "find_steps", "in_steps", "judge", "renumber"]
+
+MARKERS = "rankscope.step()"
+OPTIMIZER = "optimizer"
+
+STEP_COLUMNS = {
+    "rank": pl.Int32,
+    "step": pl.Int32,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "source": pl.String,
+}
+
+_MAIN_THREAD = 0
+_RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one does not make steps
+_COVERS = 0.8  # share of the optimizers' time from first to last in which the anchor must be seen
+_WARMUP_MIN, _WARMUP_SHARE, _SETTLED = 2, 0.2, 1.5
+_OUTLIER_RATIO, _OUTLIER_MADS, _OUTLIER_SHARE = 5, 10, 0.02
+
+
+def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """Each rank's steps: (rank, step, start_ns, end_ns, source), ordered, numbered from 0 on each rank.
+
+    Steps end where the script said so (`rankscope.step()`); on a rank without such marks, where the anchor's optimizer
+    region ends. With several optimizers the anchor is the one that runs least often, of equals the last in the cycle.
+    A step starts where the one before ended; the first at the rank's first region or collective.
+    What comes after the last end belongs to no step.
+    """
+    marks = _on_main_or_all(steps).select("rank", "end_ns", pl.lit(MARKERS).alias("source"))
+    unmarked = regions.join(marks.select("rank").unique(), on="rank", how="anti")
+    ends = pl.concat([marks, _anchor_ends(unmarked).select("rank", "end_ns", pl.lit(OPTIMIZER).alias("source"))])
+    seen = pl.concat([regions.select("rank", "start_ns"), collectives.select("rank", "start_ns")])
+    first = seen.group_by("rank").agg(pl.col("start_ns").min().alias("_first"))
+    previous = pl.col("end_ns").shift(1).over("rank")
+    return (
+        ends.unique(["rank", "end_ns"])
+        .sort("rank", "end_ns")
+        .join(first, on="rank", how="left", maintain_order="left")
+        .with_columns(pl.coalesce(previous, "_first").alias("start_ns"))
+        .filter(pl.col("start_ns") < pl.col("end_ns"))
+        .with_columns(pl.int_range(pl.len()).over("rank").alias("step"))
+        .select(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items())
+    )
+
+
+def agreement(steps: pl.DataFrame, collectives: pl.DataFrame) -> float | None:
+    """Share of the operations that all their ranks started in the step of the same number; None if there are none.
+
+    Ranks number their steps on their own: this is the proof that equal numbers are the same step.
+    `collectives` has `instance_id`.
+    """
+    spread = (
+        in_steps(collectives, steps)
+        .filter(pl.col("instance_id").is_not_null())
+        .group_by("instance_id")
+        .agg((pl.col("step").n_unique() == 1).alias("same"), pl.col("step").has_nulls().alias("outside"), pl.len())
+        .filter((pl.col("len") > 1) & ~pl.col("outside"))
+    )
+    return float(spread["same"].sum() / len(spread)) if len(spread) else None
+
+
+def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """The steps with each rank's numbers shifted to those of the rank that has most steps.
+
+    By the operations they share, one shift per rank: the most frequent difference. It heals a rank whose first steps
+    were not seen.
+    """
+    counts = steps.group_by("rank").len().sort(["len", "rank"], descending=[True, False])
+    if not len(counts):
+        return steps
+    placed = in_steps(collectives, steps).filter(pl.col("instance_id").is_not_null() & pl.col("step").is_not_null())
+    reference = placed.filter(pl.col("rank") == counts["rank"][0]).select("instance_id", pl.col("step").alias("_there"))
+    shift = (
+        placed.join(reference, on="instance_id")
+        .group_by("rank")
+        .agg((pl.col("_there") - pl.col("step")).mode().min().alias("_shift"))
+    )
+    return (
+        steps.join(shift, on="rank", how="left", maintain_order="left")
+        .with_columns(pl.col("step") + pl.col("_shift").fill_null(0))
+        .drop("_shift")
+    )
+
+
+def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> pl.DataFrame:
+    """The rows, in their order, with the `step` for which start_ns ≤ `at` < end_ns; null outside."""
+    spans = steps.select("rank", "step", pl.col("start_ns").alias(at), pl.col("end_ns").alias("_step_end"))
+    return (
+        rows.with_row_index("_row")
+        .sort(at)
+        .join_asof(spans.sort(at), on=at, by="rank", strategy="backward", check_sortedness=False)
+        .with_columns(pl.when(pl.col(at) < pl.col("_step_end")).then("step").alias("step"))
+        .sort("_row")
+        .drop("_row", "_step_end")
+    )
+
+
+def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
+    """The steps with `judged` and, where it is false, `aside`: "warm-up", "outlier" or "incomplete".
+
+    One verdict per step number, for all ranks. Incomplete: not all ranks that have steps have it. Warm-up: the first
+    steps, at least 2, at most a fifth, until one is neither 1.5 × as long as the median of all nor compiles. Outlier:
+    longer than 5 × the median and than the median + 10 MAD, if no more than 2 % of the steps (or a single one) are
+    so: a checkpoint, not a fault that comes back.
+    """
+    ranks = steps["rank"].n_unique()
+    compiles = (
+        in_steps(regions.filter((pl.col("kind") == "compile") & (pl.col("thread") == _MAIN_THREAD)), steps)["step"]
+        .drop_nulls()
+        .unique()
+    )
+    table = (
+        steps.group_by("step")
+        .agg((pl.col("end_ns") - pl.col("start_ns")).max().alias("_length"), (pl.len() == ranks).alias("_complete"))
+        .sort("step")
+    )
+    complete = table.filter("_complete")
+    settled = (pl.col("_length") <= _SETTLED * pl.col("_length").median()) & ~pl.col("step").is_in(compiles.implode())
+    limit = max(_WARMUP_MIN, int(_WARMUP_SHARE * len(complete)))
+    index = pl.int_range(pl.len())
+    warm = complete.with_columns(
+        ((index < _WARMUP_MIN) | ((index < limit) & ~(settled & (index >= _WARMUP_MIN)).cum_max())).alias("_warmup")
+    )
+    verdict = warm.join(_outliers(warm.filter(~pl.col("_warmup"))), on="step", how="left").select(
+        "step",
+        pl.when("_warmup").then(pl.lit("warm-up")).when("_outlier").then(pl.lit("outlier")).alias("aside"),
+        pl.lit(True).alias("_known"),
+    )
+    return (
+        steps.join(verdict, on="step", how="left", maintain_order="left")
+        .with_columns(pl.when(pl.col("_known").is_null()).then(pl.lit("incomplete")).otherwise("aside").alias("aside"))
+        .with_columns(pl.col("aside").is_null().alias("judged"))
+        .drop("_known")
+    )
+
+
+def _outliers(settled: pl.DataFrame) -> pl.DataFrame:
+    """(step, _outlier) of the steps after warm-up."""
+    length = pl.col("_length")
+    median = length.median()
+    mad = (length - median).abs().median()
+    extreme = (length > _OUTLIER_RATIO * median) & (length > median + _OUTLIER_MADS * mad)
+    few = extreme.sum() <= pl.max_horizontal(pl.lit(1), pl.len() * _OUTLIER_SHARE)
+    return settled.select("step", (extreme & few).alias("_outlier"))
+
+
+def _on_main_or_all(steps: pl.DataFrame) -> pl.DataFrame:
+    """Marks of the main thread; where a rank has none there, those of the thread it marks on."""
+    return steps.filter(pl.col("thread") == pl.col("thread").min().over("rank"))
+
+
+def _anchor_ends(regions: pl.DataFrame) -> pl.DataFrame:
+    """(rank, end_ns): where the anchor's regions end, the outermost on the main thread."""
+    inside = pl.col("end_ns") <= pl.col("end_ns").cum_max().shift(1).over("rank")
+    optimizers = (
+        regions.filter((pl.col("kind") == "optimizer") & (pl.col("thread") == _MAIN_THREAD))
+        .sort("rank", "start_ns", "end_ns", descending=[False, False, True])
+        .filter(~inside.fill_null(False))
+    )
+    return optimizers.join(_anchors(optimizers), on=["rank", "name"]).sort("rank", "end_ns")
+
+
+def _anchors(optimizers: pl.DataFrame) -> pl.DataFrame:
+    """(rank, name) of the optimizer that closes a step; all names of a rank where none runs throughout."""
+    names = optimizers.group_by("rank", "name").agg(
+        pl.len().alias("runs"), pl.col("start_ns").min().alias("first"), pl.col("start_ns").max().alias("last")
+    )
+    span = (pl.col("last").max() - pl.col("first").min()).over("rank")
+    # n evenly spaced runs reach over (n - 1) / n of the time.
+    reaches = pl.col("last") - pl.col("first") >= _COVERS * span * (pl.col("runs") - 1) / pl.col("runs")
+    frequent = pl.col("runs") * _RARE >= pl.col("runs").max().over("rank")
+    candidates = names.with_columns((reaches & frequent).alias("throughout"))
+    # The recording may end in the middle of a cycle: counts that differ by one are equal.
+    rarest = pl.col("runs") <= pl.col("runs").min().over("rank") + 1
+    chosen = (
+        candidates.filter("throughout").filter(rarest).sort("rank", "first").group_by("rank").agg(pl.col("name").last())
+    )
+    rest = candidates.join(chosen.select("rank"), on="rank", how="anti").select("rank", "name")
+    return pl.concat([chosen.select("rank", "name"), rest])

@@ -1,0 +1,423 @@
+"""Clocks, matching, steps and the breakdown, with numbers that add up in the head. Times are small ns or ms."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope.analysis.finding import Clock
+from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.timeline.breakdown import PARTS, InvariantError, breakdown, check_phases, phases
+from rankscope.analysis.timeline.build import check_causality
+from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
+from rankscope.analysis.timeline.matching import match_collectives, members_of
+from rankscope.analysis.timeline.steps import agreement, find_steps, judge, renumber
+
+MS = 1_000_000
+ONE_NODE = [Clock(node=0, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference")]
+
+
+def table(name, *rows, **defaults):
+    """Rows of a table of the schema; columns that a test does not name are 0, -1 (peer) or the like."""
+    schema = schema_of(name)
+    base = {c: "" if t == pl.String else False if t == pl.Boolean else 0 for c, t in schema.items()}
+    base |= {"peer": -1, "microbatch": None, "stage": None, "group_id": 1}
+    return pl.DataFrame([{c: (base | defaults | row)[c] for c in schema} for row in rows], schema=schema)
+
+
+def regions(*rows):
+    """(rank, kind, start, end[, name])."""
+    return table(
+        "regions",
+        *(
+            {"rank": r[0], "kind": r[1], "start_ns": r[2], "end_ns": r[3], "name": r[4] if len(r) > 4 else r[1]}
+            for r in rows
+        ),
+    )
+
+
+def collectives(*rows, **defaults):
+    """(rank, seq, start, end[, op])."""
+    return table(
+        "collectives",
+        *(
+            {
+                "rank": r[0],
+                "seq": r[1],
+                "start_ns": r[2],
+                "issued_ns": r[2],
+                "end_ns": r[3],
+                "op": r[4] if len(r) > 4 else "allreduce",
+            }
+            for r in rows
+        ),
+        **defaults,
+    )
+
+
+def groups(members="0-1"):
+    return table("groups", {"name": "dp", "members": members})
+
+
+def matched(rows, members="0-1", clocks=ONE_NODE):
+    return match_collectives(rows.lazy(), groups(members), clocks).collect()
+
+
+def marks(*rows):
+    return table("steps", *({"rank": r, "end_ns": e} for r, e in rows))
+
+
+def step_spans(*rows):
+    """(rank, step, start, end)."""
+    schema = {"rank": pl.Int32, "step": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64}
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def parts_of(steps, region_rows, collective_rows):
+    """Non-zero parts of the only step."""
+    cut = phases(steps, region_rows, collective_rows)
+    check_phases(cut, steps)
+    table = breakdown(cut, steps)
+    assert table["ns"].sum() == (steps["end_ns"] - steps["start_ns"]).sum()
+    return {part: ns for part, ns in table.select("part", "ns").iter_rows() if ns}
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def pings(offset_ns, drift_ppm=0.0, bursts=(0,), each=100, seed=1, out_ns=20_000, queue_ns=0):
+    """Node 1 pings node 0 over a link of at least 2 × `out_ns`; `queue_ns` delays every request, one way."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for burst in bursts:
+        for n in range(each):
+            t1 = 10**15 + int(burst * 1e9) + n * 1_000_000
+            there, back = out_ns + rng.exponential(200_000, 2)
+            node0 = t1 + offset_ns + (t1 - 10**15) * drift_ppm * 1e-6 + there + queue_ns
+            t2, t3 = int(node0), int(node0) + 5_000
+            rows.append(
+                {
+                    "node": 1,
+                    "peer": 0,
+                    "t1_ns": t1,
+                    "t2_ns": t2,
+                    "t3_ns": t3,
+                    "t4_ns": int(t1 + there + queue_ns + 5_000 + back),
+                }
+            )
+    return table("clocks", *rows)
+
+
+def test_an_offset_of_five_seconds_is_recovered_within_the_stated_error():
+    clock = fit_clocks(pings(offset_ns=5_000_000_000), nodes=[0, 1])[1]
+    assert clock.source == "pings"
+    assert abs(clock.offset_ns - 5_000_000_000) <= clock.error_ns < 100_000
+
+
+def test_drift_is_fitted_over_bursts_that_span_half_a_minute():
+    clock = fit_clocks(pings(5_000_000_000, drift_ppm=40, bursts=range(0, 301, 30)), nodes=[1])[0]
+    assert clock.drift_ppm == pytest.approx(40, abs=1)
+    frame = pl.LazyFrame({"node": [1], "start_ns": [10**15 + 300 * 10**9]}, schema_overrides={"node": pl.Int32})
+    shifted = apply_clocks(frame, [clock]).collect()["start_ns"][0]
+    truth = 10**15 + 300 * 10**9 + 5_000_000_000 + 300 * 40_000
+    assert abs(shifted - truth) <= clock.error_ns < 200_000
+
+
+def test_bursts_on_a_link_with_a_queue_do_not_count():
+    idle = pings(0, bursts=(0, 120))
+    loaded = pings(0, bursts=(30, 60, 90), queue_ns=20 * MS)
+    clock = fit_clocks(pl.concat([idle, loaded]), nodes=[1])[0]
+    assert abs(clock.offset_ns) <= clock.error_ns < 100_000
+    assert abs(clock.drift_ppm) < 2
+
+
+def test_without_pings_unix_time_serves_with_an_unknown_error():
+    rows = [
+        {"node": node, "peer": -1, "t1_ns": mono, "t2_ns": 5_000, "t3_ns": 5_000, "t4_ns": mono + 2}
+        for node, mono in ((0, 1_000), (1, 3_000))
+    ]
+    clocks = fit_clocks(table("clocks", *rows), nodes=[0, 1, 2])
+    assert [(c.node, c.offset_ns, c.error_ns, c.source) for c in clocks] == [
+        (0, 0, 0, "reference"),
+        (1, -2_000, None, "unix time"),
+        (2, 0, None, "none"),
+    ]
+
+
+# ---------------------------------------------------------------- matching
+
+
+def test_members_are_ranges():
+    assert members_of("0-2,8") == [0, 1, 2, 8]
+
+
+def test_the_last_arriver_waits_for_nobody():
+    """Rank 1 comes 200 late: the transfer is its 100, rank 0 waits 200."""
+    got = matched(collectives((0, 0, 100, 400), (1, 0, 300, 400)))
+    assert got.select("rank", "transfer_ns", "wait_ns", "is_last", "arrival_spread_ns").rows() == [
+        (0, 100, 200, False, 200),
+        (1, 100, 0, True, 200),
+    ]
+    assert got["instance_id"].to_list() == [0, 0]
+    assert got["group_size"].to_list() == [2, 2]
+
+
+def test_what_is_not_whole_is_not_matched_and_says_why():
+    rows = pl.concat(
+        [
+            collectives((0, 0, 100, 200)),
+            collectives((0, 1, 100, 200), (1, 1, 100, None)),
+            collectives((0, 2, 100, 200), (1, 2, 100, 200, "broadcast")),
+            collectives((0, 3, 100, 200), (1, 3, 100, 200), group_id=99),
+        ]
+    )
+    got = matched(rows)
+    assert got["unmatched"].to_list() == [
+        "peer missing",
+        *["end missing"] * 2,
+        *["operations differ"] * 2,
+        *["group unknown"] * 2,
+    ]
+    assert got.select("instance_id", "transfer_ns", "wait_ns", "is_last").null_count().row(0) == (7, 7, 7, 7)
+
+
+def test_a_send_and_its_receive_are_one_operation():
+    """Same (group, sender, receiver, tag, seq): 0 → 1 and 1 → 0 do not mix, nor do the tags."""
+    rows = pl.concat(
+        [
+            collectives((0, 0, 0, 50, "send"), peer=1),
+            collectives((1, 0, 0, 60, "send"), peer=0),
+            collectives((1, 0, 20, 50, "recv"), peer=0),
+            collectives((0, 0, 20, 60, "recv_any_source"), peer=-1),
+            collectives((1, 0, 20, 60, "recv"), peer=0, tag=5),
+        ]
+    )
+    got = matched(rows)
+    assert got["instance_id"].to_list() == [0, 1, 0, 1, None]
+    assert got["wait_ns"].to_list() == [20, 20, 0, 0, None]
+
+
+def test_a_broadcast_that_is_merely_slow_to_arrive_is_not_a_wait():
+    """The root's call is over at once, the receiver's lasts as long as the transfer; both came at the same time."""
+    got = matched(collectives((0, 0, 100, 110, "broadcast"), (1, 0, 100, 400, "broadcast")))
+    assert got["wait_ns"].to_list() == [0, 0]
+    unknown = [Clock(node=0, offset_ns=0, drift_ppm=0.0, error_ns=None, source="none")]
+    rows = collectives((0, 0, 100, 110, "broadcast"), (1, 0, 100, 400, "broadcast"))
+    rows = rows.with_columns(node=pl.col("rank"))
+    assert matched(rows, clocks=unknown)["wait_ns"].to_list() == [None, None]
+
+
+def test_an_end_before_the_last_arrival_is_told():
+    good = matched(collectives((0, 0, 100, 400), (1, 0, 300, 400)))
+    check_causality(good, ONE_NODE)
+    with pytest.raises(InvariantError, match="1 collectives end up to 50 ns before"):
+        check_causality(matched(collectives((0, 0, 100, 250), (1, 0, 300, 400))), ONE_NODE)
+
+
+# ---------------------------------------------------------------- steps
+
+
+def optimizer_cycle(*names, cycles, rank=0, first=0):
+    """Each name's region lasts 2, one every 10."""
+    calls = [n for _ in range(cycles) for n in names]
+    return [(rank, "optimizer", first + 10 * i + 8, first + 10 * i + 10, n) for i, n in enumerate(calls)]
+
+
+def ends(steps, rank=0):
+    return steps.filter(pl.col("rank") == rank)["end_ns"].to_list()
+
+
+def test_marks_of_the_script_come_before_optimizers():
+    rows = regions((0, "forward", 5, 8), (0, "optimizer", 8, 10), (1, "optimizer", 8, 10))
+    got = find_steps(marks((0, 20), (0, 40)), rows, collectives())
+    assert got.drop("rank").rows() == [
+        (0, 5, 20, "rankscope.step()"),
+        (1, 20, 40, "rankscope.step()"),
+        (0, 8, 10, "optimizer"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cycle", "step_ns"),
+    [
+        (["Adam#0"], 10),
+        (["Adam#0"] * 5 + ["Adam#1"], 60),  # GAN: five steps of the critic, one of the generator
+        (["SGD#0", "SGD#1", "SGD#2"], 30),  # an optimizer per parameter
+    ],
+)
+def test_a_step_ends_with_the_optimizer_that_closes_the_cycle(cycle, step_ns):
+    got = find_steps(marks(), regions(*optimizer_cycle(*cycle, cycles=8)), collectives((0, 0, 0, 1)))
+    assert ends(got) == [step_ns * n for n in range(1, 9)]
+    assert got["start_ns"].to_list() == [step_ns * n for n in range(8)]
+
+
+def test_a_nested_optimizer_is_not_a_step_of_its_own():
+    rows = [(0, "optimizer", 10 * n, 10 * n + 8, "Lookahead#0") for n in range(5)]
+    rows += [(0, "optimizer", 10 * n + 2, 10 * n + 6, "Adam#1") for n in range(5)]
+    assert ends(find_steps(marks(), regions(*rows), collectives())) == [8, 18, 28, 38, 48]
+
+
+def test_two_phases_with_an_optimizer_each_are_both_counted():
+    rows = optimizer_cycle("Adam#0", cycles=10) + optimizer_cycle("SGD#1", cycles=10, first=100)
+    assert ends(find_steps(marks(), regions(*rows), collectives((0, 0, 0, 1)))) == [10 * n for n in range(1, 21)]
+
+
+def test_a_rank_whose_first_step_was_not_seen_is_renumbered():
+    """Operation n is in step n of rank 0; rank 1 lacks step 0 and counts from it."""
+    rows = optimizer_cycle("A#0", cycles=6) + optimizer_cycle("A#0", cycles=5, rank=1, first=10)
+    calls = matched(collectives(*((r, n, 10 * n + 2, 10 * n + 4) for n in range(1, 6) for r in (0, 1))))
+    steps = find_steps(marks(), regions(*rows), calls)
+    assert agreement(steps, calls) == 0
+    healed = renumber(steps, calls)
+    assert agreement(healed, calls) == 1
+    assert healed.filter(pl.col("rank") == 1)["step"].to_list() == [1, 2, 3, 4, 5]
+
+
+def judged(lengths, compiles=()):
+    at = np.cumsum([0, *lengths])
+    steps = step_spans(*((0, i, int(at[i]), int(at[i + 1])) for i in range(len(lengths))))
+    rows = regions(*((0, "compile", int(at[i]), int(at[i]) + 1) for i in compiles))
+    return judge(steps, rows)["aside"].to_list()
+
+
+def test_warmup_lasts_until_the_steps_settle():
+    assert judged([900, 300, *[100] * 18]) == ["warm-up"] * 2 + [None] * 18
+    assert judged([900, 300, 200, *[100] * 17]) == ["warm-up"] * 3 + [None] * 17
+    assert judged([100] * 20, compiles=[2]) == ["warm-up"] * 3 + [None] * 17
+    assert judged([100] * 20, compiles=[10]) == ["warm-up"] * 2 + [None] * 18
+
+
+def test_one_checkpoint_is_set_aside_but_a_fault_that_comes_back_is_not():
+    once = [100] * 60
+    once[40] = 2_000
+    assert judged(once)[40] == "outlier"
+    assert judged(once).count(None) == 57
+    often = [100] * 60
+    often[5::5] = [700] * len(often[5::5])
+    assert judged(often).count("outlier") == 0
+
+
+def test_only_steps_that_all_ranks_have_are_judged():
+    steps = step_spans(*((r, i, 10 * i, 10 * i + 10) for r in (0, 1) for i in range(5 - r)))
+    got = judge(steps, regions())
+    assert got.filter("judged").select("rank", "step").rows() == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    assert got.filter(pl.col("step") == 4)["aside"].to_list() == ["incomplete"]
+
+
+# ---------------------------------------------------------------- breakdown
+
+
+def test_a_step_of_plain_training():
+    """Forward comes before backward; backward 40–70 overlaps 10 with communication; then clipping, optimizer."""
+    step = step_spans((0, 0, 0, 100))
+    rows = regions(
+        (0, "input", 0, 10),
+        (0, "backward", 40, 70),
+        (0, "optimizer", 80, 95),
+        (0, "gc", 85, 90),
+        (0, "compile", 12, 15),
+    )
+    calls = matched(collectives((0, 0, 50, 60), (1, 0, 50, 60)))
+    assert parts_of(step, rows, calls) == {
+        "input": 10,
+        "compile": 3,
+        "compute": 27 + 20,
+        "overlapped": 10,
+        "other": 10 + 5,
+        "optimizer": 10,
+        "gc": 5,
+    }
+    labels = phases(step, rows, calls).select("part", "label").unique().rows()
+    assert {
+        ("compute", "forward"),
+        ("compute", "backward"),
+        ("other", "after backward"),
+        ("other", "no region"),
+    } <= set(labels)
+
+
+def test_blocked_time_is_wait_until_the_last_rank_arrives_and_transfer_after():
+    """Rank 0 calls at 20, rank 1 at 50, both end at 60: of rank 0's blocked 20–60 30 are wait and 10 transfer."""
+    calls = matched(collectives((0, 0, 20, 60), (1, 0, 50, 60)))
+    rows = regions((0, "wait", 20, 61))
+    # The thread wakes up 1 late: that is still the transfer.
+    assert parts_of(step_spans((0, 0, 0, 100)), rows, calls) == {"wait": 30, "transfer": 11, "other": 59}
+
+
+def test_blocked_time_with_an_unmatched_operation_is_blamed_on_nobody():
+    calls = matched(collectives((0, 0, 20, 60)))
+    rows = regions((0, "wait", 20, 60), (0, "wait", 70, 75))
+    assert parts_of(step_spans((0, 0, 0, 100)), rows, calls) == {"unsplit": 45, "other": 55}
+
+
+def test_ddp_waits_at_the_end_of_backward_without_telling():
+    """The last bucket is issued at 60, the buckets are done at 90, backward ends at 92. Rank 1 issues it at 80."""
+    step = step_spans((0, 0, 0, 100))
+    rows = regions((0, "backward", 10, 92))
+    calls = matched(
+        collectives((0, 0, 30, 70), (1, 0, 30, 70), (0, 1, 60, 90), (1, 1, 80, 90)).filter(pl.col("rank") < 2)
+    )
+    # forward 0–10, backward 10–30 alone, 30–60 overlapped, 60–80 wait, 80–90 transfer, 90–92 backward alone
+    assert parts_of(step, rows, calls) == {
+        "compute": 10 + 20 + 2,
+        "overlapped": 30,
+        "wait": 20,
+        "transfer": 10,
+        "other": 8,
+    }
+    # A wait that was seen there knows better.
+    seen = pl.concat([rows, regions((0, "wait", 88, 90))])
+    assert parts_of(step, seen, calls)["transfer"] == 2
+
+
+def test_a_call_that_does_not_return_blocks():
+    calls = collectives((0, 0, 10 * MS, 30 * MS), (1, 0, 10 * MS, 30 * MS)).with_columns(issued_ns=pl.lit(25 * MS))
+    got = parts_of(step_spans((0, 0, 0, 100 * MS)), regions(), matched(calls))
+    assert got == {"transfer": 15 * MS, "other": 85 * MS}
+
+
+def test_user_regions_are_compute_and_name_it_innermost_first():
+    rows = regions((0, "user", 0, 50, "model"), (0, "user", 10, 20, "attention"), (0, "checkpoint", 60, 80, "save"))
+    cut = phases(step_spans((0, 3, 0, 100)), rows, matched(collectives()))
+    assert cut.select("step", "part", "label", "start_ns", "end_ns").rows() == [
+        (3, "compute", "model", 0, 10),
+        (3, "compute", "attention", 10, 20),
+        (3, "compute", "model", 20, 50),
+        (3, "other", "no region", 50, 60),
+        (3, "other", "save", 60, 80),
+        (3, "other", "no region", 80, 100),
+    ]
+
+
+def test_a_hole_in_the_phases_is_found():
+    steps = step_spans((0, 0, 0, 100))
+    cut = phases(steps, regions((0, "user", 10, 20)), matched(collectives()))
+    with pytest.raises(InvariantError, match="step 0 of rank 0"):
+        check_phases(cut.filter(pl.col("label") != "user"), steps)
+
+
+spans = st.tuples(st.integers(-20, 120), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1]))
+kinds = st.sampled_from(
+    ["user", "forward", "backward", "optimizer", "input", "gc", "compile", "wait", "checkpoint", "sync"]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(kinds, spans), max_size=12),
+    st.lists(st.tuples(spans, spans, st.booleans()), max_size=6),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+)
+def test_parts_sum_to_the_step_whatever_the_intervals(region_rows, calls, lengths):
+    edges = np.cumsum([0, *lengths])
+    steps = step_spans(*((0, i, int(edges[i]), int(edges[i + 1])) for i in range(len(lengths))))
+    rows = regions(*((0, kind, *span) for kind, span in region_rows))
+    both = [(r, n, *(a, b)[r]) for n, (a, b, peer) in enumerate(calls) for r in ((0, 1) if peer else (0,))]
+    cut = phases(steps, rows, matched(collectives(*both)))
+    check_phases(cut, steps)
+    table = breakdown(cut, steps)
+    assert table["part"].to_list() == list(PARTS) * len(lengths)
+    assert table.group_by("step").agg(pl.col("ns").sum()).sort("step")["ns"].to_list() == lengths
