@@ -1,0 +1,124 @@
+"""What each hook costs per call: the same small loops in one rank under torchrun and under `rankscope run`, in turns.
+
+    python benchmarks/collectors.py --rounds 5
+
+Times are CPU time of the whole process per call (gloo's threads included), the median over the rounds. The group has
+one rank, so that nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PLAIN = [sys.executable, "-m", "torch.distributed.run"]
+RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report"]
+REPEATS = 9
+
+
+def cpu_ns_per_call(call: Callable[[], object], calls: int) -> float:
+    """The median over REPEATS loops of `calls` calls each."""
+    times = []
+    for _ in range(REPEATS):
+        start_ns = time.process_time_ns()
+        for _ in range(calls):
+            call()
+        times.append((time.process_time_ns() - start_ns) / calls)
+    return statistics.median(times)
+
+
+def measure() -> dict[str, float]:
+    """CPU time per call of everything that rankscope hooks into, ns, in this process."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as funcol
+    from torch.utils.data import DataLoader
+
+    import rankscope
+    from rankscope.collectors.ring import Ring
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    x = torch.ones(8)
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    batches = iter(DataLoader(range(1_000_000), batch_size=None))
+    ring = Ring()
+
+    def optimizer_step() -> None:
+        parameter.grad = x
+        optimizer.step()
+
+    def annotated() -> None:
+        with rankscope.annotate("span"):
+            pass
+
+    def recorded_function() -> None:
+        with torch.autograd.profiler.record_function("span"):
+            pass
+
+    gc.freeze()  # so that a collection costs little by itself
+    loops: dict[str, tuple[Callable[[], object], int]] = {
+        "add_ (for comparison)": (lambda: x.add_(1), 5000),
+        "all_reduce": (lambda: dist.all_reduce(x), 500),
+        "all_reduce, async, then wait": (lambda: dist.all_reduce(x, async_op=True).wait(), 500),
+        "functional all_reduce, then wait_tensor": (
+            lambda: funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD)),
+            500,
+        ),
+        "barrier": (dist.barrier, 500),
+        "backward": (lambda: (parameter * x).sum().backward(), 1000),
+        "optimizer step": (optimizer_step, 1000),
+        "next batch of a DataLoader": (lambda: next(batches), 2000),
+        "garbage collection": (lambda: gc.collect(0), 2000),
+        "record_function": (recorded_function, 5000),
+        "rankscope.annotate": (annotated, 5000),
+        "rankscope.step": (rankscope.step, 5000),
+        "one record into the ring": (lambda: ring.region(0, 0, 0, 0), 5000),
+    }
+    for call, _ in loops.values():  # first calls import and cache
+        for _ in range(20):
+            call()
+    results = {name: cpu_ns_per_call(call, calls) for name, (call, calls) in loops.items()}
+    dist.destroy_process_group()
+    return results
+
+
+def run(launcher: list[str]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.json")
+        command = [*launcher, "--nproc-per-node", "1", __file__, "--write", str(results)]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        measured: dict[str, float] = json.loads(results.read_text())
+        return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", type=Path, help="be the rank: measure and write the results there")
+    args = parser.parse_args()
+    if args.write:
+        args.write.write_text(json.dumps(measure()))
+        sys.stdout.flush()
+        os._exit(0)
+
+    rounds = [(run(PLAIN), run(RECORDED)) for _ in range(args.rounds)]
+    print(f"{args.rounds} rounds; CPU time per call, µs")
+    print(f"{'':42}{'without':>10}{'with':>10}{'difference':>12}")
+    for name in rounds[0][0]:
+        plain, recorded = (statistics.median(each[i][name] for each in rounds) / 1e3 for i in range(2))
+        print(f"{name:42}{plain:10.2f}{recorded:10.2f}{recorded - plain:+12.2f}")
+
+
+if __name__ == "__main__":
+    main()
