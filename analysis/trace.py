@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterable
+import pkgutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import polars as pl
@@ -16,13 +20,22 @@ __all__ = ["BadInput", "Reader", "Trace"]
 
 PathLike = str | os.PathLike[str]
 
+_OWN = "native"
+
 
 class BadInput(Exception):  # noqa: N818
     """What was given cannot be analysed; the message is one line: what, where, next step."""
 
 
 class Reader(Protocol):
-    """What a source of tables offers; one per format, in `readers/`."""
+    """What a source of tables offers.
+
+    One module of `readers/` per format; being in that folder is the registration, and the module's name is the
+    source's. It has `recognises(path: Path) -> bool`, cheap and strict, and `open_run(paths: list[str]) -> Reader`,
+    which raises `BadInput`. A module whose name starts with `_`, or that has no `recognises`, is no reader.
+    """
+
+    run: dict[int, dict[str, Any]]
 
     def tables(self) -> tuple[str, ...]:
         """Names of the tables that hold at least one file."""
@@ -34,6 +47,13 @@ class Reader(Protocol):
 
     def gaps(self) -> list[Gap]:
         """Everything known to be missing, what the collectors said and what the reader found."""
+        ...
+
+    def cannot(self) -> Mapping[str, str]:
+        """What no trace of this format allows, by name of the timeline's table: why, as a plain clause.
+
+        `{"breakdown": "…"}` leaves the host's time uncut, and every detector that needs it unchecked for that reason.
+        """
         ...
 
 
@@ -51,16 +71,16 @@ class Trace:
 
     @classmethod
     def open(cls, path: PathLike | Iterable[PathLike]) -> Trace:
-        """The run in this folder, or in these: one per node where the nodes share no storage.
+        """The run in this folder or file, or in these: one per node where the nodes share no storage.
 
-        Raises `BadInput`. A file that was cut anywhere is read as far as it is good, and `gaps()` says so.
+        The format is that of the first reader that recognises them. Raises `BadInput`. A file that was cut anywhere
+        is read as far as it is good, and `gaps()` says so.
         """
-        from rankscope.analysis.readers import native  # it needs BadInput
-
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        folders = [os.fspath(p) for p in paths]
-        reader = native.open_run(folders)
-        return cls(path=", ".join(folders), source="native", run=reader.run, reader=reader)
+        names = [os.fspath(p) for p in paths]
+        source, module = _choose(names)
+        reader = module.open_run(names)
+        return cls(path=", ".join(names), source=source, run=reader.run, reader=reader)
 
     def __contains__(self, name: object) -> bool:
         return name in self.reader.tables()
@@ -78,3 +98,31 @@ class Trace:
     def gaps(self) -> list[Gap]:
         """What was not seen: reads every table, since a cut file shows only then."""
         return self.reader.gaps()
+
+
+def _readers() -> dict[str, ModuleType]:
+    """Every format's module by name, rankscope's own first."""
+    from rankscope.analysis import readers  # they need BadInput
+
+    names = [m.name for m in pkgutil.iter_modules(readers.__path__) if not m.name.startswith("_")]
+    modules = {name: importlib.import_module(f"{readers.__name__}.{name}") for name in sorted(names)}
+    formats = {name: module for name, module in modules.items() if hasattr(module, "recognises")}
+    return {_OWN: formats.pop(_OWN), **formats}
+
+
+def _choose(names: list[str]) -> tuple[str, ModuleType]:
+    """The format in which all these paths are."""
+    readers = _readers()
+    paths = [Path(name) for name in names]
+    for path in paths:
+        if not path.exists():
+            raise BadInput(f"{path} does not exist")
+    for source, module in readers.items():
+        if paths and all(module.recognises(path) for path in paths):
+            return source, module
+    for path in paths:
+        if path.is_file():
+            empty = path.stat().st_size == 0
+            why = "is empty" if empty else f"is in no format that can be read here ({', '.join(readers)})"
+            raise BadInput(f"{path} {why}")
+    return _OWN, readers[_OWN]  # it says best what a run folder must hold

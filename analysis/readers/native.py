@@ -17,7 +17,7 @@ from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
 from rankscope.collectors.schema import DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
 
-__all__ = ["NativeReader", "open_run", "read_rows", "schema_of"]
+__all__ = ["NativeReader", "open_run", "read_rows", "recognises", "schema_of"]
 
 _MAGIC = b"ARROW1"
 _HEADER = 8  # the magic, padded
@@ -62,6 +62,11 @@ def schema_of(name: str) -> dict[str, Any]:
         named = name != "strings" and (_is_id(column.name) or column.name in _CODES)
         schema[_named(column.name) if named else column.name] = pl.String if named else _POLARS[column.type]
     return schema
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is a run folder: it says what was launched, or holds at least one table."""
+    return path.is_dir() and (any(path.glob("run/node=*.json")) or any(True for _ in _parts(path)))
 
 
 def open_run(folders: list[str]) -> NativeReader:
@@ -123,6 +128,9 @@ class NativeReader:
         for name in self.tables():
             self.read(name)
         return [*self._gaps, *self._run_gaps(), *self._end_gaps(), *self._said_gaps()]
+
+    def cannot(self) -> dict[str, str]:
+        return {}
 
     def why_no_rank(self) -> str:
         """What the agent wrote about the ranks that never came, as the end of a sentence."""

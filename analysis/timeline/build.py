@@ -63,7 +63,8 @@ def build_timeline(trace: Trace) -> Timeline:
     collectives = match_collectives(read("collectives", "rank", "start_ns").lazy(), groups, clocks).collect()
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives)
     steps = judge(steps, regions)
-    cut = phases(steps, regions, collectives)
+    hosts_steps = steps.clear() if "breakdown" in trace.reader.cannot() else steps
+    cut = phases(hosts_steps, regions, collectives)
     gaps = [
         *trace.gaps(),
         *_clock_gaps(clocks),
@@ -71,7 +72,7 @@ def build_timeline(trace: Trace) -> Timeline:
         *_step_gaps(steps, ranks),
         *incomparable,
         *_broken("clocks", lambda: check_causality(collectives, clocks)),
-        *_broken("phases", lambda: check_phases(cut, steps)),
+        *_broken("phases", lambda: check_phases(cut, hosts_steps)),
     ]
     return Timeline(
         ranks=ranks,
@@ -79,7 +80,7 @@ def build_timeline(trace: Trace) -> Timeline:
         collectives=in_steps(collectives, steps),
         regions=in_steps(regions, steps),
         phases=cut,
-        breakdown=breakdown(cut, steps),
+        breakdown=breakdown(cut, hosts_steps),
         waits=collectives.group_by("rank").agg(pl.col("wait_ns").sum().alias("waited_ns")).sort("rank"),
         counters=read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value"),
         clocks=clocks,
