@@ -1,4 +1,7 @@
-"""Show what can be recorded on this machine, and why the rest cannot."""
+"""Show what can be recorded here.
+
+And why the rest cannot be recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record a process that srun, mpirun, accelerate or an operator starts: put it in front of the command.
+"""Record a rank that srun, mpirun or an operator starts.
 
 \b
 srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] -- python train.py ARGUMENTS

@@ -1,4 +1,7 @@
-"""Show what a run folder holds: tables, rows, ranks, time, size, and what is missing."""
+"""Show what a recorded run holds.
+
+Its tables with their rows, ranks, time and size, and what is missing.
+"""
 
 from __future__ import annotations
 

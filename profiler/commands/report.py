@@ -1,4 +1,8 @@
-"""Say why a recorded run is slow, who is to blame, what it costs, and what a fix would bring."""
+"""Say why a recorded run is slow.
+
+Who is to blame, what it costs, and what a fix would bring. Without -o and --json the report is also written into the
+run folder, as report.html and report.json.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a training job under torchrun, record it, and say why it is slow.
+"""Record a job under torchrun and say why it is slow.
 
 \b
 rankscope run [--out FOLDER | --name NAME] [--hz HZ] [--no-report] TORCHRUN-OPTIONS SCRIPT ARGUMENTS

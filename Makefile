@@ -1,0 +1,31 @@
+# Everything here needs only make and Python 3.10 or later; what else it takes goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+.PHONY: demo test check lint docs clean
+
+demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
+	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: lint test
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## docs/tables.md, from collectors/schema.py
+	$(BIN)/python docs/write_tables.py
+
+clean:
+	rm -rf .venv runs
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,47 @@
+"""Writes docs/tables.md from collectors/schema.py, which is the truth: `make docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rankscope.collectors.schema import DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES, Table
+
+PAGE = Path(__file__).with_name("tables.md")
+
+
+def render() -> str:
+    """Give the whole page."""
+    parts = [
+        "# Tables",
+        "Generated from `collectors/schema.py` by `make docs`; edit that instead. "
+        f"This is schema version {SCHEMA_VERSION}.",
+        "Times are nanoseconds of the node's monotonic clock unless the column says otherwise. A `*_id` column points "
+        "into the `strings` of the same partition. Which rank or node a row belongs to stands in the file's path; "
+        "`Trace.table` adds it as columns and puts names in the place of ids and codes.",
+        *(_table(table) for table in TABLES.values()),
+        "## Codes",
+        *(
+            f"`{name}`: " + ", ".join(f"{code} {word}" for code, word in enumerate(words))
+            for name, words in (("REGION_KINDS", REGION_KINDS), ("OPS", OPS), ("DTYPES", DTYPES))
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(table: Table) -> str:
+    lines = [
+        f"## {table.name}",
+        "",
+        f"{table.doc} One file per {table.partition}, rows in the order of `{table.order}`.",
+        "",
+        "| column | type | unit | |",
+        "|---|---|---|---|",
+    ]
+    for column in table.columns:
+        kind = f"{column.type} or null" if column.nullable else column.type
+        lines.append(f"| `{column.name}` | {kind} | {column.unit} | {column.doc} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
