@@ -304,6 +304,11 @@ def test_short_form_tells_where_the_step_goes():
     assert line in one_line(terminal.render_short(job()))
 
 
+def test_short_form_says_from_which_loss_on_a_healthy_check_would_have_shown_it():
+    report = job(findings=(), healthy=(Healthy(detector="slow_rank", resolution_ns=62 * MS),))
+    assert "slow_rank (losses from 31 %)" in one_line(terminal.render_short(report))
+
+
 def test_short_form_says_how_many_findings_it_leaves_out():
     text = terminal.render_short(job(findings=tuple(slow_rank(rank) for rank in range(4))))
     assert "Rank 2 computes" in text

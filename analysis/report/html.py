@@ -16,7 +16,7 @@ from rankscope.analysis.report.texts import say
 
 __all__ = ["render"]
 
-_BARS = 48  # ranks that get a bar each; more become thin columns
+_BARS = 32  # ranks that get a bar each; more become thin columns
 _TABLE_ROWS = 16  # of ranks or nodes; longer tables keep the extremes
 _STEP_POINTS = 240
 _STEP_ROWS = 64

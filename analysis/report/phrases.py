@@ -5,7 +5,7 @@ from __future__ import annotations
 from rankscope.analysis.finding import Clock, Evidence, Finding, Report
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
-from rankscope.analysis.report.texts import detector_name, say
+from rankscope.analysis.report.texts import say
 
 __all__ = [
     "clock_error",
@@ -15,6 +15,7 @@ __all__ = [
     "gain",
     "gap_extent",
     "head_facts",
+    "healthy_items",
     "no_finding",
     "one_or_many",
     "resolution",
@@ -87,11 +88,21 @@ def resolution(report: Report, resolution_ns: int | None) -> str:
     return say("healthy.resolution.share", duration(resolution_ns), share)
 
 
+def healthy_items(report: Report) -> str:
+    """The healthy checks, each with the smallest loss that it would have shown: a coarse check says little."""
+    median_ns = report.steps.median_ns
+    items = [
+        say("healthy.item", healthy.detector, percent(healthy.resolution_ns / median_ns))
+        if median_ns and healthy.resolution_ns is not None
+        else healthy.detector
+        for healthy in report.healthy
+    ]
+    return ", ".join(items) or say("healthy.none")
+
+
 def no_finding(report: Report) -> str:
     """What the absence of findings means, given what was checked."""
-    if not report.healthy:
-        return say("findings.none.unchecked")
-    return say("findings.none.checked", ", ".join(detector_name(healthy.detector) for healthy in report.healthy))
+    return say("findings.none.checked", healthy_items(report)) if report.healthy else say("findings.none.unchecked")
 
 
 def evidence(seen: Evidence) -> str:
@@ -105,10 +116,9 @@ def evidence(seen: Evidence) -> str:
 
 
 def gap_extent(group: GapGroup) -> str:
-    """Where and how many rows, in words."""
+    """Where and, if that is known, how many rows, in words."""
     concerned = who(group.ranks, group.nodes) if group.ranks or group.nodes else say("gaps.everywhere")
-    rows = say("gaps.rows.unknown") if group.count is None else say("gaps.rows", group.count)
-    return f"{concerned}, {rows}"
+    return concerned if group.count is None else f"{concerned}, {say('gaps.rows', group.count)}"
 
 
 def clock_error(clock: Clock) -> str:

@@ -21,6 +21,7 @@ from rankscope.analysis.report.phrases import (
     gain,
     gap_extent,
     head_facts,
+    healthy_items,
     no_finding,
     one_or_many,
     resolution,
@@ -77,8 +78,9 @@ def render(report: Report, *, width: int = 100, color: bool = False) -> str:
 
 def render_short(report: Report, *, width: int = 100, color: bool = False) -> str:
     """Verdict, the costliest findings, and one line each for time, what was checked, and the gaps."""
-    blocks: list[RenderableType] = [_head(report), Text()]
-    blocks += _findings(report, report.findings[:_SHORT_FINDINGS])
+    blocks: list[RenderableType] = [_head(report)]
+    if report.findings or not report.healthy:
+        blocks += [Text(), *_findings(report, report.findings[:_SHORT_FINDINGS])]
     if len(report.findings) > _SHORT_FINDINGS:
         hidden = len(report.findings) - _SHORT_FINDINGS
         blocks.append(_indented(_text(say("findings.more", hidden, len(report.findings)), "dim")))
@@ -193,6 +195,7 @@ def _time_in_a_line(report: Report) -> str:
     _, total = scale.row(split.sums, divisor=len(split.rows))
     order = sorted(range(len(split.parts)), key=lambda i: -split.sums[i])
     large = [i for i in order if split.sums[i] >= 0.01 * sum(split.sums)]
+    large = order if len(order) - len(large) == 1 else large
     names = [part_short(split.parts[i]) for i in large]
     values = [split.sums[i] for i in large]
     if len(large) < len(order):
@@ -203,8 +206,7 @@ def _time_in_a_line(report: Report) -> str:
 
 
 def _checked_in_lines(report: Report) -> list[tuple[str, str]]:
-    healthy = ", ".join(healthy.detector for healthy in report.healthy) or say("healthy.none")
-    lines = [(say("healthy"), healthy)]
+    lines = [(say("healthy"), healthy_items(report))]
     if report.not_checked:
         names = ", ".join(unchecked.detector for unchecked in report.not_checked)
         lines.append((say("not_checked"), say("not_checked.short", names)))

@@ -79,7 +79,7 @@ _ENGLISH: dict[str, str] = {
     "who.all": "the whole job",
     # finding
     "findings": "Findings",
-    "findings.none.checked": "No finding: what was checked is healthy as far as the record can show ({0}).",
+    "findings.none.checked": "No finding. What was checked is healthy, as far as the record can show: {0}.",
     "findings.none.unchecked": "No finding: nothing could be checked, so nothing says that the job is healthy.",
     "findings.more": "and {0} more, of {1} in all: see the full report",
     "finding.who": "who",
@@ -184,6 +184,7 @@ _ENGLISH: dict[str, str] = {
     "healthy.none": "nothing",
     "healthy.resolution": "sees a loss from {0} per step",
     "healthy.resolution.share": "sees a loss from {0} per step ({1})",
+    "healthy.item": "{0} (losses from {1})",
     "healthy.resolution.unknown": "smallest visible loss not known",
     "healthy.check": "check",
     "healthy.sees": "resolution",
@@ -200,7 +201,6 @@ _ENGLISH: dict[str, str] = {
     "gaps.count.unknown": "unknown",
     "gaps.everywhere": "everywhere",
     "gaps.rows": "{0} rows missing",
-    "gaps.rows.unknown": "rows missing, nobody can know how many",
     "gaps.more": "and {0} more, of {1} in all: see the full report",
     # clocks
     "clocks": "Clocks",
