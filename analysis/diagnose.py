@@ -15,9 +15,10 @@ from rankscope.analysis.detectors import NotResolvable, detectors
 from rankscope.analysis.finding import Finding, Gap, Healthy, NotChecked, Part, Report, StepSummary, Wait
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration, percent, rounded
-from rankscope.analysis.timeline import Timeline, build_timeline
+from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.links import links
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
+from rankscope.analysis.timeline.steps import agreement
 from rankscope.analysis.trace import Trace
 
 __all__ = ["ask", "conclude", "diagnose", "root_causes_first"]
@@ -35,6 +36,8 @@ _EMPTY = {
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
 _CONSEQUENCES = {"slow_rank": ("uneven_work", "slow_link"), "slow_link": ("uneven_work",)}
+_OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
+_SAME_STEP = 0.9  # share of the collectives that must be in the same step on all their ranks
 _MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentions
 
 
@@ -42,19 +45,30 @@ def diagnose(trace: Trace) -> Report:
     """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down."""
     said = trace.table("gaps").collect()
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
-    report = conclude(build_timeline(trace), addresses, said)
-    environment = {key: str(value) for key, value in sorted(_environment(trace.run).items())}
-    return replace(report, path=trace.path, source=trace.source, environment=environment)
+    report = conclude(build_timeline(trace), addresses, said, trace.reader.cannot())
+    return replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
 
 
-def conclude(timeline: Timeline, addresses: Mapping[int, Iterable[str]], said: pl.DataFrame) -> Report:
-    """The report on a timeline; `said` is the table `gaps`, which tells what collectors were off."""
+def conclude(
+    timeline: Timeline,
+    addresses: Mapping[int, Iterable[str]],
+    said: pl.DataFrame,
+    cannot: Mapping[str, str],
+) -> Report:
+    """The report on a timeline.
+
+    `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow.
+    """
     tables = _judged_only(timeline, addresses)
-    findings, healthy, not_checked = ask(detectors(), tables, said)
-    findings = root_causes_first(findings)
+    reasons = _EMPTY | dict(cannot)
+    if not _comparable(timeline):
+        tables["breakdown"] = tables["breakdown"].clear()
+        reasons["breakdown"] = _OUT_OF_STEP
+    found, healthy, not_checked = ask(detectors(), tables, said, reasons)
+    findings = root_causes_first(found)
     steps = _summary(timeline.steps)
     seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
-    world_size = timeline.ranks["world_size"].max()
+    world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
     return Report(
         path="",
         source="",
@@ -70,7 +84,7 @@ def conclude(timeline: Timeline, addresses: Mapping[int, Iterable[str]], said: p
         waits=tuple(
             Wait(rank=rank, waited_ns=ns) for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
         ),
-        gaps=(*timeline.gaps, *_without_steps(timeline.ranks, timeline.steps)),
+        gaps=(*timeline.gaps, *_incomplete(timeline.steps)),
         clocks=tuple(timeline.clocks),
         matched_fraction=timeline.matched_fraction,
         step_ns=_lengths(tables["steps"]),
@@ -78,21 +92,28 @@ def conclude(timeline: Timeline, addresses: Mapping[int, Iterable[str]], said: p
 
 
 def ask(
-    modules: Mapping[str, ModuleType], tables: Tables, said: pl.DataFrame
+    modules: Mapping[str, ModuleType],
+    tables: Tables,
+    said: pl.DataFrame,
+    reasons: Mapping[str, str],
 ) -> tuple[list[Finding], list[Healthy], list[NotChecked]]:
-    """Ask every detector: each ends in findings, or in healthy, or in not checked with the reason."""
+    """Ask every detector: each ends in findings, or in healthy, or in not checked with the reason.
+
+    `reasons` says why a table that is missing or empty is so.
+    """
     findings: list[Finding] = []
     healthy: list[Healthy] = []
     not_checked: list[NotChecked] = []
     for name, module in modules.items():
         try:
-            found = _with_tables(module.detect, tables)
+            found = _with_tables(module.detect, tables, reasons)
             findings += found
             blind = _blind(module, said)
             if blind:
                 not_checked.append(NotChecked(detector=name, why=blind))
             elif not found:
-                healthy.append(Healthy(detector=name, resolution_ns=_with_tables(module.resolution_ns, tables)))
+                resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
+                healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
             not_checked.append(NotChecked(detector=name, why=_blind(module, said) or str(reason)))
         except Exception as error:  # one broken detector must not take the others' findings away
@@ -121,13 +142,13 @@ def _follows(finding: Finding, cause: Finding) -> bool:
     return finding.detector in _CONSEQUENCES.get(cause.detector, ()) and about_the_same and costs_no_more
 
 
-def _with_tables(function: Callable[..., Any], tables: Tables) -> Any:  # noqa: ANN401 - what the function returns
+def _with_tables(function: Callable[..., Any], tables: Tables, reasons: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever the function returns
     """Call a detector's function with the tables that its parameters name."""
     parameters = inspect.signature(function).parameters.values()
     wanted = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     for name in wanted:
         if name not in tables or tables[name].is_empty():
-            raise NotResolvable(_EMPTY.get(name, f"the table '{name}' was not recorded"))
+            raise NotResolvable(reasons.get(name, f"the table '{name}' was not recorded"))
     return function(*(tables[name] for name in wanted))
 
 
@@ -141,6 +162,12 @@ def _blind(module: ModuleType, said: pl.DataFrame) -> str | None:
     ranks = off["rank"].drop_nulls().unique().sort().to_list()
     where = f" on {named('rank', ranks)}" if ranks else ""
     return f"collector {off['source'][0]}{where}: {off['why'][0]}"
+
+
+def _comparable(timeline: Timeline) -> bool:
+    """Whether a step number means the same step on all ranks, as far as their collectives tell."""
+    same = agreement(timeline.steps, timeline.collectives.drop("step"))
+    return same is None or same >= _SAME_STEP
 
 
 def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> dict[str, pl.DataFrame]:
@@ -190,11 +217,11 @@ def _lengths(steps: pl.DataFrame) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(rows["ns"].to_list()) for (rank,), rows in lengths.group_by("rank", maintain_order=True)}
 
 
-def _without_steps(ranks: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
-    """The ranks that were seen but not in any step, so that nothing is said about them."""
-    why = "no step of this rank was seen, so it is not compared with the others"
-    absent = ranks.join(steps, on="rank", how="anti").sort("rank")
-    return [Gap(table="steps", rank=rank, node=None, count=None, why=why) for rank in absent["rank"]]
+def _incomplete(steps: pl.DataFrame) -> list[Gap]:
+    """The steps that were set aside because a rank lacks them."""
+    count = steps.filter(pl.col("aside") == "incomplete")["step"].n_unique()
+    why = f"{counted(count, 'step')} not judged, since not all ranks have them"
+    return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []
 
 
 def _not_observed(ranks: pl.DataFrame) -> list[NotChecked]:
@@ -206,16 +233,12 @@ def _not_observed(ranks: pl.DataFrame) -> list[NotChecked]:
     return [NotChecked(detector="device_time", why=why)]
 
 
-def _environment(run: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Node 0's launch, flat: versions and settings by name."""
-    launch = run.get(min(run, default=0), {})
-    flat: dict[str, Any] = {}
-    for key, value in launch.items():
-        if isinstance(value, Mapping):
-            flat |= value
-        elif isinstance(value, (str, int, float)):
-            flat[key] = value
-    return flat
+def _environment(run: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """What the first node's agent wrote about the launch: command, host, versions, settings."""
+    first = run.get(min(run, default=0), {})
+    command = " ".join(first.get("launch", {}).get("command", ()))
+    said = {"command": command, "hostname": first.get("hostname", ""), **first.get("versions", {})}
+    return {name: str(value) for name, value in said.items() if value != ""}
 
 
 def _verdict(

@@ -24,7 +24,7 @@ from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Estimate, StepGrid, step_grid
 
-__all__ = ["NotResolvable", "Price", "detectors", "judged_grid", "longest_regions", "price"]
+__all__ = ["NotResolvable", "Price", "detectors", "judged_grid", "longest_regions", "peers_grid", "price"]
 
 _MIN_STEPS = 5
 
@@ -55,6 +55,16 @@ def judged_grid(breakdown: pl.DataFrame) -> StepGrid:
     grid = step_grid(breakdown)
     if len(grid.steps) < _MIN_STEPS:
         raise NotResolvable(f"{counted(len(grid.steps), 'judged step')}, at least {_MIN_STEPS} are needed")
+    return grid
+
+
+def peers_grid(breakdown: pl.DataFrame) -> StepGrid:
+    """The same, for detectors that compare ranks which wait for each other."""
+    grid = judged_grid(breakdown)
+    if len(grid.ranks) < 2:
+        raise NotResolvable("only one rank was seen, so there is no peer to compare it with")
+    if not grid.blocked.any():
+        raise NotResolvable("no rank was seen blocked on communication, so nobody is known to wait for anybody")
     return grid
 
 

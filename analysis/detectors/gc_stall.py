@@ -52,8 +52,8 @@ def detect(
     return [
         Finding(
             detector="gc_stall",
-            title=f"Garbage collection{_generation(regions)} stops {named('rank', ranks)} for {duration(longest[shows].mean())} "
-            f"{every_nth(times, len(shows))}",
+            title=f"Garbage collection{_generation(regions)} stops {named('rank', ranks)} for "
+            f"{duration(longest[shows].mean())} {every_nth(times, len(shows))}",
             where="gc",
             advice="Collect once after warm-up and gc.freeze(), or gc.disable() and gc.collect() on all ranks in "
             "the same step; look for gc.collect() in the loop.",

@@ -35,7 +35,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.detectors import peers_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
@@ -69,7 +69,7 @@ def detect(
     min_z: float = 5.0,
 ) -> list[Finding]:
     """Name the ranks whose own time is longer than their peers', the costliest first."""
-    grid = _with_peers(breakdown)
+    grid = peers_grid(breakdown)
     excess = above_peers(grid.own)
     slow: list[_Slow] = []
     for row in range(len(grid.ranks)):
@@ -86,16 +86,9 @@ def detect(
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.03, min_z: float = 5.0) -> int:
     """The smallest constant excess that would have been reported of any rank."""
-    grid = _with_peers(breakdown)
+    grid = peers_grid(breakdown)
     excess = above_peers(grid.own)
     return round(max(min_fraction * grid.step_ns, min_z * max(_scatter(excess, row) for row in range(len(excess)))))
-
-
-def _with_peers(breakdown: pl.DataFrame) -> StepGrid:
-    grid = judged_grid(breakdown)
-    if len(grid.ranks) < 2:
-        raise NotResolvable("only one rank was seen, so there is no peer to compare it with")
-    return grid
 
 
 def _scatter(excess: Floats, row: int) -> float:

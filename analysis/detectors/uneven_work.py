@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.detectors import NotResolvable, peers_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, estimate
@@ -75,9 +75,7 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.10) -> int
 
 
 def _imbalance(breakdown: pl.DataFrame) -> tuple[StepGrid, Estimate]:
-    grid = judged_grid(breakdown)
-    if len(grid.ranks) < 2:
-        raise NotResolvable("only one rank was seen, so there is no peer to compare it with")
+    grid = peers_grid(breakdown)
     return grid, estimate(grid.own.max(axis=0) - grid.own.mean(axis=0))
 
 

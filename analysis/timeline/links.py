@@ -64,5 +64,5 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
         .filter(pl.col("sent_bytes") > 0)
         .sort("node", "peer_node")
         .select(LINKS.names())
-        .cast(LINKS)  # type: ignore[arg-type]
+        .cast(LINKS)
     )

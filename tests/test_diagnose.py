@@ -1,0 +1,210 @@
+"""From a run written by hand to the report: what is found, what is healthy, what could not be checked, and the sums."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, detectors
+from rankscope.analysis.diagnose import ask, diagnose, root_causes_first
+from rankscope.analysis.finding import Finding, NotChecked
+from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.trace import Trace
+from rankscope.collectors.schema import TABLES
+
+MS = 1_000_000
+STEPS = 12  # the first 2 are warm-up
+
+
+class Tables:
+    """A run that is in memory: rows by table, as a reader gives them."""
+
+    def __init__(self, rows):
+        self.frames = {
+            name: pl.DataFrame(rows.get(name, []), schema_of(name), strict=False, infer_schema_length=None)
+            for name in TABLES
+        }
+
+    def tables(self):
+        return tuple(name for name, frame in self.frames.items() if len(frame))
+
+    def read(self, name):
+        return self.frames[name]
+
+    def gaps(self):
+        return []
+
+    def cannot(self):
+        return {}
+
+
+def run(backward_ms, *, world_size=None, device="cpu", gaps=(), steps=STEPS, recorded=True):
+    """A run whose ranks compute 60 ms forward, then backward as given, reduce in 10 ms and optimize in 10 ms."""
+    last = max(backward_ms.values())
+    length = 60 + last + 10 + 10
+    rows = {name: [] for name in TABLES} | {"gaps": list(gaps)}
+    for rank, own in backward_ms.items():
+        by = {"rank": rank, "node": 0, "attempt": 0}
+        rows["ranks"].append(
+            by | {"start_ns": 0, "local_rank": rank, "world_size": world_size or len(backward_ms), "device": device}
+        )
+        rows["groups"].append(by | {"start_ns": 0, "group_id": 7, "name": "0", "backend": "gloo", "members": "0-3"})
+        rows["groups"][-1]["members"] = ",".join(str(r) for r in backward_ms)
+        for step in range(steps):
+            at = step * length
+            arrived, done = at + 60 + own, at + 60 + last + 10
+
+            def region(kind, start, end, by=by):
+                span = {"start_ns": start * MS, "end_ns": end * MS, "kind": kind, "name": kind, "thread": 0}
+                rows["regions"].append(by | span)
+
+            region("user", at, at + 1)
+            region("backward", at + 60, arrived)
+            if recorded:
+                region("wait", arrived, done)
+            region("optimizer", done, done + 10)
+            call = {
+                "start_ns": arrived * MS,
+                "issued_ns": arrived * MS,
+                "end_ns": done * MS,
+                "group_id": 7,
+                "seq": step,
+            }
+            what = {"op": "allreduce", "dtype": "float32", "is_async": True, "peer": -1, "tag": 0, "size_bytes": 4}
+            if recorded:
+                rows["collectives"].append(by | call | what | {"thread": 0})
+    return Trace(path="by hand", source="native", run={}, reader=Tables(rows))
+
+
+def not_checked(report):
+    return {n.detector: n.why for n in report.not_checked}
+
+
+def test_slow_rank_of_a_run_is_the_verdict():
+    """Rank 1's backward takes 30 ms longer than rank 0's 40: steps of 150 ms, of which it costs 30."""
+    report = diagnose(run({0: 40, 1: 70}))
+    assert report.verdict == (
+        "Rank 1 is slow: it computes 30.0 ms longer per step than its peers (20 % of the 150 ms step) "
+        "and 1 rank waits for it."
+    )
+    (finding,) = report.findings
+    assert (finding.detector, finding.ranks, finding.where) == ("slow_rank", (1,), "backward")
+    assert (finding.lost_ns_per_step, finding.lost_ns_total) == (30 * MS, 300 * MS)
+    assert (report.steps.count, report.steps.warmup, report.steps.median_ns) == (10, 2, 150 * MS)
+    assert {h.detector for h in report.healthy} == {"gc_stall", "uneven_work"}
+    assert set(not_checked(report)) == {"input_stall", "slow_link"}
+
+
+def test_breakdown_sums_to_the_step_and_waits_are_the_peers_lateness():
+    report = diagnose(run({0: 40, 1: 70, 2: 40}))
+    for rank in report.ranks:
+        assert sum(p.ns_per_step for p in report.breakdown if p.rank == rank) == 150 * MS
+    assert [(w.rank, w.waited_ns) for w in report.waits] == [(0, STEPS * 30 * MS), (1, 0), (2, STEPS * 30 * MS)]
+    assert report.step_ns == dict.fromkeys(range(3), (150 * MS,) * 10)
+
+
+def test_healthy_run_says_so_and_says_what_it_could_have_seen():
+    report = diagnose(run({0: 40, 1: 40, 2: 40, 3: 40}))
+    assert report.verdict == "No bottleneck found in 10 judged steps of 4 ranks."
+    assert report.findings == ()
+    assert {h.detector: h.resolution_ns for h in report.healthy}["slow_rank"] == round(0.03 * 120 * MS)
+
+
+def test_missing_ranks_are_in_the_verdict():
+    report = diagnose(run({0: 40, 2: 40}, world_size=4))
+    assert report.verdict.endswith("; ranks 1,3 of 4 were not recorded.")
+
+
+def test_what_cannot_be_judged_is_not_called_healthy():
+    assert diagnose(run({0: 40}, world_size=1)).findings == ()
+    alone = not_checked(diagnose(run({0: 40}, world_size=1)))
+    assert "no peer" in alone["slow_rank"]
+    few = diagnose(run({0: 40, 1: 70}, steps=5))
+    assert few.verdict == "Cannot judge: 3 judged steps, at least 5 are needed."
+    none = diagnose(run({0: 40, 1: 70}, steps=0))
+    assert none.verdict.startswith("Cannot judge: ")
+    assert (none.healthy, none.findings, none.breakdown) == ((), (), ())
+
+
+def test_without_communication_nobody_can_be_blamed():
+    assert "nobody is known to wait" in not_checked(diagnose(run({0: 40, 1: 70}, recorded=False)))["slow_rank"]
+
+
+def test_accelerators_are_said_to_be_unobserved():
+    assert "H100" in not_checked(diagnose(run({0: 40, 1: 40}, device="NVIDIA H100")))["device_time"]
+
+
+def test_collector_that_was_off_makes_its_detector_unchecked():
+    off = {"rank": 1, "table": "*", "source": "gc_pauses", "why": "collector left off by RANKSCOPE_DISABLE"}
+    report = diagnose(run({0: 40, 1: 40}, gaps=[off]))
+    assert not_checked(report)["gc_stall"] == "collector gc_pauses on rank 1: collector left off by RANKSCOPE_DISABLE"
+    assert "gc_stall" not in {h.detector for h in report.healthy}
+
+
+def test_detector_that_fails_is_loud_and_does_not_take_the_others_down(capsys):
+    def broken(steps):
+        raise ZeroDivisionError("division by zero")
+
+    def unsure(steps):
+        raise NotResolvable("it is foggy")
+
+    modules = {name: SimpleNamespace(detect=detect, collectors=()) for name, detect in (("a", broken), ("b", unsure))}
+    said = pl.DataFrame(schema=schema_of("gaps"))
+    _, healthy, unchecked = ask(modules, {"steps": pl.DataFrame({"step": [1]})}, said, {})
+    assert healthy == []
+    assert unchecked == [
+        NotChecked(detector="a", why="the detector failed: ZeroDivisionError: division by zero"),
+        NotChecked(detector="b", why="it is foggy"),
+    ]
+    assert "detector 'a'" in capsys.readouterr().err
+
+
+def test_missing_table_is_the_reason_why_no_detector_that_reads_it_was_asked():
+    said = pl.DataFrame(schema=schema_of("gaps"))
+    _, _, unchecked = ask(detectors(), {}, said, {"breakdown": "it is dark"})
+    assert {n.why for n in unchecked} == {"it is dark"}
+
+
+def test_ranks_out_of_step_are_not_compared():
+    """Rank 1 has two steps to each of rank 0's."""
+    trace = run({0: 40, 1: 70})
+    rows = trace.reader.frames["regions"].to_dicts()
+    ends = [row for row in rows if (row["rank"], row["kind"]) == (1, "optimizer")]
+    halves = [row | {"start_ns": row["start_ns"] - 70 * MS, "end_ns": row["start_ns"] - 65 * MS} for row in ends]
+    trace.reader.frames["regions"] = pl.DataFrame([*rows, *halves], schema_of("regions"))
+    report = diagnose(trace)
+    assert report.findings == report.healthy == ()
+    assert report.verdict.startswith("Cannot judge: the ranks number their steps differently")
+
+
+def finding(detector, lost, ranks=()):
+    return Finding(
+        detector=detector,
+        severity="high",
+        title="",
+        where="",
+        advice="",
+        ranks=ranks,
+        lost_ns_per_step=lost,
+        lost_ns_total=lost,
+        lost_fraction=0.1,
+        uncertainty_ns=0,
+        gain_fraction=0.1,
+    )
+
+
+def test_consequence_follows_its_cause_and_names_it():
+    found = [
+        finding("gc_stall", 20, (3,)),
+        finding("uneven_work", 25, (0, 1, 2)),
+        finding("slow_rank", 30, (2,)),
+        finding("uneven_work", 40, (0, 1, 2)),
+    ]
+    ordered = root_causes_first(found)
+    assert [(f.detector, f.lost_ns_per_step, f.caused_by) for f in ordered] == [
+        ("uneven_work", 40, None),
+        ("slow_rank", 30, None),
+        ("uneven_work", 25, "slow_rank"),
+        ("gc_stall", 20, None),
+    ]
