@@ -197,7 +197,7 @@ class _TableWriter:
                 self._next_part = self._part.number + 1
             self._part.write(batch)
         except OSError as error:
-            self.why = error.strerror or str(error)
+            self.why = os.strerror(error.errno) if error.errno else str(error)
             self._retry_at = time.monotonic() + RETRY_S
             if self._part:
                 self._part.abandon(folder)

@@ -1,8 +1,8 @@
 """The ranks' TCP connections to other nodes, summed per rank and remote address.
 
-Device: `rank3>10.0.0.2`. Cumulative, over all sockets that were seen: `bytes_sent` (and acknowledged),
-`bytes_received`, `retransmits` (segments), `busy_s` (data under way), and the parts of it in which the receiver's
-window (`rwnd_limited_s`) or the own buffer (`sndbuf_limited_s`) was the limit. Momentary: `rtt_s` (mean of the sockets that
+Device: `rank3>10.0.0.2`. Cumulative, over all sockets that were seen: `bytes_sent` (acknowledged), `bytes_received`,
+`retransmits` (segments), `busy_s` (data under way), and the parts of it in which the receiver's window
+(`rwnd_limited_s`) or the own buffer (`sndbuf_limited_s`) was the limit. Momentary: `rtt_s` (mean of the sockets that
 sent since the last reading, weighted by what they sent; absent if none did), `min_rtt_s`, `notsent_bytes`, `sockets`.
 
 Source: Linux sock_diag(7), `struct tcp_info`.

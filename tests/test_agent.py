@@ -1,0 +1,510 @@
+"""The agent as a process, fed by ranks that are processes: what is on disk after which accident."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from rankscope.collectors import writer
+from rankscope.collectors.drain import Ring as RingReader
+from rankscope.collectors.ring import Ring
+from rankscope.collectors.schema import RECORD, RING_SLOTS, RecordType
+from rankscope.collectors.writer import SEAL_ROWS, Partition, RunFolder, read_live
+
+AGENT = [sys.executable, "-m", "rankscope.collectors.agent"]
+NS_PER_S = 1_000_000_000
+
+# A rank that does what it is told, line by line, and answers each line when it has done it.
+RANK = """
+import json, os, signal, socket, sys, threading, time
+from rankscope.collectors.ring import Ring
+from rankscope.collectors.schema import RECORD, RING_SLOTS, RecordType as T
+
+name, hello = sys.argv[1], json.loads(sys.argv[2])
+ring = Ring()
+agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+agent.connect("\\0" + name)
+hello |= {"type": "hello", "pid": os.getpid(), "main_thread": threading.get_ident(), "start_ns": time.perf_counter_ns()}
+socket.send_fds(agent, [json.dumps(hello).encode()], [ring.fd])
+print(agent.recv(4096).decode(), flush=True)
+
+def say(**message):
+    agent.send(json.dumps(message).encode())
+
+def regions(count, first=0):
+    for i in range(first, first + count):
+        ring.region(1, 0, i, i + 1)
+
+for line in sys.stdin:
+    exec(line)
+    print("done", flush=True)
+"""
+HELLO = {
+    "rank": 0,
+    "local_rank": 0,
+    "world_size": 1,
+    "node": 0,
+    "attempt": 0,
+    "hostname": "host",
+    "device": "cpu",
+    "torch": "2.13.0",
+    "python": "3.11.7",
+    "command": "train.py",
+}
+
+
+class Rank:
+    """A rank process; `do` returns when the rank has done it."""
+
+    def __init__(self, name: str, *prefix: str, **hello: object) -> None:
+        command = [*prefix, sys.executable, "-c", RANK, name, json.dumps(HELLO | hello)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.reply = json.loads(self.process.stdout.readline())
+
+    def do(self, *lines: str) -> None:
+        for line in lines:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            assert self.process.stdout.readline() == "done\n"
+
+    def bye(self) -> None:
+        self.do("say(type='bye', dropped=0)")
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+class Agent:
+    """An agent process that is ready."""
+
+    def __init__(self, out: Path, *options: str, prefix: tuple[str, ...] = ()) -> None:
+        self.name = f"rankscope-test-{uuid.uuid4().hex}"
+        self.out = out
+        command = [*prefix, *AGENT, "--socket", self.name, "--out", str(out), "--until-stdin-closes", *options]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.port = json.loads(self.process.stdout.readline())["port"]
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        assert self.process.wait(20) == 0
+
+
+@pytest.fixture
+def started():
+    """Append processes to have them ended after the test, whatever happens."""
+    processes = []
+    yield processes
+    for each in processes:
+        if each.process.poll() is None:
+            each.process.kill()
+        each.process.wait()
+
+
+@pytest.fixture
+def agent(tmp_path, started):
+    agent = Agent(tmp_path / "run")
+    started.append(agent)
+    return agent
+
+
+@pytest.fixture
+def rank(agent, started):
+    rank = Rank(agent.name)
+    started.append(rank)
+    return rank
+
+
+def table(run: Path, name: str, partition: str = "*") -> pl.DataFrame:
+    """All sealed parts, in the order of their names."""
+    return pl.concat([pl.scan_ipc(f).collect() for f in sorted(run.glob(f"{name}/{partition}/*.arrow"))])
+
+
+def why(run: Path, partition: str) -> dict[str, int | None]:
+    return dict(table(run, "gaps", partition).select("why", "count").iter_rows())
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def live_rows(run: Path, name: str) -> int:
+    files = list(run.glob(f"{name}/*/*.arrow"))
+    return sum(read_live(file).num_rows for file in files if file.stat().st_size > 8)
+
+
+def state(run: Path, node: int = 0) -> dict[str, object]:
+    return json.loads((run / "run" / f"node={node:05d}.json").read_text())
+
+
+def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
+    rank.do(
+        "say(type='string', id=7, name='forward')",
+        "say(type='group', id=42, name='0', backend='gloo', role='dp', members='0-3', start_ns=5)",
+        "say(type='gap', table='memory', source='memory', start_ns=1, end_ns=2, count=3, why='because')",
+        "ring.region(1, 7, 10, 20, microbatch=4)",
+        "threading.Thread(target=ring.region, args=(2, 7, 30, 40)).start()",
+        # all-reduce of float32, asynchronous, 4096 bytes, from the main thread; then its end
+        "n = ring.write(T.COLLECTIVE, 1, 2 | 1 << 8, 0, 50, 51, 42, 4096, 1)",
+        "ring.write(T.DONE, 0, 0, 0, 60, n, 0, 0, 0)",
+        # send to rank 3 with tag 9, not known to be asynchronous, from another thread, never ends
+        "ring.write(T.COLLECTIVE, 18, 5 | 2 << 8, 1, 70, 71, 42, 8, (3 + 1) << 32 | 9 << 16)",
+        "ring.write(T.STEP, 0, 0, 0, 80, threading.get_ident(), 0, 0, 0)",
+        "ring.write(T.MEMORY, 0, 0, 7, 90, 1000, 0, 0, 0)",
+    )
+    rank.bye()
+    agent.end()
+    run = agent.out
+    assert table(run, "strings", "rank=00000").rows() == [(7, "forward")]
+    assert table(run, "groups").rows() == [(5, 42, "0", "gloo", "dp", "0-3")]
+    assert table(run, "gaps", "rank=00000").rows() == [(1, 2, "memory", "memory", 3, "because")]
+    assert table(run, "regions").rows() == [(10, 20, 1, 7, 0, 4, None), (30, 40, 2, 7, 1, None, None)]
+    assert table(run, "collectives").rows() == [
+        (50, 51, 60, 42, 0, 1, 2, True, -1, 0, 4096, 0, 3),
+        (70, 71, None, 42, 1, 18, 5, None, 3, 9, 8, 65535, 5),
+    ]
+    assert table(run, "steps").rows() == [(80, 0)]
+    assert table(run, "memory").rows() == [(90, 7, 1000)]
+    assert table(run, "ranks").select("local_rank", "world_size", "node", "pid", "torch").rows() == [
+        (0, 1, 0, rank.process.pid, "2.13.0")
+    ]
+    assert {peer for peer, *_ in table(run, "clocks").rows()} == {-1}
+    assert state(run)["state"] == "closed"
+    assert state(run)["ranks"] == [
+        {"rank": 0, "attempt": 0, "pid": rank.process.pid, "bye": True, "ended": True},
+    ]
+
+
+def test_end_that_comes_after_its_row_was_written_is_a_completion(agent, rank):
+    rank.do("n = ring.write(T.COLLECTIVE, 1, 2, 0, 50, 51, 42, 8, 1)")
+    wait_for(lambda: live_rows(agent.out, "collectives") == 1)
+    rank.do("ring.write(T.DONE, 0, 0, 0, 99, n, 0, 0, 0)")
+    rank.bye()
+    agent.end()
+    assert table(agent.out, "collectives")["end_ns"].to_list() == [None]
+    assert table(agent.out, "completions").rows() == [(99, 1)]
+
+
+def test_rank_killed_in_the_middle_of_a_record_loses_that_record_only(agent, rank):
+    rank.do(
+        "regions(1000)",
+        "n = ring.write.__closure__[0].cell_contents()",  # takes the next number, 1001
+        "RECORD.pack_into(ring._memory, n * RECORD.size, n, T.REGION, *[0] * 9)",  # the second number is not there yet
+    )
+    rank.process.kill()
+    rank.process.wait()
+    agent.end()
+    assert table(agent.out, "regions")["start_ns"].to_list() == list(range(1000))
+    gaps = why(agent.out, "rank=00000")
+    assert gaps["records that a thread began and did not complete within a second"] == 1
+    assert any("ended without a goodbye" in text for text in gaps)
+    assert state(agent.out)["ranks"][0]["bye"] is False
+
+
+def test_rank_that_dies_is_noticed_although_its_child_holds_the_connection(agent, rank):
+    rank.do("child = os.fork() or (time.sleep(60), os._exit(0))", "regions(5)", "print(child, file=sys.stderr)")
+    children = Path(f"/proc/{rank.process.pid}/task/{rank.process.pid}/children").read_text().split()
+    rank.process.kill()
+    rank.process.wait()
+    try:
+        agent.end()
+    finally:
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+    assert table(agent.out, "regions").height == 5
+
+
+def test_killed_agent_leaves_files_that_can_be_read(agent, rank):
+    rank.do("regions(1000)")
+    wait_for(lambda: live_rows(agent.out, "regions") == 1000)
+    agent.process.kill()
+    agent.process.wait()
+    (part,) = agent.out.glob("regions/rank=00000/*.arrow")
+    assert part.name == "a0-part-0000.arrow"
+    assert read_live(part)["start_ns"].to_pylist() == list(range(1000))
+    # as after a crash of the machine, with the last batch torn
+    part.write_bytes(part.read_bytes()[:-100])
+    assert read_live(part).num_rows < 1000
+    assert state(agent.out)["state"] == "running"
+
+
+def test_overwritten_records_are_counted_exactly(agent, rank):
+    """100,000 records while the agent stands still: the ring holds the last 65,536, the others are lost."""
+    agent.process.send_signal(signal.SIGSTOP)
+    rank.do("regions(100_000)")
+    agent.process.send_signal(signal.SIGCONT)
+    rank.bye()
+    agent.end()
+    rows = table(agent.out, "regions")["start_ns"].to_list()
+    assert rows == list(range(34_464, 100_000))
+    (count,) = why(agent.out, "rank=00000").values()
+    assert count == 34_464
+
+
+def test_terminated_agent_seals_its_files_while_the_rank_goes_on(agent, rank):
+    rank.do("regions(10)")
+    for harmless in (signal.SIGINT, signal.SIGHUP):
+        agent.process.send_signal(harmless)
+    agent.process.terminate()
+    assert agent.process.wait(20) == 0
+    assert table(agent.out, "regions").height == 10
+    assert list(why(agent.out, "rank=00000")) == ["the agent was asked to end while the rank was still running"]
+    assert rank.process.poll() is None
+
+
+def test_agent_outlives_its_launcher_as_long_as_a_rank_lives(agent, rank):
+    agent.process.stdin.close()
+    rank.do("regions(1)")
+    wait_for(lambda: live_rows(agent.out, "regions") == 1)
+    rank.do("regions(1)")
+    rank.bye()
+    assert agent.process.wait(20) == 0
+    assert table(agent.out, "regions").height == 2
+
+
+def test_restarted_rank_gets_files_of_its_own(agent, started):
+    for attempt in (0, 1, 1):  # the last: a second job in the same run
+        rank = Rank(agent.name, attempt=attempt)
+        started.append(rank)
+        rank.do("regions(1)")
+        rank.bye()
+    agent.end()
+    names = sorted(path.name for path in agent.out.glob("regions/rank=00000/*"))
+    assert names == ["a0-part-0000.arrow", "a1-part-0000.arrow", "a2-part-0000.arrow"]
+
+
+def test_two_ranks_do_not_mix(agent, started):
+    ranks = [Rank(agent.name, rank=r) for r in (0, 1)]
+    started.extend(ranks)
+    for index, rank in enumerate(ranks):
+        rank.do(f"regions(3, {index * 100})")
+    for rank in ranks:
+        rank.bye()
+    agent.end()
+    assert table(agent.out, "regions", "rank=00001")["start_ns"].to_list() == [100, 101, 102]
+
+
+def test_message_that_makes_no_sense_is_a_gap_and_no_more(agent, rank):
+    rank.do("agent.send(b'nonsense')", "say(type='string', id=-1, name='x')", "say(type='string', id=1, name='y')")
+    rank.bye()
+    agent.end()
+    assert table(agent.out, "strings", "rank=00000").rows() == [(1, "y")]
+    assert sum("was not understood" in text for text in why(agent.out, "node=00000")) == 2
+
+
+def test_no_rank_at_all_is_said(agent):
+    agent.end()
+    assert any(text.startswith("no rank reported") for text in why(agent.out, "node=00000"))
+    assert state(agent.out)["state"] == "closed"
+
+
+def test_second_agent_of_a_node_leaves_quietly(agent, tmp_path):
+    command = [*AGENT, "--socket", agent.name, "--out", str(tmp_path / "other")]
+    second = subprocess.run(command, capture_output=True, timeout=20)
+    assert (second.returncode, second.stdout, second.stderr) == (0, b"", b"")
+    assert not (tmp_path / "other").exists()
+
+
+def test_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = [*AGENT, "--socket", uuid.uuid4().hex, "--out", str(tmp_path / "file" / "run")]
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert failed.stderr.startswith("rankscope: nothing is recorded: cannot write to")
+    assert failed.stderr.count("\n") == 1
+
+
+def test_launch_is_kept_with_the_run(tmp_path, started):
+    agent = Agent(tmp_path / "run", "--launch", '{"command": "run", "argv": ["train.py"]}')
+    started.append(agent)
+    agent.end()
+    assert state(agent.out)["launch"] == {"command": "run", "argv": ["train.py"]}
+
+
+def test_hole_is_waited_for_and_then_counted():
+    """Record 3 is never finished: 1 and 2 come at once, 4 after a second."""
+    ring = Ring()
+    reader = RingReader(ring.fd)
+    for start in (1, 2, 3, 4):
+        ring.region(0, 0, start, 0)
+    RECORD.pack_into(ring._memory, 3 * RECORD.size, *[0] * 11)
+    assert reader.read(0)["q0"].tolist() == [1, 2]
+    assert reader.read(NS_PER_S - 1)["q0"].tolist() == []
+    assert reader.read(NS_PER_S)["q0"].tolist() == [4]
+    assert (reader.unfinished, reader.overwritten) == (1, 0)
+
+
+def test_late_record_is_not_lost():
+    ring = Ring()
+    reader = RingReader(ring.fd)
+    ring.region(0, 0, 1, 0)
+    ring.region(0, 0, 2, 0)
+    first = bytes(ring._memory[RECORD.size : 2 * RECORD.size])
+    RECORD.pack_into(ring._memory, RECORD.size, *[0] * 11)
+    assert reader.read(0)["q0"].tolist() == []
+    ring._memory[RECORD.size : 2 * RECORD.size] = first
+    assert reader.read(1)["q0"].tolist() == [1, 2]
+    assert reader.unfinished == 0
+
+
+def test_ring_is_read_across_its_end():
+    ring = Ring()
+    reader = RingReader(ring.fd)
+    read = []
+    for start in range(0, 3 * RING_SLOTS, 50_000):
+        for i in range(start, start + 50_000):
+            ring.write(RecordType.STEP, 0, 0, 0, i, 0, 0, 0, 0)
+        read += reader.read(0)["q0"].tolist()
+    assert read == list(range(200_000))
+    assert (reader.unfinished, reader.overwritten) == (0, 0)
+
+
+def test_full_part_is_sealed_in_order_and_the_next_begins(tmp_path):
+    """70,000 steps, last first: 65,536 in a sealed part, the rest in a live one."""
+    tables = Partition(RunFolder(tmp_path), "rank=00000", "a0-")
+    ends = list(range(70_000, 0, -1))
+    tables.add("steps", {"end_ns": ends, "thread": [0] * 70_000})
+    tables.flush()
+    folder = tmp_path / "steps" / "rank=00000"
+    sealed = pl.scan_ipc(folder / "a0-part-0000.arrow").collect()
+    assert sealed["end_ns"].to_list() == sorted(ends[:SEAL_ROWS])
+    assert read_live(folder / "a0-part-0001.arrow").num_rows == 70_000 - SEAL_ROWS
+    tables.close()
+    assert table(tmp_path, "steps").height == 70_000
+
+
+def test_rows_that_fit_no_schema_are_refused(tmp_path):
+    tables = Partition(RunFolder(tmp_path), "rank=00000")
+    with pytest.raises(ValueError, match=r"strings\.name is null"):
+        tables.add_row("strings", {"name_id": 1, "name": None})
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and network namespaces need root")
+
+
+def tried(*command: str) -> None:
+    """Run `command`, or skip the test if this machine does not allow it."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    tried("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk))
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@needs_root
+def test_full_disk_costs_rows_that_are_counted_and_nothing_else(small_disk, started):
+    """15,000 rows that do not compress take 380 kB: twice they fit, the third time they do not."""
+    agent = Agent(small_disk / "run")
+    started.append(agent)
+    rank = Rank(agent.name)
+    started.append(rank)
+    rank.do("import random", "rand = random.Random(1).getrandbits")
+    write = "[ring.region(1, rand(20), rand(62), rand(62), rand(30), rand(30)) for _ in range(15_000)]"
+    for rows in (15_000, 30_000):
+        rank.do(write)
+        wait_for(lambda rows=rows: live_rows(agent.out, "regions") == rows)
+    rank.do(write)
+    rank.bye()
+    agent.end()
+    assert live_rows(agent.out, "regions") == 30_000
+    (part,) = agent.out.glob("gaps/rank=*/*")
+    (gap,) = read_live(part).to_pylist()
+    assert (gap["table"], gap["count"]) == ("regions", 15_000)
+    assert gap["why"] == "the rows could not be written: No space left on device"
+
+
+@needs_root
+def test_writing_goes_on_in_a_new_part_once_there_is_space_again(small_disk, monkeypatch):
+    monkeypatch.setattr(writer, "RETRY_S", 0)
+    tables = Partition(RunFolder(small_disk), "rank=00000")
+
+    def write(seed: int) -> None:
+        numbers = np.random.default_rng(seed).integers(0, 2**62, 20_000)
+        tables.add("completions", {"end_ns": numbers, "number": numbers[::-1]})
+        tables.flush()
+
+    write(1)  # 310 kB
+    (small_disk / "somebody else's").write_bytes(bytes(500_000))
+    write(2)
+    (small_disk / "somebody else's").unlink()
+    write(3)
+    tables.close()
+    assert {path.name: read_live(path).num_rows for path in (small_disk / "completions/rank=00000").iterdir()} == {
+        "part-0000.arrow": 20_000,
+        "part-0001.arrow": 20_000,
+    }
+    assert why(small_disk, "rank=00000") == {"the rows could not be written: No space left on device": 20_000}
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces with a slow link, 10.99.0.1 and 10.99.0.2."""
+    names = [f"rs{uuid.uuid4().hex[:6]}" for _ in range(2)]
+    if not shutil.which("ip") or not shutil.which("tc"):
+        pytest.skip("iproute2 is not installed")
+    try:
+        for name in names:
+            tried("ip", "netns", "add", name)
+        tried("ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1])
+        for index, name in enumerate(names, 1):
+            tried("ip", "link", "set", name, "netns", name)
+            tried("ip", "-n", name, "addr", "add", f"10.99.0.{index}/24", "dev", name)
+            tried("ip", "-n", name, "link", "set", name, "up")
+            tried("ip", "-n", name, "link", "set", "lo", "up")
+            shape = ["rate", "400mbit", "burst", "64k", "latency", "50ms"]
+            tried("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", name, "root", "tbf", *shape)
+        tried("unshare", "-T", "--monotonic", "100", "true")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@needs_root
+def test_two_nodes_find_each_other_share_a_folder_and_relate_their_clocks(two_nodes, tmp_path, started):
+    """Node 1's clock is 100 s ahead; its pings say so to a fraction of a millisecond."""
+    inside = [("ip", "netns", "exec", name) for name in two_nodes]
+    ahead = ("unshare", "-T", "--monotonic", "100")
+    first = Agent(tmp_path / "first", prefix=inside[0])
+    second = Agent(tmp_path / "second", prefix=(*inside[1], *ahead))
+    started += [first, second]
+    zero = Rank(first.name, *inside[0])
+    one = Rank(second.name, *inside[1], *ahead, rank=1, node=1)
+    started += [zero, one]
+    one.do("regions(3)")
+    wait_for(lambda: live_rows(tmp_path / "second", "regions") == 3)
+    one.do(f"say(type='peer', name={zero.reply['name']!r}, host='10.99.0.1', port={zero.reply['port']})")
+    wait_for(lambda: live_rows(tmp_path / "first", "clocks") > 10)
+    one.do("regions(2, 3)")
+    one.bye()
+    second.end()
+    zero.bye()
+    first.end()
+    assert not (tmp_path / "second").exists()
+    assert table(tmp_path / "first", "regions", "rank=00001")["start_ns"].to_list() == [0, 1, 2, 3, 4]
+    assert {state(tmp_path / "first", node)["name"] for node in (0, 1)} == {"first"}
+    pings = table(tmp_path / "first", "clocks", "node=00001").filter(pl.col("peer") == 0)
+    assert pings.height >= 20  # the burst at the start and the one at the end
+    ahead_ns = (pl.col("t1_ns") - pl.col("t2_ns") + pl.col("t4_ns") - pl.col("t3_ns")) // 2
+    assert abs(pings.select(ahead_ns.median()).item() - 100 * NS_PER_S) < 500_000

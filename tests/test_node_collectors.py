@@ -1,0 +1,273 @@
+"""The node's collectors against a real kernel where it has the source, else against folders that look like it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rankscope.collectors.node import Node, Unavailable, gpu, host, nic, rdma, tcp
+from rankscope.collectors.sampler import Sampler
+
+
+@pytest.fixture
+def gaps():
+    return []
+
+
+@pytest.fixture
+def node(gaps):
+    return Node(index=0, addresses=frozenset(), gap=lambda source, why: gaps.append((source, why)))
+
+
+@pytest.fixture
+def read(node, monkeypatch):  # monkeypatch: what a test has patched holds until the collector is stopped
+    """Start a collector, read it as often as asked, and stop it after the test."""
+    running = []
+
+    def read(collector):
+        if collector not in running:
+            collector.start(node)
+            running.append(collector)
+        return {(device, name): value for _, name, device, value in collector.sample(node)}
+
+    yield read
+    for collector in running:
+        collector.stop()
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_rdma_counts_words_of_four_bytes(node, read, tmp_path):
+    node.sys = tmp_path
+    port = tmp_path / "class/infiniband/mlx5_0/ports/1"
+    put(port / "counters/port_xmit_data", "1000\n")
+    put(port / "counters/port_xmit_wait", "7\n")
+    put(port / "hw_counters/out_of_sequence", "3\n")
+    put(port / "hw_counters/rnr_nak_retry_err", "N/A (no PMA)\n")
+    put(port / "rate", "100 Gb/sec (4X EDR)\n")
+    assert read(rdma) == {
+        ("mlx5_0/1", "port_xmit_data_bytes"): 4000,
+        ("mlx5_0/1", "port_xmit_wait"): 7,
+        ("mlx5_0/1", "out_of_sequence"): 3,
+        ("mlx5_0/1", "rate_bytes_per_s"): 12.5e9,
+    }
+    put(port / "counters/port_xmit_data", "2000\n")
+    assert read(rdma)["mlx5_0/1", "port_xmit_data_bytes"] == 8000
+
+
+def test_node_without_rdma_says_so(node, tmp_path):
+    node.sys = tmp_path
+    with pytest.raises(Unavailable, match="no RDMA device"):
+        rdma.start(node)
+
+
+def test_interfaces_that_carried_something_are_read(node, read, tmp_path):
+    node.proc, node.sys = tmp_path / "proc", tmp_path / "sys"
+    put(
+        node.proc / "net/dev",
+        "Inter-|   Receive                                                |  Transmit\n"
+        " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls\n"
+        "    lo: 900 9 0 0 0 0 0 0 900 9 0 0 0 0 0 0\n"
+        "  eth0: 100 1 2 3 0 0 0 0 200 4 5 6 0 0 0 0\n"
+        "  eth1: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n",
+    )
+    put(node.sys / "class/net/eth0/speed", "10000\n")
+    assert read(nic) == {
+        ("eth0", "rx_bytes"): 100,
+        ("eth0", "rx_packets"): 1,
+        ("eth0", "rx_errors"): 2,
+        ("eth0", "rx_drops"): 3,
+        ("eth0", "tx_bytes"): 200,
+        ("eth0", "tx_packets"): 4,
+        ("eth0", "tx_errors"): 5,
+        ("eth0", "tx_drops"): 6,
+        ("eth0", "speed_bytes_per_s"): 1.25e9,
+    }
+
+
+def test_host_and_a_rank_of_it_are_read(node, read):
+    node.pids = {3: os.getpid(), 4: 2**22 + 1}  # the second is long gone
+    first = read(host)
+    sum(range(5_000_000))
+    second = read(host)
+    assert second["rank3", "cpu_s"] >= first["rank3", "cpu_s"] > 0
+    assert 10e6 < second["rank3", "rss_bytes"] < second["", "memory_available_bytes"]
+    assert second["", "cpu_busy_s"] >= first["", "cpu_busy_s"] > 0
+    assert 0 <= second["", "cpu_busy_fraction"] <= 1
+    assert {"load_1min", "page_faults", "swap_in_bytes", "cpu_steal_s"} <= {name for _, name in second}
+    assert not any(device == "rank4" for device, _ in second)
+
+
+def cgroup(node: Node, tmp_path: Path, membership: str) -> Path:
+    """A node that is real but for its control groups."""
+    node.sys = tmp_path / "sys"
+    node.proc = tmp_path / "proc"
+    put(node.proc / "self/cgroup", membership)
+    for name in ("meminfo", "vmstat"):
+        put(node.proc / name, Path("/proc", name).read_text())
+    return node.sys / "fs/cgroup"
+
+
+def throttling(readings: dict[tuple[str, str], float]) -> dict[str, float]:
+    return {name: value for (_, name), value in readings.items() if name.startswith("cgroup")}
+
+
+def test_limit_of_the_group_around_is_found_v2(node, read, tmp_path):
+    root = cgroup(node, tmp_path, "0::/pod/container\n")
+    put(root / "pod/container/cpu.max", "max 100000\n")
+    put(root / "pod/cpu.max", "150000 100000\n")
+    put(root / "pod/cpu.stat", "usage_usec 9\nnr_periods 10\nnr_throttled 4\nthrottled_usec 2500000\n")
+    assert throttling(read(host)) == {
+        "cgroup_cpus": 1.5,
+        "cgroup_periods": 10,
+        "cgroup_throttled_periods": 4,
+        "cgroup_throttled_s": 2.5,
+    }
+
+
+def test_limit_is_found_v1_where_the_path_is_the_hosts(node, read, tmp_path):
+    root = cgroup(node, tmp_path, "4:cpu,cpuacct:/docker/abc\n0::/\n") / "cpu,cpuacct"
+    put(root / "cpu.cfs_quota_us", "50000\n")
+    put(root / "cpu.cfs_period_us", "100000\n")
+    put(root / "cpu.stat", "nr_periods 10\nnr_throttled 4\nthrottled_time 2500000000\n")
+    assert throttling(read(host))["cgroup_cpus"] == 0.5
+    assert throttling(read(host))["cgroup_throttled_s"] == 2.5
+
+
+def test_no_limit_is_nothing_to_tell(node, read, tmp_path):
+    cgroup(node, tmp_path, "0::/\n")
+    assert throttling(read(host)) == {}
+
+
+@pytest.fixture
+def connect():
+    """Connect to a local address and have both ends closed after the test."""
+    ends = []
+
+    def connect(address: str) -> tuple[socket.socket, socket.socket]:
+        with socket.create_server((address, 0)) as server:
+            client = socket.create_connection(server.getsockname())
+            ends.extend((client, server.accept()[0]))
+        return ends[-2], ends[-1]
+
+    yield connect
+    for end in ends:
+        end.close()
+
+
+def send(client: socket.socket, other: socket.socket, count: int) -> None:
+    client.sendall(bytes(count))
+    left = count
+    while left:
+        left -= len(other.recv(left))
+
+
+def test_tcp_traffic_is_counted_per_rank_and_address_and_outlives_its_socket(node, read, connect):
+    """Both ends are this process, so what one sends the other receives. The handshake may count as one byte."""
+    node.pids = {3: os.getpid()}
+    client, other = connect("127.0.0.1")
+    send(client, other, 300_000)
+    first = read(tcp)
+    device = "rank3>127.0.0.1"
+    assert first[device, "bytes_sent"] == pytest.approx(300_000, abs=2)
+    assert first[device, "bytes_received"] == 300_000
+    assert first[device, "sockets"] == 2
+    assert 0 < first[device, "min_rtt_s"] <= first[device, "rtt_s"] < 1
+    assert first[device, "retransmits"] == 0
+    second = read(tcp)
+    assert second[device, "bytes_sent"] == first[device, "bytes_sent"]
+    assert (device, "rtt_s") not in second  # nothing was sent in between
+    client.close()
+    other.close()
+    third = read(tcp)
+    assert third[device, "bytes_sent"] == first[device, "bytes_sent"]
+    assert third[device, "sockets"] == 0
+
+
+def test_tcp_within_the_node_and_of_others_is_left_out(node, read, connect):
+    client, other = connect("127.0.0.1")
+    send(client, other, 1000)
+    assert read(tcp) == {}  # no rank has it
+    node.pids = {3: os.getpid()}
+    node.addresses = frozenset({"127.0.0.1"})
+    assert read(tcp) == {}
+
+
+def test_more_addresses_than_are_read_are_a_gap(node, gaps, read, connect, monkeypatch):
+    monkeypatch.setattr(tcp, "MAX_PAIRS", 1)
+    node.pids = {3: os.getpid()}
+    connect("127.0.0.1")
+    connect("127.0.0.2")
+    read(tcp)
+    devices = {device for device, _ in read(tcp)}
+    assert len(devices) == 1
+    assert gaps == [("tcp", "the ranks talk to more than 1 addresses; further ones are not read")]
+
+
+class NvmlError(Exception):
+    pass
+
+
+def refuse(*_):
+    raise NvmlError("Not Supported")
+
+
+def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
+    """A made NVML with one GPU that knows no energy and no PCIe counters."""
+    nvml = SimpleNamespace(
+        NVMLError=NvmlError,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_SUCCESS=0,
+        NVML_FI_DEV_PCIE_COUNT_TX_BYTES=197,
+        NVML_FI_DEV_PCIE_COUNT_RX_BYTES=198,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=25),
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=4096),
+        nvmlDeviceGetClockInfo=lambda gpu, kind: 1500,
+        nvmlDeviceGetMaxClockInfo=lambda gpu, kind: 2000,
+        nvmlDeviceGetCurrentClocksEventReasons=lambda gpu: 4,
+        nvmlDeviceGetPowerUsage=lambda gpu: 350_000,
+        nvmlDeviceGetEnforcedPowerLimit=lambda gpu: 700_000,
+        nvmlDeviceGetTemperature=lambda gpu, sensor: 60,
+        nvmlDeviceGetTotalEnergyConsumption=refuse,
+        nvmlDeviceGetFieldValues=refuse,
+    )
+    monkeypatch.setattr(gpu, "pynvml", nvml)
+    assert {name: value for (_, name), value in read(gpu).items()} == {
+        "busy_fraction": 0.25,
+        "memory_used_bytes": 4096,
+        "sm_clock_hz": 1.5e9,
+        "sm_clock_max_hz": 2e9,
+        "memory_clock_hz": 1.5e9,
+        "clock_event_reasons": 4,
+        "power_w": 350,
+        "power_limit_w": 700,
+        "temperature_c": 60,
+    }
+
+
+def test_collector_that_fails_is_switched_off_alone(monkeypatch):
+    def fail(node):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(nic, "sample", fail)
+    sampler = Sampler(0, frozenset(), hz=1000)
+    sampler.start()
+    sources = [source for _ in range(9) for source, *_ in sampler.readings.get(timeout=10)[1]]
+    assert "host" in sources
+    assert "nic" not in sources
+    sampler.finish()
+    told = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
+    assert [why for source, why, _ in told if source == "nic"] == ["the collector was switched off: RuntimeError: no"]
