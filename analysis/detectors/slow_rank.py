@@ -8,7 +8,8 @@ compilation) is compared with the median of the other ranks, step by step. A ran
 - the excess is above `min_fraction` of the step and clear of its own scatter;
 - the peers really were blocked longer than this rank: the loss is never larger than that.
 
-`where` is the label (forward, backward, a region of yours, …) that holds most of the excess.
+The loss is the excess under those labels (forward, backward, a region of yours, …) under which the rank stands out
+likewise, so that noise elsewhere in the step is not added to it; `where` is the one that holds most of it.
 
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
@@ -39,7 +40,7 @@ from rankscope.analysis.detectors import peers_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, above_peers, estimate, gain_ns
+from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, above_peers, estimate, gain_ns, own_by_label
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -51,11 +52,13 @@ _MIN_BURSTS = 4  # fewer are not told from chance
 
 @dataclass(frozen=True, slots=True)
 class _Slow:
-    """A slow rank, as a row of the grid: what it costs, and in which steps."""
+    """A slow rank, as a row of the grid: its excess (0 in steps where it does not show), its cost, and where."""
 
     row: int
-    lost: Estimate
+    excess: Floats
     when: NDArray[np.bool_]
+    lost: Estimate
+    where: str
 
 
 def detect(
@@ -71,16 +74,17 @@ def detect(
     """Name the ranks whose own time is longer than their peers', the costliest first."""
     grid = peers_grid(breakdown)
     excess = above_peers(grid.own)
+    by_label = {label: above_peers(values) for label, values in own_by_label(phases, grid).items()}
     slow: list[_Slow] = []
     for row in range(len(grid.ranks)):
-        held = _persistent(excess, row, persistence, min_z) or _bursts(grid, excess, row, persistence)
-        if held is not None:
-            held = _Slow(row, _bounded(grid, held), held.when)
+        when = _persistent(excess, row, persistence, min_z)
+        if when is None:
+            when = _bursts(grid, excess, row, persistence)
+        if when is not None:
+            held = _located(grid, excess, by_label, row, when, min_z)
             if held.lost.clear and held.lost.ns >= min_fraction * grid.step_ns:
                 slow.append(held)
-    findings = [
-        _finding(grid, excess, members, nodes, phases, steps) for members, nodes in _whole_nodes(slow, grid, ranks)
-    ]
+    findings = [_finding(grid, members, nodes, steps) for members, nodes in _whole_nodes(slow, grid, ranks)]
     return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
 
 
@@ -98,33 +102,45 @@ def _scatter(excess: Floats, row: int) -> float:
     return max(among, estimate(excess[row], _TRIM).half_width_ns / 1.96)
 
 
-def _persistent(excess: Floats, row: int, persistence: float, min_z: float) -> _Slow | None:
-    """The rank if it exceeds its peers in most steps and by more than they differ."""
+def _persistent(excess: Floats, row: int, persistence: float, min_z: float) -> NDArray[np.bool_] | None:
+    """All steps, if the rank exceeds its peers in most of them and by more than they differ."""
     lost = estimate(excess[row], _TRIM)
     above = float(np.mean(excess[row] > lost.ns / 2))
     if lost.ns <= 0 or above < persistence or lost.ns < min_z * _scatter(excess, row):
         return None
-    return _Slow(row, lost, np.ones(excess.shape[1], dtype=bool))
+    return np.ones(excess.shape[1], dtype=bool)
 
 
-def _bursts(grid: StepGrid, excess: Floats, row: int, persistence: float) -> _Slow | None:
-    """The rank if its excess comes in bursts, in fewer steps, and hardly any other rank has bursts."""
+def _bursts(grid: StepGrid, excess: Floats, row: int, persistence: float) -> NDArray[np.bool_] | None:
+    """The steps of the rank's bursts, if its excess comes in bursts and hardly any other rank has them."""
     noise = 1.4826 * float(np.median(np.abs(excess - np.median(excess))))
     burst = excess > max(0.1 * grid.step_ns, 5 * noise)
     cost = np.where(burst, excess, 0.0)
     if not burst[row].any() or cost[row].sum() < 0.8 * cost.sum():
         return None
-    typical = burst[row] & (excess[row] > float(np.median(excess[row][burst[row]])) / 2)
+    typical: NDArray[np.bool_] = burst[row] & (excess[row] > float(np.median(excess[row][burst[row]])) / 2)
     if not _MIN_BURSTS <= typical.sum() < persistence * len(typical):
         return None
-    return _Slow(row, estimate(np.where(typical, excess[row], 0.0)), typical)
+    return typical
 
 
-def _bounded(grid: StepGrid, slow: _Slow) -> Estimate:
-    """The loss, but no more than the peers were blocked longer than the rank itself."""
-    longer = np.where(slow.when, -above_peers(grid.blocked)[slow.row], 0.0)
-    waited = estimate(longer, _TRIM if slow.when.all() else 0.0)
-    return Estimate(min(slow.lost.ns, waited.ns), slow.lost.half_width_ns)
+def _located(
+    grid: StepGrid, excess: Floats, by_label: dict[str, Floats], row: int, when: NDArray[np.bool_], min_z: float
+) -> _Slow:
+    """The slow rank with the labels under which it stands out, and the loss there."""
+    trim = _TRIM if when.all() else 0.0
+    shown = {label: np.where(when, values[row], 0.0) for label, values in by_label.items()}
+    means = {label: estimate(values, trim).ns for label, values in shown.items()}
+    apart = [label for label in shown if abs(means[label]) >= min_z * _scatter(by_label[label], row)]
+    total = np.where(when, excess[row], 0.0)
+    located = np.sum([shown[label] for label in apart], axis=0) if apart else np.zeros_like(total)
+    # Spread over many labels, a loss may stand out under none of them.
+    if estimate(located, trim).ns < estimate(total, trim).ns / 2:
+        located = total
+    lost = estimate(located, trim)
+    peers_waited = estimate(np.where(when, -above_peers(grid.blocked)[row], 0.0), trim)
+    lost = Estimate(min(lost.ns, peers_waited.ns), lost.half_width_ns)
+    return _Slow(row, located, when, lost, max(means, key=lambda label: means[label], default="the step"))
 
 
 def _whole_nodes(
@@ -143,30 +159,22 @@ def _whole_nodes(
     return together
 
 
-def _finding(
-    grid: StepGrid,
-    excess: Floats,
-    members: tuple[_Slow, ...],
-    nodes: tuple[int, ...],
-    phases: pl.DataFrame,
-    steps: pl.DataFrame,
-) -> Finding:
+def _finding(grid: StepGrid, members: tuple[_Slow, ...], nodes: tuple[int, ...], steps: pl.DataFrame) -> Finding:
     worst = max(members, key=lambda member: member.lost.ns)
     ranks = tuple(grid.ranks[member.row] for member in members)
     without = grid.busy
     for member in members:
-        without[member.row] -= np.where(member.when, excess[member.row], 0.0)
-    where = _where(phases, grid, ranks)
+        without[member.row] -= member.excess
     return Finding(
         detector="slow_rank",
         title=_title(ranks, nodes, worst),
-        where=where,
-        advice=f"See what only {named('rank', ranks)} does in {where}. Compare the host with the others: clock speed, "
-        "temperature, other processes, CPU pinning.",
+        where=worst.where,
+        advice=f"See what only {named('rank', ranks)} does in {worst.where}. Compare the host with the others: clock "
+        "speed, temperature, other processes, CPU pinning.",
         ranks=ranks,
         nodes=nodes,
         steps=() if worst.when.all() else tuple(np.array(grid.steps)[worst.when].tolist()),
-        evidence=_typical_step(grid, excess, worst, steps),
+        evidence=_typical_step(grid, worst, steps),
         **price(grid, worst.lost, gain_ns(grid.busy, without)),
     )
 
@@ -179,34 +187,17 @@ def _title(ranks: tuple[int, ...], nodes: tuple[int, ...], slow: _Slow) -> str:
     if slow.when.all():
         how_much = f"{duration(slow.lost.ns)} longer per step"
     else:
-        burst_ns = slow.lost.ns * len(slow.when) / times
-        how_much = f"{duration(burst_ns)} longer {every_nth(times, len(slow.when))}"
+        how_much = f"{duration(slow.lost.ns * len(slow.when) / times)} longer {every_nth(times, len(slow.when))}"
     return f"{subject} slow: {pronoun} {how_much} than {'its' if one else 'their'} peers"
 
 
-def _where(phases: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...]) -> str:
-    """The label under which the ranks spend the most more than the other ranks."""
-    mine = pl.col("rank").is_in(ranks)
-    per_label = (
-        phases.filter(pl.col("part").is_in(OWN), pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
-        .with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("ns"))
-        .group_by("label")
-        # Divided by the number of ranks, not of rows: a label that a rank does not have is no time there.
-        .agg(
-            pl.col("ns").filter(mine).sum() / len(ranks)
-            - pl.col("ns").filter(~mine).sum() / max(len(grid.ranks) - len(ranks), 1)
-        )
-    )
-    return str(per_label.sort("ns", "label")["label"][-1]) if len(per_label) else "the step"
-
-
-def _typical_step(grid: StepGrid, excess: Floats, slow: _Slow, steps: pl.DataFrame) -> tuple[Evidence, ...]:
+def _typical_step(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> tuple[Evidence, ...]:
     """The step with the median excess among those where it shows."""
     among = np.flatnonzero(slow.when)
-    column = among[np.argsort(excess[slow.row, among])[len(among) // 2]]
+    column = among[np.argsort(slow.excess[among])[len(among) // 2]]
     rank, step = grid.ranks[slow.row], grid.steps[column]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)
-    note = f"step {step}: {duration(excess[slow.row, column])} longer than its peers"
+    note = f"step {step}: {duration(slow.excess[column])} longer than its peers"
     return tuple(
         Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=note)
         for start, end in rows.select("start_ns", "end_ns").iter_rows()

@@ -26,7 +26,7 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, peers_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, estimate
+from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, estimate, own_by_label
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -44,12 +44,12 @@ def detect(
 ) -> list[Finding]:
     """Report work that is spread unevenly over the ranks in a way that changes from step to step."""
     grid, lost = _imbalance(breakdown)
-    forward, backward = (_label(phases, grid, label) for label in ("forward", "backward"))
-    if not forward.any() or not backward.any():
+    labels = own_by_label(phases, grid)
+    if "forward" not in labels or "backward" not in labels:
         raise NotResolvable("forward and backward are not told apart, so uneven data cannot be told from noise")
     longest = grid.own.argmax(axis=0)
     most_often = np.bincount(longest).max() / len(longest)
-    correlation = _correlation(forward, backward)
+    correlation = _correlation(labels["forward"], labels["backward"])
     if lost.ns < min_fraction * grid.step_ns or not lost.clear:
         return []
     if most_often >= persistence or correlation < min_correlation:
@@ -77,20 +77,6 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.10) -> int
 def _imbalance(breakdown: pl.DataFrame) -> tuple[StepGrid, Estimate]:
     grid = peers_grid(breakdown)
     return grid, estimate(grid.own.max(axis=0) - grid.own.mean(axis=0))
-
-
-def _label(phases: pl.DataFrame, grid: StepGrid, label: str) -> Floats:
-    """Own time under `label`, ns per (rank, step)."""
-    rows = phases.filter(
-        pl.col("label") == label,
-        pl.col("part").is_in(OWN),
-        pl.col("rank").is_in(grid.ranks),
-        pl.col("step").is_in(grid.steps),
-    )
-    values = np.zeros((len(grid.ranks), len(grid.steps)))
-    index = (np.searchsorted(grid.ranks, rows["rank"]), np.searchsorted(grid.steps, rows["step"]))
-    np.add.at(values, index, (rows["end_ns"] - rows["start_ns"]).to_numpy())
-    return values
 
 
 def _correlation(forward: Floats, backward: Floats) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-__all__ = ["BLOCKED", "OWN", "Estimate", "StepGrid", "above_peers", "estimate", "gain_ns", "step_grid"]
+__all__ = ["BLOCKED", "OWN", "Estimate", "StepGrid", "above_peers", "estimate", "gain_ns", "own_by_label", "step_grid"]
 
 OWN = ("compute", "overlapped", "optimizer", "other")
 BLOCKED = ("wait", "transfer", "unsplit")
@@ -70,6 +70,19 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
         np.add.at(values, (index, np.searchsorted(steps.to_numpy(), rows["step"].to_numpy())), rows["ns"].to_numpy())
         parts[str(part)] = values
     return StepGrid(tuple(ranks.to_list()), tuple(steps.to_list()), parts)
+
+
+def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:
+    """Own time by label of the phases, arrays of (rank, step) in ns; together they are the grid's own time."""
+    own = phases.filter(
+        pl.col("part").is_in(OWN), pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps)
+    ).sort("label")
+    labels: dict[str, Floats] = {}
+    for (label,), rows in own.group_by("label", maintain_order=True):
+        values = labels[str(label)] = np.zeros((len(grid.ranks), len(grid.steps)))
+        index = (np.searchsorted(grid.ranks, rows["rank"]), np.searchsorted(grid.steps, rows["step"]))
+        np.add.at(values, index, (rows["end_ns"] - rows["start_ns"]).to_numpy())
+    return labels
 
 
 @dataclass(frozen=True, slots=True)
