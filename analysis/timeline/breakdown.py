@@ -90,10 +90,15 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
         }
     )
     code = dict(zip(labels, range(len(labels)), strict=True))
-    regions = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns"))
-    regions = regions.sort("start_ns", "end_ns", descending=[False, True]).with_columns(_coded("name", code))
-    collectives = collectives.sort("start_ns").with_columns(
-        _coded("op", code), pl.col("op").is_in(P2P_OPS).alias("p2p")
+    regions = (
+        regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns"))
+        .sort("start_ns", "end_ns", descending=[False, True])
+        .select("rank", "start_ns", "end_ns", "kind", _coded("name", code))
+    )
+    collectives = collectives.sort("start_ns").select(
+        *("rank", "start_ns", "issued_ns", "end_ns", "wait_ns", "thread", _coded("op", code)),
+        pl.col("op").is_in(P2P_OPS).alias("p2p"),
+        pl.col("wait_ns").is_not_null().alias("split"),
     )
     by_rank = [
         frame.partition_by("rank", as_dict=True) for frame in (steps.sort("rank", "start_ns"), regions, collectives)
@@ -150,7 +155,6 @@ def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.Dat
     kind = regions["kind"]
     start = collectives["start_ns"].to_numpy()
     ended = collectives["end_ns"].is_not_null().to_numpy()
-    split = (collectives["instance_id"].is_not_null() & collectives["wait_ns"].is_not_null()).to_numpy()
     end = np.where(ended, collectives["end_ns"].fill_null(0).to_numpy(), start)
     return _Rank(
         step_start=steps["start_ns"].to_numpy(),
@@ -160,7 +164,7 @@ def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.Dat
         calls=_Spans(start, end, collectives["_label"].to_numpy()),
         issued=collectives["issued_ns"].to_numpy(),
         last_arrival=start + collectives["wait_ns"].fill_null(0).to_numpy(),
-        split=split,
+        split=collectives["split"].to_numpy(),
         ended=ended,
         p2p=collectives["p2p"].to_numpy(),
         on_main=(collectives["thread"] == _MAIN_THREAD).to_numpy(),
@@ -186,8 +190,8 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
         blocked.end,
     ]
     edges += [edge for spans in of.values() for edge in (spans.start, spans.end)]
-    at = np.unique(np.clip(np.concatenate(edges), low, high))
-    grid = _Grid(at)
+    at = np.sort(np.clip(np.concatenate(edges), low, high))  # np.unique hashes, which is slower than this
+    grid = _Grid(at[np.concatenate([[True], at[1:] != at[:-1]])])
     step = np.searchsorted(rank.step_start, grid.start, side="right") - 1
     inside = grid.start < rank.step_end[step]
 
@@ -303,7 +307,8 @@ def _split(rank: _Rank, grid: _Grid, blocked: Bools, in_flight: Bools) -> Ints:
 
 def _operation(rank: _Rank, at: Ints, otherwise: Ints) -> Ints:
     """The operation in flight that started last; else the name of the wait."""
-    label, calls = otherwise.copy(), rank.calls
+    calls = rank.calls
+    label: Ints = otherwise.copy()
     last = np.searchsorted(calls.start, at, side="right") - 1
     open_ = np.ones(len(at), bool)
     for back in range(_LOOK_BACK):

@@ -47,58 +47,91 @@ def match_collectives(collectives: pl.LazyFrame, groups: pl.DataFrame, clocks: I
     - `transfer_ns`: the least (end - start) over its ranks: the last arriver waits for nobody. Needs no common clock.
     - `wait_ns`: (end - start) - transfer_ns. For rooted operations at most the time until the last rank arrived,
       and null where the clocks are unknown. transfer_ns + wait_ns is never more than the row's own duration.
-    - `is_last`: this rank arrived last (null where rooted and the clocks are unknown).
+    - `is_last`: this rank arrived last, or together with the last (null where rooted and the clocks are unknown).
     - `arrival_spread_ns`: last minus first arrival; null where the clocks are unknown.
 
     Source: TraceLens and msprof-analyze (transfer as the minimum over ranks).
     """
     trusted = [c.node for c in clocks if c.error_ns is not None]
-    own = pl.col("end_ns") - pl.col("start_ns")
-    rooted = pl.col("op").is_in(ROOTED_OPS)
-    on_one_clock = pl.col("node").is_in(trusted).all() | (pl.col("node").n_unique() == 1)
     numbered = (
         collectives.with_row_index("_row")
         .join(_group_sizes(groups), on="group_id", how="left", maintain_order="left")
         .pipe(_with_sides)
+        .with_columns(
+            pl.col("op").is_in(ROOTED_OPS).alias("_rooted"),
+            (pl.col("end_ns") - pl.col("start_ns")).alias("_own_ns"),
+        )
     )
-    instances = (
-        numbered.group_by(_SIDES)
+    of_peers = numbered.pipe(_instances, trusted).explode("_row").sort("_row")
+    matched = pl.col("instance_id").is_not_null()
+    beyond_transfer = pl.col("_own_ns") - pl.col("transfer_ns")
+    until_last = (pl.col("_last_ns") - pl.col("start_ns")).clip(0, None)
+    return pl.concat([numbered.drop("_row"), of_peers.drop("_row", *_SIDES)], how="horizontal").select(
+        *collectives.collect_schema().names(),
+        "group",
+        "group_size",
+        "instance_id",
+        "unmatched",
+        "transfer_ns",
+        pl.when(~pl.col("_rooted"))
+        .then(beyond_transfer)
+        .when(matched & pl.col("_aligned"))
+        .then(pl.min_horizontal(beyond_transfer, until_last))
+        .alias("wait_ns"),
+        pl.when(matched & ~pl.col("_rooted"))
+        .then(beyond_transfer == 0)
+        .when(matched & pl.col("_aligned"))
+        .then(until_last == 0)
+        .alias("is_last"),
+        pl.when(matched & pl.col("_aligned")).then(pl.col("_last_ns") - pl.col("_first_ns")).alias("arrival_spread_ns"),
+    )
+
+
+def _instances(rows: pl.LazyFrame, trusted: list[int]) -> pl.LazyFrame:
+    """One row per key, with the list of its rows: what they say together. Facts of a row are made before the
+    grouping, which then only counts and takes extremes."""
+    p2p, whole = pl.col("_p2p"), pl.col("unmatched").is_null()
+    sides = pl.when(p2p).then(pl.lit(2, pl.UInt32)).otherwise("group_size")
+    return (
+        rows.with_columns(
+            (pl.col("op") != "send").alias("_receives"),
+            pl.col("op").is_in(P2P_OPS).alias("_p2p"),
+            pl.col("end_ns").is_null().alias("_open"),
+            pl.col("node").is_in(trusted).alias("_trusted"),
+        )
+        .group_by(_SIDES)
         .agg(
-            _why_unmatched().alias("unmatched"),
+            "_row",
+            pl.len().alias("_rows"),
+            pl.col("rank").n_unique().alias("_ranks"),
+            pl.col("op").n_unique().alias("_ops"),
+            pl.col("node").n_unique().alias("_nodes"),
+            pl.col("group_size").first(),
+            pl.col("_p2p").any(),
+            pl.col("_receives").sum(),
+            pl.col("_open").any(),
+            pl.col("_trusted").all(),
             pl.col("start_ns").min().alias("_first_ns"),
             pl.col("start_ns").max().alias("_last_ns"),
-            own.min().alias("transfer_ns"),
-            on_one_clock.alias("_aligned"),
-            pl.col("rank").sort_by(own, "rank").first().alias("_shortest"),
-            pl.col("rank").sort_by("start_ns", "rank").last().alias("_latest"),
+            pl.col("_own_ns").min().alias("transfer_ns"),
         )
-        .with_columns(pl.when(pl.col("unmatched").is_null()).then(pl.col("_first_ns", "transfer_ns")))
-        .sort("_first_ns", *_SIDES, nulls_last=True)
-        .with_row_index("instance_id")
-        .with_columns(pl.when(pl.col("unmatched").is_null()).then("instance_id").alias("instance_id"))
-    )
-    until_last = (pl.col("_last_ns") - pl.col("start_ns")).clip(0, None)
-    beyond_transfer = own - pl.col("transfer_ns")
-    matched = pl.col("instance_id").is_not_null()
-    return (
-        numbered.join(instances, on=_SIDES, how="left", nulls_equal=True)
         .with_columns(
-            pl.when(matched & ~rooted)
-            .then(beyond_transfer)
-            .when(matched & pl.col("_aligned"))
-            .then(pl.min_horizontal(beyond_transfer, until_last))
-            .alias("wait_ns"),
-            pl.when(matched & ~rooted)
-            .then(pl.col("rank") == pl.col("_shortest"))
-            .when(matched & pl.col("_aligned"))
-            .then(pl.col("rank") == pl.col("_latest"))
-            .alias("is_last"),
-            pl.when(matched & pl.col("_aligned"))
-            .then(pl.col("_last_ns") - pl.col("_first_ns"))
-            .alias("arrival_spread_ns"),
+            pl.when(~p2p & pl.col("group_size").is_null())
+            .then(pl.lit("group unknown"))
+            .when((pl.col("_rows") != sides) | (pl.col("_ranks") != sides) | pl.col("sender").is_null())
+            .then(pl.lit("peer missing"))
+            .when(pl.when(p2p).then(pl.col("_receives") != 1).otherwise(pl.col("_ops") != 1))
+            .then(pl.lit("operations differ"))
+            .when("_open")
+            .then(pl.lit("end missing"))
+            .alias("unmatched"),
+            (pl.col("_trusted") | (pl.col("_nodes") == 1)).alias("_aligned"),
         )
-        .sort("_row")
-        .select(*collectives.collect_schema().names(), *(pl.col(c).cast(t) for c, t in MATCHED_COLUMNS.items()))
+        .with_columns(pl.when(whole).then(pl.col("transfer_ns")))
+        .sort(whole, "_first_ns", "group_id", "seq", "sender", "receiver", "tag", descending=[True, *[False] * 6])
+        .with_row_index("instance_id")
+        .with_columns(pl.when(whole).then("instance_id").alias("instance_id"))
+        .drop("group_size")
     )
 
 
@@ -132,22 +165,4 @@ def _with_sides(collectives: pl.LazyFrame) -> pl.LazyFrame:
             pl.when(~any_source).then("sender").when(pl.col("_senders") == 1).then("_only").alias("sender"),
         )
         .drop("_only", "_senders")
-    )
-
-
-def _why_unmatched() -> pl.Expr:
-    """Per key, why its rows are not one whole operation; null if they are."""
-    p2p = pl.col("op").is_in(P2P_OPS).any()
-    sides = pl.when(p2p).then(pl.lit(2, pl.UInt32)).otherwise(pl.col("group_size").first())
-    receives = (pl.col("op") != "send").sum()
-    same = pl.when(p2p).then(receives == 1).otherwise(pl.col("op").n_unique() == 1)
-    return (
-        pl.when(~p2p & pl.col("group_size").first().is_null())
-        .then(pl.lit("group unknown"))
-        .when((pl.len() != sides) | (pl.col("rank").n_unique() != sides) | pl.col("sender").first().is_null())
-        .then(pl.lit("peer missing"))
-        .when(~same)
-        .then(pl.lit("operations differ"))
-        .when(pl.col("end_ns").has_nulls())
-        .then(pl.lit("end missing"))
     )
