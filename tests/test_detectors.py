@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import runpy
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -359,3 +361,9 @@ def test_every_detector_is_a_manual_page_that_names_its_collectors():
     for module in detectors().values():
         assert re.findall(r"^\*\*(.+?)\.\*\* ", module.__doc__, re.MULTILINE) == sections
         assert module.collectors
+
+
+def test_docs_are_those_of_the_modules():
+    docs = Path(__file__).parents[1] / "docs"
+    render = runpy.run_path(str(docs / "write_detectors.py"))["render"]
+    assert (docs / "detectors.md").read_text(encoding="utf-8") == render(), "run `make docs`"

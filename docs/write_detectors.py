@@ -1,0 +1,38 @@
+"""Writes docs/detectors.md from the detectors' docstrings, which are their manual pages: `make docs`."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+from rankscope.analysis.detectors import detectors
+
+PAGE = Path(__file__).with_name("detectors.md")
+
+
+def render() -> str:
+    """Give the whole page."""
+    parts = [
+        "# Detectors",
+        "Generated from the modules in `analysis/detectors/` by `make docs`; edit those instead.",
+        "Each judges the steps after warm-up, against the other ranks of the same run. A finding is worth saying if it is "
+        "large enough (the thresholds below) and clear of its own scatter over the steps: a single hiccup never is. "
+        "Severity is high from 10 % of the median step, medium from 5 %. What a detector could not judge is in the report as "
+        "not checked, with the reason; what is healthy comes with the smallest loss that would have been reported.",
+        *(_page(name, module) for name, module in detectors().items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _page(name: str, module: ModuleType) -> str:
+    parameters = inspect.signature(module.detect).parameters.values()
+    tables = ", ".join(f"`{p.name}`" for p in parameters if p.kind is not p.KEYWORD_ONLY)
+    thresholds = ", ".join(f"`{p.name}` = {p.default:_}" for p in parameters if p.kind is p.KEYWORD_ONLY)
+    lives_on = ", ".join(f"`{collector}`" for collector in module.collectors)
+    reads = f"**Reads.** {tables}. Collectors: {lives_on}. Thresholds: {thresholds}."
+    return f"## {name}\n\n{inspect.cleandoc(module.__doc__ or '')}\n\n{reads}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
