@@ -240,6 +240,43 @@ TABLES: dict[str, Table] = {
             (_START, _END, _NAME, _THREAD, Column("correlation", "int64", "", "Joins the row to `kernels`.")),
         ),
         Table(
+            "ops",
+            "One operation of a pipeline-parallel step, from a trace that knows operations only. Written by readers of "
+            "such traces, not by collectors.",
+            "rank",
+            "start_ns",
+            (
+                Column("start_ns", "int64", "ns", "Start, on a clock that all ranks share."),
+                Column("end_ns", "int64", "ns", "End, on the same clock."),
+                Column("name_id", "uint32", "", "`forward-compute`, `backward-compute`, `forward-send`, …"),
+                Column("step", "int32", "", "Number of the step in the source."),
+                Column("stage", "int32", "", "Pipeline stage, from 0."),
+                Column("replica", "int32", "", "Data-parallel replica of the pipeline, from 0."),
+                Column("chunk", "int32", "", "Model chunk of the stage, where it has several.", nullable=True),
+                Column("microbatch", "int32", "", "Microbatch, where known.", nullable=True),
+                Column("seq", "int32", "", "Ordinal among the rank's operations of this name in the step."),
+            ),
+        ),
+        Table(
+            "progress",
+            "How far one rank had come in one process group when its state was saved, and the first operation there "
+            "that had not ended. Written by readers of such states, not by collectors.",
+            "rank",
+            "group_id",
+            (
+                Column("group_id", "int64", "", "The process group, in `groups`."),
+                Column("enqueued", "int64", "", "Number of the last operation that the rank enqueued.", nullable=True),
+                Column("completed", "int64", "", "Number of the last operation that ended on it.", nullable=True),
+                Column("is_p2p", "bool", "", "Both numbers count point-to-point operations."),
+                Column("seq", "int64", "", "Number of the first that had not ended; null: none.", nullable=True),
+                Column("op", "uint8", "", "What it is: position in OPS.", nullable=True),
+                Column("start_ns", "int64", "ns", "When it was enqueued, unix time.", nullable=True),
+                Column("is_started", "bool", "", "The device has begun it; null: not known.", nullable=True),
+                Column("peer", "int32", "", "Global rank of its peer; -1: none or not known.", nullable=True),
+                Column("size_bytes", "int64", "bytes", "Largest of its tensors.", nullable=True),
+            ),
+        ),
+        Table(
             "memory",
             "One reading of a rank's memory, at most once a second, at the end of a step.",
             "rank",
