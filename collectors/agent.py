@@ -165,8 +165,8 @@ class Agent:
         self._connections: set[_Connection] = set()
         self._reports: list[dict[str, Any]] = []
         self._node: _NodeTables | None = None
-        self._hz = hz
-        self._sampler: Sampler | None = None
+        addresses = _own_addresses()
+        self._sampler = Sampler(frozenset(addresses), hz)
         self._pinger: ping.Pinger | None = None
         self._ping_trouble_told = False
         self._started_ns = clock()
@@ -174,7 +174,7 @@ class Agent:
             "schema_version": SCHEMA_VERSION,
             "state": "running",
             "hostname": socket.gethostname(),
-            "addresses": sorted(a for a in _own_addresses() if not (a == "::1" or a.startswith("127."))),
+            "addresses": sorted(a for a in addresses if not (a == "::1" or a.startswith("127."))),
             "start_ns": self._started_ns,
             "start_unix_ns": time.time_ns(),
             "closed_unix_ns": None,
@@ -330,13 +330,15 @@ class Agent:
             connection.rank = _Rank(hello, ring_fd, attempt, node.index, self._run)
         except OSError as error:
             raise ValueError(f"the ring cannot be mapped: {error}") from None
+        reply = json.dumps({"port": self.port, "name": self._run.path.name}).encode()
+        with contextlib.suppress(OSError):  # its end will be noticed with the next packet
+            connection.channel.send(reply)  # before all that takes longer: the rank waits for it
         connection.report = {"rank": rank, "attempt": attempt, "pid": hello["pid"], "bye": False, "ended": False}
         self._reports.append(connection.report)
         self._state["versions"]["torch"] = str(hello["torch"])
         self._tell_pids()
-        reply = json.dumps({"port": self.port, "name": self._run.path.name}).encode()
-        with contextlib.suppress(OSError):  # its end will be noticed with the next packet
-            connection.channel.send(reply)
+        if self._sampler.ident is None:
+            self._sampler.start()
         self._write_state()
 
     def _say_bye(self, connection: _Connection, rank: _Rank, dropped: int) -> None:
@@ -378,18 +380,13 @@ class Agent:
         if self._node is None:
             self._node = _NodeTables(self._run, index)
             self._state["node"] = index
-            self._sampler = Sampler(index, frozenset(_own_addresses()), self._hz)
-            self._sampler.start()
         return self._node
 
     def _tell_pids(self) -> None:
-        if self._sampler:
-            ranks = ((connection.rank, connection.pid) for connection in self._connections)
-            self._sampler.node.pids = {rank.rank: pid for rank, pid in ranks if rank}
+        ranks = ((connection.rank, connection.pid) for connection in self._connections)
+        self._sampler.node.pids = {rank.rank: pid for rank, pid in ranks if rank}
 
     def _take_samples(self, node: _NodeTables) -> None:
-        if self._sampler is None:
-            return
         while not self._sampler.readings.empty():
             node.add_samples(*self._sampler.readings.get())
         while not self._sampler.gaps.empty():
@@ -444,8 +441,7 @@ class Agent:
         self._write_state()
 
     def _close_node(self, node: _NodeTables) -> None:
-        if self._sampler:
-            self._sampler.finish()
+        self._sampler.finish()
         if self._pinger:
             self._pinger.finish()
         self._take_samples(node)
@@ -463,7 +459,8 @@ class Agent:
             os.replace(unfinished, path)
             self._state_changed = False
         except OSError:
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
     # ---- the process
 
@@ -509,8 +506,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _listen(name: str) -> socket.socket | None:
-    """The abstract socket of the node's agent, or None if another agent has it."""
+def _bind(name: str) -> socket.socket | None:
+    """The abstract socket of the node's agent, which nobody can connect to yet, or None if another agent has it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind("\0" + name)
@@ -518,7 +515,6 @@ def _listen(name: str) -> socket.socket | None:
         if error.errno == errno.EADDRINUSE:
             return None
         raise
-    listener.listen(1024)
     return listener
 
 
@@ -542,7 +538,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     sys.meta_path.insert(0, _WithoutPandas())
     pa.set_cpu_count(1)
-    listener = _listen(arguments.socket)
+    listener = _bind(arguments.socket)
     if listener is None:
         return 0
     try:
@@ -556,6 +552,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"rankscope: nothing is recorded: cannot write to {arguments.out}: {error.strerror}", file=sys.stderr)
         return 1
+    listener.listen(1024)
     os.nice(NICE)
     print(json.dumps({"ready": True, "port": agent.port}), flush=True)
     _let_go_of_output()

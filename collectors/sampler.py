@@ -18,16 +18,23 @@ _WAIT_S = 3.0
 
 
 class Sampler(threading.Thread):
-    """`readings` fills with (time_ns, samples), `gaps` with (source, why, time_ns), until `finish`."""
+    """From `start` to `finish`, `readings` fills with (time_ns, samples) and `gaps` with (source, why, time_ns)."""
 
-    def __init__(self, index: int, addresses: frozenset[str], hz: float) -> None:
+    def __init__(self, addresses: frozenset[str], hz: float) -> None:
+        """The collectors are imported, which would slow down a thread beside it; their sources are not touched yet."""
         super().__init__(daemon=True)
         self.readings: SimpleQueue[tuple[int, list[Sample]]] = SimpleQueue()
         self.gaps: SimpleQueue[tuple[str, str, int]] = SimpleQueue()
-        self.node = Node(index=index, addresses=addresses, gap=self._gap)
+        self.node = Node(addresses=addresses, gap=self._gap)
         self._every_s = 1 / hz
         self._ending = threading.Event()
         self._collectors: dict[str, Collector] = {}
+        for module in pkgutil.iter_modules(node_collectors.__path__):
+            try:
+                imported = importlib.import_module(f"{node_collectors.__name__}.{module.name}")
+                self._collectors[module.name] = cast(Collector, imported)
+            except Exception as error:
+                self._gap(module.name, f"the collector cannot be imported: {type(error).__name__}: {error}")
 
     def run(self) -> None:
         self._start_all()
@@ -40,6 +47,8 @@ class Sampler(threading.Thread):
 
     def finish(self) -> None:
         """A last reading has been made, and the collectors are stopped, or there is a gap that says which hangs."""
+        if self.ident is None:
+            return  # never started
         self._ending.set()
         self.join(_WAIT_S)
         if self.is_alive():
@@ -49,15 +58,15 @@ class Sampler(threading.Thread):
         self.gaps.put((source, why, time.perf_counter_ns()))
 
     def _start_all(self) -> None:
-        for module in pkgutil.iter_modules(node_collectors.__path__):
+        for name, collector in list(self._collectors.items()):
             try:
-                collector = cast(Collector, importlib.import_module(f"{node_collectors.__name__}.{module.name}"))
                 collector.start(self.node)
-                self._collectors[module.name] = collector
+                continue
             except Unavailable as error:
-                self._gap(module.name, str(error))
+                self._gap(name, str(error))
             except Exception as error:
-                self._gap(module.name, f"the collector did not start: {type(error).__name__}: {error}")
+                self._gap(name, f"the collector did not start: {type(error).__name__}: {error}")
+            del self._collectors[name]
 
     def _sample_all(self) -> None:
         for name, collector in list(self._collectors.items()):

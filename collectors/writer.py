@@ -142,8 +142,9 @@ class _Part:
             ):
                 file.write_table(table)
             os.replace(unfinished, path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
+        except (OSError, pa.ArrowInvalid):
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):

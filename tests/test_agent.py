@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -302,6 +303,18 @@ def test_message_that_makes_no_sense_is_a_gap_and_no_more(agent, rank):
     agent.end()
     assert table(agent.out, "strings", "rank=00000").rows() == [(1, "y")]
     assert sum("was not understood" in text for text in why(agent.out, "node=00000")) == 2
+
+
+def test_node_0_that_does_not_answer_pings_is_a_gap(agent, started):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed_port = server.getsockname()[1]
+    rank = Rank(agent.name, rank=1, node=1)
+    started.append(rank)
+    rank.do(f"say(type='peer', name='run', host='127.0.0.1', port={closed_port})")
+    rank.bye()
+    agent.end()
+    (text,) = (text for text in why(agent.out, "node=00001") if "pings" in text)
+    assert text.startswith(f"node 0's agent does not answer pings at 127.0.0.1:{closed_port}: Connection refused")
 
 
 def test_no_rank_at_all_is_said(agent):

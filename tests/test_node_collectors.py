@@ -20,7 +20,7 @@ def gaps():
 
 @pytest.fixture
 def node(gaps):
-    return Node(index=0, addresses=frozenset(), gap=lambda source, why: gaps.append((source, why)))
+    return Node(addresses=frozenset(), gap=lambda source, why: gaps.append((source, why)))
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_collector_that_fails_is_switched_off_alone(monkeypatch):
         raise RuntimeError("no")
 
     monkeypatch.setattr(nic, "sample", fail)
-    sampler = Sampler(0, frozenset(), hz=1000)
+    sampler = Sampler(frozenset(), hz=1000)
     sampler.start()
     sources = [source for _ in range(9) for source, *_ in sampler.readings.get(timeout=10)[1]]
     assert "host" in sources

@@ -20,7 +20,6 @@ class Unavailable(Exception):  # noqa: N818  (a state of the node, not a fault)
 class Node:
     """What a collector may know of its node, and of the job on it."""
 
-    index: int
     addresses: frozenset[str]  # all of this node's, loopback too
     gap: Callable[[str, str], None]  # source, why
     pids: Mapping[int, int] = field(default_factory=dict)  # rank → process id; replaced as ranks come and go
