@@ -1,7 +1,8 @@
 # Everything here needs only make and Python 3.10 or later; what else it takes goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALLED := .venv/installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+NEEDS := pyproject.toml constraints.txt $(wildcard setup.py analysis/readers/*.c)
+INSTALLED := .venv/installed-$(shell cat $(NEEDS) | cksum | cut -d' ' -f1)
 
 .PHONY: demo test check lint docs clean
 
@@ -18,13 +19,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-docs: $(INSTALLED)  ## docs/tables.md, from collectors/schema.py
+docs: $(INSTALLED)  ## what is generated from the code
 	$(BIN)/python docs/write_tables.py
+	$(BIN)/python docs/write_detectors.py
 
 clean:
 	rm -rf .venv runs
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): $(NEEDS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePath
 
 from rankscope.profiler.errors import RankscopeError
 
-__all__ = ["OWN_FLAGS", "OWN_VALUES", "Options", "program_name", "split", "torchrun_script"]
+__all__ = ["OWN_FLAGS", "OWN_VALUES", "Options", "program_name", "split", "torchrun_program"]
 
 OWN_VALUES = ("--out", "--name", "--hz")
 OWN_FLAGS = ("--no-report", "--help")
@@ -79,33 +80,30 @@ def _hz(text: str) -> float:
     return hz
 
 
-def torchrun_script(arguments: list[str]) -> int:
-    """Give the position of the script, module or program in torchrun's arguments; their number if there is none."""
+def torchrun_program(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Part torchrun's own options from what it starts: `[script]`, `["-m", module]`, or nothing."""
     position = 0
-    while position < len(arguments):
-        argument = arguments[position]
-        if not argument.startswith("-"):
-            return position
-        if argument == "--":
-            return position + 1
-        dashed = argument.replace("_", "-")
-        # torchrun's parser takes any unambiguous beginning of a long option.
-        is_flag = any(
-            flag == dashed or (dashed.startswith("--") and flag.startswith(dashed)) for flag in _TORCHRUN_FLAGS
-        )
-        position += 1 if is_flag or "=" in argument or _has_value_attached(argument) else 2
-    return len(arguments)
+    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "--":
+        position += 1 if _stands_alone(arguments[position]) else 2
+    options, rest = arguments[:position], [word for word in arguments[position:] if word != "--"]
+    is_module = bool({"-m", "--module"}.intersection(options))
+    return options, ["-m", rest[0]] if rest and is_module else rest[:1]
 
 
-def _has_value_attached(argument: str) -> bool:
-    """True for `-r3`, the short form of an option with its value."""
-    return len(argument) > 2 and argument[1] != "-"
+def _stands_alone(option: str) -> bool:
+    """True if the next argument is not this option's value."""
+    if not option.startswith("--"):
+        return option in _TORCHRUN_FLAGS or len(option) > 2  # -r3 holds its value
+    # torchrun's parser takes any unambiguous beginning of a long option.
+    dashed = option.replace("_", "-")
+    return "=" in option or any(flag.startswith(dashed) for flag in _TORCHRUN_FLAGS)
 
 
 def program_name(command: list[str]) -> str:
     """Give the name that people know a command by: `train` for `python -u src/train.py` and `python -m jobs.train`."""
-    scripts = [word for word in command if word.endswith(".py")]
-    if "-m" in command[:-1]:
-        module = command[command.index("-m") + 1]
-        return module.rpartition(".")[2]
-    return PurePath(scripts[0] if scripts else command[0]).stem
+    for before, word in pairwise(["", *command]):
+        if before == "-m":
+            return word.rpartition(".")[2]
+        if word.endswith(".py"):
+            return PurePath(word).stem
+    return PurePath(command[0]).stem

@@ -5,7 +5,6 @@ And why the rest cannot be recorded.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import json as json_format
@@ -107,33 +106,22 @@ def _clock() -> Iterator[Check]:
 
 
 def _collectors() -> Iterator[Check]:
+    """Those of the node are started, read once and stopped, as the agent does it."""
     from rankscope.collectors import node, rank
+    from rankscope.collectors.sampler import Sampler
 
     for module in pkgutil.iter_modules(rank.__path__):
         yield Check(f"rank: {module.name}", True, "runs in the training process")
+    sampler = Sampler(frozenset(), 1.0)
+    sampler.start()
+    sampler.finish()
+    trouble = {}
+    while not sampler.gaps.empty():
+        source, why, _ = sampler.gaps.get()
+        trouble[source] = why
     for module in pkgutil.iter_modules(node.__path__):
-        problem = _trouble_with(module.name)
+        problem = trouble.get(module.name)
         yield Check(f"node: {module.name}", problem is None, problem or "can be read")
-
-
-def _trouble_with(name: str) -> str | None:
-    """Start and read a collector of the node once; gives the reason if it cannot be read."""
-    from rankscope.collectors import node
-
-    noted: list[str] = []
-    here = node.Node(index=0, addresses=frozenset(), gap=lambda _source, why: noted.append(why))
-    try:
-        collector = importlib.import_module(f"{node.__name__}.{name}")
-        collector.start(here)
-        try:
-            count = len(list(collector.sample(here)))
-        finally:
-            collector.stop()
-    except node.Unavailable as error:
-        return str(error)
-    except Exception as error:  # as the agent does: a collector that fails costs itself only
-        return f"{type(error).__name__}: {error}"
-    return noted[0] if noted and not count else None
 
 
 def _disk() -> Iterator[Check]:

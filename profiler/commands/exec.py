@@ -1,7 +1,7 @@
 """Record a rank that srun, mpirun or an operator starts.
 
 \b
-srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] -- python train.py ARGUMENTS
+Usage: srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] -- python train.py ARGUMENTS
 
 \b
   --out FOLDER   the run folder; otherwise runs/<UTC time>-<script>
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -55,6 +56,10 @@ def main(arguments: list[str]) -> None:
         sys.exit(0 if options.help else 2)
     if not options.report:
         raise RankscopeError("--no-report is for `rankscope run`; `rankscope exec` makes no report")
+    program = shutil.which(command[0])
+    if program is None:
+        _say(f"cannot run {command[0]}: it is not on PATH")
+        sys.exit(127)  # as a shell does
     environment = dict(os.environ)
     environment.pop("RANKSCOPE_CLAIM", None)  # where a rank starts a job of its own
     if PurePath(command[0]).name not in _LAUNCHERS:  # they are no rank, even where srun starts them like one
@@ -65,12 +70,7 @@ def main(arguments: list[str]) -> None:
         environment["RANKSCOPE_AGENT"] = name
     except (NotRecorded, OSError) as error:
         _say(f"nothing is recorded: {error}; the job runs as without rankscope")
-    sys.stderr.flush()
-    try:
-        os.execvpe(command[0], command, environment)
-    except OSError as error:
-        _say(f"cannot run {command[0]}: {error.strerror}")
-        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)  # as a shell does
+    os.execve(program, command, environment)
 
 
 def agent_name(environment: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Record a job under torchrun and say why it is slow.
 
 \b
-rankscope run [--out FOLDER | --name NAME] [--hz HZ] [--no-report] TORCHRUN-OPTIONS SCRIPT ARGUMENTS
+Usage: rankscope run [--out FOLDER | --name NAME] [--hz HZ] [--no-report] TORCHRUN-OPTIONS SCRIPT ARGUMENTS
 
 \b
   --out FOLDER   the run folder; otherwise runs/<UTC time>-<script>
@@ -23,7 +23,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, program_name, split, torchrun_script
+from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, program_name, split, torchrun_program
 from rankscope.profiler.errors import NotRecorded, RankscopeError
 from rankscope.profiler.folder import claim
 from rankscope.profiler.foreground import exit_like, run_to_end
@@ -42,14 +42,16 @@ def main(arguments: list[str]) -> None:
     if options.help or not rest:
         print((__doc__ or "").replace("\b\n", ""))
         sys.exit(0 if options.help else 2)
-    script = torchrun_script(rest)
-    _refuse_own_options(rest[:script])
+    torchrun_options, program = torchrun_program(rest)
+    _refuse_own_options(torchrun_options)
     command = [*torchrun(), *rest]
+    if not program:  # nothing to record: torchrun shows its help, or says what is missing
+        exit_like(run_to_end(command, os.environ))
     environment = dict(os.environ)
     environment.pop("RANKSCOPE_CLAIM", None)  # where a rank starts a job of its own
     agent = None
     try:
-        out = claim(options.out, options.name or program_name(rest[script:]))
+        out = claim(options.out, options.name or program_name(program))
         socket = f"rankscope-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
         agent = Agent(socket, out, options.hz, {"command": ["torchrun", *rest], "directory": os.getcwd()})
         environment["RANKSCOPE_AGENT"] = socket

@@ -1,0 +1,296 @@
+"""`rankscope run` and `rankscope exec`: what they start behaves as if it had been started without them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pty
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import rankscope
+from rankscope.profiler.arguments import program_name, split, torchrun_program
+from rankscope.profiler.commands.exec import agent_name, place
+from rankscope.profiler.errors import NotRecorded, RankscopeError
+from rankscope.profiler.folder import claim
+from rankscope.profiler.node_agent import await_answer
+from rankscope.profiler.torchrun import visible_package
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="recording needs Linux")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+RANKSCOPE = [sys.executable, "-m", "rankscope"]
+ONE_RANK = ["--standalone", "--nproc-per-node", "1"]
+DEADLINE_S = 60
+
+SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('RANKSCOPE_AGENT'), os.getpid()]))\n"
+
+
+def rankscope_(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*RANKSCOPE, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ---- rankscope run, with torchrun
+
+
+@needs_torch
+def test_run_passes_all_arguments_to_torchrun_and_the_script(tmp_path):
+    """Options that look like ours belong to the script behind it; its output is all there is on standard output."""
+    (tmp_path / "train.py").write_text(SHOW)
+    (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user broke rankscope or torchrun')")
+    theirs = ["--name", "a b", "--out=x", "--no-report", "-m", "--", "--hz"]
+    done = rankscope_("run", "--no-report", "--hz=2", *ONE_RANK, "train.py", *theirs, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    arguments, agent, _ = json.loads(done.stdout)
+    assert arguments == theirs
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.endswith("-train")
+    launched = json.loads((run / "run/node=00000.json").read_text())
+    assert launched["state"] == "closed"
+    assert launched["launch"]["socket"] == agent
+    assert launched["launch"]["command"] == ["torchrun", *ONE_RANK, "train.py", *theirs]
+    assert done.stderr.splitlines()[-1] == f"rankscope: recorded in {run}"
+
+
+@needs_torch
+def test_run_module_whose_agent_dies_ends_with_torchruns_code_and_one_line(tmp_path):
+    """The module kills the agent and fails with 3, for which torchrun's own code is 1."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/train.py").write_text(
+        "import os, signal, socket, struct, sys\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "s.connect('\\0' + os.environ['RANKSCOPE_AGENT'])\n"
+        "os.kill(struct.unpack('3i', s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0], signal.SIGKILL)\n"
+        "sys.exit(3)\n"
+    )
+    done = rankscope_("run", "--no-report", "--name", "my job", *ONE_RANK, "-m", "jobs.train", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.endswith("-my-job")
+    said = [line for line in done.stderr.splitlines() if line.startswith("rankscope")]
+    assert said[0] == (
+        f"rankscope: the agent ended during the job with code -9; what it had written until then is in {run}"
+    )
+
+
+@needs_torch
+def test_run_where_nothing_can_be_written_runs_the_job_all_the_same(tmp_path):
+    """The run folder's parent is a file; the program is no Python."""
+    (tmp_path / "file").touch()
+    program = ["--no-python", "sh", "-c", 'echo "[$RANKSCOPE_AGENT]$0"', "zero"]
+    done = rankscope_("run", "--out", "file/run", *ONE_RANK, *program, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[]zero\n")
+    assert done.stderr.splitlines() == [
+        f"rankscope: nothing is recorded: cannot make the run folder {tmp_path}/file/run: Not a directory; "
+        "the job runs as without rankscope"
+    ]
+
+
+@needs_torch
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_run_hands_a_signal_to_the_ranks(tmp_path, sent):
+    """Only the launcher is signalled, as by a scheduler; the rank gets it from torchrun."""
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, signal\n"
+        f"signal.signal({int(sent)}, lambda *_: (pathlib.Path('got').touch(), os._exit(0)))\n"
+        "pathlib.Path('up').touch()\n"
+        "while True: signal.pause()\n"
+    )
+    command = [*RANKSCOPE, "run", "--no-report", *ONE_RANK, "train.py"]
+    job = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_for((tmp_path / "up").exists)
+    job.send_signal(sent)
+    _, errors = job.communicate(timeout=DEADLINE_S)
+    assert (tmp_path / "got").exists()
+    assert job.returncode == 1, errors  # as torchrun's own
+    assert "rankscope: recorded in" in errors
+
+
+# ---- running in the foreground
+
+IN_FRONT = (
+    "import os, sys; from rankscope.profiler.foreground import *; exit_like(run_to_end(sys.argv[1:], os.environ))"
+)
+
+
+def test_exit_code_and_deadly_signal_are_the_childs():
+    for script, code in (("exit 7", 7), ("kill -KILL $$", -signal.SIGKILL), ("kill -TERM $$", -signal.SIGTERM)):
+        assert (
+            subprocess.run([sys.executable, "-c", IN_FRONT, "sh", "-c", script], timeout=DEADLINE_S).returncode == code
+        )
+
+
+def test_ctrl_c_on_the_terminal_reaches_the_child_once(tmp_path):
+    """The terminal signals the whole foreground group, so nothing is passed on."""
+    child = (
+        "import signal, sys, time\n"
+        "signal.alarm(60)\n"
+        "got = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: got.append(1))\n"
+        "print('up', flush=True)\n"
+        "while not got: time.sleep(0.01)\n"
+        "time.sleep(0.3)\n"  # for a second one, were there one
+        "sys.exit(40 + len(got))\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", IN_FRONT, sys.executable, "-c", child])
+    seen = b""
+    while b"up" not in seen:
+        seen += os.read(terminal, 100)
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 41
+    os.close(terminal)
+
+
+# ---- rankscope exec
+
+
+@pytest.fixture
+def job() -> Iterator[dict[str, str]]:
+    """The environment of a job whose agent, if one was started, ends with the test."""
+    environment = {"TORCHELASTIC_RUN_ID": f"test-{os.getpid()}-{time.monotonic_ns()}"}
+    yield environment
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        try:
+            channel.connect(f"\0{agent_name(environment)}")
+        except ConnectionRefusedError:
+            return
+        pid, _, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    os.kill(pid, signal.SIGTERM)
+
+
+def test_exec_becomes_the_command_and_its_ranks_share_one_agent(tmp_path, job):
+    (tmp_path / "train.py").write_text(SHOW + "sys.exit(5)\n")
+    command = [*RANKSCOPE, "exec", "--hz", "2", "--", sys.executable, "train.py", "--name", "x"]
+    ranks = [
+        subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **job}, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [5, 5]
+    assert [json.loads(output) for output in outputs] == [
+        [["--name", "x"], agent_name(job), rank.pid] for rank in ranks
+    ]
+    assert await_answer(agent_name(job))
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.endswith("-train")
+
+
+def test_exec_without_an_agent_or_a_command(tmp_path, job):
+    (tmp_path / "file").touch()
+    done = rankscope_("exec", "--out", "file/run", "sh", "-c", "echo [$RANKSCOPE_AGENT]; exit 4", cwd=tmp_path, **job)
+    assert (done.returncode, done.stdout) == (4, "[]\n")
+    assert "nothing is recorded: cannot make the run folder" in done.stderr
+    done = rankscope_("exec", "--out", "file/run", "no-such-program", cwd=tmp_path, **job)
+    assert done.returncode == 127
+    assert done.stderr == "rankscope: cannot run no-such-program: it is not on PATH\n"
+
+
+def test_ranks_of_one_job_agree_on_the_agent_and_other_jobs_do_not():
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert agent_name({**slurm, "SLURM_PROCID": "0"}) == agent_name({**slurm, "SLURM_PROCID": "1"})
+    assert agent_name(slurm) != agent_name({**slurm, "SLURM_STEP_ID": "1"})
+    by_address = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert agent_name(by_address) != agent_name({**by_address, "MASTER_PORT": "2"})
+
+
+def test_a_ranks_place_is_passed_on_under_names_of_our_own():
+    slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    assert place(slurm) == {
+        "RANKSCOPE_LOCAL_RANK": "1",
+        "RANKSCOPE_LOCAL_WORLD_SIZE": "2",
+        "RANKSCOPE_NODE": "2",
+    }
+    mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert place(mpi) == {"RANKSCOPE_LOCAL_RANK": "3", "RANKSCOPE_LOCAL_WORLD_SIZE": "4"}
+    assert place({"RANK": "6", "WORLD_SIZE": "8"}) == {"RANKSCOPE_LOCAL_RANK": "0"}
+    assert place({}) == {}
+
+
+# ---- a Python without rankscope
+
+
+def test_a_python_without_rankscope_finds_it_through_the_folder():
+    """`-S` leaves out site-packages, so this Python has nothing installed."""
+    look = (
+        "from importlib.metadata import entry_points\n"
+        "(point,) = entry_points(group='torch.backends')\n"
+        "point.load()()\n"
+        "import rankscope; print(point.value, rankscope.__file__)\n"
+    )
+    with visible_package() as folder:
+        environment = {"PYTHONPATH": folder, "PATH": os.environ["PATH"]}
+        done = subprocess.run([sys.executable, "-S", "-c", look], env=environment, capture_output=True, text=True)
+        assert done.stdout.split() == ["rankscope_entry:autoload", f"{folder}/rankscope/__init__.py"], done.stderr
+    assert not Path(folder).exists()
+    assert Path(rankscope.__file__).exists()
+
+
+# ---- arguments and the run folder
+
+
+def test_only_leading_options_are_ours():
+    options, rest = split(["--hz", "5", "--out=o", "--no-report", "--nnodes", "2", "--name", "x", "t.py"])
+    assert (options.hz, options.out, options.report, options.name) == (5.0, "o", False, None)
+    assert rest == ["--nnodes", "2", "--name", "x", "t.py"]
+
+
+@pytest.mark.parametrize("arguments", [["--hz"], ["--hz", "fast"], ["--hz", "0"], ["--out", "a", "--name", "b"]])
+def test_wrong_options_of_ours_are_refused(arguments):
+    with pytest.raises(RankscopeError):
+        split(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--standalone", "--nproc-per-node", "4", "src/train.py", "--x"], "train"),
+        (["--nproc_per_node=4", "--no_python", "-r3", "./go.sh", "1"], "go"),
+        (["--nnodes", "1:4", "--max-restarts", "3", "-m", "jobs.pretrain", "-m", "x"], "pretrain"),
+        (["--stand", "--tee", "3", "--", "train.py"], "train"),
+    ],
+)
+def test_the_script_is_found_among_torchruns_arguments(arguments, name):
+    assert program_name(torchrun_program(arguments)[1]) == name
+
+
+def test_the_name_of_a_command():
+    assert program_name(["python", "-u", "src/train.py", "data.py"]) == "train"
+    assert program_name(["python", "-m", "jobs.pretrain", "x"]) == "pretrain"
+    assert program_name(["./finetune"]) == "finetune"
+
+
+def test_no_two_runs_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert claim("o", "x") == tmp_path / "o"
+    assert claim("o", "x") == tmp_path / "o-2"
+    (tmp_path / "made").mkdir()
+    assert claim("made", "x") == tmp_path / "made"
+    assert claim(None, "../a b").name.endswith("-a-b")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotRecorded):
+        claim("file", "x")
