@@ -32,6 +32,8 @@ _EMPTY = {
     "ranks": "no rank was recorded",
     "regions": "no regions were recorded",
     "collectives": "no communication was recorded",
+    "ops": "no operations of pipeline stages were recorded",
+    "progress": "no state of a job that stands still was saved (PyTorch's flight recorder does)",
     "links": "no TCP traffic between nodes was recorded",
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
@@ -125,7 +127,7 @@ def ask(
 
 def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """The costliest first, and after each the findings that follow from it."""
-    ordered = sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
+    ordered = sorted(findings, key=lambda finding: (-finding.lost_fraction, -finding.lost_ns_per_step))
     causes = {id(f): next((c for c in ordered if _follows(f, c)), None) for f in ordered}
     roots = [f for f in ordered if causes[id(f)] is None]
     placed: list[Finding] = []
@@ -180,6 +182,8 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
         if (frame := getattr(timeline, name)) is not None
     }
     tables |= {"steps": steps, "ranks": timeline.ranks, "counters": timeline.counters}
+    tables |= {"groups": timeline.groups, "progress": timeline.progress}
+    tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")
     if steps.height and timeline.counters.height:
         window = steps.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
         tables["links"] = links(timeline.counters, addresses, *window)
@@ -255,10 +259,12 @@ def _verdict(
     absent = f"; {named('rank', missing)} of {world_size} {_were(missing)} not recorded" if missing else ""
     if findings:
         return f"{_headline(findings, steps, len(seen))}{absent}."
-    if not steps.count:
-        return f"Cannot judge: {counted(steps.warmup, 'step')} seen, none of them judged{absent}."
     if not healthy:
-        return f"Cannot judge: {not_checked[0].why}{absent}."
+        why = f"{counted(steps.warmup, 'step')} seen, none of them judged" if not steps.count else not_checked[0].why
+        return f"Cannot judge: {why}{absent}."
+    if not steps.count:
+        looked = ", ".join(check.detector for check in healthy)
+        return f"No bottleneck found by the checks that need no steps ({looked}){absent}."
     judged = f"{counted(steps.count, 'judged step')} of {counted(len(seen), 'rank')}"
     return f"No bottleneck found in {judged}{_blocked(breakdown)}{absent}."
 
@@ -267,7 +273,9 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> st
     """The first finding, and how many more there are that do not follow from it."""
     first = findings[0]
     waiting = ranks - len(first.ranks)
-    title = f"{first.title} ({percent(first.lost_fraction)} of the {duration(steps.median_ns or 0)} step)"
+    title = first.title
+    if steps.median_ns is not None:
+        title += f" ({percent(first.lost_fraction)} of the {duration(steps.median_ns)} step)"
     if first.ranks and waiting and first.detector != "slow_link":
         title += f" and {counted(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for "
         title += "it" if len(first.ranks) == 1 else "them"

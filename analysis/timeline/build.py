@@ -11,6 +11,7 @@ from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.matching import ROOTED_OPS, match_collectives
+from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.steps import agreement, find_steps, in_steps, judge, renumber
 from rankscope.analysis.trace import Trace
 from rankscope.collectors.schema import P2P_OPS
@@ -19,6 +20,7 @@ __all__ = ["Timeline", "build_timeline", "check_causality"]
 
 _AGREE = 0.9  # share of operations in the same step on all ranks, above which step numbers are comparable
 _FEW_STEPS = 3
+_NO_STEPS = "no optimizer ran and rankscope.step() was not called, so there are no steps; call it once per step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class Timeline:
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
     | waits | rank, waited_ns: over all matched operations |
     | counters | node, time_ns, source, name, device, value |
+    | groups, ops, progress | those of the schema |
     """
 
     ranks: pl.DataFrame
@@ -45,6 +48,9 @@ class Timeline:
     breakdown: pl.DataFrame
     waits: pl.DataFrame
     counters: pl.DataFrame
+    groups: pl.DataFrame
+    ops: pl.DataFrame
+    progress: pl.DataFrame
     clocks: list[Clock]
     matched_fraction: float | None  # share of collective rows that are part of a whole operation; None: no rows
     gaps: list[Gap]
@@ -63,13 +69,16 @@ def build_timeline(trace: Trace) -> Timeline:
     collectives = match_collectives(read("collectives", "rank", "start_ns").lazy(), groups, clocks).collect()
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives)
     steps = judge(steps, regions)
+    ops = read("ops", "rank", "start_ns")
+    if len(ops):
+        steps, incomparable = steps_of_ops(ops), []
     hosts_steps = steps.clear() if "breakdown" in trace.reader.cannot() else steps
     cut = phases(hosts_steps, regions, collectives)
     gaps = [
         *trace.gaps(),
         *_clock_gaps(clocks),
         *_unmatched_gaps(collectives),
-        *_step_gaps(steps, ranks),
+        *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
         *incomparable,
         *_broken("clocks", lambda: check_causality(collectives, clocks)),
         *_broken("phases", lambda: check_phases(cut, hosts_steps)),
@@ -83,6 +92,9 @@ def build_timeline(trace: Trace) -> Timeline:
         breakdown=breakdown(cut, hosts_steps),
         waits=collectives.group_by("rank").agg(pl.col("wait_ns").sum().alias("waited_ns")).sort("rank"),
         counters=read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value"),
+        groups=groups,
+        ops=ops,
+        progress=read("progress", "rank", "group_id"),
         clocks=clocks,
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
         gaps=gaps,
@@ -126,10 +138,9 @@ def _comparable_steps(
     return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)]
 
 
-def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame) -> list[Gap]:
+def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, why_none: str) -> list[Gap]:
     if not len(steps):
-        why = "no optimizer ran and rankscope.step() was not called, so there are no steps; call it once per step"
-        return [Gap(table="steps", rank=None, node=None, count=None, why=why)]
+        return [Gap(table="steps", rank=None, node=None, count=None, why=why_none)]
     without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()))
     gaps = [Gap(table="steps", rank=rank, node=None, count=None, why=f"rank {rank} has no step") for rank in without]
     judged = steps.filter("judged")["step"].n_unique()

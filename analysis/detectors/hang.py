@@ -1,0 +1,309 @@
+"""The job stands still: some ranks do not come to an operation, or do not finish one, and all others wait.
+
+**Signal.** Each rank's oldest operation that has not ended is what holds it. In that operation it waits for the
+members of the group that have not enqueued it, or have but are held by something older themselves; it does not wait
+for those that have finished it or are in it too. Ranks that others wait for, directly or through others, and that wait
+for nobody themselves, are to blame:
+
+- nothing outstanding: the host does not come to the next operation;
+- held in an operation that others have finished: the device, or its link, does not finish it;
+- all ranks in the same operation, and none finishes it: the transport, or a desync if they do not do the same thing.
+
+Ranks that wait for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
+too; it is no culprit, since it waits itself.
+
+**Why it costs time.** Nothing is computed until the watchdog ends the job, and a restart costs the work since the last
+checkpoint. There is no cost per step; `lost_fraction` is 1.
+
+**False alarms.** A state that was saved while the job ran looks like a very short hang: save it when the job stands
+still. A rank whose state was not saved is blamed only where nobody else can be.
+
+**What to try.** Look at the stacks of the named ranks (`py-spy dump`), their kernel log and device errors. If the host
+has nothing outstanding: data loading, checkpointing, a lock, an exception on one rank. If the device does not finish:
+hardware, or a kernel that does not end. Where ranks do different things: a branch that depends on the rank.
+
+**Source.** PyTorch's flight recorder analyser compares sequence numbers per group and stops there; following who waits
+for whom across groups is what spares the healthy neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.timeline.matching import members_of
+from rankscope.collectors.schema import NO_PEER, P2P_OPS
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ("collectives",)
+
+_COUNTERPART = {"send": ("recv", "recv_any_source"), "recv": ("send",), "recv_any_source": ("send",)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    id: int
+    name: str
+    members: tuple[int, ...]
+    p2p: bool  # its numbers count point-to-point operations
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """A rank's numbers in a group; -1: none."""
+
+    enqueued: int
+    completed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The oldest operation of a rank that has not ended."""
+
+    group: _Group
+    seq: int
+    op: str
+    peer: int
+    size_bytes: int
+    start_ns: int
+    started: bool | None
+
+    def is_same(self, other: _Held) -> bool:
+        return self.group.id == other.group.id and self.seq == other.seq and (self.op in P2P_OPS) == (
+            other.op in P2P_OPS
+        )
+
+    def __str__(self) -> str:
+        return f"{self.op} number {self.seq} of {self.group.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """All that was saved. A rank without `counts` left nothing."""
+
+    held: Mapping[int, _Held]
+    counts: Mapping[int, Mapping[int, _Count]]  # rank, group
+
+
+def detect(progress: pl.DataFrame, groups: pl.DataFrame) -> list[Finding]:
+    """Name the ranks that the others wait for; nothing if no rank is held by anything."""
+    state = _state(progress, groups)
+    if not state.held:
+        return []
+    waits = {rank: _waits_for(state, rank) for rank in state.held}
+    findings = [*_circles(state, waits), *_culprits(state, waits)]
+    if not findings:
+        raise NotResolvable("operations are outstanding, but it cannot be told who waits for whom")
+    return findings
+
+
+def resolution_ns(progress: pl.DataFrame) -> int | None:  # noqa: ARG001 - what a detector must offer
+    return None
+
+
+def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
+    p2p = set(progress.filter("is_p2p")["group_id"].to_list())
+    known = {
+        group_id: _Group(group_id, role or f"group {name}", tuple(members_of(members)), group_id in p2p)
+        for group_id, name, role, members in groups.select("group_id", "name", "role", "members").iter_rows()
+    }
+    held: dict[int, _Held] = {}
+    counts: dict[int, dict[int, _Count]] = {}
+    for row in progress.iter_rows(named=True):
+        group = known.get(row["group_id"])
+        if group is None:
+            continue
+        enqueued, completed = row["enqueued"], row["completed"]
+        mine = counts.setdefault(row["rank"], {})
+        if enqueued is not None and completed is not None:
+            mine[group.id] = _Count(enqueued, completed)
+        if row["seq"] is None:
+            continue
+        here = _Held(
+            group, row["seq"], row["op"], row["peer"], row["size_bytes"], row["start_ns"], row["is_started"]
+        )
+        if row["rank"] not in held or here.start_ns < held[row["rank"]].start_ns:
+            held[row["rank"]] = here
+    return _State(held, counts)
+
+
+def _waits_for(state: _State, rank: int) -> frozenset[int]:
+    """The ranks that keep this one from going on; empty if nobody does."""
+    held = state.held[rank]
+    if held.op in P2P_OPS:
+        return frozenset({held.peer}) if _peer_is_away(state, rank, held) else frozenset()
+    others = [other for other in held.group.members if other != rank]
+    away = frozenset(other for other in others if other in state.counts and _is_away(state, other, held))
+    unknown = frozenset(other for other in others if other not in state.counts)
+    # Somebody who left nothing is to blame only where nobody else can be.
+    return away or (unknown if not any(_has_finished(state, other, held) for other in others) else frozenset())
+
+
+def _is_away(state: _State, other: int, held: _Held) -> bool:
+    """Whether the other rank is not in this collective: it has not enqueued it, or something older holds it."""
+    count = state.counts[other].get(held.group.id)
+    if count is None or held.group.p2p or _has_finished(state, other, held):
+        return False
+    if count.enqueued < held.seq:
+        return True
+    its = state.held.get(other)
+    if its is None:
+        return False
+    return not its.is_same(held) or (held.started is True and its.started is False)
+
+
+def _has_finished(state: _State, other: int, held: _Held) -> bool:
+    count = state.counts.get(other, {}).get(held.group.id)
+    return count is not None and count.completed >= held.seq and not held.group.p2p
+
+
+def _peer_is_away(state: _State, rank: int, held: _Held) -> bool:
+    """Whether the peer of a transfer is not at its other end."""
+    if held.peer == NO_PEER:
+        return False
+    its = state.held.get(held.peer)
+    if its is not None and its.op in _COUNTERPART[held.op] and its.peer in (rank, NO_PEER):
+        return False
+    count = state.counts.get(held.peer, {}).get(held.group.id)
+    # With two members both count the same transfers.
+    return not (len(held.group.members) == 2 and count is not None and count.completed >= held.seq)
+
+
+def _culprits(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:
+    """One finding for each way to be stuck, with the ranks that are and wait for nobody."""
+    awaited = frozenset().union(*waits.values())
+    free = sorted({rank for rank, others in waits.items() if not others} | {r for r in awaited if r not in waits})
+    absent = [rank for rank in free if rank not in state.counts]
+    idle = [rank for rank in free if rank in state.counts and rank not in state.held]
+    stuck: dict[tuple[int, int], list[int]] = {}
+    for rank in free:
+        if rank in state.held:
+            held = state.held[rank]
+            stuck.setdefault((held.group.id, held.seq) if held.op not in P2P_OPS else (rank, held.seq), []).append(rank)
+    findings = []
+    if absent:
+        title = f"{_subject(absent)} left no state, and the others wait for {_them(absent)}"
+        findings.append(_finding(state, waits, absent, title, "Find out whether the process still lives."))
+    if idle:
+        awaited_in = _most_awaited(state, waits, idle)
+        title = f"{_subject(idle)} {_do(idle)} not come to {awaited_in}"
+        advice = f"Look at the host's stacks of {named('rank', idle)}: nothing is outstanding on the device."
+        findings.append(_finding(state, waits, idle, title, advice))
+    alone = [rank for ranks in stuck.values() for rank in ranks if _others_finished(state, rank)]
+    if alone:
+        where = state.held[alone[0]]
+        title = f"{_subject(alone)} {_do(alone)} not finish {where.op}, which {_their(alone)} peers finished"
+        advice = f"Check the devices of {named('rank', alone)}: Xid errors, ECC, links; then the kernel that was running."
+        findings.append(_finding(state, waits, alone, title, advice))
+    for ranks in stuck.values():
+        together = [rank for rank in ranks if rank not in alone]
+        if together and (len(together) > 1 or not findings):
+            findings.append(_together(state, waits, together))
+    return findings
+
+
+def _together(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequence[int]) -> Finding:
+    """Ranks that are in the same operation, which none of them finishes."""
+    held = state.held[ranks[0]]
+    kinds = {rank: state.held[rank].op for rank in ranks}
+    if len(set(kinds.values())) > 1:
+        rarest = min(set(kinds.values()), key=lambda op: (list(kinds.values()).count(op), op))
+        odd = [rank for rank in ranks if kinds[rank] == rarest]
+        usual = next(op for op in kinds.values() if op != rarest)
+        title = f"{_subject(odd)} {_do(odd, 'does', 'do')} {rarest} where the others do {usual}: desynchronised"
+        advice = "Look for a branch that depends on the rank, its data or its batch size."
+        return _finding(state, waits, odd, title, advice)
+    title = f"All of {named('rank', ranks)} are in {held}, and none finishes"
+    advice = "Check the links and devices between these ranks: the operation was started everywhere."
+    return _finding(state, waits, ranks, title, advice)
+
+
+def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:
+    """Sets of ranks that wait for each other, and for nobody else."""
+    reach = {rank: _reachable(waits, rank) for rank in waits}
+    circles = {frozenset(r for r in reach[rank] if rank in reach.get(r, ())) for rank in waits if rank in reach[rank]}
+    findings = []
+    for circle in sorted(circles, key=min):
+        if all(waits[rank] <= circle for rank in circle):
+            ranks = sorted(circle)
+            title = f"{_subject(ranks)} wait for each other: deadlock"
+            each = "; ".join(f"rank {rank} is in {state.held[rank]}" for rank in ranks[:4])
+            findings.append(_finding(state, waits, ranks, title, f"Order the operations alike on all ranks: {each}."))
+    return findings
+
+
+def _reachable(waits: Mapping[int, frozenset[int]], rank: int) -> frozenset[int]:
+    seen: set[int] = set()
+    todo = [*waits[rank]]
+    while todo:
+        other = todo.pop()
+        if other not in seen:
+            seen.add(other)
+            todo += waits.get(other, ())
+    return frozenset(seen)
+
+
+def _others_finished(state: _State, rank: int) -> bool:
+    held = state.held[rank]
+    return held.op not in P2P_OPS and any(_has_finished(state, r, held) for r in held.group.members if r != rank)
+
+
+def _most_awaited(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequence[int]) -> _Held:
+    """The operation in which most ranks wait for one of these, of equals the oldest."""
+    waiting = [state.held[rank] for rank, others in waits.items() if others & set(ranks)]
+    return max(waiting, key=lambda held: (sum(held.is_same(other) for other in waiting), -held.start_ns))
+
+
+def _finding(
+    state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequence[int], title: str, advice: str
+) -> Finding:
+    victims = sorted(rank for rank in waits if rank not in ranks)
+    own = [state.held[rank] for rank in ranks if rank in state.held]
+    awaiting = {rank: state.held[rank] for rank, others in waits.items() if others & set(ranks)}
+    where = own[0] if own else _most_awaited(state, waits, ranks)
+    return Finding(
+        detector="hang",
+        severity="high",
+        title=title,
+        where=str(where),
+        advice=advice,
+        ranks=tuple(ranks),
+        groups=(where.group.name,),
+        lost_ns_per_step=0,
+        lost_ns_total=0,
+        lost_fraction=1.0,
+        uncertainty_ns=0,
+        gain_fraction=1.0,
+        evidence=tuple(
+            Evidence(
+                table="collectives",
+                rank=rank,
+                start_ns=held.start_ns,
+                end_ns=held.start_ns,
+                note=f"waits in {held}" if rank in victims else f"is held in {held}",
+            )
+            for rank, held in [*((r, state.held[r]) for r in ranks if r in state.held), *sorted(awaiting.items())][:8]
+        ),
+    )
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    return f"{named('rank', ranks).capitalize()}"
+
+
+def _do(ranks: Sequence[int], one: str = "does", many: str = "do") -> str:
+    return one if len(ranks) == 1 else many
+
+
+def _them(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
+
+
+def _their(ranks: Sequence[int]) -> str:
+    return "its" if len(ranks) == 1 else "their"

@@ -1,0 +1,402 @@
+"""Reads the dumps of PyTorch's flight recorder: pickles (every class forbidden) or JSON, one file per rank.
+
+A dump does not say which rank wrote it: the rank stands at the end of the file's name (`nccl_trace_rank_3`, `_dump_3`).
+It gives process groups, how far the rank had come in each, and the latest operations. Times are the host's unix time.
+A rank that hangs may hold nothing but its counters.
+
+Source: `torch/csrc/distributed/c10d/FlightRecorder`, formats 2.0 to 2.10.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rankscope.analysis.finding import Gap
+from rankscope.analysis.phrases import counted
+from rankscope.analysis.readers.frames import FrameReader, files_in, gap, table
+from rankscope.analysis.report.quantities import ranges
+from rankscope.analysis.trace import BadInput
+from rankscope.collectors.schema import NO_PEER
+
+__all__ = ["Group", "open_run", "peers", "recognises"]
+
+_HEAD, _TAIL = 1 << 16, 1 << 12
+_OF_THE_FORMAT = (b"pg_config", b"pg_status", b"nccl_version", b"time_created_ns")
+_RANK_IN_NAME = re.compile(r"(\d+)(?:\.(?:pkl|pickle|json|bin|dump))?$")
+_DIRECTION = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+_BROKEN = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,  # JSON and text that is not UTF-8 too
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    struct.error,
+)
+_LAST_ONLY = "a flight recorder holds the last operations only, and when they were enqueued"
+_LACKS = {
+    "breakdown": _LAST_ONLY,
+    "phases": _LAST_ONLY,
+    "steps": _LAST_ONLY,
+    "regions": "a flight recorder does not record what the host does",
+    "collectives": _LAST_ONLY,
+}
+_OPS = {
+    "all_reduce": "allreduce",
+    "allreduce": "allreduce",
+    "all_reduce_barrier": "barrier",
+    "allreduce_coalesced": "allreduce_coalesced",
+    "all_gather": "allgather",
+    "_all_gather_base": "allgather_base",
+    "all_gather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "broadcast": "broadcast",
+    "_broadcast_oop": "broadcast",
+    "reduce": "reduce",
+    "_reduce_oop": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "all_to_all": "alltoall",
+    "alltoall": "alltoall",
+    "alltoall_base": "alltoall_base",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
+}
+_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "Short": 2, "Half": 2}
+_BYTES |= {"BFloat16": 2}
+_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "Float8_e4m3fn": "float8_e4m3fn",
+    "Float8_e5m2": "float8_e5m2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    name: str
+    role: str
+    ranks: tuple[int, ...]  # global
+
+    @property
+    def id(self) -> int:
+        """Equal on all ranks of the group."""
+        key = f"{self.name}|{self.ranks}".encode()
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One operation that the recorder held."""
+
+    group: Group
+    op: str
+    is_p2p: bool
+    seq: int
+    collective_seq: int
+    peer: int
+    size_bytes: int
+    dtype: str
+    start_ns: int
+    started: bool | None
+    end_ns: int | None
+    pending: bool
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Dump:
+    path: Path
+    rank: int
+    groups: tuple[Group, ...]
+    status: Mapping[Group, tuple[int, int]]  # last enqueued, last completed
+    entries: tuple[_Entry, ...]
+    skipped: int
+
+
+class _NoClasses(pickle.Unpickler):
+    """Builds numbers, strings, lists, tuples and dicts, and nothing else."""
+
+    def find_class(self, module: str, name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it wants to load {module}.{name}, and no class is loaded from a dump")
+
+
+def recognises(path: Path) -> bool:
+    """A dump, or a folder in which one lies."""
+    if path.is_dir():
+        return any(f.is_file() and _is_dump(f) for f in path.iterdir())
+    return _is_dump(path)
+
+
+def open_run(paths: Sequence[str]) -> FrameReader:
+    """Everything these dumps hold of one run. Raises `BadInput` if nothing of it is good."""
+    missing: list[Gap] = []
+    dumps: dict[int, _Dump] = {}
+    for path in files_in(paths):
+        if not _is_dump(path):
+            continue
+        try:
+            dump = _read(path)
+        except _BROKEN as error:
+            why = str(error) if isinstance(error, (_Unusable, pickle.UnpicklingError)) else "it is cut or damaged"
+            missing.append(gap("progress", f"{path.name} was not read: {why}"))
+            continue
+        if dump.rank in dumps:
+            raise BadInput(f"two dumps of rank {dump.rank}: {dumps[dump.rank].path} and {path}; give those of one run")
+        dumps[dump.rank] = dump
+    if not dumps:
+        why = missing[0].why if missing else "holds no dump of the flight recorder"
+        raise BadInput(f"{', '.join(paths)}: {why}")
+    ordered = [dumps[rank] for rank in sorted(dumps)]
+    world = max((rank + 1 for dump in ordered for group in dump.groups for rank in group.ranks), default=len(ordered))
+    return FrameReader(
+        frames={
+            "ranks": table("ranks", [{"rank": d.rank, "start_ns": 0, "world_size": world} for d in ordered]),
+            "groups": table("groups", [row for dump in ordered for row in _group_rows(dump)]),
+            "collectives": table("collectives", [_collective_row(d.rank, e) for d in ordered for e in d.entries]),
+            "progress": table("progress", [row for dump in ordered for row in _progress_rows(dump)]),
+        },
+        missing=[*missing, *_missing(ordered, world)],
+        lacks=_LACKS,
+    )
+
+
+class _Unusable(ValueError):
+    """The dump is well-formed but lacks what is needed; the message says what."""
+
+
+def _is_dump(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            file.seek(-min(_TAIL, path.stat().st_size), 2)
+            ends = head + file.read(_TAIL)
+    except OSError:
+        return False
+    is_json = head[:256].lstrip()[:1] == b"{"
+    if not is_json and not (len(head) > 1 and head[0] == 0x80 and head[1] in (2, 3, 4, 5)):
+        return False
+    return b"entries" in ends and any(word in ends for word in _OF_THE_FORMAT)
+
+
+def _read(path: Path) -> _Dump:
+    """The dump of one rank. Raises any of `_BROKEN`."""
+    with path.open("rb") as file:
+        is_pickle = file.read(1) == b"\x80"
+        file.seek(0)
+        loaded = _NoClasses(file).load() if is_pickle else json.load(file)
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("entries", []), list):
+        raise _Unusable("it is no dump of the flight recorder")
+    groups = tuple(_groups(loaded.get("pg_config", {})))
+    rank = _rank(path, groups)
+    by_name = {group.name: group for group in groups}
+    entries: list[_Entry] = []
+    pg_ids: dict[int, Group] = {}
+    skipped = 0
+    for raw in loaded.get("entries", []):
+        try:
+            entry = _entry(raw, by_name, rank)
+        except _BROKEN:
+            skipped += 1
+            continue
+        entries.append(entry)
+        pg_ids[int(raw.get("pg_id", -1))] = entry.group
+    status = _status(loaded.get("pg_status") or {}, groups, pg_ids)
+    return _Dump(path, rank, groups, status, tuple(entries), skipped)
+
+
+def _groups(config: Mapping[str, Any]) -> Iterator[Group]:
+    for name, said in config.items():
+        ranks = said["ranks"]
+        members = ast.literal_eval(ranks) if isinstance(ranks, str) else ranks
+        yield Group(str(said.get("name", name)), str(said.get("desc", "")), tuple(sorted(int(r) for r in members)))
+
+
+def _rank(path: Path, groups: Sequence[Group]) -> int:
+    """The rank that wrote the dump: by the file's name, if its groups agree; else by the groups alone."""
+    named = _RANK_IN_NAME.search(path.name)
+    in_all = set.intersection(*(set(group.ranks) for group in groups)) if groups else set()
+    if named and (not groups or int(named[1]) in in_all):
+        return int(named[1])
+    if len(in_all) == 1:
+        return in_all.pop()
+    if named and groups:
+        raise _Unusable(f"by its name it is of rank {named[1]}, but its groups are of {ranges(sorted(in_all))}")
+    raise _Unusable("nothing says which rank wrote it; let its name end in the rank")
+
+
+def _entry(raw: Mapping[str, Any], by_name: Mapping[str, Group], rank: int) -> _Entry:
+    name, role = (str(part) for part in raw["process_group"])
+    group = by_name.get(name) or Group(name, role, ())
+    title = str(raw["profiling_name"]).split(":", 1)[-1]
+    is_p2p = bool(raw.get("is_p2p", False)) or _DIRECTION.match(title) is not None
+    collective_seq = int(raw.get("collective_seq_id", raw.get("seq_id", 0)))
+    state = str(raw.get("state", ""))
+    end = raw.get("time_discovered_completed_ns")
+    done = state == "completed" or bool(raw.get("retired", False)) or end is not None
+    sizes, dtypes = [], []
+    for way in ("input", "output"):
+        sizes += raw.get(f"{way}_sizes") or []
+        dtypes += raw.get(f"{way}_dtypes") or []
+    return _Entry(
+        group=group,
+        op=_OPS.get(title.split(" ")[0], "unknown"),
+        is_p2p=is_p2p,
+        seq=int(raw.get("p2p_seq_id", 0)) if is_p2p else collective_seq,
+        collective_seq=collective_seq,
+        peer=peers(title, group.ranks, rank) if is_p2p else NO_PEER,
+        size_bytes=_size_bytes(sizes, dtypes),
+        dtype=_DTYPES.get(dtypes[0] if dtypes else "", "unknown"),
+        start_ns=int(raw["time_created_ns"]),
+        # Without timing the recorder never learns of starts: "scheduled" then says nothing.
+        started=True if done or state == "started" else None,
+        end_ns=None if end is None else int(end),
+        pending=not done,
+        number=int(raw.get("record_id", raw.get("id", 0))),
+    )
+
+
+def peers(title: str, members: Sequence[int], rank: int) -> int:
+    """The global rank at the other end of `send 0->1` or `recv 1<-0`, which `rank` recorded; -1 if it cannot be told.
+
+    The numbers are ranks within the group; global ones are accepted where only they make sense.
+    """
+    match = _DIRECTION.match(title)
+    if not match:
+        return NO_PEER
+    own, other = int(match[2]), int(match[3])
+    if own < len(members) and other < len(members) and members[own] == rank:
+        return members[other]
+    return other if own == rank and other in members else NO_PEER
+
+
+def _size_bytes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
+    largest = 0
+    for shape, dtype in zip(sizes, dtypes, strict=False):
+        elements = 1
+        for extent in shape:
+            elements *= int(extent)
+        largest = max(largest, elements * _BYTES.get(dtype, 1))
+    return largest
+
+
+def _status(
+    raw: Mapping[Any, Any], groups: Sequence[Group], pg_ids: Mapping[int, Group]
+) -> dict[Group, tuple[int, int]]:
+    """The counters by group. They stand under the process's own numbers of the groups, not under their names.
+
+    The entries say which number is which group. For the others the order in which groups are made tells: numbers and
+    names both grow with it. Where that contradicts an entry, only the entries are believed.
+    """
+    numbers = sorted(int(number) for number in raw)
+    made = sorted(groups, key=lambda g: (not g.name.isdigit(), int(g.name) if g.name.isdigit() else 0, g.name))
+    by_order = dict(zip(numbers, made, strict=True)) if len(numbers) == len(made) else {}
+    if any(by_order.get(number, group) != group for number, group in pg_ids.items()):
+        by_order = {}
+    status = {}
+    for number, said in raw.items():
+        group = pg_ids.get(int(number)) or by_order.get(int(number))
+        if group is not None:
+            enqueued, completed = said["last_enqueued_collective"], said["last_completed_collective"]
+            status[group] = (int(enqueued), int(completed))
+    return status
+
+
+def _group_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
+    for group in dump.groups:
+        yield {
+            "rank": dump.rank,
+            "start_ns": 0,
+            "group_id": group.id,
+            "name": group.name,
+            "backend": "",
+            "role": group.role,
+            "members": ranges(group.ranks),
+        }
+
+
+def _collective_row(rank: int, entry: _Entry) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "start_ns": entry.start_ns,
+        "issued_ns": entry.start_ns,
+        "end_ns": entry.end_ns,
+        "group_id": entry.group.id,
+        "seq": entry.seq,
+        "op": entry.op,
+        "dtype": entry.dtype,
+        "peer": entry.peer,
+        "tag": 0,
+        "size_bytes": entry.size_bytes,
+        "thread": 0,
+        "number": entry.number,
+    }
+
+
+def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
+    """A row for each group of which anything is known."""
+    for group in dict.fromkeys([*dump.groups, *dump.status, *(entry.group for entry in dump.entries)]):
+        mine = [entry for entry in dump.entries if entry.group == group]
+        pending = min((e for e in mine if e.pending), key=lambda e: (e.start_ns, e.number), default=None)
+        p2p = [e for e in mine if e.is_p2p]
+        row: dict[str, Any] = {"rank": dump.rank, "group_id": group.id, "is_p2p": bool(p2p) and len(p2p) == len(mine)}
+        if group in dump.status:
+            row["enqueued"], row["completed"] = dump.status[group]
+        elif mine:
+            row["enqueued"] = max(e.seq for e in mine)
+            row["completed"] = min((e.seq - 1 for e in mine if e.pending), default=row["enqueued"])
+        else:
+            continue
+        if pending is not None:
+            row |= {
+                "seq": pending.seq,
+                "op": pending.op,
+                "start_ns": pending.start_ns,
+                "is_started": pending.started,
+                "peer": pending.peer,
+                "size_bytes": pending.size_bytes,
+            }
+        yield row
+
+
+def _missing(dumps: Sequence[_Dump], world: int) -> Iterator[Gap]:
+    absent = sorted(set(range(world)) - {dump.rank for dump in dumps})
+    if absent:
+        why = f"{counted(len(absent), 'rank')} of {world} left no dump: {ranges(absent)}"
+        yield gap("ranks", why, rank=absent[0] if len(absent) == 1 else None, count=len(absent))
+    for dump in dumps:
+        if dump.skipped:
+            why = f"{counted(dump.skipped, 'entry').replace('entrys', 'entries')} of {dump.path.name} could not be read"
+            yield gap("collectives", why, rank=dump.rank, count=dump.skipped)
+        unknown = sum(1 for e in dump.entries if e.is_p2p and e.peer == NO_PEER)
+        if unknown:
+            why = f"{dump.path.name}: the peer of {counted(unknown, 'transfer')} cannot be told"
+            yield gap("collectives", why, rank=dump.rank, count=unknown)
+        if dump.groups and not dump.status and not dump.entries:
+            yield gap("progress", f"{dump.path.name} holds neither counters nor operations", rank=dump.rank)

@@ -1,0 +1,78 @@
+"""What the readers of foreign formats share: rows to tables of the schema, and a reader that holds them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from rankscope.analysis.finding import Gap
+from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.trace import BadInput
+from rankscope.collectors.schema import TABLES
+
+__all__ = ["NO_STEPS", "FrameReader", "files_in", "gap", "shaped", "table"]
+
+NO_STEPS = "the format does not say where steps begin"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameReader:
+    """A run whose tables are in memory. `lacks` says by table what no trace of the format can show."""
+
+    frames: Mapping[str, pl.DataFrame]
+    missing: Sequence[Gap] = ()
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    run: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def tables(self) -> tuple[str, ...]:
+        return tuple(name for name in TABLES if name in self.frames)
+
+    def read(self, name: str) -> pl.DataFrame:
+        return self.frames[name] if name in self.frames else pl.DataFrame(schema=schema_of(name))
+
+    def gaps(self) -> list[Gap]:
+        return list(self.missing)
+
+    def cannot(self) -> Mapping[str, str]:
+        return self.lacks
+
+
+def table(name: str, rows: Sequence[Row]) -> pl.DataFrame:
+    """The rows as a table of the schema, ordered; what a row lacks is null, but node and attempt are 0."""
+    schema = schema_of(name)
+    usual = {"node": 0, "attempt": 0}
+    columns = {c: [row.get(c, usual.get(c)) for row in rows] for c in schema}
+    return shaped(name, pl.DataFrame(columns, schema=schema))
+
+
+def shaped(name: str, frame: pl.DataFrame) -> pl.DataFrame:
+    """The frame with the columns and types of the table, ordered as the schema says."""
+    schema = schema_of(name)
+    absent = {c: pl.lit(0 if c in ("node", "attempt") else None) for c in schema if c not in frame.columns}
+    frame = frame.with_columns(**absent).select(pl.col(c).cast(t) for c, t in schema.items())
+    order = "name" if TABLES[name].order == "name_id" else TABLES[name].order
+    return frame.sort(["rank", order] if "rank" in schema else ["node", order], maintain_order=True)
+
+
+def gap(table: str, why: str, *, rank: int | None = None, count: int | None = None) -> Gap:
+    return Gap(table=table, rank=rank, node=None, count=count, why=why)
+
+
+def files_in(paths: Sequence[str]) -> list[Path]:
+    """These files, and the files that lie directly in these folders, in order of their names."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files += sorted(f for f in path.iterdir() if f.is_file() and not f.name.startswith("."))
+        else:
+            files.append(path)
+    if not files:
+        raise BadInput(f"{', '.join(paths)} holds no file")
+    return files
+

@@ -1,0 +1,338 @@
+"""Pipeline-parallel steps as operations: who waits for whom, which schedule it is, and how much of it is bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.timeline.replay import Floats, Group, NotReplayable, Plan, plan, transfers
+from rankscope.analysis.timeline.steps import STEP_COLUMNS
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "Bubble",
+    "Key",
+    "OpGrid",
+    "bubble",
+    "communicates",
+    "compute_order",
+    "op_grid",
+    "schedule",
+    "steps_of_ops",
+    "theory_fraction",
+]
+
+_SETTLED = 1.5  # a longer step, in medians, does not count
+
+FORWARD, BACKWARD = "forward-compute", "backward-compute"
+
+# kind -> (the kind at the other end, how many stages further)
+_PEER = {
+    "forward-send": ("forward-recv", 1),
+    "forward-recv": ("forward-send", -1),
+    "backward-send": ("backward-recv", -1),
+    "backward-recv": ("backward-send", 1),
+}
+_EMBEDDING, _CLIP, _GATHER, _SCATTER = (
+    "embedding-grads-all-reduce",
+    "optimizer-clip-main-grad",
+    "params-all-gather",
+    "grads-reduce-scatter",
+)
+_ACROSS_REPLICAS = (_GATHER, _SCATTER, _CLIP)
+# After a stage's last computation, one after the other.
+_TAIL = ("gc", "layernorm-grads-all-reduce", _EMBEDDING, _SCATTER, _CLIP, "optimizer")
+_KNOWN = (FORWARD, BACKWARD, *_PEER, _GATHER, *_TAIL)
+_COMPUTES = (FORWARD, BACKWARD, "gc", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """One operation of a step of a replica."""
+
+    stage: int
+    kind: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpGrid:
+    """The operations that all steps have in common. Times are ns since the step's first start, [op, step, replica]."""
+
+    keys: tuple[Key, ...]
+    steps: tuple[int, ...]
+    step_start_ns: NDArray[np.int64]  # one per step
+    ranks: NDArray[np.int32]  # [op, replica]
+    start_ns: Floats
+    end_ns: Floats
+    plan: Plan
+    dropped: int  # steps that lack operations others have, or have more
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted({key.stage for key in self.keys}))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(key.kind for key in self.keys)
+
+    @property
+    def duration_ns(self) -> Floats:
+        """Each operation's own time: computation as measured, communication without the wait for its peers."""
+        return transfers(self.plan, self.start_ns, self.end_ns)
+
+    @property
+    def measured_ns(self) -> Floats:
+        """Length of each step, first start to last end."""
+        length: Floats = self.end_ns.max(axis=(0, 2)) - self.start_ns.min(axis=(0, 2))
+        return length
+
+
+def steps_of_ops(ops: pl.DataFrame) -> pl.DataFrame:
+    """Each rank's steps, as `timeline.steps.judge` gives them, numbered as the source numbers them.
+
+    A step lasts from the first start to the last end of its operations on any rank. One that is longer than 1.5 × the
+    median is set aside: a warm-up if no step before it is judged, else an outlier.
+    """
+    spans = (
+        ops.group_by("step")
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+        .sort("step")
+        .with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("_length"))
+        .with_columns((pl.col("_length") <= _SETTLED * pl.col("_length").median()).alias("judged"))
+        .with_columns(
+            pl.when("judged")
+            .then(None)
+            .when(pl.col("judged").cum_max())
+            .then(pl.lit("outlier"))
+            .otherwise(pl.lit("warm-up"))
+            .alias("aside"),
+            pl.lit("operations").alias("source"),
+        )
+    )
+    ranks = ops.select("rank").unique()
+    return (
+        ranks.join(spans, how="cross")
+        .sort("rank", "step")
+        .select(*(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items()), "judged", "aside")
+    )
+
+
+def communicates(kind: str) -> bool:
+    """Whether the ideal of this kind of operation is its median (a transfer) rather than its mean (a computation)."""
+    return kind not in _COMPUTES
+
+
+def op_grid(ops: pl.DataFrame) -> OpGrid:
+    """The table `ops` as arrays, with its plan. Raises `NotReplayable`."""
+    unknown = sorted(set(ops["name"].unique()) - set(_KNOWN))
+    if unknown:
+        raise NotReplayable(f"it is not known what operations of type {unknown[0]} wait for")
+    if ops["chunk"].fill_null(0).max() != 0:
+        raise NotReplayable("stages with several model chunks (interleaved schedules) cannot be replayed yet")
+    by = ["stage", "name", "seq"]
+    names = ops.select(by).unique().sort(by)
+    lanes = [ops["step"].unique().sort(), ops["replica"].unique().sort()]
+    shape = (len(names), len(lanes[0]), len(lanes[1]))
+    placed = ops.join(names.with_row_index("_op"), on=by).with_columns(
+        pl.col("step").replace_strict(lanes[0], range(shape[1]), return_dtype=pl.UInt32).alias("_step"),
+        pl.col("replica").replace_strict(lanes[1], range(shape[2]), return_dtype=pl.UInt32).alias("_replica"),
+    )
+    at = tuple(placed[c].to_numpy() for c in ("_op", "_step", "_replica"))
+    count = np.zeros(shape, dtype=np.int32)
+    np.add.at(count, at, 1)
+    usual = np.median(count, axis=(1, 2)) == 1
+    whole = (count == usual[:, None, None]).all(axis=(0, 2))
+    if not whole.any():
+        raise NotReplayable("no two steps consist of the same operations")
+    first = placed.group_by("_step").agg(pl.col("start_ns").min()).sort("_step")["start_ns"].to_numpy()
+    start, end = np.zeros(shape), np.zeros(shape)
+    start[at] = placed["start_ns"].to_numpy() - first[at[1]]
+    end[at] = placed["end_ns"].to_numpy() - first[at[1]]
+    ranks = np.zeros((shape[0], shape[2]), dtype=np.int32)
+    ranks[at[0], at[2]] = placed["rank"].to_numpy()
+    keys = tuple(Key(*row) for row in names.filter(pl.Series(usual)).iter_rows())
+    start, end = start[usual][:, whole], end[usual][:, whole]
+    return OpGrid(
+        keys=keys,
+        steps=tuple(lanes[0].filter(pl.Series(whole)).to_list()),
+        step_start_ns=first[whole],
+        ranks=ranks[usual],
+        start_ns=start,
+        end_ns=end,
+        plan=_plan(keys, np.median(start, axis=(1, 2))),
+        dropped=int((~whole).sum()),
+    )
+
+
+def compute_order(keys: Sequence[Key], start_ns: Floats) -> dict[int, list[int]]:
+    """For each stage the indices of its forward and backward computations, in the order in which they start."""
+    order: dict[int, list[int]] = {}
+    for i in sorted(range(len(keys)), key=lambda i: (start_ns[i], keys[i].seq)):
+        if keys[i].kind in (FORWARD, BACKWARD):
+            order.setdefault(keys[i].stage, []).append(i)
+    return order
+
+
+def _plan(keys: tuple[Key, ...], start_ns: Floats) -> Plan:
+    """What waits for what in a step.
+
+    Computations of a stage run one after the other, and so do its sends and receives of one direction. A computation
+    waits for what it receives, a send for what it sends; where nothing is sent (a trace of computations alone), for
+    the neighbour's computation itself. Parameters are gathered before the first forward; gradients are reduced, and
+    the optimizer runs, after the last computation.
+
+    Source: the dependency model of ByteDance's StragglerAnalysis, without its overlapped reduce-scatter.
+    """
+    index = {key: i for i, key in enumerate(keys)}
+    before: dict[int, list[int]] = {i: [] for i in range(len(keys))}
+
+    def chain(ops: Sequence[int]) -> None:
+        for earlier, later in zip(ops, ops[1:], strict=False):
+            before[later].append(earlier)
+
+    for stage, computes in compute_order(keys, start_ns).items():
+        chain(computes)
+        _first_backward_transfers(before, keys, index, computes)
+        gathers = _of(index, stage, _GATHER)
+        tail = [op for kind in _TAIL for op in _of(index, stage, kind)]
+        chain([*computes[-1:], *tail])
+        chain(gathers)
+        if gathers:
+            before[computes[0]].append(gathers[-1])
+        for kind in _PEER:
+            chain(_of(index, stage, kind))
+    for key, i in index.items():
+        if key.kind in (FORWARD, BACKWARD):
+            _neighbours(before, index, key, i)
+    return plan(before, _groups(index), len(keys))
+
+
+def _of(index: Mapping[Key, int], stage: int, kind: str) -> list[int]:
+    """The stage's operations of a kind, by seq."""
+    return [index[key] for key in sorted(k for k in index if k.stage == stage and k.kind == kind)]
+
+
+def _neighbours(before: dict[int, list[int]], index: Mapping[Key, int], compute: Key, i: int) -> None:
+    """Tie a computation to its receive and send, or to the neighbour's computation where nothing is sent."""
+    way = compute.kind.split("-")[0]
+    send = index.get(Key(compute.stage, f"{way}-send", compute.seq))
+    receive = index.get(Key(compute.stage, f"{way}-recv", compute.seq))
+    if send is not None:
+        before[send].append(i)
+    if receive is not None:
+        before[i].append(receive)
+        earlier = index.get(Key(compute.stage, compute.kind, compute.seq - 1))
+        if earlier is not None:
+            before[receive].append(earlier)
+        return
+    other = index.get(Key(compute.stage + (1 if way == "backward" else -1), compute.kind, compute.seq))
+    if other is not None:
+        before[i].append(other)
+
+
+def _first_backward_transfers(
+    before: dict[int, list[int]], keys: Sequence[Key], index: Mapping[Key, int], computes: Sequence[int]
+) -> None:
+    """The first receive of a gradient is posted while the last forward before it runs, not at the start of the step."""
+    first = next((n for n, i in enumerate(computes) if keys[i].kind == BACKWARD), 0)
+    if first < 2:
+        return
+    for kind in ("backward-recv", "backward-send"):
+        op = index.get(Key(keys[computes[0]].stage, kind, 0))
+        if op is not None:
+            before[op].append(computes[first - 2])
+
+
+def _groups(index: Mapping[Key, int]) -> list[Group]:
+    """Who transfers with whom."""
+    stages = sorted({key.stage for key in index})
+    groups = []
+    for key, i in index.items():
+        if key.kind in ("forward-send", "backward-send"):
+            kind, step = _PEER[key.kind]
+            peer = index.get(Key(key.stage + step, kind, key.seq))
+            if peer is not None:
+                groups.append(Group((i, peer)))
+        elif key.kind in (_GATHER, _SCATTER):
+            groups.append(Group((i,), across_replicas=True))
+    for kind, across in ((_CLIP, True), (_EMBEDDING, False)):
+        members = tuple(op for stage in stages for op in _of(index, stage, kind))
+        if members:
+            groups.append(Group(members, across))
+    return groups
+
+
+def schedule(order: Mapping[int, Sequence[str]]) -> str:
+    """The schedule's name from each stage's sequence of "F" and "B": `1F1B`, `GPipe` or `unknown`."""
+    stages = sorted(order)
+    names = set()
+    for place, stage in enumerate(stages):
+        sequence = "".join(order[stage])
+        microbatches = sequence.count("F")
+        warmup = min(len(stages) - place - 1, microbatches)
+        if sequence == "F" * warmup + "FB" * (microbatches - warmup) + "B" * warmup:
+            names.add("1F1B")
+        elif sequence == "F" * microbatches + "B" * microbatches:
+            names.add("GPipe")
+        else:
+            return "unknown"
+    # The first stages of both look alike where there are few microbatches.
+    return "1F1B" if "1F1B" in names else "GPipe"
+
+
+def theory_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
+    """The bubble's share of the time from the first forward to the last backward, all stages being equally fast."""
+    return (stages - 1) / (chunks * microbatches + stages - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """How much of a pipeline's time its stages idle between their computations. Fractions are 0 to 1.
+
+    The time is that from the first forward of any stage to the last backward of any; medians over the steps.
+    `busiest_fraction` is what the stage with the most work idles: only there is idling not the others' fault.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    theory_fraction: float
+    fraction: Mapping[int, float]  # by stage
+    busiest: int
+
+    @property
+    def busiest_fraction(self) -> float:
+        return self.fraction[self.busiest]
+
+    @property
+    def mean_fraction(self) -> float:
+        return sum(self.fraction.values()) / len(self.fraction)
+
+
+def bubble(grid: OpGrid) -> Bubble:
+    """The bubble of these steps. Raises `NotReplayable` where there is no pipeline."""
+    order = compute_order(grid.keys, np.median(grid.start_ns, axis=(1, 2)))
+    if len(order) < 2:
+        raise NotReplayable("there is only one pipeline stage")
+    computes = [i for ops in order.values() for i in ops]
+    length = grid.end_ns[computes].max(axis=0) - grid.start_ns[computes].min(axis=0)
+    idle = {
+        stage: float(np.median(1 - (grid.end_ns[ops] - grid.start_ns[ops]).sum(axis=0) / length))
+        for stage, ops in order.items()
+    }
+    letters = {s: ["F" if grid.keys[i].kind == FORWARD else "B" for i in ops] for s, ops in order.items()}
+    microbatches = max(sequence.count("F") for sequence in letters.values())
+    return Bubble(
+        schedule=schedule(letters),
+        stages=len(order),
+        microbatches=microbatches,
+        theory_fraction=theory_fraction(len(order), microbatches),
+        fraction=idle,
+        busiest=min(idle, key=lambda stage: idle[stage]),
+    )
