@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Clock", "DevicePart", "Evidence", "Finding", "Gap", "Healthy", "NotChecked", "Part", "Report", "StepSummary", "Wait"]
+__all__ = [
+    "Clock",
+    "DevicePart",
+    "Evidence",
+    "Finding",
+    "Gap",
+    "Healthy",
+    "NotChecked",
+    "Part",
+    "Report",
+    "StepSummary",
+    "Wait",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +80,7 @@ class StepSummary:
     outliers: int
     median_ns: int | None
     p90_ns: int | None
-    source: str  # "rankscope.step()" | "optimizer" | "none"
+    source: str  # "rankscope.step()" | "ProfilerStep" | "optimizer" | "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

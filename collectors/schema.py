@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 
 __all__ = [
+    "DEVICE_WORK",
     "DTYPES",
     "NO_PEER",
     "OPS",
@@ -90,6 +91,11 @@ OPS = (
     "recv",
     "recv_any_source",
 )
+DEVICE_WORK = (
+    "compute",
+    "communication",
+    "memory",
+)
 P2P_OPS = ("send", "recv", "recv_any_source")
 
 DTYPES = (
@@ -154,11 +160,21 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "steps",
-            "One step that the script announced with `rankscope.step()`. Where there is none, the analysis "
-            "infers steps from the optimizer regions.",
+            "One step that the script announced with `rankscope.step()`, or a profiler's own. Where there is none, "
+            "the analysis infers steps from the optimizer regions.",
             "rank",
             "end_ns",
-            (Column("end_ns", "int64", "ns", "When the step ended."), _THREAD),
+            (
+                Column("end_ns", "int64", "ns", "When the step ended."),
+                _THREAD,
+                Column(
+                    "start_ns",
+                    "int64",
+                    "ns",
+                    "When it began; null: when the one before ended. Only a profiler's steps have it.",
+                    nullable=True,
+                ),
+            ),
         ),
         Table(
             "regions",
@@ -188,6 +204,13 @@ TABLES: dict[str, Table] = {
                     "int64",
                     "ns",
                     "Completion on this rank; null: see `completions`, else not seen.",
+                    nullable=True,
+                ),
+                Column(
+                    "device_start_ns",
+                    "int64",
+                    "ns",
+                    "When it began on the device, which then is its arrival; null: not seen.",
                     nullable=True,
                 ),
                 Column("group_id", "int64", "", "The process group, in `groups`."),
@@ -227,9 +250,17 @@ TABLES: dict[str, Table] = {
                 _START,
                 _END,
                 _NAME,
-                Column("stream", "int32", "", "Stream of the device."),
+                Column("work", "uint8", "", "Position in DEVICE_WORK."),
+                Column("device", "int32", "", "Index of the device.", nullable=True),
+                Column("stream", "int32", "", "Stream of the device.", nullable=True),
                 Column("correlation", "int64", "", "Joins the row to `launches`.", nullable=True),
-                Column("clock_error_ns", "int64", "ns", "Error of the conversion from the device's clock."),
+                Column(
+                    "clock_error_ns",
+                    "int64",
+                    "ns",
+                    "Error of the conversion from the device's clock; null: not known.",
+                    nullable=True,
+                ),
             ),
         ),
         Table(

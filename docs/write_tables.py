@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rankscope.collectors.schema import DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES, Table
+from rankscope.collectors.schema import DEVICE_WORK, DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES, Table
 
 PAGE = Path(__file__).with_name("tables.md")
 
@@ -22,7 +22,12 @@ def render() -> str:
         "## Codes",
         *(
             f"`{name}`: " + ", ".join(f"{code} {word}" for code, word in enumerate(words))
-            for name, words in (("REGION_KINDS", REGION_KINDS), ("OPS", OPS), ("DTYPES", DTYPES))
+            for name, words in (
+                ("REGION_KINDS", REGION_KINDS),
+                ("OPS", OPS),
+                ("DTYPES", DTYPES),
+                ("DEVICE_WORK", DEVICE_WORK),
+            )
         ),
     ]
     return "\n\n".join(parts) + "\n"

@@ -15,7 +15,7 @@ import pyarrow as pa
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
-from rankscope.collectors.schema import DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
+from rankscope.collectors.schema import DEVICE_WORK, DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
 
 __all__ = ["NativeReader", "open_run", "read_rows", "recognises", "schema_of"]
 
@@ -24,7 +24,12 @@ _HEADER = 8  # the magic, padded
 _PARTITION = re.compile(r"(rank|node)=(\d+)")
 _FILE = re.compile(r"(?:a(\d+)-)?part-(\d+)\.arrow")
 _RUN_FILE = re.compile(r"node=(\d+)\.json")
-_CODES = {"kind": (REGION_KINDS, "user"), "op": (OPS, "unknown"), "dtype": (DTYPES, "unknown")}
+_CODES = {
+    "kind": (REGION_KINDS, "user"),
+    "op": (OPS, "unknown"),
+    "dtype": (DTYPES, "unknown"),
+    "work": (DEVICE_WORK, "compute"),
+}
 _ENDS_LATER = "completions"
 _POLARS = {
     "int32": pl.Int32,

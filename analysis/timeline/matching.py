@@ -47,8 +47,10 @@ def match_collectives(collectives: pl.LazyFrame, groups: pl.DataFrame, clocks: I
     - `transfer_ns`: the least (end - start) over its ranks: the last arriver waits for nobody. Needs no common clock.
     - `wait_ns`: (end - start) - transfer_ns. For rooted operations at most the time until the last rank arrived,
       and null where the clocks are unknown. transfer_ns + wait_ns is never more than the row's own duration.
+      Where the device's start is known on all ranks, and their clocks, it is the time until the last one began there.
     - `is_last`: this rank arrived last, or together with the last (null where rooted and the clocks are unknown).
     - `arrival_spread_ns`: last minus first arrival; null where the clocks are unknown.
+    A row's start is the one on the device where that is known: the host only enqueues.
 
     Source: TraceLens and msprof-analyze (transfer as the minimum over ranks).
     """
@@ -59,13 +61,15 @@ def match_collectives(collectives: pl.LazyFrame, groups: pl.DataFrame, clocks: I
         .pipe(_with_sides)
         .with_columns(
             pl.col("op").is_in(ROOTED_OPS).alias("_rooted"),
-            (pl.col("end_ns") - pl.col("start_ns")).alias("_own_ns"),
+            pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns"),
         )
+        .with_columns((pl.col("end_ns") - pl.col("_arrival_ns")).alias("_own_ns"))
     )
     of_peers = numbered.pipe(_instances, trusted).explode("_row").sort("_row")
     matched = pl.col("instance_id").is_not_null()
     beyond_transfer = pl.col("_own_ns") - pl.col("transfer_ns")
-    until_last = (pl.col("_last_ns") - pl.col("start_ns")).clip(0, None)
+    until_last = (pl.col("_last_ns") - pl.col("_arrival_ns")).clip(0, None)
+    on_device = matched & pl.col("_aligned") & pl.col("_on_device")
     return pl.concat([numbered.drop("_row"), of_peers.drop("_row", *_SIDES)], how="horizontal").select(
         *collectives.collect_schema().names(),
         "group",
@@ -73,12 +77,16 @@ def match_collectives(collectives: pl.LazyFrame, groups: pl.DataFrame, clocks: I
         "instance_id",
         "unmatched",
         "transfer_ns",
-        pl.when(~pl.col("_rooted"))
+        pl.when(on_device)
+        .then(pl.min_horizontal(until_last, "_own_ns"))
+        .when(~pl.col("_rooted"))
         .then(beyond_transfer)
         .when(matched & pl.col("_aligned"))
         .then(pl.min_horizontal(beyond_transfer, until_last))
         .alias("wait_ns"),
-        pl.when(matched & ~pl.col("_rooted"))
+        pl.when(on_device)
+        .then(until_last == 0)
+        .when(matched & ~pl.col("_rooted"))
         .then(beyond_transfer == 0)
         .when(matched & pl.col("_aligned"))
         .then(until_last == 0)
@@ -111,8 +119,9 @@ def _instances(rows: pl.LazyFrame, trusted: list[int]) -> pl.LazyFrame:
             pl.col("_receives").sum(),
             pl.col("_open").any(),
             pl.col("_trusted").all(),
-            pl.col("start_ns").min().alias("_first_ns"),
-            pl.col("start_ns").max().alias("_last_ns"),
+            pl.col("device_start_ns").is_not_null().all().alias("_on_device"),
+            pl.col("_arrival_ns").min().alias("_first_ns"),
+            pl.col("_arrival_ns").max().alias("_last_ns"),
             pl.col("_own_ns").min().alias("transfer_ns"),
         )
         .with_columns(

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import polars as pl
 
-__all__ = ["MARKERS", "OPTIMIZER", "STEP_COLUMNS", "agreement", "find_steps", "in_steps", "judge", "renumber"]
+__all__ = [
+    "MARKERS",
+    "OPTIMIZER",
+    "PROFILER",
+    "STEP_COLUMNS",
+    "agreement",
+    "find_steps",
+    "in_steps",
+    "judge",
+    "renumber",
+]
 
 MARKERS = "rankscope.step()"
+PROFILER = "ProfilerStep"
 OPTIMIZER = "optimizer"
 
 STEP_COLUMNS = {
@@ -29,12 +40,15 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
 
     Steps end where the script said so (`rankscope.step()`); on a rank without such marks, where the anchor's optimizer
     region ends. With several optimizers the anchor is the one that runs least often, of equals the last in the cycle.
-    A step starts where the one before ended; the first at the rank's first region or collective.
+    A step starts where the one before ended; the first at the rank's first region or collective. A profiler's steps
+    have a start of their own.
     What comes after the last end belongs to no step.
     """
-    marks = _on_main_or_all(steps).select("rank", "end_ns", pl.lit(MARKERS).alias("source"))
+    source = pl.when(pl.col("start_ns").is_null()).then(pl.lit(MARKERS)).otherwise(pl.lit(PROFILER)).alias("source")
+    marks = _on_main_or_all(steps).select("rank", "start_ns", "end_ns", source)
     unmarked = regions.join(marks.select("rank").unique(), on="rank", how="anti")
-    ends = pl.concat([marks, _anchor_ends(unmarked).select("rank", "end_ns", pl.lit(OPTIMIZER).alias("source"))])
+    anchors = _anchor_ends(unmarked).select("rank", "end_ns", pl.lit(OPTIMIZER).alias("source"))
+    ends = pl.concat([marks, anchors], how="diagonal")
     seen = pl.concat([regions.select("rank", "start_ns"), collectives.select("rank", "start_ns")])
     first = seen.group_by("rank").agg(pl.col("start_ns").min().alias("_first"))
     previous = pl.col("end_ns").shift(1).over("rank")
@@ -42,7 +56,7 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
         ends.unique(["rank", "end_ns"])
         .sort("rank", "end_ns")
         .join(first, on="rank", how="left", maintain_order="left")
-        .with_columns(pl.coalesce(previous, "_first").alias("start_ns"))
+        .with_columns(pl.coalesce("start_ns", previous, "_first").alias("start_ns"))
         .filter(pl.col("start_ns") < pl.col("end_ns"))
         .with_columns(pl.int_range(pl.len()).over("rank").alias("step"))
         .select(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items())
