@@ -28,12 +28,14 @@ NEUTRAL_FOLDER = "/"
 class Agent:
     """The agent of a run: it is up when this exists, and ends after `end()`, or when this process is gone.
 
-    `out` is the folder it writes to; on other nodes than the first it may be another one after the end.
+    After the end, `out` is the folder that it wrote to, on other nodes than the first perhaps another one than it was
+    given, and `node` the index of this node, None if it could not even write that.
     """
 
     def __init__(self, name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> None:
         """Start it and wait until it is ready. Raises NotRecorded."""
         self.out = out
+        self.node: int | None = None
         self._name = name
         with TemporaryFile() as errors:
             # Its own session: a Ctrl-C on the terminal must not end it before the ranks are gone.
@@ -64,7 +66,9 @@ class Agent:
             code = self._process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             return f"the agent is still writing to {self.out}, as some rank has not ended after {ENDING_S:.0f} s"
-        self.out = _moved(self.out, self._name) or self.out
+        written = _written_by(self._name, self.out)
+        if written:
+            self.out, self.node = written
         if early is None and code == 0:
             return None
         when = "at the end of" if early is None else "during"
@@ -122,12 +126,13 @@ def _command(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> list
     return [sys.executable, "-m", "rankscope.collectors.agent", *options]
 
 
-def _moved(out: Path, name: str) -> Path | None:
-    """Where the agent of this name has left its files: beside `out`, if node 0's run has another name."""
+def _written_by(name: str, out: Path) -> tuple[Path, int] | None:
+    """The folder and the node of the agent of this name; the folder is beside `out` if node 0's has another name."""
     for path in chain(out.glob("run/node=*.json"), out.parent.glob("*/run/node=*.json")):
         try:
-            if json.loads(path.read_bytes())["launch"]["socket"] == name:
-                return path.parent.parent
+            state = json.loads(path.read_bytes())
+            if state["launch"]["socket"] == name:
+                return path.parent.parent, int(state["node"])
         except (OSError, ValueError, KeyError):
             continue
     return None

@@ -83,19 +83,20 @@ def _finish(agent: Agent, *, report: bool) -> None:
     trouble = agent.end()
     if trouble:
         _say(trouble)
-    if not _is_closed(agent.out / "run" / "node=00000.json"):
+    if agent.node:
         _say(f"this node's part of the run is in {agent.out}")
-    elif report:
+    elif not report:
+        _say(f"recorded in {agent.out}")
+    else:
         _await_other_nodes(agent.out)
         _report(agent.out)
-    else:
-        _say(f"recorded in {agent.out}")
 
 
 def _await_other_nodes(out: Path) -> None:
-    """The nodes whose files are in this folder are done with it, or have had their time."""
+    """The other nodes whose files are in this folder are done with it, or have had their time."""
     deadline = time.monotonic() + OTHER_NODES_S
-    while not all(map(_is_closed, (out / "run").glob("node=*.json"))) and time.monotonic() < deadline:
+    others = [path for path in (out / "run").glob("node=*.json") if path.name != "node=00000.json"]
+    while not all(map(_is_closed, others)) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
