@@ -15,16 +15,18 @@ from rankscope.analysis.timeline.build import check_causality
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.matching import match_collectives, members_of
 from rankscope.analysis.timeline.steps import agreement, find_steps, judge, renumber
+from rankscope.collectors.schema import TABLES
 
 MS = 1_000_000
 ONE_NODE = [Clock(node=0, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference")]
 
 
 def table(name, *rows, **defaults):
-    """Rows of a table of the schema; columns that a test does not name are 0, -1 (peer) or the like."""
+    """Rows of a table; columns that a test does not name are null where they may be, else 0 or the like."""
     schema = schema_of(name)
     base = {c: "" if t == pl.String else False if t == pl.Boolean else 0 for c, t in schema.items()}
-    base |= {"peer": -1, "microbatch": None, "stage": None, "group_id": 1}
+    base |= {c.name: None for c in TABLES[name].columns if c.nullable}
+    base |= {"peer": -1, "group_id": 1}
     return pl.DataFrame([{c: (base | defaults | row)[c] for c in schema} for row in rows], schema=schema)
 
 
@@ -67,7 +69,7 @@ def matched(rows, members="0-1", clocks=ONE_NODE):
 
 
 def marks(*rows):
-    return table("steps", *({"rank": r, "end_ns": e} for r, e in rows))
+    return table("steps", *({"rank": r, "start_ns": None, "end_ns": e} for r, e in rows))
 
 
 def step_spans(*rows):
@@ -77,12 +79,14 @@ def step_spans(*rows):
 
 
 def parts_of(steps, region_rows, collective_rows):
-    """Non-zero parts of the only step."""
+    """Non-zero parts of the only step, all times in µs."""
+    times = pl.col("^(start|issued|device_start|end|wait|transfer)_ns$")
+    steps, region_rows, collective_rows = (t.with_columns(times * 1_000) for t in (steps, region_rows, collective_rows))
     cut = phases(steps, region_rows, collective_rows)
     check_phases(cut, steps)
     table = breakdown(cut, steps)
     assert table["ns"].sum() == (steps["end_ns"] - steps["start_ns"]).sum()
-    return {part: ns for part, ns in table.select("part", "ns").iter_rows() if ns}
+    return {part: ns / 1_000 for part, ns in table.select("part", "ns").iter_rows() if ns}
 
 
 # ---------------------------------------------------------------- clocks
@@ -349,8 +353,8 @@ def test_blocked_time_is_wait_until_the_last_rank_arrives_and_transfer_after():
 
 def test_blocked_time_with_an_unmatched_operation_is_blamed_on_nobody():
     calls = matched(collectives((0, 0, 20, 60)))
-    rows = regions((0, "wait", 20, 60), (0, "wait", 70, 75))
-    assert parts_of(step_spans((0, 0, 0, 100)), rows, calls) == {"unsplit": 45, "other": 55}
+    rows = regions((0, "wait", 20, 60), (0, "wait", 70, 85))
+    assert parts_of(step_spans((0, 0, 0, 100)), rows, calls) == {"unsplit": 55, "other": 45}
 
 
 def test_ddp_waits_at_the_end_of_backward_without_telling():
@@ -369,14 +373,30 @@ def test_ddp_waits_at_the_end_of_backward_without_telling():
         "other": 8,
     }
     # A wait that was seen there knows better.
-    seen = pl.concat([rows, regions((0, "wait", 88, 90))])
-    assert parts_of(step, seen, calls)["transfer"] == 2
+    seen = pl.concat([rows, regions((0, "wait", 80, 90))])
+    assert parts_of(step, seen, calls) == {"compute": 10 + 20 + 2, "overlapped": 50, "transfer": 10, "other": 8}
 
 
-def test_a_call_that_does_not_return_blocks():
-    calls = collectives((0, 0, 10 * MS, 30 * MS), (1, 0, 10 * MS, 30 * MS)).with_columns(issued_ns=pl.lit(25 * MS))
-    got = parts_of(step_spans((0, 0, 0, 100 * MS)), regions(), matched(calls))
-    assert got == {"transfer": 15 * MS, "other": 85 * MS}
+@pytest.mark.parametrize(
+    ("is_async", "end", "blocked"),
+    [
+        (False, 30, 15),
+        (True, 30, 0),  # the thread had no CPU: an asynchronous call waits for nobody
+        (None, 30, 0),
+        (None, 25, 15),  # done when it returned
+    ],
+)
+def test_a_call_that_is_not_asynchronous_blocks_until_it_returns(is_async, end, blocked):
+    calls = collectives((0, 0, 10, end), (1, 0, 10, end)).with_columns(
+        issued_ns=pl.lit(25, pl.Int64), is_async=pl.lit(is_async, pl.Boolean)
+    )
+    got = parts_of(step_spans((0, 0, 0, 100)), regions(), matched(calls))
+    assert got == {"transfer": blocked, "other": 100 - blocked} if blocked else {"other": 100}
+
+
+def test_a_wait_that_returns_at_once_has_not_blocked():
+    rows = regions((0, "wait", 20, 25))
+    assert parts_of(step_spans((0, 0, 0, 100)), rows, matched(collectives())) == {"other": 100}
 
 
 def test_user_regions_are_compute_and_name_it_innermost_first():

@@ -27,7 +27,7 @@ PHASE_COLUMNS = {
 }
 
 _MAIN_THREAD = 0
-_BLOCKING_CALL_NS = 1_000_000  # a call that returns later than this after it was entered has blocked its thread
+_IMMEDIATE_NS = 10_000  # a wait that is over sooner found its operation done: it has not blocked
 _TAIL_BLOCKED = 0.75  # least share of the end of backward in which collectives are in flight, if it waits for them
 _COMPUTE = ("forward", "backward", "user")
 _NAMED_OTHER = ("checkpoint", "sync")
@@ -65,11 +65,11 @@ class _Rank:
     kinds: dict[str, _Spans]
     calls: _Spans  # label is the operation
     issued: Ints
-    last_arrival: Ints  # until when peers were missing; the start where that is not known
+    last_arrival: Ints  # until when peers were missing; the arrival where that is not known
     split: Bools  # matched, with a wait that is known
     ended: Bools
     p2p: Bools
-    on_main: Bools
+    blocking: Bools  # the call itself held the main thread
 
 
 def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
@@ -95,10 +95,18 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
         .sort("start_ns", "end_ns", descending=[False, True])
         .select("rank", "start_ns", "end_ns", "kind", _coded("name", code))
     )
+    # Without an end nothing says that the call waited: on an accelerator it only queues the work.
+    blocking = (
+        (pl.col("thread") == _MAIN_THREAD)
+        & pl.col("end_ns").is_not_null()
+        & (~pl.col("is_async")).fill_null(pl.col("end_ns") <= pl.col("issued_ns"))
+    )
     collectives = collectives.sort("start_ns").select(
-        *("rank", "start_ns", "issued_ns", "end_ns", "wait_ns", "thread", _coded("op", code)),
+        *("rank", "start_ns", "issued_ns", "end_ns", _coded("op", code)),
+        (pl.coalesce("device_start_ns", "start_ns") + pl.col("wait_ns").fill_null(0)).alias("last_arrival_ns"),
         pl.col("op").is_in(P2P_OPS).alias("p2p"),
         pl.col("wait_ns").is_not_null().alias("split"),
+        blocking.alias("blocking"),
     )
     by_rank = [
         frame.partition_by("rank", as_dict=True) for frame in (steps.sort("rank", "start_ns"), regions, collectives)
@@ -163,11 +171,11 @@ def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.Dat
         kinds={k: spans.where((kind == k).to_numpy()) for k in kind.unique().to_list()},
         calls=_Spans(start, end, collectives["_label"].to_numpy()),
         issued=collectives["issued_ns"].to_numpy(),
-        last_arrival=start + collectives["wait_ns"].fill_null(0).to_numpy(),
+        last_arrival=collectives["last_arrival_ns"].to_numpy(),
         split=collectives["split"].to_numpy(),
         ended=ended,
         p2p=collectives["p2p"].to_numpy(),
-        on_main=(collectives["thread"] == _MAIN_THREAD).to_numpy(),
+        blocking=collectives["blocking"].to_numpy(),
     )
 
 
@@ -219,7 +227,7 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
         paint(name, of[name])
     where = grid.covered(blocked)
     part[where] = _split(rank, grid, where, in_flight)[where]
-    label[where] = _operation(rank, grid.start, grid.innermost(blocked, otherwise=code["wait"]))[where]
+    label[where] = _operation(rank, grid, where & in_flight, grid.innermost(blocked, otherwise=code["wait"]))[where]
     paint("gc", of["gc"])
     return _joined(rank.step[step], part, label, grid, inside)
 
@@ -265,13 +273,15 @@ def _merged(spans: list[_Spans]) -> _Spans:
 def _blocked(rank: _Rank, waits: _Spans, backward: _Spans) -> _Spans:
     """Where the main thread stood still for communication.
 
-    Seen: regions of kind wait, and calls that themselves took longer than 1 ms. Inferred: DDP waits for its buckets
-    in C++ at the end of backward, so from the moment its last collective is issued until those in flight are done.
+    Seen: regions of kind wait, and calls that were not asynchronous, or may not have been and returned only when the
+    operation was done. (An asynchronous call that takes long was not waiting: its thread had no CPU.)
+    Inferred: DDP waits for its buckets in C++ at the end of backward, so from the moment its last collective is issued
+    until those in flight are done.
     Not inferred where a wait was seen there, or where backward went on long after they were done: it was computing.
     """
+    waits = waits.where(waits.end - waits.start >= _IMMEDIATE_NS)
     calls = rank.calls
-    blocking = rank.on_main & (rank.issued - calls.start > _BLOCKING_CALL_NS)
-    in_call = _Spans(calls.start[blocking], rank.issued[blocking], calls.label[blocking])
+    in_call = _Spans(calls.start, rank.issued, calls.label).where(rank.blocking & (rank.issued > calls.start))
     return _merged([waits, in_call, _waits_of_backward(rank, waits, backward)])
 
 
@@ -305,19 +315,19 @@ def _split(rank: _Rank, grid: _Grid, blocked: Bools, in_flight: Bools) -> Ints:
     return choice
 
 
-def _operation(rank: _Rank, at: Ints, otherwise: Ints) -> Ints:
-    """The operation in flight that started last; else the name of the wait."""
+def _operation(rank: _Rank, grid: _Grid, in_flight: Bools, wait: Ints) -> Ints:
+    """The operation in flight that started last, or that has just ended; the name of the wait before the first."""
     calls = rank.calls
-    label: Ints = otherwise.copy()
-    last = np.searchsorted(calls.start, at, side="right") - 1
-    open_ = np.ones(len(at), bool)
+    label: Ints = wait.copy()
+    last = np.searchsorted(calls.start, grid.start, side="right") - 1
+    sought = in_flight.copy()
     for back in range(_LOOK_BACK):
-        candidate = last - back
-        hit = open_ & (candidate >= 0)
-        hit[hit] = at[hit] < calls.end[candidate[hit]]
-        label[hit] = calls.label[candidate[hit]]
-        open_ &= ~hit
-    return label
+        at = np.flatnonzero(sought & (last >= back))
+        at = at[grid.start[at] < calls.end[last[at] - back]]
+        label[at] = calls.label[last[at] - back]
+        sought[at] = False
+    latest = np.maximum.accumulate(np.where(in_flight, np.arange(len(label)), -1))
+    return np.where(latest >= 0, label[latest], label)
 
 
 def _last_in_step(rank: _Rank, start: Ints) -> Ints:

@@ -14,7 +14,7 @@ from rankscope.collectors.schema import NO_PEER
 
 __all__ = ["TIME_COLUMNS", "apply_clocks", "fit_clocks"]
 
-TIME_COLUMNS = ("start_ns", "issued_ns", "end_ns", "time_ns")
+TIME_COLUMNS = ("start_ns", "issued_ns", "device_start_ns", "end_ns", "time_ns")
 
 _REFERENCE = 0
 _BURST_GAP_NS = 5_000_000_000  # pings closer than this belong to one burst
