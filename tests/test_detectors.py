@@ -357,7 +357,7 @@ def test_links_are_rates_while_busy_and_round_trips_under_traffic():
 
 def test_every_detector_is_a_manual_page_that_names_its_collectors():
     sections = ["Signal", "Why it costs time", "False alarms", "What to try", "Source"]
-    assert set(detectors()) == {"gc_stall", "input_stall", "slow_link", "slow_rank", "uneven_work"}
+    assert set(detectors()) >= {"gc_stall", "input_stall", "slow_link", "slow_rank", "uneven_work"}
     for module in detectors().values():
         assert re.findall(r"^\*\*(.+?)\.\*\* ", module.__doc__, re.MULTILINE) == sections
         assert module.collectors

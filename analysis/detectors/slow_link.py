@@ -40,6 +40,7 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 collectors = ("collectives", "tcp")
 
 _TRAFFIC = 0.05  # a direction with less than this share of the busiest one's bytes says nothing about its speed
+_MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
 
 
@@ -75,7 +76,7 @@ def detect(
             )
         return []
     share = 1 - slow.rate / slow.healthy_rate
-    lost = Estimate(transfer.ns * share, transfer.half_width_ns * share)
+    lost = Estimate(transfer.ns * share, transfer.half_width_ns * share + _MODEL_ERROR * transfer.ns * share)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
     rates = f"{slow.rate / 1e6:.0f} MB/s against {slow.healthy_rate / 1e6:.0f} MB/s"

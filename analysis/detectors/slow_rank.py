@@ -40,14 +40,31 @@ from rankscope.analysis.detectors import peers_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, above_peers, estimate, gain_ns, own_by_label
+from rankscope.analysis.timeline.own import (
+    Estimate,
+    Floats,
+    StepGrid,
+    above_peers,
+    estimate,
+    estimates,
+    gain_ns,
+    own_by_label,
+)
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("collectives",)
 
 _TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
+_MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
 _MIN_BURSTS = 4  # fewer are not told from chance
+_BURST_Z, _BURST_SHARE = (
+    5,
+    0.8,
+)  # a burst is this far out of the noise, and this share of the run's bursts is the rank's
+
+Steps = NDArray[np.bool_]
+_Shown = tuple[Floats, Steps]  # the excess per step, 0 where it does not show, and the steps where it shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +73,7 @@ class _Slow:
 
     row: int
     excess: Floats
-    when: NDArray[np.bool_]
+    when: Steps
     lost: Estimate
     where: str
 
@@ -75,72 +92,76 @@ def detect(
     grid = peers_grid(breakdown)
     excess = above_peers(grid.own)
     by_label = {label: above_peers(values) for label, values in own_by_label(phases, grid).items()}
-    slow: list[_Slow] = []
-    for row in range(len(grid.ranks)):
-        when = _persistent(excess, row, persistence, min_z)
-        if when is None:
-            when = _bursts(grid, excess, row, persistence)
-        if when is not None:
-            held = _located(grid, excess, by_label, row, when, min_z)
-            if held.lost.clear and held.lost.ns >= min_fraction * grid.step_ns:
-                slow.append(held)
+    found = _bursts(grid, excess, persistence) | _persistent(excess, by_label, persistence, min_z)
+    waited = -above_peers(grid.blocked)
+    slow = [_priced(row, *shown, waited, by_label) for row, shown in sorted(found.items())]
+    slow = [s for s in slow if s.lost.clear and s.lost.ns >= min_fraction * grid.step_ns]
     findings = [_finding(grid, members, nodes, steps) for members, nodes in _whole_nodes(slow, grid, ranks)]
     return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.03, min_z: float = 5.0) -> int:
-    """The smallest constant excess that would have been reported of any rank."""
+    """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
     grid = peers_grid(breakdown)
-    excess = above_peers(grid.own)
-    return round(max(min_fraction * grid.step_ns, min_z * max(_scatter(excess, row) for row in range(len(excess)))))
+    _, least = _least_apart(above_peers(grid.own), min_z)
+    return round(max(min_fraction * grid.step_ns, float(least.max())))
 
 
-def _scatter(excess: Floats, row: int) -> float:
-    """One robust standard deviation of a healthy rank's mean excess: among the peers, or over this rank's steps."""
-    peers = np.array([estimate(values, _TRIM).ns for values in np.delete(excess, row, axis=0)])
-    among = 1.4826 * float(np.median(np.abs(peers - np.median(peers))))
-    return max(among, estimate(excess[row], _TRIM).half_width_ns / 1.96)
+def _least_apart(excess: Floats, min_z: float) -> tuple[Floats, Floats]:
+    """Each rank's mean excess, and how large it must be, either way, to stand out.
+
+    That is `min_z` robust standard deviations of a healthy rank's mean: among the peers, or over the rank's own steps.
+    """
+    means, half_widths = estimates(excess, _TRIM)
+    if len(means) > _MANY:
+        among = np.full(len(means), _deviation(means))
+    else:
+        among = np.array([_deviation(np.delete(means, row)) for row in range(len(means))])
+    return means, min_z * np.maximum(among, half_widths / 1.96)
 
 
-def _persistent(excess: Floats, row: int, persistence: float, min_z: float) -> NDArray[np.bool_] | None:
-    """All steps, if the rank exceeds its peers in most of them and by more than they differ."""
-    lost = estimate(excess[row], _TRIM)
-    above = float(np.mean(excess[row] > lost.ns / 2))
-    if lost.ns <= 0 or above < persistence or lost.ns < min_z * _scatter(excess, row):
-        return None
-    return np.ones(excess.shape[1], dtype=bool)
+def _deviation(values: Floats) -> float:
+    """Robust standard deviation."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
-def _bursts(grid: StepGrid, excess: Floats, row: int, persistence: float) -> NDArray[np.bool_] | None:
-    """The steps of the rank's bursts, if its excess comes in bursts and hardly any other rank has them."""
-    noise = 1.4826 * float(np.median(np.abs(excess - np.median(excess))))
-    burst = excess > max(0.1 * grid.step_ns, 5 * noise)
-    cost = np.where(burst, excess, 0.0)
-    if not burst[row].any() or cost[row].sum() < 0.8 * cost.sum():
-        return None
-    typical: NDArray[np.bool_] = burst[row] & (excess[row] > float(np.median(excess[row][burst[row]])) / 2)
-    if not _MIN_BURSTS <= typical.sum() < persistence * len(typical):
-        return None
-    return typical
-
-
-def _located(
-    grid: StepGrid, excess: Floats, by_label: dict[str, Floats], row: int, when: NDArray[np.bool_], min_z: float
-) -> _Slow:
-    """The slow rank with the labels under which it stands out, and the loss there."""
-    trim = _TRIM if when.all() else 0.0
-    shown = {label: np.where(when, values[row], 0.0) for label, values in by_label.items()}
-    means = {label: estimate(values, trim).ns for label, values in shown.items()}
-    apart = [label for label in shown if abs(means[label]) >= min_z * _scatter(by_label[label], row)]
-    total = np.where(when, excess[row], 0.0)
-    located = np.sum([shown[label] for label in apart], axis=0) if apart else np.zeros_like(total)
+def _persistent(excess: Floats, by_label: dict[str, Floats], persistence: float, min_z: float) -> dict[int, _Shown]:
+    """The ranks that exceed their peers in most steps by more than those differ, under some labels or over all."""
+    located = np.zeros_like(excess)
+    for values in by_label.values():
+        means, least = _least_apart(values, min_z)
+        located += np.where((np.abs(means) >= least)[:, np.newaxis], values, 0.0)
+    totals, least = _least_apart(excess, min_z)
     # Spread over many labels, a loss may stand out under none of them.
-    if estimate(located, trim).ns < estimate(total, trim).ns / 2:
-        located = total
-    lost = estimate(located, trim)
-    peers_waited = estimate(np.where(when, -above_peers(grid.blocked)[row], 0.0), trim)
-    lost = Estimate(min(lost.ns, peers_waited.ns), lost.half_width_ns)
-    return _Slow(row, located, when, lost, max(means, key=lambda label: means[label], default="the step"))
+    diffuse = (estimates(located, _TRIM)[0] < totals / 2) & (totals >= least)
+    located[diffuse] = excess[diffuse]
+    lost = estimates(located, _TRIM)[0]
+    often = np.mean(located > lost[:, np.newaxis] / 2, axis=1) >= persistence
+    always = np.ones(excess.shape[1], dtype=bool)
+    # What a rank loses under one label and gains under another is no loss.
+    return {int(row): (located[row], always) for row in np.flatnonzero((lost > 0) & often & (totals >= lost / 2))}
+
+
+def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Shown]:
+    """The rank whose excess comes in bursts, in fewer steps, if hardly any other rank has bursts."""
+    burst = excess > max(0.1 * grid.step_ns, _BURST_Z * _deviation(excess))
+    cost = np.where(burst, excess, 0.0).sum(axis=1)
+    row = int(cost.argmax())
+    if cost[row] == 0 or cost[row] < _BURST_SHARE * cost.sum():
+        return {}
+    typical: Steps = burst[row] & (excess[row] > float(np.median(excess[row][burst[row]])) / 2)
+    if not _MIN_BURSTS <= typical.sum() < persistence * len(typical):
+        return {}
+    return {row: (np.where(typical, excess[row], 0.0), typical)}
+
+
+def _priced(row: int, excess: Floats, when: Steps, waited: Floats, by_label: dict[str, Floats]) -> _Slow:
+    """The rank with what its excess costs: no more than its peers were blocked longer than itself (`waited`)."""
+    trim = _TRIM if when.all() else 0.0
+    lost, peers_waited = estimate(excess, trim), estimate(np.where(when, waited[row], 0.0), trim)
+    share = {label: float(values[row][when].mean()) for label, values in by_label.items()}
+    where = max(share, key=lambda label: share[label], default="the step")
+    return _Slow(row, excess, when, Estimate(min(lost.ns, peers_waited.ns), lost.half_width_ns), where)
 
 
 def _whole_nodes(
