@@ -12,11 +12,13 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, detectors
-from rankscope.analysis.finding import Finding, Gap, Healthy, NotChecked, Part, Report, StepSummary, Wait
+from rankscope.analysis.finding import Finding, Gap, Healthy, NotChecked, Part, Pipeline, Report, StepSummary, Wait
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.links import links
+from rankscope.analysis.timeline.pipeline import pipeline
+from rankscope.analysis.timeline.replay import NotReplayable
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.steps import agreement
 from rankscope.analysis.trace import Trace
@@ -86,6 +88,7 @@ def conclude(
         waits=tuple(
             Wait(rank=rank, waited_ns=ns) for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
         ),
+        pipeline=_pipeline(tables["ops"]),
         gaps=(*timeline.gaps, *_incomplete(timeline.steps)),
         clocks=tuple(timeline.clocks),
         matched_fraction=timeline.matched_fraction,
@@ -219,6 +222,16 @@ def _mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
 def _lengths(steps: pl.DataFrame) -> dict[int, tuple[int, ...]]:
     lengths = steps.sort("rank", "step").select("rank", ns=pl.col("end_ns") - pl.col("start_ns"))
     return {rank: tuple(rows["ns"].to_list()) for (rank,), rows in lengths.group_by("rank", maintain_order=True)}
+
+
+def _pipeline(ops: pl.DataFrame) -> Pipeline | None:
+    """The pipeline's schedule and bubble; None where there is none, and the detectors say why."""
+    if ops.is_empty():
+        return None
+    try:
+        return pipeline(ops)
+    except NotReplayable:
+        return None
 
 
 def _incomplete(steps: pl.DataFrame) -> list[Gap]:

@@ -13,6 +13,7 @@ __all__ = [
     "Healthy",
     "NotChecked",
     "Part",
+    "Pipeline",
     "Report",
     "StepSummary",
     "Wait",
@@ -114,6 +115,26 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How a pipeline-parallel job is scheduled, and how much of it is bubble. Fractions are 0 to 1.
+
+    The bubble is what a stage idles between the first forward of any stage and the last backward of any, on average
+    over the steps without the quarter of shortest and of longest ones. `theory_fraction` is that of equally fast
+    stages that never wait for anything but each other's computation; None: the schedule is not known. `excess` splits
+    the difference between the busiest stage's bubble and the theory, and sums to it.
+    """
+
+    schedule: str  # "1F1B" | "GPipe" | "unknown"
+    stages: int
+    microbatches: int
+    theory_fraction: float | None
+    bubble: dict[int, float]  # stage -> fraction
+    busiest_stage: int
+    excess: dict[str, float]
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     table: str
     rank: int | None
@@ -151,6 +172,7 @@ class Report:
     breakdown: tuple[Part, ...]
     device: tuple[DevicePart, ...] = ()
     waits: tuple[Wait, ...] = ()
+    pipeline: Pipeline | None = None
     gaps: tuple[Gap, ...] = ()
     clocks: tuple[Clock, ...] = ()
     matched_fraction: float | None = None  # share of collective rows matched on all their ranks

@@ -35,7 +35,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.phrases import named
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
@@ -75,8 +75,8 @@ class _Held:
     started: bool | None
 
     def is_same(self, other: _Held) -> bool:
-        return self.group.id == other.group.id and self.seq == other.seq and (self.op in P2P_OPS) == (
-            other.op in P2P_OPS
+        return (
+            self.group.id == other.group.id and self.seq == other.seq and (self.op in P2P_OPS) == (other.op in P2P_OPS)
         )
 
     def __str__(self) -> str:
@@ -125,9 +125,7 @@ def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
             mine[group.id] = _Count(enqueued, completed)
         if row["seq"] is None:
             continue
-        here = _Held(
-            group, row["seq"], row["op"], row["peer"], row["size_bytes"], row["start_ns"], row["is_started"]
-        )
+        here = _Held(group, row["seq"], row["op"], row["peer"], row["size_bytes"], row["start_ns"], row["is_started"])
         if row["rank"] not in held or here.start_ns < held[row["rank"]].start_ns:
             held[row["rank"]] = here
     return _State(held, counts)
@@ -199,7 +197,9 @@ def _culprits(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Findin
     if alone:
         where = state.held[alone[0]]
         title = f"{_subject(alone)} {_do(alone)} not finish {where.op}, which {_their(alone)} peers finished"
-        advice = f"Check the devices of {named('rank', alone)}: Xid errors, ECC, links; then the kernel that was running."
+        advice = (
+            f"Check the devices of {named('rank', alone)}: Xid errors, ECC, links; then the kernel that was running."
+        )
         findings.append(_finding(state, waits, alone, title, advice))
     for ranks in stuck.values():
         together = [rank for rank in ranks if rank not in alone]

@@ -260,7 +260,8 @@ def _entry(raw: Mapping[str, Any], by_name: Mapping[str, Group], rank: int) -> _
     state = str(raw.get("state", ""))
     end = raw.get("time_discovered_completed_ns")
     done = state == "completed" or bool(raw.get("retired", False)) or end is not None
-    sizes, dtypes = [], []
+    sizes: list[Sequence[int]] = []
+    dtypes: list[str] = []
     for way in ("input", "output"):
         sizes += raw.get(f"{way}_sizes") or []
         dtypes += raw.get(f"{way}_dtypes") or []

@@ -75,4 +75,3 @@ def files_in(paths: Sequence[str]) -> list[Path]:
     if not files:
         raise BadInput(f"{', '.join(paths)} holds no file")
     return files
-

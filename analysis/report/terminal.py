@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.finding import DevicePart, Finding, Report, Wait
+from rankscope.analysis.finding import DevicePart, Finding, Pipeline, Report, Wait
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.phrases import (
     clock_error,
@@ -61,6 +61,7 @@ def render(report: Report, *, width: int = 100, color: bool = False) -> str:
         *_time(report),
         _heading("waits"),
         *_waits(report.waits),
+        *_pipeline(report.pipeline),
         *_device(report.device),
         _heading("healthy"),
         _healthy(report),
@@ -297,6 +298,13 @@ def _device(device: Sequence[DevicePart]) -> list[RenderableType]:
     blocks = [_heading("device"), _text(say("device.means"), "dim"), table]
     hidden = {part.rank for part in device} - {part.rank for part in shown}
     return [*blocks, _text(say("device.hidden", who(tuple(hidden))), "dim")] if hidden else blocks
+
+
+def _pipeline(pipeline: Pipeline | None) -> list[RenderableType]:
+    if pipeline is None:
+        return []
+    shape = say("pipeline.shape", pipeline.schedule, pipeline.stages, pipeline.microbatches)
+    return [_heading("pipeline"), _text(shape), _text(pipeline.explanation)]
 
 
 def _healthy(report: Report) -> RenderableType:

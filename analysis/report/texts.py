@@ -156,6 +156,8 @@ _ENGLISH: dict[str, str] = {
     "steps.level.2": "1.2–1.5 ×",
     "steps.level.3": "1.5–2 ×",
     "steps.level.4": "above 2 ×",
+    "pipeline": "Pipeline",
+    "pipeline.shape": "{0}, {1} stages, {2} microbatches",
     # waits
     "waits": "Who waited for whom",
     "waits.means": "Time that each rank waited for the last one to arrive, over all matched collectives of the run. "

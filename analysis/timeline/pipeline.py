@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.timeline.replay import Floats, Group, NotReplayable, Plan, plan, transfers
+from rankscope.analysis.finding import Pipeline
+from rankscope.analysis.timeline.replay import Floats, Group, NotReplayable, Plan, plan, replay, transfers
 from rankscope.analysis.timeline.steps import STEP_COLUMNS
 
 __all__ = [
     "BACKWARD",
+    "EXCESS",
     "FORWARD",
-    "Bubble",
     "Key",
     "OpGrid",
-    "bubble",
     "communicates",
     "compute_order",
+    "measured_pipeline",
     "op_grid",
+    "pipeline",
     "schedule",
     "steps_of_ops",
     "theory_fraction",
@@ -48,6 +51,9 @@ _ACROSS_REPLICAS = (_GATHER, _SCATTER, _CLIP)
 # After a stage's last computation, one after the other.
 _TAIL = ("gc", "layernorm-grads-all-reduce", _EMBEDDING, _SCATTER, _CLIP, "optimizer")
 _KNOWN = (FORWARD, BACKWARD, *_PEER, _GATHER, *_TAIL)
+# What can keep the busiest stage idle for longer than the schedule must, in the order in which it is taken away.
+EXCESS = ("waiting for what is not recorded", "transfers", "microbatches of unequal length", "stages of unequal length")
+_WORTH_SAYING = 0.001
 _COMPUTES = (FORWARD, BACKWARD, "gc", "optimizer")
 
 
@@ -135,6 +141,9 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
         raise NotReplayable(f"it is not known what operations of type {unknown[0]} wait for")
     if ops["chunk"].fill_null(0).max() != 0:
         raise NotReplayable("stages with several model chunks (interleaved schedules) cannot be replayed yet")
+    absent = sorted(set(range(ops["stage"].to_numpy().max() + 1)) - set(ops["stage"].unique()))
+    if absent:
+        raise NotReplayable(f"no operations of stage {absent[0]} were recorded")
     by = ["stage", "name", "seq"]
     names = ops.select(by).unique().sort(by)
     lanes = [ops["step"].unique().sort(), ops["replica"].unique().sort()]
@@ -193,7 +202,7 @@ def _plan(keys: tuple[Key, ...], start_ns: Floats) -> Plan:
     before: dict[int, list[int]] = {i: [] for i in range(len(keys))}
 
     def chain(ops: Sequence[int]) -> None:
-        for earlier, later in zip(ops, ops[1:], strict=False):
+        for earlier, later in pairwise(ops):
             before[later].append(earlier)
 
     for stage, computes in compute_order(keys, start_ns).items():
@@ -291,48 +300,86 @@ def theory_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
     return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Bubble:
-    """How much of a pipeline's time its stages idle between their computations. Fractions are 0 to 1.
-
-    The time is that from the first forward of any stage to the last backward of any; medians over the steps.
-    `busiest_fraction` is what the stage with the most work idles: only there is idling not the others' fault.
-    """
-
-    schedule: str
-    stages: int
-    microbatches: int
-    theory_fraction: float
-    fraction: Mapping[int, float]  # by stage
-    busiest: int
-
-    @property
-    def busiest_fraction(self) -> float:
-        return self.fraction[self.busiest]
-
-    @property
-    def mean_fraction(self) -> float:
-        return sum(self.fraction.values()) / len(self.fraction)
+def pipeline(ops: pl.DataFrame) -> Pipeline:
+    """The schedule of these steps and their bubble. Raises `NotReplayable` where there is no pipeline."""
+    return measured_pipeline(ops)[0]
 
 
-def bubble(grid: OpGrid) -> Bubble:
-    """The bubble of these steps. Raises `NotReplayable` where there is no pipeline."""
+def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
+    """The same, and for each step how much longer its computations took than they would without the excess, in ns."""
+    grid = op_grid(ops.filter(pl.col("name").is_in([FORWARD, BACKWARD, *_PEER])))
     order = compute_order(grid.keys, np.median(grid.start_ns, axis=(1, 2)))
     if len(order) < 2:
         raise NotReplayable("there is only one pipeline stage")
-    computes = [i for ops in order.values() for i in ops]
-    length = grid.end_ns[computes].max(axis=0) - grid.start_ns[computes].min(axis=0)
-    idle = {
-        stage: float(np.median(1 - (grid.end_ns[ops] - grid.start_ns[ops]).sum(axis=0) / length))
-        for stage, ops in order.items()
-    }
     letters = {s: ["F" if grid.keys[i].kind == FORWARD else "B" for i in ops] for s, ops in order.items()}
+    name = schedule(letters)
     microbatches = max(sequence.count("F") for sequence in letters.values())
-    return Bubble(
-        schedule=schedule(letters),
+    theory = None if name == "unknown" else theory_fraction(len(order), microbatches)
+    # Means over replicas and the middle half of the steps: they add up, and a stall now and then does not move them.
+    length = _span(grid, order)
+    middle = np.argsort(length)[len(length) // 4 : len(length) - len(length) // 4]
+    busy = {s: (grid.end_ns - grid.start_ns)[ops].sum(axis=0).mean(axis=1) for s, ops in order.items()}
+    bubble = {s: float(1 - (busy[s] / length)[middle].mean()) for s in busy}
+    busiest = min(bubble, key=lambda stage: bubble[stage])
+    excess: dict[str, float] = {}
+    if theory is not None:
+        shares = [float(1 - (busy[busiest] / span)[middle].mean()) for span in (length, *_without_excess(grid, order))]
+        excess = {
+            cause: before - after for cause, before, after in zip(EXCESS, shares, [*shares[1:], theory], strict=True)
+        }
+    found = Pipeline(
+        schedule=name,
         stages=len(order),
         microbatches=microbatches,
-        theory_fraction=theory_fraction(len(order), microbatches),
-        fraction=idle,
-        busiest=min(idle, key=lambda stage: idle[stage]),
+        theory_fraction=theory,
+        bubble=bubble,
+        busiest_stage=busiest,
+        excess=excess,
+        explanation=_explanation(name, theory, bubble, busiest, excess),
     )
+    return found, length - busy[busiest] / (1 - theory) if theory is not None else np.zeros_like(length)
+
+
+def _span(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> Floats:
+    """For each step the time from the first computation to the last, on the mean of the replicas."""
+    computes = [i for ops in order.values() for i in ops]
+    span: Floats = (grid.end_ns[computes].max(axis=0) - grid.start_ns[computes].min(axis=0)).mean(axis=1)
+    return span
+
+
+def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Floats]:
+    """The spans without one cause of excess after the other, in the order of `EXCESS`."""
+    computes = np.zeros(len(grid.keys), dtype=bool)
+    computes[[i for ops in order.values() for i in ops]] = True
+    recorded = grid.duration_ns
+    no_transfers = np.where(computes[:, None, None], recorded, 0.0)
+    even = no_transfers.copy()
+    for ops in order.values():
+        for kind in (FORWARD, BACKWARD):
+            rows = [i for i in ops if grid.keys[i].kind == kind]
+            even[rows] = no_transfers[rows].mean(axis=0)
+    spans = []
+    for durations in (recorded, no_transfers, even):
+        start, end = replay(grid.plan, durations)
+        spans.append((end[computes].max(axis=0) - start[computes].min(axis=0)).mean(axis=1))
+    return spans
+
+
+def _explanation(
+    name: str, theory: float | None, bubble: Mapping[int, float], busiest: int, excess: Mapping[str, float]
+) -> str:
+    """What the bubble is made of, in a sentence or two."""
+    share = bubble[busiest]
+    others = sum(idle for stage, idle in bubble.items() if stage != busiest) / (len(bubble) - 1)
+    more = f"the others idle {_tenths(others)}, since stage {busiest} has the most work"
+    if theory is None:
+        return f"The schedule is neither 1F1B nor GPipe. Stage {busiest} idles {_tenths(share)}; {more}."
+    against = f"Stage {busiest} idles {_tenths(share)} where {name} needs {_tenths(theory)}"
+    causes = [f"{cause} {100 * part:+.1f} points" for cause, part in excess.items() if abs(part) >= _WORTH_SAYING]
+    made_of = f" ({', '.join(causes)})" if causes else ""
+    return f"{against}{made_of}; {more}."
+
+
+def _tenths(fraction: float) -> str:
+    """Two bubbles that round to the same percent are still compared."""
+    return f"{100 * fraction:.1f} %"

@@ -48,7 +48,7 @@ class Plan:
 
 
 def plan(before: Mapping[int, Iterable[int]], groups: Iterable[Group], ops: int) -> Plan:
-    """A plan of `ops` operations, numbered from 0. Raises `NotReplayable` where they wait for each other in a circle."""
+    """A plan of `ops` operations, numbered from 0. Raises `NotReplayable` if they wait for each other in a circle."""
     group_of = {op: group for group in groups for op in group.members}
     all_groups = list(dict.fromkeys(group_of.get(op, Group((op,))) for op in range(ops)))
     number = {op: i for i, group in enumerate(all_groups) for op in group.members}

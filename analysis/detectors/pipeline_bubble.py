@@ -1,0 +1,86 @@
+"""The pipeline idles more than its schedule must.
+
+**Signal.** The schedule is recognised from the order of forwards and backwards on each stage (1F1B, GPipe). Its
+bubble is known: (p - 1) / (m + p - 1) for p stages and m microbatches. The busiest stage's bubble is compared with
+that; more than `max_excess` above it is reported, split by replay into transfers, microbatches and stages of unequal
+length, and what the trace does not show.
+
+Why the busiest stage: what the other stages idle beyond it is lack of work, see `stage_imbalance`.
+
+**Why it costs time.** A stage that waits for a late input or gradient computes nothing meanwhile.
+
+**False alarms.** Computations that are not in the trace look like waiting.
+
+**What to try.** More microbatches, or an interleaved schedule, make the theory itself smaller. Late transfers:
+overlap sends and receives with computation, look at the links between neighbours. Unequal microbatches: balance
+sequence lengths.
+
+**Source.** GPipe and PipeDream-Flush (1F1B) for the theory; the split is ours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.report.quantities import percent
+from rankscope.analysis.timeline.pipeline import measured_pipeline, steps_of_ops
+from rankscope.analysis.timeline.replay import NotReplayable
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ()
+
+
+def detect(ops: pl.DataFrame, *, max_excess: float = 0.03) -> list[Finding]:
+    """Report the pipeline if its busiest stage idles more than it must."""
+    try:
+        found, excess_ns = measured_pipeline(ops)
+    except NotReplayable as reason:
+        raise NotResolvable(str(reason)) from None
+    if found.theory_fraction is None:
+        raise NotResolvable("the schedule is neither 1F1B nor GPipe, so its bubble in theory is not known")
+    share = found.bubble[found.busiest_stage]
+    if share - found.theory_fraction <= max_excess:
+        return []
+    steps = steps_of_ops(ops).unique("step").sort("step")
+    median_ns = float(np.median((steps["end_ns"] - steps["start_ns"]).to_numpy()))
+    lost = float(np.median(excess_ns))
+    fraction = lost / median_ns
+    cause = max(found.excess, key=lambda part: found.excess[part])
+    return [
+        Finding(
+            detector="pipeline_bubble",
+            severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
+            title=f"The pipeline idles {percent(share)} of its time where {found.schedule} needs "
+            f"{percent(found.theory_fraction)}, mostly for {cause}",
+            where=f"stage {found.busiest_stage}",
+            advice=_ADVICE[cause],
+            lost_ns_per_step=round(lost),
+            lost_ns_total=round(lost * len(excess_ns)),
+            lost_fraction=fraction,
+            uncertainty_ns=round(1.96 * float(excess_ns.std()) / len(excess_ns) ** 0.5),
+            gain_fraction=fraction,
+            evidence=tuple(
+                Evidence(table="ops", start_ns=start, end_ns=end, note=f"step {step}: {found.explanation}")
+                for step, start, end in steps.select("step", "start_ns", "end_ns").head(1).iter_rows()
+            ),
+        )
+    ]
+
+
+def resolution_ns(ops: pl.DataFrame, *, max_excess: float = 0.03) -> int:
+    """What the largest excess that is let pass costs per step."""
+    steps = steps_of_ops(ops).unique("step")
+    return round(max_excess * float(np.median((steps["end_ns"] - steps["start_ns"]).to_numpy())))
+
+
+_ADVICE = {
+    "waiting for what is not recorded": "Record what the hosts do between the operations: the stages wait, but neither "
+    "for transfers nor for each other's computation.",
+    "transfers": "Overlap sends and receives with computation, and look at the links between neighbouring stages.",
+    "microbatches of unequal length": "Make the microbatches alike: pack or sort sequences by length.",
+    "stages of unequal length": "Distribute the layers evenly over the stages.",
+}

@@ -1,0 +1,153 @@
+"""One pipeline stage has more work than the others, and they wait for it.
+
+**Signal.** The steps are replayed: as they were, with every operation taking the mean (a computation) or the median (a
+communication) of its kind, and with that for one stage only. A stage is too long if
+
+- the steps take at least `min_slowdown` times as long as ideal ones, and
+- making this stage ideal saves at least `min_share` of what making all ideal saves.
+
+Nothing is said if the replay of the steps as they were misses their measured length by more than `max_error`.
+
+**Why it costs time.** A pipeline runs at the pace of its slowest stage: the others idle once per microbatch.
+
+**False alarms.** A stage on slow hardware looks the same; compare with the same stage of the other replicas.
+
+**What to try.** Give the stage fewer layers. The last stage also computes the loss and the output layer, the first the
+embedding: count them when layers are distributed.
+
+**Source.** ByteDance's what-if analysis of stragglers: its slowdown S and its share of one stage, of every stage here
+and not of the last only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, OpGrid, communicates, op_grid
+from rankscope.analysis.timeline.replay import NotReplayable, WhatIf, ideal
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ()
+
+
+def detect(
+    ops: pl.DataFrame, *, min_slowdown: float = 1.03, min_share: float = 0.5, max_error: float = 0.05
+) -> list[Finding]:
+    """Name the stages that are too long, the costliest first."""
+    grid, whatif = _replayed(ops, max_error)
+    if whatif.slowdown < min_slowdown:
+        return []
+    shares = {stage: whatif.share(_of_stage(grid, stage)) for stage in grid.stages}
+    long = sorted((s for s in shares if shares[s] >= min_share), key=lambda s: -shares[s])
+    return [_finding(grid, whatif, stage) for stage in long]
+
+
+def resolution_ns(ops: pl.DataFrame, *, min_slowdown: float = 1.03, max_error: float = 0.05) -> int:
+    """What the smallest slowdown that is looked into costs per step."""
+    _, whatif = _replayed(ops, max_error)
+    return round((min_slowdown - 1) * whatif.ideal_step_ns)
+
+
+def _replayed(ops: pl.DataFrame, max_error: float) -> tuple[OpGrid, WhatIf]:
+    """The steps and their replays, if those can be trusted."""
+    try:
+        grid = op_grid(ops)
+    except NotReplayable as reason:
+        raise NotResolvable(str(reason)) from None
+    if len(grid.stages) < 2:
+        raise NotResolvable("there is only one pipeline stage")
+    own = grid.duration_ns
+    whatif = WhatIf(grid.plan, own, ideal(own, grid.kinds, communicates))
+    measured = float(grid.measured_ns.mean())
+    error = abs(whatif.actual_step_ns - measured) / measured
+    if error > max_error:
+        raise NotResolvable(
+            f"a replay of the steps misses their length by {percent(error)}: something that takes time is not in the trace"
+        )
+    return grid, whatif
+
+
+def _of_stage(grid: OpGrid, stage: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    return np.array([key.stage == stage for key in grid.keys])[:, None, None]
+
+
+def _finding(grid: OpGrid, whatif: WhatIf, stage: int) -> Finding:
+    actual = whatif.actual_step_ns
+    saved = np.asarray(replayed_steps(whatif) - whatif.without_ns(_of_stage(grid, stage)))
+    # The others stay below the mean when this stage comes down to it: no more than the ideal can be saved.
+    lost = min(float(saved.mean()), actual - whatif.ideal_step_ns)
+    half_width = 1.96 * float(saved.std(ddof=1)) / len(saved) ** 0.5 if len(saved) > 1 else lost
+    median = float(np.median(grid.measured_ns))
+    fraction = lost / median
+    own, others = _microbatch_ns(grid, stage)
+    return Finding(
+        detector="stage_imbalance",
+        severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
+        title=f"Pipeline stage {stage} is too long: {duration(own)} per microbatch, the others take {duration(others)}; "
+        f"the steps take {whatif.slowdown:.2f} × as long as balanced ones",
+        where=_where(grid, whatif, stage),
+        advice=f"Move layers from stage {stage} to the others"
+        + (": the last stage also computes the output layer and the loss." if stage == max(grid.stages) else "."),
+        ranks=tuple(sorted({int(r) for i, key in enumerate(grid.keys) if key.stage == stage for r in grid.ranks[i]})),
+        lost_ns_per_step=round(lost),
+        lost_ns_total=round(lost * len(grid.steps)),
+        lost_fraction=fraction,
+        uncertainty_ns=round(half_width),
+        gain_fraction=fraction,
+        evidence=_longest(grid, stage),
+    )
+
+
+def replayed_steps(whatif: WhatIf) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """The length of each step as replayed with what was measured."""
+    return whatif.without_ns(np.zeros((1, 1, 1), dtype=bool))
+
+
+def _microbatch_ns(grid: OpGrid, stage: int) -> tuple[float, float]:
+    """Forward and backward of one microbatch: on this stage, and on the mean of the others."""
+    length = (grid.end_ns - grid.start_ns).mean(axis=(1, 2))
+    kinds = (FORWARD, BACKWARD)
+
+    def per_microbatch(of: int) -> float:
+        return sum(
+            float(np.mean([length[i] for i, key in enumerate(grid.keys) if key.stage == of and key.kind == kind]))
+            for kind in kinds
+        )
+
+    return per_microbatch(stage), float(np.mean([per_microbatch(s) for s in grid.stages if s != stage]))
+
+
+def _where(grid: OpGrid, whatif: WhatIf, stage: int) -> str:
+    """The kind of operation that exceeds its ideal most on this stage."""
+    excess = (whatif.actual_ns - whatif.ideal_ns).mean(axis=(1, 2))
+    per_kind: dict[str, float] = {}
+    for i, key in enumerate(grid.keys):
+        if key.stage == stage:
+            per_kind[key.kind] = per_kind.get(key.kind, 0.0) + float(excess[i])
+    return f"stage {stage}, {max(per_kind, key=lambda kind: per_kind[kind])}"
+
+
+def _longest(grid: OpGrid, stage: int) -> tuple[Evidence, ...]:
+    """The stage's longest forward and backward in the middle one of the steps."""
+    middle = int(np.argsort(grid.measured_ns)[len(grid.steps) // 2])
+    start = grid.step_start_ns[middle]
+    rows = []
+    for kind in (FORWARD, BACKWARD):
+        ops = [i for i, key in enumerate(grid.keys) if key.stage == stage and key.kind == kind]
+        length = (grid.end_ns - grid.start_ns)[ops, middle]
+        op, replica = (int(n) for n in np.unravel_index(int(length.argmax()), length.shape))
+        rows.append(
+            Evidence(
+                table="ops",
+                rank=int(grid.ranks[ops[op], replica]),
+                start_ns=int(start + grid.start_ns[ops[op], middle, replica]),
+                end_ns=int(start + grid.end_ns[ops[op], middle, replica]),
+                note=f"longest {kind} of step {grid.steps[middle]}: {duration(float(length.max()))}",
+            )
+        )
+    return tuple(rows)
