@@ -65,12 +65,18 @@ class RunFolder:
 
 
 def batch_of(table: str, columns: Mapping[str, Any]) -> pa.RecordBatch:
-    """One batch of `table` from arrays, masked arrays or lists by column name.
+    """One batch of `table` from arrays, masked arrays or lists by column name; what may be null may be left out.
 
     Raises ValueError or TypeError (pyarrow's are both) when a value does not fit, or is null where none may be.
     """
     schema = _SCHEMAS[table]
-    arrays = [_array(columns[field.name], field.type) for field in schema]
+    rows = len(next(iter(columns.values())))
+    arrays = [
+        pa.nulls(rows, field.type)
+        if field.nullable and field.name not in columns
+        else _array(columns[field.name], field.type)
+        for field in schema
+    ]
     for field, array in zip(schema, arrays, strict=True):
         if array.null_count and not field.nullable:
             raise ValueError(f"{table}.{field.name} is null")
