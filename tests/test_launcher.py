@@ -200,6 +200,29 @@ def test_exec_becomes_the_command_and_its_ranks_share_one_agent(tmp_path, job):
     assert run.name.endswith("-train")
 
 
+@needs_torch
+def test_exec_records_ranks_that_only_slurm_has_numbered(tmp_path, job):
+    """Two ranks, started as by srun; the agent ends by itself when they are gone."""
+    (tmp_path / "train.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "place = dict(rank=int(os.environ['SLURM_PROCID']), world_size=2)\n"
+        "dist.init_process_group('gloo', f'file://{os.getcwd()}/store', **place)\n"
+        "dist.all_reduce(torch.ones(2))\n"
+        "assert 'LOCAL_RANK' not in os.environ\n"
+        "dist.destroy_process_group()\n"
+    )
+    job["SLURM_NTASKS_PER_NODE"] = "2"
+    command = [*RANKSCOPE, "exec", "--out", "run", sys.executable, "train.py"]
+    ranks = [
+        subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        for rank in ("0", "1")
+    ]
+    assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0]
+    node = tmp_path / "run/run/node=00000.json"
+    wait_for(lambda: json.loads(node.read_text())["state"] == "closed")
+    assert sorted(file.parent.name for file in tmp_path.glob("run/collectives/*/*")) == ["rank=00000", "rank=00001"]
+
+
 def test_exec_without_an_agent_or_a_command(tmp_path, job):
     (tmp_path / "file").touch()
     done = rankscope_("exec", "--out", "file/run", "sh", "-c", "echo [$RANKSCOPE_AGENT]; exit 4", cwd=tmp_path, **job)

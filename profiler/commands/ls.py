@@ -29,7 +29,7 @@ _HEAD = ("table", "rows", "ranks", "seconds", "size", "bytes/row")
 
 
 def command(
-    run: Annotated[list[Path], typer.Argument(help="The run folder; for nodes without shared storage, one of each.")],
+    run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
 ) -> None:
     from rankscope.analysis.trace import Trace
 

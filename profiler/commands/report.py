@@ -22,7 +22,7 @@ __all__ = ["command"]
 
 
 def command(
-    run: Annotated[list[Path], typer.Argument(help="The run folder; for nodes without shared storage, one of each.")],
+    run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the HTML report here.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the JSON report here; - is standard output.")] = None,
     short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False,
