@@ -16,10 +16,11 @@ from rankscope.analysis.finding import Finding, Gap, Healthy, NotChecked, Part, 
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.timeline.device import device_parts
 from rankscope.analysis.timeline.links import links
+from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
 from rankscope.analysis.timeline.replay import NotReplayable
-from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.steps import agreement
 from rankscope.analysis.trace import Trace
 
@@ -68,6 +69,8 @@ def conclude(
     if not _comparable(timeline):
         tables["breakdown"] = tables["breakdown"].clear()
         reasons["breakdown"] = _OUT_OF_STEP
+    if timeline.ranks["node"].n_unique() < 2:
+        reasons["links"] = "all ranks that were seen run on one node"
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     findings = root_causes_first(found)
     steps = _summary(timeline.steps)
@@ -83,8 +86,9 @@ def conclude(
         steps=steps,
         findings=findings,
         healthy=tuple(healthy),
-        not_checked=(*not_checked, *_not_observed(timeline.ranks)),
+        not_checked=(*not_checked, *_not_observed(timeline)),
         breakdown=_mean_parts(tables["breakdown"]),
+        device=device_parts(timeline.kernels),
         waits=tuple(
             Wait(rank=rank, waited_ns=ns) for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
         ),
@@ -241,10 +245,10 @@ def _incomplete(steps: pl.DataFrame) -> list[Gap]:
     return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []
 
 
-def _not_observed(ranks: pl.DataFrame) -> list[NotChecked]:
+def _not_observed(timeline: Timeline) -> list[NotChecked]:
     """What this version cannot see of these ranks."""
-    devices = ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
-    if not devices:
+    devices = timeline.ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
+    if not devices or len(timeline.kernels):
         return []
     why = f"ranks run on {', '.join(devices)}; this version records host time only, not what the device does"
     return [NotChecked(detector="device_time", why=why)]
@@ -273,8 +277,10 @@ def _verdict(
     if findings:
         return f"{_headline(findings, steps, len(seen))}{absent}."
     if not healthy:
-        why = f"{counted(steps.warmup, 'step')} seen, none of them judged" if not steps.count else not_checked[0].why
-        return f"Cannot judge: {why}{absent}."
+        seen_steps = (
+            f"{counted(steps.warmup, 'step')} seen, all of them warm-up" if steps.warmup else "no step was seen"
+        )
+        return f"Cannot judge: {not_checked[0].why if steps.count else seen_steps}{absent}."
     if not steps.count:
         looked = ", ".join(check.detector for check in healthy)
         return f"No bottleneck found by the checks that need no steps ({looked}){absent}."

@@ -28,7 +28,7 @@ from rankscope.analysis.detectors import judged_grid, longest_regions, price
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import estimate, gain_ns
+from rankscope.analysis.timeline.own import estimate, gain_ns, over_occurrences
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -60,7 +60,7 @@ def detect(
             ranks=ranks,
             steps=() if times == len(shows) else tuple(np.array(grid.steps)[shows].tolist()),
             evidence=longest_regions(regions, "gc", ranks),
-            **price(grid, lost, gain_ns(grid.busy, grid.busy - collecting)),
+            **price(grid, over_occurrences(longest, longest > 0), gain_ns(grid.busy, grid.busy - collecting)),
         )
     ]
 

@@ -48,6 +48,7 @@ from rankscope.analysis.timeline.own import (
     estimate,
     estimates,
     gain_ns,
+    over_occurrences,
     own_by_label,
 )
 
@@ -157,8 +158,10 @@ def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Sh
 
 def _priced(row: int, excess: Floats, when: Steps, waited: Floats, by_label: dict[str, Floats]) -> _Slow:
     """The rank with what its excess costs: no more than its peers were blocked longer than itself (`waited`)."""
-    trim = _TRIM if when.all() else 0.0
-    lost, peers_waited = estimate(excess, trim), estimate(np.where(when, waited[row], 0.0), trim)
+    if when.all():
+        lost, peers_waited = estimate(excess, _TRIM), estimate(waited[row], _TRIM)
+    else:
+        lost, peers_waited = over_occurrences(excess, when), over_occurrences(waited[row], when)
     share = {label: float(values[row][when].mean()) for label, values in by_label.items()}
     where = max(share, key=lambda label: share[label], default="the step")
     return _Slow(row, excess, when, Estimate(min(lost.ns, peers_waited.ns), lost.half_width_ns), where)

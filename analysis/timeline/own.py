@@ -131,6 +131,13 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
     return kept.mean(axis=1), half_widths
 
 
+def over_occurrences(values: Floats, when: NDArray[np.bool_]) -> Estimate:
+    """Mean of `values` over all steps, 0 where not `when`; the half width is of what happened, not of how often."""
+    times, steps = int(when.sum()), len(when)
+    each = estimate(values[when])
+    return Estimate(each.ns * times / steps, each.half_width_ns * times / steps)
+
+
 def above_peers(values: Floats) -> Floats:
     """Each (rank, step) minus the median of the other ranks in that step."""
     if len(values) < 2:
