@@ -173,10 +173,10 @@ def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
     assert table(run, "gaps", "rank=00000").rows() == [(1, 2, "memory", "memory", 3, "because")]
     assert table(run, "regions").rows() == [(10, 20, 1, 7, 0, 4, None), (30, 40, 2, 7, 1, None, None)]
     assert table(run, "collectives").rows() == [
-        (50, 51, 60, 42, 0, 1, 2, True, -1, 0, 4096, 0, 3),
-        (70, 71, None, 42, 1, 18, 5, None, 3, 9, 8, 65535, 5),
+        (50, 51, 60, None, 42, 0, 1, 2, True, -1, 0, 4096, 0, 3),
+        (70, 71, None, None, 42, 1, 18, 5, None, 3, 9, 8, 65535, 5),
     ]
-    assert table(run, "steps").rows() == [(80, 0)]
+    assert table(run, "steps").rows() == [(80, 0, None)]
     assert table(run, "memory").rows() == [(90, 7, 1000)]
     assert table(run, "ranks").select("local_rank", "world_size", "node", "pid", "torch").rows() == [
         (0, 1, 0, rank.process.pid, "2.13.0")
