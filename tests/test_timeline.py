@@ -7,17 +7,20 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_trace import COLLECTIVE, REGION, write, write_rank, write_run
 
 from rankscope.analysis.finding import Clock
 from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.timeline.breakdown import PARTS, InvariantError, breakdown, check_phases, phases
-from rankscope.analysis.timeline.build import check_causality
+from rankscope.analysis.timeline.build import build_timeline, check_causality
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.matching import match_collectives, members_of
 from rankscope.analysis.timeline.steps import agreement, find_steps, judge, renumber
-from rankscope.collectors.schema import TABLES
+from rankscope.analysis.trace import Trace
+from rankscope.collectors.schema import REGION_KINDS, TABLES
 
 MS = 1_000_000
+WAIT = REGION_KINDS.index("wait")
 ONE_NODE = [Clock(node=0, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference")]
 
 
@@ -377,6 +380,18 @@ def test_ddp_waits_at_the_end_of_backward_without_telling():
     assert parts_of(step, seen, calls) == {"compute": 10 + 20 + 2, "overlapped": 50, "transfer": 10, "other": 8}
 
 
+def test_time_before_a_forward_that_was_seen_is_not_compute():
+    rows = regions((0, "forward", 30, 40), (0, "backward", 50, 80))
+    cut = phases(step_spans((0, 0, 0, 100)), rows, matched(collectives()))
+    assert cut.select("part", "label", "start_ns").rows() == [
+        ("other", "before forward", 0),
+        ("compute", "forward", 30),
+        ("other", "no region", 40),
+        ("compute", "backward", 50),
+        ("other", "no region", 80),
+    ]
+
+
 @pytest.mark.parametrize(
     ("is_async", "end", "blocked"),
     [
@@ -417,6 +432,60 @@ def test_a_hole_in_the_phases_is_found():
     cut = phases(steps, regions((0, "user", 10, 20)), matched(collectives()))
     with pytest.raises(InvariantError, match="step 0 of rank 0"):
         check_phases(cut.filter(pl.col("label") != "user"), steps)
+
+
+# ---------------------------------------------------------------- from the folder
+
+
+def write_two_nodes(root, end_1=True):
+    """Ten steps of 100 ms; rank 1, on a node whose clock is 5 s behind, comes 30 ms late to each all-reduce."""
+    late, behind = 30 * MS, 5_000 * MS
+    for rank in (0, 1):
+        write_run(root, node=rank)
+        write_rank(root, rank, node=rank)
+        shift = behind * rank
+        calls, waits, marks = [], [], []
+        for n in range(10):
+            at, end = 10_000 * MS + 100 * MS * n, 10_000 * MS + 100 * MS * n + 60 * MS
+            start = at + 20 * MS + late * rank
+            calls.append({**COLLECTIVE, "seq": n, "number": n, "start_ns": start - shift, "issued_ns": start - shift})
+            calls[-1]["end_ns"] = end - shift if rank == 0 or end_1 else None
+            waits.append({**REGION, "kind": WAIT, "start_ns": start - shift, "end_ns": end - shift})
+            marks.append({"end_ns": at + 100 * MS - shift, "thread": 0})
+        write(root, "collectives", f"rank={rank}", calls)
+        write(root, "regions", f"rank={rank}", waits)
+        write(root, "steps", f"rank={rank}", marks)
+        group = {"start_ns": 0, "group_id": 7, "name": "dp", "backend": "gloo", "role": "", "members": "0-1"}
+        write(root, "groups", f"rank={rank}", [group])
+    ping = {"peer": 0, "t1_ns": 0, "t2_ns": behind + 1_000, "t3_ns": behind + 1_000, "t4_ns": 2_000}
+    write(root, "clocks", "node=1", [ping])
+
+
+def test_a_run_of_two_nodes_from_its_folder_to_the_timeline(tmp_path):
+    write_two_nodes(tmp_path)
+    timeline = build_timeline(Trace.open(tmp_path))
+    assert timeline.gaps == []
+    assert timeline.matched_fraction == 1
+    assert timeline.waits.rows() == [(0, 10 * 30 * MS), (1, 0)]
+    assert timeline.collectives["arrival_spread_ns"].unique().to_list() == [30 * MS]
+    assert timeline.steps.filter("judged").group_by("rank").len().sort("rank").rows() == [(0, 8), (1, 8)]
+    fifth = timeline.breakdown.filter((pl.col("step") == 5) & (pl.col("ns") > 0)).sort("rank", "part")
+    assert fifth.select("rank", "part", "ns").rows() == [
+        (0, "other", 60 * MS),
+        (0, "transfer", 10 * MS),
+        (0, "wait", 30 * MS),
+        (1, "other", 90 * MS),
+        (1, "transfer", 10 * MS),
+    ]
+
+
+def test_what_a_run_lacks_is_told_and_blamed_on_nobody(tmp_path):
+    write_two_nodes(tmp_path, end_1=False)
+    timeline = build_timeline(Trace.open(tmp_path))
+    assert timeline.matched_fraction == 0
+    assert timeline.waits["waited_ns"].to_list() == [0, 0]
+    assert timeline.breakdown.filter(pl.col("part").is_in(["wait", "transfer"]))["ns"].sum() == 0
+    assert "20 of 20 collectives were not matched across ranks: end missing" in [g.why for g in timeline.gaps]
 
 
 spans = st.tuples(st.integers(-20, 120), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1]))

@@ -33,7 +33,8 @@ _COMPUTE = ("forward", "backward", "user")
 _NAMED_OTHER = ("checkpoint", "sync")
 _LOOK_BACK = 8  # how many collectives back the label of a blocked span is looked for
 
-FORWARD, AFTER_BACKWARD, NO_REGION = "forward", "after backward", "no region"
+# Labels of time that no region covers.
+FORWARD, BEFORE_FORWARD, AFTER_BACKWARD, NO_REGION = "forward", "before forward", "after backward", "no region"
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -83,6 +84,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
         {
             *PARTS,
             FORWARD,
+            BEFORE_FORWARD,
             AFTER_BACKWARD,
             NO_REGION,
             *regions["name"].unique().to_list(),
@@ -207,11 +209,12 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     label = np.full(len(grid.start), code[NO_REGION])
     last_backward = _last_in_step(rank, of["backward"].start)
     last_optimizer = _last_in_step(rank, of["optimizer"].start)
-    has_forward = _last_in_step(rank, of["forward"].start) >= 0
+    last_forward = _last_in_step(rank, of["forward"].start)
 
     before_optimizer = grid.start < last_optimizer[step]
     label[(last_backward[step] >= 0) & before_optimizer & (grid.start >= last_backward[step])] = code[AFTER_BACKWARD]
-    forward = (grid.start < last_backward[step]) & ~has_forward[step]
+    label[grid.start < last_forward[step]] = code[BEFORE_FORWARD]
+    forward = (grid.start < last_backward[step]) & (last_forward[step] < 0)
     part[forward], label[forward] = PARTS.index("compute"), code[FORWARD]
 
     def paint(name: str, spans: _Spans) -> None:
