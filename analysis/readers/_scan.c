@@ -24,8 +24,8 @@ enum { ROW, COLLECTIVE, GROUP, RANKS, DESCRIPTION, DTYPE, N_META_SHORT };
 
 #define MISSING INT64_MIN
 #define MISSING_SHORT INT32_MIN
-#define LIMIT INT64_C(3000000000000000000) /* three such numbers can be added */
-#define MAX_DIGITS 18
+#define LIMIT UINT64_C(3000000000000000000) /* three such numbers can be added */
+#define MAX_DIGITS 19 /* 2026 in ns; a uint64 holds any such number */
 #define MAX_DROPPED 8
 #define MAX_NAMES (1u << 18)
 #define MAX_NAME_BYTES (32u << 20)
@@ -240,14 +240,14 @@ static int64_t number(Span span, int scale)
     if (!p)
         return MISSING;
     int negative = p < e && *p == '-', digits = 0, any = 0, exponent = 0;
-    int64_t value = 0;
+    uint64_t value = 0;
     p += negative;
     for (; p < e && is_digit(*p); p++) {
         any = 1;
         if (value || *p != '0') {
             if (++digits > MAX_DIGITS)
                 return MISSING;
-            value = value * 10 + (*p - '0');
+            value = value * 10 + (uint64_t)(*p - '0');
         }
     }
     if (!any)
@@ -257,7 +257,7 @@ static int64_t number(Span span, int scale)
             if (digits == MAX_DIGITS)
                 continue; /* further digits are cut */
             digits += value || *p != '0';
-            value = value * 10 + (*p - '0');
+            value = value * 10 + (uint64_t)(*p - '0');
             exponent--;
         }
     }
@@ -285,11 +285,11 @@ static int64_t number(Span span, int scale)
             half = value % 10 >= 5;
             value /= 10;
         }
-        value += half;
+        value += (uint64_t)half;
     }
     if (value > LIMIT)
         return MISSING;
-    return negative ? -value : value;
+    return negative ? -(int64_t)value : (int64_t)value;
 }
 
 #define IS(text) (key.size == sizeof(text) - 1 && !memcmp(key.at, text, sizeof(text) - 1))

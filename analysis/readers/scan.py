@@ -70,7 +70,7 @@ MAX_NAMES, MAX_NAME_BYTES = 1 << 18, 32 << 20
 NEED_MORE, FULL, CLOSED, LOST = range(4)  # why a scan ended
 
 _LIMIT = 3 * 10**18  # three such numbers can be added in an int64
-_MAX_DIGITS = 18
+_MAX_DIGITS = 19
 _CHUNK = 1 << 20
 _MAX_EVENT = 4 << 20  # an event that has not ended after this many bytes is broken
 _ROWS = 1 << 14
@@ -219,11 +219,11 @@ _ARGUMENT_TEXTS = {
 }
 
 
-class _Malformed(Exception):
+class _MalformedError(Exception):
     """The members of an event cannot be told apart."""
 
 
-class _Incomplete(Exception):
+class _IncompleteError(Exception):
     """The event goes on after the last byte."""
 
 
@@ -267,8 +267,8 @@ class PythonScanner:
                 return n_rows, n_metas, used, FULL
             try:
                 event, at = _parse_event(data, at, end)
-            except (_Malformed, _Incomplete) as problem:
-                found = None if isinstance(problem, _Incomplete) and not final else _next_event(data, at, end)
+            except (_MalformedError, _IncompleteError) as problem:
+                found = None if isinstance(problem, _IncompleteError) and not final else _next_event(data, at, end)
                 if found is None:
                     return n_rows, n_metas, used, NEED_MORE
                 self._malformed += 1
@@ -328,7 +328,7 @@ def _next_event(data: bytearray, at: int, end: int) -> int | None:
 def _parse_event(data: bytearray, at: int, end: int) -> tuple[dict[str, Any], int]:
     """The event at `at`, and where it ends. Of a key that is there twice the last value counts."""
     if data[at] != 0x7B:  # {
-        raise _Malformed
+        raise _MalformedError
     event: dict[str, Any] = {}
     return event, _parse_members(data, at + 1, end, event, in_args=False)
 
@@ -339,11 +339,11 @@ def _parse_members(data: bytearray, at: int, end: int, event: dict[str, Any], *,
         if data[at] == 0x7D:  # }
             return at + 1
         if data[at] != 0x22:  # "
-            raise _Malformed
+            raise _MalformedError
         key, at = _past_string(data, at, end)
         at = _past_space(data, at, end)
         if data[at] != 0x3A:  # :
-            raise _Malformed
+            raise _MalformedError
         at = _past_space(data, at + 1, end)
         if not in_args and key == b"args" and data[at] == 0x7B:
             at = _parse_members(data, at + 1, end, event, in_args=True)
@@ -354,20 +354,20 @@ def _parse_members(data: bytearray, at: int, end: int, event: dict[str, Any], *,
         if data[at] == 0x2C:  # ,
             at += 1
         elif data[at] != 0x7D:
-            raise _Malformed
+            raise _MalformedError
 
 
 def _past_space(data: bytearray, at: int, end: int) -> int:
     at = _past(_SPACE, data, at, end)
     if at >= end:
-        raise _Incomplete
+        raise _IncompleteError
     return at
 
 
 def _past_string(data: bytearray, at: int, end: int) -> tuple[bytes, int]:
     found = _STRING.match(data, at, end)
     if found is None:
-        raise _Incomplete
+        raise _IncompleteError
     return bytes(found[1]), found.end()
 
 
@@ -381,7 +381,7 @@ def _past_value(data: bytearray, at: int, end: int) -> tuple[bytes | None, int]:
         return bytes(data[at:after]), after
     after = _past(_BARE, data, at, end)
     if after >= end:
-        raise _Incomplete
+        raise _IncompleteError
     return bytes(data[at:after]).rstrip(b" \n\r\t") or None, after
 
 
@@ -390,7 +390,7 @@ def _past_nested(data: bytearray, at: int, end: int) -> int:
     while True:
         found = _BRACKET.search(data, at, end)
         if found is None:
-            raise _Incomplete
+            raise _IncompleteError
         if found[0] == b'"':
             _, at = _past_string(data, found.start(), end)
             continue
@@ -420,7 +420,7 @@ def _take_argument(event: dict[str, Any], key: bytes, value: bytes | None) -> No
 def _number(text: bytes | None, scale: int) -> int:
     """The decimal number times 10**scale, rounded half away from zero; MISSING if it is no number or too large.
 
-    Exact: a float of absolute microseconds is good to a quarter of one only. Digits beyond 18 are cut.
+    Exact: a float of absolute microseconds is good to a quarter of one only. Digits beyond 19 are cut.
     """
     found = _NUMBER.fullmatch(text or b"")
     if found is None:

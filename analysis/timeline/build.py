@@ -33,6 +33,7 @@ class Timeline:
     | steps | rank, step, start_ns, end_ns, source, judged, aside ("warm-up", "outlier", "incomplete" or null) |
     | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps) |
     | regions | those of the schema, step |
+    | kernels | those of the schema |
     | phases | rank, step, part, label, start_ns, end_ns: the main thread's time, without gap or overlap |
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
     | waits | rank, waited_ns: over all matched operations |
@@ -44,6 +45,7 @@ class Timeline:
     steps: pl.DataFrame
     collectives: pl.DataFrame
     regions: pl.DataFrame
+    kernels: pl.DataFrame
     phases: pl.DataFrame
     breakdown: pl.DataFrame
     waits: pl.DataFrame
@@ -88,6 +90,7 @@ def build_timeline(trace: Trace) -> Timeline:
         steps=steps,
         collectives=in_steps(collectives, steps),
         regions=in_steps(regions, steps),
+        kernels=read("kernels", "rank", "start_ns"),
         phases=cut,
         breakdown=breakdown(cut, hosts_steps),
         waits=collectives.group_by("rank").agg(pl.col("wait_ns").sum().alias("waited_ns")).sort("rank"),

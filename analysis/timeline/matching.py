@@ -47,7 +47,8 @@ def match_collectives(collectives: pl.LazyFrame, groups: pl.DataFrame, clocks: I
     - `transfer_ns`: the least (end - start) over its ranks: the last arriver waits for nobody. Needs no common clock.
     - `wait_ns`: (end - start) - transfer_ns. For rooted operations at most the time until the last rank arrived,
       and null where the clocks are unknown. transfer_ns + wait_ns is never more than the row's own duration.
-      Where the device's start is known on all ranks, and their clocks, it is the time until the last one began there.
+      Where the device's start is known on all ranks, and their clocks, it is the time until the last one began there,
+      which by the devices' own clock error can be more than the row's duration.
     - `is_last`: this rank arrived last, or together with the last (null where rooted and the clocks are unknown).
     - `arrival_spread_ns`: last minus first arrival; null where the clocks are unknown.
     A row's start is the one on the device where that is known: the host only enqueues.
@@ -78,7 +79,7 @@ def match_collectives(collectives: pl.LazyFrame, groups: pl.DataFrame, clocks: I
         "unmatched",
         "transfer_ns",
         pl.when(on_device)
-        .then(pl.min_horizontal(until_last, "_own_ns"))
+        .then(until_last)
         .when(~pl.col("_rooted"))
         .then(beyond_transfer)
         .when(matched & pl.col("_aligned"))

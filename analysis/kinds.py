@@ -1,0 +1,79 @@
+"""What a device does: compute, communication or memory. The one place that decides it, and that knows kernels' names.
+
+Communication is what a communication library runs on the device, whatever the profiler calls its row: NCCL (the old
+`ncclKernel_AllReduce_RING_LL_Sum_float` and the new `ncclDevKernel_AllReduce_Sum_f32_RING_LL`), RCCL (which may name
+nothing but `ncclDevKernel_Generic`), NVSHMEM and DeepEP (`deep_ep::…`, `…::ep::…`). Memory is copies and fills.
+What only marks or waits, such as `gpu_user_annotation`, `cuda_sync` or `overhead`, is no work of the device.
+
+Source: names in traces of NCCL 2.4 to 2.27 and RCCL 2.22; DeepEP's namespaces; Kineto's activity types
+(`libkineto/src/ActivityType.cpp`).
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["COMMUNICATION", "COMPUTE", "MEMORY", "OPS_BY_NAME", "device_work", "kernel_op"]
+
+COMPUTE, COMMUNICATION, MEMORY = "compute", "communication", "memory"
+
+# Categories of the profiler's rows that are work of the device, old names and new.
+_KERNELS = ("kernel", "Kernel")
+_COPIES = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
+
+_COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|\bdeep_ep\b|\bep::", re.IGNORECASE)
+_NCCL_OP = re.compile(r"nccl(?:Dev)?(?:Kernel)?_?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)")
+
+_OPS = {
+    "AllReduce": "allreduce",
+    "AllGather": "allgather_base",
+    "ReduceScatter": "reduce_scatter_base",
+    "Broadcast": "broadcast",
+    "Reduce": "reduce",
+}
+
+# Collective names as profilers write them, without `_` and case, to the names of the schema.
+OPS_BY_NAME = {
+    "allreduce": "allreduce",
+    "allreducecoalesced": "allreduce_coalesced",
+    "allgather": "allgather",
+    "allgatherbase": "allgather_base",
+    "allgatherintotensor": "allgather_base",
+    "allgathercoalesced": "allgather_coalesced",
+    "allgatherintotensorcoalesced": "allgather_into_tensor_coalesced",
+    "reducescatter": "reduce_scatter",
+    "reducescatterbase": "reduce_scatter_base",
+    "reducescattertensor": "reduce_scatter_base",
+    "reducescattertensorcoalesced": "reduce_scatter_tensor_coalesced",
+    "broadcast": "broadcast",
+    "broadcastoop": "broadcast",
+    "reduce": "reduce",
+    "reduceoop": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "alltoall",
+    "alltoallv": "alltoall",
+    "alltoallbase": "alltoall_base",
+    "alltoallsingle": "alltoall_base",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
+}
+
+
+def device_work(category: str, name: str) -> str | None:
+    """What a profiler's row stands for on the device; None if it is none of the device's work."""
+    if category in _KERNELS:
+        return COMMUNICATION if _COMMUNICATION.search(name) else COMPUTE
+    return MEMORY if category in _COPIES else None
+
+
+def kernel_op(name: str) -> str | None:
+    """The operation of a collective's kernel, `unknown` where its name does not say; None for other kernels.
+
+    NVSHMEM and DeepEP are communication, but their kernels are no collectives of a process group.
+    """
+    if "nccl" not in name.lower() and "rccl" not in name.lower():
+        return None
+    found = _NCCL_OP.search(name)
+    return _OPS[found[1]] if found else "unknown"

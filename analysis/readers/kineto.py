@@ -1,0 +1,805 @@
+"""Reads traces of torch.profiler (Kineto): Chrome trace JSON of all its ages, gzipped or not, loose or in a tar.
+
+One file is one rank's capture. Its device rows become `kernels`, its runtime and driver calls `launches`, its
+annotations `regions`, `ProfilerStep` becomes `steps`, and the kernels of NCCL and RCCL become `collectives`, with what
+the file says about them. Times are exact to the nanosecond, on the clock of the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.finding import Gap
+from rankscope.analysis.kinds import OPS_BY_NAME, device_work, kernel_op
+from rankscope.analysis.phrases import counted
+from rankscope.analysis.readers import sequence
+from rankscope.analysis.readers.frames import FrameReader, files_in, gap, shaped
+from rankscope.analysis.readers.scan import MISSING, MISSING_SHORT, NO_NAME, Scan, new_scanner, scan_events
+from rankscope.analysis.report.quantities import ranges
+from rankscope.analysis.trace import BadInput
+
+try:
+    from isal import igzip, isal_zlib
+
+    _open_gzip: Any = igzip.open
+    _IsalError: Any = isal_zlib.IsalError
+except ImportError:  # four times slower where there is no wheel of it
+    _open_gzip, _IsalError = gzip.open, EOFError
+
+__all__ = ["open_run", "recognises"]
+
+_GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, _IsalError)
+_CANNOT = {"breakdown": "a profiler's trace does not say for what the host waits, so its time is not split into parts"}
+_NO_STEPS = {"steps": "the trace has no ProfilerStep and no optimizer's name: call the profiler's step() once per step"}
+_SNIFF = 1 << 16
+_MAX_HEADER = 64 << 20  # groups of thousands of ranks are listed before the events
+_HEADER_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BARE_ARRAY = re.compile(rb'\s*\[\s*\{[^}]*"ph"\s*:')
+_TRACE_NAME = re.compile(r"\.pt\.trace\.json(\.gz)?$")
+_JSON_NAME = re.compile(r"\.json(\.gz)?$")
+_TAR_NAME = re.compile(r"\.(tar|tar\.gz|tgz)$")
+_RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d+)(?!\d)", re.IGNORECASE)
+_HOST_IN_NAME = re.compile(r"^(.+?)_\d+\.\d+\.pt\.trace\.json")
+_DROPPED = (b"python_function", b"cpu_instant_event", b"Trace")  # with stacks most rows are Python frames
+
+_LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime", "hip_runtime", "hip_driver", "xpu_runtime")
+_ANNOTATIONS = ("user_annotation",)
+_OPERATORS = ("cpu_op", "Operator")  # the oldest files have annotations among these
+_ANNOTATION_NAME = re.compile(r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.|gloo:")
+_STEP_NAME = re.compile(r"ProfilerStep#(\d+)")
+_REGION_KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
+_COMMUNICATION_REGIONS = ("nccl:", "gloo:", "c10d::")
+
+# What torch calls a type in its traces: the schema's name, and its size in bytes.
+_DTYPES = {
+    "Float": ("float32", 4),
+    "Double": ("float64", 8),
+    "Half": ("float16", 2),
+    "BFloat16": ("bfloat16", 2),
+    "Long": ("int64", 8),
+    "Int": ("int32", 4),
+    "Short": ("int16", 2),
+    "Char": ("int8", 1),
+    "Byte": ("uint8", 1),
+    "Bool": ("bool", 1),
+    "ComplexFloat": ("complex64", 8),
+    "ComplexDouble": ("complex128", 16),
+    "Float8_e4m3fn": ("float8_e4m3fn", 1),
+    "Float8_e5m2": ("float8_e5m2", 1),
+}
+
+_OTHER, _DEVICE, _LAUNCH, _SPAN, _OPERATOR = range(5)  # what a row's category makes of it
+_UNKNOWN_GROUP = ""
+
+Ints = NDArray[Any]
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is a profiler's trace, by its content or by the name that torch gives it, or holds at least one."""
+    if path.is_dir():
+        return any(_is_trace(file) for file in _files_of(path))
+    return _is_trace(path)
+
+
+def open_run(paths: list[str]) -> FrameReader:
+    """The run of which these files are the ranks. Raises `BadInput`."""
+    captures: list[_Capture] = []
+    gaps: list[Gap] = []
+    for label, source in _sources(paths):
+        capture = _read(label, source)
+        if isinstance(capture, str):
+            gaps.append(gap("kernels", capture))
+        else:
+            captures.append(capture)
+    if not captures:
+        raise BadInput(gaps[0].why if gaps else f"{', '.join(paths)} holds no trace of torch.profiler")
+    ranks = _by_rank(captures, gaps)
+    nodes = _nodes(ranks)
+    groups = {rank: _Groups(capture) for rank, capture in ranks.items()}
+    collectives = {rank: _collectives(capture, groups[rank]) for rank, capture in ranks.items()}
+    _number(collectives, groups, ranks, one_clock=len(set(nodes.values())) == 1)
+    frames = {
+        "ranks": _ranks_frame(ranks),
+        "kernels": _of_all({rank: _kernels_frame(capture) for rank, capture in ranks.items()}),
+        "launches": _of_all({rank: _launches_frame(capture) for rank, capture in ranks.items()}),
+        "regions": _of_all({rank: _regions_frame(capture) for rank, capture in ranks.items()}),
+        "steps": _of_all({rank: _steps_frame(capture) for rank, capture in ranks.items()}),
+        "collectives": _of_all(collectives),
+        "groups": _of_all({rank: groups[rank].frame() for rank in ranks}),
+    }
+    by_rank = pl.DataFrame({"rank": [*nodes], "node": [*nodes.values()]}, schema={"rank": pl.Int32, "node": pl.Int32})
+    tables = {
+        name: shaped(name, frame.join(by_rank, on="rank", how="left", maintain_order="left"))
+        for name, frame in frames.items()
+        if len(frame)
+    }
+    for rank, capture in ranks.items():
+        gaps += [gap(table, why, rank=rank, count=count) for table, count, why in capture.problems()]
+    gaps += _missing_ranks(ranks)
+    lacks = _CANNOT if "steps" in tables else _CANNOT | _NO_STEPS
+    return FrameReader(frames=tables, missing=tuple(gaps), lacks=lacks)
+
+
+# ---------------------------------------------------------------- files
+
+
+@dataclass(slots=True)
+class _Source:
+    """Bytes of a file that may end early: what then is wrong is kept, and reading ends."""
+
+    stream: IO[bytes]
+    problem: str = ""
+
+    def readinto(self, view: memoryview) -> int:
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def read(self, size: int) -> bytes:
+        if self.problem:
+            return b""
+        try:
+            return self.stream.read(size)
+        except _GZIP_ERRORS as error:
+            cut = isinstance(error, EOFError)
+            self.problem = "is cut off" if cut else f"cannot be read further ({str(error).strip() or 'broken'})"
+            return b""
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files in the folder that may be traces; if there are none, those one level below."""
+    for pattern in ("*", "*/*"):
+        files = [f for f in sorted(folder.glob(pattern)) if f.is_file() and _may_be_trace(f.name)]
+        if files:
+            return files
+    return []
+
+
+def _may_be_trace(name: str) -> bool:
+    return not name.startswith(".") and bool(_JSON_NAME.search(name) or _TAR_NAME.search(name))
+
+
+def _is_trace(path: Path) -> bool:
+    if _TRACE_NAME.search(path.name):
+        return True
+    try:
+        if _TAR_NAME.search(path.name):
+            with tarfile.open(path) as tar:
+                return any(_begins_as_trace(_member(tar, m), m.name) for m in tar if m.isfile())
+        with path.open("rb") as file:
+            return _begins_as_trace(file, path.name)
+    except (tarfile.TarError, *_GZIP_ERRORS):
+        return False
+
+
+def _begins_as_trace(file: IO[bytes], name: str) -> bool:
+    if not _JSON_NAME.search(name):
+        return False
+    if _TRACE_NAME.search(name):
+        return True
+    begin = _Source(_unpacked(file)).read(_SNIFF)
+    return any(key in begin for key in _HEADER_KEYS) or bool(_BARE_ARRAY.match(begin))
+
+
+def _sources(paths: Sequence[str]) -> Iterator[tuple[str, _Source]]:
+    """Each file's label and its unpacked bytes, one open at a time."""
+    for path in paths:
+        files = _files_of(Path(path)) if Path(path).is_dir() else files_in([path])
+        for file in files:
+            if _TAR_NAME.search(file.name):
+                with tarfile.open(file) as tar:
+                    for member in tar:
+                        if member.isfile() and _JSON_NAME.search(member.name):
+                            yield f"{file.name}:{member.name}", _Source(_unpacked(_member(tar, member)))
+            elif len(files) == 1 or _is_trace(file):
+                with file.open("rb") as opened:
+                    yield str(file) if len(files) == 1 else file.name, _Source(_unpacked(opened))
+
+
+def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    file = tar.extractfile(member)
+    assert file is not None  # regular files have bytes
+    return file
+
+
+def _unpacked(file: IO[bytes]) -> IO[bytes]:
+    magic = file.read(2)
+    file.seek(0)
+    return _open_gzip(file, "rb") if magic == b"\x1f\x8b" else file
+
+
+def _header(source: _Source) -> tuple[bytes, bytes] | str:
+    """The text before the events and what was read after it; or what is wrong."""
+    begun = source.read(_SNIFF)
+    if not begun:
+        return source.problem or "is empty"
+    bare = _BARE_ARRAY.match(begun)
+    if bare:
+        at = begun.index(b"[") + 1
+        return b"[", begun[at:]
+    while not (found := _EVENTS.search(begun)):
+        more = source.read(_SNIFF)
+        if not more or len(begun) > _MAX_HEADER:
+            is_execution_trace = b'"nodes"' in begun and b'"schema"' in begun
+            kind = "an execution trace, not a profiler's trace" if is_execution_trace else "no trace of torch.profiler"
+            return f"is {kind}: it has no traceEvents" if not source.problem else source.problem
+        begun += more
+    return begun[: found.end()], begun[found.end() :]
+
+
+# ---------------------------------------------------------------- one file
+
+
+@dataclass(slots=True)
+class _Capture:
+    """What one file holds: its own words, the names behind the codes, and the columns of the rows that are kept."""
+
+    label: str
+    info: dict[str, Any]
+    names: list[str]
+    device: dict[str, Ints]
+    launches: dict[str, Ints]
+    spans: dict[str, Ints]
+    device_metas: dict[str, Ints]
+    operator_metas: dict[str, Ints]
+    work: dict[int, str]  # of device rows, by category and name
+    found: list[tuple[str, int | None, str]] = field(default_factory=list)  # table, rows missing, why
+
+    def text(self, codes: Ints) -> pl.Series:
+        return pl.Series(self.names, dtype=pl.String).gather(codes)
+
+    @property
+    def distributed(self) -> dict[str, Any]:
+        info = self.info.get("distributedInfo")
+        return info if isinstance(info, dict) else {}
+
+    @property
+    def world_size(self) -> int | None:
+        size = self.distributed.get("world_size")
+        return size if isinstance(size, int) else None
+
+    @property
+    def file_name(self) -> str:
+        return self.label.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+
+    def problems(self) -> list[tuple[str, int | None, str]]:
+        return [*self.found, *self._unlaunched()]
+
+    def _unlaunched(self) -> list[tuple[str, int | None, str]]:
+        known = np.isin(self.device["correlation"], self.launches["correlation"])
+        lost = int((~known).sum())
+        if not lost or not len(self.launches["correlation"]):
+            return []
+        rows = counted(len(known), "device row")
+        why = f"{lost} of {rows} were launched outside of the capture: they count all the same"
+        return [("launches", lost, why)]
+
+
+_KEPT = {
+    "device": ("ts", "dur", "correlation", "cat", "name", "pid", "tid", "stream", "device"),
+    "launches": ("ts", "dur", "correlation", "name", "tid"),
+    "spans": ("ts", "dur", "name", "tid"),
+}
+_META_KEPT = ("in_nelems", "out_nelems", "seq", "src", "dst", "collective", "group", "ranks", "description", "dtype")
+
+
+def _read(label: str, source: _Source) -> _Capture | str:
+    """The capture in this file, or one line that says what is wrong with it."""
+    header = _header(source)
+    if isinstance(header, str):
+        return f"{label} {header}"
+    before, begun = header
+    scanner, result = new_scanner(_DROPPED), Scan()
+    kept: dict[str, list[dict[str, Ints]]] = {"device": [], "launches": [], "spans": [], "ops": [], "on_device": []}
+    names: list[str] = [""]
+    roles: list[int] = [_OTHER]  # by code: what a row of the category with this name is
+    is_annotation = [False]  # by code: whether an operator of this name is an annotation
+    role_of, annotates = np.array(roles, np.int8), np.array(is_annotation)
+    rows_on_device = 0
+    for batch in scan_events(scanner, source, begun, result):  # type: ignore[arg-type]
+        for raw in scanner.names(len(names)):
+            names.append(_decoded(raw))
+            roles.append(_role(names[-1]))
+            is_annotation.append(bool(_ANNOTATION_NAME.match(names[-1])))
+        if len(role_of) < len(names):
+            role_of, annotates = np.array(roles, np.int8), np.array(is_annotation)
+        role = role_of[batch.rows["cat"]]
+        role[(role == _OPERATOR) & annotates[batch.rows["name"]]] = _SPAN
+        for table, wanted in (("device", _DEVICE), ("launches", _LAUNCH), ("spans", _SPAN)):
+            where = role == wanted
+            kept[table].append({c: batch.rows[c][where] for c in _KEPT[table]})
+        if len(batch.metas["row"]):
+            at = batch.metas["row"]
+            on_device, position = role[at] == _DEVICE, np.cumsum(role == _DEVICE) - 1 + rows_on_device
+            kept["on_device"].append(
+                {c: batch.metas[c][on_device] for c in _META_KEPT} | {"row": position[at][on_device]}
+            )
+            in_op = role[at] == _OPERATOR
+            kept["ops"].append(
+                {c: batch.metas[c][in_op] for c in _META_KEPT}
+                | {c: batch.rows[c][at[in_op]] for c in ("ts", "dur", "tid")}
+            )
+        rows_on_device += int((role == _DEVICE).sum())
+    info, base = _information(before, result.trailer)
+    capture = _Capture(
+        label=label,
+        info=info,
+        names=names,
+        device=_joined(kept["device"], _KEPT["device"]),
+        launches=_joined(kept["launches"], _KEPT["launches"]),
+        spans=_joined(kept["spans"], _KEPT["spans"]),
+        device_metas=_joined(kept["on_device"], (*_META_KEPT, "row")),
+        operator_metas=_joined(kept["ops"], (*_META_KEPT, "ts", "dur", "tid")),
+        work={},
+        found=_scan_problems(scanner.counts(), result, source.problem),
+    )
+    for columns in (capture.device, capture.launches, capture.spans, capture.operator_metas):
+        columns["ts"] = columns["ts"] + base
+    if not any(len(c["ts"]) for c in (capture.device, capture.launches, capture.spans)) and not scanner.counts()[0]:
+        return f"{label} holds no event{': it ' + source.problem if source.problem else ''}"
+    return capture
+
+
+def _role(category: str) -> int:
+    if device_work(category, "") is not None:
+        return _DEVICE
+    if category in _LAUNCHES:
+        return _LAUNCH
+    if category in _ANNOTATIONS:
+        return _SPAN
+    return _OPERATOR if category in _OPERATORS else _OTHER
+
+
+def _decoded(raw: bytes) -> str:
+    """The name, with JSON's escapes undone where they are sound."""
+    text = raw.decode("utf-8", "replace")
+    if "\\" not in text:
+        return text
+    try:
+        return str(json.loads(f'"{text}"', strict=False))
+    except ValueError:
+        return text
+
+
+def _joined(batches: list[dict[str, Ints]], columns: tuple[str, ...]) -> dict[str, Ints]:
+    if not batches:
+        return {c: np.empty(0, np.int64) for c in columns}
+    return {c: np.concatenate([batch[c] for batch in batches]) for c in columns}
+
+
+def _information(before: bytes, after: bytes) -> tuple[dict[str, Any], int]:
+    """What stands around the events, and ns to add to every time; of broken text, what can be found in it."""
+    try:
+        whole = json.loads(before + (b"]" + after if before != b"[" else b"]"), strict=False)
+        info = whole if isinstance(whole, dict) else {}
+    except ValueError:
+        info = {}
+        text = before + b" " + after
+        for key in (b"distributedInfo", b"deviceProperties"):
+            if found := re.search(b'"' + key + rb'"\s*:\s*', text):
+                try:
+                    rest = text[found.end() :].decode("utf-8", "replace")
+                    info[key.decode()] = json.JSONDecoder(strict=False).raw_decode(rest)[0]
+                except ValueError:
+                    pass
+        if found := re.search(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,18})', text):
+            info["baseTimeNanoseconds"] = int(found[1])
+    base = info.get("baseTimeNanoseconds", 0)
+    return info, base if isinstance(base, int) and 0 <= base <= 3 * 10**18 else 0
+
+
+def _scan_problems(counts: tuple[int, int, int, int], result: Scan, cut: str) -> list[tuple[str, int | None, str]]:
+    _, malformed, untimed, unnamed = counts
+    malformed += result.too_long
+    problems: list[tuple[str, int | None, str]] = []
+    if malformed:
+        problems.append(("*", malformed, f"{counted(malformed, 'event')} could not be read: the JSON is broken there"))
+    if untimed:
+        problems.append(("*", untimed, f"{counted(untimed, 'event')} without a time or duration were left out"))
+    if unnamed:
+        problems.append(("strings", unnamed, f"{counted(unnamed, 'name')} beyond the first 262,142 are not kept"))
+    if result.cut:
+        problems.append(
+            ("*", None, f"the file {cut or 'ends before its list of events does'}: what came after is lost")
+        )
+    return problems
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def _by_rank(captures: list[_Capture], gaps: list[Gap]) -> dict[int, _Capture]:
+    """The captures by rank, in order. A rank that is neither in the file nor in its name is asked for."""
+    ranks: dict[int, _Capture] = {}
+    for capture in captures:
+        rank = _rank_of(capture)
+        if rank is None and len(captures) == 1:
+            rank = 0
+            gaps.append(gap("ranks", "the file does not say its rank: it is taken to be rank 0", rank=0))
+        if rank is None:
+            raise BadInput(
+                f"{capture.file_name} does not say which rank it is: put it into the file's name, as in rank3.json"
+            )
+        if rank in ranks:
+            raise BadInput(
+                f"rank {rank} is in both {ranks[rank].file_name} and {capture.file_name}: "
+                "these are two captures, give the files of one"
+            )
+        ranks[rank] = capture
+    return dict(sorted(ranks.items()))
+
+
+def _rank_of(capture: _Capture) -> int | None:
+    rank = capture.distributed.get("rank")
+    if isinstance(rank, int) and rank >= 0:
+        return rank
+    found = _RANK_IN_NAME.search(capture.file_name)
+    return int(found[1]) if found else None
+
+
+def _nodes(ranks: Mapping[int, _Capture]) -> dict[int, int]:
+    """Each rank's node: by the host in the file's name; else a device that comes again begins another node."""
+    hosts = {rank: found[1] for rank, c in ranks.items() if (found := _HOST_IN_NAME.match(c.file_name))}
+    if len(hosts) == len(ranks) and not all(_RANK_IN_NAME.search(host) for host in hosts.values()):
+        order = list(dict.fromkeys(hosts.values()))
+        return {rank: order.index(host) for rank, host in hosts.items()}
+    seen: dict[int, int] = {}
+    nodes = {}
+    for rank, capture in ranks.items():
+        device = _main_device(capture)
+        nodes[rank] = seen.get(device, 0) if device is not None else 0
+        if device is not None:
+            seen[device] = nodes[rank] + 1
+    return nodes
+
+
+def _main_device(capture: _Capture) -> int | None:
+    devices = capture.device["device"]
+    devices = devices[devices != MISSING_SHORT]
+    return int(np.bincount(devices).argmax()) if len(devices) and devices.min() >= 0 else None
+
+
+def _missing_ranks(ranks: Mapping[int, _Capture]) -> list[Gap]:
+    world = max((capture.world_size or 0 for capture in ranks.values()), default=0)
+    missing = sorted(set(range(world)) - set(ranks))
+    if not missing:
+        return []
+    word = "rank" if len(missing) == 1 else "ranks"
+    why = f"{word} {ranges(missing)} of {world}: no trace of them is here"
+    return [gap("ranks", why, rank=missing[0] if len(missing) == 1 else None, count=len(missing))]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _of_all(frames: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
+    """One frame of all ranks' frames, with the column `rank`."""
+    return pl.concat([frame.with_columns(pl.lit(rank, pl.Int32).alias("rank")) for rank, frame in frames.items()])
+
+
+def _ranks_frame(ranks: Mapping[int, _Capture]) -> pl.DataFrame:
+    rows = []
+    for rank, capture in ranks.items():
+        starts = [int(c["ts"].min()) for c in (capture.device, capture.launches, capture.spans) if len(c["ts"])]
+        host = _HOST_IN_NAME.match(capture.file_name)
+        rows.append(
+            {
+                "rank": rank,
+                "start_ns": min(starts, default=0),
+                "local_rank": _main_device(capture),
+                "world_size": capture.world_size,
+                "hostname": host[1] if host else None,
+                "device": _device_name(capture),
+            }
+        )
+    schema = {"rank": pl.Int32, "start_ns": pl.Int64, "local_rank": pl.Int32, "world_size": pl.Int32}
+    return pl.DataFrame(rows, schema=schema | {"hostname": pl.String, "device": pl.String})
+
+
+def _device_name(capture: _Capture) -> str:
+    if not len(capture.device["ts"]):
+        return "cpu"
+    listed = capture.info.get("deviceProperties")
+    main = _main_device(capture)
+    for device in listed if isinstance(listed, list) else []:
+        if isinstance(device, dict) and device.get("id") == main and device.get("name"):
+            return str(device["name"])
+    return "accelerator"
+
+
+def _span(columns: Mapping[str, Ints]) -> dict[str, Ints]:
+    return {"start_ns": columns["ts"], "end_ns": columns["ts"] + columns["dur"]}
+
+
+def _kernels_frame(capture: _Capture) -> pl.DataFrame:
+    rows = capture.device
+    return pl.DataFrame(
+        {
+            **_span(rows),
+            "name": capture.text(rows["name"]),
+            "work": _work(capture),
+            "device": _or_null(rows["device"], MISSING_SHORT),
+            "stream": _or_null(rows["stream"], MISSING_SHORT),
+            "correlation": _or_null(rows["correlation"], MISSING),
+        }
+    )
+
+
+def _work(capture: _Capture) -> pl.Series:
+    """What each device row is: decided once for each category and name."""
+    rows = capture.device
+    pairs, which = np.unique(rows["cat"].astype(np.int64) << 32 | rows["name"], return_inverse=True)
+    kinds = [device_work(capture.names[int(p) >> 32], capture.names[int(p) & 0xFFFFFFFF]) for p in pairs]
+    return pl.Series(kinds, dtype=pl.String).gather(which)
+
+
+def _or_null(values: Ints, missing: int) -> pl.Series:
+    series = pl.Series(values)
+    return series.set(series == missing, None)
+
+
+def _launches_frame(capture: _Capture) -> pl.DataFrame:
+    known = capture.launches["correlation"] != MISSING
+    rows = {c: values[known] for c, values in capture.launches.items()}
+    return pl.DataFrame(
+        {
+            **_span(rows),
+            "name": capture.text(rows["name"]),
+            "thread": _threads(capture, rows["tid"]),
+            "correlation": rows["correlation"],
+        }
+    )
+
+
+def _threads(capture: _Capture, tid: Ints) -> Ints:
+    """0 for the main thread, which announces the steps (else launches most), then in order of appearance."""
+    steps = np.array([bool(_STEP_NAME.match(capture.names[code])) for code in capture.spans["name"]], bool)
+    candidates = capture.spans["tid"][steps] if steps.any() else capture.launches["tid"]
+    if not len(candidates):
+        candidates = capture.spans["tid"]
+    every = np.concatenate([candidates, capture.spans["tid"], capture.launches["tid"]])
+    codes, first = np.unique(every, return_index=True)
+    ordered = [int(code) for code in codes[np.argsort(first)]]
+    if len(candidates):
+        main = int(np.bincount(candidates).argmax())
+        ordered = [main, *(code for code in ordered if code != main)]
+    lookup = np.zeros(max(ordered, default=0) + 1, np.int64)
+    lookup[ordered] = np.minimum(np.arange(len(ordered)), (1 << 16) - 1)
+    return lookup[tid]
+
+
+def _regions_frame(capture: _Capture) -> pl.DataFrame:
+    frame = _spans_frame(capture)
+    of_communication = pl.any_horizontal(pl.col("name").str.starts_with(p) for p in _COMMUNICATION_REGIONS)
+    kind = pl.lit("user")
+    for begin, name in _REGION_KINDS.items():
+        kind = pl.when(pl.col("name").str.starts_with(begin)).then(pl.lit(name)).otherwise(kind)
+    is_step = pl.col("name").str.starts_with("ProfilerStep#")
+    return frame.filter(~is_step & ~of_communication).with_columns(kind.alias("kind"))
+
+
+def _steps_frame(capture: _Capture) -> pl.DataFrame:
+    frame = _spans_frame(capture).filter(pl.col("name").str.contains(_STEP_NAME.pattern))
+    return frame.select("start_ns", "end_ns", "thread")
+
+
+def _spans_frame(capture: _Capture) -> pl.DataFrame:
+    rows = capture.spans
+    return pl.DataFrame({**_span(rows), "name": capture.text(rows["name"]), "thread": _threads(capture, rows["tid"])})
+
+
+# ---------------------------------------------------------------- communication
+
+
+class _Groups:
+    """The process groups that a file knows of, by name; the group with the empty name is the one it does not name."""
+
+    def __init__(self, capture: _Capture) -> None:
+        self.members: dict[str, str] = {}
+        self.roles: dict[str, str] = {}
+        self.backends: dict[str, str] = {}
+        self.start_ns = int(capture.device["ts"].min()) if len(capture.device["ts"]) else 0
+        config = capture.distributed.get("pg_config")
+        for entry in config if isinstance(config, list) else []:
+            if isinstance(entry, dict) and isinstance(entry.get("ranks"), list) and entry.get("pg_name") is not None:
+                name = str(entry["pg_name"])
+                self.members[name] = ranges(sorted(r for r in entry["ranks"] if isinstance(r, int)))
+                self.roles[name] = str(entry.get("pg_desc", ""))
+                self.backends[name] = str(entry.get("backend_config", ""))
+
+    def add(self, name: str, ranks: str, role: str) -> None:
+        """A group as a collective names it; what is known of it already stays."""
+        if name in self.members:
+            return
+        try:
+            listed = json.loads(ranks)
+        except ValueError:  # shortened: `[0, 1, ..., 7]`
+            listed = []
+        self.members[name] = ranges(sorted(r for r in listed if isinstance(r, int))) if isinstance(listed, list) else ""
+        self.roles.setdefault(name, role)
+
+    def identity(self, name: str) -> int:
+        """Equal on all ranks of the group, and on no other group's."""
+        text = f"{name} {self.members.get(name, '')}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
+
+    def frame(self) -> pl.DataFrame:
+        rows = [
+            {
+                "start_ns": self.start_ns,
+                "group_id": self.identity(name),
+                "name": name or "not named in the trace",
+                "backend": self.backends.get(name, ""),
+                "role": self.roles.get(name, ""),
+                "members": members,
+            }
+            for name, members in self.members.items()
+            if members
+        ]
+        schema = {"start_ns": pl.Int64, "group_id": pl.Int64, "name": pl.String, "backend": pl.String}
+        return pl.DataFrame(rows, schema=schema | {"role": pl.String, "members": pl.String})
+
+
+def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
+    """One row per kernel of NCCL or RCCL, in order; `group` and `seq` as far as the file tells (null: it does not)."""
+    rows = capture.device
+    op_of = {int(code): kernel_op(capture.names[code]) for code in np.unique(rows["name"])}
+    codes = [code for code, op in op_of.items() if op is not None]
+    at = np.flatnonzero(np.isin(rows["name"], codes) & np.isin(rows["cat"], _kernel_codes(capture)))
+    at = at[np.argsort(rows["ts"][at], kind="stable")]
+    launch = _launch_of(capture, rows["correlation"][at])
+    meta = _meta_of(capture, at, launch)
+    start, end = rows["ts"][at], rows["ts"][at] + rows["dur"][at]
+    launched = launch >= 0
+    host = {
+        c: np.where(launched, capture.launches[c][launch], 0) if len(capture.launches[c]) else start * 0
+        for c in ("ts", "dur")
+    }
+    names = {c: [capture.names[code] for code in meta[c]] for c in ("collective", "group", "ranks", "description")}
+    for name, ranks, role in zip(names["group"], names["ranks"], names["description"], strict=True):
+        if name:
+            groups.add(name, ranks, role)
+    ops = [
+        OPS_BY_NAME.get(said.replace("_", "").lower()) or op_of[int(code)] or "unknown"
+        for said, code in zip(names["collective"], rows["name"][at], strict=True)
+    ]
+    dtypes = [_DTYPES.get(capture.names[code], ("unknown", 0)) for code in meta["dtype"]]
+    elements = np.maximum(meta["in_nelems"], meta["out_nelems"])
+    sizes = [int(n) * size if n >= 0 and size else None for n, (_, size) in zip(elements, dtypes, strict=True)]
+    return pl.DataFrame(
+        {
+            "start_ns": np.where(launched, host["ts"], start),
+            "issued_ns": np.where(launched, host["ts"] + host["dur"], start),
+            "end_ns": end,
+            "device_start_ns": start,
+            "group": names["group"],
+            "seq": _or_null(meta["seq"], MISSING),
+            "op": ops,
+            "dtype": [name for name, _ in dtypes],
+            "is_async": pl.Series([None] * len(at), dtype=pl.Boolean),
+            "peer": _peers(ops, meta),
+            "tag": np.zeros(len(at), np.int64),
+            "size_bytes": pl.Series(sizes, dtype=pl.Int64),
+            "thread": _threads(capture, capture.launches["tid"])[launch] * launched
+            if len(capture.launches["tid"])
+            else np.zeros(len(at), np.int64),
+            "number": np.arange(len(at)),
+        }
+    )
+
+
+def _kernel_codes(capture: _Capture) -> list[int]:
+    return [
+        code for code in np.unique(capture.device["cat"]) if device_work(capture.names[code], "nccl") == "communication"
+    ]
+
+
+def _launch_of(capture: _Capture, correlation: Ints) -> Ints:
+    """Row in `launches` of each correlation, -1 where there is none."""
+    known = capture.launches["correlation"]
+    if not len(known):
+        return np.full(len(correlation), -1)
+    order = np.argsort(known, kind="stable")
+    place = np.minimum(np.searchsorted(known[order], correlation), len(known) - 1)
+    row = order[place]
+    return np.where((known[row] == correlation) & (correlation != MISSING), row, -1)
+
+
+def _meta_of(capture: _Capture, at: Ints, launch: Ints) -> dict[str, Ints]:
+    """What the file says about each of these kernels: on the kernel itself, else on the operator that launched it."""
+    metas = capture.device_metas
+    row = np.full(len(capture.device["ts"]), -1)
+    row[metas["row"]] = np.arange(len(metas["row"]))
+    own = row[at]
+    of_operator = np.where(own < 0, _enclosing(capture, launch), -1)
+    found = {}
+    for column in _META_KEPT:
+        none = MISSING if column in ("in_nelems", "out_nelems", "seq", "src", "dst") else NO_NAME
+        values = np.full(len(at), none, np.int64)
+        values[own >= 0] = metas[column][own[own >= 0]]
+        values[of_operator >= 0] = capture.operator_metas[column][of_operator[of_operator >= 0]]
+        found[column] = values
+    return found
+
+
+def _enclosing(capture: _Capture, launch: Ints) -> Ints:
+    """Row in `operator_metas` of the operator within which each launch began, on its thread; -1 where there is none."""
+    ops, found = capture.operator_metas, np.full(len(launch), -1)
+    for thread in np.unique(ops["tid"]):
+        rows = np.flatnonzero(ops["tid"] == thread)
+        rows = rows[np.argsort(ops["ts"][rows], kind="stable")]
+        mine = np.flatnonzero((launch >= 0) & (capture.launches["tid"][launch] == thread))
+        begin = capture.launches["ts"][launch[mine]]
+        last = np.searchsorted(ops["ts"][rows], begin, side="right") - 1
+        inside = (last >= 0) & (begin < (ops["ts"] + ops["dur"])[rows[last]])
+        found[mine[inside]] = rows[last[inside]]
+    return found
+
+
+def _peers(ops: Sequence[str], meta: Mapping[str, Ints]) -> list[int]:
+    """Global rank of the peer of a send or receive, where the file says it."""
+    other = {"send": "dst", "recv": "src"}
+    peers = [int(meta[other[op]][i]) if op in other else -1 for i, op in enumerate(ops)]
+    return [peer if peer >= 0 else -1 for peer in peers]
+
+
+def _number(
+    collectives: dict[int, pl.DataFrame],
+    groups: Mapping[int, _Groups],
+    ranks: Mapping[int, _Capture],
+    *,
+    one_clock: bool,
+) -> None:
+    """Give each row its `group_id` and `seq`. Where the files do not number, the sequences of all ranks are aligned."""
+    everyone = _everyone(ranks)
+    for name in sorted({name for frame in collectives.values() for name in frame["group"].unique()}):
+        rows = {rank: frame.filter(pl.col("group") == name) for rank, frame in collectives.items()}
+        rows = {rank: frame for rank, frame in rows.items() if len(frame)}
+        if all(frame["seq"].null_count() == 0 for frame in rows.values()) and name != _UNKNOWN_GROUP:
+            continue
+        shifts = sequence.align(
+            {rank: _as_sequence(frame, codes) for codes in [_kinds(rows)] for rank, frame in rows.items()},
+            one_clock=one_clock,
+        )
+        for rank in rows:
+            if name == _UNKNOWN_GROUP and shifts is not None:
+                groups[rank].members[name] = everyone
+            shift = shifts[rank] if shifts is not None else 0
+            of_group = pl.col("group") == name
+            collectives[rank] = collectives[rank].with_columns(
+                pl.when(of_group).then(of_group.cum_sum().cast(pl.Int64) - 1 + shift).otherwise("seq").alias("seq")
+            )
+    for rank, frame in collectives.items():
+        ids = {name: groups[rank].identity(name) for name in frame["group"].unique()}
+        of_name = pl.col("group").replace_strict(ids, return_dtype=pl.Int64).alias("group_id")
+        collectives[rank] = frame.with_columns(of_name).drop("group")
+
+
+def _everyone(ranks: Mapping[int, _Capture]) -> str:
+    """The ranks of the job, as far as the files tell."""
+    world = max((capture.world_size or 0 for capture in ranks.values()), default=0)
+    return ranges(sorted({*ranks, *range(world)}))
+
+
+def _kinds(rows: Mapping[int, pl.DataFrame]) -> dict[tuple[Any, ...], int]:
+    kinds = {key for frame in rows.values() for key in frame.select("op", "dtype", "size_bytes").unique().iter_rows()}
+    return {key: code for code, key in enumerate(kinds)}
+
+
+def _as_sequence(frame: pl.DataFrame, codes: Mapping[tuple[Any, ...], int]) -> sequence.Sequence:
+    kind = np.array([codes[key] for key in frame.select("op", "dtype", "size_bytes").iter_rows()], np.int64)
+    return sequence.Sequence(kind=kind, end_ns=frame["end_ns"].to_numpy())
