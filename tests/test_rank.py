@@ -119,6 +119,7 @@ def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
         dist.all_to_all_single(torch.empty(8), x)
         dist.barrier()
         functional.all_reduce(x, "sum", dist.group.WORLD) + 1
+        functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 1
         """,
     )
     assert done.returncode == 0, done.stderr
@@ -136,6 +137,7 @@ def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
         "alltoall_base",
         "barrier",
         "allreduce",
+        "reduce_scatter_tensor_coalesced",
     ]
     assert rows["is_async"].to_list()[:2] == [False, True]
     assert rows["size_bytes"].to_list()[:10] == [32] * 10

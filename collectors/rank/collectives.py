@@ -26,7 +26,9 @@ tables = ("collectives", "groups", "regions")
 _COLLECTIVE, _DONE = RecordType.COLLECTIVE, RecordType.DONE
 _WAIT = REGION_KINDS.index("wait")
 _IS_ASYNC_UNKNOWN = 2
-_MAX_AWAITED = 256  # works that nobody waits for must not pile up
+# Works that nobody waits for must not pile up, nor keep much memory.
+_MAX_AWAITED = 256
+_MAX_AWAITED_BYTES = 64 << 20
 _library: Any = None
 _functional_library: Any = None
 _undo_wait: Callable[[], None] | None = None
@@ -59,7 +61,9 @@ def start(emit: Emit) -> None:
 
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
     _functional_library = torch.library.Library("_c10d_functional", "IMPL")
-    _functional_library.impl(wait_tensor, _wait_kernel(emit, wait_tensor, after), "BackendSelect", with_keyset=True)
+    _functional_library.impl(
+        wait_tensor, _wait_kernel(emit, recorder, wait_tensor, after), "BackendSelect", with_keyset=True
+    )
 
     work_class = torch._C._distributed_c10d.Work
     _undo_wait = emit.around("collectives", work_class, "wait", recorder.waited)
@@ -97,15 +101,16 @@ def _kernel(emit: Emit, recorder: _Recorder, overload: Any, code: int, after: An
     return kernel
 
 
-def _wait_kernel(emit: Emit, overload: Any, after: Any) -> Callable[..., Any]:  # noqa: ANN401
+def _wait_kernel(emit: Emit, recorder: _Recorder, overload: Any, after: Any) -> Callable[..., Any]:  # noqa: ANN401
     redispatch = overload._handle.redispatch_boxed
-    name_id = emit.name("wait_tensor")
+    record = emit.guard("collectives", recorder.waited_for_output)
 
     def kernel(keyset: Any, *args: Any) -> Any:  # noqa: ANN401
+        if not (_active and emit.live):
+            return redispatch(keyset & after, *args)
         start_ns = clock()
         result = redispatch(keyset & after, *args)
-        if _active and emit.live:
-            emit.region(_WAIT, name_id, start_ns, clock())
+        record(start_ns, clock(), args[0])
         return result
 
     return kernel
@@ -122,10 +127,13 @@ class _Recorder:
         self.group_ranks = sys.modules["torch.distributed.distributed_c10d"].get_process_group_ranks
         self.dtypes = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
         self.without_future: set[int] = set()
-        # Works without a future. Kept alive until waited for, since only so is the object that `wait` gets this one.
-        self.awaited: dict[Any, int] = {}
+        # Works without a future, and their record's number, bytes and output. Kept alive until waited for, since only
+        # so is the object that `wait` gets this one. `wait_tensor` gets the output instead.
+        self.awaited: dict[Any, tuple[int, int, int]] = {}
+        self.awaited_bytes = 0
+        self.awaited_outputs: dict[int, Any] = {}
         self.main_thread = main_thread().ident
-        self.wait_name = emit.name("Work.wait")
+        self.wait_name, self.wait_tensor_name = emit.name("Work.wait"), emit.name("wait_tensor")
         self.device_gap_told = False
 
     def recorder_of(self, overload: Any, code: int) -> Callable[..., None]:  # noqa: ANN401
@@ -173,7 +181,9 @@ class _Recorder:
             if not returns_work:
                 self.emit.ring.write(_DONE, 0, 0, 0, issued_ns, number, 0, 0, 0)
             elif on_host:
-                self.watch(result[-1] if isinstance(result, (tuple, list)) else result, code, number)
+                work = self.unbox_work(result[-1] if isinstance(result, (tuple, list)) else result)
+                if work is not None:  # else part of a coalesced operation
+                    self.watch(work, code, number, size, args[0])
             elif not self.device_gap_told:
                 self.device_gap_told = True
                 self.emit.gap("collectives", "collectives", "when collectives end on the device is not seen")
@@ -207,11 +217,8 @@ class _Recorder:
                 size, dtype = nbytes, kind
         return size, dtype, on_host
 
-    def watch(self, boxed: Any, code: int, number: int) -> None:  # noqa: ANN401
+    def watch(self, work: Any, code: int, number: int, size: int, output: Any) -> None:  # noqa: ANN401
         """Have a DONE record written when the work is complete."""
-        work = self.unbox_work(boxed)
-        if work is None:  # part of a coalesced operation
-            return
         if code not in self.without_future:
             try:
                 future = work.get_future()
@@ -227,13 +234,34 @@ class _Recorder:
 
                 future.add_done_callback(done)
                 return
-        if len(self.awaited) >= _MAX_AWAITED:
-            del self.awaited[next(iter(self.awaited))]
-        self.awaited[work] = number
+        while self.awaited and (len(self.awaited) >= _MAX_AWAITED or self.awaited_bytes + size > _MAX_AWAITED_BYTES):
+            self.forget(next(iter(self.awaited)))
+        first = output[0] if isinstance(output, list) and output else output
+        at = first.data_ptr() if isinstance(first, self.tensor) else 0
+        self.awaited[work] = (number, size, at)
+        self.awaited_bytes += size
+        self.awaited_outputs[at] = work
+
+    def forget(self, work: Any) -> int | None:  # noqa: ANN401
+        """Let go of a work; return its record's number, None if it is not awaited."""
+        number, size, at = self.awaited.pop(work, (None, 0, 0))
+        self.awaited_bytes -= size
+        if self.awaited_outputs.get(at) is work:
+            del self.awaited_outputs[at]
+        return number
 
     def waited(self, start_ns: int, end_ns: int, args: tuple[Any, ...]) -> None:
+        """Note that a thread waited for a work."""
         self.emit.region(_WAIT, self.wait_name, start_ns, end_ns)
-        number = self.awaited.pop(args[0], None)
+        number = self.forget(args[0])
+        if number is not None:
+            self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
+
+    def waited_for_output(self, start_ns: int, end_ns: int, output: Any) -> None:  # noqa: ANN401
+        """Note that a thread waited for the work that makes a tensor."""
+        self.emit.region(_WAIT, self.wait_tensor_name, start_ns, end_ns)
+        work = self.awaited_outputs.get(output.data_ptr()) if self.awaited_outputs and output.is_cpu else None
+        number = None if work is None else self.forget(work)
         if number is not None:
             self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
 
