@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rankscope.analysis.report.quantities import ranges
 
@@ -19,12 +20,18 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def every_nth(times: int, steps: int) -> str:
-    """How often something happens: `in every step`, `every 5th step` if the count fits that, `in 3 of 40 steps`."""
-    period = round(steps / times)
-    if times == steps:
+def every_nth(shown: Sequence[int], judged: int) -> str:
+    """How often something happens that shows in these steps of `judged`.
+
+    `in every step`; `every 5th step` if the distances say so, with a few left out at most; else `in 3 of 40 steps`.
+    """
+    times = len(shown)
+    if times == judged:
         return "in every step"
-    if period < 2 or times not in (steps // period, -(-steps // period)):
-        return f"in {times} of {steps} steps"
+    distances = [after - before for before, after in pairwise(shown)]
+    period = min(distances, default=0)
+    regular = all(distance % period == 0 for distance in distances) and distances.count(period) * 2 >= len(distances)
+    if times < 4 or period < 2 or not regular:
+        return f"in {times} of {judged} steps"
     ending = {1: "st", 2: "nd", 3: "rd"}.get(period % 10 if period % 100 not in (11, 12, 13) else 0, "th")
     return f"every {period}{ending} step"

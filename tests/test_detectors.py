@@ -19,6 +19,7 @@ from rankscope.analysis.detectors import (
     slow_rank,
     uneven_work,
 )
+from rankscope.analysis.phrases import every_nth
 from rankscope.analysis.timeline.links import links
 
 MS = 1_000_000
@@ -353,6 +354,21 @@ def test_links_are_rates_while_busy_and_round_trips_under_traffic():
     assert (row["node"], row["peer_node"], row["sent_bytes"], row["busy_s"]) == (0, 1, 3e6, pytest.approx(0.3))
     assert row["rate_bytes_per_s"] == pytest.approx(10e6)
     assert row["rtt_s"] == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        (range(40), "in every step"),
+        ((3, 8, 13, 18, 23), "every 5th step"),
+        ((5, 10, 15, 25, 30), "every 5th step"),
+        ((5, 10, 16, 25, 30), "in 5 of 40 steps"),
+        ((2, 4), "in 2 of 40 steps"),
+        (range(0, 40, 2), "every 2nd step"),
+    ],
+)
+def test_how_often_something_happens(shown, said):
+    assert every_nth(tuple(shown), 40) == said
 
 
 def test_every_detector_is_a_manual_page_that_names_its_collectors():

@@ -48,17 +48,17 @@ def detect(
     per_rank = collecting.mean(axis=1)
     ranks = tuple(rank for rank, mean in zip(grid.ranks, per_rank, strict=True) if mean >= per_rank.max() / 2)
     shows = longest > lost.ns / 2
-    times = int(shows.sum())
+    steps = tuple(np.array(grid.steps)[shows].tolist())
     return [
         Finding(
             detector="gc_stall",
             title=f"Garbage collection{_generation(regions)} stops {named('rank', ranks)} for "
-            f"{duration(longest[shows].mean())} {every_nth(times, len(shows))}",
+            f"{duration(longest[shows].mean())} {every_nth(steps, len(shows))}",
             where="gc",
             advice="Collect once after warm-up and gc.freeze(), or gc.disable() and gc.collect() on all ranks in "
             "the same step; look for gc.collect() in the loop.",
             ranks=ranks,
-            steps=() if times == len(shows) else tuple(np.array(grid.steps)[shows].tolist()),
+            steps=() if shows.all() else steps,
             evidence=longest_regions(regions, "gc", ranks),
             **price(grid, over_occurrences(longest, longest > 0), gain_ns(grid.busy, grid.busy - collecting)),
         )

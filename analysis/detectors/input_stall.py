@@ -74,8 +74,9 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: tuple[int, ...], stall
     without = grid.busy
     without[list(rows)] -= stall
     shows = stall.max(axis=0) > lost.ns / 2
+    steps = tuple(np.array(grid.steps)[shows].tolist())
     always = bool(shows.mean() >= 0.9)
-    often = "" if always else f", {every_nth(int(shows.sum()), len(shows))}"
+    often = "" if always else f", {every_nth(steps, len(shows))}"
     advice = (
         "Raise num_workers and prefetch_factor, keep the workers (persistent_workers=True), decode outside of the loop."
     )
@@ -88,7 +89,7 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: tuple[int, ...], stall
         where="input",
         advice=advice,
         ranks=ranks,
-        steps=() if always else tuple(np.array(grid.steps)[shows].tolist()),
+        steps=() if always else steps,
         evidence=longest_regions(regions, "input", ranks),
         **price(grid, lost, gain_ns(grid.busy, without)),
     )

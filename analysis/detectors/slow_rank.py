@@ -186,32 +186,33 @@ def _whole_nodes(
 def _finding(grid: StepGrid, members: tuple[_Slow, ...], nodes: tuple[int, ...], steps: pl.DataFrame) -> Finding:
     worst = max(members, key=lambda member: member.lost.ns)
     ranks = tuple(grid.ranks[member.row] for member in members)
+    shown = tuple(np.array(grid.steps)[worst.when].tolist())
     without = grid.busy
     for member in members:
         without[member.row] -= member.excess
     return Finding(
         detector="slow_rank",
-        title=_title(ranks, nodes, worst),
+        title=_title(ranks, nodes, worst, shown),
         where=worst.where,
         advice=f"See what only {named('rank', ranks)} does in {worst.where}. Compare the host with the others: clock "
         "speed, temperature, other processes, CPU pinning.",
         ranks=ranks,
         nodes=nodes,
-        steps=() if worst.when.all() else tuple(np.array(grid.steps)[worst.when].tolist()),
+        steps=() if worst.when.all() else shown,
         evidence=_typical_step(grid, worst, steps),
         **price(grid, worst.lost, gain_ns(grid.busy, without)),
     )
 
 
-def _title(ranks: tuple[int, ...], nodes: tuple[int, ...], slow: _Slow) -> str:
+def _title(ranks: tuple[int, ...], nodes: tuple[int, ...], slow: _Slow, steps: tuple[int, ...]) -> str:
     one = len(ranks) == 1
     subject = f"Node {nodes[0]} is" if nodes else f"{named('rank', ranks).capitalize()} {'is' if one else 'are'}"
     pronoun = "it computes" if one else f"{named('rank', ranks)} compute"
-    times = int(slow.when.sum())
     if slow.when.all():
         how_much = f"{duration(slow.lost.ns)} longer per step"
     else:
-        how_much = f"{duration(slow.lost.ns * len(slow.when) / times)} longer {every_nth(times, len(slow.when))}"
+        each_ns = slow.lost.ns * len(slow.when) / len(steps)
+        how_much = f"{duration(each_ns)} longer {every_nth(steps, len(slow.when))}"
     return f"{subject} slow: {pronoun} {how_much} than {'its' if one else 'their'} peers"
 
 
