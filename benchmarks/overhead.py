@@ -33,14 +33,15 @@ def measure(launcher: list[str], args: argparse.Namespace) -> np.ndarray:
         )
         clocks = [json.loads(file.read_text()) for file in Path(folder, "timings").iterdir()]
     assert len(clocks) == args.ranks
-    return np.diff(np.array(clocks), axis=1)[:, args.warmup :].mean(axis=(0, 1)) / 1e6
+    steps_ns = np.diff(np.array(clocks), axis=1)[:, args.warmup :]
+    return np.asarray(steps_ns.mean(axis=(0, 1)) / 1e6)
 
 
 def half_width_95(differences: np.ndarray) -> np.ndarray:
     """Half of the 95 % interval of the mean, by Student's t (expansion in 1/n, good to 0.5 % from 6 pairs on)."""
     z, freedom = 1.95996, len(differences) - 1
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    return t * differences.std(axis=0, ddof=1) / math.sqrt(len(differences))
+    return np.asarray(t * differences.std(axis=0, ddof=1) / math.sqrt(len(differences)))
 
 
 def main() -> None:
