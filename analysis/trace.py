@@ -21,6 +21,7 @@ __all__ = ["BadInput", "Reader", "Trace"]
 PathLike = str | os.PathLike[str]
 
 _OWN = "native"
+_ASKED_LAST = ("kineto", "chakra")  # other formats are Chrome traces too; execution traces lie beside profiles
 
 
 class BadInput(Exception):  # noqa: N818
@@ -101,13 +102,14 @@ class Trace:
 
 
 def _readers() -> dict[str, ModuleType]:
-    """Every format's module by name, rankscope's own first."""
+    """Every format's module by name, rankscope's own first and the least particular last."""
     from rankscope.analysis import readers  # they need BadInput
 
     names = [m.name for m in pkgutil.iter_modules(readers.__path__) if not m.name.startswith("_")]
     modules = {name: importlib.import_module(f"{readers.__name__}.{name}") for name in sorted(names)}
     formats = {name: module for name, module in modules.items() if hasattr(module, "recognises")}
-    return {_OWN: formats.pop(_OWN), **formats}
+    last = {name: formats.pop(name) for name in _ASKED_LAST if name in formats}
+    return {_OWN: formats.pop(_OWN), **formats, **last}
 
 
 def _choose(names: list[str]) -> tuple[str, ModuleType]:

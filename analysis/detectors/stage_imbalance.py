@@ -67,7 +67,7 @@ def _replayed(ops: pl.DataFrame, max_error: float) -> tuple[OpGrid, WhatIf]:
     error = abs(whatif.actual_step_ns - measured) / measured
     if error > max_error:
         raise NotResolvable(
-            f"a replay of the steps misses their length by {percent(error)}: something that takes time is not in the trace"
+            f"a replay of the steps misses their length by {percent(error)}: something that takes time was not recorded"
         )
     return grid, whatif
 
@@ -88,7 +88,7 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int) -> Finding:
     return Finding(
         detector="stage_imbalance",
         severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
-        title=f"Pipeline stage {stage} is too long: {duration(own)} per microbatch, the others take {duration(others)}; "
+        title=f"Pipeline stage {stage} is too long: {duration(own)} per microbatch, the others {duration(others)}; "
         f"the steps take {whatif.slowdown:.2f} × as long as balanced ones",
         where=_where(grid, whatif, stage),
         advice=f"Move layers from stage {stage} to the others"

@@ -187,7 +187,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
     )
 
 
-class _Unusable(ValueError):
+class _Unusable(ValueError):  # noqa: N818
     """The dump is well-formed but lacks what is needed; the message says what."""
 
 
