@@ -194,6 +194,14 @@ def test_rank_that_waits_for_input_is_named_and_is_not_slow():
     assert slow(tables) == []
 
 
+def test_hiccups_do_not_add_to_a_steady_stall():
+    """One batch of 40 takes a second; the stall remains 39 ms longer than the peers'."""
+    waits = {rank: [40 if rank == 1 else 1] * STEPS for rank in range(4)}
+    waits[1][20] = 1000
+    (finding,) = stalled(job(healthy(), input=waits))
+    assert (finding.ranks, finding.lost_ns_per_step, finding.steps) == ((1,), 39 * MS, ())
+
+
 def test_all_ranks_that_wait_for_input_are_one_finding():
     own = {rank: [100] * STEPS for rank in range(4)}
     (finding,) = stalled(job(own, input={rank: [20] * STEPS for rank in range(4)}))

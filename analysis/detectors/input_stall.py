@@ -34,6 +34,9 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("input",)
 
+_ALWAYS = 0.9  # share of the steps above which a stall is there in every step
+_TRIM = 0.1
+
 
 def detect(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.05) -> list[Finding]:
     """Name the ranks that wait for input: each that stands out, or else all of them together."""
@@ -75,7 +78,9 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: tuple[int, ...], stall
     without[list(rows)] -= stall
     shows = stall.max(axis=0) > lost.ns / 2
     steps = tuple(np.array(grid.steps)[shows].tolist())
-    always = bool(shows.mean() >= 0.9)
+    always = bool(shows.mean() >= _ALWAYS)
+    if always:  # then single hiccups need not be taken for part of it
+        lost = estimate(stall.mean(axis=0), _TRIM)
     often = "" if always else f", {every_nth(steps, len(shows))}"
     advice = (
         "Raise num_workers and prefetch_factor, keep the workers (persistent_workers=True), decode outside of the loop."
