@@ -147,7 +147,14 @@ static int32_t intern(Scanner *scanner, Span span)
     return (int32_t)code;
 }
 
-static inline int is_space(uint8_t c) { return c == ' ' || c == '\n' || c == '\r' || c == '\t'; }
+enum { SPACE = 1, ENDS_BARE = 2, NESTS = 4 };
+static const uint8_t kinds[256] = {
+    [' '] = SPACE, ['\r'] = SPACE, ['\t'] = SPACE, ['\n'] = SPACE | ENDS_BARE,
+    [','] = ENDS_BARE, ['"'] = ENDS_BARE | NESTS, ['{'] = ENDS_BARE | NESTS, ['['] = ENDS_BARE | NESTS,
+    ['}'] = ENDS_BARE | NESTS, [']'] = ENDS_BARE | NESTS,
+};
+
+static inline int is_space(uint8_t c) { return kinds[c] & SPACE; }
 
 static inline Text skip_space(Text p, Text e)
 {
@@ -156,11 +163,27 @@ static inline Text skip_space(Text p, Text e)
     return p;
 }
 
+/* The next quote, NULL if there is none before e. Most strings are short: their bytes are looked at eight at a time. */
+static inline Text find_quote(Text p, Text e)
+{
+    for (int i = 0; i < 3 && e - p >= 8; i++, p += 8) {
+        uint64_t w;
+        memcpy(&w, p, 8);
+        w ^= UINT64_C(0x2222222222222222);
+        if ((w - UINT64_C(0x0101010101010101)) & ~w & UINT64_C(0x8080808080808080)) {
+            while (*p != '"')
+                p++;
+            return p;
+        }
+    }
+    return p < e ? memchr(p, '"', (size_t)(e - p)) : NULL;
+}
+
 /* The quote that closes the string that begins at p, NULL if there is none before e. */
 static inline Text closing_quote(Text p, Text e)
 {
     for (Text begin = p; p < e; p++) {
-        p = memchr(p, '"', (size_t)(e - p));
+        p = find_quote(p, e);
         if (!p)
             return NULL;
         size_t slashes = 0;
@@ -177,22 +200,19 @@ static Text past_nested(Text p, Text e)
 {
     for (int64_t depth = 0; p < e; p++) {
         uint8_t c = *p;
+        if (!(kinds[c] & NESTS))
+            continue;
         if (c == '"') {
             p = closing_quote(p + 1, e);
             if (!p)
                 return NULL;
         } else if (c == '{' || c == '[') {
             depth++;
-        } else if ((c == '}' || c == ']') && --depth == 0) {
+        } else if (--depth == 0) {
             return p + 1;
         }
     }
     return NULL;
-}
-
-static inline int ends_bare(uint8_t c)
-{
-    return c == ',' || c == '}' || c == ']' || c == '"' || c == '\n' || c == '{' || c == '[';
 }
 
 /* Past the value at p. `value` is a string's inside, or the text of what is nested or bare; none if that is empty. */
@@ -217,7 +237,7 @@ static inline Text past_value(Text p, Text e, Span *value)
         value->size = p ? (size_t)(p - begin) : 0;
         return p;
     }
-    while (p < e && !ends_bare(*p))
+    while (p < e && !(kinds[*p] & ENDS_BARE))
         p++;
     if (p >= e)
         return NULL;
@@ -233,12 +253,34 @@ static inline Text past_value(Text p, Text e, Span *value)
 
 static inline int is_digit(uint8_t c) { return (uint8_t)(c - '0') < 10; }
 
-/* The decimal number times 10^scale, rounded half away from zero; MISSING if it is no number or too large. */
-static int64_t number(Span span, int scale)
+/* Digits, at most one point, no more than fit without a check: the usual number. MISSING sends the others on. */
+static inline int64_t plain_number(Span span, int scale)
 {
     Text p = span.at, e = p + span.size;
-    if (!p)
+    int negative = *p == '-', fraction = 0;
+    p += negative;
+    if (e - p > 18 || p == e || !is_digit(*p))
         return MISSING;
+    int64_t value = 0;
+    for (; p < e && is_digit(*p); p++)
+        value = value * 10 + (*p - '0');
+    if (p < e && *p == '.')
+        for (p++; p < e && is_digit(*p); p++, fraction++)
+            value = value * 10 + (*p - '0');
+    if (p != e || fraction > scale)
+        return MISSING;
+    for (; fraction < scale; fraction++) {
+        if (value > (int64_t)(LIMIT / 10))
+            return MISSING;
+        value *= 10;
+    }
+    return negative ? -value : value;
+}
+
+/* The decimal number times 10^scale, rounded half away from zero; MISSING if it is no number or too large. */
+static int64_t any_number(Span span, int scale)
+{
+    Text p = span.at, e = p + span.size;
     int negative = p < e && *p == '-', digits = 0, any = 0, exponent = 0;
     uint64_t value = 0;
     p += negative;
@@ -290,6 +332,14 @@ static int64_t number(Span span, int scale)
     if (value > LIMIT)
         return MISSING;
     return negative ? -(int64_t)value : (int64_t)value;
+}
+
+static inline int64_t number(Span span, int scale)
+{
+    if (!span.size)
+        return MISSING;
+    int64_t value = plain_number(span, scale);
+    return value == MISSING ? any_number(span, scale) : value;
 }
 
 #define IS(text) (key.size == sizeof(text) - 1 && !memcmp(key.at, text, sizeof(text) - 1))
