@@ -6,7 +6,8 @@ compilation) is compared with the median of the other ranks, step by step. A ran
 - it is above its peers in most judged steps (`persistence`) by at least `min_z` robust standard deviations of what
   the peers differ among themselves, or its excess comes in bursts that hardly any other rank has;
 - the excess is above `min_fraction` of the step and clear of its own scatter;
-- the peers really were blocked longer than this rank: the loss is never larger than that.
+- the peers really were blocked longer than this rank: the loss is no larger than that, within two standard
+  deviations.
 
 The loss is the excess under those labels (forward, backward, a region of yours, …) under which the rank stands out
 likewise, so that noise elsewhere in the step is not added to it; `where` is the one that holds most of it.
@@ -57,6 +58,7 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 collectors = ("collectives",)
 
 _TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
+_BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by chance
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
 _MIN_BURSTS = 4  # fewer are not told from chance
 _BURST_Z, _BURST_SHARE = (
@@ -95,7 +97,8 @@ def detect(
     by_label = {label: above_peers(values) for label, values in own_by_label(phases, grid).items()}
     found = _bursts(grid, excess, persistence) | _persistent(excess, by_label, persistence, min_z)
     waited = -above_peers(grid.blocked)
-    slow = [_priced(row, *shown, waited, by_label) for row, shown in sorted(found.items())]
+    _, slack = _least_apart(waited, _BOUND_Z)
+    slow = [_priced(row, *shown, waited[row], slack[row], by_label) for row, shown in sorted(found.items())]
     slow = [s for s in slow if s.lost.clear and s.lost.ns >= min_fraction * grid.step_ns]
     findings = [_finding(grid, members, nodes, steps) for members, nodes in _whole_nodes(slow, grid, ranks)]
     return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
@@ -156,15 +159,17 @@ def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Sh
     return {row: (np.where(typical, excess[row], 0.0), typical)}
 
 
-def _priced(row: int, excess: Floats, when: Steps, waited: Floats, by_label: dict[str, Floats]) -> _Slow:
-    """The rank with what its excess costs: no more than its peers were blocked longer than itself (`waited`)."""
+def _priced(
+    row: int, excess: Floats, when: Steps, waited: Floats, slack_ns: float, by_label: dict[str, Floats]
+) -> _Slow:
+    """The rank with what its excess costs: no more than its peers were blocked longer than itself, and some slack."""
     if when.all():
-        lost, peers_waited = estimate(excess, _TRIM), estimate(waited[row], _TRIM)
+        lost, peers_waited = estimate(excess, _TRIM), estimate(waited, _TRIM)
     else:
-        lost, peers_waited = over_occurrences(excess, when), over_occurrences(waited[row], when)
+        lost, peers_waited = over_occurrences(excess, when), over_occurrences(waited, when)
     share = {label: float(values[row][when].mean()) for label, values in by_label.items()}
     where = max(share, key=lambda label: share[label], default="the step")
-    return _Slow(row, excess, when, Estimate(min(lost.ns, peers_waited.ns), lost.half_width_ns), where)
+    return _Slow(row, excess, when, Estimate(min(lost.ns, peers_waited.ns + slack_ns), lost.half_width_ns), where)
 
 
 def _whole_nodes(
