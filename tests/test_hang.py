@@ -1,0 +1,126 @@
+"""Who is to blame when a job stands still: states of a few ranks, written down, and two real hangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from rankscope.analysis.detectors import hang
+from rankscope.analysis.readers.native import schema_of
+
+DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "flight_recorder" / "nvrx"
+
+ALL, FIRST, LAST = 1, 2, 3  # groups
+
+
+def state(*rows, groups=((ALL, "all", "0-3"),)):
+    """Tables `progress` and `groups`. A row is (rank, group, enqueued, completed[, what it is held in])."""
+    progress = []
+    for rank, group, enqueued, completed, *held in rows:
+        row = {"rank": rank, "group_id": group, "enqueued": enqueued, "completed": completed, "is_p2p": False}
+        if enqueued > completed:
+            row |= {"seq": completed + 1, "op": "allreduce", "start_ns": 100 + completed, "peer": -1}
+        progress.append(row | (held[0] if held else {}))
+    columns = {c: [row.get(c) for row in progress] for c in schema_of("progress")}
+    named = [{"group_id": g, "name": str(g), "role": role, "members": members} for g, role, members in groups]
+    return {
+        "progress": pl.DataFrame(columns, schema=schema_of("progress")),
+        "groups": pl.DataFrame({c: [g.get(c) for g in named] for c in schema_of("groups")}, schema=schema_of("groups")),
+    }
+
+
+def blamed(tables):
+    return [(finding.ranks, finding.title) for finding in hang.detect(**tables)]
+
+
+def test_rank_that_does_not_come_to_an_operation_is_blamed():
+    """Ranks 0, 1 and 3 are in all-reduce 5; rank 2 has finished 4 and enqueued no more."""
+    tables = state((0, ALL, 5, 4), (1, ALL, 5, 4), (2, ALL, 4, 4), (3, ALL, 5, 4))
+    assert blamed(tables) == [((2,), "Rank 2 does not come to allreduce number 5 of all")]
+
+
+def test_nothing_outstanding_is_no_hang():
+    assert hang.detect(**state(*((rank, ALL, 5, 5) for rank in range(4)))) == []
+    assert hang.resolution_ns(state((0, ALL, 5, 5))["progress"]) is None
+
+
+def test_a_rank_that_waits_itself_is_not_blamed_though_it_is_behind():
+    """Rank 0 waits for rank 1 in the first pair, which waits for rank 2 in the last: rank 1 is a healthy neighbour."""
+    groups = ((FIRST, "first", "0-1"), (LAST, "last", "1-2"))
+    tables = state((0, FIRST, 8, 7), (1, FIRST, 7, 7), (1, LAST, 3, 2), (2, LAST, 2, 2), groups=groups)
+    assert [ranks for ranks, _ in blamed(tables)] == [(2,)]
+
+
+def test_the_oldest_operation_is_what_holds_a_rank():
+    """Rank 1 enqueued the first pair's operation after the last pair's, in which rank 2 is missing."""
+    groups = ((FIRST, "first", "0-1"), (LAST, "last", "1-2"))
+    rows = (
+        (0, FIRST, 8, 7, {"start_ns": 50}),
+        (1, FIRST, 8, 7, {"start_ns": 90}),
+        (1, LAST, 3, 2, {"start_ns": 60}),
+        (2, LAST, 2, 2),
+    )
+    assert [ranks for ranks, _ in blamed(state(*rows, groups=groups))] == [(2,)]
+
+
+def test_rank_whose_peers_finished_what_it_is_in_is_stuck_on_its_device():
+    """Rank 2 enqueued 5 and 6 and finished 4; the others finished 5 and wait in 7, which rank 2 did not enqueue."""
+    tables = state((0, ALL, 7, 6), (1, ALL, 7, 6), (2, ALL, 6, 4), (3, ALL, 7, 6))
+    assert blamed(tables) == [((2,), "Rank 2 does not finish allreduce, which its peers finished")]
+
+
+def test_all_in_the_same_operation_is_the_transport():
+    tables = state(*((rank, ALL, 5, 4) for rank in range(4)))
+    assert blamed(tables) == [((0, 1, 2, 3), "All of ranks 0-3 are in allreduce number 5 of all, and none finishes")]
+
+
+def test_different_operations_under_one_number_are_a_desync():
+    tables = state((0, ALL, 5, 4), (1, ALL, 5, 4, {"op": "broadcast"}), (2, ALL, 5, 4), (3, ALL, 5, 4))
+    assert blamed(tables) == [((1,), "Rank 1 does broadcast where the others do allreduce: desynchronised")]
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_are_a_deadlock():
+    """Rank 0 is in the first group's operation 1, rank 1 in the last one's: neither enqueued the other's."""
+    groups = ((FIRST, "first", "0-1"), (LAST, "last", "0-1"))
+    rows = ((0, FIRST, 1, 0), (0, LAST, 0, 0), (1, FIRST, 0, 0), (1, LAST, 1, 0))
+    assert blamed(state(*rows, groups=groups)) == [((0, 1), "Ranks 0,1 wait for each other: deadlock")]
+
+
+def test_receive_without_its_send_waits_for_the_sender():
+    """Rank 1 receives from rank 0, which has nothing outstanding."""
+    groups = ((FIRST, "pipeline", "0-1"),)
+    receives = {"op": "recv", "peer": 0, "is_p2p": True}
+    tables = state((0, FIRST, 3, 3, {"is_p2p": True}), (1, FIRST, 4, 3, receives), groups=groups)
+    assert blamed(tables) == [((0,), "Rank 0 does not come to recv number 4 of pipeline")]
+
+
+def test_rank_without_a_state_is_blamed_only_where_nobody_else_can_be():
+    """Rank 3 left nothing: it is blamed if the others are all in the operation, not if rank 2 is known to be away."""
+    there = [(0, ALL, 5, 4), (1, ALL, 5, 4)]
+    assert blamed(state(*there, (2, ALL, 5, 4))) == [((3,), "Rank 3 left no state, and the others wait for it")]
+    assert [ranks for ranks, _ in blamed(state(*there, (2, ALL, 4, 4)))] == [(2,)]
+
+
+def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
+    """Rank 0 is in a transfer, and nobody knows with whom: it is named as being in it."""
+    held = {"op": "recv", "peer": -1, "is_p2p": True}
+    found = hang.detect(**state((0, FIRST, 4, 3, held), groups=((FIRST, "pipeline", "0-2"),)))
+    assert [(f.ranks, f.where) for f in found] == [((0,), "recv number 4 of pipeline")]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the shared traces are not here")
+@pytest.mark.parametrize(("run", "title"), [("lock_gil_1st", "do not come to"), ("gpu_error_2nd", "do not finish")])
+def test_real_hangs_name_the_ranks_with_the_injected_fault(run, title):
+    """`fault_injection.log` says ranks 9 and 14; the neighbours in the pipeline are behind too, and are not named."""
+    command = [Path(sys.executable).with_name("rankscope"), "report", DATA / run, "--json", "-"]
+    report = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
+    found = report["findings"]
+    assert [(f["detector"], f["ranks"], f["severity"]) for f in found] == [("hang", [9, 14], "high")]
+    assert title in found[0]["title"]
+    assert report["verdict"].startswith("Ranks 9,14")
+    assert "slow_rank" in {unchecked["detector"] for unchecked in report["not_checked"]}
