@@ -121,7 +121,8 @@ def assert_adds_up(job: Job) -> None:
         parts[part.rank] += part.ns_per_step
         assert part.ns_per_step >= 0
     assert set(parts) == set(report.ranks)
-    assert parts == {rank: round(sum(steps) / len(steps)) for rank, steps in report.step_ns.items()}
+    for rank, steps_ns in report.step_ns.items():
+        assert abs(parts[rank] * len(steps_ns) - sum(steps_ns)) <= len(steps_ns) / 2, "it is not the mean, rounded"
 
 
 # ---- healthy jobs
