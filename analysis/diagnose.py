@@ -43,6 +43,7 @@ _EMPTY = {
 _CONSEQUENCES = {"slow_rank": ("uneven_work", "slow_link"), "slow_link": ("uneven_work",)}
 _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
 _SAME_STEP = 0.9  # share of the collectives that must be in the same step on all their ranks
+_COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentions
 
 
@@ -285,7 +286,7 @@ def _verdict(
         looked = ", ".join(check.detector for check in healthy)
         return f"No bottleneck found by the checks that need no steps ({looked}){absent}."
     judged = f"{counted(steps.count, 'judged step')} of {counted(len(seen), 'rank')}"
-    return f"No bottleneck found in {judged}{_blocked(breakdown)}{absent}."
+    return f"No bottleneck found in {judged}{_unseen(healthy, steps)}{_blocked(breakdown)}{absent}."
 
 
 def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> str:
@@ -300,6 +301,15 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> st
         title += "it" if len(first.ranks) == 1 else "them"
     more = sum(1 for finding in findings[1:] if finding.caused_by is None)
     return f"{title}; {counted(more, 'more finding')}" if more else title
+
+
+def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:
+    """What may hide in the run's own noise, where that is much."""
+    coarsest = max(healthy, key=lambda check: check.resolution_ns or 0)
+    from_ns = coarsest.resolution_ns or 0
+    if not steps.median_ns or from_ns < _COARSE * steps.median_ns:
+        return ""
+    return f"; they vary so much that {coarsest.detector} below {duration(from_ns)} per step is not seen"
 
 
 def _blocked(breakdown: pl.DataFrame) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
 
 from rankscope.profiler.errors import RankscopeError
 
-__all__ = ["OWN_FLAGS", "OWN_VALUES", "Options", "program_name", "split", "torchrun_program"]
+__all__ = ["OWN_FLAGS", "OWN_VALUES", "Options", "node_rank", "program_name", "split", "torchrun_program"]
 
 OWN_VALUES = ("--out", "--name", "--hz")
 OWN_FLAGS = ("--no-report", "--help")
@@ -88,6 +89,16 @@ def torchrun_program(arguments: list[str]) -> tuple[list[str], list[str]]:
     options, rest = arguments[:position], [word for word in arguments[position:] if word != "--"]
     is_module = bool({"-m", "--module"}.intersection(options))
     return options, ["-m", rest[0]] if rest and is_module else rest[:1]
+
+
+def node_rank(torchrun_options: list[str], environment: Mapping[str, str]) -> int:
+    """Give the node's rank if torchrun was told one, else 0."""
+    told = environment.get("PET_NODE_RANK", "0")
+    for option, following in pairwise([*torchrun_options, ""]):
+        name, equals, value = option.replace("_", "-").partition("=")
+        if name == "--node-rank":
+            told = value if equals else following
+    return int(told) if told.isdecimal() else 0
 
 
 def _stands_alone(option: str) -> bool:

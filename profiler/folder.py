@@ -13,14 +13,17 @@ from rankscope.profiler.errors import NotRecorded
 __all__ = ["claim"]
 
 
-def claim(out: str | None, name: str) -> Path:
+def claim(out: str | None, name: str, node_rank: int = 0) -> Path:
     """Make a run folder that no other run has, and give its absolute path.
 
-    It is `out`, or `runs/<UTC time>-<name>`; if that is taken, the same with `-2`, `-3`, … behind.
+    It is `out`, or `runs/<UTC time>-<name>`; if that is taken, the same with `-2`, `-3`, … behind. A node that is known
+    not to be the first takes another name, and leaves this one to the first node until its agent knows what that took.
     Raises NotRecorded where it cannot be made.
     """
     wanted = Path(out) if out else Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{_safe(name)}"
     wanted = wanted.absolute()
+    if node_rank:
+        wanted = wanted.with_name(f"{wanted.name}.node-{node_rank}")
     try:
         return next(path for path in _candidates(wanted) if _taken(path))
     except OSError as error:

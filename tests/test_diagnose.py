@@ -40,11 +40,15 @@ class Tables:
 
 
 def run(backward_ms, *, world_size=None, device="cpu", gaps=(), steps=STEPS, recorded=True):
-    """A run whose ranks compute 60 ms forward, then backward as given, reduce in 10 ms and optimize in 10 ms."""
-    last = max(backward_ms.values())
-    length = 60 + last + 10 + 10
+    """A run whose ranks compute 60 ms forward, then backward as given, reduce in 10 ms and optimize in 10 ms.
+
+    Backward is a number, or a list that is gone through again and again.
+    """
+    cycles = {rank: own if isinstance(own, list) else [own] for rank, own in backward_ms.items()}
+    last = [max(own[step % len(own)] for own in cycles.values()) for step in range(steps)]
+    begins = [sum(60 + each + 10 + 10 for each in last[:step]) for step in range(steps)]
     rows = {name: [] for name in TABLES} | {"gaps": list(gaps)}
-    for rank, own in backward_ms.items():
+    for rank, cycle in cycles.items():
         by = {"rank": rank, "node": 0, "attempt": 0}
         rows["ranks"].append(
             by | {"start_ns": 0, "local_rank": rank, "world_size": world_size or len(backward_ms), "device": device}
@@ -52,8 +56,8 @@ def run(backward_ms, *, world_size=None, device="cpu", gaps=(), steps=STEPS, rec
         rows["groups"].append(by | {"start_ns": 0, "group_id": 7, "name": "0", "backend": "gloo", "members": "0-3"})
         rows["groups"][-1]["members"] = ",".join(str(r) for r in backward_ms)
         for step in range(steps):
-            at = step * length
-            arrived, done = at + 60 + own, at + 60 + last + 10
+            at = begins[step]
+            arrived, done = at + 60 + cycle[step % len(cycle)], at + 60 + last[step] + 10
 
             def region(kind, start, end, by=by):
                 span = {"start_ns": start * MS, "end_ns": end * MS, "kind": kind, "name": kind, "thread": 0}
@@ -109,6 +113,13 @@ def test_healthy_run_says_so_and_says_what_it_could_have_seen():
     assert report.verdict == "No bottleneck found in 10 judged steps of 4 ranks."
     assert report.findings == ()
     assert {h.detector: h.resolution_ns for h in report.healthy}["slow_rank"] == round(0.03 * 120 * MS)
+
+
+def test_a_run_too_noisy_to_tell_says_so_in_the_verdict():
+    """Both backwards jump between 10 and 130 ms, each in its own rhythm: a mean excess must be large to stand out."""
+    report = diagnose(run({0: [10, 130, 130, 10], 1: [130, 10, 130, 10, 10]}))
+    assert report.findings == ()
+    assert "; they vary so much that slow_rank below " in report.verdict
 
 
 def test_missing_ranks_are_in_the_verdict():

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import rankscope
-from rankscope.profiler.arguments import program_name, split, torchrun_program
+from rankscope.profiler.arguments import node_rank, program_name, split, torchrun_program
 from rankscope.profiler.commands.exec import agent_name, place
 from rankscope.profiler.errors import NotRecorded, RankscopeError
 from rankscope.profiler.folder import claim
@@ -301,6 +301,13 @@ def test_the_script_is_found_among_torchruns_arguments(arguments, name):
     assert program_name(torchrun_program(arguments)[1]) == name
 
 
+def test_the_rank_of_a_node_is_what_torchrun_was_told():
+    assert node_rank(["--nnodes=3", "--node-rank", "2"], {}) == 2
+    assert node_rank(["--node_rank=1"], {"PET_NODE_RANK": "2"}) == 1
+    assert node_rank([], {"PET_NODE_RANK": "2"}) == 2
+    assert node_rank(["--nnodes", "2"], {}) == 0
+
+
 def test_the_name_of_a_command():
     assert program_name(["python", "-u", "src/train.py", "data.py"]) == "train"
     assert program_name(["python", "-m", "jobs.pretrain", "x"]) == "pretrain"
@@ -313,6 +320,8 @@ def test_no_two_runs_share_a_folder(tmp_path, monkeypatch):
     assert claim("o", "x") == tmp_path / "o-2"
     (tmp_path / "made").mkdir()
     assert claim("made", "x") == tmp_path / "made"
+    assert claim("p", "x", 2) == tmp_path / "p.node-2"
+    assert claim("p", "x") == tmp_path / "p"
     assert claim(None, "../a b").name.endswith("-a-b")
     (tmp_path / "file").touch()
     with pytest.raises(NotRecorded):

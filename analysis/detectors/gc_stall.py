@@ -9,7 +9,7 @@ meanwhile, and all ranks wait for it in the next collective; with N ranks that c
 stops N times as often.
 
 **False alarms.** A collection while the rank would have been blocked on communication anyway costs nothing and is
-not counted. Pauses under 0.1 ms are not recorded.
+not counted. Pauses under 1 ms are not recorded.
 
 **What to try.** `gc.collect()` once after warm-up, then `gc.freeze()`; or `gc.disable()` and `gc.collect()` on all
 ranks in the same step, every few hundred steps. Look for `gc.collect()` in the loop, and for code that makes many

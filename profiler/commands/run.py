@@ -23,7 +23,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, program_name, split, torchrun_program
+from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
 from rankscope.profiler.errors import NotRecorded, RankscopeError
 from rankscope.profiler.folder import claim
 from rankscope.profiler.foreground import exit_like, run_to_end
@@ -51,7 +51,8 @@ def main(arguments: list[str]) -> None:
     environment.pop("RANKSCOPE_CLAIM", None)  # where a rank starts a job of its own
     agent = None
     try:
-        out = claim(options.out, options.name or program_name(program))
+        place = node_rank(torchrun_options, os.environ)
+        out = claim(options.out, options.name or program_name(program), place)
         socket = f"rankscope-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
         agent = Agent(socket, out, options.hz, {"command": ["torchrun", *rest], "directory": os.getcwd()})
         environment["RANKSCOPE_AGENT"] = socket
