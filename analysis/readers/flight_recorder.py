@@ -144,7 +144,7 @@ class _NoClasses(pickle.Unpickler):
     """Builds numbers, strings, lists, tuples and dicts, and nothing else."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"it wants to load {module}.{name}, and no class is loaded from a dump")
+        raise _Unusable(f"it wants to load {module}.{name}, and no class is loaded from a dump")
 
 
 def recognises(path: Path) -> bool:
@@ -164,7 +164,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         try:
             dump = _read(path)
         except _BROKEN as error:
-            why = str(error) if isinstance(error, (_Unusable, pickle.UnpicklingError)) else "it is cut or damaged"
+            why = str(error) if isinstance(error, _Unusable) else "it is cut or damaged"
             missing.append(gap("progress", f"{path.name} was not read: {why}"))
             continue
         if dump.rank in dumps:
@@ -393,7 +393,7 @@ def _missing(dumps: Sequence[_Dump], world: int) -> Iterator[Gap]:
         yield gap("ranks", why, rank=absent[0] if len(absent) == 1 else None, count=len(absent))
     for dump in dumps:
         if dump.skipped:
-            why = f"{counted(dump.skipped, 'entry').replace('entrys', 'entries')} of {dump.path.name} could not be read"
+            why = f"{counted(dump.skipped, 'operation')} of {dump.path.name} could not be read"
             yield gap("collectives", why, rank=dump.rank, count=dump.skipped)
         unknown = sum(1 for e in dump.entries if e.is_p2p and e.peer == NO_PEER)
         if unknown:

@@ -115,7 +115,9 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         # A range belongs to its process's rank: where a process drives several GPUs, to the first.
         own = rank_of.drop("device").unique("process", keep="first", maintain_order=True)
         frames["regions"].append(
-            capture.ranges.join(own, on="process").drop("process", "correlation").with_columns(kind=pl.lit("user"))
+            capture.ranges.join(own, on="process", nulls_equal=True)
+            .drop("process", "correlation")
+            .with_columns(kind=pl.lit("user"))
         )
         if len(places) > 1:
             why = (
