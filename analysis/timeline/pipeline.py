@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -153,8 +154,7 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
         pl.col("replica").replace_strict(lanes[1], range(shape[2]), return_dtype=pl.UInt32).alias("_replica"),
     )
     at = tuple(placed[c].to_numpy() for c in ("_op", "_step", "_replica"))
-    count = np.zeros(shape, dtype=np.int32)
-    np.add.at(count, at, 1)
+    count = np.bincount(np.ravel_multi_index(at, shape), minlength=math.prod(shape)).reshape(shape)
     usual = np.median(count, axis=(1, 2)) == 1
     whole = (count == usual[:, None, None]).all(axis=(0, 2))
     if not whole.any():
