@@ -156,8 +156,30 @@ static const uint8_t kinds[256] = {
 
 static inline int is_space(uint8_t c) { return kinds[c] & SPACE; }
 
+/* Index of the first byte in memory that is not 0; the word is not 0. */
+static inline int first_set(uint64_t word)
+{
+#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    return __builtin_ctzll(word) >> 3;
+#else
+    uint8_t bytes[8];
+    int i = 0;
+    memcpy(bytes, &word, 8);
+    while (!bytes[i])
+        i++;
+    return i;
+#endif
+}
+
+/* Most space is one blank, or a line break with an indentation, which is looked at eight bytes at a time. */
 static inline Text skip_space(Text p, Text e)
 {
+    if (e - p > 8 && *p == '\n') {
+        uint64_t w;
+        memcpy(&w, ++p, 8);
+        w ^= UINT64_C(0x2020202020202020);
+        p += w ? first_set(w) : 8;
+    }
     while (p < e && is_space(*p))
         p++;
     return p;
@@ -170,10 +192,15 @@ static inline Text find_quote(Text p, Text e)
         uint64_t w;
         memcpy(&w, p, 8);
         w ^= UINT64_C(0x2222222222222222);
-        if ((w - UINT64_C(0x0101010101010101)) & ~w & UINT64_C(0x8080808080808080)) {
+        w = (w - UINT64_C(0x0101010101010101)) & ~w & UINT64_C(0x8080808080808080);
+        if (w) {
+#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+            return p + first_set(w);
+#else /* bytes behind the first quote may be marked too, and here they may come first */
             while (*p != '"')
                 p++;
             return p;
+#endif
         }
     }
     return p < e ? memchr(p, '"', (size_t)(e - p)) : NULL;

@@ -7,7 +7,6 @@ the file says about them. Times are exact to the nanosecond, on the clock of the
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
@@ -32,16 +31,17 @@ from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
 
 try:
-    from isal import igzip, isal_zlib
+    from isal import isal_zlib
 
-    _open_gzip: Any = igzip.open
-    _IsalError: Any = isal_zlib.IsalError
+    inflate: Any = isal_zlib
 except ImportError:  # four times slower where there is no wheel of it
-    _open_gzip, _IsalError = gzip.open, EOFError
+    inflate = zlib
 
 __all__ = ["open_run", "recognises"]
 
-_GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, _IsalError)
+_GZIP_ERRORS: Any = (EOFError, OSError, inflate.error)
+_GZIP = 31  # zlib's name for a stream with gzip's header and checksum
+_PACKED = 1 << 17
 _CANNOT = {"breakdown": "a profiler's trace does not say for what the host waits, so its time is not split into parts"}
 _NO_STEPS = {"steps": "the trace has no ProfilerStep and no optimizer's name: call the profiler's step() once per step"}
 _SNIFF = 1 << 16
@@ -141,23 +141,49 @@ def open_run(paths: list[str]) -> FrameReader:
 class _Source:
     """Bytes of a file that may end early: what then is wrong is kept, and reading ends."""
 
-    stream: IO[bytes]
+    stream: IO[bytes] | _Gunzip
     problem: str = ""
 
-    def readinto(self, view: memoryview) -> int:
-        data = self.read(len(view))
-        view[: len(data)] = data
-        return len(data)
+    def read(self, size: int) -> bytes:
+        """`size` bytes, fewer only where the file ends."""
+        parts, missing = [], size
+        while missing and not self.problem:
+            try:
+                data = self.stream.read(missing)
+            except _GZIP_ERRORS as error:
+                cut = isinstance(error, EOFError)
+                self.problem = "is cut off" if cut else f"cannot be read further ({str(error).strip() or 'broken'})"
+                break
+            if not data:
+                break
+            parts.append(data)
+            missing -= len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class _Gunzip:
+    """Unpacks as far as there are bytes; gzip's own reader drops its last buffer where a file was cut."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._member = inflate.decompressobj(wbits=_GZIP)
+        self._packed = b""
 
     def read(self, size: int) -> bytes:
-        if self.problem:
-            return b""
-        try:
-            return self.stream.read(size)
-        except _GZIP_ERRORS as error:
-            cut = isinstance(error, EOFError)
-            self.problem = "is cut off" if cut else f"cannot be read further ({str(error).strip() or 'broken'})"
-            return b""
+        """Up to `size` bytes, none at the end. Raises `EOFError` where the file was cut."""
+        while True:
+            packed = self._packed or self._file.read(_PACKED)
+            if self._member.eof:
+                packed = packed.lstrip(b"\0")  # padding
+                if not packed:
+                    return b""
+                self._member = inflate.decompressobj(wbits=_GZIP)
+            elif not packed:
+                raise EOFError
+            data: bytes = self._member.decompress(packed, size)
+            self._packed = self._member.unused_data if self._member.eof else self._member.unconsumed_tail
+            if data:
+                return data
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -216,10 +242,10 @@ def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return file
 
 
-def _unpacked(file: IO[bytes]) -> IO[bytes]:
+def _unpacked(file: IO[bytes]) -> IO[bytes] | _Gunzip:
     magic = file.read(2)
     file.seek(0)
-    return _open_gzip(file, "rb") if magic == b"\x1f\x8b" else file
+    return _Gunzip(file) if magic == b"\x1f\x8b" else file
 
 
 def _header(source: _Source) -> tuple[bytes, bytes] | str:
@@ -310,7 +336,7 @@ def _read(label: str, source: _Source) -> _Capture | str:
     is_annotation = [False]  # by code: whether an operator of this name is an annotation
     role_of, annotates = np.array(roles, np.int8), np.array(is_annotation)
     rows_on_device = 0
-    for batch in scan_events(scanner, source, begun, result):  # type: ignore[arg-type]
+    for batch in scan_events(scanner, source, begun, result):
         for raw in scanner.names(len(names)):
             names.append(_decoded(raw))
             roles.append(_role(names[-1]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ __all__ = [
     "PythonScanner",
     "Scan",
     "Scanner",
+    "Source",
     "new_scanner",
     "scan_events",
 ]
@@ -71,13 +72,19 @@ NEED_MORE, FULL, CLOSED, LOST = range(4)  # why a scan ended
 
 _LIMIT = 3 * 10**18  # three such numbers can be added in an int64
 _MAX_DIGITS = 19
-_CHUNK = 1 << 20
+_CHUNK = 1 << 19  # it and the columns stay in the processor's cache
 _MAX_EVENT = 4 << 20  # an event that has not ended after this many bytes is broken
-_ROWS = 1 << 14
-_METAS = 1 << 12
+_ROWS = 1 << 13
+_METAS = 1 << 11
 _LONGEST_START = 256  # bytes kept while looking for the start of an event
 
 Ints = NDArray[Any]
+
+
+class Source(Protocol):
+    """Where bytes come from: a file, or what unpacks one."""
+
+    def read(self, size: int, /) -> bytes: ...
 
 
 class Scanner(Protocol):
@@ -124,11 +131,10 @@ def new_scanner(dropped: tuple[bytes, ...]) -> Scanner:
     return _FastScanner(dropped) if _scan is not None else PythonScanner(dropped)
 
 
-def scan_events(scanner: Scanner, source: IO[bytes], begun: bytes, result: Scan) -> Iterator[Events]:
+def scan_events(scanner: Scanner, source: Source, begun: bytes, result: Scan) -> Iterator[Events]:
     """Batches of the events that follow in `source` after the bytes `begun`; the rest of the story is in `result`."""
     rows, metas = _block(ROW_COLUMNS, _ROWS), _block(META_COLUMNS, _METAS)
-    buffer = bytearray(max(_CHUNK, len(begun)) + _CHUNK)
-    buffer[: len(begun)] = begun
+    buffer = bytearray(begun)
     start, end, final, lost = 0, len(begun), False, False
     while True:
         n_rows, n_metas, used, why = scanner.scan(buffer, start, end, final, lost, rows, metas)
@@ -152,15 +158,13 @@ def scan_events(scanner: Scanner, source: IO[bytes], begun: bytes, result: Scan)
         start, end, final = _refill(buffer, start, end, source)
 
 
-def _refill(buffer: bytearray, start: int, end: int, source: IO[bytes]) -> tuple[int, int, bool]:
+def _refill(buffer: bytearray, start: int, end: int, source: Source) -> tuple[int, int, bool]:
     """What is unused moves to the front and new bytes follow it; start, end, and whether the source has ended."""
     kept = end - start
-    buffer[:kept] = buffer[start:end]
-    if len(buffer) < kept + _CHUNK:
-        buffer.extend(bytes(kept + _CHUNK - len(buffer)))
-    with memoryview(buffer) as view:
-        got = source.readinto(view[kept : kept + _CHUNK])  # type: ignore[attr-defined]
-    return 0, kept + got, got == 0
+    buffer[:kept] = buffer[start:end]  # the buffer keeps its size, or grows to what an event needs
+    data = source.read(_CHUNK)
+    buffer[kept : kept + len(data)] = data
+    return 0, kept + len(data), not data
 
 
 def _block(columns: dict[str, str], capacity: int) -> bytearray:

@@ -1,0 +1,618 @@
+"""Traces of torch.profiler: what a naive importer gets wrong, broken files, and the C scanner against its twin."""
+
+import gzip
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.readers import kineto, scan
+from rankscope.analysis.readers.sequence import Sequence, align
+from rankscope.analysis.trace import BadInput, Trace
+
+DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "kineto"
+SCANNER_SOURCE = Path(kineto.__file__).with_name("_scan.c")
+ALLREDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+needs_data = pytest.mark.skipif(not DATA.exists(), reason=f"the public traces are not at {DATA}")
+needs_fast = pytest.mark.skipif(scan._scan is None, reason="the C scanner was not built")
+
+
+def event(cat, name, ts, dur, *, pid=1, tid=1, **args):
+    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def kernel(name, ts, dur, correlation=None, *, stream=7, device=0, **args):
+    known = {} if correlation is None else {"correlation": correlation}
+    return event("kernel", name, ts, dur, pid=device, tid=stream, device=device, stream=stream, **known, **args)
+
+
+def launch(ts, dur, correlation, *, tid=1, name="cudaLaunchKernel"):
+    return event("cuda_runtime", name, ts, dur, tid=tid, cbid=211, correlation=correlation)
+
+
+def step(number, ts, dur, **where):
+    return event("user_annotation", f"ProfilerStep#{number}", ts, dur, **where)
+
+
+def text_of(events, **top):
+    return json.dumps({"schemaVersion": 1, **top, "traceEvents": events}, indent=2)
+
+
+def write(path, events, **top):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = text_of(events, **top)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def opened(tmp_path, events, name="rank0.json", **top):
+    return Trace.open(write(tmp_path / name, events, **top))
+
+
+def rows(trace, table, *columns):
+    return trace.table(table).collect().select(*columns).rows()
+
+
+def whys(trace):
+    return [(gap.table, gap.rank, gap.count, gap.why) for gap in trace.gaps()]
+
+
+# ---------------------------------------------------------------- time
+
+
+@pytest.mark.parametrize(
+    ("ts", "dur", "top", "start_ns", "end_ns"),
+    [
+        ("1712195495519689", "25", {}, 1712195495519689000, 1712195495519714000),
+        ("1712195495519689.123", "0.002", {}, 1712195495519689123, 1712195495519689125),
+        (
+            "4203669604595.407",
+            "1.5",
+            {"baseTimeNanoseconds": 1735632360000000000},
+            1739836029604595407,
+            1739836029604596907,
+        ),
+        ("12.5", "0", {"displayTimeUnit": "ms"}, 12500, 12500),
+        ("12.5", "1", {"displayTimeUnit": "ns"}, 12500, 13500),
+        ('"12.5"', '"1"', {}, 12500, 13500),
+    ],
+    ids=["whole µs", "µs with ns", "after a base", "unit of display", "unit of display is ns", "text"],
+)
+def test_times_are_exact_in_every_style(tmp_path, ts, dur, top, start_ns, end_ns):
+    text = text_of([kernel("k", "TS", "DUR")], **top).replace('"TS"', ts).replace('"DUR"', dur)
+    (tmp_path / "rank0.json").write_text(text)
+    assert rows(Trace.open(tmp_path / "rank0.json"), "kernels", "start_ns", "end_ns") == [(start_ns, end_ns)]
+
+
+def test_the_base_of_time_may_stand_behind_the_events(tmp_path):
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [kernel("k", 1, 1)], "baseTimeNanoseconds": 1000}))
+    assert rows(Trace.open(tmp_path / "rank0.json"), "kernels", "start_ns") == [(2000,)]
+
+
+def test_a_kernel_that_precedes_its_launch_and_one_of_no_length_are_kept(tmp_path):
+    trace = opened(tmp_path, [launch(50, 5, 1), kernel("early", 8, 10, 1), launch(60, 5, 2), kernel("empty", 70, 0, 2)])
+    assert rows(trace, "kernels", "name", "start_ns", "end_ns") == [("early", 8000, 18000), ("empty", 70000, 70000)]
+    assert trace.gaps() == []
+
+
+# ---------------------------------------------------------------- links
+
+
+def test_device_rows_without_a_launch_are_busy_time_and_are_told(tmp_path):
+    """10 µs with a launch, 20 µs without: 30 µs busy."""
+    trace = opened(tmp_path, [launch(0, 5, 1), kernel("a", 10, 10, 1), kernel(ALLREDUCE, 30, 20, 99)])
+    assert diagnose(trace).device[0].busy_ns == 30_000
+    assert rows(trace, "collectives", "op", "start_ns", "device_start_ns", "end_ns", "size_bytes", "dtype") == [
+        ("allreduce", 30_000, 30_000, 50_000, None, "unknown")
+    ]
+    why = "1 of 2 device rows were launched outside of the capture: they count all the same"
+    assert whys(trace) == [("launches", 0, 1, why)]
+
+
+def test_all_kernels_of_a_graph_have_its_one_launch(tmp_path):
+    graph = [kernel("k", 10 + n, 1, 5) for n in range(502)]
+    trace = opened(tmp_path, [launch(0, 5, 5, name="cudaGraphLaunch"), *graph])
+    assert trace.table("kernels").collect()["correlation"].to_list() == [5] * 502
+    assert trace.gaps() == []
+
+
+def meta(name="allreduce", elements=1000, group="0", ranks="[0, 1]", **more):
+    return {
+        "Collective name": name,
+        "In msg nelems": elements,
+        "Out msg nelems": elements,
+        "dtype": "BFloat16",
+        "Process Group Name": group,
+        "Process Group Ranks": ranks,
+        "Process Group Description": "default_pg",
+        **more,
+    }
+
+
+def test_what_a_kernel_says_of_its_collective(tmp_path):
+    trace = opened(tmp_path, [launch(5, 2, 1), kernel(ALLREDUCE, 10, 10, 1, **meta(Seq=17))])
+    wanted = ("op", "seq", "size_bytes", "dtype", "start_ns", "issued_ns", "device_start_ns", "end_ns")
+    assert rows(trace, "collectives", *wanted) == [("allreduce", 17, 2000, "bfloat16", 5_000, 7_000, 10_000, 20_000)]
+    assert rows(trace, "groups", "name", "role", "members") == [("0", "default_pg", "0,1")]
+
+
+def test_a_kernel_without_words_takes_those_of_the_operator_that_launched_it(tmp_path):
+    """`External id` 2 of the kernel points to another operator, as in files where it is the correlation."""
+    trace = opened(
+        tmp_path,
+        [
+            event("cpu_op", "record_param_comms", 0, 10, **{"External id": 1}, **meta("_allgather_base", 8, "3")),
+            event("cpu_op", "record_param_comms", 20, 10, **{"External id": 2}, **meta("allreduce", 4, "0")),
+            launch(5, 2, 2),
+            kernel("ncclDevKernel_Generic(ncclDevComm*)", 30, 5, 2, **{"External id": 2}),
+        ],
+    )
+    assert rows(trace, "collectives", "op", "size_bytes") == [("allgather_base", 16)]
+    assert rows(trace, "groups", "name") == [("3",)]
+
+
+def test_ranks_with_different_numbers_of_kernels_are_aligned_by_their_ends(tmp_path):
+    """Rank 1 lacks the first of five. It comes 300 µs late to each of the others, so rank 0 waits 4 × 300 µs."""
+    begin = [0, 10_000, 25_000, 31_000, 47_000]
+    for rank, late, first in ((0, 0, 0), (1, 300, 1)):
+        kernels = [kernel(ALLREDUCE, t + late, 1000 - late, device=rank) for t in begin[first:]]
+        write(tmp_path / f"rank{rank}.json", kernels, distributedInfo={"rank": rank, "world_size": 2})
+    report = diagnose(Trace.open(tmp_path))
+    assert [(w.rank, w.waited_ns) for w in report.waits] == [(0, 1_200_000), (1, 0)]
+    assert report.matched_fraction == 8 / 9
+
+
+def test_a_rank_with_a_hole_in_its_sequence_is_not_matched_with_anything():
+    ends = [0, 10, 30, 60, 100, 150]
+    kinds = [1, 2, 1, 1, 2, 1]
+    whole = Sequence(kind=array(kinds), end_ns=array(ends) * 1_000_000)
+    holed = Sequence(kind=array(kinds[:2] + kinds[3:]), end_ns=array(ends[:2] + ends[3:]) * 1_000_000)
+    late = Sequence(kind=array(kinds[1:]), end_ns=(array(ends[1:]) + 7_000) * 1_000_000)
+    assert align({0: whole, 1: holed}, one_clock=True) is None
+    assert align({0: whole, 1: late}, one_clock=True) is None
+    assert align({0: whole, 1: late}, one_clock=False) == {0: 0, 1: 1}
+
+
+def array(values):
+    import numpy as np
+
+    return np.array(values, np.int64)
+
+
+@pytest.mark.parametrize("tid", [-1, -1873213632, "25738", "python 1", 18446744073709551615])
+def test_any_thread_id_is_a_thread(tmp_path, tid):
+    events = [
+        step(1, 0, 100),
+        launch(5, 2, 1),
+        launch(9, 2, 2, tid=tid),
+        launch(15, 2, 3, tid=tid),
+        kernel("k", 20, 1, 1),
+    ]
+    assert [t for (t,) in rows(opened(tmp_path, events), "launches", "thread")] == [0, 1, 1]
+
+
+# ---------------------------------------------------------------- classes
+
+
+def test_what_is_no_device_work_and_no_step(tmp_path):
+    trace = opened(
+        tmp_path,
+        [
+            step(4, 0, 100),
+            event("cpu_op", "triton_poi_fused_add_0", 5, 5, stream=7, correlation=1),
+            event("gpu_user_annotation", "ProfilerStep#4", 5, 90, pid=0, tid=7),
+            event("gpu_user_annotation", "nccl:all_reduce", 5, 90, pid=0, tid=7),
+            event("overhead", "Command Buffer Full", 5, 90, pid=-1, tid=0),
+            event("cuda_sync", "Stream Sync", 5, 90, pid=0, tid=7, stream=7),
+            event("user_annotation", "Optimizer.step#SGD.step", 50, 10),
+            event("user_annotation", "nccl:all_reduce", 70, 10),
+            kernel("k", 5, 5, device=0),
+        ],
+    )
+    assert rows(trace, "kernels", "name") == [("k",)]
+    assert rows(trace, "steps", "start_ns", "end_ns", "thread") == [(0, 100_000, 0)]
+    assert rows(trace, "regions", "name", "kind") == [("Optimizer.step#SGD.step", "optimizer")]
+    assert "collectives" not in trace
+
+
+def test_amd_stream_zero_generic_kernels_and_devices_without_a_name(tmp_path):
+    generic = "ncclDevKernel_Generic(ncclDevComm*, channelMasks, ncclWork*)"
+    events = [kernel("Cijk_Alik_Bljk", 0, 10, 1, stream=0, device=2), kernel(generic, 20, 5, 2, stream=3, device=2)]
+    trace = opened(tmp_path, events, deviceProperties=[{"id": 2, "name": ""}])
+    assert rows(trace, "kernels", "stream", "device", "work") == [(0, 2, "compute"), (3, 2, "communication")]
+    assert rows(trace, "ranks", "device", "local_rank") == [("accelerator", 2)]
+
+
+def test_the_oldest_names(tmp_path):
+    trace = opened(
+        tmp_path,
+        [
+            event("Operator", "ProfilerStep#5", 0, 100, tid="25738"),
+            event("Operator", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 1, 20, tid="25738"),
+            event("Operator", "aten::add", 30, 5, tid="25738"),
+            event("Runtime", "cudaLaunchKernel", 31, 2, tid="25738", correlation=3),
+            event(
+                "Kernel",
+                "ncclAllReduceRingLLKernel_sum_f32(ncclColl)",
+                40,
+                5,
+                pid=0,
+                tid="stream 7",
+                stream=7,
+                correlation=3,
+            ),
+            event("Memset", "Memset (Device)", 50, 5, pid=0, tid="stream 7", stream=7, correlation=4),
+        ],
+        name="worker0.1623143089861.pt.trace.json",
+    )
+    assert rows(trace, "kernels", "work", "stream") == [("communication", 7), ("memory", 7)]
+    assert rows(trace, "launches", "correlation") == [(3,)]
+    assert rows(trace, "steps", "start_ns", "end_ns") == [(0, 100_000)]
+    assert rows(trace, "regions", "kind", "start_ns") == [("input", 1_000)]
+    assert rows(trace, "collectives", "op") == [("allreduce",)]
+
+
+def test_host_detectors_are_not_checked_and_nothing_is_called_healthy(tmp_path):
+    events = [
+        e for n in range(20) for e in (step(n, n * 100, 99), launch(n * 100, 5, n), kernel("k", n * 100 + 9, 80, n))
+    ]
+    report = diagnose(opened(tmp_path, events))
+    assert (report.findings, report.healthy) == ((), ())
+    assert report.steps.source == "ProfilerStep"
+    reasons = {unchecked.detector: unchecked.why for unchecked in report.not_checked}
+    assert reasons["slow_rank"].startswith("a profiler's trace does not say for what the host waits")
+    assert "device_time" not in reasons
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("name", "info", "rank"),
+    [
+        ("a.pt.trace.json", {"rank": 5, "world_size": 8, "backend": "nccl"}, 5),
+        ("a.pt.trace.json.gz", {"rank": 5}, 5),
+        ("rank-34.Jul_15_10_52_41.1074.pt.trace.json", {"backend": "nccl"}, 34),
+        ("inference_rank_1.json.gz", {}, 1),
+        ("worker3_step_12.1694128201554.pt.trace.json", {}, 3),
+        ("gpu-rank-07-chrome-trace.json", {}, 7),
+    ],
+)
+def test_the_rank_from_the_file_or_its_name(tmp_path, name, info, rank):
+    trace = opened(tmp_path, [kernel("k", 0, 1)], name=name, distributedInfo=info)
+    assert rows(trace, "ranks", "rank") == [(rank,)]
+
+
+def test_an_unknown_rank_is_taken_to_be_0_if_it_is_alone_and_asked_for_otherwise(tmp_path):
+    trace = opened(tmp_path, [kernel("k", 0, 1)], name="one/trace.json", distributedInfo={"backend": "nccl"})
+    assert whys(trace) == [("ranks", 0, None, "the file does not say its rank: it is taken to be rank 0")]
+    write(tmp_path / "one" / "other.json", [kernel("k", 0, 1)])
+    with pytest.raises(BadInput, match=r"^other.json does not say which rank it is: put it into the file's name"):
+        Trace.open(tmp_path / "one")
+
+
+def test_two_captures_in_one_folder_are_told_apart(tmp_path):
+    for name in ("before-rank0.json", "before-rank1.json", "after-rank0.json"):
+        write(tmp_path / name, [kernel("k", 0, 1)])
+    with pytest.raises(BadInput, match=r"rank 0 is in both after-rank0.json and before-rank0.json: these are two"):
+        Trace.open(tmp_path)
+    assert rows(Trace.open([tmp_path / "before-rank0.json", tmp_path / "before-rank1.json"]), "ranks", "rank") == [
+        (0,),
+        (1,),
+    ]
+
+
+def test_ranks_that_left_no_trace_are_named(tmp_path):
+    trace = opened(tmp_path, [kernel("k", 0, 1)], distributedInfo={"rank": 2, "world_size": 5})
+    assert whys(trace) == [("ranks", None, 4, "ranks 0,1,3,4 of 5: no trace of them is here")]
+
+
+def test_a_folder_of_other_things_and_a_tar(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "LICENSE").write_text("free")
+    (tmp_path / "d" / "config.json").write_text('{"lr": 0.1}')
+    with tarfile.open(tmp_path / "t.tar.gz", "w:gz") as tar:
+        for rank in (0, 1):
+            write(tmp_path / "d" / f"rank{rank}.json.gz", [kernel(f"k{rank}", 0, 1)])
+            tar.add(tmp_path / "d" / f"rank{rank}.json.gz", f"traces/rank{rank}.json.gz")
+        tar.add(tmp_path / "d" / "LICENSE", "LICENSE")
+    for path in (tmp_path / "d", tmp_path / "t.tar.gz"):
+        trace = Trace.open(path)
+        assert trace.source == "kineto"
+        assert rows(trace, "kernels", "rank", "name") == [(0, "k0"), (1, "k1")]
+
+
+def test_a_bare_array(tmp_path):
+    (tmp_path / "rank0.json").write_text(json.dumps([kernel("k", 0, 1), kernel("l", 2, 1)]))
+    assert rows(Trace.open(tmp_path / "rank0.json"), "kernels", "name") == [("k",), ("l",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.pt.trace.json", b"", "is empty"),
+        ("a.json", b"", "is empty"),
+        ("a.pt.trace.json.gz", gzip.compress(b""), "is empty"),
+        (
+            "a.pt.trace.json",
+            b'{"schema": "1.0.1", "pid": 1, "nodes": [{"id": 1}]}',
+            "is an execution trace, not a profiler",
+        ),
+        ("a.pt.trace.json", b"\x00\x01 not json", "is no trace of torch.profiler: it has no traceEvents"),
+        ("a.pt.trace.json", b'{"traceEvents": []}', "holds no event"),
+        ("a.pt.trace.json", b'{"traceEvents": [', "holds no event"),
+        ("a.pt.trace.json.gz", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}')[:12], "is cut off"),
+        ("a.pt.trace.json.gz", b"\x1f\x8bnot gzip at all", "cannot be read further"),
+        ("a.txt", b"hello", "is in no format that can be read"),
+    ],
+)
+def test_what_is_no_trace_is_one_clear_line(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=says) as raised:
+        Trace.open(tmp_path / name)
+    assert "\n" not in str(raised.value)
+    assert name in str(raised.value)
+
+
+BROKEN = {
+    "unescaped quotes": ('"name": "first"', '"name": "say "hi" twice"', ["second"], "1 event could not be read"),
+    "a brace in broken quotes": ('"name": "first"', '"name": "a "{["', ["second"], "1 event could not be read"),
+    "unquoted value": ('"name": "first"', '"name": "first", "dtype": BFloat16', ["first", "second"], None),
+    "missing value": ('"name": "first"', '"name": "first", "Process Group Description": ', ["first", "second"], None),
+    "NaN": ('"ts": 0', '"ts": NaN', ["second"], "1 event without a time or duration were left out"),
+    "time in words": ('"ts": 0', '"ts": "now"', ["second"], "1 event without a time or duration were left out"),
+    "no duration": ('"dur": 1', '"dur": null', ["second"], "1 event without a time or duration were left out"),
+    "negative duration": ('"dur": 1', '"dur": -1', ["second"], "1 event without a time or duration were left out"),
+    "a key twice": ('"name": "first"', '"name": "never", "name": "first"', ["first", "second"], None),
+    "escapes": ('"name": "first"', '"name": "a\\u00e4\\"\\\\"', ['aä"\\', "second"], None),
+    "unsound escape": ('"name": "first"', '"name": "C:\\path"', ["C:\\path", "second"], None),
+    "line break in a string": ('"name": "first"', '"name": "a\nb"', ["a\nb", "second"], None),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("fast", [pytest.param(True, marks=needs_fast), False], ids=["C", "Python"])
+def test_broken_json_costs_no_more_than_the_broken_event(tmp_path, monkeypatch, kind, fast):
+    was, now, names, said = BROKEN[kind]
+    if not fast:
+        monkeypatch.setattr(scan, "_scan", None)
+    text = text_of([kernel("first", 0, 1, 1), kernel("second", 5, 1, 2), launch(0, 1, 1), launch(0, 1, 2)])
+    (tmp_path / "rank0.json").write_text(text.replace(was, now, 1))
+    trace = Trace.open(tmp_path / "rank0.json")
+    assert [name for (name,) in rows(trace, "kernels", "name")] == names
+    assert [gap.why for gap in trace.gaps() if said and gap.why.startswith(said)] or (said is None and not trace.gaps())
+
+
+def test_a_file_that_was_cut_is_read_up_to_there(tmp_path):
+    """Random names do not compress, so half of the file holds about half of the 2,000 events."""
+    events = [kernel(os.urandom(200).hex(), n, 1, n) for n in range(2_000)]
+    packed = gzip.compress(text_of(events).encode())
+    (tmp_path / "rank0.json.gz").write_bytes(packed[: len(packed) // 2])
+    trace = Trace.open(tmp_path / "rank0.json.gz")
+    assert 700 < len(rows(trace, "kernels", "name")) < 1_300
+    assert whys(trace) == [("*", 0, None, "the file is cut off: what came after is lost")]
+    (tmp_path / "rank0.json").write_text(text_of(events[:3])[:-40])
+    trace = Trace.open(tmp_path / "rank0.json")
+    assert len(rows(trace, "kernels", "name")) == 2
+    assert whys(trace) == [("*", 0, None, "the file ends before its list of events does: what came after is lost")]
+
+
+def test_an_event_that_never_ends_does_not_swallow_the_others(tmp_path):
+    events = [kernel("first", 0, 1), *(kernel(f"k{n}", n, 1) for n in range(40_000))]
+    text = text_of(events).replace('"device": 0', '"device": [[', 1)
+    assert len(text) > scan._MAX_EVENT
+    (tmp_path / "rank0.json").write_text(text)
+    trace = Trace.open(tmp_path / "rank0.json")
+    assert len(rows(trace, "kernels", "name")) == 40_000
+    assert whys(trace) == [("*", 0, 1, "1 event could not be read: the JSON is broken there")]
+
+
+# ---------------------------------------------------------------- the two scanners
+
+
+def both(data, cuts=(), dropped=(b"python_function",)):
+    """What the two scanners make of the data when it comes in pieces that end at `cuts`."""
+    return [_everything(kind(dropped), data, sorted({c for c in cuts if c < len(data)})) for kind in _scanners()]
+
+
+def _scanners():
+    return (scan._FastScanner, scan.PythonScanner)
+
+
+def _everything(scanner, data, cuts):
+    rows, metas = scan._block(scan.ROW_COLUMNS, 8), scan._block(scan.META_COLUMNS, 3)
+    buffer, start, found = bytearray(data), 0, []
+    for end in [*cuts, len(data)]:
+        while True:
+            n_rows, n_metas, start, why = scanner.scan(buffer, start, end, end == len(data), False, rows, metas)
+            found.append(
+                (why, start, _listed(scan.ROW_COLUMNS, rows, 8, n_rows), _listed(scan.META_COLUMNS, metas, 3, n_metas))
+            )
+            if why != scan.FULL:
+                break
+        if why == scan.CLOSED:
+            break
+    return found, scanner.names(0), scanner.counts()
+
+
+def _listed(columns, block, capacity, used):
+    return {name: values.tolist() for name, values in scan._columns(columns, block, capacity, used).items()}
+
+
+SEED = json.dumps(
+    [
+        kernel(ALLREDUCE, 1712195495519689.123, 0.002, 7, **meta(Seq=3)),
+        event("cpu_op", "aten::add", 4203669604595.407, 12, **{"Input Dims": [[1, "a]"], {"b": 2}], "External id": 9}),
+        {"ph": "f", "id": 1, "pid": 1, "tid": -3, "ts": 1e15, "cat": "ac2g", "name": "ac2g", "bp": "e"},
+        event("python_function", 'a "quoted" \\ name', 1.5e3, 1),
+    ],
+    indent=1,
+)[1:].encode()
+PIECES = [
+    b'"',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"\n",
+    b"NaN",
+    b"1e5",
+    b"-",
+    b".",
+    b'},{"ph"',
+    b'"ph":"X",',
+    b'"ts":1,',
+    b"9" * 19,
+]
+
+
+@needs_fast
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, len(SEED)), st.integers(0, 6), st.sampled_from(PIECES)), max_size=6),
+    st.lists(st.integers(0, len(SEED)), max_size=3),
+)
+def test_both_scanners_agree_on_damaged_events(damages, cuts):
+    data = bytearray(SEED)
+    for at, removed, inserted in damages:
+        data[at : at + removed] = inserted
+    fast, reference = both(bytes(data), cuts)
+    assert fast == reference
+
+
+@needs_fast
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([*PIECES, b'"ph":"X"', b'"cat":"kernel"', b'"dur":2', b'"args":{', b" "]), max_size=40))
+def test_both_scanners_agree_on_anything(pieces):
+    fast, reference = both(b"".join(pieces))
+    assert fast == reference
+
+
+@needs_fast
+@settings(max_examples=300, deadline=None)
+@given(st.from_regex(r"-?[0-9]{1,22}(\.[0-9]{0,8})?([eE][+-]?[0-9]{1,3})?", fullmatch=True))
+def test_numbers_are_exact(text):
+    """Against decimal arithmetic, for all that fits: at most 19 digits and 3 × 10^18 ns."""
+    data = b'{"ph": "X", "dur": 1, "ts": ' + text.encode() + b"}]"
+    fast, reference = both(data)
+    assert fast == reference
+    digits = text.lower().split("e")[0].replace(".", "").lstrip("-0")
+    exact = (Decimal(text) * 1000).to_integral_value(ROUND_HALF_UP)
+    if len(digits) <= 19:
+        wanted = [int(exact)] if abs(exact) <= 3 * 10**18 else []
+        assert fast[0][0][2]["ts"] == wanted
+
+
+@needs_fast
+@pytest.mark.parametrize("chunk", [64, 1000, 1 << 20])
+def test_the_size_of_the_pieces_does_not_matter(monkeypatch, chunk):
+    monkeypatch.setattr(scan, "_CHUNK", chunk)
+    events = b",\n".join([SEED.rstrip()[:-1]] * 20) + b'], "after": 1}'
+    result = scan.Scan()
+    scanner = scan.new_scanner(())
+    batches = scan.scan_events(scanner, io.BytesIO(events), b"", result)
+    assert sum(len(batch.rows["ts"]) for batch in batches) == 60
+    assert (scanner.counts(), result.cut, result.trailer) == ((80, 0, 0, 0), False, b', "after": 1}')
+
+
+def test_names_beyond_the_limit_share_one_code(monkeypatch):
+    monkeypatch.setattr(scan, "MAX_NAMES", 4)
+    scanner = scan.PythonScanner(())
+    data = json.dumps([event("a", "b", 0, 1, pid=1, tid=2)])[1:].encode()
+    _everything(scanner, data, [])
+    assert (scanner.names(2), scanner.counts()[3]) == ([b"a", b"b"], 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc on Linux")
+def test_no_byte_outside_of_the_data_is_touched(tmp_path):
+    """The C scanner under AddressSanitizer, on damaged events, in a process of its own."""
+    library = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+    if not Path(library.strip()).is_absolute():
+        pytest.skip("gcc has no AddressSanitizer here")
+    include = f"-I{sysconfig.get_paths()['include']}"
+    flags = ["-shared", "-fPIC", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", include]
+    subprocess.run(["gcc", *flags, SCANNER_SOURCE, "-o", tmp_path / "_scan.so"], check=True)
+    (tmp_path / "seed").write_bytes(SEED)
+    (tmp_path / "fuzz.py").write_text(FUZZ)
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": library.strip(),
+        "PYTHONMALLOC": "malloc",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": str(tmp_path),
+    }
+    run = subprocess.run([sys.executable, tmp_path / "fuzz.py"], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout == "20000 inputs\n"
+
+
+FUZZ = """
+import pathlib, random
+import _scan
+
+seed = pathlib.Path(__file__).with_name("seed").read_bytes()
+signs = b'"\\\\{}[],:0123456789.eE-X \\n' + bytes([0, 255])
+random.seed(1)
+scanner = _scan.new((b"python_function",))
+for number in range(20000):
+    begin = random.randrange(len(seed))
+    data = bytearray(seed[begin : begin + random.randrange(1, len(seed))])
+    for _ in range(random.randrange(6)):
+        at = random.randrange(len(data) + 1)
+        data[at : at + random.randrange(3)] = bytes(random.choices(signs, k=random.randrange(4)))
+    data = bytearray(bytes(data))  # exactly as large as its content
+    rows, metas = bytearray(48 * 4), bytearray(64 * 2)
+    start, why = 0, 1
+    while why == 1:
+        _, _, start, why = _scan.scan(scanner, data, start, len(data), number % 2 == 0, number % 7 == 0, rows, metas)
+_scan.names(scanner, 0)
+print(number + 1, "inputs")
+"""
+
+
+# ---------------------------------------------------------------- real traces
+
+
+@needs_data
+def test_collectives_that_are_known_of_a_real_trace():
+    trace = Trace.open(DATA / "hta/nccl_parser_config/nccl_data.json.gz")
+    assert len(rows(trace, "collectives", "op")) == 21
+    assert 2_049_000 * 4 in {size for (size,) in rows(trace, "collectives", "size_bytes")}
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["torchrec/sst_long_a2a_optimizer_5", "tracelens/mi300/resnet_act_checkpoint.json.gz"])
+def test_the_python_scanner_reads_real_traces_alike(monkeypatch, name):
+    def everything():
+        trace = Trace.open(DATA / name)
+        return {table: trace.table(table).collect().rows() for table in trace.tables()}, whys(trace)
+
+    with_any = everything()
+    monkeypatch.setattr(scan, "_scan", None)
+    assert everything() == with_any
+
+
+@needs_data
+@pytest.mark.parametrize("file", sorted(DATA.glob("**/*.json*")), ids=lambda file: file.name)
+def test_no_real_trace_has_a_finding_or_a_clean_bill(file):
+    """None has a fault that the host's detectors could see, and nobody may call unseen things healthy."""
+    if not kineto.recognises(file):
+        assert "_et." in file.name
+        return
+    report = diagnose(Trace.open(file))
+    assert (report.findings, report.healthy) == ((), ())
