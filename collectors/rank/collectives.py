@@ -154,8 +154,13 @@ class _Recorder:
 
         def record(start_ns: int, issued_ns: int, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
             group = self.group_of(args[group_at])
-            size, dtype, on_host = self.describe([args[i] for i in tensors if i < len(args)])
-            peer = tag = 0
+            size, first = 0, None
+            for i in tensors:
+                if i < len(args) and args[i] is not None:
+                    size = max(size, self.bytes_of(args[i]))
+                    first = self.first_tensor(args[i]) if first is None else first
+            dtype, on_host = (0, True) if first is None else (self.dtypes.get(first.dtype, 0), first.is_cpu)
+            tag = 0
             if is_p2p:
                 tag = 0 if tag_at is None else args[tag_at]
                 at = NO_PEER if peer_at is None else args[peer_at]
@@ -200,22 +205,17 @@ class _Recorder:
             )
         return known
 
-    def describe(self, values: list[Any]) -> tuple[int, int, bool]:
-        """Return the bytes of the largest argument, the code of its dtype, and whether all of it is on the host."""
-        size, dtype, on_host = 0, 0, True
-        for value in values:
-            if value is None:
-                continue
-            if isinstance(value, self.tensor):
-                nbytes, kind, host = value.nbytes, self.dtypes.get(value.dtype, 0), value.is_cpu
-            else:
-                parts = [self.describe([part]) for part in value]
-                nbytes, kind = sum(part[0] for part in parts), parts[0][1] if parts else 0
-                host = all(part[2] for part in parts)
-            on_host = on_host and host
-            if nbytes >= size:
-                size, dtype = nbytes, kind
-        return size, dtype, on_host
+    def bytes_of(self, value: Any) -> int:  # noqa: ANN401
+        """Return the bytes of a tensor, of a list of them (of lists), or of nothing."""
+        if isinstance(value, self.tensor):
+            return int(value.nbytes)
+        return sum(map(self.bytes_of, value)) if value else 0
+
+    def first_tensor(self, value: Any) -> Any:  # noqa: ANN401
+        """Return the first tensor in a tensor or list (of lists), None if there is none."""
+        while isinstance(value, list) and value:
+            value = value[0]
+        return value if isinstance(value, self.tensor) else None
 
     def watch(self, work: Any, code: int, number: int, size: int, output: Any) -> None:  # noqa: ANN401
         """Have a DONE record written when the work is complete."""
