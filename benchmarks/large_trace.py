@@ -19,15 +19,15 @@ def write_large(source: Path, target: Path, size_bytes: int) -> int:
     head, events, tail = text[:begin], text[begin:end], text[end:]
     pieces = NUMBERS.split(events)
     fixed, kinds, numbers = pieces[0::3], pieces[1::3], [int(n) for n in pieces[2::3]]
-    times = [n for kind, n in zip(kinds, numbers) if kind.startswith(b'"ts')]
-    ids = [n for kind, n in zip(kinds, numbers) if not kind.startswith(b'"ts')]
+    times = [n for kind, n in zip(kinds, numbers, strict=True) if kind.startswith(b'"ts')]
+    ids = [n for kind, n in zip(kinds, numbers, strict=True) if not kind.startswith(b'"ts')]
     later, further = max(times) - min(times) + 1_000, max(ids, default=0) + 1
     written, copy = 0, 0
     with gzip.open(target, "wb", compresslevel=1) as out:
         written += out.write(head)
         while written < size_bytes:
             parts = [fixed[0]]
-            for kind, number, text_after in zip(kinds, numbers, fixed[1:]):
+            for kind, number, text_after in zip(kinds, numbers, fixed[1:], strict=True):
                 step = later if kind.startswith(b'"ts') else further
                 parts += (kind, str(number + copy * step).encode(), text_after)
             written += out.write((b"," if copy else b"") + b"".join(parts))

@@ -37,7 +37,7 @@ try:
 except ImportError:  # four times slower where there is no wheel of it
     inflate = zlib
 
-__all__ = ["open_run", "recognises"]
+__all__ = ["DROPPED", "open_run", "recognises", "unpacked"]
 
 _GZIP_ERRORS: Any = (EOFError, OSError, inflate.error)
 _GZIP = 31  # zlib's name for a stream with gzip's header and checksum
@@ -54,7 +54,7 @@ _JSON_NAME = re.compile(r"\.json(\.gz)?$")
 _TAR_NAME = re.compile(r"\.(tar|tar\.gz|tgz)$")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d+)(?!\d)", re.IGNORECASE)
 _HOST_IN_NAME = re.compile(r"^(.+?)_\d+\.\d+\.pt\.trace\.json")
-_DROPPED = (b"python_function", b"cpu_instant_event", b"Trace")  # with stacks most rows are Python frames
+DROPPED = (b"python_function", b"cpu_instant_event", b"Trace")  # with stacks most rows are Python frames
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime", "hip_runtime", "hip_driver", "xpu_runtime")
 _ANNOTATIONS = ("user_annotation",)
@@ -217,7 +217,7 @@ def _begins_as_trace(file: IO[bytes], name: str) -> bool:
         return False
     if _TRACE_NAME.search(name):
         return True
-    begin = _Source(_unpacked(file)).read(_SNIFF)
+    begin = _Source(unpacked(file)).read(_SNIFF)
     return any(key in begin for key in _HEADER_KEYS) or bool(_BARE_ARRAY.match(begin))
 
 
@@ -230,10 +230,10 @@ def _sources(paths: Sequence[str]) -> Iterator[tuple[str, _Source]]:
                 with tarfile.open(file) as tar:
                     for member in tar:
                         if member.isfile() and _JSON_NAME.search(member.name):
-                            yield f"{file.name}:{member.name}", _Source(_unpacked(_member(tar, member)))
+                            yield f"{file.name}:{member.name}", _Source(unpacked(_member(tar, member)))
             elif len(files) == 1 or _is_trace(file):
                 with file.open("rb") as opened:
-                    yield str(file) if len(files) == 1 else file.name, _Source(_unpacked(opened))
+                    yield str(file) if len(files) == 1 else file.name, _Source(unpacked(opened))
 
 
 def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
@@ -242,7 +242,7 @@ def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return file
 
 
-def _unpacked(file: IO[bytes]) -> IO[bytes] | _Gunzip:
+def unpacked(file: IO[bytes]) -> IO[bytes] | _Gunzip:
     magic = file.read(2)
     file.seek(0)
     return _Gunzip(file) if magic == b"\x1f\x8b" else file
@@ -329,7 +329,7 @@ def _read(label: str, source: _Source) -> _Capture | str:
     if isinstance(header, str):
         return f"{label} {header}"
     before, begun = header
-    scanner, result = new_scanner(_DROPPED), Scan()
+    scanner, result = new_scanner(DROPPED), Scan()
     kept: dict[str, list[dict[str, Ints]]] = {"device": [], "launches": [], "spans": [], "ops": [], "on_device": []}
     names: list[str] = [""]
     roles: list[int] = [_OTHER]  # by code: what a row of the category with this name is

@@ -199,6 +199,10 @@ _SPACE = re.compile(rb"[ \n\r\t]*")
 _BETWEEN = re.compile(rb"[ \n\r\t,]*")
 _STRING = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 _BARE = re.compile(rb'[^,}\]"\n{\[]*')
+# A whole member whose value is neither nested nor holds an escape: what most are, at one match instead of six.
+_MEMBER = re.compile(
+    rb'[ \n\r\t]*"([^"\\]*)"[ \n\r\t]*:[ \n\r\t]*(?:"([^"\\]*)"|([^,}\]"\n{\[ \r\t][^,}\]"\n{\[]*))[ \n\r\t]*([,}])'
+)
 _BRACKET = re.compile(rb'["{}\[\]]')
 _NEXT_EVENT = re.compile(rb'\}[ \n\r\t]*,[ \n\r\t]*(?=\{[ \n\r\t]*"ph")')
 _NUMBER = re.compile(rb"(-?)([0-9]+)(?:\.([0-9]*))?(?:[eE]([+-]?)([0-9]+))?")
@@ -338,7 +342,14 @@ def _parse_event(data: bytearray, at: int, end: int) -> tuple[dict[str, Any], in
 
 
 def _parse_members(data: bytearray, at: int, end: int, event: dict[str, Any], *, in_args: bool) -> int:
+    take = _take_argument if in_args else _take_member
     while True:
+        plain = _MEMBER.match(data, at, end)
+        if plain is not None:
+            key, text, bare, after = plain.groups()
+            take(event, bytes(key), bytes(text) if bare is None else bytes(bare).rstrip(b" \r\t"))
+            at = plain.end() - (after == b"}")
+            continue
         at = _past_space(data, at, end)
         if data[at] == 0x7D:  # }
             return at + 1
@@ -353,7 +364,7 @@ def _parse_members(data: bytearray, at: int, end: int, event: dict[str, Any], *,
             at = _parse_members(data, at + 1, end, event, in_args=True)
         else:
             value, at = _past_value(data, at, end)
-            (_take_argument if in_args else _take_member)(event, key, value)
+            take(event, key, value)
         at = _past_space(data, at, end)
         if data[at] == 0x2C:  # ,
             at += 1
