@@ -44,6 +44,7 @@ _CONSEQUENCES = {"slow_rank": ("uneven_work", "slow_link"), "slow_link": ("uneve
 _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
 _SAME_STEP = 0.9  # share of the collectives that must be in the same step on all their ranks
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
+_NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 _MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentions
 
 
@@ -277,14 +278,12 @@ def _verdict(
     absent = f"; {named('rank', missing)} of {world_size} {_were(missing)} not recorded" if missing else ""
     if findings:
         return f"{_headline(findings, steps, len(seen))}{absent}."
-    if not healthy:
+    if not any(check.detector not in _NOT_OF_SPEED for check in healthy):
         seen_steps = (
             f"{counted(steps.warmup, 'step')} seen, all of them warm-up" if steps.warmup else "no step was seen"
         )
-        return f"Cannot judge: {not_checked[0].why if steps.count else seen_steps}{absent}."
-    if not steps.count:
-        looked = ", ".join(check.detector for check in healthy)
-        return f"No bottleneck found by the checks that need no steps ({looked}){absent}."
+        speed = f"annot judge: {not_checked[0].why if steps.count else seen_steps}{absent}."
+        return f"No rank hangs; c{speed}" if healthy and not steps.count else f"C{speed}"
     judged = f"{counted(steps.count, 'judged step')} of {counted(len(seen), 'rank')}"
     return f"No bottleneck found in {judged}{_unseen(healthy, steps)}{_blocked(breakdown)}{absent}."
 
@@ -294,7 +293,7 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> st
     first = findings[0]
     waiting = ranks - len(first.ranks)
     title = first.title
-    if steps.median_ns is not None:
+    if steps.median_ns is not None and first.lost_ns_per_step:
         title += f" ({percent(first.lost_fraction)} of the {duration(steps.median_ns)} step)"
     if first.ranks and waiting and first.detector != "slow_link":
         title += f" and {counted(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for "

@@ -307,7 +307,7 @@ TABLES: dict[str, Table] = {
                 Column("is_p2p", "bool", "", "Both numbers count point-to-point operations."),
                 Column("seq", "int64", "", "Number of the first that had not ended; null: none.", nullable=True),
                 Column("op", "uint8", "", "What it is: position in OPS.", nullable=True),
-                Column("start_ns", "int64", "ns", "When it was enqueued, unix time.", nullable=True),
+                Column("start_ns", "int64", "ns", "When it was enqueued, on the source's clock.", nullable=True),
                 Column("is_started", "bool", "", "The device has begun it; null: not known.", nullable=True),
                 Column("peer", "int32", "", "Global rank of its peer; -1: none or not known.", nullable=True),
                 Column("size_bytes", "int64", "bytes", "Largest of its tensors.", nullable=True),

@@ -12,6 +12,7 @@ import pytest
 
 from rankscope.analysis.detectors import hang
 from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.timeline.progress import last_progress
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "flight_recorder" / "nvrx"
 
@@ -111,6 +112,64 @@ def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
     held = {"op": "recv", "peer": -1, "is_p2p": True}
     found = hang.detect(**state((0, FIRST, 4, 3, held), groups=((FIRST, "pipeline", "0-2"),)))
     assert [(f.ranks, f.where) for f in found] == [((0,), "recv number 4 of pipeline")]
+
+
+def recorded(*rows, until, steps=()):
+    """`last_progress` of a run of three ranks. A row is (rank, seq, start s, end s or None, whole)."""
+    second = 1_000_000_000
+    collectives = pl.DataFrame(
+        [
+            {
+                "rank": rank,
+                "group_id": ALL,
+                "seq": seq,
+                "op": "allreduce",
+                "start_ns": round(start * second),
+                "end_ns": None if end is None else round(end * second),
+                "instance_id": seq if whole else None,
+                "peer": -1,
+                "tag": 0,
+                "size_bytes": 8,
+            }
+            for rank, seq, start, end, whole in rows
+        ],
+        schema_overrides={"end_ns": pl.Int64},
+    )
+    regions = pl.DataFrame({"start_ns": [], "end_ns": []}, schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
+    counters = pl.DataFrame({"time_ns": [round(until * second)]})
+    lengths = pl.DataFrame({"start_ns": [0 for _ in steps], "end_ns": [s * second for s in steps]})
+    return last_progress(collectives, regions, counters, lengths.cast(pl.Int64))
+
+
+STUCK = ((0, 1, 0, 1, True), (1, 1, 0, 1, True), (2, 1, 0, 1, True), (0, 2, 2, None, False), (1, 2, 2, 14, False))
+
+
+def held(progress):
+    return progress.select("rank", "enqueued", "completed", "seq").rows()
+
+
+def test_recorded_run_that_stood_still_for_10_seconds_was_hung():
+    """Ranks 0 and 1 entered operation 2 at 2 s; rank 1's was ended by the interrupt at 14 s. Rank 2 never came."""
+    progress = recorded(*STUCK, until=14.5)
+    assert held(progress) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
+    groups = state(groups=((ALL, "all", "0-2"),))["groups"]
+    assert blamed({"progress": progress, "groups": groups}) == [
+        ((2,), "Rank 2 does not come to allreduce number 2 of all")
+    ]
+
+
+def test_recorded_run_that_ended_soon_or_has_long_steps_was_not_hung():
+    """The job ended 3 s after the last call; or its steps take 4 s, of which 12.5 s are no five."""
+    soon = ((*STUCK[:3], (0, 2, 2, None, False), (1, 2, 2, 4, False)), 5, ())
+    slow = (STUCK, 14.5, (4, 4))
+    for rows, until, steps in (soon, slow):
+        assert recorded(*rows, until=until, steps=steps)["seq"].null_count() == 3
+
+
+def test_operation_whose_end_was_lost_does_not_hold_its_rank():
+    """Rank 0's end of operation 1 was lost; operation 2 ended on all ranks, and then nothing was called for a minute."""
+    lost = ((0, 1, 0, None, False), (1, 1, 0, 1, False), *((rank, 2, 2, 3, True) for rank in (0, 1)))
+    assert recorded(*lost, until=63)["seq"].null_count() == 2
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the shared traces are not here")

@@ -9,13 +9,14 @@ for nobody themselves, are to blame:
 - held in an operation that others have finished: the device, or its link, does not finish it;
 - all ranks in the same operation, and none finishes it: the transport, or a desync if they do not do the same thing.
 
-Ranks that wait for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
+In a recorded run an operation counts only if the job stood still for 10 s and for 5 steps at its end. Ranks that wait
+for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
 too; it is no culprit, since it waits itself.
 
 **Why it costs time.** Nothing is computed until the watchdog ends the job, and a restart costs the work since the last
 checkpoint. There is no cost per step; `lost_fraction` is 1.
 
-**False alarms.** A state that was saved while the job ran looks like a very short hang: save it when the job stands
+**False alarms.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job stands
 still. A rank whose state was not saved is blamed only where nobody else can be.
 
 **What to try.** Look at the stacks of the named ranks (`py-spy dump`), their kernel log and device errors. If the host
@@ -170,7 +171,8 @@ def _peer_is_away(state: _State, rank: int, held: _Held) -> bool:
         return False
     count = state.counts.get(held.peer, {}).get(held.group.id)
     # With two members both count the same transfers.
-    return not (len(held.group.members) == 2 and count is not None and count.completed >= held.seq)
+    counted_alike = held.group.p2p and len(held.group.members) == 2
+    return not (counted_alike and count is not None and count.completed >= held.seq)
 
 
 def _culprits(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:

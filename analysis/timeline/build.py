@@ -12,6 +12,7 @@ from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, che
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.matching import ROOTED_OPS, match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
+from rankscope.analysis.timeline.progress import last_progress
 from rankscope.analysis.timeline.steps import agreement, find_steps, in_steps, judge, renumber
 from rankscope.analysis.trace import Trace
 from rankscope.collectors.schema import P2P_OPS
@@ -38,7 +39,7 @@ class Timeline:
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
     | waits | rank, waited_ns: over all matched operations |
     | counters | node, time_ns, source, name, device, value |
-    | groups, ops, progress | those of the schema |
+    | groups, ops, progress | those of the schema; progress of a recorded run as `progress.last_progress` has it |
     """
 
     ranks: pl.DataFrame
@@ -74,6 +75,10 @@ def build_timeline(trace: Trace) -> Timeline:
     ops = read("ops", "rank", "start_ns")
     if len(ops):
         steps, incomparable = steps_of_ops(ops), []
+    counters = read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value")
+    progress = read("progress", "rank", "group_id")
+    if trace.source == "native":  # what a rank did last is all there
+        progress = last_progress(collectives, regions, counters, steps)
     hosts_steps = steps.clear() if "breakdown" in trace.reader.cannot() else steps
     cut = phases(hosts_steps, regions, collectives)
     gaps = [
@@ -94,10 +99,10 @@ def build_timeline(trace: Trace) -> Timeline:
         phases=cut,
         breakdown=breakdown(cut, hosts_steps),
         waits=collectives.group_by("rank").agg(pl.col("wait_ns").sum().alias("waited_ns")).sort("rank"),
-        counters=read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value"),
+        counters=counters,
         groups=groups,
         ops=ops,
-        progress=read("progress", "rank", "group_id"),
+        progress=progress,
         clocks=clocks,
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
         gaps=gaps,

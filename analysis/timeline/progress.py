@@ -1,0 +1,64 @@
+"""How far each rank had come when a recorded job stopped making progress."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from rankscope.analysis.readers.native import schema_of
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["last_progress"]
+
+_STILL_NS = 10_000_000_000
+_STILL_STEPS = 5  # as many median steps without progress are a hang, if that is longer
+
+
+def last_progress(
+    collectives: pl.DataFrame, regions: pl.DataFrame, counters: pl.DataFrame, steps: pl.DataFrame
+) -> pl.DataFrame:
+    """The table `progress` of a recorded run: one row per rank and group that it used.
+
+    Operations count as outstanding only if the job stood still at the end of the recording: no rank began anything for
+    10 s, or for 5 median steps if that is longer, while the nodes' counters were still sampled. `collectives` is the
+    matched table: an operation that all its ranks ended is not outstanding, however long it took. One that ended on
+    some ranks only, after as long, was ended by what ended the job.
+    """
+    numbered = collectives.with_columns(pl.col("op").is_in(P2P_OPS).alias("_p2p"))
+    length_ns = steps["end_ns"] - steps["start_ns"]
+    median_ns = length_ns.median()
+    still_ns = max(_STILL_NS, _STILL_STEPS * (median_ns if isinstance(median_ns, float) else 0))
+    lasted = (pl.col("end_ns") - pl.col("start_ns")).fill_null(still_ns) >= still_ns
+    outstanding = pl.col("instance_id").is_null() & lasted & _its_end_would_have_been_seen()
+    marked = numbered.with_columns(
+        (outstanding & _stands_still(collectives, regions, counters, still_ns)).alias("_held")
+    )
+    counts = (
+        marked.filter(~pl.col("_p2p"))
+        .group_by("rank", "group_id")
+        .agg(
+            pl.col("seq").max().cast(pl.Int64).alias("enqueued"),
+            pl.col("seq").filter(~pl.col("_held")).max().cast(pl.Int64).fill_null(-1).alias("completed"),
+        )
+    )
+    held = marked.filter("_held").sort("start_ns").unique(["rank", "group_id"], keep="first", maintain_order=True)
+    by = ["rank", "group_id"]
+    rows = marked.select(by).unique().join(counts, on=by, how="left")
+    rows = rows.join(held.select(*by, "seq", "op", "start_ns", "peer", "size_bytes"), on=by, how="left").with_columns(
+        is_p2p=pl.lit(False), is_started=pl.lit(None), node=pl.lit(0), attempt=pl.lit(0)
+    )
+    return rows.select(pl.col(c).cast(t) for c, t in schema_of("progress").items()).sort(by)
+
+
+def _stands_still(collectives: pl.DataFrame, regions: pl.DataFrame, counters: pl.DataFrame, still_ns: float) -> bool:
+    """Whether the recording went on for that long after the last thing that any rank began."""
+    begun = [ns for ns in (collectives["start_ns"].max(), regions["start_ns"].max()) if isinstance(ns, int)]
+    until = counters["time_ns"].max()
+    return bool(begun) and isinstance(until, int) and until - max(begun) >= still_ns
+
+
+def _its_end_would_have_been_seen() -> pl.Expr:
+    """Ends of this kind of operation are seen, and none of a later one with the same ranks was."""
+    same = ["rank", "group_id", "_p2p", pl.when("_p2p").then("peer"), pl.when("_p2p").then("tag")]
+    whole = pl.col("instance_id").is_not_null()
+    last_whole = pl.col("seq").filter(whole).max().over(same)
+    return (last_whole.is_null() | (pl.col("seq") > last_whole)) & pl.col("end_ns").is_not_null().any().over("op")
