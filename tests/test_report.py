@@ -298,6 +298,15 @@ def test_terminal_says_who_what_cost_gain_and_what_to_do(render):
         assert expected in text
 
 
+def test_a_job_that_stands_still_has_no_cost_per_step():
+    standing = slow_rank(2, detector="hang", lost_fraction=1.0, lost_ns_per_step=0, lost_ns_total=0, gain_fraction=1.0)
+    report = job(findings=(standing,))
+    for text in (terminal.render_short(report), html.render(report)):
+        assert "everything: the job stands still" in text
+        assert "0 ns per step" not in text
+        assert "0 ± " not in text
+
+
 def test_short_form_tells_where_the_step_goes():
     # mean over 4 ranks: compute (3 × 100 + 140) / 4, wait (3 × 50 + 10) / 4
     line = "200.0 ms = compute 55.0 % + transfer 20.0 % + wait 20.0 % + input 5.0 %"

@@ -63,19 +63,41 @@ def _recorded_ranks(report: Report) -> str:
     return say("head.ranks.on", named, one_or_many("node", report.nodes)) if report.nodes else named
 
 
+def _stands_still(finding: Finding) -> bool:
+    """Nothing goes on any more, so there is no cost per step."""
+    return finding.lost_fraction >= 1 and not finding.lost_ns_per_step
+
+
 def cost(finding: Finding) -> str:
+    if _stands_still(finding):
+        return say("finding.cost.all")
+    if _is_standstill(finding):
+        return say("finding.cost.standstill")
     return say("finding.cost.value", cost_per_step(finding), duration(finding.lost_ns_total))
 
 
 def cost_per_step(finding: Finding) -> str:
+    if _stands_still(finding):
+        return say("finding.cost.all")
+    if _is_standstill(finding):
+        return say("finding.cost.standstill")
     lost = duration_with_error(finding.lost_ns_per_step, finding.uncertainty_ns)
     return say("finding.cost.per_step", lost, percent(finding.lost_fraction))
 
 
 def gain(report: Report, finding: Finding) -> str:
+    if _stands_still(finding):
+        return say("finding.gain.all")
     """The predicted gain as a share and, where the step is known, as a time."""
+    if _is_standstill(finding):
+        return say("finding.gain.standstill")
     time = duration(finding.gain_fraction * report.steps.median_ns) if report.steps.median_ns is not None else "?"
     return say("finding.gain.value", percent(finding.gain_fraction), time)
+
+
+def _is_standstill(finding: Finding) -> bool:
+    """Whether the job does not get through its step at all, so that a cost per step means nothing."""
+    return finding.lost_fraction >= 1 and not finding.lost_ns_per_step
 
 
 def resolution(report: Report, resolution_ns: int | None) -> str:
