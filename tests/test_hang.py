@@ -167,7 +167,7 @@ def test_recorded_run_that_ended_soon_or_has_long_steps_was_not_hung():
 
 
 def test_operation_whose_end_was_lost_does_not_hold_its_rank():
-    """Rank 0's end of operation 1 was lost; operation 2 ended on all ranks, and then nothing was called for a minute."""
+    """The end of operation 1 was lost; operation 2 ended on all ranks, and then nothing was called for a minute."""
     lost = ((0, 1, 0, None, False), (1, 1, 0, 1, False), *((rank, 2, 2, 3, True) for rank in (0, 1)))
     assert recorded(*lost, until=63)["seq"].null_count() == 2
 

@@ -483,7 +483,7 @@ def test_what_a_run_lacks_is_told_and_blamed_on_nobody(tmp_path):
     write_two_nodes(tmp_path, end_1=False)
     timeline = build_timeline(Trace.open(tmp_path))
     assert timeline.matched_fraction == 0
-    assert timeline.waits["waited_ns"].to_list() == [0, 0]
+    assert timeline.waits.is_empty()
     assert timeline.breakdown.filter(pl.col("part").is_in(["wait", "transfer"]))["ns"].sum() == 0
     assert "20 of 20 collectives were not matched across ranks: end missing" in [g.why for g in timeline.gaps]
 

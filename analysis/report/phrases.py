@@ -63,22 +63,13 @@ def _recorded_ranks(report: Report) -> str:
     return say("head.ranks.on", named, one_or_many("node", report.nodes)) if report.nodes else named
 
 
-def _stands_still(finding: Finding) -> bool:
-    """Nothing goes on any more, so there is no cost per step."""
-    return finding.lost_fraction >= 1 and not finding.lost_ns_per_step
-
-
 def cost(finding: Finding) -> str:
-    if _stands_still(finding):
-        return say("finding.cost.all")
     if _is_standstill(finding):
         return say("finding.cost.standstill")
     return say("finding.cost.value", cost_per_step(finding), duration(finding.lost_ns_total))
 
 
 def cost_per_step(finding: Finding) -> str:
-    if _stands_still(finding):
-        return say("finding.cost.all")
     if _is_standstill(finding):
         return say("finding.cost.standstill")
     lost = duration_with_error(finding.lost_ns_per_step, finding.uncertainty_ns)
@@ -86,8 +77,6 @@ def cost_per_step(finding: Finding) -> str:
 
 
 def gain(report: Report, finding: Finding) -> str:
-    if _stands_still(finding):
-        return say("finding.gain.all")
     """The predicted gain as a share and, where the step is known, as a time."""
     if _is_standstill(finding):
         return say("finding.gain.standstill")

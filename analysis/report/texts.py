@@ -91,8 +91,6 @@ _ENGLISH: dict[str, str] = {
     "finding.cost.standstill": "everything: the job stands still",
     "finding.gain": "gain",
     "finding.gain.standstill": "a fix lets the job go on",
-    "finding.cost.all": "everything: the job stands still",
-    "finding.gain.all": "the job goes on",
     "finding.gain.value": "a fix would make a step about {0} shorter ({1})",
     "finding.advice": "do",
     "finding.cause": "follows from",

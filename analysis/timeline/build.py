@@ -37,7 +37,7 @@ class Timeline:
     | kernels | those of the schema |
     | phases | rank, step, part, label, start_ns, end_ns: the main thread's time, without gap or overlap |
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
-    | waits | rank, waited_ns: over all matched operations |
+    | waits | rank, waited_ns: over all matched operations; ranks that have none are not in it |
     | counters | node, time_ns, source, name, device, value |
     | groups, ops, progress | those of the schema; progress of a recorded run as `progress.last_progress` has it |
     """
@@ -98,7 +98,7 @@ def build_timeline(trace: Trace) -> Timeline:
         kernels=read("kernels", "rank", "start_ns"),
         phases=cut,
         breakdown=breakdown(cut, hosts_steps),
-        waits=collectives.group_by("rank").agg(pl.col("wait_ns").sum().alias("waited_ns")).sort("rank"),
+        waits=collectives.drop_nulls("wait_ns").group_by("rank").agg(waited_ns=pl.col("wait_ns").sum()).sort("rank"),
         counters=counters,
         groups=groups,
         ops=ops,
