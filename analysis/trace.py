@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pkgutil
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ __all__ = ["BadInput", "Reader", "Trace"]
 PathLike = str | os.PathLike[str]
 
 _OWN = "native"
+_NAMED, _LOOKED_INTO = 5, 100  # folders that are named, and looked into, where the one that was given is no run
 _ASKED_LAST = ("kineto", "chakra")  # other formats are Chrome traces too; execution traces lie beside profiles
 
 
@@ -127,4 +129,14 @@ def _choose(names: list[str]) -> tuple[str, ModuleType]:
             empty = path.stat().st_size == 0
             why = "is empty" if empty else f"is in no format that can be read here ({', '.join(readers)})"
             raise BadInput(f"{path} {why}")
+        runs = [sub.name for sub in _folders(path) if any(module.recognises(sub) for module in readers.values())]
+        if runs:
+            more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+            raise BadInput(f"{path} is no run, but these in it can be read: {', '.join(runs[:_NAMED])}{more}; give one")
     return _OWN, readers[_OWN]  # it says best what a run folder must hold
+
+
+def _folders(path: Path) -> list[Path]:
+    """The first folders in this one."""
+    found = (sub for sub in sorted(path.iterdir()) if sub.is_dir() and not sub.name.startswith("."))
+    return list(itertools.islice(found, _LOOKED_INTO))

@@ -10,7 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rankscope.analysis.detectors import hang
+from rankscope.analysis.detectors import NotResolvable, hang
 from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.timeline.progress import last_progress
 
@@ -48,6 +48,11 @@ def test_rank_that_does_not_come_to_an_operation_is_blamed():
 def test_nothing_outstanding_is_no_hang():
     assert hang.detect(**state(*((rank, ALL, 5, 5) for rank in range(4)))) == []
     assert hang.resolution_ns(state((0, ALL, 5, 5))["progress"]) is None
+
+
+def test_nothing_outstanding_on_the_ranks_that_were_seen_is_no_proof_of_health():
+    with pytest.raises(NotResolvable, match="3 ranks of 4 left no state, and the others are not held"):
+        hang.detect(**state((0, ALL, 5, 5)))
 
 
 def test_a_rank_that_waits_itself_is_not_blamed_though_it_is_behind():

@@ -130,6 +130,19 @@ def test_rank_comes_from_the_name_if_the_groups_agree_else_from_the_groups(tmp_p
     assert "nothing says which rank wrote it" in refused(tmp_path / "nameless")
 
 
+def test_folder_of_several_runs_names_them(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_dumps(tmp_path / name, dump(0))
+    assert "is no run, but these in it can be read: first, second; give one" in refused(tmp_path)
+
+
+def test_counters_know_of_ends_that_the_entries_were_not_told_of(tmp_path):
+    trace = Trace.open(write_dumps(tmp_path, dump(0, enqueued=5, completed=5), dump(1, enqueued=5, completed=5)))
+    assert trace.table("progress").collect()["seq"].null_count() == 2
+    assert [healthy.detector for healthy in diagnose(trace).healthy] == ["hang"]
+
+
 def test_two_dumps_of_one_rank_are_refused(tmp_path):
     write_dumps(tmp_path, dump(0))
     (tmp_path / "later_0").write_bytes(pickle.dumps(dump(0)))

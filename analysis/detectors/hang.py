@@ -36,7 +36,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.phrases import named
+from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
@@ -88,6 +88,7 @@ class _Held:
 class _State:
     """All that was saved. A rank without `counts` left nothing."""
 
+    members: Mapping[int, tuple[int, ...]]  # by group
     held: Mapping[int, _Held]
     counts: Mapping[int, Mapping[int, _Count]]  # rank, group
 
@@ -96,6 +97,12 @@ def detect(progress: pl.DataFrame, groups: pl.DataFrame) -> list[Finding]:
     """Name the ranks that the others wait for; nothing if no rank is held by anything."""
     state = _state(progress, groups)
     if not state.held:
+        members = {rank for group_id in progress["group_id"] for rank in state.members.get(group_id, ())}
+        unseen = len(members - state.counts.keys())
+        if unseen:
+            raise NotResolvable(
+                f"{counted(unseen, 'rank')} of {len(members)} left no state, and the others are not held"
+            )
         return []
     waits = {rank: _waits_for(state, rank) for rank in state.held}
     findings = [*_circles(state, waits), *_culprits(state, waits)]
@@ -129,7 +136,7 @@ def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
         here = _Held(group, row["seq"], row["op"], row["peer"], row["size_bytes"], row["start_ns"], row["is_started"])
         if row["rank"] not in held or here.start_ns < held[row["rank"]].start_ns:
             held[row["rank"]] = here
-    return _State(held, counts)
+    return _State({group_id: group.members for group_id, group in known.items()}, held, counts)
 
 
 def _waits_for(state: _State, rank: int) -> frozenset[int]:

@@ -364,8 +364,12 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
     """A row for each group of which anything is known."""
     for group in dict.fromkeys([*dump.groups, *dump.status, *(entry.group for entry in dump.entries)]):
         mine = [entry for entry in dump.entries if entry.group == group]
-        pending = min((e for e in mine if e.pending), key=lambda e: (e.start_ns, e.number), default=None)
         p2p = [e for e in mine if e.is_p2p]
+        # The counters know of ends that the entries were not told of, if both count the same thing.
+        alike = group in dump.status and len(p2p) in (0, len(mine))
+        ended = dump.status[group][1] if alike else -1
+        open_entries = [e for e in mine if e.pending and e.seq > ended]
+        pending = min(open_entries, key=lambda e: (e.start_ns, e.number), default=None)
         row: dict[str, Any] = {"rank": dump.rank, "group_id": group.id, "is_p2p": bool(p2p) and len(p2p) == len(mine)}
         if group in dump.status:
             row["enqueued"], row["completed"] = dump.status[group]
