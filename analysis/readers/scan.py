@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 try:
     from rankscope.analysis.readers import _scan
-except ImportError:  # built where there is a C compiler
+except ImportError:  # it is built where there is a C compiler
     _scan = None  # type: ignore[assignment]
 
 __all__ = [
@@ -186,13 +186,13 @@ class _FastScanner:
     def scan(
         self, data: bytearray, start: int, end: int, final: bool, lost: bool, rows: bytearray, metas: bytearray
     ) -> tuple[int, int, int, int]:
-        return _scan.scan(self._state, data, start, end, final, lost, rows, metas)  # type: ignore[no-any-return]
+        return _scan.scan(self._state, data, start, end, final, lost, rows, metas)
 
     def names(self, first: int) -> list[bytes]:
-        return _scan.names(self._state, first)  # type: ignore[no-any-return]
+        return _scan.names(self._state, first)
 
     def counts(self) -> tuple[int, int, int, int]:
-        return _scan.counts(self._state)  # type: ignore[no-any-return]
+        return _scan.counts(self._state)
 
 
 _SPACE = re.compile(rb"[ \n\r\t]*")

@@ -1,0 +1,18 @@
+"""The compiled scanner; scan.py says what it does."""
+
+class State: ...
+
+def new(dropped: tuple[bytes, ...], /) -> State: ...
+def scan(
+    state: State,
+    data: bytearray,
+    start: int,
+    end: int,
+    final: bool,
+    lost: bool,
+    rows: bytearray,
+    metas: bytearray,
+    /,
+) -> tuple[int, int, int, int]: ...
+def names(state: State, first: int, /) -> list[bytes]: ...
+def counts(state: State, /) -> tuple[int, int, int, int]: ...
