@@ -129,7 +129,8 @@ def _choose(names: list[str]) -> tuple[str, ModuleType]:
             empty = path.stat().st_size == 0
             why = "is empty" if empty else f"is in no format that can be read here ({', '.join(readers)})"
             raise BadInput(f"{path} {why}")
-        runs = [sub.name for sub in _folders(path) if any(module.recognises(sub) for module in readers.values())]
+        foreign = [module for source, module in readers.items() if source != _OWN]
+        runs = [sub.name for sub in _folders(path) if any(module.recognises(sub) for module in foreign)]
         if runs:
             more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
             raise BadInput(f"{path} is no run, but these in it can be read: {', '.join(runs[:_NAMED])}{more}; give one")
