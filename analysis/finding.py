@@ -86,7 +86,7 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Mean time per judged step that one rank spent in one part of the breakdown; a rank's parts sum to its mean step."""
+    """Mean time per judged step of one rank in one part of the breakdown; a rank's parts sum to its mean step."""
 
     rank: int
     part: str
