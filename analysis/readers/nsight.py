@@ -9,7 +9,6 @@ Source: Nsight Systems user guide, "SQLite schema reference"; exports of 2021 to
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -39,8 +38,9 @@ _NVTX = "NVTX_EVENTS"
 _RANGES = (59, 60)  # NVTX push/pop and start/end ranges
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 # Torch numbers each call of an operator (`aten::add, op_id = 17`): the name alone is what is alike.
-_NUMBERS = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*$")
-_PID_BITS = 24  # a thread's global id holds the process's above these bits
+_NUMBERS = r", (?:seq|op_id|sizes|input_op_ids) = .*$"
+_PID_STEP = 1 << 24  # a thread's global id is the process's number times this, plus the thread's id
+_CHUNK = 100_000  # rows that are held as Python objects at a time
 _NOT_MAIN = 65535
 _LACKS = {
     "breakdown": "NVTX ranges do not say what the host waited for",
@@ -48,9 +48,6 @@ _LACKS = {
     "collectives": "the export does not say which process group a communication kernel is of",
     "steps": NO_STEPS,
 }
-_ROWS = {"start_ns": pl.Int64, "end_ns": pl.Int64, "name": pl.String, "process": pl.Int64}
-_DEVICE_ROWS = _ROWS | {"device": pl.Int64, "stream": pl.Int64, "correlation": pl.Int64, "work": pl.String}
-_HOST_ROWS = _ROWS | {"thread": pl.Int64, "correlation": pl.Int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
                 "local_rank": i,
                 "start_ns": 0,
                 "hostname": capture.host,
-                "pid": None if process is None else process >> _PID_BITS & 0xFFFFFF,
+                "pid": None if process is None else process // _PID_STEP % _PID_STEP,
                 "device": capture.gpus.get(device, "GPU"),
             }
             for i, (process, device) in enumerate(places)
@@ -115,9 +112,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         # A range belongs to its process's rank: where a process drives several GPUs, to the first.
         own = rank_of.drop("device").unique("process", keep="first", maintain_order=True)
         frames["regions"].append(
-            capture.ranges.join(own, on="process", nulls_equal=True)
-            .drop("process", "correlation")
-            .with_columns(kind=pl.lit("user"))
+            capture.ranges.join(own, on="process", nulls_equal=True).drop("process").with_columns(kind=pl.lit("user"))
         )
         if len(places) > 1:
             why = (
@@ -175,121 +170,148 @@ def _read(path: Path) -> _Capture:
 
 
 class _Reading:
-    """One database while it is read; notes what it lacks."""
+    """One database while it is read, a chunk of rows at a time; notes what it lacks."""
 
     def __init__(self, database: sqlite3.Connection, name: str) -> None:
         self._database = database
         self._name = name
         self._tables = _tables(database)
         self._problems: list[tuple[str, int | None, str]] = []
-        self._strings = dict(self._select("StringIds", "id", "value"))
+        self._strings = self._select("StringIds", "run", id=("id", pl.Int64), text=("value", pl.String))
         self._tells_processes = _KERNEL not in self._tables or "globalPid" in self._columns(_KERNEL)
 
     def capture(self) -> _Capture:
         device = pl.concat([self._device(kind) for kind in _DEVICE])
-        launches = self._host(_RUNTIME, "nameId", "correlationId")
-        ranges = self._ranges()
-        gpus = dict(self._select("TARGET_INFO_GPU", "id", "name"))
+        launches, ranges = self._launches(), self._ranges()
+        gpus = dict(self._select("TARGET_INFO_GPU", "ranks", id=("id", pl.Int64), name=("name", pl.String)).iter_rows())
         if not gpus:
             self._problems.append(("ranks", None, "it has no TARGET_INFO_GPU, so the GPUs' names are not known"))
-        meta = dict(row for name in _META for row in self._select(name, "name", "value"))
+        meta = {name: value for table in _META for name, value in self._settings(table)}
         if not meta:
             self._problems.append(("run", None, "it has no META_DATA_EXPORT, so the version of nsys is not known"))
-        for name, lacking in ((_KERNEL, "no kernels"), (_RUNTIME, "no launches"), (_NVTX, "no NVTX ranges")):
-            if name not in self._tables:
-                what = {_KERNEL: "kernels", _RUNTIME: "launches", _NVTX: "regions"}[name]
-                self._problems.append((what, None, f"it has no {name}, so there are {lacking}"))
-        system = dict(self._select("TARGET_INFO_SYSTEM_ENV", "name", "value"))
+        for kind, lacking in ((_KERNEL, "kernels"), (_RUNTIME, "launches"), (_NVTX, "regions")):
+            if kind not in self._tables:
+                self._problems.append((lacking, None, f"it has no {kind}, so there are no {lacking}"))
         return _Capture(
             name=self._name,
             device=device,
             launches=launches,
             ranges=ranges,
             gpus=gpus,
-            host=str(system.get("Hostname", "")),
-            version=str(meta.get("EXPORT_PRODUCT_VERSION", "")),
+            host=dict(self._settings("TARGET_INFO_SYSTEM_ENV")).get("Hostname", ""),
+            version=meta.get("EXPORT_PRODUCT_VERSION", ""),
             problems=tuple(self._problems),
         )
 
-    def _select(self, name: str, *columns: str) -> list[tuple[Any, ...]]:
-        """These columns of a table, null where it has none of that name; no rows where there is no such table."""
-        if name not in self._tables:
-            return []
-        known = self._columns(name)
-        chosen = ", ".join(f'"{column}"' if column in known else "NULL" for column in columns)
-        try:
-            return self._database.execute(f'SELECT {chosen} FROM "{name}"').fetchall()
-        except sqlite3.Error as error:
-            self._problems.append(("kernels" if name in _DEVICE else "run", None, f"{name} cannot be read ({error})"))
-            return []
+    def _settings(self, name: str) -> list[tuple[str, str]]:
+        return self._select(name, "run", name=("name", pl.String), value=("value", pl.String)).rows()
 
     def _columns(self, name: str) -> set[str]:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{name}")')}
 
+    def _select(self, name: str, into: str, /, **columns: tuple[str, Any]) -> pl.DataFrame:
+        """These columns of a table, null where it has none of that name; no rows where there is no such table.
+
+        `into` is the table of ours that lacks what cannot be read.
+        """
+        schema = {alias: dtype for alias, (_, dtype) in columns.items()}
+        parts = [pl.DataFrame(schema=schema)]
+        if name in self._tables:
+            known = self._columns(name)
+            chosen = ", ".join(f'"{column}"' if column in known else "NULL" for column, _ in columns.values())
+            try:
+                cursor = self._database.execute(f'SELECT {chosen} FROM "{name}"')
+                while rows := cursor.fetchmany(_CHUNK):
+                    parts.append(pl.DataFrame(rows, schema=schema, orient="row", strict=False))
+            except sqlite3.Error as error:
+                good = sum(map(len, parts))
+                self._problems.append((into, None, f"{name} cannot be read after {counted(good, 'row')} ({error})"))
+        return pl.concat(parts)
+
     def _device(self, kind: str) -> pl.DataFrame:
-        named = {_KERNEL: ("demangledName", "shortName"), _MEMCPY: ("copyKind", "copyKind")}
-        first, second = named.get(kind, ("graphId", "graphId"))
-        rows = self._select(kind, "start", "end", first, second, "globalPid", "deviceId", "streamId", "correlationId")
-        if kind == _GRAPH and rows:
+        what = {_KERNEL: "demangledName", _MEMCPY: "copyKind", _GRAPH: "graphId"}.get(kind, "")
+        rows = self._select(
+            kind,
+            "kernels",
+            start_ns=("start", pl.Int64),
+            end_ns=("end", pl.Int64),
+            what=(what, pl.Int64),
+            short=("shortName", pl.Int64),
+            process=("globalPid", pl.Int64),
+            device=("deviceId", pl.Int64),
+            stream=("streamId", pl.Int64),
+            correlation=("correlationId", pl.Int64),
+        )
+        if kind == _GRAPH and len(rows):
             why = "what ran inside CUDA graphs is not told apart; record with `--cuda-graph-trace=node`"
             self._problems.append(("kernels", len(rows), why))
-        frame = self._frame(
-            _DEVICE_ROWS,
-            kind,
-            [
-                (start, end, name, process, device, stream, correlation, self._work(kind, name))
-                for start, end, a, b, process, device, stream, correlation in rows
-                for name in (self._device_name(kind, a, b),)
-            ],
-        )
-        return frame.filter(pl.col("device").is_not_null())
-
-    def _device_name(self, kind: str, first: int | None, second: int | None) -> str:
         if kind == _KERNEL:
-            return str(self._strings.get(first) or self._strings.get(second) or "kernel without a name")
-        if kind == _GRAPH:
-            return f"CUDA graph {first}"
-        return f"Memcpy {_COPIES.get(first or 0, '')}".strip() if kind == _MEMCPY else "Memset"
+            name = pl.coalesce("text", "short_text", pl.lit("kernel without a name"))
+            rows = rows.pipe(self._named, "what", "text").pipe(self._named, "short", "short_text")
+        else:
+            name = {
+                _MEMCPY: pl.format("Memcpy {}", pl.col("what").replace_strict(_COPIES, default="")).str.strip_chars(),
+                _GRAPH: pl.format("CUDA graph {}", pl.col("what").fill_null(0)),
+            }.get(kind, pl.lit("Memset"))
+        rows = self._with_times(rows.drop_nulls("device"), kind, "kernels").with_columns(name.alias("name"))
+        copies = kind in (_MEMCPY, _MEMSET)
+        work = {text: MEMORY if copies else device_work("kernel", text) for text in rows["name"].unique()}
+        return rows.select(
+            *("start_ns", "end_ns", "name", "process", "device", "stream", "correlation"),
+            pl.col("name").replace_strict(work, return_dtype=pl.String).alias("work"),
+        )
 
-    def _work(self, kind: str, name: str) -> str | None:
-        return MEMORY if kind in (_MEMCPY, _MEMSET) else device_work("kernel", name)
-
-    def _host(self, kind: str, name: str, correlation: str) -> pl.DataFrame:
-        rows = self._select(kind, "start", "end", name, "globalTid", correlation)
-        return self._frame(
-            _HOST_ROWS,
-            kind,
-            [
-                (start, end, str(self._strings.get(text, "")), *self._thread(thread), number)
-                for start, end, text, thread, number in rows
-            ],
+    def _launches(self) -> pl.DataFrame:
+        rows = self._select(
+            _RUNTIME,
+            "launches",
+            start_ns=("start", pl.Int64),
+            end_ns=("end", pl.Int64),
+            what=("nameId", pl.Int64),
+            tid=("globalTid", pl.Int64),
+            correlation=("correlationId", pl.Int64),
+        )
+        rows = self._with_times(rows.pipe(self._named, "what", "text"), _RUNTIME, "launches")
+        return rows.select(
+            "start_ns", "end_ns", pl.col("text").fill_null("").alias("name"), *self._thread(), "correlation"
         )
 
     def _ranges(self) -> pl.DataFrame:
-        rows = self._select(_NVTX, "start", "end", "text", "textId", "globalTid", "eventType")
-        ranges = [
-            (start, end, _NUMBERS.sub("", text or str(self._strings.get(text_id, ""))), *self._thread(thread), None)
-            for start, end, text, text_id, thread, event in rows
-            if event in _RANGES and end is not None
-        ]
-        unended = sum(1 for row in rows if row[5] in _RANGES and row[1] is None)
+        rows = self._select(
+            _NVTX,
+            "regions",
+            start_ns=("start", pl.Int64),
+            end_ns=("end", pl.Int64),
+            own_text=("text", pl.String),
+            what=("textId", pl.Int64),
+            tid=("globalTid", pl.Int64),
+            event=("eventType", pl.Int64),
+        ).filter(pl.col("event").is_in(_RANGES))
+        unended = rows["end_ns"].null_count()
         if unended:
             self._problems.append(("regions", unended, f"{counted(unended, 'NVTX range')} did not end in the capture"))
-        return self._frame(_HOST_ROWS, _NVTX, ranges)
+        rows = rows.drop_nulls("end_ns").pipe(self._named, "what", "text")
+        rows = self._with_times(rows, _NVTX, "regions")
+        name = pl.coalesce("own_text", "text", pl.lit("")).str.replace(_NUMBERS, "")
+        return rows.select("start_ns", "end_ns", name.alias("name"), *self._thread())
 
-    def _thread(self, thread: int | None) -> tuple[int | None, int]:
+    def _named(self, rows: pl.DataFrame, id_column: str, into: str) -> pl.DataFrame:
+        texts = self._strings.unique("id").rename({"id": id_column, "text": into})
+        return rows.join(texts, on=id_column, how="left", maintain_order="left")
+
+    def _thread(self) -> tuple[pl.Expr, pl.Expr]:
         """Process and thread, 0 being the main one. Without process ids in the device's rows there is one process."""
-        if thread is None or not self._tells_processes:
-            return None, 0
-        process = thread >> _PID_BITS << _PID_BITS
-        is_main = thread & 0xFFFFFF == process >> _PID_BITS & 0xFFFFFF
-        return process, 0 if is_main else _NOT_MAIN
+        if not self._tells_processes:
+            return pl.lit(None, pl.Int64).alias("process"), pl.lit(0).alias("thread")
+        number, tid = pl.col("tid") // _PID_STEP, pl.col("tid") % _PID_STEP
+        is_main = tid == number % _PID_STEP
+        thread = pl.when(is_main).then(0).otherwise(_NOT_MAIN)
+        return (number * _PID_STEP).alias("process"), thread.alias("thread")
 
-    def _frame(self, schema: Mapping[str, Any], kind: str, rows: Sequence[tuple[Any, ...]]) -> pl.DataFrame:
-        frame = pl.DataFrame(rows, schema=dict(schema), orient="row", strict=False)
-        good = frame.filter(pl.col("start_ns") <= pl.col("end_ns"))
-        lost = len(frame) - len(good)
+    def _with_times(self, rows: pl.DataFrame, kind: str, into: str) -> pl.DataFrame:
+        good = rows.filter(pl.col("start_ns") <= pl.col("end_ns"))
+        lost = len(rows) - len(good)
         if lost:
             why = f"{counted(lost, 'row')} of {kind} have no times, or end before they start; they were left out"
-            self._problems.append(("kernels" if kind in _DEVICE else "launches", lost, why))
+            self._problems.append((into, lost, why))
         return good
