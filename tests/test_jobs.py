@@ -42,6 +42,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 STEPS = 24
 MS = 1_000_000
 JOB_S = 150  # a job that takes longer hangs
+HEALTHY_RUNS = int(os.environ.get("RANKSCOPE_HEALTHY_RUNS", "3"))  # of each kind; a false alarm can be rare
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def assert_adds_up(job: Job) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("attempt", range(10))
+@pytest.mark.parametrize("attempt", range(HEALTHY_RUNS))
 def test_healthy_job_has_no_finding(parallel, attempt, tmp_path):
     device_ms = {"ddp": 180, "fsdp2": 120}[parallel]
     job = train(tmp_path, "--parallel", parallel, "--device-ms", device_ms)
