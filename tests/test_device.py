@@ -144,3 +144,12 @@ def test_the_command_line_gives_the_same_block():
     assert [(p["rank"], p["exposed_ns"]) for p in report["device"]] == [(0, 7_734_000), (1, 172_000)]
     assert [(w["rank"], w["waited_ns"]) for w in report["waits"]] == [(0, 7_164_000), (1, 0)]
     assert report["source"] == "kineto"
+
+
+def test_a_report_leaves_the_folder_of_a_foreign_trace_as_it_is(tmp_path):
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {"stream": 0}}
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [kernel]}))
+    subprocess.run(
+        [sys.executable, "-m", "rankscope", "report", tmp_path], check=True, capture_output=True, timeout=120
+    )
+    assert [file.name for file in tmp_path.iterdir()] == ["rank0.json"]

@@ -43,7 +43,7 @@ def command(
         _write(output, html.render(report))
     if json and json != "-":
         _write(Path(json), json_form.render(report))
-    if not output and not json:
+    if not output and not json and report.source == "native":  # a folder of another tool's files stays as it is
         _write_into(run[0], report)
 
 
