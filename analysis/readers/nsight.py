@@ -222,7 +222,12 @@ class _Reading:
             try:
                 cursor = self._database.execute(f'SELECT {chosen} FROM "{name}"')
                 while rows := cursor.fetchmany(_CHUNK):
-                    parts.append(pl.DataFrame(rows, schema=schema, orient="row", strict=False))
+                    values = zip(schema, zip(*rows, strict=True), strict=True)
+                    parts.append(
+                        pl.DataFrame(
+                            [pl.Series(alias, column, schema[alias], strict=False) for alias, column in values]
+                        )
+                    )
             except sqlite3.Error as error:
                 good = sum(map(len, parts))
                 self._problems.append((into, None, f"{name} cannot be read after {counted(good, 'row')} ({error})"))
