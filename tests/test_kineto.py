@@ -1,5 +1,6 @@
 """Traces of torch.profiler: what a naive importer gets wrong, broken files, and the C scanner against its twin."""
 
+import contextlib
 import gzip
 import io
 import json
@@ -13,7 +14,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankscope.analysis.diagnose import diagnose
@@ -536,6 +537,40 @@ def test_names_beyond_the_limit_share_one_code(monkeypatch):
     data = json.dumps([event("a", "b", 0, 1, pid=1, tid=2)])[1:].encode()
     _everything(scanner, data, [])
     assert (scanner.names(2), scanner.counts()[3]) == ([b"a", b"b"], 2)
+
+
+WHOLE = text_of(
+    [
+        step(1, 0, 100),
+        launch(5, 2, 1),
+        event("cpu_op", "record_param_comms", 4, 10, **meta(Seq=1)),
+        kernel(ALLREDUCE, 10, 10, 1, **meta(Seq=3, **{"Src Rank": 1, "Dst Rank": 0})),
+        kernel("k", 30, 10, 2),
+    ],
+    distributedInfo={"backend": "nccl", "rank": 0, "world_size": 2, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]},
+    deviceProperties=[{"id": 0, "name": "H100"}],
+    baseTimeNanoseconds=1000,
+).encode()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, len(WHOLE)), st.integers(0, 40), st.sampled_from(PIECES)), max_size=4),
+    st.booleans(),
+    st.integers(0, 60),
+)
+def test_damaged_files_are_read_or_refused(tmp_path, damages, packed, cut):
+    """Whatever is in a file: a report, or `BadInput`. Nothing else is raised."""
+    data = bytearray(WHOLE)
+    for at, removed, inserted in damages:
+        data[at : at + removed] = inserted
+    content = gzip.compress(bytes(data)) if packed else bytes(data)
+    (tmp_path / "rank0.json").write_bytes(content[: len(content) - cut])
+    with contextlib.suppress(BadInput):
+        trace = Trace.open(tmp_path / "rank0.json")
+        for table in trace.tables():
+            trace.table(table).collect()
+        trace.gaps()
 
 
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc on Linux")

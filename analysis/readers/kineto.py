@@ -52,7 +52,7 @@ _BARE_ARRAY = re.compile(rb'\s*\[\s*\{[^}]*"ph"\s*:')
 _TRACE_NAME = re.compile(r"\.pt\.trace\.json(\.gz)?$")
 _JSON_NAME = re.compile(r"\.json(\.gz)?$")
 _TAR_NAME = re.compile(r"\.(tar|tar\.gz|tgz)$")
-_RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d+)(?!\d)", re.IGNORECASE)
+_RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _HOST_IN_NAME = re.compile(r"^(.+?)_\d+\.\d+\.pt\.trace\.json")
 DROPPED = (b"python_function", b"cpu_instant_event", b"Trace")  # with stacks most rows are Python frames
 
@@ -84,6 +84,7 @@ _DTYPES = {
 
 _OTHER, _DEVICE, _LAUNCH, _SPAN, _OPERATOR = range(5)  # what a row's category makes of it
 _UNKNOWN_GROUP = ""
+_MAX_WORLD = 1 << 20  # what is beyond is no number of ranks
 
 Ints = NDArray[Any]
 
@@ -236,7 +237,8 @@ def _is_trace(path: Path) -> bool:
     try:
         if _TAR_NAME.search(path.name):
             with tarfile.open(path) as tar:
-                return any(_begins_as_trace(_member(tar, m), m.name) for m in tar if m.isfile())
+                members = (m for m in tar if m.isfile() and _JSON_NAME.search(m.name))
+                return any(_begins_as_trace(_member(tar, m), m.name) for m in members)
         with path.open("rb") as file:
             return _begins_as_trace(file, path.name)
     except (tarfile.TarError, *_GZIP_ERRORS):
@@ -244,8 +246,6 @@ def _is_trace(path: Path) -> bool:
 
 
 def _begins_as_trace(file: IO[bytes], name: str) -> bool:
-    if not _JSON_NAME.search(name):
-        return False
     if _TRACE_NAME.search(name):
         return True
     begin = _Source(unpacked(file)).read(_SNIFF)
@@ -313,7 +313,6 @@ class _Capture:
     spans: dict[str, Ints]
     device_metas: dict[str, Ints]
     operator_metas: dict[str, Ints]
-    work: dict[int, str]  # of device rows, by category and name
     found: list[tuple[str, int | None, str]] = field(default_factory=list)  # table, rows missing, why
 
     def text(self, codes: Ints) -> pl.Series:
@@ -327,7 +326,7 @@ class _Capture:
     @property
     def world_size(self) -> int | None:
         size = self.distributed.get("world_size")
-        return size if isinstance(size, int) else None
+        return size if isinstance(size, int) and 0 < size <= _MAX_WORLD else None
 
     @property
     def file_name(self) -> str:
@@ -401,7 +400,6 @@ def _read(label: str, source: _Source) -> _Capture | str:
         spans=_joined(kept["spans"], _KEPT["spans"]),
         device_metas=_joined(kept["on_device"], (*_META_KEPT, "row")),
         operator_metas=_joined(kept["ops"], (*_META_KEPT, "ts", "dur", "tid")),
-        work={},
         found=_scan_problems(scanner.counts(), result, source.problem),
     )
     for columns in (capture.device, capture.launches, capture.spans, capture.operator_metas):
@@ -443,7 +441,7 @@ def _information(before: bytes, after: bytes) -> tuple[dict[str, Any], int]:
     try:
         whole = json.loads(before + (b"]" + after if before != b"[" else b"]"), strict=False)
         info = whole if isinstance(whole, dict) else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         info = {}
         text = before + b" " + after
         for key in (b"distributedInfo", b"deviceProperties"):
@@ -451,7 +449,7 @@ def _information(before: bytes, after: bytes) -> tuple[dict[str, Any], int]:
                 try:
                     rest = text[found.end() :].decode("utf-8", "replace")
                     info[key.decode()] = json.JSONDecoder(strict=False).raw_decode(rest)[0]
-                except ValueError:
+                except (ValueError, RecursionError):
                     pass
         if found := re.search(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,18})', text):
             info["baseTimeNanoseconds"] = int(found[1])
@@ -502,7 +500,7 @@ def _by_rank(captures: list[_Capture], gaps: list[Gap]) -> dict[int, _Capture]:
 
 def _rank_of(capture: _Capture) -> int | None:
     rank = capture.distributed.get("rank")
-    if isinstance(rank, int) and rank >= 0:
+    if isinstance(rank, int) and 0 <= rank < _MAX_WORLD:
         return rank
     found = _RANK_IN_NAME.search(capture.file_name)
     return int(found[1]) if found else None
@@ -527,7 +525,8 @@ def _nodes(ranks: Mapping[int, _Capture]) -> dict[int, int]:
 def _main_device(capture: _Capture) -> int | None:
     devices = capture.device["device"]
     devices = devices[devices != MISSING_SHORT]
-    return int(np.bincount(devices).argmax()) if len(devices) and devices.min() >= 0 else None
+    which, rows = np.unique(devices, return_counts=True)
+    return int(which[rows.argmax()]) if len(devices) else None
 
 
 def _missing_ranks(ranks: Mapping[int, _Capture]) -> list[Gap]:
@@ -721,11 +720,11 @@ def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
     launch = _launch_of(capture, rows["correlation"][at])
     meta = _meta_of(capture, at, launch)
     start, end = rows["ts"][at], rows["ts"][at] + rows["dur"][at]
+    host_start, host_end, thread = start.copy(), start.copy(), np.zeros(len(at), np.int64)
     launched = launch >= 0
-    host = {
-        c: np.where(launched, capture.launches[c][launch], 0) if len(capture.launches[c]) else start * 0
-        for c in ("ts", "dur")
-    }
+    calls = {c: values[launch[launched]] for c, values in capture.launches.items()}
+    host_start[launched], host_end[launched] = calls["ts"], calls["ts"] + calls["dur"]
+    thread[launched] = _threads(capture, calls["tid"])
     names = {c: [capture.names[code] for code in meta[c]] for c in ("collective", "group", "ranks", "description")}
     for name, ranks, role in zip(names["group"], names["ranks"], names["description"], strict=True):
         if name:
@@ -736,24 +735,24 @@ def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
     ]
     dtypes = [_DTYPES.get(capture.names[code], ("unknown", 0)) for code in meta["dtype"]]
     elements = np.maximum(meta["in_nelems"], meta["out_nelems"])
-    sizes = [int(n) * size if n >= 0 and size else None for n, (_, size) in zip(elements, dtypes, strict=True)]
+    known = (elements >= 0) & (elements < 1 << 58)
+    sizes = [int(n) * size if ok and size else None for n, ok, (_, size) in zip(elements, known, dtypes, strict=True)]
+    seq = pl.Series(meta["seq"])
     return pl.DataFrame(
         {
-            "start_ns": np.where(launched, host["ts"], start),
-            "issued_ns": np.where(launched, host["ts"] + host["dur"], start),
+            "start_ns": host_start,
+            "issued_ns": host_end,
             "end_ns": end,
             "device_start_ns": start,
             "group": names["group"],
-            "seq": _or_null(meta["seq"], MISSING),
+            "seq": seq.set((seq < 0) | (seq >= 1 << 32), None),
             "op": ops,
             "dtype": [name for name, _ in dtypes],
             "is_async": pl.Series([None] * len(at), dtype=pl.Boolean),
             "peer": _peers(ops, meta),
             "tag": np.zeros(len(at), np.int64),
             "size_bytes": pl.Series(sizes, dtype=pl.Int64),
-            "thread": _threads(capture, capture.launches["tid"])[launch] * launched
-            if len(capture.launches["tid"])
-            else np.zeros(len(at), np.int64),
+            "thread": thread,
             "number": np.arange(len(at)),
         }
     )
@@ -796,10 +795,12 @@ def _meta_of(capture: _Capture, at: Ints, launch: Ints) -> dict[str, Ints]:
 def _enclosing(capture: _Capture, launch: Ints) -> Ints:
     """Row in `operator_metas` of the operator within which each launch began, on its thread; -1 where there is none."""
     ops, found = capture.operator_metas, np.full(len(launch), -1)
+    launched = np.flatnonzero(launch >= 0)
+    its_thread = capture.launches["tid"][launch[launched]]
     for thread in np.unique(ops["tid"]):
         rows = np.flatnonzero(ops["tid"] == thread)
         rows = rows[np.argsort(ops["ts"][rows], kind="stable")]
-        mine = np.flatnonzero((launch >= 0) & (capture.launches["tid"][launch] == thread))
+        mine = launched[its_thread == thread]
         begin = capture.launches["ts"][launch[mine]]
         last = np.searchsorted(ops["ts"][rows], begin, side="right") - 1
         inside = (last >= 0) & (begin < (ops["ts"] + ops["dur"])[rows[last]])
@@ -811,7 +812,7 @@ def _peers(ops: Sequence[str], meta: Mapping[str, Ints]) -> list[int]:
     """Global rank of the peer of a send or receive, where the file says it."""
     other = {"send": "dst", "recv": "src"}
     peers = [int(meta[other[op]][i]) if op in other else -1 for i, op in enumerate(ops)]
-    return [peer if peer >= 0 else -1 for peer in peers]
+    return [peer if 0 <= peer < _MAX_WORLD else -1 for peer in peers]
 
 
 def _number(
