@@ -3,7 +3,8 @@
     python benchmarks/overhead.py --pairs 30
 
 The job is `examples/train_transformer.py`, which reads its own clocks after every step. Of each job the mean over all
-ranks and all steps after the warm-up counts; of the pairs the mean difference, with its 95 % interval (Student's t).
+ranks and all steps after the warm-up counts (and the median step, which a busy machine disturbs less); of the pairs the
+mean difference, with its 95 % interval (Student's t).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import numpy as np
 SCRIPT = Path(__file__).parents[1] / "examples/train_transformer.py"
 PLAIN = [sys.executable, "-m", "torch.distributed.run"]
 RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report"]
-QUANTITIES = ("step time", "main thread's CPU", "process's CPU")
+QUANTITIES = ("step time", "main thread's CPU", "process's CPU", "median step")
 
 
 def measure(launcher: list[str], args: argparse.Namespace) -> np.ndarray:
-    """Run one job; the mean per step of each of QUANTITIES, ms."""
+    """Run one job; each of QUANTITIES per step, ms."""
     with tempfile.TemporaryDirectory() as folder:
         job = [str(SCRIPT), "--parallel", args.parallel, "--steps", str(args.steps), "--timings", "timings"]
         subprocess.run(
@@ -34,7 +35,7 @@ def measure(launcher: list[str], args: argparse.Namespace) -> np.ndarray:
         clocks = [json.loads(file.read_text()) for file in Path(folder, "timings").iterdir()]
     assert len(clocks) == args.ranks
     steps_ns = np.diff(np.array(clocks), axis=1)[:, args.warmup :]
-    return np.asarray(steps_ns.mean(axis=(0, 1)) / 1e6)
+    return np.append(steps_ns.mean(axis=(0, 1)), np.median(steps_ns[:, :, 0])) / 1e6
 
 
 def half_width_95(differences: np.ndarray) -> np.ndarray:
