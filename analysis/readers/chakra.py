@@ -12,6 +12,7 @@ import io
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ _RANK = re.compile(r"(?:rank|et)[._-]?(\d+)", re.IGNORECASE)
 _LACKS = {"breakdown": "an execution trace has operators, not what the host waited for", "steps": NO_STEPS}
 # Where the times stand: names of start and duration, and ns per unit.
 _TIMES = (("ts", "dur", 1_000), ("start_time_micros", "duration_micros", 1_000), ("ts_ns", "dur_ns", 1))
+
+_UNREADABLE = (OSError, EOFError, tarfile.TarError, zlib.error)
 
 Row = dict[str, Any]
 
@@ -50,7 +53,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         try:
             trace = json.loads(_content(path))
             nodes = trace["nodes"]
-        except (ValueError, KeyError, TypeError, OSError, tarfile.TarError, EOFError):
+        except (*_UNREADABLE, ValueError, KeyError, TypeError):
             missing.append(gap("regions", f"{path.name} was not read: it is cut or no JSON"))
             continue
         named = _RANK.search(path.name)
@@ -81,7 +84,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
 def _is_trace(path: Path) -> bool:
     try:
         head = _content(path, _HEAD) if _is_archive(path) else path.open("rb").read(_HEAD)
-    except (OSError, tarfile.TarError, EOFError, BadInput):
+    except (*_UNREADABLE, BadInput):
         return False
     return head.lstrip()[:1] == b"{" and b'"nodes"' in head and b'"schema"' in head
 

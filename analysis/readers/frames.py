@@ -14,7 +14,7 @@ from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.trace import BadInput
 from rankscope.collectors.schema import TABLES
 
-__all__ = ["NO_STEPS", "FrameReader", "files_in", "gap", "shaped", "table"]
+__all__ = ["NO_STEPS", "FrameReader", "files_in", "gap", "in_one_line", "shaped", "table"]
 
 NO_STEPS = "the format does not say where steps begin"
 
@@ -48,7 +48,10 @@ def table(name: str, rows: Sequence[Row]) -> pl.DataFrame:
     schema = schema_of(name)
     usual = {"node": 0, "attempt": 0}
     columns = {c: [row.get(c, usual.get(c)) for row in rows] for c in schema}
-    return shaped(name, pl.DataFrame(columns, schema=schema))
+    try:
+        return shaped(name, pl.DataFrame(columns, schema=schema))
+    except (TypeError, OverflowError, pl.exceptions.PolarsError):
+        raise BadInput(f"a value does not fit into its column of the table '{name}': the file is damaged") from None
 
 
 def shaped(name: str, frame: pl.DataFrame) -> pl.DataFrame:
@@ -75,3 +78,8 @@ def files_in(paths: Sequence[str]) -> list[Path]:
     if not files:
         raise BadInput(f"{', '.join(paths)} holds no file")
     return files
+
+
+def in_one_line(error: Exception) -> str:
+    """What a library said, for a message of one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -21,11 +21,12 @@ import polars as pl
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.kinds import MEMORY, device_work
 from rankscope.analysis.phrases import counted
-from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, files_in, gap, shaped, table
+from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.trace import BadInput
 
 __all__ = ["open_run", "recognises"]
 
+_DAMAGED = (sqlite3.Error, UnicodeDecodeError)  # the latter where the damage is in a name
 _MAGIC = b"SQLite format 3\0"
 _REPORTS = (".nsys-rep", ".qdrep")  # what is exported from
 _PREFIX = "CUPTI_ACTIVITY_KIND_"
@@ -140,7 +141,7 @@ def _is_export(path: Path) -> bool:
                 return False
         with _opened(path) as database:
             names = _tables(database)
-    except (OSError, sqlite3.Error):
+    except (OSError, *_DAMAGED):
         # A database all the same: what is wrong with it is said when it is read.
         return path.suffix == ".sqlite" and path.stat().st_size > 0
     return bool(names & {*_DEVICE, *_META, _RUNTIME, _NVTX})
@@ -150,6 +151,7 @@ def _is_export(path: Path) -> bool:
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     """The database, never written to: no journal is made beside it, not even in a read-only folder."""
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+        database.text_factory = lambda text: text.decode("utf-8", errors="replace")
         yield database
 
 
@@ -162,8 +164,8 @@ def _read(path: Path) -> _Capture:
     try:
         with _opened(path) as database:
             capture = _Reading(database, path.name).capture()
-    except sqlite3.Error as error:
-        raise BadInput(f"{path} is cut or damaged ({error}): export it again") from None
+    except _DAMAGED as error:
+        raise BadInput(f"{path} is cut or damaged ({in_one_line(error)}): export it again") from None
     if capture.device.is_empty():
         raise BadInput(f"{path} holds no device work: record with `nsys profile --trace=cuda,nvtx`")
     return capture
@@ -228,9 +230,11 @@ class _Reading:
                             [pl.Series(alias, column, schema[alias], strict=False) for alias, column in values]
                         )
                     )
-            except sqlite3.Error as error:
+            except _DAMAGED as error:
                 good = sum(map(len, parts))
-                self._problems.append((into, None, f"{name} cannot be read after {counted(good, 'row')} ({error})"))
+                self._problems.append(
+                    (into, None, f"{name} cannot be read after {counted(good, 'row')} ({in_one_line(error)})")
+                )
         return pl.concat(parts)
 
     def _device(self, kind: str) -> pl.DataFrame:

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
+from pyarrow import parquet
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.phrases import counted
-from rankscope.analysis.readers.frames import FrameReader, files_in, gap, shaped, table
+from rankscope.analysis.readers.frames import FrameReader, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.trace import BadInput
 
 __all__ = ["OPS_LACK", "end_to_end", "open_run", "recognises"]
@@ -42,10 +44,13 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         what = "is no whole op trace" if not files else f"holds {len(files)} op traces: give one of them"
         raise BadInput(f"{', '.join(paths)} {what}")
     try:
-        raw = pl.read_parquet(files[0], columns=list(_COLUMNS))
-        ops, missing = _ops(raw, files[0].name)
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise BadInput(f"{files[0]} cannot be read: {str(error).splitlines()[0]}") from None
+        # polars panics on damaged files, pyarrow raises.
+        columns = parquet.read_table(files[0], columns=list(_COLUMNS))
+        columns.validate(full=True)
+        bare = pa.table({name: columns[name] for name in _COLUMNS})  # without metadata, at which polars panics too
+        ops, missing = _ops(pl.DataFrame(pl.from_arrow(bare)), files[0].name)
+    except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
+        raise BadInput(f"{files[0]} cannot be read: {in_one_line(error)}") from None
     if ops.is_empty():
         raise BadInput(f"{files[0]} holds no operation")
     ranks = ops.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
@@ -73,8 +78,8 @@ def _is_op_trace(path: Path) -> bool:
         with path.open("rb") as file:
             if file.read(4) != _MAGIC:
                 return False
-        return set(_COLUMNS) <= set(pl.read_parquet_schema(path))
-    except (OSError, pl.exceptions.PolarsError):
+        return set(_COLUMNS) <= set(parquet.read_schema(path).names)
+    except (OSError, pa.ArrowException):
         return False
 
 
