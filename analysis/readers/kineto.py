@@ -8,6 +8,7 @@ the file says about them. Times are exact to the nanosecond, on the clock of the
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import tarfile
@@ -39,7 +40,7 @@ except ImportError:  # four times slower where there is no wheel of it
 
 __all__ = ["DROPPED", "open_run", "recognises", "unpacked"]
 
-_GZIP_ERRORS: Any = (EOFError, OSError, inflate.error)
+_GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, inflate.error)  # tarfile inflates with zlib
 _GZIP = 31  # zlib's name for a stream with gzip's header and checksum
 _PACKED = 1 << 17
 _CANNOT = {"breakdown": "a profiler's trace does not say for what the host waits, so its time is not split into parts"}
@@ -258,10 +259,13 @@ def _sources(paths: Sequence[str]) -> Iterator[tuple[str, _Source]]:
         files = _files_of(Path(path)) if Path(path).is_dir() else files_in([path])
         for file in files:
             if _TAR_NAME.search(file.name):
-                with tarfile.open(file) as tar:
-                    for member in tar:
-                        if member.isfile() and _JSON_NAME.search(member.name):
-                            yield f"{file.name}:{member.name}", _Source(unpacked(_member(tar, member)))
+                try:
+                    with tarfile.open(file) as tar:
+                        for member in tar:
+                            if member.isfile() and _JSON_NAME.search(member.name):
+                                yield f"{file.name}:{member.name}", _Source(unpacked(_member(tar, member)))
+                except (tarfile.TarError, *_GZIP_ERRORS):
+                    yield file.name, _Source(io.BytesIO(), "is cut off or damaged")
             elif len(files) == 1 or _is_trace(file):
                 with file.open("rb") as opened:
                     yield str(file) if len(files) == 1 else file.name, _Source(unpacked(opened))
