@@ -21,7 +21,6 @@ from rankscope.analysis.timeline.links import links
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
 from rankscope.analysis.timeline.replay import NotReplayable
-from rankscope.analysis.timeline.steps import agreement
 from rankscope.analysis.trace import Trace
 
 __all__ = ["ask", "conclude", "diagnose", "root_causes_first"]
@@ -42,7 +41,6 @@ _EMPTY = {
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
 _CONSEQUENCES = {"slow_rank": ("uneven_work", "slow_link"), "slow_link": ("uneven_work",)}
 _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
-_SAME_STEP = 0.9  # share of the collectives that must be in the same step on all their ranks
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 _MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentions
@@ -68,7 +66,7 @@ def conclude(
     """
     tables = _judged_only(timeline, addresses)
     reasons = _EMPTY | dict(cannot)
-    if not _comparable(timeline):
+    if not timeline.comparable:
         tables["breakdown"] = tables["breakdown"].clear()
         reasons["breakdown"] = _OUT_OF_STEP
     if timeline.ranks["node"].n_unique() < 2:
@@ -173,12 +171,6 @@ def _blind(module: ModuleType, said: pl.DataFrame) -> str | None:
     ranks = off["rank"].drop_nulls().unique().sort().to_list()
     where = f" on {named('rank', ranks)}" if ranks else ""
     return f"collector {off['source'][0]}{where}: {off['why'][0]}"
-
-
-def _comparable(timeline: Timeline) -> bool:
-    """Whether a step number means the same step on all ranks, as far as their collectives tell."""
-    same = agreement(timeline.steps, timeline.collectives.drop("step"))
-    return same is None or same >= _SAME_STEP
 
 
 def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> dict[str, pl.DataFrame]:

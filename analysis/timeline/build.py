@@ -55,6 +55,7 @@ class Timeline:
     ops: pl.DataFrame
     progress: pl.DataFrame
     clocks: list[Clock]
+    comparable: bool  # a step number means the same step on all ranks, as far as their collectives tell
     matched_fraction: float | None  # share of collective rows that are part of a whole operation; None: no rows
     gaps: list[Gap]
 
@@ -104,6 +105,7 @@ def build_timeline(trace: Trace) -> Timeline:
         ops=ops,
         progress=progress,
         clocks=clocks,
+        comparable=not incomparable,
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
         gaps=gaps,
     )
