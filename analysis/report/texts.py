@@ -14,18 +14,10 @@ __all__ = [
 
 # A rank's own work first and waiting last: the late rank is the one whose own work is long and whose waiting is short.
 PART_ORDER = (
-    "compute",
-    "overlapped",
-    "optimizer",
-    "input",
-    "gc",
-    "compile",
-    "other",
-    "unsplit",
-    "transfer",
-    "wait",
+    *("compute", "overlapped", "memory", "optimizer", "host", "input", "gc", "compile", "other"),
+    *("unsplit", "transfer", "bubble", "wait"),
 )
-_OWN_WORK = ("compute", "overlapped", "optimizer", "input", "gc", "compile", "other")
+_OWN_WORK = PART_ORDER[:9]
 
 # Which parts, added up per rank, show a detector's finding. A detector that is not here gets no picture.
 PICTURES: dict[str, tuple[str, ...]] = {
@@ -45,6 +37,11 @@ _ENGLISH: dict[str, str] = {
     "part.overlapped": "compute over communication",
     "part.overlapped.short": "overlap",
     "part.overlapped.means": "the rank works while communication is in flight; this communication costs nothing",
+    "part.memory": "copies",
+    "part.memory.means": "the device copies or fills memory, and nothing else",
+    "part.host": "host too slow",
+    "part.host.short": "host",
+    "part.host.means": "the device is idle: the host launched its next work only after it had run dry",
     "part.optimizer": "optimizer",
     "part.optimizer.short": "optim.",
     "part.optimizer.means": "the optimizer's step",
@@ -62,6 +59,9 @@ _ENGLISH: dict[str, str] = {
     "part.unsplit.means": "stopped by communication whose peers were not recorded: waiting or transfer",
     "part.transfer": "transfer",
     "part.transfer.means": "stopped while bytes move",
+    "part.bubble": "waiting for a neighbour",
+    "part.bubble.short": "bubble",
+    "part.bubble.means": "stopped until the other side of a send or receive arrives",
     "part.wait": "waiting for peers",
     "part.wait.short": "wait",
     "part.wait.means": "stopped until the last rank arrives",

@@ -15,7 +15,11 @@ from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["PARTS", "PHASE_COLUMNS", "InvariantError", "breakdown", "check_phases", "phases"]
 
-PARTS = ("compute", "overlapped", "wait", "transfer", "unsplit", "input", "gc", "compile", "optimizer", "other")
+# A rank without device rows has no `memory` and no `host`, one with them no `optimizer`.
+PARTS = (
+    *("compute", "overlapped", "memory", "wait", "bubble", "transfer", "unsplit"),
+    *("input", "gc", "compile", "host", "optimizer", "other"),
+)
 
 PHASE_COLUMNS = {
     "rank": pl.Int32,
@@ -77,7 +81,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     """The main thread's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
 
     The rows of a step cover it without gap or overlap. Where several things are true at once the first counts:
-    gc, blocked on communication (wait, transfer or unsplit), input, compile, optimizer, checkpoint or sync (other),
+    gc, blocked on communication (wait, bubble, transfer or unsplit), input, compile, optimizer, checkpoint or sync (other),
     compute (overlapped while a collective of this rank is in flight), other. `collectives` is the matched table.
     """
     labels = sorted(
@@ -303,16 +307,18 @@ def _waits_of_backward(rank: _Rank, waits: _Spans, backward: _Spans) -> _Spans:
 
 
 def _split(rank: _Rank, grid: _Grid, blocked: Bools, in_flight: Bools) -> Ints:
-    """wait, transfer or unsplit, for each blocked elementary span."""
+    """wait, bubble, transfer or unsplit, for each blocked elementary span."""
     calls = rank.calls
     unsplit = grid.covered(calls.where(rank.ended & ~rank.split))
-    waiting = grid.covered(_Spans(calls.start, rank.last_arrival, calls.label).where(rank.split))
+    missing = _Spans(calls.start, rank.last_arrival, calls.label)
+    waiting, starved = (grid.covered(missing.where(rank.split & kind)) for kind in (~rank.p2p, rank.p2p))
     # A thread wakes up a little after the operation's end: that belongs to the operation it was blocked on.
     index = np.arange(len(blocked))
     opened = np.maximum.accumulate(np.where(blocked & ~np.concatenate([[False], blocked[:-1]]), index, -1))
     woken = np.maximum.accumulate(np.where(in_flight & blocked, index, -1)) >= np.maximum(opened, 0)
     transfer = in_flight | woken
     choice = np.where(transfer, PARTS.index("transfer"), PARTS.index("unsplit"))
+    choice[starved] = PARTS.index("bubble")
     choice[waiting] = PARTS.index("wait")
     choice[unsplit] = PARTS.index("unsplit")
     return choice

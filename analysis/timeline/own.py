@@ -27,8 +27,8 @@ __all__ = [
     "step_grid",
 ]
 
-OWN = ("compute", "overlapped", "optimizer", "other")
-BLOCKED = ("wait", "transfer", "unsplit")
+OWN = ("compute", "overlapped", "memory", "host", "optimizer", "other")
+BLOCKED = ("wait", "bubble", "transfer", "unsplit")
 _APART = ("input", "gc", "compile")
 
 Floats = NDArray[np.float64]
