@@ -66,6 +66,7 @@ REGION_KINDS = (
     "wait",  # the thread is blocked on communication
     "checkpoint",
     "sync",
+    "operator",  # a long operator in a profiler's trace: read from such traces, not recorded
 )
 
 OPS = (

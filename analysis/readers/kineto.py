@@ -60,6 +60,7 @@ DROPPED = (b"python_function", b"cpu_instant_event", b"Trace")  # with stacks mo
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime", "hip_runtime", "hip_driver", "xpu_runtime")
 _ANNOTATIONS = ("user_annotation",)
 _OPERATORS = ("cpu_op", "Operator")  # the oldest files have annotations among these
+_LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device stood idle, and too few to take memory
 _ANNOTATION_NAME = re.compile(r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.|gloo:")
 _STEP_NAME = re.compile(r"ProfilerStep#(\d+)")
 _REGION_KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
@@ -315,6 +316,7 @@ class _Capture:
     device: dict[str, Ints]
     launches: dict[str, Ints]
     spans: dict[str, Ints]
+    operators: dict[str, Ints]  # the long ones
     device_metas: dict[str, Ints]
     operator_metas: dict[str, Ints]
     found: list[tuple[str, int | None, str]] = field(default_factory=list)  # table, rows missing, why
@@ -353,6 +355,7 @@ _KEPT = {
     "device": ("ts", "dur", "correlation", "cat", "name", "pid", "tid", "stream", "device"),
     "launches": ("ts", "dur", "correlation", "name", "tid"),
     "spans": ("ts", "dur", "name", "tid"),
+    "operators": ("ts", "dur", "name", "tid"),
 }
 _META_KEPT = ("in_nelems", "out_nelems", "seq", "src", "dst", "collective", "group", "ranks", "description", "dtype")
 
@@ -364,7 +367,7 @@ def _read(label: str, source: _Source) -> _Capture | str:
         return f"{label} {header}"
     before, begun = header
     scanner, result = new_scanner(DROPPED), Scan()
-    kept: dict[str, list[dict[str, Ints]]] = {"device": [], "launches": [], "spans": [], "ops": [], "on_device": []}
+    kept: dict[str, list[dict[str, Ints]]] = {table: [] for table in (*_KEPT, "ops", "on_device")}
     names: list[str] = [""]
     roles: list[int] = [_OTHER]  # by code: what a row of the category with this name is
     is_annotation = [False]  # by code: whether an operator of this name is an annotation
@@ -379,9 +382,10 @@ def _read(label: str, source: _Source) -> _Capture | str:
             role_of, annotates = np.array(roles, np.int8), np.array(is_annotation)
         role = role_of[batch.rows["cat"]]
         role[(role == _OPERATOR) & annotates[batch.rows["name"]]] = _SPAN
-        for table, wanted in (("device", _DEVICE), ("launches", _LAUNCH), ("spans", _SPAN)):
-            where = role == wanted
-            kept[table].append({c: batch.rows[c][where] for c in _KEPT[table]})
+        long_operator = (role == _OPERATOR) & (batch.rows["dur"] >= _LONG_OPERATOR_NS)
+        chosen = (role == _DEVICE, role == _LAUNCH, role == _SPAN, long_operator)
+        for (table, columns), where in zip(_KEPT.items(), chosen, strict=True):
+            kept[table].append({c: batch.rows[c][where] for c in columns})
         if len(batch.metas["row"]):
             at = batch.metas["row"]
             on_device, position = role[at] == _DEVICE, np.cumsum(role == _DEVICE) - 1 + rows_on_device
@@ -402,11 +406,12 @@ def _read(label: str, source: _Source) -> _Capture | str:
         device=_joined(kept["device"], _KEPT["device"]),
         launches=_joined(kept["launches"], _KEPT["launches"]),
         spans=_joined(kept["spans"], _KEPT["spans"]),
+        operators=_joined(kept["operators"], _KEPT["operators"]),
         device_metas=_joined(kept["on_device"], (*_META_KEPT, "row")),
         operator_metas=_joined(kept["ops"], (*_META_KEPT, "ts", "dur", "tid")),
         found=_scan_problems(scanner.counts(), result, source.problem),
     )
-    for columns in (capture.device, capture.launches, capture.spans, capture.operator_metas):
+    for columns in (capture.device, capture.launches, capture.spans, capture.operators, capture.operator_metas):
         columns["ts"] = columns["ts"] + base
     if not any(len(c["ts"]) for c in (capture.device, capture.launches, capture.spans)) and not scanner.counts()[0]:
         return f"{label} holds no event{': it ' + source.problem if source.problem else ''}"
@@ -631,7 +636,7 @@ def _threads(capture: _Capture, tid: Ints) -> Ints:
     candidates = capture.spans["tid"][steps] if steps.any() else capture.launches["tid"]
     if not len(candidates):
         candidates = capture.spans["tid"]
-    every = np.concatenate([candidates, capture.spans["tid"], capture.launches["tid"]])
+    every = np.concatenate([candidates, *(c["tid"] for c in (capture.spans, capture.launches, capture.operators))])
     codes, first = np.unique(every, return_index=True)
     ordered = [int(code) for code in codes[np.argsort(first)]]
     if len(candidates):
@@ -643,22 +648,22 @@ def _threads(capture: _Capture, tid: Ints) -> Ints:
 
 
 def _regions_frame(capture: _Capture) -> pl.DataFrame:
-    frame = _spans_frame(capture)
+    frame = _spans_frame(capture, capture.spans)
     of_communication = pl.any_horizontal(pl.col("name").str.starts_with(p) for p in _COMMUNICATION_REGIONS)
     kind = pl.lit("user")
     for begin, name in _REGION_KINDS.items():
         kind = pl.when(pl.col("name").str.starts_with(begin)).then(pl.lit(name)).otherwise(kind)
     is_step = pl.col("name").str.starts_with("ProfilerStep#")
-    return frame.filter(~is_step & ~of_communication).with_columns(kind.alias("kind"))
+    annotated = frame.filter(~is_step & ~of_communication).with_columns(kind.alias("kind"))
+    return pl.concat([annotated, _spans_frame(capture, capture.operators).with_columns(kind=pl.lit("operator"))])
 
 
 def _steps_frame(capture: _Capture) -> pl.DataFrame:
-    frame = _spans_frame(capture).filter(pl.col("name").str.contains(_STEP_NAME.pattern))
+    frame = _spans_frame(capture, capture.spans).filter(pl.col("name").str.contains(_STEP_NAME.pattern))
     return frame.select("start_ns", "end_ns", "thread")
 
 
-def _spans_frame(capture: _Capture) -> pl.DataFrame:
-    rows = capture.spans
+def _spans_frame(capture: _Capture, rows: Mapping[str, Ints]) -> pl.DataFrame:
     return pl.DataFrame({**_span(rows), "name": capture.text(rows["name"]), "thread": _threads(capture, rows["tid"])})
 
 
