@@ -351,7 +351,7 @@ class _Capture:
         return [("launches", lost, why)]
 
 
-_KEPT = {
+_KEPT: dict[str, tuple[str, ...]] = {
     "device": ("ts", "dur", "correlation", "cat", "name", "pid", "tid", "stream", "device"),
     "launches": ("ts", "dur", "correlation", "name", "tid"),
     "spans": ("ts", "dur", "name", "tid"),

@@ -82,7 +82,8 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
 
     The rows of a step cover it without gap or overlap. Where several things are true at once the first counts:
     gc, blocked on communication (wait, bubble, transfer or unsplit), input, compile, optimizer, checkpoint or sync
-    (other), compute (overlapped while a collective of this rank is in flight), other. `collectives` is the matched table.
+    (other), compute (overlapped while a collective of this rank is in flight), other. `collectives` is the matched
+    table.
     """
     labels = sorted(
         {
