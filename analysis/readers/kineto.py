@@ -411,8 +411,8 @@ def _read(label: str, source: _Source) -> _Capture | str:
         operator_metas=_joined(kept["ops"], (*_META_KEPT, "ts", "dur", "tid")),
         found=_scan_problems(scanner.counts(), result, source.problem),
     )
-    for columns in (capture.device, capture.launches, capture.spans, capture.operators, capture.operator_metas):
-        columns["ts"] = columns["ts"] + base
+    for timed in (capture.device, capture.launches, capture.spans, capture.operators, capture.operator_metas):
+        timed["ts"] = timed["ts"] + base
     if not any(len(c["ts"]) for c in (capture.device, capture.launches, capture.spans)) and not scanner.counts()[0]:
         return f"{label} holds no event{': it ' + source.problem if source.problem else ''}"
     return capture
