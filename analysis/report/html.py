@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rankscope.analysis.finding import Finding, Report
-from rankscope.analysis.report import digest, phrases, quantities, svg, texts
+from rankscope.analysis.report import digest, palette, phrases, quantities, svg, texts
 from rankscope.analysis.report.texts import say
 
 __all__ = ["render"]
@@ -39,6 +39,9 @@ def _environment() -> Environment:
     )
     environment.globals.update(
         say=say,
+        LIGHT=palette.LIGHT,
+        DARK=palette.DARK,
+        css_variables=palette.css_variables,
         duration=quantities.duration,
         percent=quantities.percent,
         ranges=quantities.ranges,
