@@ -13,7 +13,18 @@ from numpy.typing import NDArray
 
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["PARTS", "PHASE_COLUMNS", "InvariantError", "breakdown", "check_phases", "phases"]
+__all__ = [
+    "PARTS",
+    "PHASE_COLUMNS",
+    "Grid",
+    "InvariantError",
+    "Spans",
+    "as_phases",
+    "breakdown",
+    "check_phases",
+    "joined",
+    "phases",
+]
 
 # A rank without device rows has no `memory` and no `host`, one with them no `optimizer`.
 PARTS = (
@@ -49,15 +60,29 @@ class InvariantError(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
+class Spans:
     """Intervals in order of start, and the label code of each."""
 
     start: Ints
     end: Ints
     label: Ints
 
-    def where(self, keep: Bools) -> _Spans:
-        return _Spans(self.start[keep], self.end[keep], self.label[keep])
+    def where(self, keep: Bools) -> Spans:
+        return Spans(self.start[keep], self.end[keep], self.label[keep])
+
+    def levels(self) -> list[Spans]:
+        """The spans by depth, outermost first. Those of one thread nest, so those of one depth are disjoint."""
+        depth = np.arange(len(self.start)) - np.searchsorted(np.sort(self.end), self.start, side="right")
+        return [self.where(depth == level) for level in np.unique(depth)]
+
+    def innermost(self, at: Ints, *, otherwise: int) -> Ints:
+        """Label of the last started span that covers each of these moments."""
+        label = np.full(len(at), otherwise)
+        for level in self.levels():
+            last = np.searchsorted(level.start, at, side="right") - 1
+            covers = (last >= 0) & (at < level.end[last])
+            label[covers] = level.label[last[covers]]
+        return label
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +92,8 @@ class _Rank:
     step_start: Ints
     step_end: Ints
     step: Ints
-    kinds: dict[str, _Spans]
-    calls: _Spans  # label is the operation
+    kinds: dict[str, Spans]
+    calls: Spans  # label is the operation
     issued: Ints
     last_arrival: Ints  # until when peers were missing; the arrival where that is not known
     split: Bools  # matched, with a wait that is known
@@ -118,17 +143,27 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     by_rank = [
         frame.partition_by("rank", as_dict=True) for frame in (steps.sort("rank", "start_ns"), regions, collectives)
     ]
-    parts, names = pl.Series(PARTS), pl.Series(labels)
     frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
     for key, of_rank in by_rank[0].items():
         rank = _rank_arrays(of_rank, by_rank[1].get(key, regions.clear()), by_rank[2].get(key, collectives.clear()))
-        step, part, label, start, end = _cut(rank, code)
-        frame = pl.DataFrame({"step": step, "start_ns": start, "end_ns": end})
-        frame = frame.with_columns(
-            pl.lit(key[0]).alias("rank"), parts.gather(part).alias("part"), names.gather(label).alias("label")
-        )
-        frames.append(frame.select(pl.col(c).cast(t) for c, t in PHASE_COLUMNS.items()))
+        frames.append(as_phases(key[0], _cut(rank, code), labels))
     return pl.concat(frames)
+
+
+def as_phases(rank: int, columns: tuple[Ints, Ints, Ints, Ints, Ints], labels: list[str]) -> pl.DataFrame:
+    """The rows of one rank as a table; `columns` are those of `joined`, `labels` what its codes stand for."""
+    step, part, label, start, end = columns
+    return pl.DataFrame(
+        {
+            "rank": pl.repeat(rank, len(step), dtype=pl.Int32, eager=True),
+            "step": step,
+            "part": pl.Series(PARTS).gather(part),
+            "label": pl.Series(labels, dtype=pl.String).gather(label),
+            "start_ns": start,
+            "end_ns": end,
+        },
+        schema_overrides=PHASE_COLUMNS,
+    )
 
 
 def breakdown(phases: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
@@ -144,12 +179,18 @@ def breakdown(phases: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def check_phases(phases: pl.DataFrame, steps: pl.DataFrame) -> None:
-    """Raise `InvariantError` unless the rows of every step are disjoint and cover it exactly."""
-    spans = phases.sort("rank", "step", "start_ns").group_by("rank", "step", maintain_order=True)
-    covered = spans.agg(
-        pl.col("start_ns").first().alias("first"),
-        pl.col("end_ns").last().alias("last"),
-        (pl.col("start_ns").shift(-1) == pl.col("end_ns")).fill_null(True).all().alias("seamless"),
+    """Raise `InvariantError` unless the rows of every step come one after the other and cover it exactly."""
+    start, end = pl.col("start_ns"), pl.col("end_ns")
+    begins = ((pl.col("rank") != pl.col("rank").shift(1)) | (pl.col("step") != pl.col("step").shift(1))).fill_null(True)
+    seamless = (end > start) & (begins | (start == end.shift(1)))
+    covered = (
+        phases.with_columns(begins.alias("_begins"), seamless.alias("seamless"))
+        .group_by("rank", "step")
+        .agg(
+            start.min().alias("first"),
+            end.max().alias("last"),
+            pl.col("seamless").all() & (pl.col("_begins").sum() == 1),
+        )
     )
     wrong = steps.join(covered, on=["rank", "step"], how="left").filter(
         ~(
@@ -166,7 +207,7 @@ def _coded(column: str, code: dict[str, int]) -> pl.Expr:
 
 
 def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> _Rank:
-    spans = _Spans(*(regions[c].to_numpy() for c in ("start_ns", "end_ns", "_label")))
+    spans = Spans(*(regions[c].to_numpy() for c in ("start_ns", "end_ns", "_label")))
     kind = regions["kind"]
     start = collectives["start_ns"].to_numpy()
     ended = collectives["end_ns"].is_not_null().to_numpy()
@@ -176,7 +217,7 @@ def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.Dat
         step_end=steps["end_ns"].to_numpy(),
         step=steps["step"].to_numpy(),
         kinds={k: spans.where((kind == k).to_numpy()) for k in kind.unique().to_list()},
-        calls=_Spans(start, end, collectives["_label"].to_numpy()),
+        calls=Spans(start, end, collectives["_label"].to_numpy()),
         issued=collectives["issued_ns"].to_numpy(),
         last_arrival=collectives["last_arrival_ns"].to_numpy(),
         split=collectives["split"].to_numpy(),
@@ -188,13 +229,12 @@ def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.Dat
 
 def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """step, position in PARTS, label, start and end of each phase of one rank."""
-    none = _Spans(*(np.empty(0, np.int64),) * 3)
+    none = Spans(*(np.empty(0, np.int64),) * 3)
     of = {
         kind: rank.kinds.get(kind, none)
         for kind in (*_COMPUTE, *_NAMED_OTHER, "gc", "input", "compile", "optimizer", "wait")
     }
     blocked = _blocked(rank, of["wait"], of["backward"])
-    low, high = rank.step_start[0], rank.step_end[-1]
     edges = [
         rank.step_start,
         rank.step_end,
@@ -205,8 +245,7 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
         blocked.end,
     ]
     edges += [edge for spans in of.values() for edge in (spans.start, spans.end)]
-    at = np.sort(np.clip(np.concatenate(edges), low, high))  # np.unique hashes, which is slower than this
-    grid = _Grid(at[np.concatenate([[True], at[1:] != at[:-1]])])
+    grid = Grid(edges, int(rank.step_start[0]), int(rank.step_end[-1]))
     step = np.searchsorted(rank.step_start, grid.start, side="right") - 1
     inside = grid.start < rank.step_end[step]
 
@@ -222,10 +261,10 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     forward = (grid.start < last_backward[step]) & (last_forward[step] < 0)
     part[forward], label[forward] = PARTS.index("compute"), code[FORWARD]
 
-    def paint(name: str, spans: _Spans) -> None:
+    def paint(name: str, spans: Spans) -> None:
         where = grid.covered(spans)
         part[where] = PARTS.index(name)
-        label[where] = grid.innermost(spans, otherwise=code[name])[where]
+        label[where] = spans.innermost(grid.start, otherwise=code[name])[where]
 
     in_flight = grid.covered(rank.calls.where(rank.ended))
     paint("compute", _merged([of[kind] for kind in _COMPUTE]))
@@ -235,19 +274,22 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
         paint(name, of[name])
     where = grid.covered(blocked)
     part[where] = _split(rank, grid, where, in_flight)[where]
-    label[where] = _operation(rank, grid, where & in_flight, grid.innermost(blocked, otherwise=code["wait"]))[where]
+    label[where] = _operation(rank, grid, where & in_flight, blocked.innermost(grid.start, otherwise=code["wait"]))[
+        where
+    ]
     paint("gc", of["gc"])
-    return _joined(rank.step[step], part, label, grid, inside)
+    return joined(rank.step[step], part, label, grid, inside)
 
 
-class _Grid:
-    """Elementary spans between all the points where anything starts or ends."""
+class Grid:
+    """Elementary spans between all the points where anything starts or ends, from `low` to `high`."""
 
-    def __init__(self, at: Ints) -> None:
-        self.at = at
-        self.start, self.end = at[:-1], at[1:]
+    def __init__(self, edges: list[Ints], low: int, high: int) -> None:
+        at = np.sort(np.clip(np.concatenate(edges), low, high))  # np.unique hashes, which is slower than this
+        self.at = at[np.concatenate([[True], at[1:] != at[:-1]])]
+        self.start, self.end = self.at[:-1], self.at[1:]
 
-    def covered(self, spans: _Spans) -> Bools:
+    def covered(self, spans: Spans) -> Bools:
         """Which elementary spans lie in at least one of these spans."""
         size = len(self.at)
         opened = np.bincount(np.searchsorted(self.at, spans.start), minlength=size + 1)
@@ -255,30 +297,14 @@ class _Grid:
         # What starts before the first point covers it, what starts after the last is cut off.
         return np.asarray(np.cumsum(opened - closed)[: size - 1] > 0)
 
-    def innermost(self, spans: _Spans, *, otherwise: int) -> Ints:
-        """Label of the last started span that covers each elementary span.
 
-        Spans of one thread nest, so those of one depth are disjoint and are looked up at once.
-        """
-        label = np.full(len(self.start), otherwise)
-        if not len(spans.start):
-            return label
-        depth = np.arange(len(spans.start)) - np.searchsorted(np.sort(spans.end), spans.start, side="right")
-        for level in np.unique(depth):
-            of_level = spans.where(depth == level)
-            last = np.searchsorted(of_level.start, self.start, side="right") - 1
-            covers = (last >= 0) & (self.start < of_level.end[last])
-            label[covers] = of_level.label[last[covers]]
-        return label
-
-
-def _merged(spans: list[_Spans]) -> _Spans:
-    joined = _Spans(*(np.concatenate([getattr(s, f) for s in spans]) for f in ("start", "end", "label")))
+def _merged(spans: list[Spans]) -> Spans:
+    joined = Spans(*(np.concatenate([getattr(s, f) for s in spans]) for f in ("start", "end", "label")))
     order = np.lexsort((-joined.end, joined.start))
-    return _Spans(joined.start[order], joined.end[order], joined.label[order])
+    return Spans(joined.start[order], joined.end[order], joined.label[order])
 
 
-def _blocked(rank: _Rank, waits: _Spans, backward: _Spans) -> _Spans:
+def _blocked(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
     """Where the main thread stood still for communication.
 
     Seen: regions of kind wait, and calls that were not asynchronous, or may not have been and returned only when the
@@ -289,11 +315,11 @@ def _blocked(rank: _Rank, waits: _Spans, backward: _Spans) -> _Spans:
     """
     waits = waits.where(waits.end - waits.start >= _IMMEDIATE_NS)
     calls = rank.calls
-    in_call = _Spans(calls.start, rank.issued, calls.label).where(rank.blocking & (rank.issued > calls.start))
+    in_call = Spans(calls.start, rank.issued, calls.label).where(rank.blocking & (rank.issued > calls.start))
     return _merged([waits, in_call, _waits_of_backward(rank, waits, backward)])
 
 
-def _waits_of_backward(rank: _Rank, waits: _Spans, backward: _Spans) -> _Spans:
+def _waits_of_backward(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
     collective = ~rank.p2p
     start, issued = rank.calls.start[collective], rank.issued[collective]
     label, end = rank.calls.label[collective], rank.calls.end[collective]
@@ -304,14 +330,14 @@ def _waits_of_backward(rank: _Rank, waits: _Spans, backward: _Spans) -> _Spans:
     until = np.minimum(end_of_backward, np.maximum.accumulate(end)[last]) if len(last) else begin
     seen = np.searchsorted(waits.start, until) - np.searchsorted(np.sort(waits.end), begin, side="right")
     keep = (until > begin) & (seen <= 0) & (until - begin >= _TAIL_BLOCKED * (end_of_backward - begin))
-    return _Spans(begin[keep], until[keep], label[last][keep])
+    return Spans(begin[keep], until[keep], label[last][keep])
 
 
-def _split(rank: _Rank, grid: _Grid, blocked: Bools, in_flight: Bools) -> Ints:
+def _split(rank: _Rank, grid: Grid, blocked: Bools, in_flight: Bools) -> Ints:
     """wait, bubble, transfer or unsplit, for each blocked elementary span."""
     calls = rank.calls
     unsplit = grid.covered(calls.where(rank.ended & ~rank.split))
-    missing = _Spans(calls.start, rank.last_arrival, calls.label)
+    missing = Spans(calls.start, rank.last_arrival, calls.label)
     waiting, starved = (grid.covered(missing.where(rank.split & kind)) for kind in (~rank.p2p, rank.p2p))
     # A thread wakes up a little after the operation's end: that belongs to the operation it was blocked on.
     index = np.arange(len(blocked))
@@ -325,7 +351,7 @@ def _split(rank: _Rank, grid: _Grid, blocked: Bools, in_flight: Bools) -> Ints:
     return choice
 
 
-def _operation(rank: _Rank, grid: _Grid, in_flight: Bools, wait: Ints) -> Ints:
+def _operation(rank: _Rank, grid: Grid, in_flight: Bools, wait: Ints) -> Ints:
     """The operation in flight that started last, or that has just ended; the name of the wait before the first."""
     calls = rank.calls
     label: Ints = wait.copy()
@@ -349,7 +375,7 @@ def _last_in_step(rank: _Rank, start: Ints) -> Ints:
     return last
 
 
-def _joined(step: Ints, part: Ints, label: Ints, grid: _Grid, inside: Bools) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def joined(step: Ints, part: Ints, label: Ints, grid: Grid, inside: Bools) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Neighbours that say the same become one row."""
     step, part, label = step[inside], part[inside], label[inside]
     start, end = grid.start[inside], grid.end[inside]
