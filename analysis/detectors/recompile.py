@@ -1,0 +1,88 @@
+"""torch.compile compiles again while the job trains, and the ranks stand still meanwhile.
+
+**Signal.** Compilations on the main thread in at least `min_steps` judged steps, so after warm-up, that take more than
+`min_fraction` of all judged time. Each step counts with its longest compilation over the ranks.
+
+**Why it costs time.** A compiled graph holds for what its guards saw: shapes, types, values of Python variables. When
+one changes, the code is compiled anew, which takes seconds on the host; the device runs dry, and all ranks wait for the
+one that compiles. A graph break splits a graph into several, each of which is compiled again.
+
+**False alarms.** A first compilation that comes late (an evaluation, a phase of training with other shapes) is paid
+once; it is reported only if it happens in several steps. Compilations in other threads or processes are not seen.
+
+**What to try.** Read the reason that is named: for a size that changes, `torch._dynamo.mark_dynamic` or
+`torch.compile(dynamic=True)`, or pad to a few sizes; for a Python number, make it a tensor. `TORCH_LOGS=recompiles`
+prints every reason, `TORCH_LOGS=graph_breaks` every break.
+
+**Source.** `torch._dynamo.callback` tells of each compilation, Dynamo's metrics the guard that failed. Thresholds are
+ours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import judged_grid, longest_regions, price
+from rankscope.analysis.finding import Finding
+from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.own import gain_ns, over_occurrences
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ("compile",)
+
+_REASON = r"^compile \S+: (?:\S+/\S+: )?(.+)$"
+
+
+def detect(
+    breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.02, min_steps: int = 2
+) -> list[Finding]:
+    """Name the ranks that compile in judged steps, in one finding."""
+    grid = judged_grid(breakdown)
+    compiling = grid.of("compile")
+    longest = compiling.max(axis=0)
+    shows = longest > 0
+    if shows.sum() < min_steps or longest.mean() < min_fraction * grid.step_ns:
+        return []
+    per_rank = compiling.mean(axis=1)
+    ranks = tuple(rank for rank, mean in zip(grid.ranks, per_rank, strict=True) if mean >= per_rank.max() / 2)
+    reason = _commonest_reason(regions)
+    return [
+        Finding(
+            detector="recompile",
+            title=f"torch.compile compiles again in {counted(int(shows.sum()), 'step')} after warm-up, "
+            f"{duration(longest[shows].mean())} each, on {named('rank', ranks)}",
+            where=reason or "compile",
+            advice=(f"The guard that failed most often: {reason}. " if reason else "")
+            + "Mark sizes that change with torch._dynamo.mark_dynamic, or pad to a few sizes; TORCH_LOGS=recompiles "
+            "prints every reason.",
+            ranks=ranks,
+            steps=() if shows.all() else tuple(np.array(grid.steps)[shows].tolist()),
+            evidence=longest_regions(regions, "compile", ranks),
+            **price(grid, over_occurrences(longest, shows), gain_ns(grid.busy, grid.busy - compiling)),
+        )
+    ]
+
+
+def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.02) -> int:
+    """The smallest mean compilation per step that would have been reported."""
+    return round(min_fraction * judged_grid(breakdown).step_ns)
+
+
+def _commonest_reason(regions: pl.DataFrame) -> str:
+    """The reason for most of the time spent on compiling again, as Dynamo words it; empty where none was recorded.
+
+    A variable of the script says more than one of Dynamo's own (`___stack0`).
+    """
+    reasons = (
+        regions.filter(pl.col("kind") == "compile")
+        .with_columns(reason=pl.col("name").str.extract(_REASON))
+        .drop_nulls("reason")
+        .with_columns(reason=pl.col("reason").str.replace(r"expected \S+, actual \S+", "").str.strip_chars(" ."))
+        .group_by("reason")
+        .agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
+        .sort(~pl.col("reason").str.contains("'___"), "ns", "reason")
+    )
+    return str(reasons["reason"][-1]) if len(reasons) else ""

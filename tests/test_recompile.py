@@ -1,0 +1,65 @@
+"""Compilations after warm-up: a real job whose batch size changes, and the rule on tables written down."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from rankscope.analysis.detectors import recompile
+
+JOB = Path(__file__).parent / "jobs/recompile.py"
+RANKSCOPE = Path(sys.executable).with_name("rankscope")
+MS = 1_000_000
+SIZE = "compile 0/1: 0/0: tensor 'x' size mismatch at index 0. expected 8, actual 23"
+
+
+def tables(*compiling_ms, own_ms=100, name=SIZE):
+    """Two ranks; rank 1 compiles for that long in each of the steps."""
+    parts = [
+        (rank, step, part, value * MS)
+        for step, ms in enumerate(compiling_ms)
+        for rank in range(2)
+        for part, value in {"compute": own_ms, "compile": ms * rank, "wait": ms * (1 - rank)}.items()
+    ]
+    regions = [(1, step * 1000 * MS, (step * 1000 + ms) * MS, "compile", name) for step, ms in enumerate(compiling_ms)]
+    return (
+        pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
+        pl.DataFrame(regions, ["rank", "start_ns", "end_ns", "kind", "name"], orient="row"),
+    )
+
+
+def test_compiling_in_two_of_ten_steps_is_a_finding_with_its_reason():
+    (finding,) = recompile.detect(*tables(0, 0, 50, 0, 0, 0, 50, 0, 0, 0))
+    assert (finding.ranks, finding.steps, finding.lost_ns_per_step) == ((1,), (2, 6), 10 * MS)
+    assert finding.where == "tensor 'x' size mismatch at index 0"
+    assert finding.gain_fraction == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("compiling_ms", "found"),
+    [([0] * 10, 0), ([0, 0, 900, *[0] * 7], 0), ([0, 9, 0, 0, 0, 9, 0, 0, 0, 0], 0), ([0, 11, 0, 0, 11] * 2, 1)],
+    ids=["never", "once", "below 2 % of the step", "above it"],
+)
+def test_it_speaks_from_two_steps_and_2_percent_on(compiling_ms, found):
+    assert len(recompile.detect(*tables(*compiling_ms))) == found
+
+
+def test_without_a_recorded_reason_it_is_a_finding_all_the_same():
+    (finding,) = recompile.detect(*tables(0, 50, 50, 0, 0, name="compile 0/1"))
+    assert finding.where == "compile"
+
+
+def test_job_whose_batch_size_changes_is_told_so(tmp_path):
+    launcher = [RANKSCOPE, "run", "--out", tmp_path / "run", "--standalone", "--nproc-per-node", "2", JOB]
+    subprocess.run([str(word) for word in launcher], check=True, capture_output=True, timeout=200)
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    finding = report["findings"][0]
+    assert (finding["detector"], finding["ranks"], finding["steps"]) == ("recompile", [0, 1], [15, 20, 25, 30, 35])
+    assert finding["where"] == "tensor 'x' size mismatch at index 0"
+    # two graphs, each with a back end that takes 100 ms, in 5 of 38 steps
+    assert 2 * 100 * 5 / 38 <= finding["lost_ns_per_step"] / MS <= 3 * 2 * 100 * 5 / 38
