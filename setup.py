@@ -1,16 +1,17 @@
-"""The one compiled part: a byte scanner. Without a C compiler the build goes on, and its Python twin serves."""
+"""The compiled parts: a byte scanner and the replay's loop. Without a C compiler their Python twins serve."""
 
 from setuptools import Extension, setup
 
 setup(
     ext_modules=[
         Extension(
-            "rankscope.analysis.readers._scan",
-            ["analysis/readers/_scan.c"],
+            f"rankscope.{folder.replace('/', '.')}.{name}",
+            [f"{folder}/{name}.c"],
             define_macros=[("Py_LIMITED_API", "0x030a0000")],
             py_limited_api=True,
             optional=True,
         )
+        for folder, name in (("analysis/readers", "_scan"), ("analysis/timeline", "_replay"))
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

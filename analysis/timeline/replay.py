@@ -15,14 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.analysis.timeline.graph import NotReplayable
+
 __all__ = ["Group", "NotReplayable", "Plan", "WhatIf", "ends", "ideal", "plan", "replay", "step_ns", "transfers"]
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-
-
-class NotReplayable(ValueError):  # noqa: N818
-    """The operations do not allow a replay; the message is one clause that says why."""
 
 
 @dataclass(frozen=True, slots=True)
