@@ -23,7 +23,7 @@ from rankscope.analysis.timeline.pipeline import pipeline
 from rankscope.analysis.timeline.replay import NotReplayable
 from rankscope.analysis.trace import Trace
 
-__all__ = ["ask", "conclude", "diagnose", "root_causes_first"]
+__all__ = ["ask", "conclude", "diagnose", "report_on", "root_causes_first"]
 
 Tables = Mapping[str, pl.DataFrame]
 
@@ -48,9 +48,14 @@ _MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentio
 
 def diagnose(trace: Trace) -> Report:
     """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down."""
+    return report_on(trace, build_timeline(trace))
+
+
+def report_on(trace: Trace, timeline: Timeline) -> Report:
+    """The report on a run whose timeline has been built."""
     said = trace.table("gaps").collect()
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
-    report = conclude(build_timeline(trace), addresses, said, trace.reader.cannot())
+    report = conclude(timeline, addresses, said, trace.reader.cannot())
     return replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
 
 
