@@ -118,18 +118,19 @@ def ask(
     findings: list[Finding] = []
     healthy: list[Healthy] = []
     not_checked: list[NotChecked] = []
+    unseen = {name: why for name, why in reasons.items() if name not in tables}
     for name, module in modules.items():
         try:
             found = _with_tables(module.detect, tables, reasons)
             findings += found
-            blind = _blind(module, said)
+            blind = _blind(module, said, unseen)
             if blind:
                 not_checked.append(NotChecked(detector=name, why=blind))
             elif not found:
                 resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
-            not_checked.append(NotChecked(detector=name, why=_blind(module, said) or str(reason)))
+            not_checked.append(NotChecked(detector=name, why=_blind(module, said, unseen) or str(reason)))
         except Exception as error:  # one broken detector must not take the others' findings away
             why = f"the detector failed: {type(error).__name__}: {error}"
             print(f"rankscope: detector '{name}': {why}", file=sys.stderr)
@@ -166,13 +167,13 @@ def _with_tables(function: Callable[..., Any], tables: Tables, reasons: Mapping[
     return function(*(tables[name] for name in wanted))
 
 
-def _blind(module: ModuleType, said: pl.DataFrame) -> str | None:
-    """Why a detector may have overlooked something: a collector that it lives on was off."""
+def _blind(module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) -> str | None:
+    """Why a detector may have overlooked something: a collector that it lives on was off, or the source lacks it."""
     off = said.filter(
         pl.col("source").is_in(module.collectors), pl.col("table") == "*", pl.col("count").is_null()
     ).unique(["rank", "node", "source", "why"])
     if off.is_empty():
-        return None
+        return next((unseen[name] for name in module.collectors if name in unseen), None)
     ranks = off["rank"].drop_nulls().unique().sort().to_list()
     where = f" on {named('rank', ranks)}" if ranks else ""
     return f"collector {off['source'][0]}{where}: {off['why'][0]}"

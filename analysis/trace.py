@@ -53,9 +53,10 @@ class Reader(Protocol):
         ...
 
     def cannot(self) -> Mapping[str, str]:
-        """What no trace of this format allows, by name of the timeline's table: why, as a plain clause.
+        """What no trace of this format allows, by name of the timeline's table or of a collector: why, as a clause.
 
-        `{"breakdown": "…"}` leaves the host's time uncut, and every detector that needs it unchecked for that reason.
+        `{"breakdown": "…"}` leaves the host's time uncut; `{"gc_pauses": "…"}` leaves unchecked what lives on that
+        collector, however much else was seen.
         """
         ...
 

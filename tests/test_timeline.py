@@ -78,7 +78,7 @@ def marks(*rows):
 def step_spans(*rows):
     """(rank, step, start, end)."""
     schema = {"rank": pl.Int32, "step": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64}
-    return pl.DataFrame(rows, schema=schema, orient="row")
+    return pl.DataFrame(rows, schema=schema, orient="row").with_columns(source=pl.lit("optimizer"))
 
 
 def parts_of(steps, region_rows, collective_rows):

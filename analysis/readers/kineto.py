@@ -43,7 +43,11 @@ __all__ = ["DROPPED", "open_run", "recognises", "unpacked"]
 _GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, inflate.error)  # tarfile inflates with zlib
 _GZIP = 31  # zlib's name for a stream with gzip's header and checksum
 _PACKED = 1 << 17
-_CANNOT = {"breakdown": "a profiler's trace does not say for what the host waits, so its time is not split into parts"}
+_CANNOT = {
+    "breakdown": "the trace holds no device work, and a profiler's trace does not say for what the host waits",
+    "gc_pauses": "a profiler's trace does not show when Python collects garbage",
+    "compile": "a profiler's trace does not say what torch.compile builds",
+}
 _NO_STEPS = {"steps": "the trace has no ProfilerStep and no optimizer's name: call the profiler's step() once per step"}
 _SNIFF = 1 << 16
 _MAX_HEADER = 64 << 20  # groups of thousands of ranks are listed before the events

@@ -46,6 +46,9 @@ _NOT_MAIN = 65535
 _LACKS = {
     "breakdown": "NVTX ranges do not say what the host waited for",
     "phases": "NVTX ranges do not say what the host waited for",
+    "gc_pauses": "the export does not show when Python collects garbage",
+    "compile": "the export does not say what torch.compile builds",
+    "input": "NVTX ranges do not say when the data loader was waited for",
     "collectives": "the export does not say which process group a communication kernel is of",
     "steps": NO_STEPS,
 }

@@ -10,10 +10,19 @@ import polars as pl
 from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
+from rankscope.analysis.timeline.device_phases import device_phases, with_launches
 from rankscope.analysis.timeline.matching import ROOTED_OPS, match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.progress import last_progress
-from rankscope.analysis.timeline.steps import agreement, find_steps, in_steps, judge, renumber
+from rankscope.analysis.timeline.steps import (
+    agreement,
+    find_steps,
+    in_steps,
+    judge,
+    on_device,
+    renumber,
+    whole_captures,
+)
 from rankscope.analysis.trace import Trace
 from rankscope.collectors.schema import P2P_OPS
 
@@ -33,9 +42,11 @@ class Timeline:
     | ranks | those of the schema |
     | steps | rank, step, start_ns, end_ns, source, judged, aside ("warm-up", "outlier", "incomplete" or null) |
     | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps) |
-    | regions | those of the schema, step |
-    | kernels | those of the schema |
-    | phases | rank, step, part, label, start_ns, end_ns: the main thread's time, without gap or overlap |
+    | regions | those of the schema, step (of the host) |
+    | kernels | those of the schema and of `device_phases.with_launches` |
+    | launches | those of the schema |
+    | phases | rank, step, part, label, start_ns, end_ns, without gap or overlap: the device's time on ranks with
+      kernels, the main thread's on the others |
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
     | waits | rank, waited_ns: over all matched operations; ranks that have none are not in it |
     | counters | node, time_ns, source, name, device, value |
@@ -47,6 +58,7 @@ class Timeline:
     collectives: pl.DataFrame
     regions: pl.DataFrame
     kernels: pl.DataFrame
+    launches: pl.DataFrame
     phases: pl.DataFrame
     breakdown: pl.DataFrame
     waits: pl.DataFrame
@@ -71,8 +83,14 @@ def build_timeline(trace: Trace) -> Timeline:
     regions = read("regions", "rank", "start_ns")
     groups = read("groups", "rank", "start_ns")
     collectives = match_collectives(read("collectives", "rank", "start_ns").lazy(), groups, clocks).collect()
+    launches = read("launches", "rank", "start_ns")
+    kernels = with_launches(read("kernels", "rank", "start_ns"), launches)
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives)
-    steps = judge(steps, regions)
+    if steps.is_empty():
+        steps = whole_captures(*(t.join(kernels, on="rank", how="semi") for t in (kernels, launches, regions)))
+    regions = in_steps(regions, steps)
+    has_device = pl.col("rank").is_in(kernels["rank"].unique().implode())
+    steps = judge(pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)]), regions)
     ops = read("ops", "rank", "start_ns")
     if len(ops):
         steps, incomparable = steps_of_ops(ops), []
@@ -80,8 +98,10 @@ def build_timeline(trace: Trace) -> Timeline:
     progress = read("progress", "rank", "group_id")
     if trace.source == "native":  # what a rank did last is all there
         progress = last_progress(collectives, regions, counters, steps)
-    hosts_steps = steps.clear() if "breakdown" in trace.reader.cannot() else steps
-    cut = phases(hosts_steps, regions, collectives)
+    split = steps if "breakdown" not in trace.reader.cannot() else steps.filter(has_device)
+    hosts, devices = split.filter(~has_device), split.filter(has_device)
+    cut = pl.concat([phases(hosts, regions, collectives), device_phases(devices, kernels, regions, collectives)])
+    arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
     gaps = [
         *trace.gaps(),
         *_clock_gaps(clocks),
@@ -89,16 +109,17 @@ def build_timeline(trace: Trace) -> Timeline:
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
         *incomparable,
         *_broken("clocks", lambda: check_causality(collectives, clocks)),
-        *_broken("phases", lambda: check_phases(cut, hosts_steps)),
+        *_broken("phases", lambda: check_phases(cut, split)),
     ]
     return Timeline(
         ranks=ranks,
         steps=steps,
-        collectives=in_steps(collectives, steps),
-        regions=in_steps(regions, steps),
-        kernels=read("kernels", "rank", "start_ns"),
+        collectives=in_steps(collectives.with_columns(arrival), steps, at="_arrival_ns").drop("_arrival_ns"),
+        regions=regions,
+        kernels=kernels,
+        launches=launches,
         phases=cut,
-        breakdown=breakdown(cut, hosts_steps),
+        breakdown=breakdown(cut, split),
         waits=collectives.drop_nulls("wait_ns").group_by("rank").agg(waited_ns=pl.col("wait_ns").sum()).sort("rank"),
         counters=counters,
         groups=groups,
@@ -155,7 +176,7 @@ def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, why_none: str) -> list[
     gaps = [Gap(table="steps", rank=rank, node=None, count=None, why=f"rank {rank} has no step") for rank in without]
     judged = steps.filter("judged")["step"].n_unique()
     if judged < _FEW_STEPS:
-        why = f"only {judged} of {steps['step'].n_unique()} steps can be judged after warm-up; record more"
+        why = f"only {judged} of {steps['step'].n_unique()} steps can be judged; record more"
         gaps.append(Gap(table="steps", rank=None, node=None, count=None, why=why))
     return gaps
 

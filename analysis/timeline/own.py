@@ -31,6 +31,12 @@ OWN = ("compute", "overlapped", "memory", "host", "optimizer", "other")
 BLOCKED = ("wait", "bubble", "transfer", "unsplit")
 _APART = ("input", "gc", "compile")
 
+# Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
+_T_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
 Floats = NDArray[np.float64]
 
 
@@ -127,8 +133,14 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
     if kept.shape[1] < 2:
         return kept.mean(axis=1), np.full(len(values), np.inf)
     winsorized = np.clip(ordered, kept[:, :1], kept[:, -1:])
-    half_widths = 1.96 * winsorized.std(axis=1, ddof=1) / ((1 - 2 * cut / count) * count**0.5)
-    return kept.mean(axis=1), half_widths
+    errors = winsorized.std(axis=1, ddof=1) / ((1 - 2 * cut / count) * count**0.5)
+    return kept.mean(axis=1), half_width(errors, kept.shape[1])
+
+
+def half_width(standard_error: Floats, count: int) -> Floats:
+    """Half the 95 % interval around a mean of `count` values."""
+    freedom = count - 1
+    return standard_error * (_T_95[freedom - 1] if freedom <= len(_T_95) else 1.96 + 2.4 / freedom)
 
 
 def over_occurrences(values: Floats, when: NDArray[np.bool_]) -> Estimate:

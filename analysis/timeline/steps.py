@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 __all__ = [
+    "CAPTURE",
     "MARKERS",
     "OPTIMIZER",
     "PROFILER",
@@ -13,12 +14,15 @@ __all__ = [
     "find_steps",
     "in_steps",
     "judge",
+    "on_device",
     "renumber",
+    "whole_captures",
 ]
 
 MARKERS = "rankscope.step()"
 PROFILER = "ProfilerStep"
 OPTIMIZER = "optimizer"
+CAPTURE = "capture"
 
 STEP_COLUMNS = {
     "rank": pl.Int32,
@@ -102,6 +106,59 @@ def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def whole_captures(*tables: pl.DataFrame) -> pl.DataFrame:
+    """One step per rank, from the first start to the last end of these tables' rows."""
+    spans = pl.concat([table.select("rank", "start_ns", "end_ns") for table in tables])
+    return (
+        spans.group_by("rank")
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+        .filter(pl.col("start_ns") < pl.col("end_ns"))
+        .sort("rank")
+        .with_columns(step=0, source=pl.lit(CAPTURE))
+        .select(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items())
+    )
+
+
+def on_device(steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """The steps as the device goes through them, which is behind the host: one follows the other without a gap.
+
+    A step ends when the host's step has ended and all device work that was launched in it; there the next one begins.
+    The first begins with the host's, or when what was launched before it has ended. `kernels` has `launch_ns`.
+
+    Source: PyTorch's TensorBoard plugin, where a step begins no earlier than the host's, and the first with it.
+    """
+    ends = pl.coalesce(pl.col("start_ns").shift(-1).over("rank"), "end_ns").alias("_until")
+    hosts = steps.sort("rank", "start_ns").with_columns(ends).select("rank", "step", "_until", launch_ns="start_ns")
+    rows = kernels.select("rank", "launch_ns", "start_ns", "end_ns")
+    done = (
+        rows.drop_nulls()
+        .sort("launch_ns")
+        .join_asof(hosts.sort("launch_ns"), on="launch_ns", by="rank", check_sortedness=False)
+        .filter(pl.col("launch_ns") < pl.col("_until"))
+        .group_by("rank", "step")
+        .agg(pl.col("start_ns").min().alias("_own"), pl.col("end_ns").max().alias("_done"))
+    )
+    first = hosts.group_by("rank").agg(pl.col("launch_ns").min().alias("_begin"))
+    first = first.join(done.group_by("rank").agg(pl.col("_own").min()), on="rank")
+    of_before = pl.col("launch_ns").is_null() | (pl.col("launch_ns") < pl.col("_begin"))
+    left_over = (
+        rows.join(first, on="rank")
+        .filter(of_before, pl.col("start_ns") < pl.col("_own"))
+        .group_by("rank")
+        .agg(pl.col("end_ns").max().alias("_left_over"))
+    )
+    previous = pl.col("end_ns").shift(1).over("rank")
+    return (
+        steps.join(done, on=["rank", "step"], how="left")
+        .join(left_over, on="rank", how="left")
+        .sort("rank", "start_ns")
+        .with_columns(pl.max_horizontal("end_ns", "_done").cum_max().over("rank").alias("end_ns"))
+        .with_columns(pl.coalesce(previous, pl.max_horizontal("start_ns", "_left_over")).alias("start_ns"))
+        .filter(pl.col("start_ns") < pl.col("end_ns"))
+        .drop("_own", "_done", "_left_over")
+    )
+
+
 def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> pl.DataFrame:
     """The rows, in their order, with the `step` for which start_ns ≤ `at` < end_ns; null outside."""
     spans = steps.select("rank", "step", pl.col("start_ns").alias(at), pl.col("end_ns").alias("_step_end"))
@@ -119,9 +176,10 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     """The steps with `judged` and, where it is false, `aside`: "warm-up", "outlier" or "incomplete".
 
     One verdict per step number, for all ranks. Incomplete: not all ranks that have steps have it. Warm-up: the first
-    steps, at least 2, at most a fifth, until one is neither 1.5 × as long as the median of all nor compiles. Outlier:
-    longer than 5 × the median and than the median + 10 MAD, if no more than 2 % of the steps (or a single one) are
-    so: a checkpoint, not a fault that comes back.
+    steps, at least 2, at most a fifth, until one is neither 1.5 × as long as the median of all nor compiles; none where
+    a profiler made the steps, whose schedule has warmed up, or where the capture is the step. Outlier: longer than
+    5 × the median and than the median + 10 MAD, if no more than 2 % of the steps (or a single one) are so: a
+    checkpoint, not a fault that comes back.
     """
     ranks = steps["rank"].n_unique()
     compiles = (
@@ -131,7 +189,11 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     )
     table = (
         steps.group_by("step")
-        .agg((pl.col("end_ns") - pl.col("start_ns")).max().alias("_length"), (pl.len() == ranks).alias("_complete"))
+        .agg(
+            (pl.col("end_ns") - pl.col("start_ns")).max().alias("_length"),
+            (pl.len() == ranks).alias("_complete"),
+            pl.col("source").is_in([PROFILER, CAPTURE]).all().alias("_warmed"),
+        )
         .sort("step")
     )
     complete = table.filter("_complete")
@@ -139,7 +201,10 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     limit = max(_WARMUP_MIN, int(_WARMUP_SHARE * len(complete)))
     index = pl.int_range(pl.len())
     warm = complete.with_columns(
-        ((index < _WARMUP_MIN) | ((index < limit) & ~(settled & (index >= _WARMUP_MIN)).cum_max())).alias("_warmup")
+        (
+            ~pl.col("_warmed")
+            & ((index < _WARMUP_MIN) | ((index < limit) & ~(settled & (index >= _WARMUP_MIN)).cum_max()))
+        ).alias("_warmup")
     )
     verdict = warm.join(_outliers(warm.filter(~pl.col("_warmup"))), on="step", how="left").select(
         "step",

@@ -1,0 +1,227 @@
+"""What each rank's device did in each step, cut into parts that add up to the step to the nanosecond.
+
+The meaning of each part is defined in docs/definitions.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
+from rankscope.analysis.timeline.breakdown import PARTS, PHASE_COLUMNS, Grid, Spans, as_phases, joined
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["BETWEEN_KERNELS", "NO_REGION", "device_phases", "with_launches"]
+
+BETWEEN_KERNELS, NO_REGION = "between kernels", "no region"  # labels of idle time
+
+_MAIN_THREAD = 0
+_STOPS = ("compile", "input", "gc")  # what stops the main thread; where several are true the last counts
+_NOT_A_PLACE = ("operator", "wait", *_STOPS)  # regions that do not say where in the model work was launched
+_NEVER = np.iinfo(np.int64).max
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank's input. Kernels, collectives and regions are in order of start; labels are codes."""
+
+    step_start: Ints
+    step_end: Ints
+    step: Ints
+    work: dict[str, Spans]  # device rows that last, by what they are; the label is where they were launched
+    begins: Ints  # of all of them, in order
+    launched: Ints  # when the host launched each, _NEVER where that was not seen
+    thread: Ints  # which thread did
+    transfers: Spans  # collectives; the label is the operation
+    last_arrival: Ints
+    split: Bools  # matched, with a wait that is known
+    p2p: Bools
+    stops: dict[str, Spans]
+    hosts_time: dict[int, Spans]  # regions and long operators by thread
+
+
+def with_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
+    """The kernels with `launch_ns` and `launch_thread`: when and where the host's call began; null where unknown."""
+    calls = launches.select("rank", "correlation", launch_ns="start_ns", launch_thread="thread")
+    calls = calls.unique(["rank", "correlation"], keep="first", maintain_order=True)
+    return kernels.join(calls, on=["rank", "correlation"], how="left", maintain_order="left")
+
+
+def device_phases(
+    steps: pl.DataFrame, kernels: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
+) -> pl.DataFrame:
+    """The device's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
+
+    The rows of a step cover it without gap or overlap. Time in which a kernel computes is compute, or overlapped if one
+    communicates as well; else communication (wait, bubble, transfer or unsplit), else memory. Time in which nothing
+    runs is gc, input or compile if that stopped the host's main thread; else host, if the call that launched what came
+    next began after the device had run dry; else other. `kernels` has the columns of `with_launches`, `collectives`
+    is the matched table.
+
+    Source: HTA's idle time breakdown for the rule on the launch.
+    """
+    kernels = kernels.filter(pl.col("end_ns") > pl.col("start_ns")).sort("rank", "start_ns", maintain_order=True)
+    regions = regions.filter(pl.col("end_ns") > pl.col("start_ns"))
+    regions = regions.sort("rank", "start_ns", "end_ns", descending=[False, False, True])
+    on_device = pl.col("device_start_ns").is_not_null() & pl.col("end_ns").is_not_null()
+    collectives = collectives.filter(on_device).sort("rank", "device_start_ns")
+    labels = [BETWEEN_KERNELS, NO_REGION, *PARTS, COMMUNICATION]
+    labels += sorted({*regions["name"].unique(), *collectives["op"].unique()} - {*labels})
+    code = {label: i for i, label in enumerate(labels)}
+    frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
+    tables = (kernels, regions, collectives)
+    by_rank = [(table.partition_by("rank", as_dict=True), table.clear()) for table in tables]
+    for key, of_rank in steps.sort("rank", "start_ns").partition_by("rank", as_dict=True).items():
+        rank = _rank_arrays(code, of_rank, *(parts.get(key, empty) for parts, empty in by_rank))
+        frames.append(as_phases(key[0], _cut(rank, code), labels))
+    return pl.concat(frames)
+
+
+def _rank_arrays(
+    code: dict[str, int], steps: pl.DataFrame, kernels: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
+) -> _Rank:
+    start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
+    launched = kernels["launch_ns"].fill_null(_NEVER).to_numpy()
+    thread = kernels["launch_thread"].fill_null(_MAIN_THREAD).to_numpy().astype(np.int64)
+    names = regions["name"].replace_strict(code, return_dtype=pl.Int64).to_numpy()
+    spans = Spans(regions["start_ns"].to_numpy(), regions["end_ns"].to_numpy(), names)
+    on_thread, kind = regions["thread"].to_numpy(), regions["kind"]
+    places = _by_thread(spans, on_thread, ~kind.is_in(_NOT_A_PLACE).to_numpy())
+    label = _places(places, launched, thread)
+    work: dict[str, Spans] = {}
+    for name in (COMPUTE, COMMUNICATION, MEMORY):
+        of_work = (kernels["work"] == name).to_numpy()
+        label[of_work & (label < 0)] = code[name]
+        work[name] = Spans(start, end, label).where(of_work)
+    begin, done = collectives["device_start_ns"].to_numpy(), collectives["end_ns"].to_numpy()
+    operation = collectives["op"].replace_strict(code, return_dtype=pl.Int64).to_numpy()
+    return _Rank(
+        step_start=steps["start_ns"].to_numpy(),
+        step_end=steps["end_ns"].to_numpy(),
+        step=steps["step"].to_numpy(),
+        work=work,
+        begins=start,
+        launched=launched,
+        thread=thread,
+        transfers=Spans(begin, done, operation),
+        last_arrival=np.minimum(begin + collectives["wait_ns"].fill_null(0).to_numpy(), done),
+        split=collectives["wait_ns"].is_not_null().to_numpy(),
+        p2p=collectives["op"].is_in(P2P_OPS).to_numpy(),
+        stops={n: spans.where((on_thread == _MAIN_THREAD) & (kind == n).to_numpy()) for n in _STOPS},
+        hosts_time=_by_thread(spans, on_thread, ~kind.is_in(_STOPS).to_numpy()),
+    )
+
+
+def _by_thread(spans: Spans, on_thread: Ints, keep: Bools) -> dict[int, Spans]:
+    return {int(t): spans.where(keep & (on_thread == t)) for t in np.unique(on_thread[keep])}
+
+
+def _places(places: dict[int, Spans], launched: Ints, thread: Ints) -> Ints:
+    """The innermost region in which each row was launched: on its thread, else on the main one, else -1.
+
+    Autograd launches from threads of its own, while the main thread is in the region that called backward.
+    """
+    label = np.full(len(launched), -1)
+    for where in (_MAIN_THREAD, *(t for t in places if t != _MAIN_THREAD)):
+        mine = np.flatnonzero((thread == where) | (where == _MAIN_THREAD))
+        if where in places and len(mine):
+            found = places[where].innermost(launched[mine], otherwise=-1)
+            label[mine] = np.where(found >= 0, found, label[mine])
+    return label
+
+
+def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """step, position in PARTS, label, start and end of each phase of one rank."""
+    edges = [rank.step_start, rank.step_end, rank.transfers.start, rank.last_arrival, rank.transfers.end]
+    edges += [edge for spans in (*rank.work.values(), *rank.stops.values()) for edge in (spans.start, spans.end)]
+    grid = Grid(edges, int(rank.step_start[0]), int(rank.step_end[-1]))
+    step = np.searchsorted(rank.step_start, grid.start, side="right") - 1
+    part = np.full(len(grid.start), PARTS.index("other"))
+    label = np.full(len(grid.start), code[BETWEEN_KERNELS])
+    running = {name: grid.covered(spans) for name, spans in rank.work.items()}
+
+    def paint(name: str, where: Bools, spans: Spans) -> None:
+        part[where] = PARTS.index(name)
+        label[where] = _latest(spans, grid.start[where], otherwise=code[name])
+
+    communicates, computes = running[COMMUNICATION], running[COMPUTE]
+    paint("memory", running[MEMORY], rank.work[MEMORY])
+    paint("unsplit", communicates, rank.work[COMMUNICATION])
+    _split(rank, grid, communicates, part, label)
+    paint("compute", computes, rank.work[COMPUTE])
+    part[computes & communicates] = PARTS.index("overlapped")
+    idle = ~(computes | communicates | running[MEMORY])
+    for name, spans in rank.stops.items():
+        paint(name, idle & grid.covered(spans), spans)
+    _blame_host(rank, grid, step, idle, part, label, code)
+    return joined(rank.step[step], part, label, grid, grid.start < rank.step_end[step])
+
+
+def _latest(spans: Spans, at: Ints, *, otherwise: int) -> Ints:
+    """Label of the span that started last and covers each of these moments; spans may overlap in any way.
+
+    Where the last started one has ended, that of the one that ends last of all before.
+    """
+    if not len(spans.start):
+        return np.full(len(at), otherwise)
+    last = np.maximum(np.searchsorted(spans.start, at, side="right") - 1, 0)
+    reach = np.maximum.accumulate(spans.end)
+    longest = np.maximum.accumulate(np.where(spans.end == reach, np.arange(len(reach)), 0))
+    return spans.label[np.where(spans.end[last] > at, last, longest[last])]
+
+
+def _split(rank: _Rank, grid: Grid, communicates: Bools, part: Ints, label: Ints) -> None:
+    """Write wait, bubble or transfer where all that communicates is matched, and the operation's name."""
+    calls = rank.transfers
+    known = communicates & grid.covered(calls)
+    label[known] = _latest(calls, grid.start[known], otherwise=0)
+    known &= ~grid.covered(calls.where(~rank.split))
+    missing = Spans(calls.start, rank.last_arrival, calls.label)
+    part[known] = PARTS.index("transfer")
+    for name, kind in (("bubble", rank.p2p), ("wait", ~rank.p2p)):
+        part[known & grid.covered(missing.where(rank.split & kind))] = PARTS.index(name)
+
+
+def _blame_host(
+    rank: _Rank, grid: Grid, step: Ints, idle: Bools, part: Ints, label: Ints, code: dict[str, int]
+) -> None:
+    """Write host where the device had run dry before the next launch began, and what the launching thread did then."""
+    if not len(rank.begins):
+        return
+    dry = idle & ~np.concatenate([[False], idle[:-1]])
+    since = np.maximum.accumulate(np.where(dry, grid.start, grid.start[0]))
+    following = np.searchsorted(rank.begins, grid.start)
+    # After the last row nothing was launched, however long the host took: that is the host's as well.
+    launched = np.concatenate([rank.launched, [_NEVER - 1]])[following]
+    thread = np.concatenate([rank.thread, [_MAIN_THREAD]])[following]
+    slow = idle & (part == PARTS.index("other")) & (launched > since) & (launched < _NEVER)
+    part[slow] = PARTS.index("host")
+    index = np.flatnonzero(slow)
+    new = (np.diff(index) != 1) | (np.diff(step[index]) != 0) | (np.diff(following[index]) != 0)
+    first = index[np.concatenate([[True], new])] if len(index) else index
+    last = index[np.concatenate([new, [True]])] if len(index) else index
+    begin, end = grid.start[first], grid.end[last]
+    during = np.full(len(first), code[NO_REGION])
+    for where, spans in rank.hosts_time.items():
+        mine = thread[first] == where
+        during[mine] = _most_of(spans, begin[mine], end[mine], otherwise=code[NO_REGION])
+    label[index] = np.repeat(during, last - first + 1)
+
+
+def _most_of(spans: Spans, begin: Ints, end: Ints, *, otherwise: int) -> Ints:
+    """Label of the innermost of these nested spans that covers more than half of each interval."""
+    label = np.full(len(begin), otherwise)
+    middle = begin + (end - begin) // 2  # whatever covers more than half covers it
+    for level in spans.levels():
+        last = np.searchsorted(level.start, middle, side="right") - 1
+        covered = np.minimum(level.end[last], end) - np.maximum(level.start[last], begin)
+        chosen = (last >= 0) & (2 * covered > end - begin)
+        label[chosen] = level.label[last[chosen]]
+    return label
