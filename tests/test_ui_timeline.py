@@ -106,7 +106,8 @@ def test_a_view_stays_small_however_many_events_it_holds():
 def test_events_that_overlap_lie_in_rows_of_their_own_and_children_below_their_parents():
     events = [(0, 100), (10, 40), (20, 30), (50, 60), (100, 130), (110, 150), (135, 140)]
     start, end = (np.array(column, np.int64) for column in zip(*events, strict=True))
-    assert lod.pack_rows(start, end).tolist() == [0, 1, 2, 1, 0, 1, 0]
+    assert lod.pack_rows(start, end, 9).tolist() == [0, 1, 2, 1, 0, 1, 0]
+    assert lod.pack_rows(start, end, 1).tolist() == [0, 1, 1, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -122,7 +123,7 @@ def test_rows_are_those_of_first_fit(seed):
         row = next((i for i, free in enumerate(free_from) if free <= s), len(free_from))
         free_from[row : row + 1] = [int(e)]
         expected.append(row)
-    assert lod.pack_rows(start, end).tolist() == expected
+    assert lod.pack_rows(start, end, 99).tolist() == expected
 
 
 def test_the_event_under_the_pointer():

@@ -36,6 +36,9 @@ LIGHT = {
     "unsplit": "#f0e442",
     "transfer": "#e69f00",
     "wait": "#d55e00",
+    # regions that are no part
+    "backward": "#004a75",
+    "region": "#5b8a8a",
     # cells of a raster, from low to high
     "level0": "#e6edf3",
     "level1": "#b9cfe2",
@@ -64,6 +67,7 @@ DARK = LIGHT | {
     "compile": "#9487e8",
     "gc": "#b8457f",
     "wait": "#e56a10",
+    "backward": "#1a5d8f",
     "level0": "#222a32",
     "level1": "#2d4a66",
     "level2": "#3f77a8",

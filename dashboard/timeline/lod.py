@@ -58,14 +58,16 @@ def strip(kind: int, start: Ints, end: Ints, source: NDArray[np.integer]) -> Str
     return Strip(kind, start, done, source.astype(np.uint32, copy=False))
 
 
-def pack_rows(start: Ints, end: Ints) -> NDArray[np.intp]:
+def pack_rows(start: Ints, end: Ints, most: int) -> NDArray[np.intp]:
     """For each event the first row in which nothing before it is still there; nested events lie below their parents.
 
-    Events are ordered by start, longer ones first.
+    Events are ordered by start, longer ones first. Those that find no room in the first `most` rows have row `most`.
     """
     row = np.zeros(len(start), np.intp)
     left = np.arange(len(start))
-    while len(left):
+    for _ in range(most):
+        if not len(left):
+            break
         kept = _chain(start[left], end[left])
         left = left[~kept]
         row[left] += 1

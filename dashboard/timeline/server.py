@@ -1,0 +1,210 @@
+"""The routes that feed the canvas. Small questions and answers are JSON, the picture is binary (see `lod.view`)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import polars as pl
+from flask import Flask, Response, request
+
+from rankscope.analysis.finding import Report
+from rankscope.analysis.report.palette import DARK, LIGHT
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.dashboard.timeline import lod, lookup
+from rankscope.dashboard.timeline.lod import Indices, Row
+from rankscope.dashboard.timeline.scene import KINDS, Scene, build_scene
+
+__all__ = ["ROUTES", "register_routes"]
+
+ROUTES = "/timeline-data"
+_MOST_PIXELS, _MOST_LEVELS = 8192, 128
+_FEWEST_LEVELS = len(KINDS)  # so that every kind of a pixel can have a level of its own
+_STEPS = 20_000
+_SEARCHES = 8
+_PATH_PIECES = 3_000
+
+
+class _Scenes:
+    """One scene per run, made when it is first asked for and again when the run's timeline is a new one."""
+
+    def __init__(self, timeline: Callable[[str], Timeline | None]) -> None:
+        self._timeline = timeline
+        self._lock = threading.Lock()
+        self._made: dict[str, tuple[Timeline, Scene]] = {}
+        self._searches: OrderedDict[tuple[int, str], lookup.Matches] = OrderedDict()
+
+    def get(self, run: str) -> tuple[Timeline, Scene] | None:
+        timeline = self._timeline(run)
+        if timeline is None:
+            return None
+        with self._lock:
+            if run not in self._made or self._made[run][0] is not timeline:
+                self._made[run] = timeline, build_scene(timeline)
+            return self._made[run]
+
+    def matches(self, scene: Scene, text: str) -> lookup.Matches:
+        key = id(scene), text
+        with self._lock:
+            if key not in self._searches:
+                self._searches[key] = lookup.matches(scene, text)
+                while len(self._searches) > _SEARCHES:
+                    self._searches.popitem(last=False)
+            return self._searches[key]
+
+
+class _BadRequest(Exception):  # noqa: N818
+    """The question makes no sense; the message says why."""
+
+
+def register_routes(
+    server: Flask,
+    timeline: Callable[[str], Timeline | None],
+    report: Callable[[str], Report | None],
+    critical_path: Callable[[str], pl.DataFrame | None],
+) -> None:
+    """Adds `/timeline-data/{scene,marks,view,at,spent,find}`: each a POST of one JSON object that names the `run`."""
+    scenes = _Scenes(timeline)
+
+    def route(name: str, answer: Callable[[dict[str, Any], Timeline, Scene], Any]) -> None:
+        def handle() -> Response:
+            asked = request.get_json(silent=True)
+            if not isinstance(asked, dict):
+                return _json({"error": "the question is not a JSON object"}, 400)
+            try:
+                made = scenes.get(str(asked.get("run", "")))
+                if made is None:
+                    return _json({"waiting": True}, 202)
+                said = answer(asked, *made)
+            except KeyError as missing:
+                return _json({"error": f"there is no {missing}"}, 404)
+            except _BadRequest as bad:
+                return _json({"error": str(bad)}, 400)
+            return _binary(said) if isinstance(said, bytes) else _json(said)
+
+        server.add_url_rule(f"{ROUTES}/{name}", f"timeline_{name}", handle, methods=["POST"])
+
+    route("scene", lambda _, timeline, scene: _scene(timeline, scene))
+    route("marks", lambda asked, _, scene: _marks(report(str(asked.get("run", ""))), scene))
+    route("view", lambda asked, _, scene: _view(asked, scene))
+    route("at", lambda asked, _, scene: lookup.describe(scene, *_ints(asked, "lane", "t", "slack")))
+    route("spent", lambda asked, _, scene: lookup.spent(scene, _lanes(asked), *_ints(asked, "t0", "t1")))
+    route("find", lambda asked, _, scene: _find(asked, scene, scenes))
+    route("path", lambda asked, _, scene: _path(asked, scene, critical_path(str(asked.get("run", "")))))
+
+
+def _scene(timeline: Timeline, scene: Scene) -> dict[str, Any]:
+    """Everything but the events. Times on the run's clock are texts: they are beyond what JavaScript counts exactly."""
+    steps = timeline.steps.filter(pl.col("rank") == pl.col("rank").min()).head(_STEPS)
+    return {
+        "origin": str(scene.origin_ns),
+        "end": scene.end,
+        "kinds": [[kind.label, kind.colour] for kind in KINDS],
+        "palette": {"light": LIGHT, "dark": DARK},
+        "groupings": [[g.title, [[title, list(ranks)] for title, ranks in g.groups.items()]] for g in scene.groupings],
+        "tracks": [
+            [rank, [[track.title, list(track.lanes), track.hidden] for track in tracks]]
+            for rank, tracks in scene.tracks.items()
+        ],
+        "nodes": [[rank, node] for rank, node in scene.nodes.items()],
+        "clocks": [[clock.node, clock.error_ns] for clock in timeline.clocks],
+        "steps": [steps["step"].to_list(), (steps["start_ns"] - scene.origin_ns).to_list()],
+    }
+
+
+def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
+    """The findings' evidence; `waiting` while the run is still being analysed."""
+    if report is None:
+        return {"waiting": True}
+    marks = [
+        {
+            "title": finding.title,
+            "severity": finding.severity,
+            "note": evidence.note,
+            "rank": evidence.rank,
+            "t0": evidence.start_ns - scene.origin_ns,
+            "t1": evidence.end_ns - scene.origin_ns,
+        }
+        for finding in report.findings
+        for evidence in finding.evidence
+    ]
+    return {"marks": marks}
+
+
+def _view(asked: dict[str, Any], scene: Scene) -> bytes:
+    t0, t1, pixels, levels = _ints(asked, "t0", "t1", "pixels", "levels")
+    if not (t0 < t1 and 1 <= pixels <= _MOST_PIXELS):
+        raise _BadRequest(f"no picture of {t0} to {t1} ns on {pixels} pixels")
+    levels = min(max(levels, _FEWEST_LEVELS), _MOST_LEVELS)
+    wanted = asked.get("lanes")
+    if not isinstance(wanted, list) or not all(isinstance(of_one, list) for of_one in wanted):
+        raise _BadRequest("lanes is no list of lists")
+    lanes = [[_row(scene, lane) for lane in of_one] for of_one in wanted]
+    tables = [scene.tables[scene.lanes[of_one[0]].table] if of_one else None for of_one in wanted]
+
+    def names(lane: int, sources: Indices) -> Sequence[str]:
+        table = tables[lane]
+        return [] if table is None else [table.names[code] for code in table.name[sources]]
+
+    return lod.view(lanes, t0, t1, pixels, levels, names)
+
+
+def _find(asked: dict[str, Any], scene: Scene, scenes: _Scenes) -> dict[str, Any]:
+    text = str(asked.get("text", "")).strip()
+    if not text:
+        raise _BadRequest("there is no text to look for")
+    number = asked.get("number")
+    (after,) = _ints(asked, "after")
+    return lookup.find(scene, scenes.matches(scene, text), number if isinstance(number, int) else None, after)
+
+
+def _path(asked: dict[str, Any], scene: Scene, path: pl.DataFrame | None) -> dict[str, Any]:
+    """The pieces of the critical path in view, the longest where there are too many."""
+    if path is None:
+        return {"pieces": None}
+    t0, t1 = (t + scene.origin_ns for t in _ints(asked, "t0", "t1"))
+    inside = path.filter((pl.col("start_ns") < t1) & (pl.col("end_ns") > t0))
+    kept = inside.top_k(_PATH_PIECES, by=pl.col("end_ns") - pl.col("start_ns")).sort("start_ns")
+    start, end = kept["start_ns"] - scene.origin_ns, kept["end_ns"] - scene.origin_ns
+    return {"pieces": list(zip(kept["rank"].to_list(), start.to_list(), end.to_list(), strict=True))}
+
+
+def _row(scene: Scene, lane: object) -> Row:
+    if not isinstance(lane, int) or not 0 <= lane < len(scene.lanes):
+        raise _BadRequest(f"there is no lane {lane}")
+    return scene.lanes[lane].row
+
+
+def _lanes(asked: dict[str, Any]) -> list[int]:
+    lanes = asked.get("lanes")
+    if not isinstance(lanes, list) or not all(isinstance(lane, int) for lane in lanes):
+        raise _BadRequest("lanes is no list of numbers")
+    return lanes
+
+
+def _ints(asked: dict[str, Any], *names: str) -> tuple[int, ...]:
+    values = [asked.get(name) for name in names]
+    if not all(isinstance(value, int) and abs(value) < 2**62 for value in values):
+        raise _BadRequest(f"{', '.join(names)} must be whole numbers")
+    return tuple(value for value in values if isinstance(value, int))
+
+
+def _json(said: object, status: int = 200) -> Response:
+    return _packed(json.dumps(said, separators=(",", ":")).encode(), "application/json", status)
+
+
+def _binary(data: bytes) -> Response:
+    return _packed(data, "application/octet-stream", 200)
+
+
+def _packed(data: bytes, kind: str, status: int) -> Response:
+    packed = gzip.compress(data, 1) if len(data) > 1000 else data
+    response = Response(packed, status, mimetype=kind)
+    if packed is not data:
+        response.headers["Content-Encoding"] = "gzip"
+    response.headers["Cache-Control"] = "no-store"
+    return response
