@@ -14,7 +14,7 @@ from rankscope.analysis.finding import Finding, Report
 from rankscope.analysis.report import digest, palette, phrases, quantities, svg, texts
 from rankscope.analysis.report.texts import say
 
-__all__ = ["render"]
+__all__ = ["chart_styles", "render"]
 
 _BARS = 32  # ranks that get a bar each; more become thin columns
 _TABLE_ROWS = 16  # of ranks or nodes; longer tables keep the extremes
@@ -27,6 +27,12 @@ def render(report: Report) -> str:
     """The whole page; everything that comes from the job is escaped."""
     page = _environment().get_template("report.html.j2").render(_page(report))
     return page.encode("utf-8", "replace").decode("utf-8")  # a path may hold lone surrogates
+
+
+def chart_styles() -> tuple[str, str]:
+    """What a page needs to show these charts elsewhere: rules for its style sheet, and markup for its body."""
+    environment = _environment()
+    return environment.get_template("charts.css.j2").render(), environment.get_template("hatches.svg.j2").render()
 
 
 def _environment() -> Environment:
