@@ -1,0 +1,126 @@
+"""All ranks become slower alike from some step on, or for a while.
+
+**Signal.** The stretch of at least `min_steps` judged steps that are longest against all others: their median is more
+than `min_ratio` times the median of the rest, a rank-sum test puts them `min_z` standard deviations apart, and what
+grew is the ranks' own time or the transfer, on at least half of the ranks.
+
+**Why it costs time.** Comparing ranks with each other is blind to what hits all of them: there is no healthy peer. The
+run's own earlier or later steps are the only measure.
+
+**False alarms.** Work that really changes: longer sequences from some step on, a phase of training with another batch
+size, an evaluation inside of steps. Where one rank makes all others wait, or what grew is input, garbage collection or compilation,
+this stays silent: they have checks of their own.
+
+**What to try.** See what happened at the step where it began: a clock or power limit, another job on the hosts or the
+network, a full disk, memory that runs out. Compare the counters of the nodes before and after.
+
+**Source.** Own-history change points as in Greyhound (a shift above 10 % that lasts 10 steps); the stretch is the
+maximum-sum segment, the test that of Mann and Whitney.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, estimate
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ()
+
+_CLIP = 2.0  # a step counts at most as this many medians, so that single hiccups make no stretch
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    steps: pl.DataFrame,
+    *,
+    min_ratio: float = 1.1,
+    min_steps: int = 10,
+    min_z: float = 5.0,
+) -> list[Finding]:
+    """The stretch of steps in which all ranks are slower, as one finding."""
+    grid = _enough(breakdown, min_steps, min_z)
+    lengths = grid.of(*grid.parts).mean(axis=0)
+    first, end = _longest_stretch(lengths, (1 + min_ratio) / 2)
+    inside = np.zeros(len(lengths), dtype=bool)
+    inside[first:end] = True
+    if min(inside.sum(), (~inside).sum()) < min_steps or _rank_sum_z(lengths, inside) < min_z:
+        return []
+    usual, slow = np.median(lengths[~inside]), np.median(lengths[inside])
+    grown = {part: _growth(values, inside) for part, values in grid.parts.items()}
+    where = max(grown, key=lambda part: grown[part])
+    if slow < min_ratio * usual or grown[where] < (slow - usual) / 2 or where not in (*OWN, "transfer"):
+        return []
+    share = float(inside.mean())
+    over = estimate(lengths[inside] - usual)
+    begins, ends = grid.steps[first], grid.steps[end - 1]
+    until = "" if end == len(lengths) else f" to {ends}"
+    return [
+        Finding(
+            detector="uniform_slowdown",
+            title=f"Steps from {begins}{until} take {duration(slow - usual)} ({percent(slow / usual - 1)}) longer than "
+            f"the others, on all ranks alike; what grew is {where}",
+            where=where,
+            advice=f"See what changed at step {begins}: clocks and power, other jobs on hosts and network, memory; "
+            "compare the nodes' counters before and after.",
+            steps=grid.steps[first:end],
+            evidence=_first_slow_step(steps, grid, begins),
+            **price(grid, Estimate((slow - usual) * share, over.half_width_ns * share), (slow - usual) * share),
+        )
+    ]
+
+
+def resolution_ns(breakdown: pl.DataFrame, *, min_ratio: float = 1.1, min_steps: int = 10, min_z: float = 5.0) -> int:
+    """What a shift of half of the steps costs per step that would just have been reported."""
+    grid = _enough(breakdown, min_steps, min_z)
+    return round((min_ratio - 1) * grid.step_ns / 2)
+
+
+def _enough(breakdown: pl.DataFrame, min_steps: int, min_z: float) -> StepGrid:
+    grid = judged_grid(breakdown)
+    # Two halves of n steps without any overlap are √(3n² / 4(n + 1)) standard deviations apart.
+    needed = max(2 * min_steps, math.ceil(4 / 3 * min_z**2 + 1))
+    if len(grid.steps) < needed:
+        raise NotResolvable(f"{len(grid.steps)} judged steps, at least {needed} are needed to see a change in the run")
+    return grid
+
+
+def _longest_stretch(lengths: Floats, ratio: float) -> tuple[int, int]:
+    """First and end (exclusive) of the stretch with the largest sum beyond `ratio` × the usual step.
+
+    Usual is the lower quartile: up to three quarters of the steps may be slow.
+    """
+    usual = np.quantile(lengths, 0.25)
+    beyond = np.cumsum(np.minimum(lengths, _CLIP * usual) - ratio * usual)
+    before = np.concatenate([[0.0], beyond[:-1]])
+    lowest = np.minimum.accumulate(before)
+    end = int(np.argmax(beyond - lowest))
+    return int(np.argmin(before[: end + 1])), end + 1
+
+
+def _rank_sum_z(values: Floats, inside: NDArray[np.bool_]) -> float:
+    """How many standard deviations the ranks of the values inside lie above chance."""
+    ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1.0
+    m, n = int(inside.sum()), int((~inside).sum())
+    return float((ranks[inside].sum() - m * (m + n + 1) / 2) / (m * n * (m + n + 1) / 12) ** 0.5)
+
+
+def _growth(values: Floats, inside: NDArray[np.bool_]) -> float:
+    """How much a part grows on the median rank."""
+    return float(np.median(np.median(values[:, inside], axis=1) - np.median(values[:, ~inside], axis=1)))
+
+
+def _first_slow_step(steps: pl.DataFrame, grid: StepGrid, step: int) -> tuple[Evidence, ...]:
+    rows = steps.filter(pl.col("rank") == grid.ranks[0], pl.col("step") == step)
+    return tuple(
+        Evidence(table="steps", rank=grid.ranks[0], start_ns=start, end_ns=end, note=f"step {step}: the first slow one")
+        for start, end in rows.select("start_ns", "end_ns").iter_rows()
+    )
