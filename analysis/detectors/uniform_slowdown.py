@@ -8,8 +8,8 @@ grew is the ranks' own time or the transfer, on at least half of the ranks.
 run's own earlier or later steps are the only measure.
 
 **False alarms.** Work that really changes: longer sequences from some step on, a phase of training with another batch
-size, an evaluation inside of steps. Where one rank makes all others wait, or what grew is input, garbage collection or compilation,
-this stays silent: they have checks of their own.
+size, an evaluation inside of steps. Where one rank makes all others wait, or what grew is input, garbage collection
+or compilation, this stays silent: they have checks of their own.
 
 **What to try.** See what happened at the step where it began: a clock or power limit, another job on the hosts or the
 network, a full disk, memory that runs out. Compare the counters of the nodes before and after.
