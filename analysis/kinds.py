@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["COMMUNICATION", "COMPUTE", "MEMORY", "OPS_BY_NAME", "device_work", "kernel_op"]
+__all__ = ["COMMUNICATION", "COMPUTE", "DEVICE_CATEGORIES", "MEMORY", "OPS_BY_NAME", "device_work", "kernel_op"]
 
 COMPUTE, COMMUNICATION, MEMORY = "compute", "communication", "memory"
 
 # Categories of the profiler's rows that are work of the device, old names and new.
 _KERNELS = ("kernel", "Kernel")
 _COPIES = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
+DEVICE_CATEGORIES = _KERNELS + _COPIES
 
 _COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|\bdeep_ep\b|\bep::", re.IGNORECASE)
 _NCCL_OP = re.compile(r"nccl(?:Dev)?(?:Kernel)?_?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)")

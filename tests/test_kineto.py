@@ -420,9 +420,12 @@ def test_an_event_that_never_ends_does_not_swallow_the_others(tmp_path):
 # ---------------------------------------------------------------- the two scanners
 
 
-def both(data, cuts=(), dropped=(b"python_function",)):
+CATEGORIES = (b"kernel", b"cuda_runtime"), (b"cpu_op",)
+
+
+def both(data, cuts=()):
     """What the two scanners make of the data when it comes in pieces that end at `cuts`."""
-    return [_everything(kind(dropped), data, sorted({c for c in cuts if c < len(data)})) for kind in _scanners()]
+    return [_everything(kind(*CATEGORIES), data, sorted({c for c in cuts if c < len(data)})) for kind in _scanners()]
 
 
 def _scanners():
@@ -455,6 +458,8 @@ SEED = json.dumps(
         event("cpu_op", "aten::add", 4203669604595.407, 12, **{"Input Dims": [[1, "a]"], {"b": 2}], "External id": 9}),
         {"ph": "f", "id": 1, "pid": 1, "tid": -3, "ts": 1e15, "cat": "ac2g", "name": "ac2g", "bp": "e"},
         event("python_function", 'a "quoted" \\ name', 1.5e3, 1),
+        launch(1712195495519680, 3, 7),
+        kernel("k", 1712195495519689, 2, 8, grid=[1, {"x": [2]}], text="device"),
     ],
     indent=1,
 )[1:].encode()
@@ -475,6 +480,9 @@ PIECES = [
     b'},{"ph"',
     b'"ph":"X",',
     b'"ts":1,',
+    b'"stream": 5',
+    b'"Collective name":',
+    b'"args": {',
     b"9" * 19,
 ]
 
@@ -506,7 +514,7 @@ def test_both_scanners_agree_on_anything(pieces):
 @given(st.from_regex(r"-?[0-9]{1,22}(\.[0-9]{0,8})?([eE][+-]?[0-9]{1,3})?", fullmatch=True))
 def test_numbers_are_exact(text):
     """Against decimal arithmetic, for all that fits: at most 19 digits and 3 × 10^18 ns."""
-    data = b'{"ph": "X", "dur": 1, "ts": ' + text.encode() + b"}]"
+    data = b'{"ph": "X", "cat": "kernel", "dur": 1, "ts": ' + text.encode() + b"}]"
     fast, reference = both(data)
     assert fast == reference
     digits = text.lower().split("e")[0].replace(".", "").lstrip("-0")
@@ -522,18 +530,18 @@ def test_the_size_of_the_pieces_does_not_matter(monkeypatch, chunk):
     monkeypatch.setattr(scan, "_CHUNK", chunk)
     events = b",\n".join([SEED.rstrip()[:-1]] * 20) + b'], "after": 1}'
     result = scan.Scan()
-    scanner = scan.new_scanner(())
+    scanner = scan.new_scanner(*CATEGORIES)
     batches = scan.scan_events(scanner, io.BytesIO(events), b"", result)
-    assert sum(len(batch.rows["ts"]) for batch in batches) == 60
-    assert (scanner.counts(), result.cut, result.trailer) == ((80, 0, 0, 0), False, b', "after": 1}')
+    assert sum(len(batch.rows["ts"]) for batch in batches) == 80
+    assert (scanner.counts(), result.cut, result.trailer) == ((120, 0, 0, 0), False, b', "after": 1}')
 
 
 def test_names_beyond_the_limit_share_one_code(monkeypatch):
     monkeypatch.setattr(scan, "MAX_NAMES", 4)
-    scanner = scan.PythonScanner(())
-    data = json.dumps([event("a", "b", 0, 1, pid=1, tid=2)])[1:].encode()
+    scanner = scan.PythonScanner(*CATEGORIES)
+    data = json.dumps([event("kernel", "b", 0, 1, pid=1, tid=2)])[1:].encode()
     _everything(scanner, data, [])
-    assert (scanner.names(2), scanner.counts()[3]) == ([b"a", b"b"], 2)
+    assert (scanner.names(2), scanner.counts()[3]) == ([b"kernel", b"b"], 2)
 
 
 WHOLE = text_of(
@@ -600,7 +608,7 @@ import _scan
 seed = pathlib.Path(__file__).with_name("seed").read_bytes()
 signs = b'"\\\\{}[],:0123456789.eE-X \\n' + bytes([0, 255])
 random.seed(1)
-scanner = _scan.new((b"python_function",))
+scanner = _scan.new((b"kernel", b"cuda_runtime"), (b"cpu_op",))
 for number in range(20000):
     begin = random.randrange(len(seed))
     data = bytearray(seed[begin : begin + random.randrange(1, len(seed))])

@@ -8,10 +8,16 @@
 #define Py_LIMITED_API 0x030a0000
 #endif
 #include <Python.h>
+#if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "needs GCC or clang and a little-endian machine; elsewhere the Python scanner serves"
+#endif
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 typedef const uint8_t *Text;
 
@@ -21,12 +27,14 @@ enum { TS, DUR, CORRELATION, N_LONG };                     /* int64 columns, the
 enum { CAT, NAME, PID, TID, STREAM, DEVICE, N_SHORT };
 enum { IN_NELEMS, OUT_NELEMS, SEQ, SRC, DST, N_META_LONG };
 enum { ROW, COLLECTIVE, GROUP, RANKS, DESCRIPTION, DTYPE, N_META_SHORT };
+enum { UNWANTED, BRIEF, WHOLE }; /* what is read of a category's events */
 
 #define MISSING INT64_MIN
 #define MISSING_SHORT INT32_MIN
 #define LIMIT UINT64_C(3000000000000000000) /* three such numbers can be added */
 #define MAX_DIGITS 19 /* 2026 in ns; a uint64 holds any such number */
-#define MAX_DROPPED 8
+#define MAX_CATEGORIES 64
+#define SKIM_BYTES (1 << 14) /* what is longer is parsed; it bounds what a file can make a skim cost */
 #define MAX_NAMES (1u << 18)
 #define MAX_NAME_BYTES (32u << 20)
 #define NO_NAME 0
@@ -42,22 +50,31 @@ typedef struct {
 } Names;
 
 typedef struct {
-    Names names;
-    int64_t counts[N_COUNTS];
-    uint8_t *dropped[MAX_DROPPED];
-    size_t dropped_size[MAX_DROPPED];
-    int n_dropped;
-    int out_of_memory;
-} Scanner;
-
-typedef struct {
     Text at;
     size_t size;
 } Span; /* `at` is NULL where there is none */
 
 typedef struct {
+    uint8_t *text;
+    size_t size;
+    int wanted;
+} Category;
+
+typedef struct {
+    Names names;
+    uint32_t last[N_SHORT]; /* code of each column's last name: most come again */
+    int64_t counts[N_COUNTS];
+    Category category[MAX_CATEGORIES];
+    int n_categories;
+    int out_of_memory;
+} Scanner;
+
+typedef struct {
     int is_complete; /* "ph": "X" */
+    int wanted;      /* by its category */
     int has_meta;
+    int skimmed, skimmed_args; /* each is tried once */
+    int parsed_args;           /* `meta` and `meta_text` hold something */
     int64_t number[N_LONG];
     int64_t stream, device;
     Span text[4]; /* CAT, NAME, PID, TID */
@@ -65,18 +82,49 @@ typedef struct {
     Span meta_text[N_META_SHORT];
 } Event;
 
-static uint64_t hash_of(Text s, size_t n)
+static inline uint64_t word_at(Text p)
 {
-    uint64_t h = n * UINT64_C(0x9E3779B97F4A7C15), w;
+    uint64_t w;
+    memcpy(&w, p, 8);
+    return w;
+}
+
+static inline uint64_t half_word_at(Text p)
+{
+    uint32_t w;
+    memcpy(&w, p, 4);
+    return w;
+}
+
+/* The last n bytes before s + n, at most 8: from words that overlap, since a copy of n bytes is a call. */
+static inline uint64_t tail_of(Text s, size_t n, size_t whole)
+{
+    if (whole >= 8)
+        return n ? word_at(s + n - 8) : 0;
+    if (n >= 4)
+        return half_word_at(s) | half_word_at(s + n - 4) << 32;
+    return n ? s[0] | (uint64_t)s[n / 2] << 8 | (uint64_t)s[n - 1] << 16 : 0;
+}
+
+static inline uint64_t hash_of(Text s, size_t n)
+{
+    size_t whole = n;
+    uint64_t h = n * UINT64_C(0x9E3779B97F4A7C15);
     for (; n >= 8; s += 8, n -= 8) {
-        memcpy(&w, s, 8);
-        h = (h ^ w) * UINT64_C(0xff51afd7ed558ccd);
+        h = (h ^ word_at(s)) * UINT64_C(0xff51afd7ed558ccd);
         h ^= h >> 32;
     }
-    w = 0;
-    memcpy(&w, s, n);
-    h = (h ^ w) * UINT64_C(0xc4ceb9fe1a85ec53);
+    h = (h ^ tail_of(s, n, whole)) * UINT64_C(0xc4ceb9fe1a85ec53);
     return h ^ (h >> 29);
+}
+
+static inline int are_same(Text a, Text b, size_t n)
+{
+    size_t whole = n;
+    for (; n >= 8; a += 8, b += 8, n -= 8)
+        if (word_at(a) != word_at(b))
+            return 0;
+    return tail_of(a, n, whole) == tail_of(b, n, whole);
 }
 
 static int grow(void *where, size_t count, size_t item)
@@ -105,6 +153,12 @@ static int more_names(Names *names)
     return 1;
 }
 
+static inline int is_name(const Names *names, uint32_t code, Span span)
+{
+    size_t begin = names->end[code - 1];
+    return names->end[code] - begin == span.size && are_same(names->text + begin, span.at, span.size);
+}
+
 /* The code of a string: its position in order of appearance. */
 static int32_t intern(Scanner *scanner, Span span)
 {
@@ -114,9 +168,7 @@ static int32_t intern(Scanner *scanner, Span span)
     uint64_t h = hash_of(span.at, span.size);
     uint32_t s = (uint32_t)h & names->mask, code;
     for (; (code = names->slot[s]); s = (s + 1) & names->mask) {
-        size_t begin = names->end[code - 1];
-        if (names->hash[code] == h && names->end[code] - begin == span.size &&
-            !memcmp(names->text + begin, span.at, span.size))
+        if (names->hash[code] == h && is_name(names, code, span))
             return (int32_t)code;
     }
     if (names->count >= MAX_NAMES || names->text_used + span.size > MAX_NAME_BYTES) {
@@ -147,62 +199,55 @@ static int32_t intern(Scanner *scanner, Span span)
     return (int32_t)code;
 }
 
-enum { SPACE = 1, ENDS_BARE = 2, NESTS = 4 };
+static int32_t intern_again(Scanner *scanner, int column, Span span)
+{
+    uint32_t last = scanner->last[column];
+    if (!last || !span.at || !is_name(&scanner->names, last, span)) {
+        last = (uint32_t)intern(scanner, span);
+        scanner->last[column] = last > OTHER_NAME ? last : 0;
+    }
+    return (int32_t)last;
+}
+
+enum { ENDS_BARE = 1, NESTS = 2, BEGINS_KEY = 4 };
 static const uint8_t kinds[256] = {
-    [' '] = SPACE, ['\r'] = SPACE, ['\t'] = SPACE, ['\n'] = SPACE | ENDS_BARE,
-    [','] = ENDS_BARE, ['"'] = ENDS_BARE | NESTS, ['{'] = ENDS_BARE | NESTS, ['['] = ENDS_BARE | NESTS,
+    ['C'] = BEGINS_KEY, ['c'] = BEGINS_KEY, ['d'] = BEGINS_KEY, ['s'] = BEGINS_KEY, /* those that `skim` looks for */
+    ['\n'] = ENDS_BARE, [','] = ENDS_BARE, ['"'] = ENDS_BARE | NESTS, ['{'] = ENDS_BARE | NESTS, ['['] = ENDS_BARE | NESTS,
     ['}'] = ENDS_BARE | NESTS, [']'] = ENDS_BARE | NESTS,
 };
 
-static inline int is_space(uint8_t c) { return kinds[c] & SPACE; }
+/* Whatever is no sign counts as a space: one comparison for eight bytes. */
+static inline int is_space(uint8_t c) { return c <= ' '; }
 
-/* Index of the first byte in memory that is not 0; the word is not 0. */
-static inline int first_set(uint64_t word)
-{
-#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-    return __builtin_ctzll(word) >> 3;
-#else
-    uint8_t bytes[8];
-    int i = 0;
-    memcpy(bytes, &word, 8);
-    while (!bytes[i])
-        i++;
-    return i;
-#endif
-}
+static inline int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
 
-/* Most space is one blank, or a line break with an indentation, which is looked at eight bytes at a time. */
 static inline Text skip_space(Text p, Text e)
 {
-    if (e - p > 8 && *p == '\n') {
-        uint64_t w;
-        memcpy(&w, ++p, 8);
-        w ^= UINT64_C(0x2020202020202020);
-        p += w ? first_set(w) : 8;
+    if (p < e && !is_space(*p))
+        return p;
+    for (int n = 8; n == 8 && e - p >= 8; p += n) {
+        uint64_t w = word_at(p);
+        w = (w | ((w & UINT64_C(0x7F7F7F7F7F7F7F7F)) + UINT64_C(0x5F5F5F5F5F5F5F5F))) & UINT64_C(0x8080808080808080);
+        n = w ? lowest_bit(w) >> 3 : 8;
     }
     while (p < e && is_space(*p))
         p++;
     return p;
 }
 
-/* The next quote, NULL if there is none before e. Most strings are short: their bytes are looked at eight at a time. */
+/* The next quote, NULL if there is none before e. Most strings are short. */
 static inline Text find_quote(Text p, Text e)
 {
-    for (int i = 0; i < 3 && e - p >= 8; i++, p += 8) {
-        uint64_t w;
-        memcpy(&w, p, 8);
-        w ^= UINT64_C(0x2222222222222222);
-        w = (w - UINT64_C(0x0101010101010101)) & ~w & UINT64_C(0x8080808080808080);
-        if (w) {
-#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-            return p + first_set(w);
-#else /* bytes behind the first quote may be marked too, and here they may come first */
-            while (*p != '"')
-                p++;
-            return p;
-#endif
-        }
+#ifdef __SSE2__
+    const __m128i quote = _mm_set1_epi8('"');
+    for (int i = 0; i < 2 && e - p >= 32; i++, p += 32) {
+        __m128i low = _mm_loadu_si128((const __m128i *)p), high = _mm_loadu_si128((const __m128i *)(p + 16));
+        uint32_t found = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(low, quote)) |
+                         (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(high, quote)) << 16;
+        if (found)
+            return p + lowest_bit(found);
     }
+#endif
     return p < e ? memchr(p, '"', (size_t)(e - p)) : NULL;
 }
 
@@ -220,6 +265,27 @@ static inline Text closing_quote(Text p, Text e)
             return p;
     }
     return NULL;
+}
+
+static inline int is_digit(uint8_t c) { return (uint8_t)(c - '0') < 10; }
+
+/* How many of the 8 bytes at p, up to the first that is none, are digits; `word` has their values. */
+static inline int digits_at(Text p, uint64_t *word)
+{
+    *word = word_at(p) ^ UINT64_C(0x3030303030303030);
+    uint64_t others = (*word | (*word + UINT64_C(0x7676767676767676))) & UINT64_C(0x8080808080808080);
+    return others ? lowest_bit(others) >> 3 : 8;
+}
+
+static inline Text past_digits(Text p, Text e)
+{
+    uint64_t word;
+    int n = 8;
+    while (n == 8 && e - p >= 8)
+        p += n = digits_at(p, &word);
+    while (n == 8 && p < e && is_digit(*p))
+        p++;
+    return p;
 }
 
 /* Past the object or array at p, NULL if it does not end before e. Kinds of brackets are not told apart. */
@@ -264,8 +330,11 @@ static inline Text past_value(Text p, Text e, Span *value)
         value->size = p ? (size_t)(p - begin) : 0;
         return p;
     }
+    p = past_digits(p + (*p == '-'), e);
+    if (p < e && *p == '.')
+        p = past_digits(p + 1, e);
     while (p < e && !(kinds[*p] & ENDS_BARE))
-        p++;
+        p++; /* it is no plain number */
     if (p >= e)
         return NULL;
     Text end = p;
@@ -278,30 +347,47 @@ static inline Text past_value(Text p, Text e, Span *value)
     return p;
 }
 
-static inline int is_digit(uint8_t c) { return (uint8_t)(c - '0') < 10; }
+static const uint64_t powers[] = {1, 10, 100, 1000, 10000, 100000, 1000000, 10000000, 100000000};
 
-/* Digits, at most one point, no more than fit without a check: the usual number. MISSING sends the others on. */
-static inline int64_t plain_number(Span span, int scale)
+/* The number that up to 8 digits at p make, and how many they are. */
+static inline int eight_digits(Text p, uint64_t *value)
 {
-    Text p = span.at, e = p + span.size;
-    int negative = *p == '-', fraction = 0;
+    uint64_t w;
+    int n = digits_at(p, &w);
+    w = n ? w << (64 - 8 * n) : 0; /* the first digit is in the lowest byte: zeros go before it */
+    w = w * 10 + (w >> 8);
+    *value = ((w & UINT64_C(0xFF000000FF)) * UINT64_C(0xF424000000064) +
+              (w >> 16 & UINT64_C(0xFF000000FF)) * UINT64_C(0x271000000001)) >> 32;
+    return n;
+}
+
+/* Up to 16 digits, a point, no more digits than the scale has: the usual number. MISSING sends the others on. */
+static inline int64_t plain_number(Span span, int scale, Text e)
+{
+    Text p = span.at, end = p + span.size;
+    uint64_t value, more;
+    int negative = *p == '-', n, fraction = 0;
     p += negative;
-    if (e - p > 18 || p == e || !is_digit(*p))
+    if (e - p < 32 || !(n = eight_digits(p, &value)))
         return MISSING;
-    int64_t value = 0;
-    for (; p < e && is_digit(*p); p++)
-        value = value * 10 + (*p - '0');
-    if (p < e && *p == '.')
-        for (p++; p < e && is_digit(*p); p++, fraction++)
-            value = value * 10 + (*p - '0');
-    if (p != e || fraction > scale)
-        return MISSING;
-    for (; fraction < scale; fraction++) {
-        if (value > (int64_t)(LIMIT / 10))
-            return MISSING;
-        value *= 10;
+    p += n;
+    if (n == 8) {
+        p += n = eight_digits(p, &more);
+        value = value * powers[n] + more;
     }
-    return negative ? -value : value;
+    if (p < end && *p == '.') {
+        fraction = eight_digits(++p, &more);
+        if (fraction > scale)
+            return MISSING;
+        p += fraction;
+        value = value * powers[fraction] + more;
+    }
+    if (p != end)
+        return MISSING;
+    value *= powers[scale - fraction];
+    if (value > LIMIT)
+        return MISSING;
+    return negative ? -(int64_t)value : (int64_t)value;
 }
 
 /* The decimal number times 10^scale, rounded half away from zero; MISSING if it is no number or too large. */
@@ -361,22 +447,22 @@ static int64_t any_number(Span span, int scale)
     return negative ? -(int64_t)value : (int64_t)value;
 }
 
-static inline int64_t number(Span span, int scale)
+static inline int64_t number(Span span, int scale, Text e)
 {
     if (!span.size)
         return MISSING;
-    int64_t value = plain_number(span, scale);
+    int64_t value = plain_number(span, scale, e);
     return value == MISSING ? any_number(span, scale) : value;
 }
 
 #define IS(text) (key.size == sizeof(text) - 1 && !memcmp(key.at, text, sizeof(text) - 1))
 
-static inline void take_argument(Event *event, Span key, Span value)
+static inline void take_argument(Event *event, Span key, Span value, Text e)
 {
     switch (key.size) {
     case 3:
         if (IS("Seq"))
-            event->meta[SEQ] = number(value, 0);
+            event->meta[SEQ] = number(value, 0, e);
         break;
     case 5:
         if (IS("dtype"))
@@ -384,27 +470,27 @@ static inline void take_argument(Event *event, Span key, Span value)
         break;
     case 6:
         if (IS("stream"))
-            event->stream = number(value, 0);
+            event->stream = number(value, 0, e);
         else if (IS("device"))
-            event->device = number(value, 0);
+            event->device = number(value, 0, e);
         break;
     case 8:
         if (IS("Src Rank"))
-            event->meta[SRC] = number(value, 0);
+            event->meta[SRC] = number(value, 0, e);
         else if (IS("Dst Rank"))
-            event->meta[DST] = number(value, 0);
+            event->meta[DST] = number(value, 0, e);
         break;
     case 11:
         if (IS("correlation"))
-            event->number[CORRELATION] = number(value, 0);
+            event->number[CORRELATION] = number(value, 0, e);
         break;
     case 13:
         if (IS("In msg nelems"))
-            event->meta[IN_NELEMS] = number(value, 0);
+            event->meta[IN_NELEMS] = number(value, 0, e);
         break;
     case 14:
         if (IS("Out msg nelems"))
-            event->meta[OUT_NELEMS] = number(value, 0);
+            event->meta[OUT_NELEMS] = number(value, 0, e);
         break;
     case 15:
         if (IS("Collective name")) {
@@ -427,18 +513,31 @@ static inline void take_argument(Event *event, Span key, Span value)
     }
 }
 
-static inline void take_member(Event *event, Span key, Span value)
+static int wanted_of(const Scanner *scanner, Span cat)
+{
+    for (int i = 0; cat.at && i < scanner->n_categories; i++) {
+        const Category *category = &scanner->category[i];
+        if (cat.size == category->size && are_same(cat.at, category->text, cat.size))
+            return category->wanted;
+    }
+    return UNWANTED;
+}
+
+/* Whether the event is still wanted. */
+static inline int take_member(const Scanner *scanner, Event *event, Span key, Span value, Text e)
 {
     if (key.size == 2) {
         if (IS("ph"))
-            event->is_complete = value.size == 1 && *value.at == 'X';
-        else if (IS("ts"))
-            event->number[TS] = number(value, 3);
+            return event->is_complete = value.size == 1 && *value.at == 'X';
+        if (IS("ts"))
+            event->number[TS] = number(value, 3, e);
     } else if (key.size == 3) {
-        if (IS("dur"))
-            event->number[DUR] = number(value, 3);
-        else if (IS("cat"))
+        if (IS("cat")) {
             event->text[CAT] = value;
+            return event->wanted = wanted_of(scanner, value);
+        }
+        if (IS("dur"))
+            event->number[DUR] = number(value, 3, e);
         else if (IS("pid"))
             event->text[PID] = value;
         else if (IS("tid"))
@@ -446,14 +545,115 @@ static inline void take_member(Event *event, Span key, Span value)
     } else if (IS("name")) {
         event->text[NAME] = value;
     }
+    return 1;
+}
+
+/* Of 64 bytes: which are quotes, and which are a brace, a backslash or a line break. */
+static inline void marks_of(Text p, uint64_t *quotes, uint64_t *signs)
+{
+    *quotes = *signs = 0;
+#ifdef __SSE2__
+    const __m128i quote = _mm_set1_epi8('"'), open = _mm_set1_epi8('{'), close = _mm_set1_epi8('}');
+    const __m128i slash = _mm_set1_epi8('\\'), line = _mm_set1_epi8('\n');
+    for (int i = 0; i < 64; i += 16) {
+        __m128i text = _mm_loadu_si128((const __m128i *)(p + i));
+        __m128i braces = _mm_or_si128(_mm_cmpeq_epi8(text, open), _mm_cmpeq_epi8(text, close));
+        __m128i others = _mm_or_si128(_mm_cmpeq_epi8(text, slash), _mm_cmpeq_epi8(text, line));
+        *quotes |= (uint64_t)(uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(text, quote)) << i;
+        *signs |= (uint64_t)(uint32_t)_mm_movemask_epi8(_mm_or_si128(braces, others)) << i;
+    }
+#else
+    for (int i = 0; i < 64; i++) {
+        *quotes |= (uint64_t)(p[i] == '"') << i;
+        *signs |= (uint64_t)(p[i] == '{' || p[i] == '}' || p[i] == '\\' || p[i] == '\n') << i;
+    }
+#endif
+}
+
+#define BEGINS(p, e, text) ((size_t)((e) - (p)) >= sizeof(text) - 1 && !memcmp(p, text, sizeof(text) - 1))
+
+/* The number that follows the key before p; 0 if a value does that is none, or is not whole. */
+static int number_after(Text p, Text e, int64_t *into)
+{
+    Span value;
+    p = skip_space(p, e);
+    if (p >= e || *p != ':')
+        return 1; /* it is no key */
+    p = skip_space(p + 1, e);
+    if (p >= e || (!is_digit(*p) && *p != '-') || !past_value(p, e, &value))
+        return 0;
+    *into = number(value, 0, e);
+    return 1;
+}
+
+/* Past the brace that closes the object in which p lies, without a look at most of what is in it.
+ *
+ * NULL where that would not be safe, or not be right: with escapes, with a line break or a brace in a string (which
+ * may be no string, but lie between two whose quotes are broken), with a collective's arguments. Of a `keys` that is
+ * not NULL, the members that every kernel and launch has are taken. */
+static Text skim(Text p, Text e, Event *keys, int is_args)
+{
+    int64_t depth = 1, correlation = keys ? keys->number[CORRELATION] : MISSING;
+    int64_t stream = keys ? keys->stream : MISSING, device = keys ? keys->device : MISSING;
+    int in_string = 0;
+    if (e - p > SKIM_BYTES)
+        e = p + SKIM_BYTES;
+    for (; p < e; p += 64) {
+        uint64_t quotes, signs;
+        if (e - p >= 64) {
+            marks_of(p, &quotes, &signs);
+        } else {
+            uint8_t rest[64] = {0};
+            memcpy(rest, p, (size_t)(e - p));
+            marks_of(rest, &quotes, &signs);
+        }
+        for (uint64_t left = quotes | signs; left; left &= left - 1) {
+            int bit = lowest_bit(left);
+            Text at = p + bit;
+            if (quotes >> bit & 1) {
+                in_string ^= 1;
+                if (!is_args || !in_string || at + 1 >= e || !(kinds[at[1]] & BEGINS_KEY))
+                    continue;
+                if (BEGINS(at, e, "\"Collective name\""))
+                    return NULL;
+                if (!keys || depth != 1)
+                    continue;
+                if (BEGINS(at, e, "\"stream\"") && !number_after(at + 8, e, &stream))
+                    return NULL;
+                if (BEGINS(at, e, "\"device\"") && !number_after(at + 8, e, &device))
+                    return NULL;
+                if (BEGINS(at, e, "\"correlation\"") && !number_after(at + 13, e, &correlation))
+                    return NULL;
+            } else if (in_string || *at == '\\') {
+                return NULL;
+            } else if (*at == '{') {
+                depth++;
+            } else if (*at == '}' && --depth == 0) {
+                if (keys) {
+                    keys->stream = stream;
+                    keys->device = device;
+                    keys->number[CORRELATION] = correlation;
+                }
+                return at + 1;
+            }
+        }
+    }
+    return NULL;
+}
+
+static void no_meta(Event *event)
+{
+    for (int i = 0; i < N_META_LONG; i++)
+        event->meta[i] = MISSING;
+    memset(event->meta_text, 0, sizeof event->meta_text);
 }
 
 typedef enum { DONE, MORE, BAD } Outcome;
 
 /* The members of the object after its brace at *at; where it ends in *at. `args` goes one level down. */
-static Outcome parse_members(Text *at, Text e, Event *event, int in_args)
+static Outcome parse_members(const Scanner *scanner, Text *at, Text e, Event *event, int in_args)
 {
-    Text p = *at;
+    Text p = *at, after;
     for (;;) {
         p = skip_space(p, e);
         if (p >= e)
@@ -479,17 +679,29 @@ static Outcome parse_members(Text *at, Text e, Event *event, int in_args)
             return MORE;
         if (!in_args && *p == '{' && IS("args")) {
             p++;
-            Outcome outcome = parse_members(&p, e, event, 1);
-            if (outcome != DONE)
-                return outcome;
+            after = event->wanted && !event->skimmed_args++
+                        ? skim(p, e, event->wanted == WHOLE ? event : NULL, 1)
+                        : NULL;
+            if (after) {
+                p = after;
+            } else {
+                if (!event->parsed_args++)
+                    no_meta(event);
+                Outcome outcome = parse_members(scanner, &p, e, event, 1);
+                if (outcome != DONE)
+                    return outcome;
+            }
         } else {
             p = past_value(p, e, &value);
             if (!p)
                 return MORE;
-            if (in_args)
-                take_argument(event, key, value);
-            else
-                take_member(event, key, value);
+            if (in_args) {
+                take_argument(event, key, value, e);
+            } else if (!take_member(scanner, event, key, value, e) && !event->skimmed++ &&
+                       (after = skim(p, e, NULL, 0))) {
+                *at = after;
+                return DONE;
+            }
         }
         p = skip_space(p, e);
         if (p >= e)
@@ -501,16 +713,15 @@ static Outcome parse_members(Text *at, Text e, Event *event, int in_args)
     }
 }
 
-static Outcome parse_event(Text *at, Text e, Event *event)
+static Outcome parse_event(const Scanner *scanner, Text *at, Text e, Event *event)
 {
-    memset(event, 0, sizeof *event);
+    event->is_complete = event->wanted = event->has_meta = event->skimmed = event->skimmed_args = event->parsed_args = 0;
     for (int i = 0; i < N_LONG; i++)
         event->number[i] = MISSING;
-    for (int i = 0; i < N_META_LONG; i++)
-        event->meta[i] = MISSING;
     event->stream = event->device = MISSING;
+    memset(event->text, 0, sizeof event->text);
     Text p = *at + 1;
-    Outcome outcome = parse_members(&p, e, event, 0);
+    Outcome outcome = parse_members(scanner, &p, e, event, 0);
     if (outcome == DONE)
         *at = p;
     return outcome;
@@ -535,14 +746,6 @@ static Text next_event(Text p, Text e)
     return NULL;
 }
 
-static int is_dropped(const Scanner *scanner, Span cat)
-{
-    for (int i = 0; i < scanner->n_dropped; i++)
-        if (cat.size == scanner->dropped_size[i] && cat.at && !memcmp(cat.at, scanner->dropped[i], cat.size))
-            return 1;
-    return 0;
-}
-
 static int32_t as_short(int64_t value)
 {
     return value > INT32_MIN && value <= INT32_MAX ? (int32_t)value : MISSING_SHORT;
@@ -561,7 +764,7 @@ static void store(Scanner *scanner, Columns *rows, Columns *metas, const Event *
     for (int i = 0; i < N_LONG; i++)
         rows->longs[i * n + row] = event->number[i];
     for (int i = CAT; i <= TID; i++)
-        rows->shorts[i * n + row] = intern(scanner, event->text[i]);
+        rows->shorts[i * n + row] = intern_again(scanner, i, event->text[i]);
     rows->shorts[STREAM * n + row] = as_short(event->stream);
     rows->shorts[DEVICE * n + row] = as_short(event->device);
     if (!event->has_meta)
@@ -577,8 +780,8 @@ static void store(Scanner *scanner, Columns *rows, Columns *metas, const Event *
 static void free_scanner(PyObject *capsule)
 {
     Scanner *scanner = PyCapsule_GetPointer(capsule, "rankscope.Scanner");
-    for (int i = 0; i < scanner->n_dropped; i++)
-        free(scanner->dropped[i]);
+    for (int i = 0; i < scanner->n_categories; i++)
+        free(scanner->category[i].text);
     free(scanner->names.text);
     free(scanner->names.end);
     free(scanner->names.hash);
@@ -586,11 +789,36 @@ static void free_scanner(PyObject *capsule)
     free(scanner);
 }
 
-static PyObject *new_scanner(PyObject *Py_UNUSED(module), PyObject *dropped)
+/* The categories' names are the scanner's; what was not taken has set an exception. */
+static int take_categories(Scanner *scanner, PyObject *names, int wanted)
 {
-    Py_ssize_t count = PyTuple_Size(dropped);
-    if (count < 0 || count > MAX_DROPPED)
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "at most %d categories", MAX_DROPPED);
+    Py_ssize_t count = PyTuple_Size(names);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        char *text;
+        Py_ssize_t size;
+        if (PyBytes_AsStringAndSize(PyTuple_GetItem(names, i), &text, &size) < 0)
+            return 0;
+        if (scanner->n_categories == MAX_CATEGORIES) {
+            PyErr_Format(PyExc_ValueError, "at most %d categories", MAX_CATEGORIES);
+            return 0;
+        }
+        uint8_t *copy = malloc(size ? (size_t)size : 1);
+        if (!copy) {
+            PyErr_NoMemory();
+            return 0;
+        }
+        memcpy(copy, text, (size_t)size);
+        scanner->category[scanner->n_categories++] = (Category){copy, (size_t)size, wanted};
+    }
+    return count >= 0;
+}
+
+/* new(whole, brief) -> scanner */
+static PyObject *new_scanner(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *whole, *brief;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &whole, &PyTuple_Type, &brief))
+        return NULL;
     Scanner *scanner = calloc(1, sizeof *scanner);
     if (!scanner)
         return PyErr_NoMemory();
@@ -608,24 +836,12 @@ static PyObject *new_scanner(PyObject *Py_UNUSED(module), PyObject *dropped)
     names->end = calloc(names->size, sizeof *names->end);
     names->hash = calloc(names->size, sizeof *names->hash);
     names->slot = calloc(names->size * 2, sizeof *names->slot);
-    int whole = names->text && names->end && names->hash && names->slot;
-    for (Py_ssize_t i = 0; whole && i < count; i++) {
-        char *text;
-        Py_ssize_t size;
-        if (PyBytes_AsStringAndSize(PyTuple_GetItem(dropped, i), &text, &size) < 0)
-            break;
-        uint8_t *copy = malloc(size ? (size_t)size : 1);
-        whole = copy != NULL;
-        if (whole) {
-            memcpy(copy, text, (size_t)size);
-            scanner->dropped[scanner->n_dropped] = copy;
-            scanner->dropped_size[scanner->n_dropped++] = (size_t)size;
-        }
-    }
-    if (whole && !PyErr_Occurred())
+    if (!names->text || !names->end || !names->hash || !names->slot)
+        PyErr_NoMemory();
+    else if (take_categories(scanner, whole, WHOLE) && take_categories(scanner, brief, BRIEF))
         return capsule;
     Py_DECREF(capsule);
-    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    return NULL;
 }
 
 static Columns columns_of(PyObject *bytes, Py_ssize_t row_size, int n_long)
@@ -680,7 +896,7 @@ static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
             why = FULL;
             break;
         }
-        Outcome outcome = *p == '{' ? parse_event(&p, e, &event) : BAD;
+        Outcome outcome = *p == '{' ? parse_event(scanner, &p, e, &event) : BAD;
         if (outcome == MORE && !final)
             break;
         if (outcome != DONE) {
@@ -693,8 +909,10 @@ static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
         }
         scanner->counts[EVENTS]++;
         done = p;
-        if (!event.is_complete || is_dropped(scanner, event.text[CAT]))
+        if (!event.is_complete || !event.wanted)
             continue;
+        if (event.wanted == BRIEF && !event.has_meta)
+            event.stream = event.device = event.number[CORRELATION] = MISSING;
         if (event.number[TS] == MISSING || event.number[DUR] == MISSING || event.number[DUR] < 0)
             scanner->counts[UNTIMED]++;
         else
@@ -738,7 +956,7 @@ static PyObject *counts(PyObject *Py_UNUSED(module), PyObject *capsule)
 }
 
 static PyMethodDef methods[] = {
-    {"new", new_scanner, METH_O, "new(dropped categories: tuple of bytes) -> scanner"},
+    {"new", new_scanner, METH_VARARGS, "new(whole, brief: tuples of bytes) -> scanner"},
     {"scan", scan, METH_VARARGS, "scan(scanner, data, start, end, final, lost, rows, metas) -> (rows, metas, consumed, why)"},
     {"names", names, METH_VARARGS, "names(scanner, first) -> list of bytes"},
     {"counts", counts, METH_O, "counts(scanner) -> (events, malformed, untimed, unnamed)"},

@@ -23,7 +23,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Gap
-from rankscope.analysis.kinds import OPS_BY_NAME, device_work, kernel_op
+from rankscope.analysis.kinds import DEVICE_CATEGORIES, OPS_BY_NAME, device_work, kernel_op
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.readers import sequence
 from rankscope.analysis.readers.frames import FrameReader, files_in, gap, shaped
@@ -38,7 +38,7 @@ try:
 except ImportError:  # four times slower where there is no wheel of it
     inflate = zlib
 
-__all__ = ["DROPPED", "open_run", "recognises", "unpacked"]
+__all__ = ["BRIEF", "WHOLE", "open_run", "recognises", "unpacked"]
 
 _GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, inflate.error)  # tarfile inflates with zlib
 _GZIP = 31  # zlib's name for a stream with gzip's header and checksum
@@ -59,11 +59,13 @@ _JSON_NAME = re.compile(r"\.json(\.gz)?$")
 _TAR_NAME = re.compile(r"\.(tar|tar\.gz|tgz)$")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _HOST_IN_NAME = re.compile(r"^(.+?)_\d+\.\d+\.pt\.trace\.json")
-DROPPED = (b"python_function", b"cpu_instant_event", b"Trace")  # with stacks most rows are Python frames
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime", "hip_runtime", "hip_driver", "xpu_runtime")
 _ANNOTATIONS = ("user_annotation",)
 _OPERATORS = ("cpu_op", "Operator")  # the oldest files have annotations among these
+# What becomes rows. Most others are Python frames, where stacks were recorded, and arrows between rows.
+WHOLE = tuple(name.encode() for name in (*DEVICE_CATEGORIES, *_LAUNCHES))
+BRIEF = tuple(name.encode() for name in (*_OPERATORS, *_ANNOTATIONS))
 _LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device stood idle, and too few to take memory
 _ANNOTATION_NAME = re.compile(r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.|gloo:")
 _STEP_NAME = re.compile(r"ProfilerStep#(\d+)")
@@ -370,7 +372,7 @@ def _read(label: str, source: _Source) -> _Capture | str:
     if isinstance(header, str):
         return f"{label} {header}"
     before, begun = header
-    scanner, result = new_scanner(DROPPED), Scan()
+    scanner, result = new_scanner(WHOLE, BRIEF), Scan()
     kept: dict[str, list[dict[str, Ints]]] = {table: [] for table in (*_KEPT, "ops", "on_device")}
     names: list[str] = [""]
     roles: list[int] = [_OTHER]  # by code: what a row of the category with this name is

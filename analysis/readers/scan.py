@@ -3,14 +3,19 @@
 What counts as an event is defined by `PythonScanner`; `_scan.c` is its fast twin, used where it was built, and agrees
 with it on every input. Neither makes a Python object per event: columns are filled in place, and names become codes.
 
+Most of a trace is arguments that nobody asks for, so those are skimmed: only their braces and quotes are looked at, and
+in kernels and launches three keys. Where that could go wrong (an escape, a brace or a line break in what seems to be a
+string) they are parsed with care, as are those of collectives. An event that is not wanted is left in the same way.
+
 Broken JSON does not end a scan. An event is taken if its members can be told apart (a value may be missing or be no
 JSON at all); where they cannot, the scan goes on at the next `}, {"ph"`, and the event is counted as malformed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +77,7 @@ NEED_MORE, FULL, CLOSED, LOST = range(4)  # why a scan ended
 
 _LIMIT = 3 * 10**18  # three such numbers can be added in an int64
 _MAX_DIGITS = 19
+_SKIM = 1 << 14  # what is longer is parsed; it bounds what a file can make a skim cost
 _CHUNK = 1 << 19  # it and the columns stay in the processor's cache
 _MAX_EVENT = 4 << 20  # an event that has not ended after this many bytes is broken
 _ROWS = 1 << 13
@@ -126,9 +132,13 @@ class Scan:
     too_long: int = 0  # events given up since they did not end
 
 
-def new_scanner(dropped: tuple[bytes, ...]) -> Scanner:
-    """The fast scanner where it was built. Complete events of the categories `dropped` are counted only."""
-    return _FastScanner(dropped) if _scan is not None else PythonScanner(dropped)
+def new_scanner(whole: tuple[bytes, ...], brief: tuple[bytes, ...]) -> Scanner:
+    """The fast scanner where it was built.
+
+    Complete events of the categories `whole` become rows with all columns; those of `brief` without correlation,
+    stream and device, unless they are of a collective. All others are counted only.
+    """
+    return _FastScanner(whole, brief) if _scan is not None else PythonScanner(whole, brief)
 
 
 def scan_events(scanner: Scanner, source: Source, begun: bytes, result: Scan) -> Iterator[Events]:
@@ -180,8 +190,8 @@ def _columns(columns: dict[str, str], block: bytearray, capacity: int, used: int
 
 
 class _FastScanner:
-    def __init__(self, dropped: tuple[bytes, ...]) -> None:
-        self._state = _scan.new(dropped)
+    def __init__(self, whole: tuple[bytes, ...], brief: tuple[bytes, ...]) -> None:
+        self._state = _scan.new(whole, brief)
 
     def scan(
         self, data: bytearray, start: int, end: int, final: bool, lost: bool, rows: bytearray, metas: bytearray
@@ -195,17 +205,23 @@ class _FastScanner:
         return _scan.counts(self._state)
 
 
-_SPACE = re.compile(rb"[ \n\r\t]*")
-_BETWEEN = re.compile(rb"[ \n\r\t,]*")
+_SPACES = bytes(range(33))  # whatever is no sign counts as a space
+_SPACE = re.compile(rb"[\x00-\x20]*")
+_BETWEEN = re.compile(rb"[\x00-\x20,]*")
 _STRING = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 _BARE = re.compile(rb'[^,}\]"\n{\[]*')
 # A whole member whose value is neither nested nor holds an escape: what most are, at one match instead of six.
 _MEMBER = re.compile(
-    rb'[ \n\r\t]*"([^"\\]*)"[ \n\r\t]*:[ \n\r\t]*(?:"([^"\\]*)"|([^,}\]"\n{\[ \r\t][^,}\]"\n{\[]*))[ \n\r\t]*([,}])'
+    rb'[\x00-\x20]*"([^"\\]*)"[\x00-\x20]*:[\x00-\x20]*'
+    rb'(?:"([^"\\]*)"|([^,}\]"\n{\[\x00-\x20][^,}\]"\n{\[]*))(?=[\x00-\x20]*[,}])'
 )
 _BRACKET = re.compile(rb'["{}\[\]]')
-_NEXT_EVENT = re.compile(rb'\}[ \n\r\t]*,[ \n\r\t]*(?=\{[ \n\r\t]*"ph")')
+_NEXT_EVENT = re.compile(rb'\}[\x00-\x20]*,[\x00-\x20]*(?=\{[\x00-\x20]*"ph")')
 _NUMBER = re.compile(rb"(-?)([0-9]+)(?:\.([0-9]*))?(?:[eE]([+-]?)([0-9]+))?")
+_NO_SIGN = re.compile(rb'[^"{}\\]*')
+_PLAIN_STRING = re.compile(rb'"([^"{}\\\n]*)"')
+_COLON = re.compile(rb"[\x00-\x20]*:[\x00-\x20]*")
+_BARE_NUMBER = re.compile(rb'([-0-9][^,}\]"\n{\[]*)[,}\]"\n{\[]')
 _TEXTS = {b"cat": "cat", b"name": "name", b"pid": "pid", b"tid": "tid"}
 _NUMBERS = {b"ts": ("ts", 3), b"dur": ("dur", 3)}
 _ARGUMENT_NUMBERS = {
@@ -225,6 +241,9 @@ _ARGUMENT_TEXTS = {
     b"Process Group Description": "description",
     b"dtype": "dtype",
 }
+_ONLY_WHOLE = ("correlation", "stream", "device")
+_OF_WHOLE = tuple(name.encode() for name in _ONLY_WHOLE)
+_BRIEF, _WHOLE = 1, 2
 
 
 class _MalformedError(Exception):
@@ -235,11 +254,15 @@ class _IncompleteError(Exception):
     """The event goes on after the last byte."""
 
 
+class _DoubtError(Exception):
+    """This must be parsed with care."""
+
+
 class PythonScanner:
     """The reference, and what runs where the extension was not built."""
 
-    def __init__(self, dropped: tuple[bytes, ...]) -> None:
-        self._dropped = dropped
+    def __init__(self, whole: tuple[bytes, ...], brief: tuple[bytes, ...]) -> None:
+        self._wanted: dict[bytes | None, int] = {**dict.fromkeys(brief, _BRIEF), **dict.fromkeys(whole, _WHOLE)}
         self._codes: dict[bytes, int] = {}
         self._name_bytes = 0
         self._events = self._malformed = self._untimed = self._unnamed = 0
@@ -274,7 +297,8 @@ class PythonScanner:
             if n_rows == room[0] or n_metas == room[1]:
                 return n_rows, n_metas, used, FULL
             try:
-                event, at = _parse_event(data, at, end)
+                event = _Event(self._wanted)
+                at = event.parse(data, at, end)
             except (_MalformedError, _IncompleteError) as problem:
                 found = None if isinstance(problem, _IncompleteError) and not final else _next_event(data, at, end)
                 if found is None:
@@ -283,14 +307,17 @@ class PythonScanner:
                 at = found
                 continue
             self._events += 1
-            if event.get("ph") != b"X" or event.get("cat") in self._dropped:
+            row, wanted = event.members, self._wanted.get(event.members.get("cat"))
+            if row.get("ph") != b"X" or wanted is None:
                 continue
-            if event.get("ts", MISSING) == MISSING or event.get("dur", MISSING) < 0:
+            if wanted == _BRIEF and "collective" not in row:
+                row = {name: value for name, value in row.items() if name not in _ONLY_WHOLE}
+            if row.get("ts", MISSING) == MISSING or row.get("dur", MISSING) < 0:
                 self._untimed += 1
                 continue
-            self._store(row_columns, ROW_COLUMNS, n_rows, event)
-            if "collective" in event:
-                self._store(meta_columns, META_COLUMNS, n_metas, {**event, "row": n_rows})
+            self._store(row_columns, ROW_COLUMNS, n_rows, row)
+            if "collective" in row:
+                self._store(meta_columns, META_COLUMNS, n_metas, {**row, "row": n_rows})
                 n_metas += 1
             n_rows += 1
 
@@ -333,43 +360,102 @@ def _next_event(data: bytearray, at: int, end: int) -> int | None:
     return found.end() if found else None
 
 
-def _parse_event(data: bytearray, at: int, end: int) -> tuple[dict[str, Any], int]:
-    """The event at `at`, and where it ends. Of a key that is there twice the last value counts."""
-    if data[at] != 0x7B:  # {
-        raise _MalformedError
-    event: dict[str, Any] = {}
-    return event, _parse_members(data, at + 1, end, event, in_args=False)
+class _Event:
+    """One event: its members by the columns' names. Of a key that is there twice the last value counts."""
+
+    def __init__(self, wanted: Mapping[bytes | None, int]) -> None:
+        self.members: dict[str, Any] = {}
+        self._wanted = wanted
+        self._may_leave = self._may_skim = True  # each is tried once
+
+    def parse(self, data: bytearray, at: int, end: int) -> int:
+        """Takes the members of the event at `at`; where it ends."""
+        if data[at] != 0x7B:  # {
+            raise _MalformedError
+        return self._parse_object(data, at + 1, end, in_args=False)
+
+    def _parse_object(self, data: bytearray, at: int, end: int, *, in_args: bool) -> int:
+        while True:
+            plain = _MEMBER.match(data, at, end)
+            if plain is not None:
+                key, text, bare = plain.groups()
+                at = plain.end(3) if text is None else plain.end(2) + 1
+                value = bytes(bare).rstrip(_SPACES) if text is None else bytes(text)
+            else:
+                at = _past_space(data, at, end)
+                if data[at] == 0x7D:  # }
+                    return at + 1
+                if data[at] != 0x22:  # "
+                    raise _MalformedError
+                key, at = _past_string(data, at, end)
+                at = _past_space(data, at, end)
+                if data[at] != 0x3A:  # :
+                    raise _MalformedError
+                at = _past_space(data, at + 1, end)
+                is_args = not in_args and key == b"args" and data[at] == 0x7B
+                value, at = (None, self._parse_args(data, at + 1, end)) if is_args else _past_value(data, at, end)
+            if in_args:
+                _take_argument(self.members, bytes(key), value)
+            else:
+                _take_member(self.members, bytes(key), value)
+                if self._may_leave and self._rules_out(key):
+                    self._may_leave = False
+                    with contextlib.suppress(_DoubtError):
+                        return _skim(data, at, end)
+            at = _past_space(data, at, end)
+            if data[at] == 0x2C:  # ,
+                at += 1
+            elif data[at] != 0x7D:
+                raise _MalformedError
+
+    def _rules_out(self, key: bytes) -> bool:
+        """Whether the member of this name says that no row comes of the event."""
+        if key == b"ph":
+            return bool(self.members["ph"] != b"X")
+        return key == b"cat" and self.members["cat"] not in self._wanted
+
+    def _parse_args(self, data: bytearray, at: int, end: int) -> int:
+        wanted = self._wanted.get(self.members.get("cat"))
+        if wanted and self._may_skim:
+            self._may_skim = False
+            numbers: dict[str, Any] = {}
+            with contextlib.suppress(_DoubtError):
+                after = _skim(data, at, end, numbers, _OF_WHOLE if wanted == _WHOLE else ())
+                self.members |= numbers
+                return after
+        return self._parse_object(data, at, end, in_args=True)
 
 
-def _parse_members(data: bytearray, at: int, end: int, event: dict[str, Any], *, in_args: bool) -> int:
-    take = _take_argument if in_args else _take_member
+def _skim(
+    data: bytearray, at: int, end: int, numbers: dict[str, Any] | None = None, keys: tuple[bytes, ...] = ()
+) -> int:
+    """Past the brace that closes the object in which `at` lies; into `numbers` its members of these keys.
+
+    Raises `_DoubtError` where the end may be another one, or a collective's arguments are passed and asked for.
+    """
+    depth, end = 1, min(end, at + _SKIM)
     while True:
-        plain = _MEMBER.match(data, at, end)
-        if plain is not None:
-            key, text, bare, after = plain.groups()
-            take(event, bytes(key), bytes(text) if bare is None else bytes(bare).rstrip(b" \r\t"))
-            at = plain.end() - (after == b"}")
-            continue
-        at = _past_space(data, at, end)
-        if data[at] == 0x7D:  # }
-            return at + 1
-        if data[at] != 0x22:  # "
-            raise _MalformedError
-        key, at = _past_string(data, at, end)
-        at = _past_space(data, at, end)
-        if data[at] != 0x3A:  # :
-            raise _MalformedError
-        at = _past_space(data, at + 1, end)
-        if not in_args and key == b"args" and data[at] == 0x7B:
-            at = _parse_members(data, at + 1, end, event, in_args=True)
+        at = _past(_NO_SIGN, data, at, end)
+        sign = data[at] if at < end else None
+        if sign == 0x7B:  # {
+            depth += 1
+        elif sign == 0x7D:  # }
+            depth -= 1
+            if not depth:
+                return at + 1
         else:
-            value, at = _past_value(data, at, end)
-            take(event, key, value)
-        at = _past_space(data, at, end)
-        if data[at] == 0x2C:  # ,
-            at += 1
-        elif data[at] != 0x7D:
-            raise _MalformedError
+            found = _PLAIN_STRING.match(data, at, end)
+            if found is None or (numbers is not None and found[1] == b"Collective name"):
+                raise _DoubtError
+            at = found.end() - 1
+            if numbers is not None and depth == 1 and found[1] in keys:
+                colon = _COLON.match(data, at + 1, end)
+                if colon is not None:
+                    value = _BARE_NUMBER.match(data, colon.end(), end)
+                    if value is None:
+                        raise _DoubtError
+                    _take_argument(numbers, bytes(found[1]), bytes(value[1]).rstrip(_SPACES))
+        at += 1
 
 
 def _past_space(data: bytearray, at: int, end: int) -> int:
@@ -397,7 +483,7 @@ def _past_value(data: bytearray, at: int, end: int) -> tuple[bytes | None, int]:
     after = _past(_BARE, data, at, end)
     if after >= end:
         raise _IncompleteError
-    return bytes(data[at:after]).rstrip(b" \n\r\t") or None, after
+    return bytes(data[at:after]).rstrip(_SPACES) or None, after
 
 
 def _past_nested(data: bytearray, at: int, end: int) -> int:
