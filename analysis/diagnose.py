@@ -158,13 +158,14 @@ def _follows(finding: Finding, cause: Finding) -> bool:
 
 
 def _with_tables(function: Callable[..., Any], tables: Tables, reasons: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever the function returns
-    """Call a detector's function with the tables that its parameters name."""
+    """Call a detector's function with the tables that its parameters name; those with a default may be missing."""
     parameters = inspect.signature(function).parameters.values()
-    wanted = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    for name in wanted:
-        if name not in tables or tables[name].is_empty():
-            raise NotResolvable(reasons.get(name, f"the table '{name}' was not recorded"))
-    return function(*(tables[name] for name in wanted))
+    wanted = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    there = {p.name: tables[p.name] for p in wanted if p.name in tables and not tables[p.name].is_empty()}
+    for p in wanted:
+        if p.name not in there and p.default is inspect.Parameter.empty:
+            raise NotResolvable(reasons.get(p.name, f"the table '{p.name}' was not recorded"))
+    return function(**there)
 
 
 def _blind(module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) -> str | None:

@@ -178,11 +178,29 @@ def test_gain_of_a_slow_rank_ends_at_the_next_slowest():
     assert (second.ranks, second.gain_fraction) == ((4,), 0)
 
 
-def test_slow_rank_cannot_be_judged_alone_nor_in_few_steps():
+def test_slow_rank_cannot_be_judged_alone_nor_in_one_step():
     with pytest.raises(NotResolvable, match="no peer"):
         slow(job({0: [100] * STEPS}))
-    with pytest.raises(NotResolvable, match="4 judged steps, at least 5"):
-        slow(job({0: [100] * 4, 1: [130] * 4}))
+    with pytest.raises(NotResolvable, match="1 judged step, at least 2"):
+        slow(job({0: [100], 1: [130]}))
+
+
+def test_few_steps_show_what_is_clear_and_nothing_else():
+    """30 ms more in each of three steps is clear; 10, 30 and 50 ms more might be chance: ± 50 ms."""
+    (finding,) = slow(job({0: [100] * 3, 1: [130] * 3, 2: [100] * 3}))
+    assert (finding.ranks, finding.lost_ns_per_step) == ((1,), 30 * MS)
+    unclear = job({0: [100] * 3, 1: [110, 130, 150], 2: [100] * 3})
+    assert slow(unclear) == []
+    with pytest.raises(NotResolvable, match="in 3 judged steps nothing below .* could be told from chance"):
+        slow_rank.resolution_ns(unclear["breakdown"])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_steps_of_a_noisy_healthy_job_have_no_finding(seed, monkeypatch):
+    monkeypatch.setitem(globals(), "STEPS", 2 + seed % 3)
+    own = healthy(ranks=range(2 + seed % 7), seed=seed)
+    assert slow(job(own)) == []
+    assert stalled(job(own, input={rank: [0.3] * STEPS for rank in own})) == []
 
 
 def test_rank_that_waits_for_input_is_named_and_is_not_slow():

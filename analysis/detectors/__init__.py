@@ -6,8 +6,8 @@ A detector is a module whose docstring is its manual page and which has
 - `detect(<tables by name>, *, <thresholds>) -> list[Finding]`
 - `resolution_ns(<tables by name>) -> int`: a loss per step below this could not have been seen
 
-Both functions are pure. Parameters name the tables they read, which hold judged steps only. What detectors share is
-below.
+Both functions are pure. Parameters name the tables they read, which hold judged steps only; a table that a detector can
+do without has the default None. What detectors share is below.
 """
 
 from __future__ import annotations
@@ -24,9 +24,22 @@ from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Estimate, StepGrid, step_grid
 
-__all__ = ["NotResolvable", "Price", "detectors", "judged_grid", "longest_regions", "peers_grid", "price"]
+__all__ = [
+    "ENOUGH_STEPS",
+    "FEW_STEPS",
+    "NotResolvable",
+    "Price",
+    "detectors",
+    "judged_grid",
+    "longest_regions",
+    "peers_grid",
+    "price",
+    "visible",
+]
 
-_MIN_STEPS = 5
+ENOUGH_STEPS = 5  # to compare steps with each other
+FEW_STEPS = 2  # to tell a mean from chance, where it is very clear
+_VISIBLE = 0.5  # share of the step from which a loss must be seen, or few steps have shown nothing
 
 
 class NotResolvable(Exception):  # noqa: N818 - the word that the report uses, and not an error
@@ -50,17 +63,17 @@ def detectors() -> dict[str, ModuleType]:
     return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
 
 
-def judged_grid(breakdown: pl.DataFrame) -> StepGrid:
-    """The breakdown by rank and step; not resolvable where there are too few steps to tell anything from noise."""
+def judged_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
+    """The breakdown by rank and step; not resolvable with fewer than `least` steps."""
     grid = step_grid(breakdown)
-    if len(grid.steps) < _MIN_STEPS:
-        raise NotResolvable(f"{counted(len(grid.steps), 'judged step')}, at least {_MIN_STEPS} are needed")
+    if len(grid.steps) < least:
+        raise NotResolvable(f"{counted(len(grid.steps), 'judged step')}, at least {least} are needed")
     return grid
 
 
-def peers_grid(breakdown: pl.DataFrame) -> StepGrid:
+def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     """The same, for detectors that compare ranks which wait for each other."""
-    grid = judged_grid(breakdown)
+    grid = judged_grid(breakdown, least)
     if len(grid.ranks) < 2:
         raise NotResolvable("only one rank was seen, so there is no peer to compare it with")
     if not grid.blocked.any():
@@ -82,6 +95,14 @@ def price(grid: StepGrid, lost: Estimate, gain_ns: float) -> Price:
         uncertainty_ns=round(lost.half_width_ns),
         gain_fraction=min(max(gain_ns, 0.0), lost.ns) / grid.step_ns,
     )
+
+
+def visible(grid: StepGrid, resolution_ns: float) -> int:
+    """The resolution in whole ns; not resolvable where few steps differ so much that silence says nothing."""
+    if len(grid.steps) < ENOUGH_STEPS and resolution_ns > _VISIBLE * grid.step_ns:
+        seen = counted(len(grid.steps), "judged step")
+        raise NotResolvable(f"in {seen} nothing below {duration(resolution_ns)} per step could be told from chance")
+    return round(resolution_ns)
 
 
 def longest_regions(regions: pl.DataFrame, kind: str, ranks: tuple[int, ...]) -> tuple[Evidence, ...]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import judged_grid, longest_regions, price
+from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, price, visible
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
@@ -39,7 +39,7 @@ def detect(
     breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.01, min_ns: int = 1_000_000
 ) -> list[Finding]:
     """Name the ranks whose collections stop the job, in one finding."""
-    grid = judged_grid(breakdown)
+    grid = judged_grid(breakdown, FEW_STEPS)
     collecting = grid.of("gc")
     longest = collecting.max(axis=0)
     lost = estimate(longest)
@@ -67,9 +67,9 @@ def detect(
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.01, min_ns: int = 1_000_000) -> int:
     """The smallest mean collection per step that would have been reported."""
-    grid = judged_grid(breakdown)
+    grid = judged_grid(breakdown, FEW_STEPS)
     scatter = estimate(grid.of("gc").max(axis=0)).half_width_ns
-    return round(max(min_fraction * grid.step_ns, min_ns, scatter))
+    return visible(grid, max(min_fraction * grid.step_ns, min_ns, scatter))
 
 
 def _generation(regions: pl.DataFrame) -> str:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_regions, price
+from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_regions, price, visible
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
@@ -57,13 +57,13 @@ def detect(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: floa
 def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
     """The smallest stall that would have been reported."""
     grid = _with_input(breakdown, regions)
-    return round(max(min_fraction * grid.step_ns, *(estimate(row).half_width_ns for row in grid.of("input"))))
+    return visible(grid, max(min_fraction * grid.step_ns, *(estimate(row).half_width_ns for row in grid.of("input"))))
 
 
 def _with_input(breakdown: pl.DataFrame, regions: pl.DataFrame) -> StepGrid:
     if regions.filter(pl.col("kind") == "input").is_empty():
         raise NotResolvable("no data loader was seen; time spent on input counts as the ranks' own")
-    return judged_grid(breakdown)
+    return judged_grid(breakdown, FEW_STEPS)
 
 
 def _large(values: Floats, least_ns: float) -> list[int]:

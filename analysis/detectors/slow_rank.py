@@ -12,6 +12,13 @@ compilation) is compared with the median of the other ranks, step by step. A ran
 The loss is the excess under those labels (forward, backward, a region of yours, …) under which the rank stands out
 likewise, so that noise elsewhere in the step is not added to it; `where` is the one that holds most of it.
 
+Where a profiler saw the devices, the loss is no more than the time by which the rank began collectives after the
+second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps are judged by this: a rank
+is late if it began most collectives last and holds `min_share` of the time that all latecomers together cost.
+`where` is then the region in which its device, compared with the others', idled or worked longest, and every region
+that takes its host at least half of the loss longer than the others in each step: that time may be hidden behind
+work that was queued before. In so few steps nobody can tell whether it stays: below 10 % of the step it counts low.
+
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
 
@@ -31,16 +38,19 @@ healthy jobs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import peers_grid, price
+from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, peers_grid, price, visible
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.arrivals import Arrivals, arrivals
+from rankscope.analysis.timeline.device_phases import BETWEEN_KERNELS, NO_REGION
 from rankscope.analysis.timeline.own import (
     Estimate,
     Floats,
@@ -66,6 +76,9 @@ _BURST_Z, _BURST_SHARE = (
     0.8,
 )  # a burst is this far out of the noise, and this share of the run's bursts is the rank's
 
+_NOT_OWN = ("wait", "gc", "input", "compile")  # regions that other detectors judge, or that follow from others
+_VAGUE = (BETWEEN_KERNELS, NO_REGION, COMMUNICATION, COMPUTE, MEMORY)  # labels that name no place in the program
+
 Steps = NDArray[np.bool_]
 _Shown = tuple[Floats, Steps]  # the excess per step, 0 where it does not show, and the steps where it shows
 
@@ -79,6 +92,7 @@ class _Slow:
     when: Steps
     lost: Estimate
     where: str
+    last: tuple[int, int] | None = None  # how many collectives it began last, of how many; None: judged by own time
 
 
 def detect(
@@ -86,29 +100,107 @@ def detect(
     phases: pl.DataFrame,
     steps: pl.DataFrame,
     ranks: pl.DataFrame,
+    collectives: pl.DataFrame | None = None,
+    regions: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     persistence: float = 0.65,
     min_z: float = 5.0,
+    min_share: float = 0.8,
 ) -> list[Finding]:
     """Name the ranks whose own time is longer than their peers', the costliest first."""
-    grid = peers_grid(breakdown)
+    grid, seen = _seen(breakdown, collectives)
     excess = above_peers(grid.own)
     by_label = {label: above_peers(values) for label, values in own_by_label(phases, grid).items()}
     found = _bursts(grid, excess, persistence) | _persistent(excess, by_label, persistence, min_z)
     waited = -above_peers(grid.blocked)
     _, slack = _least_apart(waited, _BOUND_Z)
     slow = [_priced(row, *shown, waited[row], slack[row], by_label) for row, shown in sorted(found.items())]
+    if seen is not None:
+        slow = [_no_more_than_late(s, seen.margin) for s in slow]
+        if len(grid.steps) < ENOUGH_STEPS:
+            slow = _latecomer(seen, slow, waited, by_label, min_share)
+        slow = [replace(s, where=_places(s, grid, regions)) for s in slow]
     slow = [s for s in slow if s.lost.clear and s.lost.ns >= min_fraction * grid.step_ns]
     findings = [_finding(grid, members, nodes, steps) for members, nodes in _whole_nodes(slow, grid, ranks)]
     return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
 
 
-def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.03, min_z: float = 5.0) -> int:
+def resolution_ns(
+    breakdown: pl.DataFrame,
+    collectives: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
+    min_z: float = 5.0,
+) -> int:
     """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
-    grid = peers_grid(breakdown)
-    _, least = _least_apart(above_peers(grid.own), min_z)
-    return round(max(min_fraction * grid.step_ns, float(least.max())))
+    grid, seen = _seen(breakdown, collectives)
+    if seen is not None and len(grid.steps) < ENOUGH_STEPS:
+        least_ns = float(seen.margin.mean(axis=1).max())
+    else:
+        least_ns = float(_least_apart(above_peers(grid.own), min_z)[1].max())
+    return visible(grid, max(min_fraction * grid.step_ns, least_ns))
+
+
+def _seen(breakdown: pl.DataFrame, collectives: pl.DataFrame | None) -> tuple[StepGrid, Arrivals | None]:
+    """The grid, of at least one step where arrivals on the devices were seen, else of a few."""
+    grid = peers_grid(breakdown, 1)
+    seen = arrivals(collectives, grid) if collectives is not None else None
+    return (grid, seen) if seen is not None else (peers_grid(breakdown, FEW_STEPS), None)
+
+
+def _no_more_than_late(slow: _Slow, margin: Floats) -> _Slow:
+    """The rank with what it costs, which is no more than what it was late."""
+    late = estimate(margin[slow.row])
+    return replace(slow, lost=min(slow.lost, late, key=lambda bound: bound.ns)) if slow.when.all() else slow
+
+
+def _latecomer(
+    seen: Arrivals, slow: Sequence[_Slow], waited: Floats, by_label: dict[str, Floats], min_share: float
+) -> list[_Slow]:
+    """The rank that began most collectives last and whose lateness is most of all lateness, if there is one."""
+    costs = seen.margin.sum(axis=1)
+    row = int(costs.argmax())
+    if costs[row] < min_share * costs.sum() or 2 * seen.last[row] <= seen.operations[row]:
+        return []
+    by_chance = float(np.delete(costs, row).max()) / seen.margin.shape[1]
+    late = estimate(seen.margin[row])
+    late = Estimate(late.ns, late.half_width_ns if np.isfinite(late.half_width_ns) else by_chance)
+    known = [s.lost for s in slow if s.row == row]
+    bound = known[0] if known else Estimate(float(waited[row].mean()), late.half_width_ns)
+    lost = min(late, bound, key=lambda estimate: estimate.ns)
+    share = {label: float(values[row].sum()) for label, values in by_label.items()}
+    where = max(share, key=lambda label: share[label], default="the step")
+    always = np.ones(seen.margin.shape[1], dtype=bool)
+    return [_Slow(row, seen.margin[row], always, lost, where, (int(seen.last[row]), int(seen.operations[row])))]
+
+
+def _places(slow: _Slow, grid: StepGrid, regions: pl.DataFrame | None) -> str:
+    """Where the device shows it and, besides, the regions that take the host much longer than its peers each step."""
+    if regions is None:
+        return slow.where
+    rank, length = grid.ranks[slow.row], pl.col("end_ns") - pl.col("start_ns")
+    rows = regions.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
+    rows = rows.filter(~pl.col("kind").is_in(_NOT_OWN))
+    much = rows.filter(pl.col("rank") == rank).group_by("name").agg(length.sum())
+    names = much.filter(pl.col("end_ns") >= slow.lost.ns / 2 * len(grid.steps))["name"]
+    longer: dict[str, pl.DataFrame] = {}
+    for (name,), of_name in rows.filter(pl.col("name").is_in(names.implode())).group_by("name"):
+        values = np.zeros((len(grid.ranks), len(grid.steps)))
+        index = (np.searchsorted(grid.ranks, of_name["rank"]), np.searchsorted(grid.steps, of_name["step"]))
+        np.add.at(values, index, of_name.select(length).to_series().to_numpy())
+        if (above_peers(values)[slow.row] >= slow.lost.ns / 2).all():
+            longer[str(name)] = of_name.filter(pl.col("rank") == rank)
+    inner = sorted(longer, key=lambda name: (longer[name].select(length.sum()).item(), name))
+    places = [name for i, name in enumerate(inner) if not any(_holds(longer[name], longer[o]) for o in inner[:i])]
+    return ", ".join(dict.fromkeys([*places, slow.where] if slow.where in _VAGUE else [slow.where, *places]))
+
+
+def _holds(outer: pl.DataFrame, inner: pl.DataFrame) -> bool:
+    """Whether each of the inner spans lies within one of the outer ones."""
+    starts = outer.sort("start_ns")
+    at = np.searchsorted(starts["start_ns"], inner["start_ns"], side="right") - 1
+    return bool((at >= 0).all() and (starts["end_ns"].to_numpy()[at] >= inner["end_ns"].to_numpy()).all())
 
 
 def _least_apart(excess: Floats, min_z: float) -> tuple[Floats, Floats]:
@@ -195,9 +287,13 @@ def _finding(grid: StepGrid, members: tuple[_Slow, ...], nodes: tuple[int, ...],
     without = grid.busy
     for member in members:
         without[member.row] -= member.excess
+    # Lateness is what the others would no longer wait for; who is busy longest does not show it.
+    costs = price(grid, worst.lost, gain_ns(grid.busy, without) if worst.last is None else worst.lost.ns)
+    if worst.last is not None and costs["severity"] == "medium":
+        costs["severity"] = "low"
     return Finding(
         detector="slow_rank",
-        title=_title(ranks, nodes, worst, shown),
+        title=_title(ranks, nodes, worst, shown, costs["severity"]),
         where=worst.where,
         advice=f"See what only {named('rank', ranks)} does in {worst.where}. Compare the host with the others: clock "
         "speed, temperature, other processes, CPU pinning.",
@@ -205,11 +301,15 @@ def _finding(grid: StepGrid, members: tuple[_Slow, ...], nodes: tuple[int, ...],
         nodes=nodes,
         steps=() if worst.when.all() else shown,
         evidence=_typical_step(grid, worst, steps),
-        **price(grid, worst.lost, gain_ns(grid.busy, without)),
+        **costs,
     )
 
 
-def _title(ranks: tuple[int, ...], nodes: tuple[int, ...], slow: _Slow, steps: tuple[int, ...]) -> str:
+def _title(ranks: tuple[int, ...], nodes: tuple[int, ...], slow: _Slow, steps: tuple[int, ...], severity: str) -> str:
+    if slow.last is not None:
+        little, small = ("a little ", "small ") if severity == "low" else ("", "")
+        often = f"it begins {slow.last[0]} of {slow.last[1]} collectives last"
+        return f"Rank {ranks[0]} is {little}late: {often}, at a {small}cost of {duration(slow.lost.ns)} per step"
     one = len(ranks) == 1
     subject = f"Node {nodes[0]} is" if nodes else f"{named('rank', ranks).capitalize()} {'is' if one else 'are'}"
     pronoun = "it computes" if one else f"{named('rank', ranks)} compute"

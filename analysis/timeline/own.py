@@ -38,6 +38,7 @@ _T_95 = (
 )
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,21 +129,20 @@ def on_device(steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
     """
     ends = pl.coalesce(pl.col("start_ns").shift(-1).over("rank"), "end_ns").alias("_until")
     hosts = steps.sort("rank", "start_ns").with_columns(ends).select("rank", "step", "_until", launch_ns="start_ns")
-    rows = kernels.select("rank", "launch_ns", "start_ns", "end_ns")
-    done = (
-        rows.drop_nulls()
+    rows = kernels.select("rank", "stream", "launch_ns", "start_ns", "end_ns")
+    launched = (
+        rows.drop_nulls("launch_ns")
         .sort("launch_ns")
         .join_asof(hosts.sort("launch_ns"), on="launch_ns", by="rank", check_sortedness=False)
-        .filter(pl.col("launch_ns") < pl.col("_until"))
-        .group_by("rank", "step")
-        .agg(pl.col("start_ns").min().alias("_own"), pl.col("end_ns").max().alias("_done"))
+        .drop_nulls("step")
     )
-    first = hosts.group_by("rank").agg(pl.col("launch_ns").min().alias("_begin"))
-    first = first.join(done.group_by("rank").agg(pl.col("_own").min()), on="rank")
-    of_before = pl.col("launch_ns").is_null() | (pl.col("launch_ns") < pl.col("_begin"))
+    within = launched.filter(pl.col("launch_ns") < pl.col("_until"))
+    done = within.group_by("rank", "step").agg(pl.col("end_ns").max().alias("_done"))
+    # A stream keeps its order: what it did before the first row launched in a step was launched before.
+    first = launched.group_by("rank", "stream").agg(pl.col("start_ns").min().alias("_first"))
     left_over = (
-        rows.join(first, on="rank")
-        .filter(of_before, pl.col("start_ns") < pl.col("_own"))
+        rows.join(first, on=["rank", "stream"], nulls_equal=True)
+        .filter(pl.col("start_ns") < pl.col("_first"))
         .group_by("rank")
         .agg(pl.col("end_ns").max().alias("_left_over"))
     )
@@ -155,7 +154,7 @@ def on_device(steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
         .with_columns(pl.max_horizontal("end_ns", "_done").cum_max().over("rank").alias("end_ns"))
         .with_columns(pl.coalesce(previous, pl.max_horizontal("start_ns", "_left_over")).alias("start_ns"))
         .filter(pl.col("start_ns") < pl.col("end_ns"))
-        .drop("_own", "_done", "_left_over")
+        .drop("_done", "_left_over")
     )
 
 
