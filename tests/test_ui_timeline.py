@@ -20,7 +20,7 @@ def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray], dict[int, dict[int
         rects[name] = np.frombuffer(data, dtype, n, at)
         at += n * np.dtype(dtype).itemsize
     rasters: dict[int, dict[int, np.ndarray]] = {}
-    for lane, kinds in head["rasters"]:
+    for lane, kinds, _ in head["rasters"]:
         for kind in kinds:
             rasters.setdefault(lane, {})[kind] = np.frombuffer(data, "u1", head["pixels"], at)
             at += head["pixels"]

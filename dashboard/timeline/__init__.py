@@ -1,7 +1,8 @@
 """The timeline page: a canvas in the browser, fed by the server with what fits its pixels.
 
-`register(app, state)` adds the routes below `/timeline-data/`, `layout(state)` is the page's content. The view is in
-the address: `?run=RUN#t0,t1&lanes=…`, times in ns on the run's clock; `?t0=…&t1=…&rank=…` opens a finding's evidence.
+`register(app, source)` adds the routes below `/timeline-data/`, `layout(run, version)` is the page's content; a new
+version makes it look for what a run that goes on has added. The view is in the address: `?run=RUN#t0,t1&lanes=…`, times
+in ns on the run's clock; `?t0=…&t1=…&rank=…` opens a finding's evidence.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from __future__ import annotations
 from typing import Protocol
 
 import polars as pl
+from dash import Dash
+from dash.development.base_component import Component
 
 from rankscope.analysis.finding import Report
 from rankscope.analysis.timeline.build import Timeline
+from rankscope.dashboard.timeline.server import ROUTES, register_routes
 
-__all__ = ["Source"]
+__all__ = ["Source", "TimelineCanvas", "layout", "register"]
+
+__version__ = "1"  # Dash asks for one where a script comes from; what it serves is told apart by the file's time
 
 
 class Source(Protocol):
@@ -29,3 +35,28 @@ class Source(Protocol):
     def critical_path(self, run: str) -> pl.DataFrame | None:
         """rank, start_ns, end_ns of what the steps could not do without, where that is known."""
         ...
+
+
+class TimelineCanvas(Component):
+    """The component of `timeline.js`."""
+
+    _namespace = "rankscope_timeline"
+    _type = "TimelineCanvas"
+
+    def __init__(self, *, id: str, base: str, run: str, version: str) -> None:
+        self._prop_names = ["id", "base", "run", "version"]
+        self.available_properties = self._prop_names
+        self.available_wildcard_properties: list[str] = []
+        self._valid_wildcard_attributes: list[str] = []
+        super().__init__(id=id, base=base, run=run, version=version)  # type: ignore[no-untyped-call]
+
+
+def layout(run: str, version: str) -> TimelineCanvas:
+    """The canvas for this run."""
+    return TimelineCanvas(id="timeline", base=ROUTES, run=run, version=version)
+
+
+def register(app: Dash, source: Source) -> None:
+    """Serve the canvas's script and data."""
+    app.scripts.append_script({"namespace": __name__, "relative_package_path": "timeline.js"})  # type: ignore[no-untyped-call]
+    register_routes(app.server, source.timeline, source.report, source.critical_path)

@@ -162,7 +162,7 @@ def view(
     single row that are wide enough to be told apart. Each lane with an event that is no rectangle has a raster:
     for each of its kinds one byte per pixel, its height. The header says where everything lies:
     `rects` many of u32 start and u32 duration in units of `tick` ns from t0, u16 name (in `names`), u16 lane, u8 kind;
-    then per entry of `rasters` (lane, kinds) `pixels` bytes for each kind.
+    then per entry of `rasters` (lane, kinds, levels) `pixels` bytes for each kind.
     """
     edges = t0 + (np.arange(pixels + 1, dtype=np.int64) * (t1 - t0)) // pixels
     widest = np.diff(edges)
@@ -182,9 +182,9 @@ def view(
     for i, rows in enumerate(lanes):
         if drawn[i] == counts[i]:
             continue
-        kinds, tall = _raster(rows, edges, pixel_ns, levels)
+        kinds, tall, high = _raster(rows, edges, pixel_ns, levels)
         if kinds:
-            rasters.append([i, kinds])
+            rasters.append([i, kinds, high])
             raster_bytes.append(tall.tobytes())
     tick = -(-(t1 - t0) // _TICKS)
     parts = [(i, w) for i, of_lane in enumerate(wide) for w in of_lane]
@@ -203,7 +203,6 @@ def view(
         "t0": t0,
         "t1": t1,
         "pixels": pixels,
-        "levels": levels,
         "tick": tick,
         "rects": len(said),
         "events": sum(counts),
@@ -244,8 +243,11 @@ def _wide(row: Row, spans: Sequence[tuple[int, int]], least: int) -> list[_Wide]
     return found
 
 
-def _raster(rows: Sequence[Row], edges: Ints, pixel_ns: NDArray[np.float64], levels: int) -> tuple[list[int], Bytes]:
-    """The kinds that these rows show in view, and how high they stand in each pixel, on the mean of the rows."""
+def _raster(
+    rows: Sequence[Row], edges: Ints, pixel_ns: NDArray[np.float64], levels: int
+) -> tuple[list[int], Bytes, int]:
+    """The kinds that these rows show in view, how high they stand in each pixel on the mean of the rows, and of what
+    height: at least one level for each kind."""
     covered: dict[int, Ints] = {}
     begun: dict[int, Ints] = {}
     for row in rows:
@@ -254,10 +256,11 @@ def _raster(rows: Sequence[Row], edges: Ints, pixel_ns: NDArray[np.float64], lev
             begun[events.kind] = begun.get(events.kind, 0) + count
     kinds = sorted(kind for kind in covered if covered[kind].any() or begun[kind].any())
     if not kinds:
-        return [], np.zeros((0, len(pixel_ns)), np.uint8)
+        return [], np.zeros((0, len(pixel_ns)), np.uint8), levels
     ns = np.stack([covered[kind] for kind in kinds])
     present = (ns > 0) | (np.stack([begun[kind] for kind in kinds]) > 0)
-    return kinds, heights(ns, present, pixel_ns * len(rows), levels)
+    levels = max(levels, len(kinds))
+    return kinds, heights(ns, present, pixel_ns * len(rows), levels), levels
 
 
 def _joined(parts: Sequence[Ints]) -> Ints:

@@ -13,7 +13,6 @@ import polars as pl
 from flask import Flask, Response, request
 
 from rankscope.analysis.finding import Report
-from rankscope.analysis.report.palette import DARK, LIGHT
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.dashboard.timeline import lod, lookup
 from rankscope.dashboard.timeline.lod import Indices, Row
@@ -23,7 +22,6 @@ __all__ = ["ROUTES", "register_routes"]
 
 ROUTES = "/timeline-data"
 _MOST_PIXELS, _MOST_LEVELS = 8192, 128
-_FEWEST_LEVELS = len(KINDS)  # so that every kind of a pixel can have a level of its own
 _STEPS = 20_000
 _SEARCHES = 8
 _PATH_PIECES = 3_000
@@ -67,7 +65,7 @@ def register_routes(
     report: Callable[[str], Report | None],
     critical_path: Callable[[str], pl.DataFrame | None],
 ) -> None:
-    """Adds `/timeline-data/{scene,marks,view,at,spent,find}`: each a POST of one JSON object that names the `run`."""
+    """Adds `/timeline-data/{scene,marks,view,at,spent,find,path}`: each takes one JSON object that names the `run`."""
     scenes = _Scenes(timeline)
 
     def route(name: str, answer: Callable[[dict[str, Any], Timeline, Scene], Any]) -> None:
@@ -104,7 +102,7 @@ def _scene(timeline: Timeline, scene: Scene) -> dict[str, Any]:
         "origin": str(scene.origin_ns),
         "end": scene.end,
         "kinds": [[kind.label, kind.colour] for kind in KINDS],
-        "palette": {"light": LIGHT, "dark": DARK},
+        "present": sorted({events.kind for lane in scene.lanes for events in lane.row}),
         "groupings": [[g.title, [[title, list(ranks)] for title, ranks in g.groups.items()]] for g in scene.groupings],
         "tracks": [
             [rank, [[track.title, list(track.lanes), track.hidden] for track in tracks]]
@@ -139,7 +137,7 @@ def _view(asked: dict[str, Any], scene: Scene) -> bytes:
     t0, t1, pixels, levels = _ints(asked, "t0", "t1", "pixels", "levels")
     if not (t0 < t1 and 1 <= pixels <= _MOST_PIXELS):
         raise _BadRequest(f"no picture of {t0} to {t1} ns on {pixels} pixels")
-    levels = min(max(levels, _FEWEST_LEVELS), _MOST_LEVELS)
+    levels = min(max(levels, 1), _MOST_LEVELS)
     wanted = asked.get("lanes")
     if not isinstance(wanted, list) or not all(isinstance(of_one, list) for of_one in wanted):
         raise _BadRequest("lanes is no list of lists")
