@@ -4,7 +4,7 @@ BIN := .venv/bin
 NEEDS := pyproject.toml constraints.txt $(wildcard setup.py analysis/readers/*.c)
 INSTALLED := .venv/installed-$(shell cat $(NEEDS) | cksum | cut -d' ' -f1)
 
-.PHONY: demo test check lint docs clean
+.PHONY: demo test check lint docs bench-faults clean
 
 demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
@@ -18,6 +18,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+bench-faults: $(INSTALLED)  ## the fault matrix: how often the verdict is right (hours; SIZE=--quick for minutes)
+	$(BIN)/python benchmarks/faults/score.py $(SIZE)
 
 docs: $(INSTALLED)  ## what is generated from the code
 	$(BIN)/python docs/write_tables.py

@@ -1,0 +1,112 @@
+"""The simulated jobs of benchmarks/faults: physics that can be checked in the head, and how verdicts are counted."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rankscope
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
+
+from faults import DOSES, Case, simulated
+from record import write
+from score import answer, nvrx, scores
+from simulate import PARALLELS, Job, healthy_resources, run, step_ns
+
+JOB = Job(parallel="ddp", ranks=16, steps=14, compute_ns=90e6)
+
+
+def test_slow_link_lengthens_the_step_and_leaves_every_ranks_own_work_as_it_was():
+    """All-reduce over 2 nodes moves 1 x the bytes over the link: 12 MB at 120 MB/s take 100 ms, at 2.5 GB/s 5 ms."""
+    healthy, slow = healthy_resources(JOB), healthy_resources(JOB)
+    slow.nic = np.array([2.5e9, 0.12e9])
+    with_fault, without = run(JOB, slow), run(JOB, healthy)
+    assert all((with_fault.busy_ns[kind] == without.busy_ns[kind]).all() for kind in without.busy_ns)
+    # Three of the four buckets go out while backward computes another 45 ms; the rest of the 100 ms is in the way.
+    assert 40e6 < step_ns(with_fault) - step_ns(without) < 65e6
+
+
+def test_what_one_rank_computes_longer_all_ranks_lose():
+    slow = healthy_resources(JOB)
+    slow.slowness = slow.slowness * np.where(np.arange(16) == 5, 1.5, 1.0)
+    # Half of 90 ms of forward and backward and 4 ms of optimizer, less what the others' scatter cost before.
+    assert step_ns(run(JOB, slow)) - step_ns(run(JOB, healthy_resources(JOB))) == pytest.approx(47e6, rel=0.1)
+
+
+def test_loader_with_workers_costs_nothing_until_it_is_slower_than_the_step():
+    def step(load_ns):
+        can = healthy_resources(JOB)
+        can.load_ns[:] = load_ns
+        return step_ns(run(JOB, can))
+
+    assert step(80e6) == pytest.approx(step(10e6), rel=0.01)
+    assert step(200e6) == pytest.approx(200e6, rel=0.1)
+
+
+@pytest.mark.parametrize("parallel", PARALLELS)
+def test_recorded_job_is_whole_and_healthy(parallel, tmp_path):
+    """Every record can be read and matched, clocks of both nodes fit, and nobody is blamed."""
+    log = run(replace(JOB, parallel=parallel), healthy_resources(replace(JOB, parallel=parallel)))
+    report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
+    assert (report.ranks, report.nodes) == (tuple(range(16)), (0, 1))
+    assert report.matched_fraction == 1.0
+    assert report.gaps == ()
+    assert [clock.source for clock in report.clocks] == ["reference", "pings"]
+    assert report.steps.median_ns == pytest.approx(step_ns(log), rel=0.03)
+    assert report.findings == ()
+
+
+def test_lost_records_are_told(tmp_path):
+    job = replace(JOB, lost=0.1)
+    report = rankscope.diagnose(rankscope.open(write(run(job, healthy_resources(job)), tmp_path / "run")))
+    assert any("overwritten" in gap.why and gap.count for gap in report.gaps)
+    assert report.findings == ()
+
+
+def test_fault_has_the_dose_and_the_cost_that_it_is_said_to_have(tmp_path):
+    log, (truth,) = simulated(Case("slow_rank", "loud", 0))
+    low, high = DOSES["loud"]
+    assert low * 0.9 < truth.cost_fraction < high * 1.1
+    (finding, *_) = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run"))).findings
+    assert (finding.detector, finding.ranks) == ("slow_rank", truth.ranks)
+    assert finding.lost_ns_per_step == pytest.approx(truth.cost_ns, rel=0.15)
+    assert nvrx(log) == list(truth.ranks)
+
+
+def test_rank_that_hangs_stops_everybody(tmp_path):
+    log, (truth,) = simulated(Case("hang", "loud", 0))
+    assert np.isinf(log.optimizer_end[-1]).all()
+    (finding,) = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run"))).findings
+    assert (finding.detector, finding.ranks) == ("hang", truth.ranks)
+
+
+def _row(truth, *found, not_checked=()):
+    """A run with this fault of rank 1, and findings of (kind, rank)."""
+    return {
+        "truth": [{"kind": kind, "ranks": [1], "nodes": []} for kind in truth],
+        "found": [{"kind": kind, "ranks": [rank], "nodes": []} for kind, rank in found],
+        "not_checked": list(not_checked),
+    }
+
+
+def test_verdicts_are_counted_as_a_classifiers():
+    """Of 4 slow ranks 2 are named, one of them rightly blamed; 3 findings say "slow rank"."""
+    rows = [
+        _row(["slow_rank"], ("slow_rank", 1)),
+        _row(["slow_rank"], ("slow_rank", 2)),
+        _row(["slow_rank"], ("gc_stall", 1), ("slow_rank", 1)),  # the verdict is the first finding
+        _row(["slow_rank"]),
+    ]
+    runs, precision, recall, f1, culprit = scores(rows, "slow_rank")
+    assert (runs, precision, recall, f1, culprit) == (4, pytest.approx(2 / 3), 0.5, pytest.approx(4 / 7), 0.5)
+
+
+def test_abstention_is_not_health():
+    assert answer(_row(["slow_rank"])) == "healthy"
+    assert answer(_row(["slow_rank"], not_checked=["slow_rank"])) == "not checked"
+    assert answer(_row([])) == "healthy"
