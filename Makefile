@@ -32,5 +32,5 @@ clean:
 $(INSTALLED): $(NEEDS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,ui]'
 	touch $@

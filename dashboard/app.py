@@ -1,0 +1,253 @@
+"""The Dash app: its frame around the pages, which run and page are shown, and who may look."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import dash_mantine_components as dmc
+from dash import Dash, Input, Output, State, dcc, html, no_update
+from flask import Response, redirect, request
+
+from rankscope.analysis.report import palette
+from rankscope.analysis.report.html import chart_styles
+from rankscope.dashboard.page import HOME, Query, address, all_pages, empty
+from rankscope.dashboard.state import STAGES, Progress
+from rankscope.dashboard.state import State as Runs
+
+__all__ = ["create_app"]
+
+_TICK_MS = 700
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+_INDEX = """<!DOCTYPE html>
+<html lang="en">
+<head>
+{%metas%}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{%title%}</title>
+<link rel="icon" href="data:,">
+{%css%}
+<style>
+:root { color-scheme: light; LIGHT }
+:root[data-mantine-color-scheme="dark"] { color-scheme: dark; DARK }
+.chart-box { CHARTS }
+</style>
+</head>
+<body>
+HATCHES
+{%app_entry%}
+<footer>{%config%}{%scripts%}{%renderer%}</footer>
+</body>
+</html>"""
+
+
+def create_app(runs: Runs, *, token: str = "", host: str = "localhost") -> Dash:
+    """The app on these runs. With a token, only who has it sees anything; without, only this machine's browsers do."""
+    app = Dash(
+        __name__, title="rankscope", update_title="", suppress_callback_exceptions=True, include_pages_meta=False
+    )
+    app.scripts.config.serve_locally = True
+    app.css.config.serve_locally = True
+    styles, hatches = chart_styles()
+    app.index_string = (
+        _INDEX.replace("LIGHT", palette.css_variables(palette.LIGHT))
+        .replace("DARK", palette.css_variables(palette.DARK))
+        .replace("CHARTS", styles)
+        .replace("HATCHES", hatches)
+    )
+    app.layout = lambda: _frame(runs)
+    _guard(app, token, {*_LOCAL, host})
+    app.callback(
+        Output("page", "children"),
+        Output("navigation", "children"),
+        Output("which-run", "children"),
+        Output("shown", "data"),
+        Input("url", "pathname"),
+        Input("url", "search"),
+        Input("version", "data"),
+        State("shown", "data"),
+    )(lambda path, search, _, shown: _show(runs, path, search, shown))
+    app.callback(
+        Output("version", "data"),
+        Output("status", "children"),
+        Input("tick", "n_intervals"),
+        Input("url", "pathname"),
+        State("url", "search"),
+        State("version", "data"),
+    )(lambda _, path, search, version: _tick(runs, _page_name(path), _query(search).get("run", ""), version))
+    for page in all_pages().values():
+        if hasattr(page, "register"):
+            page.register(app, runs)
+    return app
+
+
+def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
+    first = runs.progress("")
+    header = dmc.Group(
+        [
+            dmc.Burger(id="burger", size="sm", hiddenFrom="sm", opened=False, **{"aria-label": "Navigation"}),
+            dmc.Anchor("rankscope", href="/", className="brand", underline="never"),
+            html.Div(id="which-run"),
+            html.Div(id="status"),
+            dmc.ColorSchemeToggle(
+                lightIcon=html.Span("☀"),
+                darkIcon=html.Span("☾"),
+                variant="subtle",
+                color="gray",
+                **{"aria-label": "Light or dark"},
+            ),
+        ],
+        className="header",
+        wrap="nowrap",
+        h="100%",
+        px="md",
+    )
+    shell = dmc.AppShell(
+        [
+            html.A("Skip to the page", href="#page", className="skip"),
+            dmc.AppShellHeader(header),
+            dmc.AppShellNavbar(html.Nav(id="navigation"), p="xs"),
+            dmc.AppShellMain(html.Main(id="page", tabIndex="-1")),
+        ],
+        id="shell",
+        header={"height": 52},
+        navbar={"width": 168, "breakpoint": "sm", "collapsed": {"mobile": True}},
+        padding="md",
+    )
+    version = f"{first.version}"
+    return dmc.MantineProvider(
+        [
+            dcc.Location(id="url", refresh=False),
+            dcc.Interval(id="tick", interval=_TICK_MS),
+            dcc.Store(id="version", data={"": version}),
+            dcc.Store(id="shown"),
+            shell,
+        ],
+        defaultColorScheme="auto",
+        theme={"fontFamily": 'system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif'},
+    )
+
+
+def _page_name(path: str | None) -> str:
+    return (path or "/").strip("/") or HOME
+
+
+def _query(search: str | None) -> Query:
+    return dict(parse_qsl((search or "").lstrip("?")))
+
+
+def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | None) -> tuple[Any, ...]:
+    """The page that the address names, its navigation, the run's name, and what is on screen now."""
+    query = _query(search)
+    name = _page_name(path)
+    key = query.get("run", "")
+    page = all_pages().get(name)
+    navigation = _navigation(name, key)
+    if key not in runs.keys or page is None:
+        what = f"No run “{key}” was opened here." if key not in runs.keys else f"There is no page “{name}”."
+        return empty("Nothing here", what), navigation, None, None
+    progress = runs.progress(key)
+    now = [name, key, search or "", "ready" if progress.run else "loading"]
+    if shown == now and progress.run and getattr(page, "KEEPS", False):
+        return no_update, no_update, no_update, no_update
+    if progress.run is None:
+        return _loading(progress), navigation, _run_names(runs, name, key), now
+    return page.layout(progress.run, query), navigation, _run_names(runs, name, key), now
+
+
+def _navigation(current: str, run: str) -> list[Any]:
+    return [
+        dmc.NavLink(label=page.TITLE, href=address(name, run), active=name == current, className="nav-link")
+        for name, page in all_pages().items()
+    ]
+
+
+def _run_names(runs: Runs, page: str, current: str) -> Any:  # noqa: ANN401
+    if len(runs.keys) == 1:
+        return html.Span(runs.progress("").name, className="run-name", title=runs.progress("").name)
+    links = [
+        dmc.Anchor(runs.progress(key).name, href=address(page, key), className=f"run-name{' on' * (key == current)}")
+        for key in runs.keys
+    ]
+    return html.Div(links, className="run-names")
+
+
+def _loading(progress: Progress) -> Any:  # noqa: ANN401
+    """What is being done; or, if it failed, why."""
+    if progress.error:
+        return dmc.Alert(progress.error, title=f"{progress.name} cannot be shown", color="red", variant="light")
+    stages = [
+        html.Li(
+            f"{text} …" if i == progress.stage else text, className=("done", "now", "later")[_order(i, progress.stage)]
+        )
+        for i, text in enumerate(STAGES)
+    ]
+    return html.Div(
+        [dmc.Loader(size="sm"), html.Div([html.H1(f"Opening {progress.name}"), html.Ol(stages, className="stages")])],
+        className="loading",
+    )
+
+
+def _order(a: int, b: int) -> int:
+    return (a > b) - (a < b) + 1
+
+
+def _tick(runs: Runs, page: str, key: str, version: dict[str, str]) -> tuple[Any, Any]:
+    """The version if it is a new one, and the run's state for the header."""
+    if key not in runs.keys:
+        return no_update, None
+    progress = runs.progress(key)
+    now = {key: str(progress.version)}
+    return (no_update if version == now else now), _status(progress, page)
+
+
+def _status(progress: Progress, page: str) -> Any:  # noqa: ANN401
+    run = progress.run
+    if run is None:
+        return None
+    said = "" if page == HOME else run.report.verdict  # there it is the headline
+    verdict = html.Div(said, className="verdict-line", title=said)
+    if not run.running:
+        return verdict
+    read_at = time.strftime("%H:%M:%S", time.localtime(run.read_at))
+    badge = dmc.Badge(f"still running · as of {read_at}", variant="dot", color="blue", className="badge")
+    return html.Div([badge, verdict], className="status")
+
+
+def _guard(app: Dash, token: str, hosts: set[str]) -> None:
+    """Refuse whoever has no token; where none is asked for, refuse pages of other sites that point a name at us."""
+    cookie = f"rankscope-{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # servers of other ports have their own
+
+    def check() -> Any:  # noqa: ANN401
+        if not token:
+            named = urlsplit(f"//{request.host}").hostname
+            return None if named in hosts else Response("rankscope answers to its own address only\n", 403)
+        if hmac.compare_digest(request.args.get("token", "").encode(), token.encode()):
+            answer = redirect(request.path)
+            answer.set_cookie(cookie, token, httponly=True, samesite="Strict")
+            return answer
+        if hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
+            return None
+        return Response(_ASK, 401, mimetype="text/html")
+
+    app.server.before_request(check)
+
+    def seal(response: Response) -> Response:
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["X-Frame-Options"] = "DENY"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+    app.server.after_request(seal)
+
+
+_ASK = """<!doctype html><html lang="en"><title>rankscope</title>
+<form style="font: 16px/1.5 system-ui, sans-serif; margin: 15vh auto; max-width: 24em">
+<label>The token that <code>rankscope ui</code> printed:<br>
+<input name="token" type="password" autofocus style="font: inherit; width: 100%; margin: .5em 0"></label>
+<button style="font: inherit">Open</button></form></html>
+"""

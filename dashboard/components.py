@@ -1,0 +1,54 @@
+"""Two components of our own: a chart made on the server, and a raster of cells that is drawn as it is looked at.
+
+Their code is `assets/components.js`; Dash needs nothing but these names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash.development.base_component import Component
+from markupsafe import Markup
+
+__all__ = ["Chart", "Raster"]
+
+
+class Chart(Component):
+    """SVG made on the server. What has a `<title>` shows it under the pointer."""
+
+    _namespace = "rankscope_ui"
+    _type = "Chart"
+
+    def __init__(self, markup: Markup, *, title: str = "") -> None:
+        _declare(self, "markup", "title")
+        super().__init__(markup=str(markup), title=title)  # type: ignore[no-untyped-call]
+
+
+class Raster(Component):
+    """Cells of (row, column), fetched from `source` at the resolution of the screen; drag to look closer.
+
+    `source` answers `?r0=&r1=&c0=&c1=&width=&height=` with one byte per cell, and with `&row=&column=` with text.
+    """
+
+    _namespace = "rankscope_ui"
+    _type = "Raster"
+
+    def __init__(self, *, source: str, rows: int, columns: int, row_label: str, column_label: str, title: str) -> None:
+        given: dict[str, Any] = {
+            "source": source,
+            "rows": rows,
+            "columns": columns,
+            "row_label": row_label,
+            "column_label": column_label,
+            "title": title,
+        }
+        _declare(self, *given)
+        super().__init__(**given)  # type: ignore[no-untyped-call]
+
+
+def _declare(component: Any, *names: str) -> None:  # noqa: ANN401
+    """What Dash's generator would have written into the class."""
+    component._prop_names = list(names)
+    component.available_properties = list(names)
+    component.available_wildcard_properties = []
+    component._valid_wildcard_attributes = []

@@ -1,0 +1,78 @@
+"""Where a step's time goes: one bar per part, each beginning where the one before ended, and what could be instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rankscope.analysis.finding import Report
+from rankscope.analysis.report.digest import Breakdown
+from rankscope.analysis.report.quantities import duration, scale_for, shares
+from rankscope.analysis.report.texts import part_label, part_meaning
+
+__all__ = ["USEFUL", "Bar", "waterfall"]
+
+# What a step needs in any case: work that the script asked for. All else is waiting, transport or overhead.
+USEFUL = ("compute", "overlapped", "memory", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One row. `start` and `length` are shares of the mean step."""
+
+    kind: str  # "part" | "sum" | "ideal"
+    part: str
+    label: str
+    meaning: str
+    start: float
+    length: float
+    time: str
+    share: str
+
+
+def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
+    """The rows, top to bottom, and the unit of their times. The parts' times sum to the step's, as they are shown."""
+    sums, ranks = split.sums, len(split.rows)
+    total = sum(sums)
+    if not total:
+        return [], ""
+    scale = scale_for(total / ranks)
+    times, whole = scale.row(sums, divisor=ranks)
+    bars = list(_parts(split.parts, sums, times))
+    bars.append(_bar("sum", "step", "mean step", "the parts above add up to it", 1.0, whole, "100.0"))
+    useful = sum(ns for part, ns in zip(split.parts, sums, strict=True) if part in USEFUL) / total
+    said = "if nothing but work were left: no waiting, no transfer that is not hidden, no overhead"
+    bars.append(
+        _bar("ideal", "useful", "work only", said, useful, scale.row([round(useful * total)], divisor=ranks)[1])
+    )
+    best = max(report.findings, key=lambda finding: finding.gain_fraction, default=None)
+    if best is not None and best.gain_fraction > 0 and report.steps.median_ns:
+        gained_ns = best.gain_fraction * report.steps.median_ns
+        left_ns = max(total / ranks - gained_ns, 0)
+        label = f"finding {report.findings.index(best) + 1} mended"
+        time = scale.row([round(left_ns)])[1]
+        bars.append(
+            _bar("ideal", "mended", label, f"predicted: {duration(gained_ns)} less", left_ns * ranks / total, time)
+        )
+    return bars, scale.unit
+
+
+def _parts(parts: Sequence[str], sums: Sequence[int], times: Sequence[str]) -> Iterator[Bar]:
+    total, start = sum(sums), 0
+    for part, ns, time, share in zip(parts, sums, times, shares(sums), strict=True):
+        yield Bar(
+            kind="part",
+            part=part,
+            label=part_label(part),
+            meaning=part_meaning(part),
+            start=start / total,
+            length=ns / total,
+            time=time,
+            share=share,
+        )
+        start += ns
+
+
+def _bar(kind: str, part: str, label: str, meaning: str, length: float, time: str, share: str = "") -> Bar:
+    shown = share or f"{length * 100:.1f}"
+    return Bar(kind=kind, part=part, label=label, meaning=meaning, start=0.0, length=length, time=time, share=shown)

@@ -1,0 +1,75 @@
+"""What pages are made of: the pieces that all of them use, and the list of pages.
+
+A page is a module of `pages/`; being in that folder is the registration. It has
+
+- `TITLE`, and `ORDER`, its place in the navigation,
+- `layout(run: Run, query: Query) -> Component`: the page of a run that is ready,
+- `register(app: Dash, state: State) -> None` if it has callbacks or routes of its own.
+
+Its address is `/` and the module's name. What a page shows is renewed when the run is, unless it says `KEEPS = True`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlencode
+
+import dash_mantine_components as dmc
+from dash import dcc, html
+
+from rankscope.dashboard import pages
+
+__all__ = ["HOME", "Query", "address", "all_pages", "card", "empty", "facts", "heading", "plot", "quiet"]
+
+Query = Mapping[str, str]
+Children = Any  # Dash's components are not typed
+HOME = "overview"
+
+
+@cache
+def all_pages() -> dict[str, ModuleType]:
+    """Every page by name, in the order of the navigation."""
+    found = [import_module(f"{pages.__name__}.{module.name}") for module in pkgutil.iter_modules(pages.__path__)]
+    return {page.__name__.rpartition(".")[2]: page for page in sorted(found, key=lambda page: int(page.ORDER))}
+
+
+def address(page: str, run: str = "", **query: object) -> str:
+    """The page's address within this server; the first run needs no name."""
+    words = {name: str(value) for name, value in query.items()} | ({"run": run} if run else {})
+    return f"/{'' if page == HOME else page}" + (f"?{urlencode(words)}" if words else "")
+
+
+def heading(title: str, meaning: str = "") -> Children:
+    """A page's title, and in one line what it shows."""
+    return html.Div([html.H1(title), quiet(meaning) if meaning else None], className="page-title")
+
+
+def card(title: str, *children: Children, note: str = "", className: str = "") -> Children:  # noqa: N803 - as Dash has it
+    head = html.Div([html.H2(title), quiet(note) if note else None], className="card-head") if title else None
+    return dmc.Paper([head, *children], withBorder=True, radius="md", className=f"card {className}")
+
+
+def quiet(text: Children) -> Children:
+    return html.P(text, className="quiet")
+
+
+def facts(*items: str) -> Children:
+    return html.Ul([html.Li(item) for item in items if item], className="facts")
+
+
+def empty(title: str, why: str, what_to_do: str = "") -> Children:
+    """In place of a chart that would have nothing to show: why, and how to get it."""
+    return dmc.Alert(
+        [html.P(why), html.P(what_to_do) if what_to_do else None], title=title, color="gray", variant="light"
+    )
+
+
+def plot(figure: dict[str, Any], *, height: int = 320) -> Children:
+    """A plotly figure; plotly is fetched only by pages that have one."""
+    config: Any = {"displaylogo": False, "responsive": True, "displayModeBar": False, "doubleClick": "reset"}
+    return dcc.Graph(figure=figure, config=config, style={"height": f"{height}px"}, className="plot")

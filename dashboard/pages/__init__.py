@@ -1,0 +1,1 @@
+"""The pages: every module here is one, see `rankscope.dashboard.page`."""

@@ -1,0 +1,212 @@
+"""What is wrong, in ten seconds; why that is so, in a minute."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import dash_mantine_components as dmc
+from dash import dcc, html
+
+from rankscope.analysis.finding import Evidence, Finding, Report
+from rankscope.analysis.report import digest, phrases, quantities, svg
+from rankscope.analysis.report.texts import detector_name, part_label, part_meaning, say
+from rankscope.dashboard.components import Chart
+from rankscope.dashboard.figures.waterfall import Bar, waterfall
+from rankscope.dashboard.page import Query, address, card, facts, quiet
+from rankscope.dashboard.state import Run
+
+TITLE, ORDER = "Overview", 0
+
+_EVIDENCE = 3
+_STEP_POINTS, _STEP_ROWS = 240, 24
+_BARS = 32  # ranks that get a bar each
+
+
+def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001
+    report = run.report
+    split = digest.breakdown(report)
+    return html.Div(
+        [
+            _verdict(report),
+            html.Div(
+                [
+                    card(say("findings"), *_findings(run, split)),
+                    card(say("time"), *_time(report, split)),
+                ],
+                className="columns",
+            ),
+            card(say("steps"), *_steps(report)),
+            _checked(report),
+            card(say("time.per_rank"), *_ranks(report, split)) if len(split.rows) > 1 else None,
+            card(say("gaps"), *_gaps(report)),
+        ]
+    )
+
+
+def _verdict(report: Report) -> Any:  # noqa: ANN401
+    severity = report.findings[0].severity if report.findings else "good" if report.healthy else ""
+    missing = digest.missing_ranks(report)
+    warning = None
+    if not report.ranks and not report.steps.count:
+        warning = say("head.unreadable")
+    elif missing:
+        warning = say("head.missing", phrases.who(tuple(missing)))
+    rate = f"{1e9 / report.steps.median_ns:.3g} steps per second" if report.steps.median_ns else ""
+    return html.Div(
+        [
+            html.Div(
+                [html.H1(report.verdict), facts(*phrases.head_facts(report), rate)], className=f"verdict {severity}"
+            ),
+            html.P(warning, className="warning") if warning else None,
+        ]
+    )
+
+
+def _findings(run: Run, split: digest.Breakdown) -> list[Any]:
+    if not run.report.findings:
+        return [html.P(phrases.no_finding(run.report))]
+    found = [_finding(run, split, number, finding) for number, finding in enumerate(run.report.findings, 1)]
+    return [*found, quiet(say("finding.error"))]
+
+
+def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -> Any:  # noqa: ANN401
+    pairs: list[tuple[str, Any]] = [
+        (say("finding.who"), phrases.who(finding.ranks, finding.nodes, finding.groups)),
+        (say("finding.where"), finding.where),
+        (say("finding.steps"), quantities.ranges(finding.steps)),
+        (say("finding.cost"), html.Strong(phrases.cost(finding))),
+        (say("finding.gain"), phrases.gain(run.report, finding)),
+        (say("finding.advice"), finding.advice),
+        (say("finding.cause"), detector_name(finding.caused_by) if finding.caused_by else ""),
+    ]
+    shown = [part for name, value in pairs if value for part in (html.Dt(name), html.Dd(value))]
+    severity = html.Span(say(f"severity.{finding.severity}"), className=f"severity {finding.severity}")
+    picture = _picture(split, finding) if number == 1 else None
+    return html.Article(
+        [
+            html.H3([severity, f"{number}. {finding.title}"]),
+            html.Dl(shown),
+            picture,
+            dmc.Group([_evidence(run, seen) for seen in finding.evidence[:_EVIDENCE]], gap="xs", mt=6),
+        ],
+        id=f"finding-{number}",
+        className=f"finding{' follows' if finding.caused_by else ''}",
+    )
+
+
+def _picture(split: digest.Breakdown, finding: Finding) -> Any:  # noqa: ANN401
+    values = digest.picture_values(split, finding)
+    marked = frozenset(finding.ranks) & set(values)
+    if len(values) < 2 or len(marked) == len(values):
+        return None
+    inside, others = (
+        quantities.duration(statistics.median(ns for rank, ns in values.items() if (rank in marked) == marks))
+        for marks in (True, False)
+    )
+    numbers = say("finding.picture.numbers", phrases.who(tuple(marked)), inside, others)
+    chart = Chart(svg.columns(values, marked), title=say("finding.evidence"))
+    return html.Div([chart, quiet(numbers)], className="picture")
+
+
+def _evidence(run: Run, seen: Evidence) -> Any:  # noqa: ANN401
+    """A link to the moment in the timeline, with a little of what lies around it."""
+    around = max((seen.end_ns - seen.start_ns) // 4, 1000)
+    where = {"t0": seen.start_ns - around, "t1": seen.end_ns + around} | (
+        {} if seen.rank is None else {"rank": seen.rank}
+    )
+    href = address("timeline", run.key, **where)
+    return dcc.Link(
+        f"Show: {seen.note or phrases.evidence(seen)}", href=href, title=phrases.evidence(seen), className="button"
+    )
+
+
+def _time(report: Report, split: digest.Breakdown) -> list[Any]:
+    bars, unit = waterfall(report, split)
+    if not bars:
+        return [html.P(say("time.none"))]
+    head = html.Tr([html.Th(), html.Th(), html.Th(unit, className="number"), html.Th("%", className="number")])
+    return [
+        quiet(say("time.mean", phrases.who(tuple(split.rows)), f"{_step(bars).time} {unit}")),
+        html.Table([html.Thead(head), html.Tbody([_row(bar) for bar in bars])], className="waterfall"),
+    ]
+
+
+def _step(bars: list[Bar]) -> Bar:
+    return next(bar for bar in bars if bar.kind == "sum")
+
+
+def _row(bar: Bar) -> Any:  # noqa: ANN401
+    place = {"left": f"{bar.start * 100:.3f}%", "width": f"{bar.length * 100:.3f}%"}
+    if bar.kind == "part":
+        place["background"] = f"var(--{bar.part}, var(--other))"
+    drawn = html.Div(className=f"bar bar-{bar.part}", style=place)
+    return html.Tr(
+        [
+            html.Td(bar.label, className="label"),
+            html.Td(html.Div(drawn, className="track"), title=bar.meaning),
+            html.Td(bar.time, className="number"),
+            html.Td(bar.share, className="number"),
+        ],
+        className=bar.kind,
+        title=bar.meaning,
+    )
+
+
+def _checked(report: Report) -> Any:  # noqa: ANN401
+    rows = [
+        (f"✓ {detector_name(one.detector)}", phrases.resolution(report, one.resolution_ns)) for one in report.healthy
+    ]
+    unchecked = [(f"? {detector_name(one.detector)}", one.why) for one in report.not_checked]
+    return html.Div(
+        [
+            card(say("healthy"), _pairs(rows) if rows else html.P(say("healthy.none"))),
+            card(say("not_checked"), _pairs(unchecked) if unchecked else html.P(say("not_checked.none"))),
+        ],
+        className="columns",
+    )
+
+
+def _pairs(rows: list[tuple[str, str]]) -> Any:  # noqa: ANN401
+    cells = [html.Tr([html.Td(name, className="name"), html.Td(text, className="quiet")]) for name, text in rows]
+    return html.Table(html.Tbody(cells), className="plain")
+
+
+def _steps(report: Report) -> list[Any]:
+    step_ns = {rank: report.step_ns[rank] for rank in sorted(report.step_ns) if report.step_ns[rank]}
+    if not step_ns:
+        return [html.P(say("steps.none"))]
+    line, per_point = svg.step_chart(step_ns, points=_STEP_POINTS)
+    caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
+    if per_point > 1:
+        caption = f"{caption} {say('steps.binned', per_point)}"
+    return [Chart(line, title=say("steps")), quiet(caption)]
+
+
+def _ranks(report: Report, split: digest.Breakdown) -> list[Any]:
+    _, marked = digest.marked_ranks(report)
+    missing = digest.missing_ranks(report)
+    if len(split.rows) + len(missing) <= _BARS:
+        return [Chart(svg.rank_bars(split, marked, missing), title=say("time.per_rank")), _legend(split)]
+    caption = say("time.per_rank.columns", svg.COLUMNS_IN_A_ROW)
+    return [Chart(svg.rank_columns(split, marked), title=say("time.per_rank")), _legend(split), quiet(caption)]
+
+
+def _legend(split: digest.Breakdown) -> Any:  # noqa: ANN401
+    return html.Ul(
+        [
+            html.Li(
+                [html.I(style={"background": f"var(--{part}, var(--other))"}), part_label(part)],
+                title=part_meaning(part),
+            )
+            for part in split.parts
+        ],
+        className="levels",
+    )
+
+
+def _gaps(report: Report) -> list[Any]:
+    groups = digest.gap_groups(report)
+    if not groups:
+        return [html.P(say("gaps.none"))]
+    return [_pairs([(group.table, f"{phrases.gap_extent(group)}: {group.why}") for group in groups])]

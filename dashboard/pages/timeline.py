@@ -1,0 +1,19 @@
+"""Every phase, region, operation and kernel of every rank, on one clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankscope.dashboard import timeline
+from rankscope.dashboard.page import Query
+from rankscope.dashboard.state import Run
+from rankscope.dashboard.timeline import register
+
+__all__ = ["ORDER", "TITLE", "layout", "register"]
+
+TITLE = "Timeline"
+ORDER = 2
+
+
+def layout(run: Run, _: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
+    return timeline.layout(run.key, str(run.read_at))

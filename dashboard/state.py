@@ -1,0 +1,177 @@
+"""What the server holds: the runs that were opened, read and judged in threads, and renewed while a job still goes on.
+
+This is the app's only state. Browsers hold keys: a run is "" (the first one given) or "2".
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import polars as pl
+
+from rankscope.analysis.diagnose import report_on
+from rankscope.analysis.finding import Report
+from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.timeline.clocks import apply_clocks
+from rankscope.analysis.trace import BadInput, Trace
+from rankscope.collectors.schema import TABLES
+
+__all__ = ["STAGES", "Progress", "Run", "State"]
+
+STAGES = ("Reading the run", "Matching operations and cutting up the steps", "Judging")
+_POLL_S = 2.0  # how often a run that goes on is looked at
+_REST = 3.0  # times the last analysis took, between two of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run, read and judged. `running`: the job has not ended, as far as the run says."""
+
+    key: str
+    name: str
+    trace: Trace
+    timeline: Timeline
+    report: Report
+    tables: dict[str, pl.DataFrame]  # for the page of tables: those of the timeline, and the trace's others
+    running: bool
+    read_at: float  # unix time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run has come. `version` counts up whenever there is something new to show; `error` is one line."""
+
+    name: str
+    stage: int = 0
+    version: int = 0
+    error: str = ""
+    run: Run | None = None
+
+
+class State:
+    """The runs of one server. Reading is safe from any thread: what is held are frozen values, exchanged whole."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        keys = ["", *(str(number) for number in range(2, len(paths) + 1))]
+        self._paths = dict(zip(keys, paths, strict=True))
+        self._progress = {key: Progress(name=path.resolve().name) for key, path in self._paths.items()}
+        self._ended = threading.Event()
+        self._changed = threading.Condition()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self._paths)
+
+    def progress(self, run: str) -> Progress:
+        """Raises KeyError for a run that was not opened here."""
+        return self._progress[run]
+
+    def ready(self, run: str) -> Run | None:
+        """The run, or None while it is read, if it cannot be read, or if there is no such run."""
+        progress = self._progress.get(run)
+        return None if progress is None else progress.run
+
+    def timeline(self, run: str) -> Timeline | None:
+        loaded = self._progress[run].run
+        return None if loaded is None else loaded.timeline
+
+    def report(self, run: str) -> Report | None:
+        loaded = self._progress[run].run
+        return None if loaded is None else loaded.report
+
+    def critical_path(self, run: str) -> pl.DataFrame | None:
+        self._progress[run]
+        return None
+
+    def start(self) -> None:
+        """Read the runs, each in a thread of its own."""
+        for key in self._paths:
+            threading.Thread(target=self._follow, args=(key,), name=f"run {key}", daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until every run is ready or has failed. Raises TimeoutError."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: all(p.run is not None or p.error for p in self._progress.values()), timeout_s
+            )
+        if not done:
+            raise TimeoutError(f"not read within {timeout_s} s")
+
+    def _follow(self, key: str) -> None:
+        """Read a run, and again when its files have changed, until its job has ended."""
+        path = self._paths[key]
+        seen = None
+        rest_s = 0.0
+        while not self._ended.wait(rest_s):
+            now = _fingerprint(path)
+            if now != seen:
+                seen, began = now, time.monotonic()
+                self._read(key)
+                rest_s = max(_POLL_S, _REST * (time.monotonic() - began))
+            loaded = self._progress[key].run
+            if loaded is None or not loaded.running:
+                return
+
+    def _read(self, key: str) -> None:
+        path = self._paths[key]
+        try:
+            self._set(key, stage=0)
+            trace = Trace.open(path)
+            self._set(key, stage=1)
+            timeline = build_timeline(trace)
+            self._set(key, stage=2)
+            report = report_on(trace, timeline)
+            run = Run(
+                key=key,
+                name=self._progress[key].name,
+                trace=trace,
+                timeline=timeline,
+                report=report,
+                tables=_tables(trace, timeline),
+                running=any(launch.get("state") == "running" for launch in trace.run.values()),
+                read_at=time.time(),
+            )
+        except BadInput as error:
+            self._set(key, error=str(error))
+        except Exception as error:  # the page must say so; a thread that dies would leave it waiting for ever
+            self._set(key, error=f"reading {path} failed: {type(error).__name__}: {error}")
+            raise
+        else:
+            self._set(key, run=run, error="")
+
+    def _set(self, key: str, **changes: object) -> None:
+        with self._changed:
+            before = self._progress[key]
+            # A run on screen stays there until the next one is ready: its stages are no news.
+            is_news = before.run is None or "stage" not in changes
+            version = before.version + 1 if is_news else before.version
+            self._progress[key] = replace(before, version=version, **changes)  # type: ignore[arg-type]
+            self._changed.notify_all()
+
+
+def _tables(trace: Trace, timeline: Timeline) -> dict[str, pl.DataFrame]:
+    """Every table that has rows, all times on one clock."""
+    found = {name: value for name in TABLES if isinstance(value := getattr(timeline, name, None), pl.DataFrame)}
+    found |= {name: getattr(timeline, name) for name in ("phases", "breakdown", "waits")}
+    for name in ("memory", "clocks", "gaps"):
+        found[name] = trace.table(name).pipe(apply_clocks, timeline.clocks).collect()
+    return {name: frame for name, frame in sorted(found.items()) if len(frame)}
+
+
+def _fingerprint(path: Path) -> tuple[int, int]:
+    """Changes when a file below the path does: number of bytes, and the latest change."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    stats = []
+    for file in files:
+        try:
+            stats.append(file.stat())
+        except OSError:  # gone since
+            continue
+    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)

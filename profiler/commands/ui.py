@@ -1,0 +1,112 @@
+"""Look at a recorded run in the browser.
+
+Give two runs to compare them. The page is served on this machine only; for another --host, a token is asked for.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rankscope.profiler.errors import RankscopeError
+
+__all__ = ["command"]
+
+_PORT = 8050
+_NEXT_PORTS = 20  # tried when the usual one is taken
+
+
+def command(
+    run: Annotated[list[Path], typer.Argument(help="The run, or two of them; any trace that rankscope reads.")],
+    port: Annotated[
+        int | None, typer.Option(help=f"Serve on this port; 0 takes a free one. [default: {_PORT}]")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Serve on this address.")] = "localhost",
+    token: Annotated[str, typer.Option(help="Whoever looks must know it; made up where needed and not given.")] = "",
+) -> None:
+    for path in run:
+        if not path.exists():
+            raise RankscopeError(f"{path} does not exist")
+    if len(run) > 2:
+        raise RankscopeError(f"one run, or two to compare; {len(run)} were given")
+    try:
+        from rankscope.dashboard.app import create_app
+        from rankscope.dashboard.state import State
+    except ImportError as error:
+        raise RankscopeError(f"the UI needs {error.name}: pip install 'rankscope[ui]'") from None
+    if not token and not _is_local(host):
+        token = secrets.token_urlsafe(16)
+    state = State(run)
+    server = _listen(create_app(state, token=token, host=host).server, host, port)
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, _interrupt)
+    try:
+        state.start()
+        _say_where(host, server.port, token)
+        server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        state.stop()
+        server.server_close()
+    # Threads may be deep in an analysis of which nobody will see the end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _listen(app: Any, host: str, port: int | None) -> Any:  # noqa: ANN401 - Flask's and werkzeug's
+    """A server that listens, on the port that was asked for, else on the usual one or one of the next."""
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps connections open: a view is many small requests
+
+        def log_request(self, *_: object) -> None: ...
+
+    wanted = [port] if port is not None else list(range(_PORT, _PORT + _NEXT_PORTS))
+    for number in wanted:
+        try:
+            with socket.create_server((host, number), family=_family(host)) as listener:
+                # werkzeug exits the process where it cannot bind, so it gets a socket that is bound
+                return make_server(
+                    host, number, app, threaded=True, request_handler=Quiet, fd=os.dup(listener.fileno())
+                )
+        except OSError as error:
+            failed = error
+    said = f"port {wanted[0]}" if len(wanted) == 1 else f"ports {wanted[0]} to {wanted[-1]}"
+    raise RankscopeError(f"cannot serve on {host}, {said}: {failed.strerror or failed}; --port 0 takes a free one")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    except OSError as error:
+        raise RankscopeError(f"{host} is no address of this machine: {error}") from None
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _say_where(host: str, port: int, token: str) -> None:
+    name = f"[{host}]" if ":" in host else socket.gethostname() if host == "0.0.0.0" else host
+    print(f"rankscope: http://{name}:{port}/{f'?token={token}' if token else ''}  (Ctrl-C ends it)", flush=True)
+    if _is_local(host) and "SSH_CONNECTION" in os.environ:
+        print(f"rankscope: from your own machine: ssh -L {port}:localhost:{port} {socket.gethostname()}", flush=True)
