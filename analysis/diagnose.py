@@ -15,6 +15,7 @@ from rankscope.analysis.detectors import NotResolvable, detectors
 from rankscope.analysis.finding import Finding, Gap, Healthy, NotChecked, Part, Pipeline, Report, StepSummary, Wait
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration, percent, rounded
+from rankscope.analysis.report.texts import part_label
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.device import device_parts
 from rankscope.analysis.timeline.links import links
@@ -43,6 +44,7 @@ _CONSEQUENCES = {"slow_rank": ("uneven_work", "slow_link"), "slow_link": ("uneve
 _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
+_LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
 _MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentions
 
 
@@ -281,7 +283,8 @@ def _verdict(
         seen_steps = (
             f"{counted(steps.warmup, 'step')} seen, all of them warm-up" if steps.warmup else "no step was seen"
         )
-        speed = f"annot judge: {not_checked[0].why if steps.count else seen_steps}{absent}."
+        why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
+        speed = f"annot judge: {why if steps.count else seen_steps}{_made_of(breakdown)}{absent}."
         return f"No rank hangs; c{speed}" if healthy and not steps.count else f"C{speed}"
     judged = f"{counted(steps.count, 'judged step')} of {counted(len(seen), 'rank')}"
     return f"No bottleneck found in {judged}{_unseen(healthy, steps)}{_blocked(breakdown)}{absent}."
@@ -315,6 +318,17 @@ def _blocked(breakdown: pl.DataFrame) -> str:
     grid = step_grid(breakdown)
     share = float(grid.of(*BLOCKED).mean() / grid.step_ns)
     return f"; communication blocks {percent(share)} of the step" if share >= _MUCH_BLOCKED else ""
+
+
+def _made_of(breakdown: pl.DataFrame) -> str:
+    """The largest parts of the step, where it could be cut into parts."""
+    total = breakdown["ns"].sum()
+    if not total:
+        return ""
+    share = pl.col("ns").sum() / total
+    parts = breakdown.group_by("part").agg(share).filter(pl.col("ns") >= _LARGE).sort("ns", "part", descending=True)
+    named_parts = (f"{percent(ns)} {part_label(part)}" for part, ns in parts.head(3).iter_rows())
+    return f"; the step is {', '.join(named_parts)}"
 
 
 def _were(numbers: Sequence[int]) -> str:

@@ -50,7 +50,7 @@ from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.arrivals import Arrivals, arrivals
-from rankscope.analysis.timeline.device_phases import BETWEEN_KERNELS, NO_REGION
+from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 from rankscope.analysis.timeline.own import (
     Estimate,
     Floats,
@@ -77,7 +77,7 @@ _BURST_Z, _BURST_SHARE = (
 )  # a burst is this far out of the noise, and this share of the run's bursts is the rank's
 
 _NOT_OWN = ("wait", "gc", "input", "compile")  # regions that other detectors judge, or that follow from others
-_VAGUE = (BETWEEN_KERNELS, NO_REGION, COMMUNICATION, COMPUTE, MEMORY)  # labels that name no place in the program
+_VAGUE = (*IDLE_LABELS, COMMUNICATION, COMPUTE, MEMORY)  # labels that name no place in the program
 
 Steps = NDArray[np.bool_]
 _Shown = tuple[Floats, Steps]  # the excess per step, 0 where it does not show, and the steps where it shows

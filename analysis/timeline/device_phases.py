@@ -15,13 +15,17 @@ from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.timeline.breakdown import PARTS, PHASE_COLUMNS, Grid, Spans, as_phases, joined
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["BETWEEN_KERNELS", "NO_REGION", "device_phases", "with_launches"]
+__all__ = ["IDLE_LABELS", "device_phases", "with_launches"]
 
-BETWEEN_KERNELS, NO_REGION = "between kernels", "no region"  # labels of idle time
+# Labels of idle time: the device's own gap from one row to the next; longer, although the next was queued (it waits for
+# an event, or for what the trace does not show); before work of unknown launch; and where the host was in no region.
+IDLE_LABELS = ("between kernels", "queued, not started", "launch not in the trace", "no region")
+_BETWEEN, _QUEUED, _UNSEEN, _NO_REGION = range(len(IDLE_LABELS))
 
 _MAIN_THREAD = 0
 _STOPS = ("compile", "input", "gc")  # what stops the main thread; where several are true the last counts
 _NOT_A_PLACE = ("operator", "wait", *_STOPS)  # regions that do not say where in the model work was launched
+_OWN_GAP_NS = 20_000  # devices begin what is queued within some µs
 _NEVER = np.iinfo(np.int64).max
 
 Ints = NDArray[np.int64]
@@ -72,7 +76,7 @@ def device_phases(
     regions = regions.sort("rank", "start_ns", "end_ns", descending=[False, False, True])
     on_device = pl.col("device_start_ns").is_not_null() & pl.col("end_ns").is_not_null()
     collectives = collectives.filter(on_device).sort("rank", "device_start_ns")
-    labels = [BETWEEN_KERNELS, NO_REGION, *PARTS, COMMUNICATION]
+    labels = [*IDLE_LABELS, *PARTS, COMMUNICATION]
     labels += sorted({*regions["name"].unique(), *collectives["op"].unique()} - {*labels})
     code = {label: i for i, label in enumerate(labels)}
     frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
@@ -144,7 +148,7 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     grid = Grid(edges, int(rank.step_start[0]), int(rank.step_end[-1]))
     step = np.searchsorted(rank.step_start, grid.start, side="right") - 1
     part = np.full(len(grid.start), PARTS.index("other"))
-    label = np.full(len(grid.start), code[BETWEEN_KERNELS])
+    label = np.full(len(grid.start), _BETWEEN)
     running = {name: grid.covered(spans) for name, spans in rank.work.items()}
 
     def paint(name: str, where: Bools, spans: Spans) -> None:
@@ -160,7 +164,7 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     idle = ~(computes | communicates | running[MEMORY])
     for name, spans in rank.stops.items():
         paint(name, idle & grid.covered(spans), spans)
-    _blame_host(rank, grid, step, idle, part, label, code)
+    _explain(rank, grid, step, idle, part, label)
     return joined(rank.step[step], part, label, grid, grid.start < rank.step_end[step])
 
 
@@ -189,30 +193,33 @@ def _split(rank: _Rank, grid: Grid, communicates: Bools, part: Ints, label: Ints
         part[known & grid.covered(missing.where(rank.split & kind))] = PARTS.index(name)
 
 
-def _blame_host(
-    rank: _Rank, grid: Grid, step: Ints, idle: Bools, part: Ints, label: Ints, code: dict[str, int]
-) -> None:
-    """Write host where the device had run dry before the next launch began, and what the launching thread did then."""
-    if not len(rank.begins):
-        return
+def _explain(rank: _Rank, grid: Grid, step: Ints, idle: Bools, part: Ints, label: Ints) -> None:
+    """Write host where the device had run dry before the next launch began, and what the launching thread did then.
+
+    What else is idle gets the label that says of which sort it is.
+    """
     dry = idle & ~np.concatenate([[False], idle[:-1]])
     since = np.maximum.accumulate(np.where(dry, grid.start, grid.start[0]))
     following = np.searchsorted(rank.begins, grid.start)
     # After the last row nothing was launched, however long the host took: that is the host's as well.
     launched = np.concatenate([rank.launched, [_NEVER - 1]])[following]
     thread = np.concatenate([rank.thread, [_MAIN_THREAD]])[following]
-    slow = idle & (part == PARTS.index("other")) & (launched > since) & (launched < _NEVER)
-    part[slow] = PARTS.index("host")
-    index = np.flatnonzero(slow)
-    new = (np.diff(index) != 1) | (np.diff(step[index]) != 0) | (np.diff(following[index]) != 0)
-    first = index[np.concatenate([[True], new])] if len(index) else index
-    last = index[np.concatenate([new, [True]])] if len(index) else index
+    begins = np.concatenate([rank.begins, [_NEVER]])[following]
+    rest = idle & (part == PARTS.index("other"))
+    label[rest & (begins - since > _OWN_GAP_NS)] = _QUEUED
+    label[rest & (launched == _NEVER)] = _UNSEEN
+    slow = np.flatnonzero(rest & (launched > since) & (launched < _NEVER))
+    if not len(slow):
+        return
+    new = (np.diff(slow) != 1) | (np.diff(step[slow]) != 0) | (np.diff(following[slow]) != 0)
+    first, last = slow[np.concatenate([[True], new])], slow[np.concatenate([new, [True]])]
     begin, end = grid.start[first], grid.end[last]
-    during = np.full(len(first), code[NO_REGION])
+    during = np.full(len(first), _NO_REGION)
     for where, spans in rank.hosts_time.items():
         mine = thread[first] == where
-        during[mine] = _most_of(spans, begin[mine], end[mine], otherwise=code[NO_REGION])
-    label[index] = np.repeat(during, last - first + 1)
+        during[mine] = _most_of(spans, begin[mine], end[mine], otherwise=_NO_REGION)
+    part[slow] = PARTS.index("host")
+    label[slow] = np.repeat(during, last - first + 1)
 
 
 def _most_of(spans: Spans, begin: Ints, end: Ints, *, otherwise: int) -> Ints:
