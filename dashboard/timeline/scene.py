@@ -14,7 +14,7 @@ from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.dashboard.timeline.lod import Indices, Ints, Row, pack_rows, strip
 
-__all__ = ["KINDS", "Grouping", "Kind", "Lane", "Scene", "Table", "Track", "build_scene"]
+__all__ = ["KINDS", "Grouping", "Kind", "Lane", "Scene", "Table", "Track", "build_scene", "groupings"]
 
 _MOST_ROWS = 16  # of one track; what would need more is counted, not drawn
 _NOT_DRAWN = -1
@@ -110,15 +110,14 @@ def build_scene(timeline: Timeline) -> Scene:
     for name, frame in drawn.items():
         if len(frame):
             tables[name] = _lay_out(name, getattr(timeline, name), frame, origin, last, lanes, tracks)
-    nodes = dict(timeline.ranks.select("rank", pl.col("node").fill_null(0)).iter_rows())
     return Scene(
         origin_ns=origin,
         end=max(last - origin, 1),
         tables=tables,
         lanes=lanes,
         tracks={rank: _ordered(tracks[rank], lanes) for rank in sorted(tracks)},
-        groupings=_groupings(timeline, sorted(tracks), nodes),
-        nodes=nodes,
+        groupings=groupings(timeline),
+        nodes=_nodes(timeline),
     )
 
 
@@ -282,8 +281,10 @@ def _coded(texts: pl.Series) -> tuple[Indices, list[str]]:
     return codes.cast(pl.UInt32).to_numpy(), different.to_list()
 
 
-def _groupings(timeline: Timeline, ranks: list[int], nodes: Mapping[int, int]) -> list[Grouping]:
+def groupings(timeline: Timeline) -> list[Grouping]:
     """By node, by pipeline stage, by the process groups that share a role; only where that parts the ranks."""
+    nodes = _nodes(timeline)
+    ranks = sorted(nodes)
     hosts = dict(timeline.ranks.select("node", "hostname").unique("node").iter_rows())
     by_node: dict[str, list[int]] = {}
     for rank in ranks:
@@ -310,6 +311,11 @@ def _groupings(timeline: Timeline, ranks: list[int], nodes: Mapping[int, int]) -
             ordered = dict(sorted(groups.items(), key=lambda item: item[1]))
             found.append(Grouping(family, ordered | ({"in none of them": rest} if rest else {})))
     return found
+
+
+def _nodes(timeline: Timeline) -> dict[int, int]:
+    """The node of each rank."""
+    return dict(timeline.ranks.select("rank", pl.col("node").fill_null(0)).iter_rows())
 
 
 def _stages(timeline: Timeline) -> dict[int, int]:
