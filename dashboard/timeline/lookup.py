@@ -45,14 +45,15 @@ def describe(scene: Scene, lane: int, t: int, slack: int) -> dict[str, Any] | No
     if not 0 <= lane < len(scene.lanes):
         return None
     found = event_at(scene.lanes[lane].row, t, slack)
-    return None if found is None else _described(scene, scene.lanes[lane].table, found.source, KINDS[found.kind].label)
+    return None if found is None else _described(scene, scene.lanes[lane].table, found.source)
 
 
-def _described(scene: Scene, name: str, source: int, kind: str) -> dict[str, Any]:
+def _described(scene: Scene, name: str, source: int) -> dict[str, Any]:
     table = scene.tables[name]
     row = table.frame.row(source, named=True)
     start, end = int(table.start[source]), int(table.end[source])
-    facts = [["what", kind], ["duration", _exact(end - start)], ["start", f"{start / 1e9:.6f} s"]]
+    what = "communication" if name == "collectives" else KINDS[table.kind[source]].label
+    facts = [["what", what], ["duration", _exact(end - start)], ["start", f"{start / 1e9:.6f} s"]]
     if row.get("end_ns") is None:
         facts[1] = ["duration", "its end was not seen"]
     facts += [[word, str(row[column])] for column, word in _WORDS.items() if _says_something(row, column)]
@@ -86,7 +87,9 @@ def _says_something(row: Mapping[str, Any], column: str) -> bool:
     value = row.get(column)
     if value is None or value in ("", "unknown"):
         return False
-    return not (column == "peer" and int(value) < 0) and not (column == "tag" and row.get("peer", -1) < 0)
+    if column in ("peer", "tag"):
+        return int(row.get("peer", -1)) >= 0
+    return column != "thread" or value != 0
 
 
 def _operation_of(scene: Scene, rank: int, start: int, end: int) -> int | None:
@@ -168,7 +171,7 @@ def _spent(scene: Scene, name: str, lanes: Sequence[int], t0: int, t1: int) -> d
                 "kind": int(key[i] // width),
                 "name": table.names[key[i] % width],
                 "count": int(count[i]),
-                "time": _exact(int(total[i])),
+                "time": duration(int(total[i])),
                 "mean": duration(total[i] / count[i]),
                 "longest": duration(int(longest[i])),
             }
@@ -191,11 +194,12 @@ class Matches:
 def matches(scene: Scene, text: str) -> Matches:
     """Every drawn event whose name or kind holds this text, whatever its case."""
     wanted = text.casefold()
+    of_kind = np.array([wanted in kind.label for kind in KINDS], np.bool_)
     tables = list(scene.tables)
     found = []
     for number, table in enumerate(scene.tables.values()):
         named = np.array([wanted in name.casefold() for name in table.names], np.bool_)
-        sources = np.flatnonzero(named[table.name] & (table.lane >= 0))
+        sources = np.flatnonzero((named[table.name] | of_kind[table.kind]) & (table.lane >= 0))
         found.append((np.full(len(sources), number, np.int64), sources, table.start[sources]))
     table_of, source, start = (
         np.concatenate(column) if found else np.zeros(0, np.int64) for column in zip(*found, strict=True)
@@ -212,7 +216,7 @@ def find(scene: Scene, found: Matches, number: int | None, after: int) -> dict[s
     at = int(np.searchsorted(found.start, after, "left")) if number is None else number
     at %= count
     name = found.tables[found.table[at]]
-    return {"count": count, "number": at, "event": _described(scene, name, int(found.source[at]), "")}
+    return {"count": count, "number": at, "event": _described(scene, name, int(found.source[at]))}
 
 
 def _exact(ns: int) -> str:

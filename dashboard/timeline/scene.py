@@ -37,7 +37,7 @@ KINDS = (
     Kind("user", "named region", "region"),
     Kind("checkpoint", "checkpoint", "other"),
     Kind("sync", "synchronise", "other"),
-    Kind("operator", "operator", "overlapped"),
+    Kind("operator", "operator", "column"),
     Kind("blocked", "blocked on communication", "unsplit"),
     Kind("communication", "communication on the device", "unsplit"),
 )
@@ -51,6 +51,7 @@ class Table:
     frame: pl.DataFrame
     start: Ints
     end: Ints
+    kind: NDArray[np.uint8]
     name: Indices  # position in names
     names: Sequence[str]
     lane: NDArray[np.int32]  # of each row; -1: not drawn
@@ -190,7 +191,7 @@ def _drawn(
         "end_ns",
         kind.cast(pl.UInt8).alias("kind"),
         (pl.lit(0) if then is None else then).cast(pl.UInt8).alias("then"),
-        name.fill_null("?").alias("name"),
+        name.replace("unknown", "communication").fill_null("?").alias("name"),
     )
 
 
@@ -249,7 +250,7 @@ def _lay_out(
             lanes.append(Lane(table, owner, pieces))
         hidden = int((row == _MOST_ROWS).sum())
         tracks.setdefault(owner, []).append(Track(titles[track[mine[0]]], table, numbers, hidden))
-    return Table(source, start, end, name, names, lane)
+    return Table(source, start, end, kind, name, names, lane)
 
 
 def _ordered(tracks: list[Track], lanes: list[Lane]) -> list[Track]:

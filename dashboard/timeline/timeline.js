@@ -22,6 +22,7 @@
   const FONT = '11px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 
   const STYLE = `
+#page:has(.rst) { max-width: none; }
 .rst { display: flex; flex-direction: column; color: var(--text); background: var(--page); min-height: 320px;
   font: 13px/1.4 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 .rst-bar { display: flex; flex-wrap: wrap; gap: 6px 10px; align-items: center; padding: 4px 2px 6px; }
@@ -41,6 +42,7 @@
 .rst-side td, .rst-side th { padding: 2px 6px 2px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); font-weight: 400; }
 .rst-side th { color: var(--quiet); } .rst-side td { overflow-wrap: anywhere; } .rst-side .n { text-align: right; white-space: nowrap; padding-right: 0; padding-left: 6px; }
 .rst-side kbd { border: 1px solid var(--rule); border-radius: 3px; padding: 0 4px; font: 12px monospace; }
+.rst-names { margin-top: 8px; table-layout: fixed; } .rst-names td[colspan] { border-bottom: 0; padding-bottom: 0; }
 .rst-tip { position: fixed; z-index: 1000; pointer-events: none; max-width: 360px; padding: 6px 9px; border-radius: 4px; font-size: 12px;
   color: var(--text); background: var(--panel); border: 1px solid var(--quiet); box-shadow: 0 2px 8px rgba(0,0,0,.25); overflow-wrap: anywhere; }
 .rst-legend { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 6px 2px 0; font-size: 12px; color: var(--quiet); }
@@ -52,7 +54,7 @@
 
   function duration(ns) {
     for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]]) {
-      if (Math.abs(ns) >= size) return `${(ns / size).toPrecision(ns / size >= 100 ? 4 : 3).replace(/e.*/, "")} ${unit}`;
+      if (Math.abs(ns) >= size) return `${ns / size >= 100 ? (ns / size).toFixed(0) : (ns / size).toPrecision(3)} ${unit}`;
     }
     return `${Math.round(ns)} ns`;
   }
@@ -292,8 +294,9 @@
       this.css = this.scene.kinds.map(([, name]) => colour(name));
       this.rgba = this.css.map((hex) => { const [r, g, b] = rgb(hex); return (255 << 24 | b << 16 | g << 8 | r) >>> 0; });
       this.onKind = this.css.map((hex) => { const [r, g, b] = rgb(hex); return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#14181d" : "#ffffff"; });
-      this.legend.replaceChildren(...this.scene.present.map((kind) =>
-        make("span", {}, this.swatch(kind), this.scene.kinds[kind][0])));
+      const byColour = Map.groupBy(this.scene.present, (kind) => this.css[kind]);
+      this.legend.replaceChildren(...[...byColour.values()].map((kinds) =>
+        make("span", {}, this.swatch(kinds[0]), kinds.map((kind) => this.scene.kinds[kind][0]).join(", "))));
       if (this.data) Object.assign(this.data, paintRasters(this.data, this.rgba));
     }
 
@@ -452,13 +455,14 @@
       this.fetching = true;
       const asked = this.asked;
       try {
-        const buffer = await (await this.ask("view", question)).arrayBuffer();
+        const answer = await this.ask("view", question);
+        const buffer = await answer.arrayBuffer();
         if (this.stopped) return;
         const view = unpack(buffer);
         this.data = { ...view, ...paintRasters(view, this.rgba), key, density, least, most, lines };
         this.fetchPath(t0, t1);
         this.draw();
-        this.measure(asked, buffer.byteLength, view.head.events);
+        this.measure(asked, Number(answer.headers.get("Content-Length")), view.head.events);
       } catch (error) {
         if (!this.stopped) this.say(`The server does not answer: ${error.message}`);
       } finally {
@@ -517,8 +521,9 @@
         window_ = [window_[0] - room, window_[1] + room];
       }
       if (rank !== null && this.ranks.has(rank)) this.reveal(rank);
+      [this.t0, this.t1] = window_ || [0, this.end];
       this.layOut();
-      this.show(...(window_ || [0, this.end]));
+      this.show(this.t0, this.t1);
       this.asked = undefined;
       if (rank !== null) this.scrollTo(this.lineOfRank.get(rank));
       this.fetch();
@@ -673,20 +678,19 @@
       const { pen, ink } = this;
       const [numbers, starts] = this.scene.steps;
       const inside = starts.map((t, i) => [this.x(t), numbers[i]]).filter(([x]) => x >= LABELS && x <= this.width);
-      const room = this.plot / Math.max(inside.length, 1);
+      const apart = this.plot / Math.max(inside.length, 1);
       if (lines) {
+        const bottom = Math.min(this.height, RULER + this.tall - this.scroll.scrollTop);
         pen.fillStyle = ink.rule;
-        if (room > 12) inside.forEach(([x]) => pen.fillRect(Math.round(x), RULER, 0.5, this.height));
+        if (apart > 12) inside.forEach(([x]) => pen.fillRect(Math.round(x), RULER, 0.5, bottom - RULER));
         return;
       }
-      pen.fillStyle = ink.quiet;
-      let free = LABELS;
+      const every = niceStep(Math.max(1, 64 / apart));
       for (const [x, number] of inside) {
-        if (room > 12) pen.fillRect(Math.round(x), 18, 0.5, 14);
-        if (x < free) continue;
-        const text = `step ${number}`;
-        pen.fillText(text, x + 4, 25);
-        free = x + pen.measureText(text).width + 16;
+        const named = number % every === 0;
+        pen.fillStyle = named ? ink.text : ink.quiet;
+        if (named || apart > 6) pen.fillRect(Math.round(x), named ? 18 : 28, 0.5, named ? 14 : 4);
+        if (named) pen.fillText(`step ${number}`, x + 4, 25);
       }
     }
 
@@ -701,7 +705,7 @@
       this.drawSteps(false);
       const step = niceStep(((this.t1 - this.t0) / this.plot) * 110);
       pen.fillStyle = ink.text;
-      for (let t = Math.ceil(this.t0 / step) * step; t <= this.t1; t += step) {
+      for (let t = Math.max(0, Math.ceil(this.t0 / step)) * step; t <= this.t1; t += step) {
         const x = Math.round(this.x(t));
         pen.fillRect(x, RULER - 6, 1, 6);
         pen.fillText(tickLabel(t, step), x + 4, RULER - 10);
@@ -1096,9 +1100,11 @@
         parts.push(make("h4", {}, `${table.title}, ${table.lanes} ${table.lanes === 1 ? "lane" : "lanes"}`));
         parts.push(make("table", {}, ...table.kinds.map((row) =>
           make("tr", {}, make("td", {}, this.swatch(row.kind), row.label), make("td", { class: "n" }, row.time), make("td", { class: "n" }, row.share)))));
-        const head = ["name", "count", "time", "mean", "longest"].map((word, i) => make("th", { class: i ? "n" : "" }, word));
-        parts.push(make("table", { style: "margin-top:6px" }, make("tr", {}, ...head), ...table.names.map((row) =>
-          make("tr", {}, make("td", {}, this.swatch(row.kind), row.name), ...[row.count, row.time, row.mean, row.longest].map((text) => make("td", { class: "n" }, String(text)))))));
+        const head = ["count", "time", "mean", "longest"].map((word) => make("th", { class: "n" }, word));
+        parts.push(make("table", { class: "rst-names" }, make("tr", {}, ...head), ...table.names.flatMap((row) => [
+          make("tr", {}, make("td", { colspan: "4" }, this.swatch(row.kind), row.name)),
+          make("tr", {}, ...[row.count, row.time, row.mean, row.longest].map((text) => make("td", { class: "n" }, String(text)))),
+        ])));
         if (table.more) parts.push(make("p", { class: "rst-quiet" }, `and ${table.more} names with less time`));
       }
       if (!tables.length) parts.push(make("p", { class: "rst-quiet" }, "No lane was selected."));
