@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import time
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 import dash_mantine_components as dmc
 from dash import Dash, Input, Output, State, dcc, html, no_update
@@ -14,7 +14,7 @@ from flask import Response, redirect, request
 
 from rankscope.analysis.report import palette
 from rankscope.analysis.report.html import chart_styles
-from rankscope.dashboard.page import HOME, Query, address, all_pages, empty
+from rankscope.dashboard.page import HOME, address, all_pages, empty, query_of
 from rankscope.dashboard.state import STAGES, Progress
 from rankscope.dashboard.state import State as Runs
 
@@ -78,7 +78,7 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost") -> Dash:
         Input("url", "pathname"),
         State("url", "search"),
         State("version", "data"),
-    )(lambda _, path, search, version: _tick(runs, _page_name(path), _query(search).get("run", ""), version))
+    )(lambda _, path, search, version: _tick(runs, _page_name(path), query_of(search).get("run", ""), version))
     for page in all_pages().values():
         if hasattr(page, "register"):
             page.register(app, runs)
@@ -136,13 +136,9 @@ def _page_name(path: str | None) -> str:
     return (path or "/").strip("/") or HOME
 
 
-def _query(search: str | None) -> Query:
-    return dict(parse_qsl((search or "").lstrip("?")))
-
-
 def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | None) -> tuple[Any, ...]:
     """The page that the address names, its navigation, the run's name, and what is on screen now."""
-    query = _query(search)
+    query = query_of(search)
     name = _page_name(path)
     key = query.get("run", "")
     page = all_pages().get(name)

@@ -25,21 +25,20 @@ class Chart(Component):
 
 
 class Raster(Component):
-    """Cells of (row, column), fetched from `source` at the resolution of the screen; drag to look closer.
+    """Cells of (row, column), fetched from `source` at the screen's resolution; drag to look closer, click to open.
 
-    `source` answers `?r0=&r1=&c0=&c1=&width=&height=` with one byte per cell, and with `&row=&column=` with text.
+    `source` answers `?r0=&r1=&c0=&c1=&width=&height=` with one byte per cell and the labels
+    in a header `X-Labels`, and with `&row=&column=` also given with what to say of that cell, `text` and `href`.
     """
 
     _namespace = "rankscope_ui"
     _type = "Raster"
 
-    def __init__(self, *, source: str, rows: int, columns: int, row_label: str, column_label: str, title: str) -> None:
+    def __init__(self, *, source: str, rows: int, columns: int, title: str) -> None:
         given: dict[str, Any] = {
             "source": source,
             "rows": rows,
             "columns": columns,
-            "row_label": row_label,
-            "column_label": column_label,
             "title": title,
         }
         _declare(self, *given)

@@ -17,14 +17,14 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode
 
 import dash_mantine_components as dmc
 from dash import dcc, html
 
 from rankscope.dashboard import pages
 
-__all__ = ["HOME", "Query", "address", "all_pages", "card", "empty", "facts", "heading", "plot", "quiet"]
+__all__ = ["HOME", "Query", "address", "all_pages", "card", "empty", "facts", "heading", "plot", "query_of", "quiet"]
 
 Query = Mapping[str, str]
 Children = Any  # Dash's components are not typed
@@ -42,6 +42,11 @@ def address(page: str, run: str = "", **query: object) -> str:
     """The page's address within this server; the first run needs no name."""
     words = {name: str(value) for name, value in query.items()} | ({"run": run} if run else {})
     return f"/{'' if page == HOME else page}" + (f"?{urlencode(words)}" if words else "")
+
+
+def query_of(search: str | None) -> Query:
+    """The words behind the `?` of an address."""
+    return dict(parse_qsl((search or "").lstrip("?")))
 
 
 def heading(title: str, meaning: str = "") -> Children:

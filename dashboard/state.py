@@ -27,7 +27,7 @@ _POLL_S = 2.0  # how often a run that goes on is looked at
 _REST = 3.0  # times the last analysis took, between two of them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
     """One run, read and judged. `running`: the job has not ended, as far as the run says."""
 

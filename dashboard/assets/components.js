@@ -53,6 +53,7 @@
 
   const LEVELS = ["level0", "level1", "level2", "level3", "level4"];
   const MISSING = 255;
+  const CLICK_PX = 4; // a drag that is shorter is a click
 
   /* The page's colour of each byte: 0 is the lowest, 254 the highest, 255 nothing. */
   function ramp() {
@@ -72,7 +73,7 @@
     return colours;
   }
 
-  function Raster({ source, rows, columns, row_label: rowLabel, column_label: columnLabel, title }) {
+  function Raster({ source, rows, columns, title }) {
     const box = useRef(null);
     const canvas = useRef(null);
     const whole = { r0: 0, r1: rows, c0: 0, c1: columns };
@@ -144,7 +145,7 @@
       const { clientX, clientY } = event;
       const words = new URLSearchParams({ ...cell(here), ...view, height, width: box.current.clientWidth });
       const answer = await fetch(`${source}&${words}`);
-      if (answer.ok && number === asked.current) tip.show(await answer.text(), clientX, clientY);
+      if (answer.ok && number === asked.current) tip.show((await answer.json()).text, clientX, clientY);
     };
     const left = () => {
       asked.current += 1; // an answer that is still on its way comes too late
@@ -157,7 +158,17 @@
       setDrag(null);
       const [r0, r1] = [Math.min(from.row, to.row), Math.max(from.row, to.row) + 1];
       const [c0, c1] = [Math.min(from.column, to.column), Math.max(from.column, to.column) + 1];
-      if (r1 - r0 > 1 || c1 - c0 > 1) setView({ r0, r1, c0, c1 });
+      const apart = Math.hypot(...[0, 1].map((i) => (at(event)[i] - drag.from[i]) * [box.current.clientWidth, height][i]));
+      if (apart < CLICK_PX) open(from);
+      else setView({ r0, r1, c0, c1 });
+    };
+    const open = async (here) => {
+      const words = new URLSearchParams({ ...here, ...view, height, width: box.current.clientWidth });
+      const answer = await fetch(`${source}&${words}`);
+      const { href } = answer.ok ? await answer.json() : {};
+      if (!href) return;
+      window.history.pushState({}, "", href); // as Dash's own links do
+      window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
     };
     const keyed = (event) => {
       if (event.key === "Escape") setView(whole);
@@ -169,15 +180,17 @@
       height: `${Math.abs(drag.to[1] - drag.from[1]) * 100}%`,
     };
     const spans = (list, side) => list.map(([place, text]) => h("span", { key: place, style: { [side]: `${place * 100}%` } }, text));
+    const closer = view.r1 - view.r0 < rows || view.c1 - view.c0 < columns;
     return h("div", { className: "raster-frame" },
       h("div", { className: "raster-rows" }, spans(labels.rows, "top")),
       h("div", {
         ref: box, className: "raster", style: { height: `${height}px` }, tabIndex: 0, role: "img", "aria-label": title,
         onPointerMove: moved, onPointerLeave: left, onKeyDown: keyed,
         onPointerDown: (event) => { left(); setDrag({ from: at(event), to: null }); },
-        onPointerUp: released, onDoubleClick: () => setView(whole),
+        onPointerUp: released,
       }, h("canvas", { ref: canvas }), area && h("div", { className: "drag", style: area })),
-      h("div", { className: "raster-columns" }, spans(labels.columns, "left")));
+      h("div", { className: "raster-columns" }, spans(labels.columns, "left")),
+      closer && h("button", { className: "raster-whole", onClick: () => setView(whole) }, "Show all (Esc)"));
   }
 
   window.rankscope_ui = { Chart, Raster };

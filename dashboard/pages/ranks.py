@@ -1,0 +1,165 @@
+"""Every rank in every step at a glance: a slow rank is a dark row, a slow step a dark column."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlencode
+
+import dash_mantine_components as dmc
+import polars as pl
+from dash import Dash, Input, Output, html
+from dash import State as Known
+from flask import Response, request
+
+from rankscope.analysis.report import digest, svg
+from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.report.texts import say
+from rankscope.dashboard.components import Chart, Raster
+from rankscope.dashboard.figures.raster import QUANTITIES, Grid, View, cell, grid, picture, rank_order
+from rankscope.dashboard.page import Query, address, card, empty, heading, query_of, quiet
+from rankscope.dashboard.state import Run, State
+from rankscope.dashboard.timeline.scene import groupings
+
+TITLE, ORDER = "Ranks", 30
+
+_DATA = "/ranks-data"
+_MEANING = "One row per rank, one column per step. A dark row is a slow rank, a dark column a slow step."
+_MOST_PIXELS = 4096
+_SLOWEST, _BY_RANK = "largest first", "rank"
+
+
+def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+    if run.timeline.steps.is_empty():
+        why = next((gap.why for gap in run.timeline.gaps if gap.table == "steps"), "this trace holds no steps")
+        return html.Div([heading(TITLE, _MEANING), empty("No steps to show", why)])
+    first = "step" if run.timeline.breakdown.is_empty() else "own"
+    orders = [_BY_RANK, _SLOWEST, *_groups(run)]
+    controls = [
+        dmc.Select(
+            id="ranks-quantity",
+            label="Show",
+            data=[{"value": name, "label": label.partition(":")[0]} for name, label in QUANTITIES.items()],
+            value=first,
+            allowDeselect=False,
+            w=230,
+        ),
+        dmc.Select(id="ranks-order", label="Order ranks by", data=orders, value=_BY_RANK, allowDeselect=False, w=230),
+    ]
+    return html.Div(
+        [
+            heading(TITLE, _MEANING),
+            html.Div(controls, className="controls"),
+            card("", html.Div(_raster(run, first, _BY_RANK), id="ranks-raster")),
+            card("Waited for others, over the whole run", *_waits(run)),
+        ]
+    )
+
+
+def register(app: Dash, state: State) -> None:
+    app.callback(
+        Output("ranks-raster", "children"),
+        Input("ranks-quantity", "value"),
+        Input("ranks-order", "value"),
+        Known("url", "search"),
+        prevent_initial_call=True,
+    )(lambda quantity, order, search: _raster(state.ready(query_of(search).get("run", "")), quantity, order))
+    app.server.add_url_rule(_DATA, "ranks_data", lambda: _data(state))
+
+
+def _raster(run: Run | None, quantity: str, order: str) -> Any:  # noqa: ANN401
+    if run is None or quantity not in QUANTITIES:
+        return None
+    found = _grid(run, quantity)
+    if not found.values.size:
+        missing = "no operation was matched on all its ranks" if quantity == "last" else _why_no_parts(run)
+        return empty(f"{QUANTITIES[quantity].partition(':')[0]} is not known", missing)
+    words = {"run": run.key, "quantity": quantity, "order": order, "at": run.read_at}
+    raster = Raster(
+        source=f"{_DATA}?{urlencode(words)}",
+        rows=len(found.ranks),
+        columns=len(found.steps),
+        title=f"{QUANTITIES[quantity]}, {len(found.ranks)} ranks, {len(found.steps)} steps",
+    )
+    shades = [html.I(style={"background": f"var(--level{level})"}) for level in range(5)]
+    legend = html.Li([_value(found, found.low), " or less ", *shades, f" {_value(found, found.high)} or more"])
+    how = "Point for the value; click to open the moment in the timeline; drag to look closer."
+    return [
+        quiet(f"{QUANTITIES[quantity]}. {how}"),
+        raster,
+        html.Ul([legend], className="levels"),
+    ]
+
+
+def _why_no_parts(run: Run) -> str:
+    return run.trace.reader.cannot().get("breakdown", "no step could be split into its parts")
+
+
+@lru_cache(maxsize=len(QUANTITIES))
+def _grid(run: Run, quantity: str) -> Grid:
+    return grid(run.timeline, quantity)
+
+
+def _groups(run: Run) -> dict[str, list[list[int]]]:
+    """By the name of each way to put ranks together: the ranks in order."""
+    return {found.title: [list(ranks) for ranks in found.groups.values()] for found in groupings(run.timeline)}
+
+
+def _data(state: State) -> Response:
+    """The raster's bytes, or what is known of one cell of it."""
+    asked = request.args
+    run = state.ready(asked.get("run", ""))
+    quantity = asked.get("quantity", "")
+    if run is None or quantity not in QUANTITIES:
+        return Response("there is no such picture", 404)
+    found = _grid(run, quantity)
+    try:
+        numbers = {name: int(asked[name]) for name in ("r0", "r1", "c0", "c1", "width", "height")}
+        row, column = (int(asked[name]) if name in asked else -1 for name in ("row", "column"))
+    except (KeyError, ValueError):
+        return Response("r0, r1, c0, c1, width and height are whole numbers", 400)
+    view = View(**numbers)
+    fits = 0 <= view.r0 < view.r1 <= len(found.ranks) and 0 <= view.c0 < view.c1 <= len(found.steps)
+    if not fits or not (0 < view.width <= _MOST_PIXELS and 0 < view.height <= _MOST_PIXELS):
+        return Response("outside of the picture", 400)
+    order = asked.get("order", _BY_RANK)
+    groups = None if order == _SLOWEST else _groups(run).get(order, [found.ranks.tolist()])
+    rows = rank_order(found, groups)
+    if view.r0 <= row < view.r1 and view.c0 <= column < view.c1:
+        return _about(run, found, *cell(found, rows, view, row, column))
+    drawn = picture(found, rows, view)
+    labels = {"shape": drawn.cells.shape, "rows": drawn.row_labels, "columns": drawn.column_labels}
+    return Response(
+        drawn.cells.tobytes(), mimetype="application/octet-stream", headers={"X-Labels": json.dumps(labels)}
+    )
+
+
+def _about(run: Run, found: Grid, rank: int, step: int, value: float) -> Response:
+    """What to say of a cell, and where the timeline shows it."""
+    node = run.timeline.ranks.filter(pl.col("rank") == rank)["node"].to_list()
+    lines = [f"rank {rank}" + (f" on node {node[0]}" if node and node[0] is not None else "") + f", step {step}"]
+    lines.append(
+        "not recorded"
+        if math.isnan(value)
+        else f"{QUANTITIES[found.quantity].partition(':')[0]}: {_value(found, value)}"
+    )
+    span = run.timeline.steps.filter(pl.col("rank") == rank, pl.col("step") == step)
+    href = ""
+    if len(span):
+        lines += [f"not judged: {aside}" for aside in span["aside"].drop_nulls()]
+        href = address("timeline", run.key, t0=span["start_ns"][0], t1=span["end_ns"][0], rank=rank)
+    return Response(json.dumps({"text": "\n".join(lines), "href": href}), mimetype="application/json")
+
+
+def _value(found: Grid, value: float) -> str:
+    return percent(value) if found.quantity == "last" else duration(value)
+
+
+def _waits(run: Run) -> list[Any]:
+    if not run.report.waits:
+        return [html.P(say("waits.none"))]
+    _, marked = digest.marked_ranks(run.report)
+    chart = svg.columns({wait.rank: wait.waited_ns for wait in run.report.waits}, marked)
+    return [html.Div([Chart(chart, title=say("waits")), quiet(say("waits.means"))], className="picture")]
