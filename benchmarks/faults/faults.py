@@ -19,12 +19,13 @@ CLEAN = "clean"
 
 # The jobs in which each kind of fault is planted.
 KINDS = {
-    "slow_rank": ("ddp", "fsdp", "tp", "moe", "pp-1f1b", "3d"),
+    "slow_rank": ("ddp", "ddp-gpu", "fsdp", "tp", "moe", "pp-1f1b", "3d"),
     "sporadic_rank": ("ddp", "fsdp", "tp", "moe"),
     "slow_node": ("ddp", "fsdp", "tp", "moe"),
     "slow_link": ("ddp", "fsdp", "tp", "moe"),
-    "input_stall": ("ddp", "fsdp", "tp", "moe"),
-    "gc_stall": ("ddp", "fsdp", "moe", "pp-1f1b"),
+    "input_stall": ("ddp", "ddp-gpu", "fsdp", "tp", "moe"),
+    "host_bound": ("ddp-gpu",),
+    "gc_stall": ("ddp", "ddp-gpu", "fsdp", "moe", "pp-1f1b"),
     "uneven_work": ("ddp", "fsdp"),
     "stage_imbalance": ("pp-1f1b", "pp-gpipe", "3d"),
     "exposed_communication": ("ddp",),
@@ -32,7 +33,7 @@ KINDS = {
     "hang": ("ddp", "fsdp", "tp", "moe", "pp-1f1b", "3d"),
 }
 CONFOUNDERS = ("none", "lengths", "warm-up", "slow alike", "numa", "checkpoint", "lost records")
-_PARALLELS = ("ddp", "fsdp", "tp", "moe", "pp-1f1b", "pp-gpipe", "3d")
+_PARALLELS = ("ddp", "ddp-gpu", "fsdp", "tp", "moe", "pp-1f1b", "pp-gpipe", "3d")
 _PAIRS = (
     ("slow_rank", "input_stall"),
     ("slow_rank", "gc_stall"),
@@ -97,7 +98,10 @@ def simulated(case: Case, *, steps: int = 40) -> tuple[Recording, tuple[Truth, .
     job = _job(case, kinds, steps, rng)
     faults: list[_Fault] = []
     for kind in kinds:
-        taken = {rank for fault in faults for rank in fault.ranks}
+        # Two faults on one node could not be told apart by anybody.
+        taken = {
+            rank for fault in faults for rank in range(job.ranks) if rank // GPUS in {r // GPUS for r in fault.ranks}
+        }
         faults.append(_choose(kind, job, rng, taken))
     if "exposed_communication" in kinds:
         alike = job
@@ -134,10 +138,12 @@ def _job(case: Case, kinds: list[str], steps: int, rng: np.random.Generator) -> 
         sizes = [8, 16, 32]
     if parallel == "3d":
         sizes = [32]
-    if set(kinds) & set(_SEVERAL_NODES):
+    if parallel == "ddp-gpu":
+        sizes = [8, 16]
+    if set(kinds) & set(_SEVERAL_NODES) or len(kinds) > 1:
         sizes = [s for s in sizes if s >= 3 * GPUS] or sizes[-1:]
     ranks = int(rng.choice(sizes))
-    if parallel in ("ddp", "fsdp") and rng.random() < 0.03:
+    if parallel in ("ddp", "fsdp") and rng.random() < 0.01:
         ranks = 256
     healthy = {
         "lengths": {"common_lengths": 0.3},
@@ -158,14 +164,14 @@ def _job(case: Case, kinds: list[str], steps: int, rng: np.random.Generator) -> 
         layers=int(rng.integers(3, 6)),
         buckets=int(rng.integers(3, 7)),
         gradient_bytes=float(rng.uniform(8e6, 30e6)),
-        loader_workers=bool(rng.random() < 0.5),
+        loader_workers=bool(rng.random() < 0.5) and len(kinds) < 2,  # what workers load a second fault would hide
         **healthy.get(peculiar, {}),
     )
 
 
 def _choose(kind: str, job: Job, rng: np.random.Generator, taken: set[int]) -> _Fault:
     """Who is to blame, and when it shows."""
-    free = [r for r in range(job.ranks) if r not in taken]
+    free = [r for r in range(job.ranks) if r not in taken] or list(range(job.ranks))
     one = int(rng.choice(free))
     node = one // GPUS
     of_node = tuple(range(node * GPUS, min((node + 1) * GPUS, job.ranks)))
@@ -183,6 +189,8 @@ def _choose(kind: str, job: Job, rng: np.random.Generator, taken: set[int]) -> _
     if kind == "input_stall":
         ranks = (one,) if many < 0.5 else of_node if many < 0.7 and job.nodes > 1 else everybody
         return _Fault(kind, ranks, (), always)
+    if kind == "host_bound":
+        return _Fault(kind, everybody, (), always)
     if kind == "gc_stall":
         phase = rng.integers(0, _GC_EVERY, job.ranks)
         due = (np.arange(job.steps)[:, np.newaxis] + phase) % _GC_EVERY == 0
@@ -219,6 +227,8 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
                 can.load_ns = can.load_ns + np.where(mine, x * job.compute_ns, 0.0)
             case "gc_stall":
                 can.gc_ns = np.where(where, x * job.compute_ns, can.gc_ns)
+            case "host_bound":
+                can.launch_ns = can.launch_ns * (1 + 50 * x)
             case "recompile":
                 can.compile_ns = can.compile_ns + np.where(where, x * job.compute_ns, 0.0)
             case "uneven_work":

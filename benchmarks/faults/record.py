@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.ipc
 from simulate import GPUS, Job, Recording
 
-from rankscope.collectors.schema import NO_PEER, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
+from rankscope.collectors.schema import DEVICE_WORK, NO_PEER, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
 
 __all__ = ["write"]
 
@@ -49,7 +49,7 @@ def write(log: Recording, folder: Path) -> Path:
     """The run folder. `folder` must not exist."""
     job, clocks = log.job, _Clocks(log.job)
     ranks = np.arange(job.ranks)
-    names = sorted({r["name"] for r in log.regions} | {"(further names)"})
+    names = sorted({r["name"] for r in (*log.regions, *log.kernels)} | {"cudaLaunchKernel"})
     hung = not np.isfinite(log.optimizer_end).all()
     end = np.concatenate([np.atleast_1d(c["start_ns"]) for c in log.collectives])
     end_ns = float(end[np.isfinite(end)].max()) + (_AFTER_A_HANG_NS if hung else 1e9)
@@ -63,6 +63,7 @@ def write(log: Recording, folder: Path) -> Path:
     calls = _stacked(
         [c | {"op": ops[c["op"]]} for c in log.collectives],
         *("rank", "start_ns", "issued_ns", "end_ns", "group_id", "seq", "op", "is_async", "peer", "size_bytes"),
+        "device_start_ns",
     )
     calls = {name: column[np.isfinite(calls["start_ns"])] for name, column in calls.items()}
     size = len(calls["rank"])
@@ -73,6 +74,8 @@ def write(log: Recording, folder: Path) -> Path:
     regions, calls = _lose(job, regions, calls, clocks, gaps)
     for table, columns in (("regions", regions), ("collectives", calls)):
         _by_rank(folder, table, _on_nodes_clocks(clocks, columns))
+    if log.kernels:
+        _device_tables(log, folder, clocks, name_ids)
     for rank in ranks:
         _small_tables(log, folder, int(rank), clocks, names, gaps[rank])
     for node in range(job.nodes):
@@ -130,6 +133,27 @@ def _by_rank(folder: Path, table: str, columns: dict[str, np.ndarray]) -> None:
         _file(folder / table / f"rank={r:05d}" / "a0-part-0000.arrow", whole.slice(start, stop - start))
 
 
+def _device_tables(log: Recording, folder: Path, clocks: _Clocks, name_ids: dict[str, int]) -> None:
+    """What a profiler would add: the device's rows and the calls that launched them."""
+    works = dict(zip(DEVICE_WORK, range(len(DEVICE_WORK)), strict=True))
+    rows = [
+        r | {"name_id": name_ids[r["name"]], "work": works[r["work"]], "correlation": i}
+        for i, r in enumerate(log.kernels)
+    ]
+    kernels = _stacked(rows, "rank", "start_ns", "end_ns", "name_id", "work", "stream", "correlation")
+    calls = _stacked(rows, "rank", "call_ns", "called_ns", "correlation")
+    kernels["device"] = kernels["rank"] % GPUS
+    launches = {"rank": calls["rank"], "start_ns": calls["call_ns"], "end_ns": calls["called_ns"]}
+    launches |= {
+        "correlation": calls["correlation"],
+        "name_id": np.full(len(calls["rank"]), name_ids["cudaLaunchKernel"]),
+    }
+    launches["thread"] = np.zeros(len(calls["rank"]), int)
+    for table, columns in (("kernels", kernels), ("launches", launches)):
+        ever = np.isfinite(columns["end_ns"])
+        _by_rank(folder, table, _on_nodes_clocks(clocks, {n: c[ever] for n, c in columns.items()}))
+
+
 def _table(name: str, columns: dict) -> pa.Table:
     arrays = []
     size = len(next(iter(columns.values())))
@@ -158,7 +182,13 @@ def _small_tables(log: Recording, folder: Path, rank: int, clocks: _Clocks, name
     start = int(clocks.of(node, log.start[rank] - 0.5e9))
     part = f"rank={rank:05d}/a0-part-0000.arrow"
     row = {"start_ns": start, "local_rank": rank % GPUS, "world_size": job.ranks, "node": node}
-    row |= {"hostname": f"node{node}", "pid": 1000 + rank, "device": "cpu", "torch": "2.13.0", "python": "3.11.7"}
+    row |= {
+        "hostname": f"node{node}",
+        "pid": 1000 + rank,
+        "device": "cuda" if log.kernels else "cpu",
+        "torch": "2.13.0",
+        "python": "3.11.7",
+    }
     row |= {"command": f"python train.py --parallel {job.parallel}"}
     _file(folder / "ranks" / part, _table("ranks", {k: [v] for k, v in row.items()}))
     _file(folder / "strings" / part, _table("strings", {"name_id": np.arange(len(names)), "name": names}))

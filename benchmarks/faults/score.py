@@ -136,7 +136,7 @@ def answer(row: Row) -> str:
 
 def is_culprit(found: Row, truth: Row) -> bool:
     """Whether a finding names exactly those to blame; where nobody in particular is, all are right."""
-    if truth["kind"] in ("uneven_work", "exposed_communication"):
+    if not truth["ranks"]:
         return True
     if truth["nodes"]:
         return found["nodes"] == list(truth["nodes"])

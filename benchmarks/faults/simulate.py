@@ -25,7 +25,7 @@ import numpy as np
 __all__ = ["GPUS", "PARALLELS", "Job", "Recording", "Resources", "healthy_resources", "run", "stages_of", "step_ns"]
 
 GPUS = 8  # ranks of a node
-PARALLELS = ("ddp", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
+PARALLELS = ("ddp", "ddp-gpu", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
 
 _US, _MS = 1e3, 1e6
 _ALPHA_NODE, _ALPHA_NET = 8 * _US, 40 * _US  # latency of one hop
@@ -35,7 +35,10 @@ _WAKE = 30 * _US  # until a thread that was blocked runs again
 _JITTER = 0.012  # of one stretch of work
 _PREEMPTED, _PREEMPTED_NS = 0.002, 4 * _MS  # share of the stretches, and for how long
 _HICCUP, _HICCUP_NS = 0.002, 3 * _MS  # of a transfer
-_RTT, _MIN_RTT = 90 * _US, 60 * _US
+_RTT = 90 * _US
+_LAUNCH = 12 * _US  # of host time for one kernel, with the Python around it
+_LATENCY = 4 * _US  # from the launch until a device that is idle begins
+_KERNELS = {"forward": 24, "backward": 48, "optimizer": 8}  # of one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ class Resources:
     gc_ns: np.ndarray  # [step, rank]: a full collection in this step
     compile_ns: np.ndarray  # [step, rank]
     stage_work: np.ndarray  # [stage]: 1 is the mean
+    launch_ns: np.ndarray  # [rank]: of the host, for one kernel
     hang: tuple[int, int] | None = None  # rank and step
     overlap: bool = True
 
@@ -92,6 +96,7 @@ class Recording:
     job: Job
     regions: list[dict] = field(default_factory=list)
     collectives: list[dict] = field(default_factory=list)
+    kernels: list[dict] = field(default_factory=list)  # with the host's call that launched each
     groups: list[tuple[int, str, str, np.ndarray]] = field(default_factory=list)  # id, name, role, members
     traffic: list[tuple] = field(default_factory=list)  # end, rank, node, peer node, bytes, busy s, rtt s
     optimizer_end: np.ndarray = field(default_factory=lambda: np.empty(0))  # [step, rank]
@@ -132,6 +137,7 @@ def healthy_resources(job: Job) -> Resources:
         gc_ns=gc_ns,
         compile_ns=compile_ns,
         stage_work=1 + 0.01 * rng.standard_normal(stages_of(job)),
+        launch_ns=_LAUNCH * (1 + 0.03 * rng.standard_normal(job.ranks)),
         overlap=job.overlap,
     )
 
@@ -235,8 +241,10 @@ class _Team:
         if self.can.hang is not None and self.can.hang[1] == self.step:
             self.now = np.where(self.ranks == self.can.hang[0], np.inf, self.now)
 
-    def collective(self, comm: _Communicator, op: str, size: float, *, asynchronous: bool = True) -> _Pending:
-        """All ranks of each group enter `op` with `size` bytes; nobody is blocked yet."""
+    def collective(
+        self, comm: _Communicator, op: str, size: float, *, asynchronous: bool = True, ready: np.ndarray | None = None
+    ) -> _Pending:
+        """All ranks of each group enter `op` with `size` bytes, a device when it is `ready`; nobody is blocked yet."""
         call = self.now
         self.spend(_CALL * np.exp(0.3 * self.rng.standard_normal(len(self.ranks))))
         groups = len(comm.members)
@@ -250,7 +258,8 @@ class _Team:
         scatter = np.exp(0.04 * self.rng.standard_normal(groups))
         late = np.where(self.rng.random(groups) < _HICCUP, self.rng.exponential(_HICCUP_NS, groups), 0.0)
         lasts = (inside + latency + sent / slowest * 1e9) * scatter + late
-        begin = np.maximum(call[comm.place].max(axis=1), comm.free)
+        arrival = call if ready is None else np.maximum(ready, self.now)
+        begin = np.maximum(arrival[comm.place].max(axis=1), comm.free)
         begin = np.where(comm.across > 1, np.maximum(begin, self.of.link_free(comm)), begin)
         comm.free = begin + lasts
         self.of.occupy(comm, comm.free, sent, latency, op == "alltoall_base")
@@ -260,6 +269,7 @@ class _Team:
         self.log.collectives.append(
             {"rank": self.ranks, "start_ns": call, "issued_ns": self.now, "end_ns": end, "group_id": comm.id_of}
             | {"seq": comm.seq, "op": op, "is_async": asynchronous, "peer": -1, "size_bytes": int(size)}
+            | {"device_start_ns": np.full(len(call), np.inf) if ready is None else arrival}
         )
         comm.seq += 1
         return _Pending(end)
@@ -340,7 +350,7 @@ class _Scheduler:
         team.spend(_CALL * np.exp(0.3 * team.rng.standard_normal(len(team.ranks))))
         row = {"rank": team.ranks, "start_ns": call, "issued_ns": team.now, "end_ns": np.full(len(call), np.inf)}
         row |= {"group_id": self.pipeline_ids, "op": "send", "is_async": True}
-        row |= {"peer": to.ranks, "size_bytes": int(size), "seq": self._next(team, to)}
+        row |= {"peer": to.ranks, "size_bytes": int(size), "seq": self._next(team, to), "device_start_ns": np.inf}
         self.log.collectives.append(row)
         self.messages[(team.stage, to.stage, tag)].append((call, row, size))
 
@@ -372,7 +382,7 @@ class _Scheduler:
         self.log.collectives.append(
             {"rank": team.ranks, "start_ns": call, "issued_ns": team.now, "end_ns": end + wake[1]}
             | {"group_id": row["group_id"], "seq": row["seq"], "op": "recv", "is_async": True}
-            | {"peer": sender.ranks, "size_bytes": int(size)}
+            | {"peer": sender.ranks, "size_bytes": int(size), "device_start_ns": np.inf}
         )
         team.wait(_Pending(end + wake[1]))
 
@@ -449,6 +459,91 @@ def _ddp(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[float]:
         team.region("backward", "backward", start)
         team.optimize()
         team.end_step()
+
+
+def _ddp_gpu(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[float]:
+    """The host only launches; the device computes, and reduces on a second stream. A step ends with `.item()`."""
+    job, world = scheduler.job, _world(scheduler, team)
+    device = _Device(team)
+    shares = {"forward": job.compute_ns / 3, "backward": job.compute_ns * 2 / 3, "optimizer": job.optimizer_ns}
+    for _ in _steps(team):
+        team.load()
+        for kind, ns in shares.items():
+            start = team.now
+            if kind == "forward":
+                team.stops()
+            pieces = job.buckets if kind == "backward" else 1
+            for _ in range(pieces):
+                device.compute(kind, ns / pieces, _KERNELS[kind] // pieces)
+                if kind == "backward" and scheduler.can.overlap:
+                    device.reduce(world, job.gradient_bytes / pieces)
+                    yield _first(team)
+            if kind == "backward":
+                if not scheduler.can.overlap:
+                    device.reduce(world, job.gradient_bytes)
+                    yield _first(team)
+                device.join()
+            if kind != "optimizer":
+                team.region(kind, kind, start)
+        team.region("optimizer", "AdamW#0", start)
+        team.log.optimizer_end[team.step, team.ranks] = team.now
+        start = team.now
+        team.now = np.maximum(team.now, device.free) + 15 * _US
+        team.region("sync", "item", start)
+        team.end_step()
+
+
+class _Device:
+    """The devices of a team's ranks: one stream that computes, one that reduces."""
+
+    def __init__(self, team: _Team) -> None:
+        self.team = team
+        self.free = np.array(team.now)
+        self.reduced = np.array(team.now)
+
+    def compute(self, kind: str, ns: float, count: int) -> None:
+        """`count` kernels are launched, which at full speed take `ns` together. Some are long, most are short."""
+        team = self.team
+        size = (count, len(team.ranks))
+        weights = np.exp(team.rng.standard_normal((count, 1)))
+        amount = team.can.tokens[team.step, team.ranks] if kind != "optimizer" else 1.0
+        lasts = ns * weights / weights.sum() * amount * team.can.slowness[team.step, team.ranks]
+        lasts = lasts * np.exp(_JITTER * team.rng.standard_normal(size))
+        calls = team.can.launch_ns[team.ranks] * np.exp(0.2 * team.rng.standard_normal(size))
+        away = np.where(team.rng.random(len(team.ranks)) < _PREEMPTED, team.rng.exponential(_PREEMPTED_NS), 0.0)
+        team.log.busy_ns["compute" if kind != "optimizer" else kind][team.step, team.ranks] += lasts.sum(axis=0)
+        team.spend(away)
+        for one, call in zip(lasts, calls, strict=True):
+            launch = team.now
+            team.spend(call)
+            start = np.maximum(team.now + _LATENCY, self.free + 1 * _US)
+            self.free = start + one
+            self._row(launch, launch + 0.6 * call, start, self.free, f"{kind}_kernel", "compute", 7)
+
+    def reduce(self, comm: _Communicator, size: float) -> None:
+        """An all-reduce of what has been computed so far."""
+        team = self.team
+        call = team.now
+        start = np.maximum(np.maximum(self.free, self.reduced), call + _CALL + _LATENCY)
+        self.reduced = team.collective(comm, "allreduce", size, ready=start).end
+        arrival = team.log.collectives[-1]["device_start_ns"]
+        self._row(call, team.now, arrival, self.reduced, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication", 20)
+
+    def join(self) -> None:
+        self.free = np.maximum(self.free, self.reduced)
+
+    def _row(
+        self,
+        call: np.ndarray,
+        called: np.ndarray,
+        start: np.ndarray,
+        end: np.ndarray,
+        name: str,
+        work: str,
+        stream: int,
+    ) -> None:
+        row = {"rank": self.team.ranks, "call_ns": call, "called_ns": called, "start_ns": start, "end_ns": end}
+        self.team.log.kernels.append(row | {"name": name, "work": work, "stream": stream})
 
 
 def _backward_with_buckets(
@@ -620,6 +715,7 @@ def _schedule(parallel: str, stage: int, stages: int, microbatches: int) -> list
 
 _PROGRAMS = {
     "ddp": _ddp,
+    "ddp-gpu": _ddp_gpu,
     "fsdp": _fsdp,
     "tp": _tp,
     "moe": _moe,
