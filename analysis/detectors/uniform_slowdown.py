@@ -26,7 +26,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.detectors import judged_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, estimate
@@ -85,12 +85,8 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_ratio: float = 1.1, min_steps:
 
 
 def _enough(breakdown: pl.DataFrame, min_steps: int, min_z: float) -> StepGrid:
-    grid = judged_grid(breakdown)
     # Two halves of n steps without any overlap are √(3n² / 4(n + 1)) standard deviations apart.
-    needed = max(2 * min_steps, math.ceil(4 / 3 * min_z**2 + 1))
-    if len(grid.steps) < needed:
-        raise NotResolvable(f"{len(grid.steps)} judged steps, at least {needed} are needed to see a change in the run")
-    return grid
+    return judged_grid(breakdown, max(2 * min_steps, math.ceil(4 / 3 * min_z**2 + 1)))
 
 
 def _longest_stretch(lengths: Floats, ratio: float) -> tuple[int, int]:

@@ -1,0 +1,179 @@
+"""The host launches the device's work too late, and the device stands idle.
+
+**Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`),
+on at least half of the ranks, above `min_fraction` of the step. What the host did in these gaps is split into: asking
+the driver for memory, having just waited for the device (a synchronisation drains the queue), the launch calls
+themselves, and all else.
+
+**Why it costs time.** The host normally queues work ahead of the device. When it falls behind, every microsecond of
+Python, of a driver call or of waiting for a result is a microsecond in which the device does nothing.
+
+**False alarms.** A profiler that records shapes and stacks slows the host down by a third to two thirds, the device
+not at all: a trace made with them looks more host-bound than the job is. Input, garbage collection and compilation
+have checks of their own and are not counted here; nor is what only one rank loses (`slow_rank`).
+
+**What to try.** Many short kernels: `torch.compile`, CUDA graphs, larger batches, `fused=True` for the optimizer.
+Synchronisations: no `.item()`, `.cpu()`, `print` of a tensor or `torch.cuda.synchronize()` in the loop, or only every
+n steps. Memory calls: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, no `torch.cuda.empty_cache()` in the loop,
+sizes that repeat.
+
+**Source.** The rule on the launch is HTA's idle time breakdown. Threshold ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.phrases import named
+from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, gain_ns
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ()
+
+_LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
+_TRIM = 0.1
+_MEMORY = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
+_SYNC = r"Synchronize$|^(cuda|hip)Memcpy$"
+_LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
+_MUCH = 0.25  # share of the idle time from which a cause is worth its advice
+
+_ADVICE = {
+    "memory": "ask the driver for memory (cudaMalloc, cudaFree): set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
+    "do not empty the cache in the loop, keep sizes the same",
+    "sync": "come after the host waited for the device: take .item(), .cpu(), printing of tensors and "
+    "synchronize() out of the loop",
+    "launch": "are launch calls: fewer and larger kernels (torch.compile, CUDA graphs, fused optimizer, larger batch)",
+    "other": "are Python and framework code between launches: torch.compile, CUDA graphs, less work per operator",
+}
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    kernels: pl.DataFrame,
+    launches: pl.DataFrame,
+    *,
+    min_fraction: float = 0.1,
+) -> list[Finding]:
+    """What at least half of the ranks lose because their host is late, as one finding."""
+    grid = _launched(breakdown, kernels)
+    host = grid.of("host")
+    usual = np.quantile(host, 0.5, axis=0, method="lower")
+    lost = estimate(usual, _TRIM)
+    if not lost.clear or lost.ns < min_fraction * grid.step_ns:
+        return []
+    ranks = tuple(rank for rank, own in zip(grid.ranks, host, strict=True) if own.mean() >= lost.ns / 2)
+    gaps = phases.filter(pl.col("part") == "host", pl.col("rank").is_in(ranks))
+    where = gaps.group_by("label").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")).sort("ns", "label")
+    causes = _causes(gaps, launches)
+    return [
+        Finding(
+            detector="host_bound",
+            title=f"The host is too slow for the device on {named('rank', ranks)}: it stands idle "
+            f"{duration(lost.ns)} per step before work that was launched late",
+            where=str(where["label"][-1]),
+            advice=_advice(causes),
+            ranks=ranks,
+            evidence=_longest_gaps(gaps, ranks),
+            **price(grid, lost, gain_ns(grid.busy, grid.busy - host)),
+        )
+    ]
+
+
+def resolution_ns(breakdown: pl.DataFrame, kernels: pl.DataFrame, *, min_fraction: float = 0.1) -> int:
+    """The smallest idle time per step that would have been reported."""
+    grid = _launched(breakdown, kernels)
+    scatter = estimate(np.quantile(grid.of("host"), 0.5, axis=0, method="lower"), _TRIM).half_width_ns
+    return round(max(min_fraction * grid.step_ns, scatter))
+
+
+def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
+    if kernels["launch_ns"].null_count() == len(kernels):
+        raise NotResolvable("the trace does not hold the calls that launched the device's work")
+    return judged_grid(breakdown, _LEAST_STEPS)
+
+
+def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
+    """Share of the gaps' time by what the host did in them; they sum to 1."""
+    spent = dict.fromkeys(_ADVICE, 0.0)
+    calls = launches.with_columns(
+        kind=pl.when(pl.col("name").str.contains(_MEMORY))
+        .then(pl.lit("memory"))
+        .when(pl.col("name").str.contains(_SYNC))
+        .then(pl.lit("sync"))
+        .when(pl.col("name").str.contains(_LAUNCH))
+        .then(pl.lit("launch"))
+    ).drop_nulls("kind")
+    for (rank,), of_rank in gaps.sort("start_ns").group_by("rank"):
+        start, end = of_rank["start_ns"].to_numpy(), of_rank["end_ns"].to_numpy()
+        mine = {key[0]: rows for key, rows in calls.filter(pl.col("rank") == rank).group_by("kind")}
+        covered = {kind: _inside(start, end, rows) for kind, rows in mine.items()}
+        own = covered.get("memory", np.zeros(len(start)))
+        spent["memory"] += own.sum()
+        left = end - start - own
+        drained = _drained(start, end, mine)
+        spent["sync"] += left[drained].sum()
+        launching = np.minimum(covered.get("launch", np.zeros(len(start))), left)[~drained]
+        spent["launch"] += launching.sum()
+        spent["other"] += (left[~drained] - launching).sum()
+    total = sum(spent.values())
+    return {cause: ns / total for cause, ns in spent.items()}
+
+
+def _inside(start: Floats, end: Floats, calls: pl.DataFrame) -> Floats:
+    """How much of each of these disjoint intervals, in order, lies in one of the calls."""
+    begin, done = _union(calls)
+    edges = np.concatenate([[0.0], np.cumsum(done - begin)])
+
+    def before(at: Floats) -> Floats:
+        index = np.searchsorted(begin, at, side="right")
+        over = np.where(index > 0, np.maximum(done[index - 1] - at, 0), 0)
+        return edges[index] - over
+
+    return before(end) - before(start)
+
+
+def _union(calls: pl.DataFrame) -> tuple[Floats, Floats]:
+    """Start and end of what the calls cover together, in order."""
+    ordered = calls.sort("start_ns")
+    begin, done = ordered["start_ns"].to_numpy(), ordered["end_ns"].to_numpy()
+    reached = np.maximum.accumulate(done)
+    new = np.concatenate([[True], begin[1:] > reached[:-1]])
+    return begin[new], np.concatenate([reached[:-1][new[1:]], reached[-1:]])
+
+
+def _drained(start: Floats, end: Floats, calls: Mapping[str, pl.DataFrame]) -> NDArray[np.bool_]:
+    """The gaps during which a synchronisation ended that had begun before: the host had waited for the device."""
+    if "sync" not in calls:
+        return np.zeros(len(start), dtype=bool)
+    ordered = calls["sync"].sort("end_ns")
+    begin, done = ordered["start_ns"].to_numpy(), ordered["end_ns"].to_numpy()
+    first = np.searchsorted(done, start)
+    known = np.minimum(first, len(done) - 1)
+    return (first < len(done)) & (done[known] < end) & (begin[known] <= start)
+
+
+def _advice(causes: Mapping[str, float]) -> str:
+    """What to do about each cause that matters, the greatest first."""
+    ordered = sorted(causes, key=lambda cause: -causes[cause])
+    said = [f"{percent(causes[c])} {_ADVICE[c]}" for c in ordered if causes[c] >= _MUCH] or [_ADVICE[ordered[0]]]
+    return f"Of this time {'; '.join(said)}."
+
+
+def _longest_gaps(gaps: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[Evidence, ...]:
+    """The longest gap on each of the first four ranks."""
+    length = pl.col("end_ns") - pl.col("start_ns")
+    rows = gaps.filter(pl.col("rank").is_in(ranks[:4])).sort(length, descending=True)
+    rows = rows.unique("rank", keep="first", maintain_order=True).sort("rank")
+    return tuple(
+        Evidence(table="kernels", rank=rank, start_ns=start, end_ns=end, note=f"longest gap: {duration(end - start)}")
+        for rank, start, end in rows.select("rank", "start_ns", "end_ns").iter_rows()
+    )

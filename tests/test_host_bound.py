@@ -1,0 +1,81 @@
+"""A device that stands idle because its host is late: how much, where, and what the host did instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import rankscope
+from rankscope.analysis.detectors import NotResolvable, host_bound
+
+MS = 1_000_000
+STEPS = 10
+DATA = Path(__file__).parents[2] / "shared/data/kineto"
+
+
+def tables(host_ms, *calls, step_ms=100):
+    """Steps of 100 ms that end with an idle device, `host_ms` by rank; `calls`: (name, start, end) in each."""
+    parts, phases, kernels, launches = [], [], [], []
+    for rank, ms in enumerate(host_ms):
+        for step in range(STEPS):
+            begin, dry, end = (round(x * MS) for x in (step * step_ms, (step + 1) * step_ms - ms, (step + 1) * step_ms))
+            parts += [(rank, step, "compute", dry - begin), (rank, step, "host", end - dry)]
+            phases += [(rank, step, "compute", "forward", begin, dry), (rank, step, "host", "aten::loss", dry, end)]
+            kernels.append((rank, begin, dry, begin))
+            launches += [
+                (rank, round((step * step_ms + first) * MS), round((step * step_ms + last) * MS), name)
+                for name, first, last in calls
+            ]
+    span = {"start_ns": pl.Int64, "end_ns": pl.Int64}
+    return (
+        pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
+        pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row"),
+        pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns"], orient="row"),
+        pl.DataFrame(launches, {"rank": pl.Int64, **span, "name": pl.String}, orient="row"),
+    )
+
+
+def test_device_idle_for_a_fifth_of_the_step_is_a_finding_with_its_place():
+    (finding,) = host_bound.detect(*tables([20, 20, 22, 20]))
+    assert (finding.ranks, finding.where, finding.lost_ns_per_step) == ((0, 1, 2, 3), "aten::loss", 20 * MS)
+    assert finding.lost_fraction == pytest.approx(0.2)
+    assert "Of this time 100 % are Python" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        # 16 of the 20 ms in two calls that overlap, one of which began earlier
+        ([("cudaMalloc", 70, 90), ("cudaFree", 85, 96)], "Of this time 80 % ask the driver for memory"),
+        ([("cudaStreamSynchronize", 10, 81)], "Of this time 100 % come after the host waited for the device"),
+        ([("cudaStreamSynchronize", 85, 86)], "Of this time 100 % are Python"),
+        ([("cudaLaunchKernel", 84, 94)], "Of this time 50 % are launch calls"),
+    ],
+    ids=["memory", "drained by a synchronisation", "a synchronisation of nothing", "launching"],
+)
+def test_it_says_what_the_host_did_meanwhile(calls, said):
+    (finding,) = host_bound.detect(*tables([20, 20], *calls))
+    assert said in finding.advice
+
+
+@pytest.mark.parametrize("host_ms", [[9.9] * 4, [300, 5, 5, 5], [0] * 4], ids=["below 10 %", "one rank only", "none"])
+def test_healthy_or_one_ranks_own_is_silent(host_ms):
+    assert host_bound.detect(*tables(host_ms, step_ms=400 if max(host_ms) > 100 else 100)) == []
+
+
+def test_trace_without_launches_is_not_judged():
+    breakdown, phases, kernels, launches = tables([20, 20])
+    unlaunched = kernels.with_columns(launch_ns=pl.lit(None, pl.Int64))
+    with pytest.raises(NotResolvable, match="launched"):
+        host_bound.detect(breakdown, phases, unlaunched, launches)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the public traces are not here (../shared/data/kineto)")
+def test_small_model_on_two_gpus_is_bound_by_its_host():
+    """ResNet-18 on tiny images: the device works 0.4 of 43 ms per step."""
+    report = rankscope.diagnose(rankscope.open(DATA / "torchrec/resnet18"))
+    (finding,) = [f for f in report.findings if f.detector == "host_bound"]
+    assert finding.ranks == (0, 1)
+    assert finding.lost_fraction > 0.9
