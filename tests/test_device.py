@@ -6,12 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_timeline import collectives, matched, regions, step_spans
 
 from rankscope.analysis.diagnose import diagnose
 from rankscope.analysis.kinds import device_work, kernel_op
+from rankscope.analysis.timeline.breakdown import breakdown, check_phases
 from rankscope.analysis.timeline.device import device_parts
+from rankscope.analysis.timeline.device_phases import device_phases
+from rankscope.analysis.timeline.steps import on_device, whole_captures
 from rankscope.analysis.trace import Trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -71,6 +78,151 @@ def test_idle_is_what_no_stream_works_in_and_rows_of_no_length_count_for_the_win
 def test_a_rank_without_device_rows_has_no_part():
     assert [p.rank for p in device_parts(kernels((1, "compute", 0, 1), (5, "compute", 0, 1)))] == [1, 5]
     assert device_parts(kernels()) == ()
+
+
+# ---------------------------------------------------------------- steps and parts of the device's time
+
+
+def launched(*rows):
+    """(work, start, end, when the host launched it[, thread[, stream]]) of rank 0."""
+    schema = {"rank": pl.Int32, "work": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64, "launch_ns": pl.Int64}
+    schema |= {"launch_thread": pl.UInt16, "stream": pl.Int32}
+    return pl.DataFrame([(0, *row, *(0, 7)[len(row) - 4 :]) for row in rows], schema=schema, orient="row")
+
+
+def cut(kernel_rows, region_rows=None, calls=None, length=100):
+    """(part, label, start, end) of the only step."""
+    region_rows = regions() if region_rows is None else region_rows
+    steps = step_spans((0, 0, 0, length))
+    rows = device_phases(steps, kernel_rows, region_rows, matched(collectives() if calls is None else calls))
+    check_phases(rows, steps)
+    return rows.select("part", "label", "start_ns", "end_ns").rows()
+
+
+def on_devices(*rows):
+    """(rank, seq, start on the device, end[, op]): launched at once."""
+    return collectives(*rows).with_columns(device_start_ns="start_ns")
+
+
+def test_what_runs_on_a_device_is_named_by_what_it_hides():
+    """Communication 20-80 whose last rank begins at 60; a kernel 30-40 under it; a copy 80-90 alone."""
+    rows = launched(
+        ("communication", 20, 80, 0), ("compute", 30, 40, 0), ("memory", 80, 90, 0), ("compute", 90, 100, 0)
+    )
+    calls = on_devices((0, 0, 20, 80), (1, 0, 60, 80))
+    assert cut(rows, calls=calls)[1:] == [
+        ("wait", "allreduce", 20, 30),
+        ("overlapped", "compute", 30, 40),
+        ("wait", "allreduce", 40, 60),
+        ("transfer", "allreduce", 60, 80),
+        ("memory", "memory", 80, 90),
+        ("compute", "compute", 90, 100),
+    ]
+
+
+def test_waiting_on_a_device_is_a_bubble_for_a_neighbour_and_unsplit_where_nobody_knows():
+    received = launched(("communication", 0, 100, 0))
+    calls = pl.concat([on_devices((0, 0, 0, 100, "recv")), on_devices((1, 0, 70, 100, "send"))])
+    calls = calls.with_columns(peer=1 - pl.col("rank"))
+    assert cut(received, calls=calls) == [("bubble", "recv", 0, 70), ("transfer", "recv", 70, 100)]
+    assert cut(received, calls=on_devices((0, 0, 0, 100))) == [("unsplit", "allreduce", 0, 100)]
+    assert cut(received) == [("unsplit", "communication", 0, 100)]
+
+
+def test_idle_time_is_the_hosts_if_it_launched_only_after_the_device_had_run_dry():
+    """Idle 10-40 (launched at 30), 50-60 (launched at 45, while it worked), 70-80 (not seen), and 90-100."""
+    rows = launched(("compute", 0, 10, 0), ("compute", 40, 50, 30), ("compute", 60, 70, 45), ("compute", 80, 90, None))
+    idle = [row for row in cut(rows) if row[0] != "compute"]
+    assert idle == [
+        ("host", "no region", 10, 40),
+        ("other", "between kernels", 50, 60),
+        ("other", "launch not in the trace", 70, 80),
+        ("host", "no region", 90, 100),
+    ]
+
+
+def test_what_was_queued_long_before_it_began_is_not_the_hosts_fault():
+    rows = launched(("compute", 0, 10_000, 0), ("compute", 40_000, 50_000, 5_000))
+    assert ("other", "queued, not started", 10_000, 40_000) in cut(rows, length=50_000)
+
+
+def test_a_stream_that_works_leaves_no_stream_idle():
+    rows = launched(("compute", 0, 60, 0, 0, 7), ("compute", 50, 100, 0, 0, 20))
+    assert cut(rows) == [("compute", "compute", 0, 100)]
+
+
+def test_idle_time_goes_to_what_stopped_the_main_thread():
+    rows = launched(("compute", 0, 20, 0), ("compute", 90, 100, 85))
+    stops = regions((0, "input", 10, 50, "next"), (0, "gc", 40, 60, "gc generation 2"), (0, "compile", 60, 70))
+    assert cut(rows, stops) == [
+        ("compute", "compute", 0, 20),
+        ("input", "next", 20, 40),
+        ("gc", "gc generation 2", 40, 60),
+        ("compile", "compile", 60, 70),
+        ("host", "no region", 70, 90),
+        ("compute", "compute", 90, 100),
+    ]
+
+
+def test_device_work_bears_the_region_in_which_it_was_launched():
+    """The second is launched by autograd's thread while the main one is in `backward`; the third by nobody known."""
+    rows = launched(("compute", 0, 30, 5), ("compute", 30, 60, 25, 1), ("compute", 60, 100, None))
+    places = regions((0, "user", 0, 20, "forward"), (0, "user", 2, 8, "attention"), (0, "user", 20, 50, "backward"))
+    assert [label for _, label, _, _ in cut(rows, places)] == ["attention", "backward", "compute"]
+
+
+def test_the_hosts_idle_time_bears_the_innermost_region_that_covers_most_of_it():
+    """The launching thread is in `lookup` 20-90 and within it in `sleep` 30-80, most of 10-90; `short` is not."""
+    rows = launched(("compute", 0, 10, 0), ("compute", 90, 100, 85, 1))
+    spans = regions((0, "user", 20, 90, "lookup"), (0, "operator", 30, 80, "sleep"), (0, "operator", 40, 60, "short"))
+    spans = spans.with_columns(thread=pl.lit(1, pl.UInt16))
+    assert cut(rows, spans)[1] == ("host", "sleep", 10, 90)
+
+
+def test_a_step_on_the_device_ends_when_its_own_work_has_ended():
+    """The host's steps are 0-100 and 110-200; work launched at 90 runs until 150, what was launched before until 20."""
+    steps = step_spans((0, 0, 0, 100), (0, 1, 110, 200))
+    rows = launched(
+        ("compute", 5, 20, None), ("compute", 20, 60, 10), ("compute", 70, 150, 90), ("compute", 150, 190, 120)
+    )
+    assert on_device(steps, rows).select("step", "start_ns", "end_ns").rows() == [(0, 20, 150), (1, 150, 200)]
+
+
+def test_without_steps_the_capture_is_one():
+    first = step_spans((0, 0, 50, 80), (1, 0, 10, 20))
+    second = step_spans((0, 0, 60, 90))
+    assert whole_captures(first, second).drop("source").rows() == [(0, 0, 50, 90), (1, 0, 10, 20)]
+
+
+spans = st.tuples(st.integers(-10, 110), st.integers(0, 50)).map(lambda s: (s[0], s[0] + s[1]))
+device_rows = st.tuples(
+    st.sampled_from(["compute", "communication", "memory"]),
+    spans,
+    st.one_of(st.none(), st.integers(-20, 110)),
+    st.integers(0, 1),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(device_rows, max_size=8),
+    st.lists(st.tuples(st.sampled_from(["user", "operator", "input", "gc", "compile"]), spans), max_size=5),
+    st.lists(st.tuples(spans, spans, st.booleans(), st.sampled_from(["allreduce", "broadcast"])), max_size=4),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+)
+def test_the_devices_parts_sum_to_the_step_whatever_the_intervals(work, region_rows, calls, lengths):
+    edges = np.cumsum([0, *lengths])
+    steps = step_spans(*((0, i, int(edges[i]), int(edges[i + 1])) for i in range(len(lengths))))
+    rows = launched(*((kind, *span, call, thread) for kind, span, call, thread in work))
+    both = [(r, n, *(a, b)[r], op) for n, (a, b, peer, op) in enumerate(calls) for r in ((0, 1) if peer else (0,))]
+    region_rows = regions(*((0, kind, *span) for kind, span in region_rows))
+    got = device_phases(steps, rows, region_rows, matched(on_devices(*both)))
+    check_phases(got, steps)
+    table = breakdown(got, steps)
+    assert table.group_by("step").agg(pl.col("ns").sum()).sort("step")["ns"].to_list() == lengths
+
+
+# ---------------------------------------------------------------- which work a row is
 
 
 @pytest.mark.parametrize(

@@ -427,6 +427,13 @@ def test_user_regions_are_compute_and_name_it_innermost_first():
     ]
 
 
+def test_waiting_for_the_other_side_of_a_send_is_a_bubble():
+    """Rank 1 waits from 10 to 60 for what rank 0 sends at 40: 30 until it is sent, 20 until it is here."""
+    calls = pl.concat([collectives((0, 0, 40, 60, "send"), peer=1), collectives((1, 0, 10, 60, "recv"), peer=0)])
+    got = parts_of(step_spans((1, 0, 0, 100)), regions((1, "wait", 10, 60)), matched(calls))
+    assert got == {"bubble": 30, "transfer": 20, "other": 50}
+
+
 def test_a_hole_in_the_phases_is_found():
     steps = step_spans((0, 0, 0, 100))
     cut = phases(steps, regions((0, "user", 10, 20)), matched(collectives()))

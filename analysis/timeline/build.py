@@ -15,6 +15,7 @@ from rankscope.analysis.timeline.matching import ROOTED_OPS, match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.progress import last_progress
 from rankscope.analysis.timeline.steps import (
+    CAPTURE,
     agreement,
     find_steps,
     in_steps,
@@ -172,6 +173,9 @@ def _comparable_steps(
 def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, why_none: str) -> list[Gap]:
     if not len(steps):
         return [Gap(table="steps", rank=None, node=None, count=None, why=why_none)]
+    if steps["source"][0] == CAPTURE:
+        why = f"{why_none}; the whole capture is taken as one step"
+        return [Gap(table="steps", rank=None, node=None, count=None, why=why)]
     without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()))
     gaps = [Gap(table="steps", rank=rank, node=None, count=None, why=f"rank {rank} has no step") for rank in without]
     judged = steps.filter("judged")["step"].n_unique()
