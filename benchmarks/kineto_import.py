@@ -28,7 +28,7 @@ def unpack(path: Path) -> None:
 
     with path.open("rb") as file:
         source = unpacked(file)
-        while source.read(1 << 19):
+        while source.read1(1 << 19):
             pass
 
 
@@ -69,7 +69,7 @@ def report(path: Path) -> None:
 
 
 def _batches(path: Path):
-    from rankscope.analysis.readers.kineto import DROPPED, unpacked
+    from rankscope.analysis.readers.kineto import BRIEF, WHOLE, unpacked
     from rankscope.analysis.readers.scan import Scan, new_scanner, scan_events
 
     with path.open("rb") as file:
@@ -78,7 +78,7 @@ def _batches(path: Path):
         while b'"traceEvents": [' not in begun:
             begun += source.read(1 << 16)
         events = begun[begun.index(b'"traceEvents": [') + len(b'"traceEvents": [') :]
-        yield from scan_events(new_scanner(DROPPED), source, events, Scan())
+        yield from scan_events(new_scanner(WHOLE, BRIEF), source, events, Scan())
 
 
 def measure(part: str, path: Path) -> None:

@@ -32,15 +32,14 @@ from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
 
 try:
-    from isal import isal_zlib
-
-    inflate: Any = isal_zlib
+    from isal import igzip_lib
 except ImportError:  # four times slower where there is no wheel of it
-    inflate = zlib
+    igzip_lib = None  # type: ignore[assignment]
 
 __all__ = ["BRIEF", "WHOLE", "open_run", "recognises", "unpacked"]
 
-_GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, inflate.error)  # tarfile inflates with zlib
+# tarfile inflates with zlib
+_GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, *((igzip_lib.IsalError,) if igzip_lib else ()))
 _GZIP = 31  # zlib's name for a stream with gzip's header and checksum
 _PACKED = 1 << 17
 _CANNOT = {
@@ -48,7 +47,9 @@ _CANNOT = {
     "gc_pauses": "a profiler's trace does not show when Python collects garbage",
     "compile": "a profiler's trace does not say what torch.compile builds",
 }
-_NO_STEPS = {"steps": "the trace has no ProfilerStep and no optimizer's name: call the profiler's step() once per step"}
+_NO_STEPS = {
+    "steps": "the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)"
+}
 _SNIFF = 1 << 16
 _MAX_HEADER = 64 << 20  # groups of thousands of ranks are listed before the events
 _HEADER_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
@@ -184,21 +185,22 @@ class _Source:
     stream: IO[bytes] | _Gunzip
     problem: str = ""
 
+    def read1(self, size: int) -> bytes:
+        """Some bytes, at most `size`; none where the file ends."""
+        try:
+            return b"" if self.problem else self.stream.read(size)
+        except _GZIP_ERRORS as error:
+            cut = isinstance(error, EOFError)
+            self.problem = "is cut off" if cut else f"cannot be read further ({str(error).strip() or 'broken'})"
+            return b""
+
     def read(self, size: int) -> bytes:
         """`size` bytes, fewer only where the file ends."""
-        parts, missing = [], size
-        while missing and not self.problem:
-            try:
-                data = self.stream.read(missing)
-            except _GZIP_ERRORS as error:
-                cut = isinstance(error, EOFError)
-                self.problem = "is cut off" if cut else f"cannot be read further ({str(error).strip() or 'broken'})"
-                break
-            if not data:
-                break
+        parts = []
+        while size and (data := self.read1(size)):
             parts.append(data)
-            missing -= len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            size -= len(data)
+        return b"".join(parts)
 
 
 class _Gunzip:
@@ -206,24 +208,50 @@ class _Gunzip:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._member = inflate.decompressobj(wbits=_GZIP)
-        self._packed = b""
+        self._member = _new_member()
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes, none at the end. Raises `EOFError` where the file was cut."""
         while True:
-            packed = self._packed or self._file.read(_PACKED)
+            packed = b""
             if self._member.eof:
-                packed = packed.lstrip(b"\0")  # padding
+                packed = (self._member.unused_data or self._file.read(_PACKED)).lstrip(b"\0")  # padding
                 if not packed:
                     return b""
-                self._member = inflate.decompressobj(wbits=_GZIP)
-            elif not packed:
-                raise EOFError
+                self._member = _new_member()
+            elif self._member.needs_input:
+                packed = self._file.read(_PACKED)
+                if not packed:
+                    raise EOFError
             data: bytes = self._member.decompress(packed, size)
-            self._packed = self._member.unused_data if self._member.eof else self._member.unconsumed_tail
             if data:
                 return data
+
+
+class _ZlibMember:
+    """What `igzip_lib.IgzipDecompressor` is, for one member of a gzip file."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(wbits=_GZIP)
+
+    @property
+    def eof(self) -> bool:
+        return self._member.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._member.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._member.unconsumed_tail
+
+    def decompress(self, data: bytes, size: int) -> bytes:
+        return self._member.decompress(data or self._member.unconsumed_tail, size)
+
+
+def _new_member() -> Any:  # noqa: ANN401  (isal has no types)
+    return igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP) if igzip_lib else _ZlibMember()
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -256,7 +284,7 @@ def _is_trace(path: Path) -> bool:
 def _begins_as_trace(file: IO[bytes], name: str) -> bool:
     if _TRACE_NAME.search(name):
         return True
-    begin = _Source(unpacked(file)).read(_SNIFF)
+    begin = unpacked(file).read(_SNIFF)
     return any(key in begin for key in _HEADER_KEYS) or bool(_BARE_ARRAY.match(begin))
 
 
@@ -270,12 +298,12 @@ def _sources(paths: Sequence[str]) -> Iterator[tuple[str, _Source]]:
                     with tarfile.open(file) as tar:
                         for member in tar:
                             if member.isfile() and _JSON_NAME.search(member.name):
-                                yield f"{file.name}:{member.name}", _Source(unpacked(_member(tar, member)))
+                                yield f"{file.name}:{member.name}", unpacked(_member(tar, member))
                 except (tarfile.TarError, *_GZIP_ERRORS):
                     yield file.name, _Source(io.BytesIO(), "is cut off or damaged")
             elif len(files) == 1 or _is_trace(file):
                 with file.open("rb") as opened:
-                    yield str(file) if len(files) == 1 else file.name, _Source(unpacked(opened))
+                    yield str(file) if len(files) == 1 else file.name, unpacked(opened)
 
 
 def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
@@ -284,10 +312,11 @@ def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return file
 
 
-def unpacked(file: IO[bytes]) -> IO[bytes] | _Gunzip:
+def unpacked(file: IO[bytes]) -> _Source:
+    """The file's bytes, unpacked where it is gzip."""
     magic = file.read(2)
     file.seek(0)
-    return _Gunzip(file) if magic == b"\x1f\x8b" else file
+    return _Source(_Gunzip(file) if magic == b"\x1f\x8b" else file)
 
 
 def _header(source: _Source) -> tuple[bytes, bytes] | str:

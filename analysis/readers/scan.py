@@ -88,9 +88,11 @@ Ints = NDArray[Any]
 
 
 class Source(Protocol):
-    """Where bytes come from: a file, or what unpacks one."""
+    """Where bytes come from: a file, or what unpacks one. `read1` may give less than is there, nothing at the end."""
 
     def read(self, size: int, /) -> bytes: ...
+
+    def read1(self, size: int, /) -> bytes: ...
 
 
 class Scanner(Protocol):
@@ -144,12 +146,16 @@ def new_scanner(whole: tuple[bytes, ...], brief: tuple[bytes, ...]) -> Scanner:
 def scan_events(scanner: Scanner, source: Source, begun: bytes, result: Scan) -> Iterator[Events]:
     """Batches of the events that follow in `source` after the bytes `begun`; the rest of the story is in `result`."""
     rows, metas = _block(ROW_COLUMNS, _ROWS), _block(META_COLUMNS, _METAS)
+    row_columns, meta_columns = _columns(ROW_COLUMNS, rows, _ROWS), _columns(META_COLUMNS, metas, _METAS)
     buffer = bytearray(begun)
     start, end, final, lost = 0, len(begun), False, False
     while True:
         n_rows, n_metas, used, why = scanner.scan(buffer, start, end, final, lost, rows, metas)
         if n_rows:
-            yield Events(_columns(ROW_COLUMNS, rows, _ROWS, n_rows), _columns(META_COLUMNS, metas, _METAS, n_metas))
+            yield Events(
+                {name: values[:n_rows] for name, values in row_columns.items()},
+                {name: values[:n_metas] for name, values in meta_columns.items()},
+            )
         start, lost = used, why == LOST
         if why == FULL:
             continue
@@ -172,7 +178,7 @@ def _refill(buffer: bytearray, start: int, end: int, source: Source) -> tuple[in
     """What is unused moves to the front and new bytes follow it; start, end, and whether the source has ended."""
     kept = end - start
     buffer[:kept] = buffer[start:end]  # the buffer keeps its size, or grows to what an event needs
-    data = source.read(_CHUNK)
+    data = source.read1(_CHUNK)
     buffer[kept : kept + len(data)] = data
     return 0, kept + len(data), not data
 
@@ -181,10 +187,10 @@ def _block(columns: dict[str, str], capacity: int) -> bytearray:
     return bytearray(sum(np.dtype(t).itemsize for t in columns.values()) * capacity)
 
 
-def _columns(columns: dict[str, str], block: bytearray, capacity: int, used: int) -> dict[str, Ints]:
+def _columns(columns: dict[str, str], block: bytearray, capacity: int) -> dict[str, Ints]:
     arrays, at = {}, 0
     for name, kind in columns.items():
-        arrays[name] = np.frombuffer(block, kind, used, at)
+        arrays[name] = np.frombuffer(block, kind, capacity, at)
         at += np.dtype(kind).itemsize * capacity
     return arrays
 
@@ -278,7 +284,7 @@ class PythonScanner:
     ) -> tuple[int, int, int, int]:
         room = len(rows) // _row_size(ROW_COLUMNS), len(metas) // _row_size(META_COLUMNS)
         row_columns, meta_columns = (
-            _columns(columns, block, n, n)
+            _columns(columns, block, n)
             for columns, block, n in ((ROW_COLUMNS, rows, room[0]), (META_COLUMNS, metas, room[1]))
         )
         n_rows = n_metas = 0
@@ -375,6 +381,8 @@ class _Event:
         return self._parse_object(data, at + 1, end, in_args=False)
 
     def _parse_object(self, data: bytearray, at: int, end: int, *, in_args: bool) -> int:
+        key: bytes
+        value: bytes | None
         while True:
             plain = _MEMBER.match(data, at, end)
             if plain is not None:
