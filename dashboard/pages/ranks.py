@@ -26,7 +26,7 @@ from rankscope.dashboard.timeline.scene import groupings
 TITLE, ORDER = "Ranks", 30
 
 _DATA = "/ranks-data"
-_MEANING = "One row per rank, one column per step. A dark row is a slow rank, a dark column a slow step."
+_MEANING = "One row per rank, one column per step. A row that stands out is a slow rank, a column a slow step."
 _MOST_PIXELS = 4096
 _SLOWEST, _BY_RANK = "largest first", "rank"
 
