@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from rankscope.analysis.timeline.graph import Graph, replay
 from rankscope.analysis.timeline.host_graph import HostGraph
 
-__all__ = ["PATH_COLUMNS", "critical_path"]
+__all__ = ["BEFORE", "PATH_COLUMNS", "critical_path"]
 
+BEFORE = "before its first step"  # label of time in which a rank had not begun
 PATH_COLUMNS = {
     "rank": pl.Int32,
     "step": pl.Int32,
@@ -48,21 +49,23 @@ def critical_path(host: HostGraph) -> pl.DataFrame:
     chain, until = chain[took], until[took]
     cuts = np.unique(np.concatenate([until, over]))
     node = chain[np.searchsorted(until, cuts)]
+    step = number[np.searchsorted(over, cuts)]
+    said = np.stack([graph.rank[node], step, graph.part[node], graph.label[node]])
+    first_of_run = np.flatnonzero(np.concatenate([[True], (said[:, 1:] != said[:, :-1]).any(axis=0)]))
+    last_of_run = np.append(first_of_run[1:], len(cuts)) - 1
+    rank, step, part, label = said[:, first_of_run]
     rows = pl.DataFrame(
         {
-            "rank": graph.rank[node],
-            "step": number[np.searchsorted(over, cuts)],
-            "part": pl.Series(graph.parts, dtype=pl.String).gather(np.maximum(graph.part[node], 0)),
-            "label": pl.Series(graph.labels, dtype=pl.String).gather(np.maximum(graph.label[node], 0)),
-            "start_ns": np.concatenate([[since], cuts[:-1]]) + graph.origin_ns,
-            "end_ns": cuts + graph.origin_ns,
+            "rank": rank,
+            "step": step,
+            "part": pl.Series([*graph.parts, "other"]).gather(np.where(part < 0, len(graph.parts), part)),
+            "label": pl.Series([*graph.labels, BEFORE]).gather(np.where(label < 0, len(graph.labels), label)),
+            "start_ns": np.concatenate([[since], cuts[:-1]])[first_of_run] + graph.origin_ns,
+            "end_ns": cuts[last_of_run] + graph.origin_ns,
         }
-    ).with_columns(pl.when(pl.col("rank") >= 0).then("rank").alias("rank"))
-    run = pl.struct("rank", "step", "part", "label").rle_id().alias("_run")
-    joined = rows.group_by(run, maintain_order=True).agg(
-        pl.col("rank", "step", "part", "label", "start_ns").first(), pl.col("end_ns").last()
     )
-    return joined.select(pl.col(c).cast(t) for c, t in PATH_COLUMNS.items())
+    rows = rows.with_columns(pl.when(pl.col("rank") >= 0).then("rank").alias("rank"))
+    return rows.select(pl.col(c).cast(t) for c, t in PATH_COLUMNS.items())
 
 
 def _chain(graph: Graph, end: Ints, last: int) -> Ints:

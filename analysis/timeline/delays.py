@@ -70,9 +70,11 @@ def delays(phases: pl.DataFrame, collectives: pl.DataFrame) -> Delays:
     The rank that came last is compared with the one that waited, since both last stood still for an operation that
     they shared (else since the first step): what it did longer shares the cost in proportion. Its own waiting there
     passes its share on. Only times of one rank are subtracted from each other: no common clock is needed.
-    `phases` are in order of rank and time; without any all is charged to the rank that came last. Raises
+    A rank's `phases` are in order of time; without any all is charged to the rank that came last. Raises
     `InvariantError` if charges and waits differ.
     """
+    if not phases["rank"].is_sorted():
+        phases = phases.sort("rank", "start_ns")
     ranks = np.unique(np.concatenate([collectives["rank"].to_numpy(), phases["rank"].to_numpy()])).astype(np.int64)
     spans = _spans(phases, ranks)
     ops = _operations(collectives, ranks, spans)

@@ -228,9 +228,8 @@ def _add_rank(
 
     launch_ns = np.where(launched, calls.start[call_of], start)
     slept_for = _slept_for(calls, end, launch_ns)
-    stream = np.unique(kernels.select("device", "stream").fill_null(-1).to_numpy(), axis=0, return_inverse=True)[
-        1
-    ].ravel()
+    lane = [kernels[c].fill_null(-1).to_numpy().astype(np.int64) for c in ("device", "stream")]
+    stream = np.cumsum(np.concatenate([[False], (np.diff(lane[0]) != 0) | (np.diff(lane[1]) != 0)]))
     gaps = _gaps(nodes, calls, stream, end, launch_ns)
     began, returned = _add_host(nodes, rank, calls, gaps, places, end, slept_for)
     label, part = places.of_launch(calls.start[call_of], calls.thread[call_of], launched), _parts_of(kernels)
