@@ -289,13 +289,15 @@ class Grid:
         self.at = at[np.concatenate([[True], at[1:] != at[:-1]])]
         self.start, self.end = self.at[:-1], self.at[1:]
 
+    def begun(self, times: Ints) -> Ints:
+        """How many of these times lie at or before the start of each elementary span."""
+        size = len(self.start)
+        # What is before the first point counts from there on, what is after the last never.
+        return np.cumsum(np.bincount(np.searchsorted(self.at, times), minlength=size)[:size])
+
     def covered(self, spans: Spans) -> Bools:
         """Which elementary spans lie in at least one of these spans."""
-        size = len(self.at)
-        opened = np.bincount(np.searchsorted(self.at, spans.start), minlength=size + 1)
-        closed = np.bincount(np.searchsorted(self.at, spans.end), minlength=size + 1)
-        # What starts before the first point covers it, what starts after the last is cut off.
-        return np.asarray(np.cumsum(opened - closed)[: size - 1] > 0)
+        return self.begun(spans.start) > self.begun(spans.end)
 
 
 def _merged(spans: list[Spans]) -> Spans:

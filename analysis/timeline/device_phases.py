@@ -52,10 +52,29 @@ class _Rank:
 
 
 def with_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
-    """The kernels with `launch_ns` and `launch_thread`: when and where the host's call began; null where unknown."""
-    calls = launches.select("rank", "correlation", launch_ns="start_ns", launch_thread="thread")
-    calls = calls.unique(["rank", "correlation"], keep="first", maintain_order=True)
-    return kernels.join(calls, on=["rank", "correlation"], how="left", maintain_order="left")
+    """The kernels, by rank, with `launch_ns` and `launch_thread`: when and where the host's call began, else null.
+
+    Of several calls with one correlation the first counts.
+    """
+    none = launches.clear()
+    calls = launches.partition_by("rank", as_dict=True)
+    frames = [_with_calls(kernels.clear(), none)]
+    frames += [
+        _with_calls(rows, calls.get(key, none)) for key, rows in kernels.partition_by("rank", as_dict=True).items()
+    ]
+    return pl.concat(frames)
+
+
+def _with_calls(kernels: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """The same of one rank. Correlations mostly come in order: sorting them is cheaper than a join."""
+    order = np.argsort(calls["correlation"].to_numpy(), kind="stable")
+    ordered = calls["correlation"].to_numpy()[order]
+    wanted = kernels["correlation"].fill_null(_NEVER).to_numpy()
+    at = np.searchsorted(ordered, wanted)
+    found = at < len(ordered)
+    found[found] = ordered[at[found]] == wanted[found]
+    row = pl.Series(np.concatenate([order, [0]])[at], dtype=pl.UInt32).set(pl.Series(~found), None)
+    return kernels.with_columns(launch_ns=calls["start_ns"].gather(row), launch_thread=calls["thread"].gather(row))
 
 
 def device_phases(
@@ -71,7 +90,6 @@ def device_phases(
 
     Source: HTA's idle time breakdown for the rule on the launch.
     """
-    kernels = kernels.filter(pl.col("end_ns") > pl.col("start_ns")).sort("rank", "start_ns", maintain_order=True)
     regions = regions.filter(pl.col("end_ns") > pl.col("start_ns"))
     regions = regions.sort("rank", "start_ns", "end_ns", descending=[False, False, True])
     on_device = pl.col("device_start_ns").is_not_null() & pl.col("end_ns").is_not_null()
@@ -84,13 +102,16 @@ def device_phases(
     by_rank = [(table.partition_by("rank", as_dict=True), table.clear()) for table in tables]
     for key, of_rank in steps.sort("rank", "start_ns").partition_by("rank", as_dict=True).items():
         rank = _rank_arrays(code, of_rank, *(parts.get(key, empty) for parts, empty in by_rank))
-        frames.append(as_phases(key[0], _cut(rank, code), labels))
+        frames.append(as_phases(key[0], _cut(rank), labels))
     return pl.concat(frames)
 
 
 def _rank_arrays(
     code: dict[str, int], steps: pl.DataFrame, kernels: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
 ) -> _Rank:
+    kernels = kernels.filter(pl.col("end_ns") > pl.col("start_ns"))
+    if not kernels["start_ns"].is_sorted():
+        kernels = kernels.sort("start_ns", maintain_order=True)
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     launched = kernels["launch_ns"].fill_null(_NEVER).to_numpy()
     thread = kernels["launch_thread"].fill_null(_MAIN_THREAD).to_numpy().astype(np.int64)
@@ -141,7 +162,7 @@ def _places(places: dict[int, Spans], launched: Ints, thread: Ints) -> Ints:
     return label
 
 
-def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+def _cut(rank: _Rank) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """step, position in PARTS, label, start and end of each phase of one rank."""
     edges = [rank.step_start, rank.step_end, rank.transfers.start, rank.last_arrival, rank.transfers.end]
     edges += [edge for spans in (*rank.work.values(), *rank.stops.values()) for edge in (spans.start, spans.end)]
@@ -149,43 +170,46 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     step = np.searchsorted(rank.step_start, grid.start, side="right") - 1
     part = np.full(len(grid.start), PARTS.index("other"))
     label = np.full(len(grid.start), _BETWEEN)
-    running = {name: grid.covered(spans) for name, spans in rank.work.items()}
+    begun = {name: grid.begun(spans.start) for name, spans in rank.work.items()}
+    running = {name: begun[name] > grid.begun(spans.end) for name, spans in rank.work.items()}
 
-    def paint(name: str, where: Bools, spans: Spans) -> None:
+    def paint(name: str, where: Bools, spans: Spans, number: Ints) -> None:
         part[where] = PARTS.index(name)
-        label[where] = _latest(spans, grid.start[where], otherwise=code[name])
+        label[where] = _latest(spans, grid.start[where], number[where])
 
     communicates, computes = running[COMMUNICATION], running[COMPUTE]
-    paint("memory", running[MEMORY], rank.work[MEMORY])
-    paint("unsplit", communicates, rank.work[COMMUNICATION])
+    paint("memory", running[MEMORY], rank.work[MEMORY], begun[MEMORY])
+    paint("unsplit", communicates, rank.work[COMMUNICATION], begun[COMMUNICATION])
     _split(rank, grid, communicates, part, label)
-    paint("compute", computes, rank.work[COMPUTE])
+    paint("compute", computes, rank.work[COMPUTE], begun[COMPUTE])
     part[computes & communicates] = PARTS.index("overlapped")
     idle = ~(computes | communicates | running[MEMORY])
     for name, spans in rank.stops.items():
-        paint(name, idle & grid.covered(spans), spans)
-    _explain(rank, grid, step, idle, part, label)
+        number = grid.begun(spans.start)
+        paint(name, idle & (number > grid.begun(spans.end)), spans, number)
+    following = sum(begun.values(), np.zeros(len(grid.start), np.int64))  # where all is idle
+    _explain(rank, grid, step, idle, following, part, label)
     return joined(rank.step[step], part, label, grid, grid.start < rank.step_end[step])
 
 
-def _latest(spans: Spans, at: Ints, *, otherwise: int) -> Ints:
+def _latest(spans: Spans, at: Ints, begun: Ints) -> Ints:
     """Label of the span that started last and covers each of these moments; spans may overlap in any way.
 
-    Where the last started one has ended, that of the one that ends last of all before.
+    `begun` is how many have, one at least that lasts. Where the last started one has ended, the label is that of the
+    one that ends last of all begun.
     """
-    if not len(spans.start):
-        return np.full(len(at), otherwise)
-    last = np.maximum(np.searchsorted(spans.start, at, side="right") - 1, 0)
+    last = begun - 1
     reach = np.maximum.accumulate(spans.end)
     longest = np.maximum.accumulate(np.where(spans.end == reach, np.arange(len(reach)), 0))
-    return spans.label[np.where(spans.end[last] > at, last, longest[last])]
+    return spans.label[np.where(spans.end[last] > at, last, longest[last])] if len(at) else spans.label[:0]
 
 
 def _split(rank: _Rank, grid: Grid, communicates: Bools, part: Ints, label: Ints) -> None:
     """Write wait, bubble or transfer where all that communicates is matched, and the operation's name."""
     calls = rank.transfers
-    known = communicates & grid.covered(calls)
-    label[known] = _latest(calls, grid.start[known], otherwise=0)
+    begun = grid.begun(calls.start)
+    known = communicates & (begun > grid.begun(calls.end))
+    label[known] = _latest(calls, grid.start[known], begun[known])
     known &= ~grid.covered(calls.where(~rank.split))
     missing = Spans(calls.start, rank.last_arrival, calls.label)
     part[known] = PARTS.index("transfer")
@@ -193,14 +217,13 @@ def _split(rank: _Rank, grid: Grid, communicates: Bools, part: Ints, label: Ints
         part[known & grid.covered(missing.where(rank.split & kind))] = PARTS.index(name)
 
 
-def _explain(rank: _Rank, grid: Grid, step: Ints, idle: Bools, part: Ints, label: Ints) -> None:
+def _explain(rank: _Rank, grid: Grid, step: Ints, idle: Bools, following: Ints, part: Ints, label: Ints) -> None:
     """Write host where the device had run dry before the next launch began, and what the launching thread did then.
 
-    What else is idle gets the label that says of which sort it is.
+    What else is idle gets the label that says of which sort it is. `following` is the row that comes next.
     """
     dry = idle & ~np.concatenate([[False], idle[:-1]])
     since = np.maximum.accumulate(np.where(dry, grid.start, grid.start[0]))
-    following = np.searchsorted(rank.begins, grid.start)
     # After the last row nothing was launched, however long the host took: that is the host's as well.
     launched = np.concatenate([rank.launched, [_NEVER - 1]])[following]
     thread = np.concatenate([rank.thread, [_MAIN_THREAD]])[following]
