@@ -1,0 +1,171 @@
+"""Gradients are reduced after backward although most of it could happen meanwhile.
+
+**Signal.** Transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
+would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
+and takes 1 / k of the time that the gradients' communication took. The best k up to `max_buckets` is the measure; what
+is above it is the loss, reported above `min_fraction` of the step.
+
+**Why it costs time.** Backward makes the gradients of the last layers first. A bucket that is sent at once is hidden
+behind the rest of backward; one bucket for all (`bucket_cap_mb` too large, `no_sync`, a reduction by hand after
+backward) leaves the links idle first and the ranks idle then.
+
+**False alarms.** On CPU ranks computation and communication share the processors: hiding one slows down the other, and
+less is gained than the model says. Waiting for slow peers is not counted, slow links are: see `slow_link`.
+
+**What to try.** A smaller `bucket_cap_mb` in DistributedDataParallel, `gradient_as_bucket_view=True`,
+`static_graph=True`; for a reduction by hand, issue it per layer from a hook, asynchronously.
+
+**Source.** The bucket model of DDP: e_k = max(ready_k, e_(k-1)) + S_k / B; Li et al. 2020, PyTorch Distributed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.own import Floats, StepGrid, estimate
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ("backward", "collectives")
+
+_TRIM = 0.1
+_MAIN_THREAD = 0
+_REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_scatter_base")
+_AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    regions: pl.DataFrame,
+    collectives: pl.DataFrame,
+    *,
+    min_fraction: float = 0.05,
+    max_buckets: int = 8,
+) -> list[Finding]:
+    """What reducing the gradients during backward would hide, as one finding for all ranks."""
+    grid, rows, spans = _spans(breakdown, phases, regions, collectives)
+    left = np.stack([_left_over(spans, buckets) for buckets in range(1, max_buckets + 1)])
+    saved = np.median(spans["exposed"] - left, axis=1)  # (buckets, step), of the median rank
+    means = [estimate(np.maximum(of_buckets, 0.0), _TRIM) for of_buckets in saved]
+    best = max(means, key=lambda mean: mean.ns)
+    if not best.clear or best.ns < min_fraction * grid.step_ns:
+        return []
+    buckets = 1 + next(i for i, mean in enumerate(means) if mean.ns * _AS_GOOD >= best.ns)
+    lost = means[buckets - 1]
+    exposed, communication = float(np.median(spans["exposed"])), float(np.median(spans["exposed"] + spans["hidden"]))
+    size_mb = float(np.median(spans["bytes"])) / buckets / 2**20
+    return [
+        Finding(
+            detector="exposed_communication",
+            title=f"Of {duration(communication)} per step for reducing gradients, {duration(exposed)} come after "
+            "backward and block all ranks",
+            where="after backward",
+            advice=f"In {buckets} buckets, each sent while backward goes on, {percent(1 - lost.ns / exposed)} of that "
+            f"would be left: set bucket_cap_mb to about {size_mb:.2g} in DistributedDataParallel; where gradients are "
+            "reduced by hand, do it layer by layer from hooks.",
+            evidence=_longest(rows),
+            **price(grid, lost, lost.ns),
+        )
+    ]
+
+
+def resolution_ns(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    regions: pl.DataFrame,
+    collectives: pl.DataFrame,
+    *,
+    min_fraction: float = 0.05,
+) -> int:
+    """The smallest loss per step that would have been reported."""
+    grid, _, _ = _spans(breakdown, phases, regions, collectives)
+    return round(min_fraction * grid.step_ns)
+
+
+def _spans(
+    breakdown: pl.DataFrame, phases: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
+) -> tuple[StepGrid, pl.DataFrame, dict[str, Floats]]:
+    """The grid, the transfers after backward, and by (rank, step): ns of backward, hidden and exposed, and bytes.
+
+    `backward` reaches to its last computation; `hidden` and `exposed` is the gradients' communication before and after.
+    """
+    grid = judged_grid(breakdown)
+    if not grid.blocked.any():
+        raise NotResolvable("no rank was seen blocked on communication")
+    main = regions.filter(pl.col("thread") == _MAIN_THREAD)
+    backward = _bounds(main.filter(pl.col("kind") == "backward"), "backward_ns", "returned_ns")
+    if backward.is_empty():
+        raise NotResolvable("no backward was recorded")
+    # The last backward counts: with gradients accumulated over several, only that one reduces.
+    update = _bounds(main.filter(pl.col("kind") == "optimizer"), "update_ns", "updated_ns")
+    window = backward.join(update, on=["rank", "step"])
+    inside = phases.join(window, on=["rank", "step"]).filter(
+        pl.col("start_ns") >= pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns")
+    )
+    worked = inside.filter(pl.col("part").is_in(["compute", "overlapped"]), pl.col("start_ns") < pl.col("returned_ns"))
+    window = window.join(worked.group_by("rank", "step").agg(computed_ns=pl.col("end_ns").max()), on=["rank", "step"])
+    exposed = inside.join(window.select("rank", "step", "computed_ns"), on=["rank", "step"]).filter(
+        pl.col("part") == "transfer", pl.col("start_ns") >= pl.col("computed_ns"), pl.col("label").is_in(_REDUCTIONS)
+    )
+    reductions = collectives.join(window, on=["rank", "step"]).filter(
+        pl.col("op").is_in(_REDUCTIONS),
+        pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"),
+        pl.col("wait_ns").is_not_null(),
+    )
+    begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))
+    hidden = reductions.sort("rank", "start_ns").with_columns(
+        hidden_ns=(pl.min_horizontal("end_ns", "computed_ns") - begin).clip(0, None)
+    )
+    length = pl.col("end_ns") - pl.col("start_ns")
+    per_step = (
+        window.select("rank", "step", backward=pl.col("computed_ns") - pl.col("backward_ns"))
+        .join(exposed.group_by("rank", "step").agg(exposed=length.sum()), on=["rank", "step"], how="left")
+        .join(
+            hidden.group_by("rank", "step").agg(hidden=pl.col("hidden_ns").sum(), bytes=pl.col("size_bytes").sum()),
+            on=["rank", "step"],
+            how="left",
+        )
+        .fill_null(0)
+    )
+    if per_step.is_empty() or per_step["bytes"].sum() == 0:
+        raise NotResolvable("no reduction of gradients was seen between backward and optimizer")
+    return grid, exposed, {name: _arranged(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
+
+
+def _bounds(regions: pl.DataFrame, first: str, last: str) -> pl.DataFrame:
+    """(rank, step) with start and end of its last region."""
+    ordered = regions.sort("start_ns").group_by("rank", "step").last()
+    return ordered.select("rank", "step", pl.col("start_ns").alias(first), pl.col("end_ns").alias(last))
+
+
+def _arranged(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:
+    """The column as an array of (rank, step); 0 where a rank lacks the step."""
+    values = np.zeros((len(grid.ranks), len(grid.steps)))
+    known = rows.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
+    at = np.searchsorted(grid.ranks, known["rank"]), np.searchsorted(grid.steps, known["step"])
+    values[at] = known[column].to_numpy()
+    return values
+
+
+def _left_over(spans: dict[str, Floats], buckets: int) -> Floats:
+    """ns by (rank, step) that the last of so many equal buckets ends after backward."""
+    each = (spans["hidden"] + spans["exposed"]) / buckets
+    end = np.zeros_like(each)
+    for bucket in range(1, buckets + 1):
+        end = np.maximum(end, spans["backward"] * bucket / buckets) + each
+    return end - spans["backward"]
+
+
+def _longest(exposed: pl.DataFrame) -> tuple[Evidence, ...]:
+    """The longest stretch on each of the first four ranks."""
+    length = pl.col("end_ns") - pl.col("start_ns")
+    rows = exposed.sort(length, descending=True).unique("rank", keep="first", maintain_order=True).sort("rank").head(4)
+    return tuple(
+        Evidence(table="collectives", rank=rank, start_ns=start, end_ns=end, note=f"longest: {duration(end - start)}")
+        for rank, start, end in rows.select("rank", "start_ns", "end_ns").iter_rows()
+    )
