@@ -85,7 +85,7 @@ def run(programs, steps=1):
         everyone,
         *({"group_id": hash(k), "name": str(k), "members": ",".join(map(str, sorted(m)))} for k, m in known.items()),
     )
-    matched = match_collectives(collectives.lazy(), groups, ONE_NODE).collect()
+    matched = match_collectives(collectives, groups, ONE_NODE)
     assert matched["unmatched"].null_count() == len(matched)
     return spans, matched.with_columns(step=pl.lit(0, pl.Int32))
 
@@ -160,7 +160,7 @@ def test_operations_that_block_nobody_do_not_hide_where_the_time_went():
             rows.append({"rank": rank, "seq": seq, "start_ns": start, "issued_ns": start, "end_ns": end})
             rows[-1]["op"] = "allreduce"
     members = table("groups", {"name": "dp", "members": "0-1"})
-    collectives = match_collectives(table("collectives", *rows).lazy(), members, ONE_NODE).collect()
+    collectives = match_collectives(table("collectives", *rows), members, ONE_NODE)
     phases = pl.DataFrame(
         [
             (0, 0, "compute", "forward", 0, 20),

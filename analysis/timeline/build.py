@@ -11,7 +11,7 @@ from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches
-from rankscope.analysis.timeline.matching import ROOTED_OPS, match_collectives
+from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.progress import last_progress
 from rankscope.analysis.timeline.steps import (
@@ -25,9 +25,8 @@ from rankscope.analysis.timeline.steps import (
     whole_captures,
 )
 from rankscope.analysis.trace import Trace
-from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["Timeline", "build_timeline", "check_causality"]
+__all__ = ["Timeline", "build_timeline"]
 
 _AGREE = 0.9  # share of operations in the same step on all ranks, above which step numbers are comparable
 _FEW_STEPS = 3
@@ -83,7 +82,7 @@ def build_timeline(trace: Trace) -> Timeline:
 
     regions = read("regions", "rank", "start_ns")
     groups = read("groups", "rank", "start_ns")
-    collectives = match_collectives(read("collectives", "rank", "start_ns").lazy(), groups, clocks).collect()
+    collectives = match_collectives(read("collectives", "rank", "start_ns"), groups, clocks)
     launches = read("launches", "rank", "start_ns")
     kernels = with_launches(read("kernels", "rank", "start_ns"), launches)
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives)
@@ -109,7 +108,7 @@ def build_timeline(trace: Trace) -> Timeline:
         *_unmatched_gaps(collectives),
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
         *incomparable,
-        *_broken("clocks", lambda: check_causality(collectives, clocks)),
+        *_early_gaps(collectives),
         *_broken("phases", lambda: check_phases(cut, split)),
     ]
     return Timeline(
@@ -133,23 +132,24 @@ def build_timeline(trace: Trace) -> Timeline:
     )
 
 
-def check_causality(collectives: pl.DataFrame, clocks: list[Clock]) -> None:
-    """Raise `InvariantError` if an operation in which all give to all ended before its last rank arrived.
-
-    Within the clocks' stated error that cannot happen; where it does, a clock is wrong.
-    """
-    error_ns = 2 * max((c.error_ns for c in clocks if c.error_ns is not None), default=0)
-    early = (
-        collectives.filter(pl.col("arrival_spread_ns").is_not_null() & ~pl.col("op").is_in([*ROOTED_OPS, *P2P_OPS]))
-        .group_by("instance_id")
-        .agg((pl.coalesce("device_start_ns", "start_ns").max() - pl.col("end_ns").min()).alias("early_ns"))
-        .filter(pl.col("early_ns") > error_ns)
-    )
-    if len(early):
-        raise InvariantError(
-            f"{len(early)} collectives end up to {max(early['early_ns'].to_list())} ns before their last rank arrived: "
-            "a node's or device's clock is wrong by that"
+def _early_gaps(collectives: pl.DataFrame) -> list[Gap]:
+    """What ended before its last rank arrived: how many, by how much at most, and what was done about it."""
+    by_device = pl.col("device_start_ns").is_not_null()
+    done = {
+        False: "clocks or stamps are wrong by that, and these ends were moved to that arrival",
+        True: "the devices' clocks are wrong by that, and times were left as they are",
+    }
+    early = collectives.filter(pl.col("early_ns").is_not_null()).group_by(by_device.alias("by_device"))
+    return [
+        Gap(
+            table="collectives",
+            rank=None,
+            node=None,
+            count=count,
+            why=f"{count} rows of operations end before their last rank arrived, by up to {worst} ns: {done[by]}",
         )
+        for by, count, worst in early.agg(pl.len(), pl.col("early_ns").max()).sort("by_device").iter_rows()
+    ]
 
 
 def _comparable_steps(
