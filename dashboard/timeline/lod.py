@@ -23,6 +23,7 @@ Bytes = NDArray[np.uint8]
 _SCANNED = 20_000  # events in view up to which a lane is searched for those that are wide enough to be drawn one by one
 _RECTS = 4_000  # rectangles in one view: 13 bytes each
 _WIDTHS = (2, 6, 24)  # px from which an event becomes a rectangle: the least at which the view keeps to _RECTS
+_RASTER_BYTES = 400_000  # before packing, which makes a fifth of them
 _TICKS = 2**32 - 1
 
 
@@ -34,10 +35,8 @@ class Strip:
     start: Ints
     done: Ints  # one longer than start: the time that the first i events cover
     source: Indices  # row of the table that the event comes from
-
-    @property
-    def end(self) -> Ints:
-        return self.start + np.diff(self.done)
+    longest: int
+    instants: bool  # some of the events take no time
 
 
 Row = tuple[Strip, ...]
@@ -55,7 +54,15 @@ def strip(kind: int, start: Ints, end: Ints, source: NDArray[np.integer]) -> Str
     """Events that do not overlap, in order of time, as a strip."""
     done = np.zeros(len(start) + 1, np.int64)
     np.cumsum(end - start, out=done[1:])
-    return Strip(kind, start, done, source.astype(np.uint32, copy=False))
+    length = np.diff(done)
+    return Strip(
+        kind,
+        np.ascontiguousarray(start),
+        done,
+        source.astype(np.uint32, copy=False),
+        longest=int(length.max(initial=0)),
+        instants=bool((length == 0).any()),
+    )
 
 
 def pack_rows(start: Ints, end: Ints, most: int) -> NDArray[np.intp]:
@@ -92,19 +99,25 @@ def _chain(start: Ints, end: Ints) -> NDArray[np.bool_]:
     return reached[:-1]
 
 
-def occupancy(row: Row, edges: Ints) -> tuple[Ints, Ints]:
-    """What each strip covers between neighbouring edges, in ns, and how many of its events start there."""
-    covered = np.zeros((len(row), len(edges)), np.int64)
-    begun = np.zeros((len(row), len(edges)), np.int64)
+def occupancy(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """What each strip covers between neighbouring edges, in ns, and whether any of its events is there."""
+    covered = np.empty((len(row), len(edges)), np.int64)
+    instants = []
     for i, events in enumerate(row):
         # "left": an event that starts on an edge belongs to the pixel that follows.
-        after = np.searchsorted(events.start, edges, "left")
-        begun[i] = after
-        last = np.maximum(after - 1, 0)
-        length = events.done[last + 1] - events.done[last]
-        inside = np.minimum(edges - events.start[last], length)
-        covered[i] = np.where(after > 0, events.done[last] + inside, 0)
-    return np.diff(covered, axis=1), np.diff(begun, axis=1)
+        after = events.start.searchsorted(edges, "left")
+        last = after - 1
+        inside = edges - events.start.take(last, mode="clip")
+        inside += events.done.take(last, mode="clip")
+        np.minimum(inside, events.done.take(after), out=covered[i])
+        covered[i, : int(np.searchsorted(after, 1))] = 0  # before the first event
+        if events.instants:
+            instants.append((i, np.diff(after) > 0))
+    ns = np.diff(covered, axis=1)
+    present = ns > 0
+    for i, begun in instants:
+        present[i] |= begun
+    return ns, present
 
 
 def heights(covered: Ints, present: NDArray[np.bool_], pixel_ns: NDArray[np.float64], levels: int) -> Bytes:
@@ -139,13 +152,17 @@ def event_at(row: Row, t: int, slack: int) -> Event | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wide:
-    """Events of one strip that are drawn as rectangles of their own."""
+class _Rects:
+    """Events that are drawn one by one, in order of their lanes."""
 
-    kind: int
+    lane: Ints
+    kind: Ints
     start: Ints
     end: Ints
     source: Indices
+
+    def where(self, keep: NDArray[np.bool_]) -> _Rects:
+        return _Rects(self.lane[keep], self.kind[keep], self.start[keep], self.end[keep], self.source[keep])
 
 
 def view(
@@ -160,59 +177,58 @@ def view(
 
     A lane of several rows is their mean. `names(lane, sources)` names the events that become rectangles: those of a
     single row that are wide enough to be told apart. Each lane with an event that is no rectangle has a raster:
-    for each of its kinds one byte per pixel, its height. The header says where everything lies:
+    for each of its kinds one byte per bin, its height. A bin is one pixel, or some where the view would be too large.
+    The header says where everything lies:
     `rects` many of u32 start and u32 duration in units of `tick` ns from t0, u16 name (in `names`), u16 lane, u8 kind;
-    then per entry of `rasters` (lane, kinds, levels) `pixels` bytes for each kind.
+    then per entry of `rasters` (lane, kinds, levels) `bins` bytes for each kind.
     """
-    edges = t0 + (np.arange(pixels + 1, dtype=np.int64) * (t1 - t0)) // pixels
-    widest = np.diff(edges)
-    pixel_ns = np.maximum(widest, 1).astype(np.float64)
     visible = [[_visible(events, t0, t1) for row in rows for events in row] for rows in lanes]
-    counts = [sum(last - first for first, last in spans) for spans in visible]
-    single = [len(rows) == 1 and count <= _SCANNED for rows, count in zip(lanes, counts, strict=True)]
-    for width in _WIDTHS:
-        least = width * (t1 - t0) // pixels
-        wide = [
-            _wide(rows[0], spans, least) if one else [] for rows, spans, one in zip(lanes, visible, single, strict=True)
-        ]
-        drawn = [sum(len(w.start) for w in of_lane) for of_lane in wide]
-        if sum(drawn) <= _RECTS:
-            break
+    counts = np.array([sum(last - first for first, last in spans) for spans in visible], np.int64)
+    rects = _wide_enough(lanes, visible, counts, t1 - t0, pixels)
+    dense = np.flatnonzero(np.bincount(rects.lane, minlength=len(lanes)) < counts).tolist()
+    bins = _bins(sum(len({events.kind for row in lanes[i] for events in row}) for i in dense), pixels)
+    edges = t0 + (np.arange(bins + 1, dtype=np.int64) * (t1 - t0)) // bins
     rasters, raster_bytes = [], []
-    for i, rows in enumerate(lanes):
-        if drawn[i] == counts[i]:
-            continue
-        kinds, tall, high = _raster(rows, edges, pixel_ns, levels)
-        if kinds:
-            rasters.append([i, kinds, high])
-            raster_bytes.append(tall.tobytes())
+    for i in dense:
+        kinds, tall, high = _raster(lanes[i], edges, levels)
+        rasters.append([i, kinds, high])
+        raster_bytes.append(tall.tobytes())
     tick = -(-(t1 - t0) // _TICKS)
-    parts = [(i, w) for i, of_lane in enumerate(wide) for w in of_lane]
-    start = _joined([np.maximum(w.start, t0) - t0 for _, w in parts]) // tick
-    end = -(-(_joined([np.minimum(w.end, t1) - t0 for _, w in parts])) // tick)
-    said = [name for i, w in parts for name in names(i, w.source)]
+    start = (np.maximum(rects.start, t0) - t0) // tick
+    end = -(-(np.minimum(rects.end, t1) - t0) // tick)
+    lane_starts = np.flatnonzero(np.diff(rects.lane, prepend=-1))
+    said = [
+        name
+        for i, sources in zip(rects.lane[lane_starts], np.split(rects.source, lane_starts[1:]), strict=False)
+        for name in names(int(i), sources)
+    ]
     table = {name: code for code, name in enumerate(dict.fromkeys(said))}
-    arrays = (
-        start.astype("<u4"),
-        (end - start).astype("<u4"),
-        np.array([table[name] for name in said], "<u2"),
-        np.repeat(np.array([i for i, _ in parts], "<u2"), [len(w.start) for _, w in parts]).astype("<u2"),
-        np.repeat(np.array([w.kind for _, w in parts], "u1"), [len(w.start) for _, w in parts]).astype("u1"),
-    )
     header = {
         "t0": t0,
         "t1": t1,
-        "pixels": pixels,
+        "bins": bins,
         "tick": tick,
         "rects": len(said),
-        "events": sum(counts),
+        "events": int(counts.sum()),
         "names": list(table),
         "rasters": rasters,
     }
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 4)  # typed arrays of 4 bytes start at a multiple of 4
-    body = b"".join(a.tobytes() for a in arrays)
-    return len(head).to_bytes(4, "little") + head + body + b"".join(raster_bytes)
+    arrays = (
+        start.astype("<u4"),
+        (end - start).astype("<u4"),
+        np.array([table[name] for name in said], "<u2"),
+        rects.lane.astype("<u2"),
+        rects.kind.astype("u1"),
+    )
+    return b"".join([len(head).to_bytes(4, "little"), head, *(a.tobytes() for a in arrays), *raster_bytes])
+
+
+def _bins(kinds: int, pixels: int) -> int:
+    """As many as there are pixels; of two or more pixels each where lanes with so many kinds would make too large a
+    picture. Too dense to be told apart, they lose nothing that the eye can see."""
+    return -(-pixels // max(1, -(-kinds * pixels // _RASTER_BYTES)))
 
 
 def tally(row: Row, t0: int, t1: int) -> Iterable[tuple[int, Indices, Ints]]:
@@ -226,42 +242,56 @@ def tally(row: Row, t0: int, t1: int) -> Iterable[tuple[int, Indices, Ints]]:
 
 def _visible(events: Strip, t0: int, t1: int) -> tuple[int, int]:
     """The range of events that touch [t0, t1)."""
-    first, last = (int(i) for i in np.searchsorted(events.start, (t0, t1), "left"))
+    first, last = int(events.start.searchsorted(t0)), int(events.start.searchsorted(t1))
     if first and events.start[first - 1] + events.done[first] - events.done[first - 1] > t0:
         first -= 1
     return first, last
 
 
-def _wide(row: Row, spans: Sequence[tuple[int, int]], least: int) -> list[_Wide]:
-    found = []
-    for events, (first, last) in zip(row, spans, strict=True):
-        length = np.diff(events.done[first : last + 1])
-        keep = np.flatnonzero(length >= max(least, 1))
-        if len(keep):
+def _wide_enough(
+    lanes: Sequence[Sequence[Row]], visible: Sequence[Sequence[tuple[int, int]]], counts: Ints, span: int, pixels: int
+) -> _Rects:
+    """The events that become rectangles: of lanes of one row, as narrow ones as there is room for in the view."""
+    parts = []
+    least = max(_WIDTHS[0] * span // pixels, 1)
+    for i, rows in enumerate(lanes):
+        if len(rows) != 1 or counts[i] > _SCANNED:
+            continue
+        for events, (first, last) in zip(rows[0], visible[i], strict=True):
+            if events.longest < least or first == last:
+                continue
+            length = np.diff(events.done[first : last + 1])
+            keep = np.flatnonzero(length >= least)
             start = events.start[first:last][keep]
-            found.append(_Wide(events.kind, start, start + length[keep], events.source[first:last][keep]))
-    return found
+            labels = np.full((2, len(keep)), [[i], [events.kind]], np.int64)
+            parts.append((labels[0], labels[1], start, start + length[keep], events.source[first:last][keep]))
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return _Rects(none, none, none, none, none.astype(np.uint32))
+    rects = _Rects(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    for width in _WIDTHS[1:]:
+        if len(rects.lane) <= _RECTS:
+            break
+        rects = rects.where(rects.end - rects.start >= width * span // pixels)
+    return rects
 
 
-def _raster(
-    rows: Sequence[Row], edges: Ints, pixel_ns: NDArray[np.float64], levels: int
-) -> tuple[list[int], Bytes, int]:
-    """The kinds that these rows show in view, how high they stand in each pixel on the mean of the rows, and of what
+def _raster(rows: Sequence[Row], edges: Ints, levels: int) -> tuple[list[int], Bytes, int]:
+    """The kinds that these rows show in view, how high they stand in each bin on the mean of the rows, and of what
     height: at least one level for each kind."""
+    bin_ns = np.maximum(np.diff(edges), 1).astype(np.float64) * len(rows)
     covered: dict[int, Ints] = {}
-    begun: dict[int, Ints] = {}
+    present: dict[int, NDArray[np.bool_]] = {}
     for row in rows:
-        for events, ns, count in zip(row, *occupancy(row, edges), strict=True):
-            covered[events.kind] = covered.get(events.kind, 0) + ns
-            begun[events.kind] = begun.get(events.kind, 0) + count
-    kinds = sorted(kind for kind in covered if covered[kind].any() or begun[kind].any())
-    if not kinds:
-        return [], np.zeros((0, len(pixel_ns)), np.uint8), levels
-    ns = np.stack([covered[kind] for kind in kinds])
-    present = (ns > 0) | (np.stack([begun[kind] for kind in kinds]) > 0)
+        for events, ns, there in zip(row, *occupancy(row, edges), strict=True):
+            if events.kind in covered:
+                covered[events.kind] += ns
+                present[events.kind] |= there
+            else:
+                covered[events.kind], present[events.kind] = ns, there
+    kinds = sorted(kind for kind, there in present.items() if there.any())
     levels = max(levels, len(kinds))
-    return kinds, heights(ns, present, pixel_ns * len(rows), levels), levels
-
-
-def _joined(parts: Sequence[Ints]) -> Ints:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    if not kinds:
+        return [], np.zeros((0, len(bin_ns)), np.uint8), levels
+    ns, there = np.stack([covered[kind] for kind in kinds]), np.stack([present[kind] for kind in kinds])
+    return kinds, heights(ns, there, bin_ns, levels), levels

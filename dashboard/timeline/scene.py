@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,20 +98,14 @@ class Scene:
 
 def build_scene(timeline: Timeline) -> Scene:
     """Every phase, region, operation and kernel of the run, in lanes of events that do not overlap."""
-    drawn = {
-        "phases": _phases(timeline.phases),
-        "ops": _ops(timeline.ops),
-        "kernels": _kernels(timeline.kernels),
-        "collectives": _collectives(timeline.collectives),
-        "regions": _regions(timeline.regions),
-    }
+    frames = {name: getattr(timeline, name) for name in _DRAWN}
+    drawn = {name: _DRAWN[name](frame) for name, frame in frames.items() if len(frame)}
     origin, last = _span(drawn.values())
     lanes: list[Lane] = []
     tables: dict[str, Table] = {}
     tracks: dict[int, list[Track]] = {rank: [] for rank in timeline.ranks["rank"].to_list()}
     for name, frame in drawn.items():
-        if len(frame):
-            tables[name] = _lay_out(name, getattr(timeline, name), frame, origin, last, lanes, tracks)
+        tables[name] = _lay_out(name, frames[name], frame, origin, last, lanes, tracks)
     return Scene(
         origin_ns=origin,
         end=max(last - origin, 1),
@@ -173,6 +168,15 @@ def _ops(ops: pl.DataFrame) -> pl.DataFrame:
     return _drawn(ops, track=pl.lit("operations"), kind=kind, name=name)
 
 
+_DRAWN: dict[str, Callable[[pl.DataFrame], pl.DataFrame]] = {
+    "phases": _phases,
+    "ops": _ops,
+    "kernels": _kernels,
+    "collectives": _collectives,
+    "regions": _regions,
+}
+
+
 def _drawn(
     frame: pl.DataFrame,
     *,
@@ -199,12 +203,14 @@ def _code(key: pl.Expr) -> pl.Expr:
     return key.replace_strict(_CODE, default=_CODE["other"], return_dtype=pl.UInt8)
 
 
-def _span(drawn: Iterable[pl.DataFrame]) -> tuple[int, int]:
+def _span(drawn: Collection[pl.DataFrame]) -> tuple[int, int]:
     """From the first start to the last thing that is known, which is where what has no end is cut."""
+    if not drawn:
+        return 0, 1
     times = pl.concat(
         [frame.select(pl.col("start_ns").min(), last=pl.max_horizontal("start_ns", "end_ns").max()) for frame in drawn]
     )
-    start, last = times.select(pl.col("start_ns").min().fill_null(0), pl.col("last").max().fill_null(1)).row(0)
+    start, last = times.select(pl.col("start_ns").min(), pl.col("last").max()).row(0)
     return int(start), int(last)
 
 
@@ -226,9 +232,7 @@ def _lay_out(
     track, titles = _coded(drawn["track"])
     name, names = _coded(drawn["name"])
     lane = np.full(len(drawn), _NOT_DRAWN, np.int32)
-    in_order = np.lexsort((-end, start, track, rank))
-    changes = np.flatnonzero((np.diff(rank[in_order]) != 0) | (np.diff(track[in_order]) != 0)) + 1
-    for mine in np.split(in_order, changes):
+    for mine in _of_tracks(rank, track, start, end):
         row = pack_rows(start[mine], end[mine], _MOST_ROWS)
         owner = int(rank[mine[0]])
         numbers = []
@@ -251,6 +255,15 @@ def _lay_out(
         hidden = int((row == _MOST_ROWS).sum())
         tracks.setdefault(owner, []).append(Track(titles[track[mine[0]]], table, numbers, hidden))
     return Table(source, start, end, kind, name, names, lane)
+
+
+def _of_tracks(rank: NDArray[np.int32], track: Indices, start: Ints, end: Ints) -> Iterator[NDArray[np.intp]]:
+    """The rows of each track of each rank, by start, longer ones first. Frames are in order of rank, then time."""
+    bounds = [0, *(np.flatnonzero(np.diff(rank)) + 1).tolist(), len(rank)]
+    for first, last in itertools.pairwise(bounds):
+        here = slice(first, last)
+        in_order = first + np.lexsort((-end[here], start[here], track[here]))
+        yield from np.split(in_order, np.flatnonzero(np.diff(track[in_order])) + 1)
 
 
 def _ordered(tracks: list[Track], lanes: list[Lane]) -> list[Track]:

@@ -13,7 +13,7 @@
   const MANY_RANKS = 24;
   const MOST_OPEN = 256; // ranks up to which the groups start unfolded
   const FEW_RANKS = 4; // up to which the ranks start unfolded
-  const MARGIN = 0.2; // of the view, fetched on either side so that panning shows something at once
+  const MARGIN = 0.1; // of the view, fetched on either side so that panning shows something at once
   const LEAST_NS = 200; // no view is shorter
   const NEAR_PX = 3; // how far from an event the pointer still means it
   const HOVER_MS = 25;
@@ -117,7 +117,7 @@
 
   /** All rasters of a view in one image, one lane below the other; kinds are stacked from the bottom up. */
   function paintRasters({ head, bytes }, colours) {
-    const width = head.pixels;
+    const width = head.bins;
     const total = head.rasters.reduce((sum, [, , levels]) => sum + levels, 0);
     const places = new Map();
     if (!total) return { image: null, places };
@@ -601,7 +601,7 @@
         return now ? { y: Math.round((this.top(now) + 1) * dpr), h: Math.round((now.height - 2) * dpr) } : null;
       });
       for (const [lane, { top, levels }] of data.places) {
-        if (place[lane]) pen.drawImage(data.image, 0, top, head.pixels, levels, Math.round(left), place[lane].y, Math.round(wide), place[lane].h);
+        if (place[lane]) pen.drawImage(data.image, 0, top, head.bins, levels, Math.round(left), place[lane].y, Math.round(wide), place[lane].h);
       }
       pen.font = FONT.replace("11px", `${11 * dpr}px`);
       pen.textBaseline = "middle";
