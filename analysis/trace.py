@@ -77,14 +77,15 @@ class Trace:
     def open(cls, path: PathLike | Iterable[PathLike]) -> Trace:
         """The run in this folder or file, or in these: one per node where the nodes share no storage.
 
-        The format is that of the first reader that recognises them. Raises `BadInput`. A file that was cut anywhere
-        is read as far as it is good, and `gaps()` says so.
+        The format is that of the first reader that recognises them; an imported run has the source that it came from.
+        Raises `BadInput`. A file that was cut anywhere is read as far as it is good, and `gaps()` says so.
         """
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         names = [os.fspath(p) for p in paths]
         source, module = _choose(names)
         reader = module.open_run(names)
-        return cls(path=", ".join(names), source=source, run=reader.run, reader=reader)
+        origin = next((str(launch["source"]) for launch in reader.run.values() if "source" in launch), source)
+        return cls(path=", ".join(names), source=origin, run=reader.run, reader=reader)
 
     def __contains__(self, name: object) -> bool:
         return name in self.reader.tables()

@@ -20,7 +20,7 @@ import pyarrow.ipc
 
 from rankscope.collectors.schema import TABLES, Table
 
-__all__ = ["SEAL_ROWS", "Partition", "RunFolder", "batch_of", "read_live"]
+__all__ = ["SEAL_ROWS", "Partition", "RunFolder", "batch_of", "read_live", "write_sealed"]
 
 SEAL_ROWS = 65_536
 MAGIC_BYTES = 8
@@ -103,6 +103,18 @@ def read_live(path: Path) -> pa.Table:
                     return pa.Table.from_batches(batches, schema=stream.schema)
 
 
+def write_sealed(folder: Path, prefix: str, rows: pa.Table) -> None:
+    """The rows lie in the folder as sealed parts, in the order they have. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, begin in enumerate(range(0, rows.num_rows, SEAL_ROWS)):
+        _write_file(folder / f"{prefix}part-{number:04d}.arrow", rows.slice(begin, SEAL_ROWS).combine_chunks())
+
+
+def _write_file(path: Path, rows: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, rows.schema, options=_SEALED) as file:
+        file.write_table(rows)
+
+
 class _Part:
     """One file while it is written. Raises OSError when the disk does not take it."""
 
@@ -142,12 +154,7 @@ class _Part:
         self._close()
         path, unfinished = folder / self.name, folder / f".{self.name}.sealing"
         try:
-            table = read_live(path).sort_by(order).combine_chunks()
-            with (
-                pa.OSFile(str(unfinished), "wb") as sink,
-                pa.ipc.new_file(sink, table.schema, options=_SEALED) as file,
-            ):
-                file.write_table(table)
+            _write_file(unfinished, read_live(path).sort_by(order).combine_chunks())
             os.replace(unfinished, path)
         except (OSError, pa.ArrowInvalid):
             with contextlib.suppress(OSError):

@@ -28,9 +28,10 @@ def main() -> None:
 
 
 def _dispatch(arguments: list[str]) -> None:
-    names = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
-    named = arguments[0] if arguments and arguments[0] in names else None
-    modules = {name: import_module(f"{commands.__name__}.{name}") for name in ([named] if named else names)}
+    files = {module.name.rstrip("_"): module.name for module in pkgutil.iter_modules(commands.__path__)}
+    named = arguments[0] if arguments and arguments[0] in files else None
+    wanted = [named] if named else sorted(files)
+    modules = {name: import_module(f"{commands.__name__}.{files[name]}") for name in wanted}
     if named and hasattr(modules[named], "main"):
         modules[named].main(arguments[1:])
     else:

@@ -107,6 +107,7 @@ class NativeReader:
         self._raw: dict[str, pl.DataFrame] = {}
         self._tables: dict[str, pl.DataFrame] = {}
         self._gaps = gaps
+        self._imported = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
 
     def tables(self) -> tuple[str, ...]:
         return tuple(name for name in TABLES if any(p.table == name for p in self._parts))
@@ -132,10 +133,12 @@ class NativeReader:
     def gaps(self) -> list[Gap]:
         for name in self.tables():
             self.read(name)
+        if self._imported:
+            return [*self._gaps, *(Gap(**gap) for launch in self._imported for gap in launch.get("gaps", ()))]
         return [*self._gaps, *self._run_gaps(), *self._end_gaps(), *self._said_gaps()]
 
     def cannot(self) -> dict[str, str]:
-        return {}
+        return {table: why for launch in self._imported for table, why in launch.get("cannot", {}).items()}
 
     def why_no_rank(self) -> str:
         """What the agent wrote about the ranks that never came, as the end of a sentence."""
@@ -165,7 +168,8 @@ class NativeReader:
         frame = pl.DataFrame(pl.from_arrow(table))
         frame = frame.with_columns(pl.lit(None).alias(c.name) for c in columns if c.name not in frame.columns)
         frame = frame.select(pl.col(c.name).cast(_POLARS[c.type]) for c in columns)
-        whole = frame.drop_nulls([c.name for c in columns if not c.nullable])
+        needed = [] if self._imported else [c.name for c in columns if not c.nullable]
+        whole = frame.drop_nulls(needed) if needed else frame
         if len(whole) < len(frame):
             lost = len(frame) - len(whole)
             self._note(part, lost, f"{part.path.name}: {lost} rows lack a value that must be there; they were left out")
@@ -222,7 +226,7 @@ class NativeReader:
             if column in frame.columns:
                 codes = dict(enumerate(known))
                 name = pl.col(column).replace_strict(codes, default=default, return_dtype=pl.String)
-                frame = frame.with_columns(name.alias(column))
+                frame = frame.with_columns(pl.when(pl.col(column).is_not_null()).then(name).alias(column))
         return frame
 
     def _run_gaps(self) -> list[Gap]:

@@ -28,6 +28,7 @@ def command(
     short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False,
 ) -> None:
     from rankscope.analysis.diagnose import diagnose
+    from rankscope.analysis.readers import native
     from rankscope.analysis.report import html, json_form, terminal
     from rankscope.analysis.trace import Trace
 
@@ -43,7 +44,7 @@ def command(
         _write(output, html.render(report))
     if json and json != "-":
         _write(Path(json), json_form.render(report))
-    if not output and not json and report.source == "native":  # a folder of another tool's files stays as it is
+    if not output and not json and native.recognises(run[0]):  # a folder of another tool's files stays as it is
         _write_into(run[0], report)
 
 
