@@ -292,6 +292,8 @@ class Grid:
     def begun(self, times: Ints) -> Ints:
         """How many of these times lie at or before the start of each elementary span."""
         size = len(self.start)
+        if not len(times):
+            return np.zeros(size, np.int64)
         # What is before the first point counts from there on, what is after the last never.
         return np.cumsum(np.bincount(np.searchsorted(self.at, times), minlength=size)[:size])
 

@@ -174,6 +174,8 @@ def _cut(rank: _Rank) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     running = {name: begun[name] > grid.begun(spans.end) for name, spans in rank.work.items()}
 
     def paint(name: str, where: Bools, spans: Spans, number: Ints) -> None:
+        if not len(spans.start):
+            return
         part[where] = PARTS.index(name)
         label[where] = _latest(spans, grid.start[where], number[where])
 
@@ -201,12 +203,14 @@ def _latest(spans: Spans, at: Ints, begun: Ints) -> Ints:
     last = begun - 1
     reach = np.maximum.accumulate(spans.end)
     longest = np.maximum.accumulate(np.where(spans.end == reach, np.arange(len(reach)), 0))
-    return spans.label[np.where(spans.end[last] > at, last, longest[last])] if len(at) else spans.label[:0]
+    return spans.label[np.where(spans.end[last] > at, last, longest[last])]
 
 
 def _split(rank: _Rank, grid: Grid, communicates: Bools, part: Ints, label: Ints) -> None:
     """Write wait, bubble or transfer where all that communicates is matched, and the operation's name."""
     calls = rank.transfers
+    if not len(calls.start):
+        return
     begun = grid.begun(calls.start)
     known = communicates & (begun > grid.begun(calls.end))
     label[known] = _latest(calls, grid.start[known], begun[known])
