@@ -74,9 +74,10 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost") -> Dash:
     app.callback(
         Output("version", "data"),
         Output("status", "children"),
+        Output("tick", "disabled"),
         Input("tick", "n_intervals"),
         Input("url", "pathname"),
-        State("url", "search"),
+        Input("url", "search"),
         State("version", "data"),
     )(lambda _, path, search, version: _tick(runs, _page_name(path), query_of(search).get("run", ""), version))
     for page in all_pages().values():
@@ -192,13 +193,14 @@ def _order(a: int, b: int) -> int:
     return (a > b) - (a < b) + 1
 
 
-def _tick(runs: Runs, page: str, key: str, version: dict[str, str]) -> tuple[Any, Any]:
-    """The version if it is a new one, and the run's state for the header."""
+def _tick(runs: Runs, page: str, key: str, version: dict[str, str]) -> tuple[Any, Any, bool]:
+    """The version if it is a new one, the run's state for the header, and whether nothing more is to come."""
     if key not in runs.keys:
-        return no_update, None
+        return no_update, None, True
     progress = runs.progress(key)
     now = {key: str(progress.version)}
-    return (no_update if version == now else now), _status(progress, page)
+    is_final = bool(progress.error) if progress.run is None else not progress.run.running
+    return (no_update if version == now else now), _status(progress, page), is_final
 
 
 def _status(progress: Progress, page: str) -> Any:  # noqa: ANN401

@@ -13,18 +13,37 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+import dash_ag_grid as dag
 import dash_mantine_components as dmc
+import polars as pl
 from dash import dcc, html
 
 from rankscope.dashboard import pages
 
-__all__ = ["HOME", "Query", "address", "all_pages", "card", "empty", "facts", "heading", "plot", "query_of", "quiet"]
+__all__ = [
+    "HOME",
+    "Query",
+    "Shown",
+    "address",
+    "all_pages",
+    "card",
+    "empty",
+    "facts",
+    "heading",
+    "plot",
+    "query_of",
+    "quiet",
+    "table",
+]
+
+_ROWS_AT_ONCE = 12  # longer tables scroll
 
 Query = Mapping[str, str]
 Children = Any  # Dash's components are not typed
@@ -78,3 +97,47 @@ def plot(figure: dict[str, Any], *, height: int = 320) -> Children:
     """A plotly figure; plotly is fetched only by pages that have one."""
     config: Any = {"displaylogo": False, "responsive": True, "displayModeBar": False, "doubleClick": "reset"}
     return dcc.Graph(figure=figure, config=config, style={"height": f"{height}px"}, className="plot")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a column is headed and written: as it is, as a "time" (ns), "bytes", a "rate" (bytes/s) or a "share"."""
+
+    title: str
+    kind: str = ""
+
+
+def table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "auto") -> Children:
+    """A grid that can be sorted and filtered, by the values and not by how they are written."""
+    written = frame.select(list(columns)).with_columns(
+        pl.when(pl.col(name).cast(pl.Float64).is_finite()).then(pl.col(name)).alias(name)
+        for name, dtype in frame.select(list(columns)).schema.items()
+        if dtype.is_float()
+    )
+    definitions = [
+        {
+            "field": name,
+            "headerName": shown.title,
+            "filter": "agNumberColumnFilter" if written.schema[name].is_numeric() else "agTextColumnFilter",
+            "type": "rightAligned" if written.schema[name].is_numeric() else None,
+            "valueFormatter": {"function": f"rankscope_{shown.kind}(params.value)"} if shown.kind else None,
+            "flex": 2 if written.schema[name] == pl.String else 1,
+            "tooltipField": name if written.schema[name] == pl.String else None,
+        }
+        for name, shown in columns.items()
+    ]
+    fits = height == "auto" and len(frame) <= _ROWS_AT_ONCE
+    return dag.AgGrid(
+        rowData=written.to_dicts(),
+        columnDefs=definitions,
+        defaultColDef={
+            "sortable": True,
+            "resizable": True,
+            "minWidth": 96,
+            "wrapHeaderText": True,
+            "autoHeaderHeight": True,
+        },
+        dashGridOptions={"rowHeight": 30, "domLayout": "autoHeight" if fits else "normal", "tooltipShowDelay": 300},
+        className="ag-theme-quartz grid",
+        style={"height": None if fits else "420px" if height == "auto" else height},
+    )

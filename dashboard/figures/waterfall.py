@@ -45,8 +45,8 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
     bars.append(
         _bar("ideal", "useful", "work only", said, useful, scale.row([round(useful * total)], divisor=ranks)[1])
     )
-    best = max(report.findings, key=lambda finding: finding.gain_fraction, default=None)
-    if best is not None and best.gain_fraction > 0 and report.steps.median_ns:
+    best = max(report.findings, key=lambda finding: finding.gain_fraction or 0, default=None)
+    if best is not None and best.gain_fraction and report.steps.median_ns:
         gained_ns = best.gain_fraction * report.steps.median_ns
         left_ns = max(total / ranks - gained_ns, 0)
         label = f"finding {report.findings.index(best) + 1} mended"

@@ -1,0 +1,17 @@
+/* How tables write numbers; the same as rankscope.analysis.report.quantities. */
+"use strict";
+(() => {
+  const functions = (window.dashAgGridFunctions = window.dashAgGridFunctions || {});
+  const scaled = (value, units) => {
+    if (value === null || value === undefined || !Number.isFinite(value)) return "";
+    const [unit, size] = units.find(([, least]) => Math.abs(value) >= least * 0.9995) || units[units.length - 1];
+    const number = value / size;
+    const shown = size === 1 || number === 0 ? number.toFixed(0) : Math.abs(number) >= 99.95 ? number.toFixed(0) : number.toPrecision(3);
+    return `${shown} ${unit}`;
+  };
+  const BYTES = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
+  functions.rankscope_time = (ns) => scaled(ns, [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]]);
+  functions.rankscope_bytes = (bytes) => scaled(bytes, BYTES);
+  functions.rankscope_rate = (rate) => (rate === null ? "" : `${scaled(rate, BYTES)}/s`);
+  functions.rankscope_share = (share) => (share === null || share === undefined ? "" : `${(share * 100).toFixed(1)} %`);
+})();

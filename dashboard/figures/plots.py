@@ -1,0 +1,84 @@
+"""What all plotly figures share. A figure is the plain mapping that plotly draws in the browser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rankscope.analysis.report.palette import LIGHT
+from rankscope.analysis.report.quantities import duration
+
+__all__ = ["COLOURS", "Figure", "axis", "bytes_text", "colour", "figure", "log_axis", "time_axis"]
+
+Figure = dict[str, Any]
+
+# For lines and points that stand for no part of a step: told apart by the colour-blind, and on light and dark.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a929c", "#882255")
+_TICKS = 6
+_LEAST = 1e-3
+_MARGIN = 0.15  # of a decade
+
+
+def colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def bytes_text(size: float) -> str:
+    """`270 kB`."""
+    unit, factor = next(
+        ((u, f) for u, f in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= f), ("B", 1.0)
+    )
+    return f"{size / factor:.3g} {unit}"
+
+
+def figure(traces: Sequence[Mapping[str, Any]], *, x: Mapping[str, Any], y: Mapping[str, Any], **layout: Any) -> Figure:  # noqa: ANN401
+    """The traces on these axes, without colours of its own for page and text: those are the page's."""
+    shown = {
+        "xaxis": x,
+        "yaxis": y,
+        "margin": {"l": 72, "r": 16, "t": 12, "b": 48},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"size": 12.5, "family": "system-ui, Segoe UI, Roboto, DejaVu Sans, sans-serif"},
+        "hoverlabel": {"bgcolor": LIGHT["text"], "font": {"color": LIGHT["page"], "size": 13}, "align": "left"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 12.5}},
+        "showlegend": len(traces) > 1,
+        "hovermode": "closest",
+    }
+    return {"data": list(traces), "layout": shown | layout}
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+    return {"title": {"text": title, "font": {"size": 13}}, "zeroline": False, "automargin": True, **more}
+
+
+def log_axis(title: str, values: Sequence[float], write: Callable[[float], str]) -> dict[str, Any]:
+    """A logarithmic axis around these values, marked at powers of ten as `write` writes them."""
+    low, high = (math.log10(max(edge, _LEAST)) for edge in (min(values), max(values)))
+    low, high = low - _MARGIN, high + _MARGIN
+    if high - low < 1:  # always at least one mark to read from
+        low, high = math.floor(low), math.ceil(high)
+    every = max(1, math.ceil((high - low) / _TICKS))
+    marks = [10.0**power for power in range(math.floor(low), math.ceil(high) + 1, every)]
+    return axis(title, type="log", range=[low, high], tickvals=marks, ticktext=[write(mark) for mark in marks])
+
+
+def time_axis(title: str, largest_ns: float) -> dict[str, Any]:
+    """A linear axis from 0 whose values are ns and whose marks are times."""
+    marks = _round_marks(largest_ns)
+    return axis(
+        title,
+        range=[0, max(largest_ns, 1) * 1.05],
+        tickvals=marks,
+        ticktext=[duration(mark) if mark else "0" for mark in marks],
+    )
+
+
+def _round_marks(largest: float) -> list[float]:
+    """0 and a few round numbers up to the largest."""
+    if largest <= 0:
+        return [0.0]
+    power = 10.0 ** len(str(int(largest / _TICKS)))
+    every = next(power * part for part in (0.1, 0.2, 0.25, 0.5, 1.0) if largest / (power * part) <= _TICKS)
+    return [i * every for i in range(int(largest / every) + 1)]
