@@ -18,7 +18,7 @@ from rankscope.analysis.timeline.breakdown import InvariantError
 from rankscope.analysis.timeline.own import BLOCKED
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["CHARGE_COLUMNS", "NOT_SEEN", "OUTSIDE", "Delays", "caused_by_rank", "delays", "victims"]
+__all__ = ["CHARGE_COLUMNS", "LEFT_LATE", "OUTSIDE", "Delays", "caused_by_rank", "delays", "victims"]
 
 CHARGE_COLUMNS = {
     "rank": pl.Int32,
@@ -29,7 +29,7 @@ CHARGE_COLUMNS = {
     "indirect_ns": pl.Int64,
     "blocked_ns": pl.Int64,
 }
-NOT_SEEN = "not seen"  # the rank came late, and did nothing longer than the one that waited
+LEFT_LATE = "left the last operation late"  # the two did the same since, and one began it later
 OUTSIDE = "outside of steps"
 
 _WAITING = ("wait", "bubble")  # time that somebody else is to blame for
@@ -493,7 +493,7 @@ def _charges(
     for key, (part, label) in enumerate(spans.keys):
         charge(part, label, np.maximum(_excess(spans, sections, key), 0)[:, np.newaxis] * per_ns)
     charge("other", OUTSIDE, np.maximum(sections.outside, 0)[:, np.newaxis] * per_ns)
-    charge("other", NOT_SEEN, np.maximum(unseen, 0))
+    charge("other", LEFT_LATE, np.maximum(unseen, 0))
     table = pl.concat(frames).sort("rank", "step", "part", "label")
     waited = table["direct_ns"].to_numpy() + table["indirect_ns"].to_numpy()
     whole = _whole(waited, int(waits.waited.sum()))
