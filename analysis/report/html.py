@@ -118,7 +118,7 @@ def _time(report: Report, split: digest.Breakdown) -> _Time:
     if marked:
         caption = f"{caption} {say('time.per_rank.marked', phrases.who(tuple(marked)), number)}".strip()
     return _Time(
-        caption=say("time.mean", phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
+        caption=say("time.mean.device" if report.device else "time.mean", phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
         bar=svg.mean_bar(split),
         unit=scale.unit,
         rows=rows,

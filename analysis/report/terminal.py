@@ -227,7 +227,7 @@ def _time(report: Report) -> list[RenderableType]:
         summary.add_row(part_label(part), time, share, bar, _text(part_meaning(part), "dim"))
     summary.add_row(say("time.total"), total, "100.0" if percents[0] else "", "", "", style="bold")
     return [
-        _text(say("time.mean", who(tuple(split.rows)), f"{total} {scale.unit}"), "dim"),
+        _text(say("time.mean.device" if report.device else "time.mean", who(tuple(split.rows)), f"{total} {scale.unit}"), "dim"),
         summary,
         Text(),
         *_per_rank(report, split),

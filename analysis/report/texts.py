@@ -121,6 +121,7 @@ _ENGLISH: dict[str, str] = {
     # time
     "time": "Where a step's time goes",
     "time.mean": "mean over {0}; mean step {1}",
+    "time.mean.device": "mean over {0}; mean step {1}; what the devices did, and while they idled what the host did",
     "time.none": "No step could be split into its parts: this needs steps and what the ranks did in them.",
     "time.step": "step",
     "time.part": "part",
