@@ -117,8 +117,9 @@ def _time(report: Report, split: digest.Breakdown) -> _Time:
         caption = say("time.per_rank.columns", svg.COLUMNS_IN_A_ROW)
     if marked:
         caption = f"{caption} {say('time.per_rank.marked', phrases.who(tuple(marked)), number)}".strip()
+    whose = "time.mean.device" if report.device else "time.mean"
     return _Time(
-        caption=say("time.mean.device" if report.device else "time.mean", phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
+        caption=say(whose, phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
         bar=svg.mean_bar(split),
         unit=scale.unit,
         rows=rows,

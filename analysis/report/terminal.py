@@ -225,9 +225,10 @@ def _time(report: Report) -> list[RenderableType]:
     for part, time, share in zip(split.parts, times, percents, strict=True):
         bar = "█" * round(float(share or 0) / 100 * _SHARE_BAR)
         summary.add_row(part_label(part), time, share, bar, _text(part_meaning(part), "dim"))
+    whose = "time.mean.device" if report.device else "time.mean"
     summary.add_row(say("time.total"), total, "100.0" if percents[0] else "", "", "", style="bold")
     return [
-        _text(say("time.mean.device" if report.device else "time.mean", who(tuple(split.rows)), f"{total} {scale.unit}"), "dim"),
+        _text(say(whose, who(tuple(split.rows)), f"{total} {scale.unit}"), "dim"),
         summary,
         Text(),
         *_per_rank(report, split),
