@@ -47,7 +47,8 @@ _RANDOM = ("sporadic_rank", "gc_stall", "uneven_work", "recompile")  # a few ste
 _BURSTS = 0.25  # share of the steps
 _GC_EVERY = 5
 _MOST_EXPOSED = (0.22, 0.27)  # no more than backward can hide is lost by not hiding it
-_SHORT = 20  # steps that show what a steady fault costs
+_STEPS = 40
+_SHORT = 14  # steps that show what a steady fault costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +88,15 @@ def cases(seeds: int, clean: int) -> Iterator[Case]:
                 yield Case(kind, dose, seed)
         for first, second in _PAIRS[seed % 2 :: 2]:
             yield Case(f"{first}+{second}", "two", seed)
-    for seed in range(clean):
-        yield Case(CLEAN, CONFOUNDERS[seed // 2 % len(CONFOUNDERS)], seed)
+        for number in range(seed * clean // seeds, (seed + 1) * clean // seeds):
+            yield Case(CLEAN, CONFOUNDERS[number // 2 % len(CONFOUNDERS)], number)
 
 
-def simulated(case: Case, *, steps: int = 40) -> tuple[Recording, tuple[Truth, ...]]:
-    """The recording of the case, and what is true of it."""
+def simulated(case: Case, *, small: bool = False) -> tuple[Recording, tuple[Truth, ...]]:
+    """The recording of the case, and what is true of it. `small` jobs have at most 16 ranks, or 4 nodes."""
     rng = np.random.default_rng([case.seed, *case.kind.encode(), *case.dose.encode()])
     kinds = [] if case.kind == CLEAN else case.kind.split("+")
-    job = _job(case, kinds, steps, rng)
+    job = _job(case, kinds, rng, small)
     faults: list[_Fault] = []
     for kind in kinds:
         # Two faults on one node could not be told apart by anybody.
@@ -130,21 +131,22 @@ class _Fault:
     strength: float = 0.0
 
 
-def _job(case: Case, kinds: list[str], steps: int, rng: np.random.Generator) -> Job:
+def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool) -> Job:
     fitting = [p for p in _PARALLELS if all(p in KINDS[k] for k in kinds)]
     parallel = str(rng.choice(fitting))
-    sizes = [8, 16, 32, 64]
+    sizes = [8, 16] if small else [8, 16, 32, 64]
     if parallel in ("pp-1f1b", "pp-gpipe"):
-        sizes = [8, 16, 32]
+        sizes = sizes[:3]
     if parallel == "3d":
-        sizes = [32]
+        sizes = [16 if small else 32]
     if parallel == "ddp-gpu":
         sizes = [8, 16]
-    if set(kinds) & set(_SEVERAL_NODES) or len(kinds) > 1:
-        sizes = [s for s in sizes if s >= 3 * GPUS] or sizes[-1:]
+    elif set(kinds) & set(_SEVERAL_NODES) or len(kinds) > 1:
+        sizes = [s for s in sizes if s >= 3 * GPUS] or [4 * GPUS]
     ranks = int(rng.choice(sizes))
-    if parallel in ("ddp", "fsdp") and rng.random() < 0.01:
-        ranks = 256
+    large = rng.random()
+    if parallel in ("ddp", "fsdp") and large < 0.02 and not small:
+        ranks = 1024 if large < 0.004 else 256
     healthy = {
         "lengths": {"common_lengths": 0.3},
         "warm-up": {"warmup_steps": 5},
@@ -158,7 +160,8 @@ def _job(case: Case, kinds: list[str], steps: int, rng: np.random.Generator) -> 
     return Job(
         parallel=parallel,
         ranks=ranks,
-        steps=steps,
+        microbatches=4 if parallel == "3d" else 6,
+        steps=_STEPS,
         seed=1000 * case.seed + sum(case.name.encode()) % 1000,
         compute_ns=float(rng.uniform(80e6, 240e6)),
         layers=int(rng.integers(3, 6)),

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 from faults import DOSES, KINDS, Case, cases, simulated
 from record import write
-from simulate import Recording
+from simulate import Recording, cut
 
 import rankscope
 from rankscope.analysis.detectors import detectors
@@ -38,20 +39,19 @@ NOTHING, NOT_CHECKED = "healthy", "not checked"
 _DETECTOR = {"sporadic_rank": "slow_rank", "slow_node": "slow_rank"}  # else the kind's own name
 _QUICK = 3  # seeds of the quick matrix
 _NVRX_SCORE = 0.75
+_WARMUP, _LENGTHS = 2, (4, 5, 6, 7, 8, 10, 12, 17, 22)
 
 Row = dict[str, Any]
 
 
-def judged(case: Case) -> Row:
+def judged(case: Case, *, delays: bool = False, small: bool = False) -> Row:
     """What is true of the case, and what was said: one row of the results, as JSON has it."""
-    log, truths = simulated(case)
+    log, truths = simulated(case, small=small)
     began = time.process_time()
-    with tempfile.TemporaryDirectory(prefix="rankscope-fault-") as folder:
-        report = rankscope.diagnose(rankscope.open(write(log, Path(folder) / "run")))
-    failed = [check.why for check in report.not_checked if "the detector failed" in check.why]
-    if failed:
-        raise RuntimeError(f"{case.name}: {failed[0]}")
+    report = _report(log)
+    loud = delays and case.dose == "loud" and case.kind != "hang"
     return {
+        "delay": _delay(log, asdict(truths[0])) if loud else None,
         "case": asdict(case),
         "job": {"parallel": log.job.parallel, "ranks": log.job.ranks},
         "truth": [asdict(truth) for truth in truths],
@@ -61,6 +61,24 @@ def judged(case: Case) -> Row:
         "hta": hta(log),
         "cpu_s": time.process_time() - began,
     }
+
+
+def _report(log: Recording) -> Report:
+    with tempfile.TemporaryDirectory(prefix="rankscope-fault-") as folder:
+        report = rankscope.diagnose(rankscope.open(write(log, Path(folder) / "run")))
+    failed = [check.why for check in report.not_checked if "the detector failed" in check.why]
+    if failed:
+        raise RuntimeError(failed[0])
+    return report
+
+
+def _delay(log: Recording, truth: Row) -> int | None:
+    """Steps after the 2 of warm-up until a recording that ends there gets the right verdict; None: not in these."""
+    for steps in _LENGTHS:
+        first = [_said(f) for f in _report(cut(log, steps)).findings[:1]]
+        if any(f["kind"] == truth["kind"] and is_culprit(f, truth) for f in first):
+            return steps - _WARMUP
+    return None
 
 
 def _said(finding: Finding) -> Row:
@@ -171,6 +189,7 @@ def show(rows: list[Row], out: Callable[[str], None] = print) -> None:
             _table(some, dose, out)
     _confusion(single, out)
     _costs(single, out)
+    _delays(single, out)
     _two(rows, out)
     _clean(clean, out)
     _baselines(single, clean, out)
@@ -213,6 +232,15 @@ def _costs(rows: list[Row], out: Callable[[str], None]) -> None:
         if pairs:
             errors = [abs(f["cost_ns"] - t["cost_ns"]) / t["cost_ns"] for f, t in pairs]
             out(f"{kind:24}{len(errors):5}{np.median(errors):8.1%}{np.quantile(errors, 0.9):7.1%}")
+
+
+def _delays(rows: list[Row], out: Callable[[str], None]) -> None:
+    timed = [r for r in rows if "delay" in r and r["case"]["dose"] == "loud" and r["case"]["kind"] != "hang"]
+    seen = [r["delay"] for r in timed if r["delay"] is not None]
+    if seen:
+        never = f"{len(timed) - len(seen)} not within {_LENGTHS[-1] - _WARMUP}"
+        out(f"\nloud faults, steps after warm-up until the right verdict ({len(timed)} runs)")
+        out(f"  median {np.median(seen):.0f}, p90 {np.quantile(seen, 0.9):.0f}; {never}")
 
 
 def _two(rows: list[Row], out: Callable[[str], None]) -> None:
@@ -263,7 +291,7 @@ def _name(row: Row) -> str:
     return f"{case['kind']}/{case['dose']}/{case['seed']} ({row['job']['parallel']}, {row['job']['ranks']} ranks)"
 
 
-def run(wanted: Iterable[Case], results: Path | None, processes: int) -> list[Row]:
+def run(wanted: Iterable[Case], results: Path | None, processes: int, **how: bool) -> list[Row]:
     """A row per case; those that `results` holds already are not run again."""
     known: dict[tuple[str, str, int], Row] = {}
     if results and results.exists():
@@ -272,7 +300,7 @@ def run(wanted: Iterable[Case], results: Path | None, processes: int) -> list[Ro
     wanted = list(wanted)
     todo = [c for c in wanted if (c.kind, c.dose, c.seed) not in known]
     with ProcessPoolExecutor(processes) as pool:
-        for case, row in zip(todo, pool.map(judged, todo), strict=True):
+        for case, row in zip(todo, pool.map(partial(judged, **how), todo), strict=True):
             known[(case.kind, case.dose, case.seed)] = row
             if results:
                 with results.open("a") as file:
@@ -282,7 +310,7 @@ def run(wanted: Iterable[Case], results: Path | None, processes: int) -> list[Ro
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK} seeds and few healthy jobs")
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK} seeds, few healthy jobs, few ranks")
     parser.add_argument("--seeds", type=int, default=40, help="of each kind and dose, half of them for each split")
     parser.add_argument("--clean", type=int, default=600, help="healthy jobs, half of them for each split")
     parser.add_argument("--split", choices=("tune", "report", "both"), default="report")
@@ -290,10 +318,11 @@ def main() -> None:
     parser.add_argument("--case", help="one case, as kind/dose/seed: prints its report and keeps its run in --folder")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where --case keeps the run")
     parser.add_argument("--results", type=Path, help="JSON lines; what is in it already is not run again")
+    parser.add_argument("--delays", action="store_true", help="how many steps a loud fault takes to be found")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     if args.case:
-        one(args.case, args.folder)
+        one(args.case, args.folder, small=args.quick)
         return
     seeds, clean = (2 * _QUICK, 42) if args.quick else (args.seeds, args.clean)
     wanted = [c for c in cases(seeds, clean) if args.split in (c.split, "both")]
@@ -301,15 +330,15 @@ def main() -> None:
         wanted = [c for c in wanted if c.kind in args.kinds]
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()
-    rows = run(wanted, args.results, args.processes)
+    rows = run(wanted, args.results, args.processes, delays=args.delays, small=args.quick)
     print(f"{len(rows)} runs of split {args.split}, {time.monotonic() - began:.0f} s")
     show(rows)
 
 
-def one(name: str, folder: Path) -> None:
+def one(name: str, folder: Path, *, small: bool) -> None:
     """Everything about one case: the run folder, what is true, what was said."""
     kind, dose, seed = name.split("/")
-    log, truths = simulated(Case(kind, dose, int(seed)))
+    log, truths = simulated(Case(kind, dose, int(seed)), small=small)
     path = write(log, folder / name.replace("/", "-"))
     report: Report = rankscope.diagnose(rankscope.open(path))
     print(f"{path}: {log.job}")

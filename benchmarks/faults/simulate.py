@@ -18,11 +18,22 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-__all__ = ["GPUS", "PARALLELS", "Job", "Recording", "Resources", "healthy_resources", "run", "stages_of", "step_ns"]
+__all__ = [
+    "GPUS",
+    "PARALLELS",
+    "Job",
+    "Recording",
+    "Resources",
+    "cut",
+    "healthy_resources",
+    "run",
+    "stages_of",
+    "step_ns",
+]
 
 GPUS = 8  # ranks of a node
 PARALLELS = ("ddp", "ddp-gpu", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
@@ -36,7 +47,7 @@ _JITTER = 0.012  # of one stretch of work
 _PREEMPTED, _PREEMPTED_NS = 0.002, 4 * _MS  # share of the stretches, and for how long
 _HICCUP, _HICCUP_NS = 0.002, 3 * _MS  # of a transfer
 _RTT = 90 * _US
-_LAUNCH = 12 * _US  # of host time for one kernel, with the Python around it
+_PYTHON, _DRIVER = 10 * _US, 5 * _US  # of host time for one kernel: around the launch, and in it
 _LATENCY = 4 * _US  # from the launch until a device that is idle begins
 _KERNELS = {"forward": 24, "backward": 48, "optimizer": 8}  # of one step
 
@@ -84,7 +95,7 @@ class Resources:
     gc_ns: np.ndarray  # [step, rank]: a full collection in this step
     compile_ns: np.ndarray  # [step, rank]
     stage_work: np.ndarray  # [stage]: 1 is the mean
-    launch_ns: np.ndarray  # [rank]: of the host, for one kernel
+    launch_ns: np.ndarray  # [rank]: of the host, around the launch of one kernel
     hang: tuple[int, int] | None = None  # rank and step
     overlap: bool = True
 
@@ -137,7 +148,7 @@ def healthy_resources(job: Job) -> Resources:
         gc_ns=gc_ns,
         compile_ns=compile_ns,
         stage_work=1 + 0.01 * rng.standard_normal(stages_of(job)),
-        launch_ns=_LAUNCH * (1 + 0.03 * rng.standard_normal(job.ranks)),
+        launch_ns=_PYTHON * (1 + 0.03 * rng.standard_normal(job.ranks)),
         overlap=job.overlap,
     )
 
@@ -427,6 +438,31 @@ def step_ns(log: Recording, after: int = 5) -> float:
     return float((ends[-1] - ends[after - 1]) / (len(ends) - after))
 
 
+def cut(log: Recording, steps: int) -> Recording:
+    """What the recording held when the last rank had ended that many steps."""
+    until = float(log.optimizer_end[steps - 1].max())
+
+    def begun(rows: list[dict]) -> list[dict]:
+        kept = []
+        for row in rows:
+            seen = np.broadcast_to(row["start_ns"] <= until, len(row["rank"]))
+            columns = {
+                n: np.broadcast_to(v, len(seen))[seen] if isinstance(v, np.ndarray) else v for n, v in row.items()
+            }
+            kept.append(columns | {"end_ns": np.where(columns["end_ns"] <= until, columns["end_ns"], np.inf)})
+        return kept
+
+    return replace(
+        log,
+        job=replace(log.job, steps=steps),
+        regions=begun(log.regions),
+        collectives=begun(log.collectives),
+        kernels=begun(log.kernels),
+        traffic=[t for t in log.traffic if t[0] <= until],
+        optimizer_end=log.optimizer_end[:steps],
+    )
+
+
 def _first(team: _Team) -> float:
     """Where in time a team is: its first rank that still moves."""
     finite = team.now[np.isfinite(team.now)]
@@ -514,11 +550,12 @@ class _Device:
         team.log.busy_ns["compute" if kind != "optimizer" else kind][team.step, team.ranks] += lasts.sum(axis=0)
         team.spend(away)
         for one, call in zip(lasts, calls, strict=True):
+            team.spend(call)  # Python, the dispatcher; then the call of the driver
             launch = team.now
-            team.spend(call)
+            team.spend(_DRIVER)
             start = np.maximum(team.now + _LATENCY, self.free + 1 * _US)
             self.free = start + one
-            self._row(launch, launch + 0.6 * call, start, self.free, f"{kind}_kernel", "compute", 7)
+            self._row(launch, team.now, start, self.free, f"{kind}_kernel", "compute", 7)
 
     def reduce(self, comm: _Communicator, size: float) -> None:
         """An all-reduce of what has been computed so far."""
