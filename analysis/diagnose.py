@@ -12,16 +12,28 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, detectors
-from rankscope.analysis.finding import Finding, Gap, Healthy, NotChecked, Part, Pipeline, Report, StepSummary, Wait
+from rankscope.analysis.finding import (
+    Fidelity,
+    Finding,
+    Gap,
+    Healthy,
+    NotChecked,
+    Part,
+    Pipeline,
+    Report,
+    StepSummary,
+    Wait,
+)
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.report.texts import part_label
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.device import device_parts
-from rankscope.analysis.timeline.links import links
+from rankscope.analysis.timeline.graph import NotReplayable
+from rankscope.analysis.timeline.links import judged_links
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
-from rankscope.analysis.timeline.replay import NotReplayable
+from rankscope.analysis.timeline.whatif import BadFix, PipelineRerun, Rerun, rerun
 from rankscope.analysis.trace import Trace
 
 __all__ = ["ask", "conclude", "diagnose", "report_on", "root_causes_first"]
@@ -36,6 +48,8 @@ _EMPTY = {
     "regions": "no regions were recorded",
     "collectives": "no communication was recorded",
     "ops": "no operations of pipeline stages were recorded",
+    "kernels": "no work of a device was recorded",
+    "launches": "the calls that launch the device's work were not recorded",
     "progress": "no state of a job that stands still was saved (PyTorch's flight recorder does)",
     "links": "no TCP traffic between nodes was recorded",
 }
@@ -79,7 +93,7 @@ def conclude(
     if timeline.ranks["node"].n_unique() < 2:
         reasons["links"] = "all ranks that were seen run on one node"
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
-    findings = root_causes_first(found)
+    findings, fidelity = _with_gains(root_causes_first(found), timeline, tables["links"])
     steps = _summary(timeline.steps)
     seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
@@ -100,6 +114,7 @@ def conclude(
             Wait(rank=rank, waited_ns=ns) for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
         ),
         pipeline=_pipeline(tables["ops"]),
+        fidelity=fidelity,
         gaps=(*timeline.gaps, *_incomplete(timeline.steps)),
         clocks=tuple(timeline.clocks),
         matched_fraction=timeline.matched_fraction,
@@ -152,6 +167,32 @@ def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(placed)
 
 
+def _with_gains(
+    findings: tuple[Finding, ...], timeline: Timeline, links: pl.DataFrame
+) -> tuple[tuple[Finding, ...], Fidelity | None]:
+    """The findings with what their fixes bring in a replay, and how far the replay can be trusted.
+
+    No gain is more than what was lost. A finding without a fix keeps what its detector says.
+    """
+    if not any(finding.fix for finding in findings):
+        return findings, None
+    try:
+        run = rerun(timeline, links)
+    except NotReplayable as reason:
+        return tuple(replace(f, gain_why=str(reason)) if f.fix else f for f in findings), None
+    return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity
+
+
+def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
+    assert finding.fix is not None
+    try:
+        gain_ns = run.gain(finding.fix).gain_ns
+    except BadFix:
+        return replace(finding, gain_why=f"this run cannot be replayed with {finding.fix}")
+    share = min(max(gain_ns, 0.0) / finding.lost_ns_per_step, 1.0) if finding.lost_ns_per_step else 0.0
+    return replace(finding, gain_fraction=share * finding.lost_fraction)
+
+
 def _follows(finding: Finding, cause: Finding) -> bool:
     """Whether a finding is explained by one that costs at least as much and can bring it about."""
     about_the_same = not finding.ranks or not cause.ranks or bool(set(finding.ranks) & set(cause.ranks))
@@ -193,10 +234,9 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     }
     tables |= {"steps": steps, "ranks": timeline.ranks, "counters": timeline.counters}
     tables |= {"groups": timeline.groups, "progress": timeline.progress}
+    tables |= {"kernels": timeline.kernels, "launches": timeline.launches}
     tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")
-    if steps.height and timeline.counters.height:
-        window = steps.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
-        tables["links"] = links(timeline.counters, addresses, *window)
+    tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
     return tables
 
 

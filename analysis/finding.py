@@ -8,6 +8,7 @@ __all__ = [
     "Clock",
     "DevicePart",
     "Evidence",
+    "Fidelity",
     "Finding",
     "Gap",
     "Healthy",
@@ -37,7 +38,8 @@ class Finding:
     """One thing that makes the job slow: who, where, what it costs, what a fix would bring.
 
     `lost_ns_per_step` is the mean over the steps judged, `uncertainty_ns` its 95 % half width;
-    fractions are of the median step, 0 to 1.
+    fractions are of the median step, 0 to 1. A detector gives a finding its `fix`, as `rankscope whatif` takes it; the
+    gain comes from a replay with that fix, see `diagnose`.
     """
 
     detector: str
@@ -53,7 +55,9 @@ class Finding:
     lost_ns_total: int
     lost_fraction: float
     uncertainty_ns: int
-    gain_fraction: float
+    gain_fraction: float | None = None  # None: not predicted, and `gain_why` says why
+    gain_why: str | None = None
+    fix: str | None = None
     caused_by: str | None = None
     evidence: tuple[Evidence, ...] = ()
 
@@ -135,6 +139,19 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """How well a replay of the run meets its steps, of which nothing but the ranks' own time was put in.
+
+    Errors are fractions of the measured step: median and 90th percentile without sign; that of the mean step with it.
+    """
+
+    steps: int
+    median_error: float
+    p90_error: float
+    mean_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     table: str
     rank: int | None
@@ -173,6 +190,7 @@ class Report:
     device: tuple[DevicePart, ...] = ()
     waits: tuple[Wait, ...] = ()
     pipeline: Pipeline | None = None
+    fidelity: Fidelity | None = None  # None: nothing was replayed
     gaps: tuple[Gap, ...] = ()
     clocks: tuple[Clock, ...] = ()
     matched_fraction: float | None = None  # share of collective rows matched on all their ranks

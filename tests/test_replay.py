@@ -144,7 +144,7 @@ def test_stage_with_more_work_is_named_with_what_it_costs():
     assert [(f.ranks, f.severity, f.where) for f in found] == [((2,), "high", f"stage 2, {BACKWARD}")]
     assert "9.00 ms per microbatch, the others 6.00 ms" in found[0].title
     assert 0.1 < found[0].lost_fraction < 0.25
-    assert found[0].gain_fraction == found[0].lost_fraction
+    assert found[0].fix == "stage:2"
 
 
 def test_equal_stages_are_healthy_and_a_small_difference_stays_below_the_threshold():

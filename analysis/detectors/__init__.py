@@ -54,7 +54,7 @@ class Price(TypedDict):
     lost_ns_total: int
     lost_fraction: float
     uncertainty_ns: int
-    gain_fraction: float
+    gain_fraction: float | None
 
 
 def detectors() -> dict[str, ModuleType]:
@@ -81,8 +81,8 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     return grid
 
 
-def price(grid: StepGrid, lost: Estimate, gain_ns: float) -> Price:
-    """What a finding costs that loses `lost` per step and whose repair gains `gain_ns` per step.
+def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price:
+    """What a finding costs that loses `lost` per step; `gain_ns` per step is for those that have no fix to replay.
 
     Severity is high from 10 % of the median step, medium from 5 %.
     """
@@ -93,7 +93,7 @@ def price(grid: StepGrid, lost: Estimate, gain_ns: float) -> Price:
         lost_ns_total=round(lost.ns * len(grid.steps)),
         lost_fraction=fraction,
         uncertainty_ns=round(lost.half_width_ns),
-        gain_fraction=min(max(gain_ns, 0.0), lost.ns) / grid.step_ns,
+        gain_fraction=None if gain_ns is None else min(max(gain_ns, 0.0), lost.ns) / grid.step_ns,
     )
 
 

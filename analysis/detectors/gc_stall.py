@@ -28,7 +28,7 @@ from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import estimate, gain_ns, over_occurrences
+from rankscope.analysis.timeline.own import estimate, over_occurrences
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -60,7 +60,8 @@ def detect(
             ranks=ranks,
             steps=() if shows.all() else steps,
             evidence=longest_regions(regions, "gc", ranks),
-            **price(grid, over_occurrences(longest, longest > 0), gain_ns(grid.busy, grid.busy - collecting)),
+            fix="gc",
+            **price(grid, over_occurrences(longest, longest > 0)),
         )
     ]
 

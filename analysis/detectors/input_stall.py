@@ -28,7 +28,7 @@ from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, 
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, above_peers, estimate, gain_ns
+from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, above_peers, estimate
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -74,8 +74,6 @@ def _large(values: Floats, least_ns: float) -> list[int]:
 
 def _finding(grid: StepGrid, regions: pl.DataFrame, rows: tuple[int, ...], stall: Floats, lost: Estimate) -> Finding:
     ranks = tuple(grid.ranks[row] for row in rows)
-    without = grid.busy
-    without[list(rows)] -= stall
     shows = stall.max(axis=0) > lost.ns / 2
     steps = tuple(np.array(grid.steps)[shows].tolist())
     always = bool(shows.mean() >= _ALWAYS)
@@ -96,5 +94,6 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: tuple[int, ...], stall
         ranks=ranks,
         steps=() if always else steps,
         evidence=longest_regions(regions, "input", ranks),
-        **price(grid, lost, gain_ns(grid.busy, without)),
+        fix="input",
+        **price(grid, lost),
     )

@@ -27,7 +27,7 @@ from rankscope.analysis.detectors import judged_grid, longest_regions, price
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import gain_ns, over_occurrences
+from rankscope.analysis.timeline.own import over_occurrences
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -61,7 +61,8 @@ def detect(
             ranks=ranks,
             steps=() if shows.all() else tuple(np.array(grid.steps)[shows].tolist()),
             evidence=longest_regions(regions, "compile", ranks),
-            **price(grid, over_occurrences(longest, shows), gain_ns(grid.busy, grid.busy - compiling)),
+            fix="compile",
+            **price(grid, over_occurrences(longest, shows)),
         )
     ]
 

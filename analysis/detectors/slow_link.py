@@ -33,13 +33,13 @@ from rankscope.analysis.detectors import NotResolvable, judged_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.links import busy_links, pair_rates
 from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("collectives", "tcp")
 
-_TRAFFIC = 0.05  # a direction with less than this share of the busiest one's bytes says nothing about its speed
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
 
@@ -64,12 +64,12 @@ def detect(
 ) -> list[Finding]:
     """Name the node or the link that is slower than the others, if transfer costs the job time."""
     grid, transfer = _transfer(breakdown, ranks)
-    busy = links.filter(pl.col("sent_bytes") >= _TRAFFIC * pl.col("sent_bytes").max(), pl.col("busy_s") > 0)
+    busy = busy_links(links)
     if busy.is_empty():
         raise NotResolvable("no traffic between nodes was seen in TCP sockets")
     slow = _slow_node(busy, min_ratio) or _slow_pair(busy, min_ratio)
     if slow is None:
-        if len(_pairs(busy)) == 1 and transfer.ns >= min_fraction * grid.step_ns:
+        if len(pair_rates(busy)) == 1 and transfer.ns >= min_fraction * grid.step_ns:
             raise NotResolvable(
                 f"the one link between the nodes is alike in both directions; transfer takes {duration(transfer.ns)} "
                 f"({percent(transfer.ns / grid.step_ns)}) of the step, but no other link tells what would be normal"
@@ -96,7 +96,8 @@ def detect(
             else (),
             nodes=slow.nodes,
             evidence=_evidence(links, slow, steps),
-            **price(grid, lost, lost.ns),
+            fix=f"link:{'-'.join(f'node{node}' for node in slow.nodes)}",
+            **price(grid, lost),
         )
     ]
 
@@ -117,18 +118,9 @@ def _transfer(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> tuple[StepGrid, E
     return grid, estimate(np.median(grid.of("transfer"), axis=0), 0.1)
 
 
-def _pairs(busy: pl.DataFrame) -> dict[tuple[int, int], float]:
-    """The slower direction's rate for each pair of nodes."""
-    pairs: dict[tuple[int, int], float] = {}
-    for node, peer, rate in busy.select("node", "peer_node", "rate_bytes_per_s").iter_rows():
-        pair = (min(node, peer), max(node, peer))
-        pairs[pair] = min(rate, pairs.get(pair, rate))
-    return pairs
-
-
 def _slow_node(busy: pl.DataFrame, min_ratio: float) -> _Slow | None:
     """The node of which even the fastest link is slower than those among the others."""
-    pairs = _pairs(busy)
+    pairs = pair_rates(busy)
     candidates = []
     for node in sorted({node for pair in pairs for node in pair}):
         of_node = [rate for pair, rate in pairs.items() if node in pair]
@@ -140,7 +132,7 @@ def _slow_node(busy: pl.DataFrame, min_ratio: float) -> _Slow | None:
 
 def _slow_pair(busy: pl.DataFrame, min_ratio: float) -> _Slow | None:
     """The pair of nodes whose link is slower than those of all other pairs; of two nodes, than its other direction."""
-    pairs = _pairs(busy)
+    pairs = pair_rates(busy)
     if len(pairs) == 1 and len(busy) == 2:
         slow, healthy = sorted(busy["rate_bytes_per_s"])
         pair = next(iter(pairs))

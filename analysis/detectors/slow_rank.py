@@ -58,7 +58,6 @@ from rankscope.analysis.timeline.own import (
     above_peers,
     estimate,
     estimates,
-    gain_ns,
     over_occurrences,
     own_by_label,
 )
@@ -284,11 +283,8 @@ def _finding(grid: StepGrid, members: tuple[_Slow, ...], nodes: tuple[int, ...],
     worst = max(members, key=lambda member: member.lost.ns)
     ranks = tuple(grid.ranks[member.row] for member in members)
     shown = tuple(np.array(grid.steps)[worst.when].tolist())
-    without = grid.busy
-    for member in members:
-        without[member.row] -= member.excess
-    # Lateness is what the others would no longer wait for; who is busy longest does not show it.
-    costs = price(grid, worst.lost, gain_ns(grid.busy, without) if worst.last is None else worst.lost.ns)
+    # Lateness is what the others would no longer wait for; the rank's own time, which a fix mends, does not show it.
+    costs = price(grid, worst.lost, None if worst.last is None else worst.lost.ns)
     if worst.last is not None and costs["severity"] == "medium":
         costs["severity"] = "low"
     return Finding(
@@ -300,6 +296,7 @@ def _finding(grid: StepGrid, members: tuple[_Slow, ...], nodes: tuple[int, ...],
         ranks=ranks,
         nodes=nodes,
         steps=() if worst.when.all() else shown,
+        fix=None if worst.last is not None else f"node:{nodes[0]}" if nodes else f"rank:{ranks[0]}",
         evidence=_typical_step(grid, worst, steps),
         **costs,
     )

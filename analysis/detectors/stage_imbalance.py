@@ -98,7 +98,7 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int) -> Finding:
         lost_ns_total=round(lost * len(grid.steps)),
         lost_fraction=fraction,
         uncertainty_ns=round(half_width),
-        gain_fraction=fraction,
+        fix=f"stage:{stage}",
         evidence=_longest(grid, stage),
     )
 

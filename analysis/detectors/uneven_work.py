@@ -63,7 +63,8 @@ def detect(
             advice="Give every rank batches of equal cost: bucket by length, or pack sequences to a token budget.",
             ranks=grid.ranks,
             evidence=_widest_step(grid, steps),
-            **price(grid, lost, lost.ns),
+            fix="balance",
+            **price(grid, lost),
         )
     ]
 

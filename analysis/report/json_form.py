@@ -37,6 +37,7 @@ def _as_object(report: Report) -> dict[str, Any]:
         "device": [dataclasses.asdict(part) for part in report.device],
         "waits": [dataclasses.asdict(wait) for wait in report.waits],
         "pipeline": None if report.pipeline is None else dataclasses.asdict(report.pipeline),
+        "fidelity": None if report.fidelity is None else dataclasses.asdict(report.fidelity),
         "gaps": [dataclasses.asdict(gap) for gap in report.gaps],
         "clocks": [dataclasses.asdict(clock) for clock in report.clocks],
         "matched_fraction": report.matched_fraction,

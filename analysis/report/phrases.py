@@ -80,6 +80,8 @@ def gain(report: Report, finding: Finding) -> str:
     """The predicted gain as a share and, where the step is known, as a time."""
     if _is_standstill(finding):
         return say("finding.gain.standstill")
+    if finding.gain_fraction is None:
+        return say("finding.gain.unknown", finding.gain_why or say("finding.gain.no_fix"))
     time = duration(finding.gain_fraction * report.steps.median_ns) if report.steps.median_ns is not None else "?"
     return say("finding.gain.value", percent(finding.gain_fraction), time)
 

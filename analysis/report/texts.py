@@ -91,6 +91,8 @@ _ENGLISH: dict[str, str] = {
     "finding.cost.standstill": "everything: the job stands still",
     "finding.gain": "gain",
     "finding.gain.standstill": "a fix lets the job go on",
+    "finding.gain.unknown": "not predicted: {0}",
+    "finding.gain.no_fix": "there is no fix that could be replayed",
     "finding.gain.value": "a fix would make a step about {0} shorter ({1})",
     "finding.advice": "do",
     "finding.cause": "follows from",
@@ -230,7 +232,8 @@ _ENGLISH: dict[str, str] = {
     "before that is waiting, caused by the last rank; what it spends after that is transfer.",
     "method.cost": "A finding's cost is what the job loses by it per judged step; ± is the 95 % half width over "
     "these steps. Costs of several findings may overlap, so they need not add up.",
-    "method.gain": "The gain is the predicted shortening of the median step if that finding alone were mended.",
+    "method.gain": "The gain is the predicted shortening of the median step if that finding alone were mended: "
+    "the run is replayed with its fix put in (`rankscope whatif`).",
     "method.silence": "A check that lacks its data is listed as not checked. A healthy check says from which "
     "loss on it would have shown one.",
     "source": "source",

@@ -14,13 +14,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.finding import Fidelity
 from rankscope.analysis.timeline.breakdown import PARTS
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.graph import Floats, Graph, Ints, NotReplayable, assemble, replay
 from rankscope.analysis.timeline.own import BLOCKED
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["Fidelity", "HostGraph", "fidelity", "graph_of", "step_lengths"]
+__all__ = ["HostGraph", "fidelity", "graph_of", "step_lengths"]
 
 _LATE_STAMP_NS = 1_000_000  # an operation's end can be stamped that much after the thread that waited for it went on
 _LATE_SHARE = 0.1  # of a call that is itself what waited
@@ -46,16 +47,6 @@ class HostGraph:
     cycle: Ints
     unmatched: int  # operations that have their measured length and wait for nobody
     matched: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fidelity:
-    """How well the replay meets steps that nothing was fitted to. Errors are fractions of the measured step."""
-
-    steps: int
-    median: float
-    p90: float
-    mean: float  # of the mean step, with its sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +88,6 @@ def graph_of(timeline: Timeline) -> HostGraph:
     phases = timeline.phases.sort("rank", "start_ns")
     if phases.is_empty():
         raise NotReplayable("no step was seen")
-    if len(timeline.kernels):
-        raise NotReplayable("traces of devices cannot be replayed yet")
     if not timeline.comparable:
         raise NotReplayable("the ranks number their steps differently")
     if any(c.error_ns is None for c in timeline.clocks) and timeline.ranks["node"].n_unique() > 1:
@@ -393,13 +382,13 @@ def fidelity(host: HostGraph) -> Fidelity:
         errors.append(np.abs(length[chosen] - measured) / measured)
         sums += length[chosen].sum(), measured.sum()
     error = np.concatenate(errors)
-    if not len(error):
-        raise NotReplayable("no step was judged")
+    if host.steps.filter("judged")["step"].n_unique() < 2:
+        raise NotReplayable("with fewer than two judged steps a replay cannot be checked")
     return Fidelity(
         steps=len(error),
-        median=float(np.median(error)),
-        p90=float(np.quantile(error, 0.9)),
-        mean=float(sums[0] / sums[1] - 1),
+        median_error=float(np.median(error)),
+        p90_error=float(np.quantile(error, 0.9)),
+        mean_error=float(sums[0] / sums[1] - 1),
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import polars as pl
 
-__all__ = ["LINKS", "links"]
+__all__ = ["LINKS", "busy_links", "judged_links", "link_rates", "links", "pair_rates"]
+
+_TRAFFIC = 0.05  # a direction with less than this share of the busiest one's bytes says nothing about its speed
 
 LINKS = pl.Schema(
     {
@@ -66,3 +69,40 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
         .select(LINKS.names())
         .cast(LINKS)
     )
+
+
+def judged_links(counters: pl.DataFrame, steps: pl.DataFrame, addresses: Mapping[int, Iterable[str]]) -> pl.DataFrame:
+    """The same over the judged steps; empty where there are none or no counters."""
+    judged = steps.filter("judged")
+    if judged.is_empty() or counters.is_empty():
+        return LINKS.to_frame()
+    return links(counters, addresses, *judged.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0))
+
+
+def busy_links(links: pl.DataFrame) -> pl.DataFrame:
+    """The directions that sent enough to tell how fast they are."""
+    return links.filter(pl.col("sent_bytes") >= _TRAFFIC * pl.col("sent_bytes").max(), pl.col("busy_s") > 0)
+
+
+def pair_rates(busy: pl.DataFrame) -> dict[tuple[int, int], float]:
+    """The slower direction's rate for each pair of nodes."""
+    pairs: dict[tuple[int, int], float] = {}
+    for node, peer, rate in busy.select("node", "peer_node", "rate_bytes_per_s").iter_rows():
+        pair = (min(node, peer), max(node, peer))
+        pairs[pair] = min(rate, pairs.get(pair, rate))
+    return pairs
+
+
+def link_rates(links: pl.DataFrame, nodes: tuple[int, ...]) -> tuple[float, float] | None:
+    """Bytes per second over the links of one node, or between two, and over the others; None where either is unknown.
+
+    Of two nodes alone the one link's slower direction is compared with the other.
+    """
+    busy = busy_links(links)
+    pairs = pair_rates(busy)
+    if len(pairs) == 1 and len(busy) == 2:
+        low, high = sorted(busy["rate_bytes_per_s"])
+        return (low, high) if set(nodes) <= set(next(iter(pairs))) else None
+    mine = [rate for pair, rate in pairs.items() if set(nodes) <= set(pair)]
+    others = [rate for pair, rate in pairs.items() if not set(nodes) <= set(pair)]
+    return (float(np.median(mine)), float(np.median(others))) if mine and others else None

@@ -1,0 +1,271 @@
+"""What a step would take if something were repaired: fixes as the user writes them, put into the graph and replayed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.finding import Fidelity
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.device_graph import device_graph
+from rankscope.analysis.timeline.graph import Floats, Ints, NotReplayable, replay
+from rankscope.analysis.timeline.host_graph import HostGraph, fidelity, graph_of, step_lengths
+from rankscope.analysis.timeline.links import link_rates
+from rankscope.analysis.timeline.own import OWN
+from rankscope.analysis.timeline.pipeline import communicates, op_grid
+from rankscope.analysis.timeline.replay import WhatIf, ends, ideal
+
+__all__ = ["MAX_ERROR", "BadFix", "Gain", "PipelineRerun", "Rerun", "rerun"]
+
+MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
+_VANISHING = ("gc", "input", "compile")
+
+Bools = NDArray[np.bool_]
+
+
+class BadFix(ValueError):  # noqa: N818
+    """The fix cannot be made in this run; the message is one line that says what can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What fixes bring, mean over the ranks' judged steps; `uncertainty_ns` is a 95 % half width."""
+
+    fixes: tuple[str, ...]
+    step_ns: float  # with them
+    gain_ns: float
+    uncertainty_ns: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """A run that can be replayed with fixes."""
+
+    host: HostGraph
+    fidelity: Fidelity
+    nodes: dict[int, int]  # rank -> node
+    links: pl.DataFrame
+    lengths_ns: Floats  # of the rows of `host.steps`, as replayed with nothing changed
+    judged: Bools
+
+    @property
+    def step_ns(self) -> float:
+        return float(self.lengths_ns[self.judged].mean())
+
+    def gain(self, *fixes: str) -> Gain:
+        """What these fixes bring together. Raises `BadFix`."""
+        duration = self.host.graph.duration_ns
+        for fix in fixes:
+            duration = self._fixed(fix, duration)
+        lengths = step_lengths(self.host, replay(self.host.graph, duration))
+        per_step = (self.lengths_ns - lengths)[self.judged]
+        # Ranks gain alike: a step counts once, however many ranks there are.
+        _, of = np.unique(self.host.steps["step"].to_numpy()[self.judged], return_inverse=True)
+        return _gain(fixes, self.step_ns, np.bincount(of, weights=per_step) / np.bincount(of), self.fidelity)
+
+    def possible(self) -> tuple[str, ...]:
+        """The fixes that this run allows, most with a placeholder."""
+        graph, parts = self.host.graph, self._parts()
+        ranks, nodes = sorted(self.nodes), sorted(set(self.nodes.values()))
+        found = [f"rank:{ranks[0]} … rank:{ranks[-1]}", "balance"] if len(ranks) > 1 else []
+        found += [f"node:{n}" for n in nodes] if 1 < len(nodes) < len(ranks) else []
+        found += [f"link:node{n}" for n in nodes if link_rates(self.links, (n,)) is not None]
+        found += [f"op:{op}=0" for op in self._operations()]
+        found += [part for part in _VANISHING if graph.parts.index(part) in parts]
+        return tuple(found)
+
+    def _fixed(self, fix: str, duration: Floats) -> Floats:
+        """The durations with one more fix."""
+        name, _, argument = fix.partition(":")
+        kinds: dict[str, Callable[[str, Floats], Floats | None]] = {
+            "rank": self._like_peers,
+            "node": self._like_other_nodes,
+            "link": self._healthy_link,
+            "op": self._faster_operation,
+            "balance": self._balanced,
+            **dict.fromkeys(_VANISHING, lambda _, duration: self._without(name, duration)),
+        }
+        fixed = kinds[name](argument, duration) if name in kinds else None
+        if fixed is None:
+            raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
+        return fixed
+
+    # ---- whose own time is too long
+
+    def _like_peers(self, argument: str, duration: Floats) -> Floats | None:
+        rank = _number(argument)
+        return self._as_the_others((rank,), duration) if rank in self.nodes else None
+
+    def _like_other_nodes(self, argument: str, duration: Floats) -> Floats | None:
+        node = _number(argument)
+        return self._as_the_others(tuple(rank for rank, on in self.nodes.items() if on == node), duration)
+
+    def _as_the_others(self, ranks: tuple[int, ...], duration: Floats) -> Floats | None:
+        """Own time of `ranks`, by step and label, becomes the median of all others."""
+        chosen = np.isin(sorted(self.nodes), ranks)
+        if not chosen.any() or chosen.all():
+            return None
+        return self._own_time_as(chosen, lambda own: np.median(own[~chosen], axis=0), duration)
+
+    def _balanced(self, argument: str, duration: Floats) -> Floats | None:
+        """Own time of every rank, by step and label, becomes the mean over ranks."""
+        if argument or len(self.nodes) < 2:
+            return None
+        return self._own_time_as(np.ones(len(self.nodes), bool), lambda own: own.mean(axis=0), duration)
+
+    def _own_time_as(self, chosen: Bools, usual: Callable[[Floats], Floats], duration: Floats) -> Floats:
+        """Durations in which the own time of the `chosen` ranks is what `usual` makes of all ranks', for each label.
+
+        `usual` gets an array of (rank, step) in ns. What a rank has no time of stays away.
+        """
+        graph = self.host.graph
+        own = np.flatnonzero(np.isin(graph.part, [graph.parts.index(part) for part in OWN]) & (graph.step >= 0))
+        row = np.searchsorted(sorted(self.nodes), graph.rank[own])
+        shape = len(self.nodes), int(graph.step.max()) + 1
+        scaled = duration.copy()
+        for label in np.unique(graph.label[own]):
+            of_label = graph.label[own] == label
+            nodes, at = own[of_label], np.ravel_multi_index((row[of_label], graph.step[own[of_label]]), shape)
+            spent: Floats = np.zeros(shape)
+            np.add.at(spent.reshape(-1), at, duration[nodes])
+            factor: Floats = np.divide(
+                usual(spent), spent, out=np.ones(shape), where=chosen[:, np.newaxis] & (spent > 0)
+            )
+            scaled[nodes] *= factor.ravel()[at]
+        return np.asarray(scaled)
+
+    # ---- what takes no time or less
+
+    def _without(self, part: str, duration: Floats) -> Floats | None:
+        graph = self.host.graph
+        of_part = graph.part == graph.parts.index(part)
+        return duration * ~of_part if of_part.any() else None
+
+    def _faster_operation(self, argument: str, duration: Floats) -> Floats | None:
+        found = re.fullmatch(r"(\w+)=(\d*\.?\d+)", argument)
+        if not found or found[1] not in self._operations():
+            return None
+        graph = self.host.graph
+        of_op = (graph.instance >= 0) & (graph.label == graph.labels.index(found[1]))
+        factor: Floats = np.where(of_op, float(found[2]), 1.0)
+        return duration * factor
+
+    def _healthy_link(self, argument: str, duration: Floats) -> Floats | None:
+        """Transfers that cross the link take the share that its bytes would need elsewhere."""
+        found = re.fullmatch(r"node(\d+)(?:-node(\d+))?", argument)
+        nodes = tuple(int(n) for n in found.groups() if n is not None) if found else ()
+        rates = link_rates(self.links, nodes) if nodes else None
+        if rates is None:
+            return None
+        graph = self.host.graph
+        on = np.array([self.nodes.get(rank, -1) for rank in range(max(self.nodes) + 1)])
+        members = np.flatnonzero((graph.instance >= 0) & (graph.rank >= 0))
+        instance, node = graph.instance[members], on[graph.rank[members]]
+        has = np.zeros((int(graph.instance.max()) + 1, 2), dtype=bool)
+        has[instance[node == nodes[0]], 0] = True
+        has[instance[(node == nodes[1]) if len(nodes) == 2 else (node != nodes[0])], 1] = True
+        crosses = (graph.rank < 0) & (graph.instance >= 0)
+        crosses[crosses] = has[graph.instance[crosses]].all(axis=1)
+        factor: Floats = np.where(crosses, min(rates[0] / rates[1], 1.0), 1.0)
+        return duration * factor
+
+    # ---- what there is
+
+    def _parts(self) -> set[int]:
+        return set(np.unique(self.host.graph.part).tolist())
+
+    def _operations(self) -> list[str]:
+        graph = self.host.graph
+        return [graph.labels[code] for code in np.unique(graph.label[graph.instance >= 0]).tolist()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRerun:
+    """A pipeline's steps that can be replayed with stages mended."""
+
+    stages: tuple[int, ...]
+    stage_of: Ints  # of each operation
+    whatif: WhatIf
+    fidelity: Fidelity
+
+    @property
+    def step_ns(self) -> float:
+        return self.whatif.actual_step_ns
+
+    def gain(self, *fixes: str) -> Gain:
+        """What it brings if the operations of these stages take the mean or median of their kind."""
+        chosen = np.zeros((len(self.stage_of), 1, 1), dtype=bool)
+        nothing = chosen.copy()
+        for fix in fixes:
+            name, _, argument = fix.partition(":")
+            if name != "stage" or _number(argument) not in self.stages:
+                raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
+            chosen |= (self.stage_of == int(argument))[:, np.newaxis, np.newaxis]
+        saved = self.whatif.without_ns(nothing) - self.whatif.without_ns(chosen)
+        return _gain(fixes, self.step_ns, saved, self.fidelity)
+
+    def possible(self) -> tuple[str, ...]:
+        return tuple(f"stage:{stage}" for stage in self.stages)
+
+
+def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:
+    """The run, ready to be replayed. Raises `NotReplayable`, also where the replay does not meet what was measured."""
+    return _trusted(_pipeline_rerun(timeline.ops) if len(timeline.ops) else _host_rerun(timeline, links))
+
+
+def _trusted(run: Rerun | PipelineRerun) -> Rerun | PipelineRerun:
+    error = run.fidelity.median_error
+    if error > MAX_ERROR:
+        raise NotReplayable(f"a replay misses the steps by {100 * error:.1f} %, more than {100 * MAX_ERROR:.0f} %")
+    return run
+
+
+def _pipeline_rerun(ops: pl.DataFrame) -> PipelineRerun:
+    grid = op_grid(ops)
+    own = grid.duration_ns
+    replayed = ends(grid.plan, own)
+    error = np.abs(replayed - grid.measured_ns) / grid.measured_ns
+    return PipelineRerun(
+        stages=grid.stages,
+        stage_of=np.array([key.stage for key in grid.keys]),
+        whatif=WhatIf(grid.plan, own, ideal(own, grid.kinds, communicates)),
+        fidelity=Fidelity(
+            steps=len(error),
+            median_error=float(np.median(error)),
+            p90_error=float(np.quantile(error, 0.9)),
+            mean_error=float(replayed.sum() / grid.measured_ns.sum() - 1),
+        ),
+    )
+
+
+def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
+    host = device_graph(timeline) if len(timeline.kernels) else graph_of(timeline)
+    return Rerun(
+        host=host,
+        fidelity=fidelity(host),
+        nodes=dict(timeline.ranks.select("rank", "node").iter_rows()),
+        links=links,
+        lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
+        judged=host.steps["judged"].fill_null(False).to_numpy(),
+    )
+
+
+def _gain(fixes: tuple[str, ...], step_ns: float, saved_ns: Floats, fidelity: Fidelity) -> Gain:
+    """From what each step becomes shorter."""
+    gain_ns = float(saved_ns.mean())
+    scatter = 1.96 * float(saved_ns.std(ddof=1)) / len(saved_ns) ** 0.5 if len(saved_ns) > 1 else abs(gain_ns)
+    return Gain(
+        fixes=fixes,
+        step_ns=step_ns - gain_ns,
+        gain_ns=gain_ns,
+        uncertainty_ns=scatter + abs(fidelity.mean_error) * (step_ns - gain_ns),
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else -1

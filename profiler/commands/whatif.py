@@ -1,0 +1,83 @@
+"""Predict what a step would take if something were mended.
+
+The recorded steps are replayed with the fixes put in. Fixes: rank:2 and node:1 (their own time becomes the median of
+the others), balance (all ranks' own time becomes the mean), link:node1 (its transfers at the speed of other links),
+op:allreduce=0.5 (takes half, 0: nothing), gc, input and compile (take no time),
+stage:3 (of a pipeline: its operations as long as those of the others).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.profiler.columns import aligned
+from rankscope.profiler.errors import RankscopeError, clear_input_errors
+
+if TYPE_CHECKING:
+    from rankscope.analysis.finding import Fidelity
+    from rankscope.analysis.timeline.whatif import Gain
+
+__all__ = ["command"]
+
+
+def command(
+    run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
+    fix: Annotated[list[str], typer.Option("--fix", help="What is mended; repeat it for several things.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    from rankscope.analysis.timeline.build import build_timeline
+    from rankscope.analysis.timeline.graph import NotReplayable
+    from rankscope.analysis.timeline.links import judged_links
+    from rankscope.analysis.timeline.whatif import BadFix, rerun
+    from rankscope.analysis.trace import Trace
+
+    with clear_input_errors():
+        trace = Trace.open(run)
+        timeline = build_timeline(trace)
+    try:
+        addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
+        replayable = rerun(timeline, judged_links(timeline.counters, timeline.steps, addresses))
+        gains = [replayable.gain(one) for one in fix]
+        if len(fix) > 1:
+            gains.append(replayable.gain(*fix))
+    except NotReplayable as reason:
+        print(f"rankscope: nothing is predicted: {reason}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except BadFix as reason:
+        raise RankscopeError(str(reason)) from None
+    if json:
+        _print_json(trace.path, replayable.step_ns, replayable.fidelity, gains)
+    else:
+        _print(replayable.step_ns, replayable.fidelity, gains)
+
+
+def _print(step_ns: float, fidelity: Fidelity, gains: list[Gain]) -> None:
+    from rankscope.analysis.report.quantities import duration, duration_with_error, percent
+
+    print(f"step now      {duration(step_ns)}, mean over the judged steps")
+    print(
+        f"replay        {fidelity.steps} steps met within {100 * fidelity.median_error:.1f} % (median), "
+        f"{100 * fidelity.p90_error:.1f} % (90th percentile); mean step {100 * fidelity.mean_error:+.1f} %\n"
+    )
+    rows = [("fix", "step", "gain", "")]
+    for gain in gains:
+        name = gain.fixes[0] if len(gain.fixes) == 1 else "together"
+        saved = duration_with_error(round(gain.gain_ns), round(gain.uncertainty_ns))
+        rows.append((name, duration(gain.step_ns), saved, percent(gain.gain_ns / step_ns)))
+    print(aligned(rows, right=(1, 2, 3)))
+
+
+def _print_json(path: str, step_ns: float, fidelity: Fidelity, gains: list[Gain]) -> None:
+    import json
+
+    predictions = [
+        {**dataclasses.asdict(gain), "fixes": list(gain.fixes), "gain_fraction": gain.gain_ns / step_ns}
+        for gain in gains
+    ]
+    said = {"schema_version": 1, "path": path, "step_ns": step_ns, "fidelity": dataclasses.asdict(fidelity)}
+    print(json.dumps({**said, "predictions": predictions}, indent=1))
