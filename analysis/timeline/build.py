@@ -9,7 +9,7 @@ import polars as pl
 
 from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
-from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
+from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
@@ -75,7 +75,7 @@ class Timeline:
 def build_timeline(trace: Trace) -> Timeline:
     """The trace's timeline. What could not be seen or settled is in `gaps`; nothing raises for lack of data."""
     ranks = trace.table("ranks").sort("rank").collect()
-    clocks = fit_clocks(trace.table("clocks").collect(), [*trace.run, *ranks["node"].drop_nulls().to_list()])
+    clocks = _clocks(trace, [*trace.run, *ranks["node"].drop_nulls().to_list()])
 
     def read(name: str, *order: str) -> pl.DataFrame:
         return trace.table(name).pipe(apply_clocks, clocks).sort(*order, maintain_order=True).collect()
@@ -130,6 +130,18 @@ def build_timeline(trace: Trace) -> Timeline:
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
         gaps=gaps,
     )
+
+
+def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
+    """The nodes' clocks, from pings, else from what the operations tell, else from the hosts' unix time."""
+    clocks = fit_clocks(trace.table("clocks").collect(), nodes)
+    if all(c.error_ns is not None for c in clocks):
+        return clocks
+    order = ("rank", "start_ns")
+    collectives, groups = (
+        trace.table(name).sort(order, maintain_order=True).collect() for name in ("collectives", "groups")
+    )
+    return clocks_by_causality(match_collectives(collectives, groups, clocks=()), clocks)
 
 
 def _early_gaps(collectives: pl.DataFrame) -> list[Gap]:
@@ -196,7 +208,7 @@ def _clock_gaps(clocks: list[Clock]) -> list[Gap]:
             rank=None,
             node=c.node,
             count=None,
-            why=f"no pings between node {c.node} and 0: {how[c.source]}",
+            why=f"no pings between node {c.node} and 0, nor operations that bind its clock: {how[c.source]}",
         )
         for c in clocks
         if c.error_ns is None

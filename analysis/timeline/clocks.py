@@ -10,9 +10,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Clock
-from rankscope.collectors.schema import NO_PEER
+from rankscope.analysis.timeline.matching import MUTUAL_OPS
+from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
-__all__ = ["TIME_COLUMNS", "apply_clocks", "fit_clocks"]
+__all__ = ["TIME_COLUMNS", "apply_clocks", "clocks_by_causality", "fit_clocks"]
 
 TIME_COLUMNS = ("start_ns", "issued_ns", "device_start_ns", "end_ns", "time_ns")
 
@@ -21,9 +22,13 @@ _BURST_GAP_NS = 5_000_000_000  # pings closer than this belong to one burst
 _KEPT = 0.1  # share of a burst's pings, those with the lowest round trip
 _DRIFT_SPAN_NS = 30_000_000_000  # shorter spans do not show a drift of a few ppm
 _GOOD_RTT, _GOOD_RTT_NS = 2, 20_000  # a burst counts if its best round trip is at most 2 × the best + 20 µs
+_MOST_DRIFT = 500e-6  # what NTP lets a clock differ; two quartzes differ by a tenth of it
+_WRONG = 0.05  # share of bounds that may be wrong; with more, the clock is no straight line
+_BUCKETS, _FINE_BUCKETS, _IN_BUCKET = 32, 1024, 100
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,33 @@ def fit_clocks(clocks: pl.DataFrame, nodes: Iterable[int]) -> list[Clock]:
     """
     anchors = {node: _unix_minus_monotonic(clocks, node) for node in {_REFERENCE, *nodes}}
     return [_fit_node(clocks, node, anchors) for node in sorted(set(nodes))]
+
+
+def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[Clock]:
+    """The clocks, those of unknown error placed by what can only come after something else, where that tells.
+
+    `matched` has times on the nodes' own clocks. No rank ends an operation in which all give to all before the last
+    arrived, no receive ends before its send began: each such pair bounds the offset of one node's clock to another's,
+    from above or from below. The lines that keep within all bounds are a corridor; the clock is its middle, and
+    `error_ns` half its width where it is widest between the first and the last bound. So a node is placed
+    to within about half of the fastest operation that it shares with nodes whose clocks are known, whose own errors
+    are part of the bounds. Bounds that fit no line are left out, the fewest; were that more than 5 %, the clock stays
+    unknown.
+
+    Source: Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems" (ICDCS 1987).
+    """
+    placed = {c.node: c for c in clocks}
+    if all(c.error_ns is not None for c in placed.values()):
+        return list(placed.values())
+    events = _events(matched)
+    while True:
+        known = [c for c in placed.values() if c.error_ns is not None]
+        bounds = _bounds(events, known)
+        found = [_clock_between(node, rows) for (node,), rows in bounds.group_by("node", maintain_order=True)]
+        new = {c.node: c for c in found if c is not None and c.node in placed}
+        if not new:
+            return list(placed.values())
+        placed |= new
 
 
 def apply_clocks(frame: pl.LazyFrame, clocks: Iterable[Clock]) -> pl.LazyFrame:
@@ -119,3 +151,153 @@ def _unix_minus_monotonic(clocks: pl.DataFrame, node: int) -> int | None:
     anchors = clocks.filter((pl.col("node") == node) & (pl.col("peer") == NO_PEER))
     between = anchors["t2_ns"] - (anchors["t1_ns"] + (anchors["t4_ns"] - anchors["t1_ns"]) // 2)
     return int(between.sort()[len(between) // 2]) if len(between) else None
+
+
+def _events(matched: pl.DataFrame) -> pl.DataFrame:
+    """instance_id, node, came_ns (the last that must have happened before any end), ended_ns (the first end)."""
+    op, arrival = pl.col("op"), pl.coalesce("device_start_ns", "start_ns")
+    return (
+        matched.lazy()
+        .filter(pl.col("instance_id").is_not_null() & op.is_in([*MUTUAL_OPS, *P2P_OPS]))
+        .select(
+            "instance_id",
+            "node",
+            came_ns=pl.when(~op.is_in(P2P_OPS) | (op == "send")).then(arrival),
+            ended_ns=pl.when(op != "send").then("end_ns"),
+        )
+        .group_by("instance_id", "node")
+        .agg(pl.col("came_ns").max(), pl.col("ended_ns").min())
+        .collect()
+    )
+
+
+def _bounds(events: pl.DataFrame, known: list[Clock]) -> pl.DataFrame:
+    """node, at_ns, offset_ns, is_upper: a node's clock plus its offset is node 0's, at that time of its own clock."""
+    errors = pl.LazyFrame(
+        [(c.node, c.error_ns) for c in known], schema={"node": pl.Int32, "error_ns": pl.Int64}, orient="row"
+    )
+    renamed = events.lazy().rename({"came_ns": "start_ns", "ended_ns": "end_ns"})
+    there = (
+        apply_clocks(renamed, known)
+        .join(errors, on="node")
+        .group_by("instance_id")
+        .agg(
+            (pl.col("start_ns") - pl.col("error_ns")).max().alias("came_there_ns"),
+            (pl.col("end_ns") + pl.col("error_ns")).min().alias("ended_there_ns"),
+        )
+    )
+    here = events.lazy().join(errors, on="node", how="anti").join(there, on="instance_id")
+    upper = here.select("node", at_ns="came_ns", offset_ns=pl.col("ended_there_ns") - pl.col("came_ns"), is_upper=True)
+    lower = here.select(
+        "node", at_ns="ended_ns", offset_ns=pl.col("came_there_ns") - pl.col("ended_ns"), is_upper=False
+    )
+    return pl.concat([upper, lower]).drop_nulls().sort("node", "at_ns", "is_upper", "offset_ns").collect()
+
+
+def _clock_between(node: int, bounds: pl.DataFrame) -> Clock | None:
+    """The clock in the middle of the lines that keep within the bounds; None if they do not hold it from both sides."""
+    upper = bounds["is_upper"].to_numpy()
+    if upper.all() or not upper.any():
+        return None
+    at, offset = bounds["at_ns"].to_numpy(), bounds["offset_ns"].to_numpy()
+    first, middle = int(at[0]), int(np.median(offset))  # keep the numbers small, so that floats lose no digits
+    span = max(float(at[-1] - first), 1.0)
+    corridor = _corridor((at - first) / span, (offset - middle).astype(np.float64), upper, _MOST_DRIFT * span)
+    if corridor is None:
+        return None
+    low, high = corridor.min(axis=0), corridor.max(axis=0)
+    begin, end = (low + high) / 2
+    return Clock(
+        node=node,
+        offset_ns=middle + round(begin),
+        drift_ppm=float(end - begin) / span * 1e6,
+        at_ns=first,
+        error_ns=int(np.ceil((high - low).max() / 2)) + 1,
+        source="causality",
+    )
+
+
+def _corridor(at: Floats, offset: Floats, upper: Bools, most: float) -> Floats | None:
+    """Corners of the set of lines within the bounds, each line as its values at 0 and at 1, which differ by `most`.
+
+    Bounds are ranked by how far a line is beyond them, and the first of the ranking are left out, the fewest that
+    leave any line: of a rough line first, then of the middle of what that leaves. None: that are too many.
+    """
+    side = np.where(upper, 1.0, -1.0)
+    line = _rough_line(at, offset, upper)
+    corners = None
+    for _ in range(2):
+        beyond = side * (line[0] + (line[1] - line[0]) * at - offset)
+        ranked = np.sort(beyond)[::-1]
+        kept = corners
+        few, many = -1, int(_WRONG * len(at))  # `many` left out suffice, `few` do not
+        kept = _within(at, offset, side, beyond, ranked[many], line, most)
+        if kept is None:
+            return corners
+        while many - few > 1:
+            half = (few + many) // 2
+            found = _within(at, offset, side, beyond, ranked[half], line, most)
+            few, many, kept = (few, half, found) if found is not None else (half, many, kept)
+        corners = kept
+        line = (corners.min(axis=0) + corners.max(axis=0)) / 2
+    return corners
+
+
+def _rough_line(at: Floats, offset: Floats, upper: Bools) -> Floats:
+    """Values at 0 and 1 of a line between the bounds that one in ten of them may miss."""
+    count = int(np.clip(len(at) // _IN_BUCKET, 1, _BUCKETS))
+    bucket = np.minimum((at * count).astype(np.int64), count - 1)
+    points = []
+    for n in np.unique(bucket):
+        above, below = offset[(bucket == n) & upper], offset[(bucket == n) & ~upper]
+        if len(above) and len(below):
+            points.append(((n + 0.5) / count, (np.quantile(above, 0.1) + np.quantile(below, 0.9)) / 2))
+    if not points:
+        points = [(0.5, (np.quantile(offset[upper], 0.1) + np.quantile(offset[~upper], 0.9)) / 2)]
+    x, y = np.array(points).T
+    fit = np.polyfit(x, y, 1 if len(x) > 2 else 0)
+    return np.asarray(np.polyval(fit, [0.0, 1.0]))
+
+
+def _within(
+    at: Floats, offset: Floats, side: Floats, beyond: Floats, limit: float, line: Floats, most: float
+) -> Floats | None:
+    """Corners of the lines within the bounds that `line` is no further beyond than `limit`; None if there is none.
+
+    Of many bounds close to each other in time only the tightest count: the corridor is no narrower for it.
+    """
+    place = np.minimum((at * _FINE_BUCKETS).astype(np.int64), _FINE_BUCKETS - 1) * 2 + (side > 0)
+    tightest = np.full(2 * _FINE_BUCKETS, -np.inf)
+    kept = np.flatnonzero(beyond <= limit)
+    np.maximum.at(tightest, place[kept], beyond[kept])
+    chosen = kept[beyond[kept] == tightest[place[kept]]]
+    chosen = chosen[np.argsort(-beyond[chosen], kind="stable")]
+    reach = float(np.abs(offset).max() + np.abs(line).max()) + most
+    corners: list[tuple[float, float]] = [
+        (-reach, -reach - most),
+        (reach, reach - most),
+        (reach, reach + most),
+        (-reach, most - reach),
+    ]
+    for a, o, s in zip(at[chosen].tolist(), offset[chosen].tolist(), side[chosen].tolist(), strict=True):
+        corners = _cut(corners, s * (1 - a), s * a, s * o)
+        if not corners:
+            return None
+    return np.array(corners)
+
+
+def _cut(corners: list[tuple[float, float]], x: float, y: float, most: float) -> list[tuple[float, float]]:
+    """The part of a convex polygon where x × first + y × second is at most `most`. Source: Sutherland and Hodgman."""
+    beyond = [x * u + y * v - most for u, v in corners]
+    if max(beyond) <= 0:
+        return corners
+    left = []
+    for i, (u, v) in enumerate(corners):
+        here, before = beyond[i], beyond[i - 1]
+        if (here <= 0) != (before <= 0):
+            share = before / (before - here)
+            other = corners[i - 1]
+            left.append((other[0] + share * (u - other[0]), other[1] + share * (v - other[1])))
+        if here <= 0:
+            left.append((u, v))
+    return left
