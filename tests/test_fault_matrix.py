@@ -78,6 +78,16 @@ def test_fault_has_the_dose_and_the_cost_that_it_is_said_to_have(tmp_path):
     assert nvrx(log) == list(truth.ranks)
 
 
+def test_slow_rank_of_one_stage_is_found_among_those_of_all_stages(tmp_path):
+    """Its microbatches are called PP:1F0, PP:1B0, …, which ranks of other stages have none of."""
+    job = replace(JOB, parallel="3d")
+    can = healthy_resources(job)
+    can.slowness = can.slowness * np.where(np.arange(16) == 5, 2.0, 1.0)
+    (finding,) = rankscope.diagnose(rankscope.open(write(run(job, can), tmp_path / "run"))).findings
+    assert (finding.detector, finding.ranks) == ("slow_rank", (5,))
+    assert finding.where in ("forward", "backward")
+
+
 def test_rank_that_hangs_stops_everybody(tmp_path):
     log, (truth,) = simulated(Case("hang", "loud", 0))
     assert np.isinf(log.optimizer_end[-1]).all()

@@ -109,7 +109,12 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     gc, blocked on communication (wait, bubble, transfer or unsplit), input, compile, optimizer, checkpoint or sync
     (other), compute (overlapped while a collective of this rank is in flight), other. `collectives` is the matched
     table.
+
+    The microbatches of a pipeline's schedule (`PP:1F0`) are labelled forward and backward: ranks of different stages
+    would otherwise have no label in common.
     """
+    of_schedule = pl.col("microbatch").is_not_null() & pl.col("kind").is_in((FORWARD, "backward"))
+    regions = regions.with_columns(pl.when(of_schedule).then("kind").otherwise("name").alias("name"))
     labels = sorted(
         {
             *PARTS,
