@@ -4,9 +4,10 @@
   const functions = (window.dashAgGridFunctions = window.dashAgGridFunctions || {});
   const scaled = (value, units) => {
     if (value === null || value === undefined || !Number.isFinite(value)) return "";
+    if (value === 0) return "0";
     const [unit, size] = units.find(([, least]) => Math.abs(value) >= least * 0.9995) || units[units.length - 1];
     const number = value / size;
-    const shown = size === 1 || number === 0 ? number.toFixed(0) : Math.abs(number) >= 99.95 ? number.toFixed(0) : number.toPrecision(3);
+    const shown = size === 1 ? number.toFixed(0) : Math.abs(number) >= 99.95 ? number.toFixed(0) : number.toPrecision(3);
     return `${shown} ${unit}`;
   };
   const BYTES = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];

@@ -9,7 +9,7 @@ from typing import Any
 from rankscope.analysis.report.palette import LIGHT
 from rankscope.analysis.report.quantities import duration
 
-__all__ = ["COLOURS", "Figure", "axis", "bytes_text", "colour", "figure", "log_axis", "time_axis"]
+__all__ = ["COLOURS", "Figure", "axis", "bytes_text", "colour", "figure", "log_axis", "round_marks", "time_axis"]
 
 Figure = dict[str, Any]
 
@@ -50,7 +50,12 @@ def figure(traces: Sequence[Mapping[str, Any]], *, x: Mapping[str, Any], y: Mapp
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
-    return {"title": {"text": title, "font": {"size": 13}}, "zeroline": False, "automargin": True, **more}
+    return {
+        "title": {"text": title, "font": {"size": 13}, "standoff": 14},
+        "zeroline": False,
+        "automargin": True,
+        **more,
+    }
 
 
 def log_axis(title: str, values: Sequence[float], write: Callable[[float], str]) -> dict[str, Any]:
@@ -66,7 +71,7 @@ def log_axis(title: str, values: Sequence[float], write: Callable[[float], str])
 
 def time_axis(title: str, largest_ns: float) -> dict[str, Any]:
     """A linear axis from 0 whose values are ns and whose marks are times."""
-    marks = _round_marks(largest_ns)
+    marks = round_marks(largest_ns)
     return axis(
         title,
         range=[0, max(largest_ns, 1) * 1.05],
@@ -75,10 +80,10 @@ def time_axis(title: str, largest_ns: float) -> dict[str, Any]:
     )
 
 
-def _round_marks(largest: float) -> list[float]:
-    """0 and a few round numbers up to the largest."""
-    if largest <= 0:
-        return [0.0]
-    power = 10.0 ** len(str(int(largest / _TICKS)))
-    every = next(power * part for part in (0.1, 0.2, 0.25, 0.5, 1.0) if largest / (power * part) <= _TICKS)
-    return [i * every for i in range(int(largest / every) + 1)]
+def round_marks(largest: float, smallest: float = 0.0) -> list[float]:
+    """A few round numbers from the smallest to the largest."""
+    if not largest > smallest:
+        return [largest]
+    power = 10.0 ** math.floor(math.log10((largest - smallest) / _TICKS))
+    every = next(power * part for part in (1, 2, 2.5, 5, 10) if (largest - smallest) / (power * part) <= _TICKS)
+    return [i * every for i in range(math.ceil(smallest / every), math.floor(largest / every) + 1)]

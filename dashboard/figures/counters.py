@@ -1,0 +1,136 @@
+"""The nodes' counters over time: gauges as they were read, cumulative counters as rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from rankscope.analysis.report.quantities import duration
+from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
+
+__all__ = ["HEADLINES", "changing", "lines", "series", "title_of"]
+
+# Read at a moment; all other counters are cumulative (see the collectors of nodes).
+_GAUGES = frozenset(
+    (
+        *("cpu_busy_fraction", "load_1min", "memory_available_bytes", "swap_used_bytes", "rss_bytes", "cgroup_cpus"),
+        *("speed_bytes_per_s", "rate_bytes_per_s", "rtt_s", "min_rtt_s", "notsent_bytes", "sockets", "busy_fraction"),
+        *("memory_used_bytes", "sm_clock_hz", "sm_clock_max_hz", "memory_clock_hz", "power_w", "power_limit_w"),
+        *("temperature_c", "clock_event_reasons"),
+    )
+)
+# What is looked at first, in this order.
+HEADLINES = (
+    *(("host", "cpu_busy_fraction"), ("host", "cpu_s"), ("host", "cpu_steal_s"), ("host", "cgroup_throttled_s")),
+    *(("gpu", "busy_fraction"), ("gpu", "sm_clock_hz"), ("gpu", "power_w"), ("gpu", "temperature_c")),
+    *(("tcp", "bytes_sent"), ("tcp", "rtt_s"), ("tcp", "retransmits"), ("rdma", "port_xmit_data_bytes")),
+    *(("nic", "tx_bytes"), ("nic", "rx_bytes"), ("host", "memory_available_bytes"), ("host", "major_page_faults")),
+    ("host", "main_thread_involuntary_switches"),
+)
+_POINTS = 600
+_LINES = 12
+
+
+def changing(counters: pl.DataFrame) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Counters as (source, name) that changed during the run, headlines first, and those that did not."""
+    varied = counters.group_by("source", "name", "node", "device").agg(pl.col("value").n_unique() > 1)
+    found = varied.group_by("source", "name").agg(pl.col("value").any()).sort("source", "name")
+    names = [(row[0], row[1]) for row in found.filter("value").iter_rows()]
+    names.sort(key=lambda name: HEADLINES.index(name) if name in HEADLINES else len(HEADLINES))
+    return names, [(row[0], row[1]) for row in found.filter(~pl.col("value")).iter_rows()]
+
+
+def series(counters: pl.DataFrame, source: str, name: str) -> pl.DataFrame:
+    """node, device, time_ns, value: at most 600 points a line; the value of a cumulative counter is its rate per s."""
+    rows = counters.filter(pl.col("source") == source, pl.col("name") == name).sort("node", "device", "time_ns")
+    one_line = ["node", "device"]
+    every = (pl.len().over(one_line) / _POINTS).ceil().cast(pl.Int64)
+    numbered = rows.with_columns((pl.int_range(pl.len()).over(one_line) // every).alias("_bin"))
+    if name in _GAUGES:
+        thin = numbered.group_by(*one_line, "_bin", maintain_order=True).agg(
+            pl.col("time_ns").first(), pl.col("value").mean()
+        )
+        return thin.drop("_bin")
+    thin = numbered.group_by(*one_line, "_bin", maintain_order=True).agg(pl.col("time_ns", "value").last())
+    passed_s = pl.col("time_ns").diff().over(one_line) / 1e9
+    rate = pl.col("value").diff().over(one_line) / passed_s
+    # A counter that falls was set back: what it counted in between is not known.
+    return thin.with_columns(pl.when((passed_s > 0) & (rate >= 0)).then(rate).alias("value")).drop("_bin")
+
+
+def lines(found: pl.DataFrame, name: str, origin_ns: int, last_ns: int, step_ends_ns: Sequence[int]) -> Figure:
+    """One line per node and device, at most 12: those that change most. Faint verticals: ends of steps."""
+    kept = (
+        found.group_by("node", "device")
+        .agg((pl.col("value").max() - pl.col("value").min()).alias("range"))
+        .sort("range", "node", "device", descending=[True, False, False], nulls_last=True)
+        .head(_LINES)
+        .sort("node", "device")
+    )
+    several = found["node"].n_unique() > 1
+    traces: list[dict[str, Any]] = []
+    for number, (node, device, _) in enumerate(kept.iter_rows()):
+        rows = found.filter(pl.col("node") == node, pl.col("device") == device)
+        label = " ".join(part for part in (f"node {node}" if several or not device else "", device) if part)
+        values = rows["value"].to_list()
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": label,
+                "x": ((rows["time_ns"] - origin_ns) / 1e9).to_list(),
+                "y": values,
+                "line": {"color": colour(number), "width": 1.6, "dash": ("solid", "dash", "dot")[number // 8 % 3]},
+                "text": ["" if value is None else written(name, value) for value in values],
+                "hovertemplate": f"{label}<br>%{{text}} at %{{x:.1f}} s<extra></extra>",
+            }
+        )
+    highest = max((value for value in found["value"].drop_nulls()), default=0.0)
+    marks = round_marks(highest)
+    y = axis("", range=[0, highest * 1.08 or 1], tickvals=marks, ticktext=[written(name, mark) for mark in marks])
+    shapes = [
+        {
+            "type": "line",
+            "xref": "x",
+            "yref": "paper",
+            "x0": (end - origin_ns) / 1e9,
+            "x1": (end - origin_ns) / 1e9,
+            "y0": 0,
+            "y1": 1,
+            "line": {"color": "rgba(128,128,128,.3)", "width": 1},
+            "layer": "below",
+        }
+        for end in step_ends_ns
+    ]
+    x = axis("s since the first event", range=[0, (last_ns - origin_ns) / 1e9])
+    return figure(traces, x=x, y=y, shapes=shapes)
+
+
+def title_of(source: str, name: str) -> str:
+    """`nic: tx bytes per s`."""
+    text = name.replace("_bytes", "").replace("_fraction", "").replace("_", " ")
+    if name in _GAUGES:
+        return f"{source}: {text}"
+    if name.endswith("_s"):
+        return f"{source}: {text.removesuffix(' s')} seconds per second"
+    return f"{source}: {text} per second"
+
+
+def written(name: str, value: float) -> str:
+    """A value of this counter, or its rate, with its unit."""
+    if name in _GAUGES:
+        if name.endswith("fraction"):
+            return f"{value * 100:.3g} %"
+        if name.endswith("bytes_per_s"):
+            return f"{bytes_text(value)}/s"
+        if name.endswith("_bytes"):
+            return bytes_text(value)
+        if name.endswith("_s"):
+            return duration(value * 1e9)
+        unit = {"hz": "MHz", "w": "W", "c": "°C"}.get(name.rpartition("_")[2], "")
+        return f"{value / 1e6 if unit == 'MHz' else value:.4g} {unit}".strip()
+    if name.endswith("bytes") or name.startswith("bytes"):
+        return f"{bytes_text(value)}/s"
+    return f"{value:.3g}" if name.endswith("_s") else f"{value:.3g}/s"

@@ -1,0 +1,87 @@
+"""What the nodes' counters say while the job runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dash_mantine_components as dmc
+import polars as pl
+from dash import Dash, Input, Output, html
+from dash import State as Known
+
+from rankscope.analysis.report import digest, phrases
+from rankscope.dashboard.figures import counters as figures
+from rankscope.dashboard.page import Query, card, empty, heading, plot, query_of, quiet
+from rankscope.dashboard.state import Run, State
+
+TITLE, ORDER = "Nodes", 70
+
+_MEANING = "The nodes' counters over time. Cumulative counters are shown as rates. Faint lines are ends of steps."
+_AT_FIRST = 8
+_MOST_MARKS = 80
+
+
+def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+    missing = [
+        f"{phrases.gap_extent(group)}: {group.why}"
+        for group in digest.gap_groups(run.report)
+        if group.table == "counters"
+    ]
+    unseen = quiet(f"Not recorded. {'; '.join(missing)}.") if missing else None
+    counters = run.timeline.counters
+    if counters.is_empty():
+        why = "No counters of nodes were recorded: they come from rankscope's own agent, beside the job."
+        return html.Div(
+            [heading(TITLE, _MEANING), empty("No counters", why, "Start the job with rankscope run."), unseen]
+        )
+    names, still = figures.changing(counters)
+    shown = [name for name in names if name in figures.HEADLINES][:_AT_FIRST] or names[:_AT_FIRST]
+    choices = [{"value": f"{source}/{name}", "label": figures.title_of(source, name)} for source, name in names]
+    constant = ", ".join(f"{source} {name}" for source, name in still)
+    return html.Div(
+        [
+            heading(TITLE, _MEANING),
+            html.Div([_card(run, source, name) for source, name in shown], className="columns"),
+            card(
+                "Another counter",
+                dmc.Select(id="nodes-counter", data=choices, searchable=True, placeholder="choose", w=420, mb="sm"),
+                html.Div(id="nodes-chosen"),
+            ),
+            quiet(f"Never changed: {constant}.") if constant else None,
+            unseen,
+        ]
+    )
+
+
+def register(app: Dash, state: State) -> None:
+    app.callback(
+        Output("nodes-chosen", "children"),
+        Input("nodes-counter", "value"),
+        Known("url", "search"),
+        prevent_initial_call=True,
+    )(lambda chosen, search: _chosen(state.ready(query_of(search).get("run", "")), chosen))
+
+
+def _chosen(run: Run | None, chosen: str | None) -> Any:  # noqa: ANN401
+    if run is None or not chosen:
+        return None
+    source, _, name = chosen.partition("/")
+    return _plot(run, source, name, height=320)
+
+
+def _card(run: Run, source: str, name: str) -> Any:  # noqa: ANN401
+    return card(figures.title_of(source, name), _plot(run, source, name, height=220))
+
+
+def _plot(run: Run, source: str, name: str, *, height: int) -> Any:  # noqa: ANN401
+    timeline = run.timeline
+    frames = [timeline.steps, timeline.collectives, timeline.regions, timeline.counters.rename({"time_ns": "start_ns"})]
+    first, last = (
+        pl.concat([frame.select("start_ns") for frame in frames])
+        .select(first=pl.col("start_ns").min(), last=pl.col("start_ns").max())
+        .row(0)
+    )
+    ends = timeline.steps.group_by("step").agg(pl.col("end_ns").max())["end_ns"].sort()
+    marks = ends.to_list() if len(ends) <= _MOST_MARKS else []
+    found = figures.series(timeline.counters, source, name)
+    return plot(figures.lines(found, name, first, last, marks), height=height)
