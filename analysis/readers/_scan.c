@@ -872,6 +872,7 @@ static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
     Text base = (Text)PyByteArray_AsString(data), p = base + start, e = base + end, done = p;
     int why = NEED_MORE;
     Event event;
+    PyThreadState *thread = PyEval_SaveThread(); /* other threads read other files: nobody else has these bytes */
     while (!scanner->out_of_memory) {
         if (lost) {
             Text next = next_event(p, e);
@@ -918,6 +919,7 @@ static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
         else
             store(scanner, &rows, &metas, &event);
     }
+    PyEval_RestoreThread(thread);
     if (scanner->out_of_memory)
         return PyErr_NoMemory();
     return Py_BuildValue("LLni", (long long)rows.rows, (long long)metas.rows, (Py_ssize_t)(done - base), why);

@@ -8,12 +8,14 @@ the file says about them. Times are exact to the nanosecond, on the clock of the
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import os
 import re
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -51,6 +53,7 @@ _NO_STEPS = {
     "steps": "the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)"
 }
 _SNIFF = 1 << 16
+_MOST_AT_ONCE = 8  # files; more would wait for the interpreter
 _MAX_HEADER = 64 << 20  # groups of thousands of ranks are listed before the events
 _HEADER_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -109,8 +112,7 @@ def open_run(paths: list[str]) -> FrameReader:
     """The run of which these files are the ranks. Raises `BadInput`."""
     captures: list[_Capture] = []
     gaps: list[Gap] = []
-    for label, source in _sources(paths):
-        capture = _read(label, source)
+    for capture in _captures(paths):
         if isinstance(capture, str):
             gaps.append(gap("kernels", capture))
         else:
@@ -288,22 +290,41 @@ def _begins_as_trace(file: IO[bytes], name: str) -> bool:
     return any(key in begin for key in _HEADER_KEYS) or bool(_BARE_ARRAY.match(begin))
 
 
-def _sources(paths: Sequence[str]) -> Iterator[tuple[str, _Source]]:
-    """Each file's label and its unpacked bytes, one open at a time."""
-    for path in paths:
-        files = _files_of(Path(path)) if Path(path).is_dir() else files_in([path])
-        for file in files:
-            if _TAR_NAME.search(file.name):
-                try:
-                    with tarfile.open(file) as tar:
-                        for member in tar:
-                            if member.isfile() and _JSON_NAME.search(member.name):
-                                yield f"{file.name}:{member.name}", unpacked(_member(tar, member))
-                except (tarfile.TarError, *_GZIP_ERRORS):
-                    yield file.name, _Source(io.BytesIO(), "is cut off or damaged")
-            elif len(files) == 1 or _is_trace(file):
-                with file.open("rb") as opened:
-                    yield str(file) if len(files) == 1 else file.name, unpacked(opened)
+def _captures(paths: Sequence[str]) -> Iterator[_Capture | str]:
+    """What each file holds, or one line that says what is wrong with it, in the order of the files.
+
+    Several are read at once: unpacking and scanning leave the interpreter to other threads.
+    """
+    files = [(path, file) for path in paths for file in _given(Path(path))]
+    alone = Counter(path for path, _ in files)
+    labels = [str(file) if alone[path] == 1 else file.name for path, file in files]
+    with ThreadPoolExecutor(max_workers=min(len(files), os.cpu_count() or 1, _MOST_AT_ONCE) or 1) as pool:
+        of_each = map if len(files) == 1 else pool.map  # Ctrl-C ends what runs in this thread at once
+        for captures in of_each(_captures_of, [file for _, file in files], labels):
+            yield from captures
+
+
+def _given(path: Path) -> list[Path]:
+    """The file, or the folder's traces; a folder with one file only has that."""
+    if not path.is_dir():
+        return files_in([str(path)])
+    files = _files_of(path)
+    return files if len(files) == 1 else [file for file in files if _TAR_NAME.search(file.name) or _is_trace(file)]
+
+
+def _captures_of(file: Path, label: str) -> list[_Capture | str]:
+    if not _TAR_NAME.search(file.name):
+        with file.open("rb") as opened:
+            return [_read(label, unpacked(opened))]
+    captures: list[_Capture | str] = []
+    try:
+        with tarfile.open(file) as tar:
+            for member in tar:
+                if member.isfile() and _JSON_NAME.search(member.name):
+                    captures.append(_read(f"{file.name}:{member.name}", unpacked(_member(tar, member))))
+    except (tarfile.TarError, *_GZIP_ERRORS):
+        captures.append(f"{file.name} is cut off or damaged")
+    return captures
 
 
 def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
@@ -387,7 +408,7 @@ class _Capture:
 
 
 _KEPT: dict[str, tuple[str, ...]] = {
-    "device": ("ts", "dur", "correlation", "cat", "name", "pid", "tid", "stream", "device"),
+    "device": ("ts", "dur", "correlation", "cat", "name", "stream", "device"),
     "launches": ("ts", "dur", "correlation", "name", "tid"),
     "spans": ("ts", "dur", "name", "tid"),
     "operators": ("ts", "dur", "name", "tid"),
