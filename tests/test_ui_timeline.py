@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import math
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
-from rankscope.dashboard.timeline import lod
+from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.trace import Trace
+from rankscope.dashboard.timeline import lod, lookup, scene
 
 
 def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray], dict[int, dict[int, np.ndarray]]]:
@@ -133,3 +145,294 @@ def test_the_event_under_the_pointer():
     assert lod.event_at(row, 20, 0) == lod.Event(1, 1, 20, 22)
     assert lod.event_at(row, 50, 5) is None
     assert lod.event_at(row, 87, 5) == lod.Event(0, 2, 90, 95)
+
+
+def test_waiting_and_transfer_of_an_operation_are_drawn_apart_and_an_open_one_lasts_to_the_end():
+    """Rank 0 waits 60 of 100 ns; rank 1's operation has no end, and the last thing that the run shows ends at 500."""
+    rows = {
+        "rank": [0, 1],
+        "start_ns": [1_000, 1_200],
+        "device_start_ns": [None, None],
+        "end_ns": [1_100, None],
+        "wait_ns": [60, None],
+        "group": ["dp", None],
+        "op": ["allreduce", "allgather"],
+    }
+    types = {"device_start_ns": pl.Int64, "wait_ns": pl.Int64, "rank": pl.Int32}
+    region = {"rank": [0], "start_ns": [1_400], "end_ns": [1_500], "kind": ["forward"], "name": [None], "thread": [0]}
+    made = scene.build_scene(
+        timeline_of(collectives=pl.DataFrame(rows, schema_overrides=types), regions=pl.DataFrame(region))
+    )
+    shown = [
+        (lane.rank, scene.KINDS[strip.kind].key, strip.start.tolist(), (strip.start + np.diff(strip.done)).tolist())
+        for lane in made.lanes
+        for strip in lane.row
+    ]
+    assert shown == [
+        (0, "transfer", [60], [100]),
+        (0, "wait", [0], [60]),
+        (1, "unsplit", [200], [500]),
+        (0, "forward", [400], [500]),
+    ]
+    assert [track.title for track in made.tracks[0]] == ["group dp", "regions"]
+
+
+def test_a_selection_counts_only_what_lies_inside():
+    phases = {
+        "rank": [0, 0, 0],
+        "part": ["compute", "wait", "compute"],
+        "label": ["forward", "allreduce", "backward"],
+        "start_ns": [0, 100, 150],
+        "end_ns": [100, 150, 400],
+    }
+    made = scene.build_scene(timeline_of(phases=pl.DataFrame(phases)))
+    (table,) = lookup.spent(made, [0], 50, 200)
+    assert [(row["label"], row["time"], row["share"]) for row in table["kinds"]] == [
+        ("compute", "100 ns", "67 %"),
+        ("waiting for peers", "50 ns", "33 %"),
+    ]
+    assert {row["name"]: row["count"] for row in table["names"]} == {"forward": 1, "backward": 1, "allreduce": 1}
+
+
+def test_times_far_beyond_what_a_float_counts_stay_exact():
+    """Profilers write unix time: 1.7e18 ns. Two phases of 3 ns each."""
+    phases = {"rank": [0, 0], "part": ["compute"] * 2, "label": ["a", "b"]}
+    at = {"start_ns": [1_700_000_000_000_000_001, 1_700_000_000_000_000_004]}
+    frame = pl.DataFrame(phases | at | {"end_ns": [t + 3 for t in at["start_ns"]]})
+    made = scene.build_scene(timeline_of(phases=frame))
+    assert made.origin_ns == 1_700_000_000_000_000_001
+    assert made.end == 6
+    assert lookup.describe(made, 0, 3, 0)["name"] == "b"
+
+
+def timeline_of(**frames: pl.DataFrame) -> Timeline:
+    """A timeline that holds these frames only."""
+    ranks = sorted({rank for frame in frames.values() for rank in frame["rank"]})
+    known = {
+        "ranks": pl.DataFrame({"rank": ranks, "node": 0, "hostname": "here"}),
+        "groups": pl.DataFrame(schema={"name": pl.String, "role": pl.String, "members": pl.String}),
+        "ops": pl.DataFrame(schema={"rank": pl.Int64, "stage": pl.Int32}),
+        "regions": pl.DataFrame(schema={"rank": pl.Int64, "stage": pl.Int32}),
+    }
+    if "regions" in frames:
+        frames["regions"] = frames["regions"].with_columns(stage=pl.lit(None, pl.Int32))
+    rest = {field: pl.DataFrame() for field in Timeline.__dataclass_fields__}
+    values = {"clocks": [], "gaps": [], "comparable": True, "matched_fraction": None}
+    return Timeline(**(rest | known | frames | values))
+
+
+# ---------------------------------------------------------------- in a browser
+
+ROOT = Path(__file__).parents[1]
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+LABELS, RULER, LINE = 168, 52, 18  # px, as in timeline.js
+in_a_browser = pytest.mark.skipif(
+    BROWSER is None
+    or sys.platform != "linux"
+    or any(importlib.util.find_spec(name) is None for name in ("playwright", "torch", "dash_mantine_components")),
+    reason="needs Linux, torch, dash, playwright and Chromium",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real job of two ranks, of which rank 1 is slow."""
+    folder = tmp_path_factory.mktemp("ui")
+    rankscope = Path(sys.executable).with_name("rankscope")
+    job = [ROOT / "examples/train_transformer.py", "--steps", "8", "--device-ms", "40", "--fault", "slow-rank"]
+    command = [rankscope, "run", "--standalone", "--nproc-per-node", "2", *job, "--fault-rank", "1"]
+    subprocess.run([str(word) for word in command], cwd=folder, check=True, capture_output=True, timeout=150)
+    (found,) = (folder / "runs").iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[str]:
+    from werkzeug.serving import make_server
+
+    from rankscope.dashboard.app import create_app
+    from rankscope.dashboard.state import State
+
+    state = State([run])
+    state.start()
+    state.wait(60)
+    serving = make_server("127.0.0.1", 0, create_app(state).server, threaded=True)
+    thread = threading.Thread(target=serving.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}/timeline"
+    serving.shutdown()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        yield started
+        started.close()
+
+
+class Screen:
+    """The timeline in a browser's page. Whatever the page complains about, or asks of other hosts, is kept."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page, self.complaints = page, []
+        page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on(
+            "request", lambda r: None if "//127.0.0.1:" in r.url or r.url.startswith("data:") else self._kept(r.url)
+        )
+        page.goto(address)
+        page.wait_for_selector("#timeline[data-painted]")
+
+    def _kept(self, url: str) -> None:
+        self.complaints.append(f"asked {url}")
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Do something that changes the view, and wait until it is painted and in the address."""
+        painted = self.page.locator("#timeline").get_attribute("data-painted")
+        action()
+        self.page.wait_for_function(f"document.getElementById('timeline').dataset.painted !== '{painted}'")
+        self.page.wait_for_timeout(350)
+
+    def window(self) -> tuple[int, int]:
+        """What the address says is in view, on the run's clock."""
+        start, end = self.page.evaluate("location.hash").lstrip("#").split("&")[0].split(",")
+        return int(start), int(end)
+
+    def spot(self, line: int, t_ns: float) -> tuple[float, float]:
+        """Where on the page this moment of a line is."""
+        box = self.page.locator(".rst canvas").bounding_box()
+        t0, t1 = self.window()
+        across = (t_ns - t0) / (t1 - t0) * (box["width"] - LABELS)
+        return box["x"] + LABELS + across, box["y"] + RULER + (line + 0.5) * LINE
+
+    def colour(self, x: float, y: float) -> str:
+        """The canvas's colour at this place of the page."""
+        found = self.page.evaluate(
+            "([x, y]) => { const c = document.querySelector('.rst canvas'), b = c.getBoundingClientRect();"
+            " return [...c.getContext('2d').getImageData(x - b.left, y - b.top, 1, 1).data].slice(0, 3); }",
+            [round(x), round(y) + 5],  # below the names
+        )
+        return "#" + "".join(f"{value:02x}" for value in found)
+
+    def beside(self) -> str:
+        return self.page.locator(".rst-side").inner_text()
+
+
+@pytest.fixture
+def screen(browser: Any, server: str) -> Iterator[Screen]:
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    shown = Screen(page, server)
+    yield shown
+    page.close()
+    assert shown.complaints == []
+
+
+@pytest.fixture(scope="module")
+def truth(run: Path) -> Timeline:
+    return build_timeline(Trace.open(run))
+
+
+@in_a_browser
+def test_zoom_and_pan_do_what_they_say_and_the_address_keeps_the_view(screen, truth):
+    first = truth.phases["start_ns"].min()
+    screen.page.wait_for_timeout(400)
+    t0, t1 = screen.window()
+    assert t0 <= first <= truth.phases["end_ns"].max() <= t1
+    middle = (t0 + t1) // 2
+    screen.page.mouse.move(*screen.spot(0, middle))
+    screen.do(lambda: screen.page.mouse.wheel(0, -240))
+    z0, z1 = screen.window()
+    assert (z1 - z0) / (t1 - t0) == pytest.approx(math.exp(-0.48), rel=0.01)
+    assert (z0 + z1) / 2 == pytest.approx(middle, abs=(t1 - t0) / 200)  # zoomed at the pointer
+    screen.page.locator(".rst canvas").focus()
+    screen.do(lambda: screen.page.keyboard.press("d"))
+    p0, p1 = screen.window()
+    assert p1 - p0 == pytest.approx(z1 - z0, rel=1e-6)
+    assert (p0 - z0) / (z1 - z0) == pytest.approx(0.15, abs=0.001)
+    screen.page.reload()
+    screen.page.wait_for_selector("#timeline[data-painted]")
+    screen.page.wait_for_timeout(400)
+    assert screen.window() == pytest.approx((p0, p1), abs=2)
+
+
+@in_a_browser
+def test_hovering_names_the_phase_and_a_click_on_an_operation_shows_all_its_ranks(screen, truth):
+    screen.page.wait_for_timeout(400)
+    phase = truth.phases.filter((pl.col("rank") == 0) & (pl.col("label") == "backward"))
+    phase = phase.sort(pl.col("end_ns") - pl.col("start_ns")).row(-1, named=True)
+    middle = screen.spot(0, (phase["start_ns"] + phase["end_ns"]) / 2)
+    assert screen.colour(*middle) == screen.page.evaluate(
+        "getComputedStyle(document.documentElement).getPropertyValue('--compute').trim()"
+    )
+    screen.page.mouse.move(*middle)
+    tip = screen.page.locator(".rst-tip")
+    tip.wait_for()
+    assert "backward" in tip.inner_text()
+    assert "rank 0" in tip.inner_text()
+    operations = truth.collectives.with_row_index().filter((pl.col("rank") == 0) & (pl.col("wait_ns") > 0))
+    operation = operations.sort("wait_ns").row(-1, named=True)
+    made = scene.build_scene(truth)
+    lines = [lane for track in made.tracks[0] for lane in track.lanes]
+    line = lines.index(made.tables["collectives"].lane[operation["index"]])
+    screen.page.mouse.click(*screen.spot(line, operation["start_ns"] + operation["wait_ns"] / 2))
+    screen.page.wait_for_function("document.querySelector('.rst-side').innerText.includes('all its ranks')")
+    assert "1 ← last" in " ".join(screen.beside().split())
+    assert operation["op"] in screen.beside()
+
+
+@in_a_browser
+def test_search_counts_all_matches_and_jumps_to_each(screen, truth):
+    named = truth.phases.filter(pl.col("label").str.contains("(?i)adam")).height
+    named += truth.regions.filter(pl.col("name").str.contains("(?i)adam")).height
+    status = screen.page.locator(".rst-bar [role=status]")
+    screen.page.fill(".rst input", "adam")
+    screen.page.wait_for_function("document.querySelector('.rst-bar [role=status]').textContent !== ''")
+    assert status.inner_text() == f"1 of {named}"
+    screen.page.wait_for_function("document.querySelector('.rst-side').innerText.includes('optimizer')")
+    screen.page.locator(".rst canvas").focus()
+    screen.page.keyboard.press("n")
+    screen.page.wait_for_function(f"document.querySelector('.rst-bar [role=status]').textContent === '2 of {named}'")
+
+
+@in_a_browser
+def test_a_selection_is_summed_up(screen, truth):
+    screen.page.wait_for_timeout(400)
+    t0, t1 = screen.window()
+    screen.page.keyboard.down("Shift")
+    screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.1))
+    screen.page.mouse.down()
+    screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.5))
+    screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.9))
+    screen.page.mouse.up()
+    screen.page.keyboard.up("Shift")
+    screen.page.wait_for_function("document.querySelector('.rst-side').innerText.includes('main threads, 1 lane')")
+    assert "backward" in screen.beside()
+    assert "compute" in screen.beside()
+
+
+@in_a_browser
+def test_an_address_with_evidence_opens_its_window(browser, server, truth):
+    step = truth.steps.filter((pl.col("rank") == 1) & (pl.col("step") == 5)).row(0, named=True)
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    shown = Screen(page, f"{server}?t0={step['start_ns']}&t1={step['end_ns']}&rank=1")
+    page.wait_for_timeout(400)
+    length = step["end_ns"] - step["start_ns"]
+    assert shown.window() == pytest.approx(
+        (step["start_ns"] - length / 2, step["end_ns"] + length / 2), abs=length / 50
+    )
+    page.close()
+    assert shown.complaints == []

@@ -38,7 +38,7 @@
 .rst-scroll canvas { position: sticky; top: 0; left: 0; display: block; touch-action: none; }
 .rst-side { width: 300px; overflow: auto; border: 1px solid var(--rule); padding: 8px 10px; box-sizing: border-box; }
 .rst-side h3 { font-size: 14px; margin: 0 0 6px; overflow-wrap: anywhere; } .rst-side h4 { font-size: 13px; margin: 12px 0 2px; }
-.rst-side table { border-collapse: collapse; width: 100%; font-size: 12px; font-variant-numeric: tabular-nums; }
+.rst-side table { color: inherit; border-collapse: collapse; width: 100%; font-size: 12px; font-variant-numeric: tabular-nums; }
 .rst-side td, .rst-side th { padding: 2px 6px 2px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); font-weight: 400; }
 .rst-side th { color: var(--quiet); } .rst-side td { overflow-wrap: anywhere; } .rst-side .n { text-align: right; white-space: nowrap; padding-right: 0; padding-left: 6px; }
 .rst-side kbd { border: 1px solid var(--rule); border-radius: 3px; padding: 0 4px; font: 12px monospace; }
