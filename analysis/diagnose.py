@@ -13,12 +13,15 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, detectors
 from rankscope.analysis.finding import (
+    REST,
+    Blame,
     Fidelity,
     Finding,
     Gap,
     Healthy,
     NotChecked,
     Part,
+    PathPart,
     Pipeline,
     Report,
     StepSummary,
@@ -28,8 +31,11 @@ from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.report.texts import part_label
 from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.timeline.critical_path import critical_path
+from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays
 from rankscope.analysis.timeline.device import device_parts
 from rankscope.analysis.timeline.graph import NotReplayable
+from rankscope.analysis.timeline.host_graph import HostGraph
 from rankscope.analysis.timeline.links import judged_links
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
@@ -59,6 +65,7 @@ _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() 
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
+_LISTED = 20  # of the causes of waiting and of the critical path
 _MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentions
 
 
@@ -93,7 +100,10 @@ def conclude(
     if timeline.ranks["node"].n_unique() < 2:
         reasons["links"] = "all ranks that were seen run on one node"
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
-    findings, fidelity = _with_gains(root_causes_first(found), timeline, tables["links"])
+    run = _replayable(timeline, tables["links"])
+    findings, fidelity = _with_gains(root_causes_first(found), run)
+    costs = delays(timeline.phases, timeline.collectives)
+    caused = caused_by_rank(costs)
     steps = _summary(timeline.steps)
     seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
@@ -111,8 +121,11 @@ def conclude(
         breakdown=_mean_parts(tables["breakdown"]),
         device=device_parts(timeline.kernels),
         waits=tuple(
-            Wait(rank=rank, waited_ns=ns) for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
+            Wait(rank=rank, waited_ns=ns, caused_ns=caused.get(rank, 0))
+            for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
         ),
+        blames=_blames(costs),
+        critical_path=_path(run.host, timeline.steps) if isinstance(run, Rerun) else (),
         pipeline=_pipeline(tables["ops"]),
         fidelity=fidelity,
         gaps=(*timeline.gaps, *_incomplete(timeline.steps)),
@@ -168,7 +181,7 @@ def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def _with_gains(
-    findings: tuple[Finding, ...], timeline: Timeline, links: pl.DataFrame
+    findings: tuple[Finding, ...], run: Rerun | PipelineRerun | NotReplayable
 ) -> tuple[tuple[Finding, ...], Fidelity | None]:
     """The findings with what their fixes bring in a replay, and how far the replay can be trusted.
 
@@ -176,11 +189,44 @@ def _with_gains(
     """
     if not any(finding.fix for finding in findings):
         return findings, None
-    try:
-        run = rerun(timeline, links)
-    except NotReplayable as reason:
-        return tuple(replace(f, gain_why=str(reason)) if f.fix else f for f in findings), None
+    if isinstance(run, NotReplayable):
+        return tuple(replace(f, gain_why=str(run)) if f.fix else f for f in findings), None
     return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity
+
+
+def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun | NotReplayable:
+    """The run, ready to be replayed, or why it cannot be."""
+    try:
+        return rerun(timeline, links)
+    except NotReplayable as reason:
+        return reason
+
+
+def _blames(costs: Delays) -> tuple[Blame, ...]:
+    """The causes of most standing still, over the whole run."""
+    rows = costs.charges.group_by("rank", "part", "label").agg(
+        (pl.col("direct_ns") + pl.col("indirect_ns")).sum().alias("waited_ns"), pl.col("blocked_ns").sum()
+    )
+    order = ["blocked_ns", "waited_ns", "rank", "part", "label"]
+    rows = rows.sort(order, descending=[True, True, False, False, False]).head(_LISTED)
+    return tuple(Blame(**row) for row in rows.iter_rows(named=True))
+
+
+def _path(host: HostGraph, steps: pl.DataFrame) -> tuple[PathPart, ...]:
+    """The critical path's mean per judged step, the largest parts and the rest."""
+    judged = steps.filter("judged")["step"].unique()
+    path = critical_path(host).filter(pl.col("step").is_in(judged.implode()))
+    rows = path.group_by("rank", "part", "label").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
+    rows = rows.sort(["ns", "rank", "part", "label"], descending=[True, False, False, False])
+    if rows.is_empty():
+        return ()
+    largest, rest = rows.head(_LISTED), int(rows["ns"].slice(_LISTED).sum())
+    means = rounded([*largest["ns"].to_list(), rest], len(judged))
+    parts = [
+        PathPart(rank=rank, part=part, label=label, ns_per_step=ns)
+        for (rank, part, label), ns in zip(largest.select("rank", "part", "label").iter_rows(), means, strict=False)
+    ]
+    return (*parts, PathPart(rank=None, part=REST, label="", ns_per_step=means[-1]))
 
 
 def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 __all__ = [
+    "REST",
+    "Blame",
     "Clock",
     "DevicePart",
     "Evidence",
@@ -14,11 +16,14 @@ __all__ = [
     "Healthy",
     "NotChecked",
     "Part",
+    "PathPart",
     "Pipeline",
     "Report",
     "StepSummary",
     "Wait",
 ]
+
+REST = "rest"  # part of the critical path that is not listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +117,42 @@ class DevicePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A rank's wait for the last arriver, over all matched collectives of the run."""
+    """A rank's wait for the last arriver, over all matched collectives of the run.
+
+    `caused_ns` is what all ranks waited because of this one, directly or through others: both have the same sum.
+    """
 
     rank: int
     waited_ns: int
+    caused_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """What ranks waited, over the whole run, because one rank took longer over something than they did.
+
+    Operations may be waited for at once, or while a rank works: `blocked_ns` counts each moment of a rank once, and
+    only where it stood still.
+    """
+
+    rank: int
+    part: str
+    label: str
+    waited_ns: int
+    blocked_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathPart:
+    """Mean time per judged step on the critical path; all together sum to the mean step of the job.
+
+    Rank None: a transfer, for which all its ranks had come. The last one, part "rest", is all that is not listed.
+    """
+
+    rank: int | None
+    part: str
+    label: str
+    ns_per_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +226,8 @@ class Report:
     breakdown: tuple[Part, ...]
     device: tuple[DevicePart, ...] = ()
     waits: tuple[Wait, ...] = ()
+    blames: tuple[Blame, ...] = ()  # the largest, by `blocked_ns`
+    critical_path: tuple[PathPart, ...] = ()  # empty where the run cannot be replayed
     pipeline: Pipeline | None = None
     fidelity: Fidelity | None = None  # None: nothing was replayed
     gaps: tuple[Gap, ...] = ()

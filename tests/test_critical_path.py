@@ -10,6 +10,7 @@ import pytest
 from test_kineto import DATA
 from test_timeline import ONE_NODE, matched, regions, table
 
+from rankscope.analysis.diagnose import diagnose
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.critical_path import PATH_COLUMNS, critical_path
 from rankscope.analysis.timeline.device_graph import BETWEEN, LAUNCH, device_graph
@@ -263,3 +264,19 @@ def test_replay_meets_the_steps_and_the_path_sums_to_them(name):
     over = seen.steps.group_by("step").agg(pl.col("end_ns").max()).sort("step")
     whole = np.diff(np.concatenate([[seen.steps["start_ns"].min()], over["end_ns"].to_numpy()]))
     assert np.abs(path["end_ns"].to_numpy() - whole).max() <= 50 * US  # of clocks that differ
+
+
+def test_report_on_torchrec_says_what_its_steps_wait_for_and_who_is_to_blame():
+    """Rank 2 sleeps 1,001 ms per step: on the critical path, and nobody waits for anybody else."""
+    path = DATA / "torchrec/sst_long_a2a_optimizer"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    report = diagnose(Trace.open(path))
+    first = report.critical_path[0]
+    assert (first.rank, first.label) == (2, "# running sparse arch")
+    assert abs(first.ns_per_step - 1_001_700_000) < 20_000_000
+    steps = sum(part.ns_per_step for part in report.critical_path)
+    assert abs(steps - report.steps.median_ns) < 0.05 * steps
+    assert sum(wait.caused_ns for wait in report.waits) == sum(wait.waited_ns for wait in report.waits)
+    assert [wait.rank for wait in report.waits if wait.caused_ns] == [2]
+    assert (report.blames[0].rank, report.blames[0].label) == (2, "# running sparse arch")

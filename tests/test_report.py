@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.analysis.finding import (
+    REST,
+    Blame,
     Clock,
     DevicePart,
     Evidence,
@@ -19,6 +21,7 @@ from rankscope.analysis.finding import (
     Healthy,
     NotChecked,
     Part,
+    PathPart,
     Report,
     StepSummary,
     Wait,
@@ -83,7 +86,20 @@ def job(world: int = 4, culprit: int = 2, **changes: object) -> Report:
         healthy=(Healthy(detector="gc_stall", resolution_ns=800_000), Healthy(detector="recompile")),
         not_checked=(NotChecked(detector="slow_link", why="all ranks are on one node"),),
         breakdown=tuple(parts),
-        waits=tuple(Wait(rank=rank, waited_ns=(100 if rank == culprit else 500) * MS) for rank in range(world)),
+        waits=tuple(
+            Wait(
+                rank=r,
+                waited_ns=(100 if r == culprit else 500) * MS,
+                caused_ns=(500 * world - 400) * MS * (r == culprit),
+            )
+            for r in range(world)
+        ),
+        blames=(Blame(rank=culprit, part="compute", label="forward", waited_ns=1600 * MS, blocked_ns=400 * MS),),
+        critical_path=(
+            PathPart(rank=culprit, part="compute", label="forward", ns_per_step=150 * MS),
+            PathPart(rank=None, part="transfer", label="allreduce", ns_per_step=40 * MS),
+            PathPart(rank=None, part=REST, label="", ns_per_step=10 * MS),
+        ),
         clocks=(Clock(node=0, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference"),),
         matched_fraction=1.0,
         step_ns=dict.fromkeys(range(world), (200 * MS,) * 10),
@@ -256,7 +272,17 @@ def test_json_holds_the_documented_values():
     assert document["healthy"] == ["gc_stall", "recompile"]
     assert document["resolution"] == {"gc_stall": 800_000, "recompile": None}
     assert document["not_checked"] == [{"detector": "slow_link", "why": "all ranks are on one node"}]
-    assert document["waits"][2] == {"rank": 2, "waited_ns": 100 * MS}
+    assert document["waits"][2] == {"rank": 2, "waited_ns": 100 * MS, "caused_ns": 1600 * MS}
+    assert document["blames"] == [
+        {"rank": 2, "part": "compute", "label": "forward", "waited_ns": 1600 * MS, "blocked_ns": 400 * MS}
+    ]
+    assert document["critical_path"][1] == {
+        "rank": None,
+        "part": "transfer",
+        "label": "allreduce",
+        "ns_per_step": 40 * MS,
+    }
+    assert sum(part["ns_per_step"] for part in document["critical_path"]) == 200 * MS
     [finding] = document["findings"]
     assert (finding["detector"], finding["ranks"], finding["lost_ns_per_step"]) == ("slow_rank", [2], 38 * MS)
     assert finding["evidence"][0]["rank"] == 2
@@ -277,6 +303,15 @@ def test_terminal_fits_its_width_and_is_plain_without_colour(render, report: Rep
         text = render(report, width=width)
         assert max(len(line) for line in text.splitlines()) <= width
         assert "\x1b" not in text
+
+
+def test_terminal_and_page_say_what_a_step_waits_for():
+    text = one_line(terminal.render(job()))
+    assert "75 % 150 ms 2 compute forward 20 % 40.0 ms all transfer allreduce 5.0 % 10.0 ms the rest" in text
+    assert "400 ms 2 compute forward" in text
+    page = html.render(job())
+    assert "What a step waits for" in page
+    assert "<td>allreduce</td>" in page
 
 
 def test_terminal_has_colour_where_asked():

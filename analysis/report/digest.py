@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rankscope.analysis.finding import Clock, DevicePart, Finding, Report
+from rankscope.analysis.finding import Blame, Clock, DevicePart, Finding, PathPart, Report
 from rankscope.analysis.report.texts import PART_ORDER, PICTURES
 
 __all__ = [
@@ -16,11 +16,16 @@ __all__ = [
     "extreme_devices",
     "extreme_ranks",
     "gap_groups",
+    "main_blames",
+    "main_path",
     "marked_ranks",
     "missing_ranks",
     "picture_values",
     "worst_clocks",
 ]
+
+_FEW = 8  # causes of waiting, and parts of the critical path, that people are shown
+_LEAST_OF_LARGEST = 0.05  # a cause is not shown that is so much less than the largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,22 @@ def extreme_ranks(split: Breakdown, findings: Sequence[Finding], limit: int) -> 
     named = dict.fromkeys(rank for finding in findings for rank in finding.ranks if rank in split.rows)
     others = sorted((rank for rank in split.rows if rank not in named), key=lambda rank: -distance[rank])
     return sorted([*named, *others][:limit])
+
+
+def main_blames(blames: Sequence[Blame]) -> list[Blame]:
+    """The few causes that ranks stood still for most."""
+    if not blames:
+        return []
+    least = max(_LEAST_OF_LARGEST * blames[0].blocked_ns, 1)
+    return [blame for blame in blames if blame.blocked_ns >= least][:_FEW]
+
+
+def main_path(path: Sequence[PathPart]) -> list[PathPart]:
+    """The few parts that make most of the critical path, and one for all the rest."""
+    if not path:
+        return []
+    listed, rest = path[: min(_FEW, len(path) - 1)], path[min(_FEW, len(path) - 1) :]
+    return [*listed, replace(path[-1], ns_per_step=sum(part.ns_per_step for part in rest))]
 
 
 def extreme_devices(device: Sequence[DevicePart], limit: int) -> list[DevicePart]:

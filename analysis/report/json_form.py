@@ -36,6 +36,8 @@ def _as_object(report: Report) -> dict[str, Any]:
         "breakdown": [dataclasses.asdict(part) for part in report.breakdown],
         "device": [dataclasses.asdict(part) for part in report.device],
         "waits": [dataclasses.asdict(wait) for wait in report.waits],
+        "blames": [dataclasses.asdict(blame) for blame in report.blames],
+        "critical_path": [dataclasses.asdict(part) for part in report.critical_path],
         "pipeline": None if report.pipeline is None else dataclasses.asdict(report.pipeline),
         "fidelity": None if report.fidelity is None else dataclasses.asdict(report.fidelity),
         "gaps": [dataclasses.asdict(gap) for gap in report.gaps],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rankscope.analysis.finding import Clock, Evidence, Finding, Report
+from rankscope.analysis.finding import REST, Clock, Evidence, Finding, PathPart, Report
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
-from rankscope.analysis.report.texts import say
+from rankscope.analysis.report.texts import part_short, say
 
 __all__ = [
     "clock_error",
@@ -18,6 +18,7 @@ __all__ = [
     "healthy_items",
     "no_finding",
     "one_or_many",
+    "path_row",
     "resolution",
     "who",
 ]
@@ -74,6 +75,13 @@ def cost_per_step(finding: Finding) -> str:
         return say("finding.cost.standstill")
     lost = duration_with_error(finding.lost_ns_per_step, finding.uncertainty_ns)
     return say("finding.cost.per_step", lost, percent(finding.lost_fraction))
+
+
+def path_row(part: PathPart) -> tuple[str, str, str]:
+    """Rank, part and label of a row of the critical path, as they are shown."""
+    if part.part == REST:
+        return "", "", say("path.rest")
+    return say("path.all") if part.rank is None else str(part.rank), part_short(part.part), part.label
 
 
 def gain(report: Report, finding: Finding) -> str:

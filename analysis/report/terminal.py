@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.finding import DevicePart, Finding, Pipeline, Report, Wait
+from rankscope.analysis.finding import Blame, DevicePart, Finding, PathPart, Pipeline, Report, Wait
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.phrases import (
     clock_error,
@@ -24,6 +24,7 @@ from rankscope.analysis.report.phrases import (
     healthy_items,
     no_finding,
     one_or_many,
+    path_row,
     resolution,
     who,
 )
@@ -61,6 +62,8 @@ def render(report: Report, *, width: int = 100, color: bool = False) -> str:
         *_time(report),
         _heading("waits"),
         *_waits(report.waits),
+        *_blames(digest.main_blames(report.blames)),
+        *_path(digest.main_path(report.critical_path)),
         *_pipeline(report.pipeline),
         *_device(report.device),
         _heading("healthy"),
@@ -281,6 +284,26 @@ def _waits(waits: Sequence[Wait]) -> list[RenderableType]:
         _text(say("waits.most", _wait_items(ordered[-half:]))),
         _text(say("waits.hidden", len(ordered) - 2 * half), "dim"),
     ]
+
+
+def _blames(blames: Sequence[Blame]) -> list[RenderableType]:
+    if not blames:
+        return []
+    table = _table(*(say(f"blames.{column}") for column in ("time", "rank", "part", "label")), text_columns=(2, 3))
+    for blame in blames:
+        table.add_row(duration(blame.blocked_ns), str(blame.rank), part_short(blame.part), _text(blame.label))
+    return [_text(say("blames.means"), "dim"), table]
+
+
+def _path(path: Sequence[PathPart]) -> list[RenderableType]:
+    if not path:
+        return []
+    step_ns = sum(part.ns_per_step for part in path)
+    columns = ("share", "time", "rank", "part", "label")
+    table = _table(*(say(f"path.{column}") for column in columns), text_columns=(3, 4))
+    for part in path:
+        table.add_row(percent(part.ns_per_step / step_ns), duration(part.ns_per_step), *map(_text, path_row(part)))
+    return [_heading("path"), _text(say("path.means", duration(step_ns)), "dim"), table]
 
 
 def _wait_items(waits: Iterable[Wait]) -> str:

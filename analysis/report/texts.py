@@ -173,6 +173,24 @@ _ENGLISH: dict[str, str] = {
     "waits.most": "most: {0}",
     "waits.hidden": "not shown: {0} ranks in between; all are in the JSON form",
     "waits.none": "No collective was matched on all its ranks, so waiting could not be told.",
+    # whom and what ranks stood still for
+    "blames.means": "What ranks stood still for, added over all ranks: what the last to arrive did longer than those "
+    "that waited. Where it had waited itself, it is whoever made it wait.",
+    "blames.time": "stood still",
+    "blames.rank": "for rank",
+    "blames.part": "part",
+    "blames.label": "what it did longer",
+    # critical path
+    "path": "What a step waits for",
+    "path.means": "The chain of work over all ranks that ends when the step does, {0} on average. Only what is on it "
+    "makes a step longer; all else had time to spare.",
+    "path.time": "per step",
+    "path.share": "share",
+    "path.rank": "rank",
+    "path.part": "part",
+    "path.label": "what",
+    "path.all": "all",
+    "path.rest": "the rest",
     # device
     "device": "The devices, over the whole capture",
     "device.means": "Percent of the capture; communication that nothing hides is exposed. "
