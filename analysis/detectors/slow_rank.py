@@ -14,7 +14,8 @@ likewise, so that noise elsewhere in the step is not added to it; `where` is the
 
 Where a profiler saw the devices, the loss is no more than the time by which the rank began collectives after the
 second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps are judged by this: a rank
-is late if it began most collectives last and holds `min_share` of the time that all latecomers together cost.
+is late if it holds `min_share` of the time by which ranks were late, and began most collectives last or was late in
+each of several steps: who is last most often need not be who costs most.
 `where` is then the region in which its device, compared with the others', idled or worked longest, and every region
 that takes its host at least half of the loss longer than the others in each step: that time may be hidden behind
 work that was queued before. In so few steps nobody can tell whether it stays: below 10 % of the step it counts low.
@@ -111,10 +112,12 @@ def detect(
     grid, seen = _seen(breakdown, collectives)
     excess = above_peers(grid.own)
     by_label = {label: above_peers(values) for label, values in own_by_label(phases, grid).items()}
-    found = _bursts(grid, excess, persistence) | _persistent(excess, by_label, persistence, min_z)
+    found = [_persistent(excess, by_label, persistence, min_z), _bursts(grid, excess, persistence)]
     waited = -above_peers(grid.blocked)
     _, slack = _least_apart(waited, _BOUND_Z)
-    slow = [_priced(row, *shown, waited[row], slack[row], by_label) for row, shown in sorted(found.items())]
+    priced = [_priced(row, *shown, waited[row], slack[row], by_label) for kind in found for row, shown in kind.items()]
+    # A rank that is always a little behind may have bursts besides: the costlier of the two is told.
+    slow = [max((s for s in priced if s.row == row), key=lambda s: s.lost.ns) for row in sorted({s.row for s in priced})]
     if seen is not None:
         slow = [_no_more_than_late(s, seen.margin) for s in slow]
         if len(grid.steps) < ENOUGH_STEPS:
@@ -160,7 +163,10 @@ def _latecomer(
     """The rank that began most collectives last and whose lateness is most of all lateness, if there is one."""
     costs = seen.margin.sum(axis=1)
     row = int(costs.argmax())
-    if costs[row] < min_share * costs.sum() or 2 * seen.last[row] <= seen.operations[row]:
+    of_step = seen.margin[row]
+    comes_back = len(of_step) > 1 and bool((of_step >= of_step.mean() / 2).all())
+    mostly_last = 2 * seen.last[row] > seen.operations[row]
+    if costs[row] < min_share * costs.sum() or not (mostly_last or comes_back):
         return []
     by_chance = float(np.delete(costs, row).max()) / seen.margin.shape[1]
     late = estimate(seen.margin[row])
@@ -324,7 +330,8 @@ def _typical_step(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> tuple[Evi
     column = among[np.argsort(slow.excess[among])[len(among) // 2]]
     rank, step = grid.ranks[slow.row], grid.steps[column]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)
-    note = f"step {step}: {duration(slow.excess[column])} longer than its peers"
+    how = "longer than its peers" if slow.last is None else "late in its collectives, added up"
+    note = f"step {step}: {duration(slow.excess[column])} {how}"
     return tuple(
         Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=note)
         for start, end in rows.select("start_ns", "end_ns").iter_rows()
