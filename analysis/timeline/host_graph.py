@@ -15,6 +15,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Fidelity
+from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.breakdown import PARTS
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.graph import Floats, Graph, Ints, NotReplayable, assemble, replay
@@ -26,6 +27,7 @@ __all__ = ["HostGraph", "fidelity", "graph_of", "step_lengths"]
 _LATE_STAMP_NS = 1_000_000  # an operation's end can be stamped that much after the thread that waited for it went on
 _LATE_SHARE = 0.1  # of a call that is itself what waited
 _GLOO_THREADS = 2  # so many operations of a group run at once on a rank
+_CLOCK_ERROR = 0.02  # of the step
 _MAIN_THREAD = 0
 _NONE = -1
 _TRANSFER = PARTS.index("transfer")
@@ -90,8 +92,8 @@ def graph_of(timeline: Timeline) -> HostGraph:
         raise NotReplayable("no step was seen")
     if not timeline.comparable:
         raise NotReplayable("the ranks number their steps differently")
-    if any(c.error_ns is None for c in timeline.clocks) and timeline.ranks["node"].n_unique() > 1:
-        raise NotReplayable("the nodes' clocks could not be brought together")
+    if timeline.ranks["node"].n_unique() > 1:
+        _check_clocks(timeline)
     bounds = phases.group_by("rank").agg(pl.col("start_ns").min().alias("_from"), pl.col("end_ns").max().alias("_to"))
     seen = (
         timeline.collectives.filter(pl.col("end_ns").is_not_null())
@@ -112,6 +114,17 @@ def graph_of(timeline: Timeline) -> HostGraph:
     chains = _chains(phases, keys, keys.of(seen, "start_ns"))
     error_ns = 2 * max((c.error_ns or 0 for c in timeline.clocks), default=0)
     return _assembled(timeline, phases, chains, seen, keys, error_ns)
+
+
+def _check_clocks(timeline: Timeline) -> None:
+    """Raise `NotReplayable` if the nodes' clocks do not tell who was last."""
+    errors = [clock.error_ns for clock in timeline.clocks]
+    known = [error for error in errors if error is not None]
+    if len(known) < len(errors):
+        raise NotReplayable("the nodes' clocks could not be brought together")
+    step_ns = float(np.median((timeline.steps["end_ns"] - timeline.steps["start_ns"]).to_numpy()))
+    if max(known, default=0) > _CLOCK_ERROR * step_ns:
+        raise NotReplayable(f"the nodes' clocks are only known to {duration(max(known))}")
 
 
 def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
@@ -161,17 +174,17 @@ def _assembled(
     # Main threads.
     chain_nodes = np.arange(n_ranks, n_ranks + n_chain)
     tie(chain_nodes, chains.node_before(chains.start))
-    duration = np.zeros(ends_at + n_rows)
+    durations = np.zeros(ends_at + n_rows)
     first_of_rank = np.searchsorted(chains.place, np.arange(n_ranks))
-    duration[:n_ranks] = chains.start[first_of_rank] - np.arange(n_ranks) * keys.span
-    duration[chain_nodes] = chains.end - chains.start
+    durations[:n_ranks] = chains.start[first_of_rank] - np.arange(n_ranks) * keys.span
+    durations[chain_nodes] = chains.end - chains.start
 
     # Blocked spans: they wait for what ended in them.
     span, row, end = _awaited(chains, arrival, end)
     tie(n_ranks + span, ends_at + row)
     last_end = chains.start.copy()
     np.maximum.at(last_end, span, end[row])
-    duration[chain_nodes] = np.where(chains.blocked, chains.end - last_end, duration[chain_nodes])
+    durations[chain_nodes] = np.where(chains.blocked, chains.end - last_end, durations[chain_nodes])
     wakes = np.full(n_chain, _NONE)
     order = np.argsort(end[row], kind="stable")
     wakes[span[order]] = position[row[order]]  # the last one to end tells what the span waits for
@@ -194,7 +207,7 @@ def _assembled(
     transfer_ns = np.full(n_ops, np.iinfo(np.int64).max)
     np.minimum.at(transfer_ns, dense[joins], np.maximum(local_end[joins] - last_began[dense[joins]], 0))
     transfers = n_ranks + n_chain + np.arange(n_ops)
-    duration[transfers] = transfer_ns
+    durations[transfers] = transfer_ns
     ends = ends_at + np.arange(n_rows)
     tie(transfers[dense[matched]], before[matched])
     tie(transfers[dense[matched & queued]], ends_at + freed[matched & queued])
@@ -208,7 +221,7 @@ def _assembled(
     earlier = _latest_begun(dense, local_began, local_end, alone & matched, keys.span)
     tie(ends[earlier >= 0], before[earlier[earlier >= 0]])
     done[earlier >= 0] = np.maximum(done, np.where(earlier >= 0, local_began[earlier], 0))[earlier >= 0]
-    duration[ends] = np.maximum(local_end - done, 0)
+    durations[ends] = np.maximum(local_end - done, 0)
 
     # What each node is.
     in_phase = chains.phase >= 0
@@ -227,7 +240,7 @@ def _assembled(
     op_end = last_began + transfer_ns
     chain_start, chain_end = (times - chains.place * keys.span for times in (chains.start, chains.end))
     graph, number = assemble(
-        duration_ns=duration,
+        duration_ns=durations,
         waits=np.concatenate(waits),
         waited_for=np.concatenate(waited_for),
         rank=np.concatenate([rank_numbers, rank_numbers[chains.place], np.full(n_ops, _NONE), rank_numbers[row_place]]),

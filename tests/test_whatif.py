@@ -1,0 +1,241 @@
+"""What a step would take if something were mended: against runs whose every millisecond is known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_cli import MS, RANK, rankscope_
+from test_replay import STUDY
+
+from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.timeline import build_timeline
+from rankscope.analysis.timeline.graph import NotReplayable, replay
+from rankscope.analysis.timeline.host_graph import fidelity, graph_of, step_lengths
+from rankscope.analysis.timeline.links import LINKS
+from rankscope.analysis.timeline.whatif import BadFix, rerun
+from rankscope.analysis.trace import Trace
+from rankscope.collectors.schema import OPS, REGION_KINDS, SCHEMA_VERSION
+from rankscope.collectors.writer import Partition, RunFolder
+
+STEPS = 14  # the first 2 are warm-up
+
+
+def each(value, step):
+    return value[step % len(value)] if isinstance(value, list) else value
+
+
+def record(folder, before, after=0, *, transfer=10, gc=None, forgets=None, ranks_per_node=8):
+    """A run folder of a DDP job; all times in ms, a number or a list that is gone through again and again.
+
+    Each step of rank r is a forward of `before[r]`, one all-reduce that is issued, `after[r]` more backward while it is
+    in flight, the wait for it and an optimizer of 10. `gc[r]` of the time before the call is garbage collection. Rank
+    0 does not record the operation of step `forgets`.
+    """
+    after = after if isinstance(after, dict) else dict.fromkeys(before, after)
+    now, rows = dict.fromkeys(before, 100), {rank: [] for rank in before}
+    for step in range(STEPS):
+        called = {rank: now[rank] + each(before[rank], step) for rank in before}
+        done = max(called.values()) + each(transfer, step)
+        for rank, call in called.items():
+            begin, busy = now[rank], call + each(after[rank], step)
+            over = max(busy, done)
+            add = rows[rank].append
+            add(("forward", begin, call - 5))
+            if gc and each(gc.get(rank, 0), step):
+                add(("gc", begin + 1, begin + 1 + each(gc[rank], step)))
+            add(("backward", call - 5, over))
+            if over > busy:
+                add(("wait", busy, over))
+            add(("optimizer", over, over + 10))
+            if not (rank == 0 and step == forgets):
+                add((step, call, done))
+            now[rank] = over + 10
+    (folder / "run").mkdir(parents=True)
+    for node in {rank // ranks_per_node for rank in before}:
+        said = {"schema_version": SCHEMA_VERSION, "node": node, "state": "closed", "launch": {}}
+        (folder / f"run/node={node:05}.json").write_text(json.dumps(said))
+    if node:
+        pings = Partition(RunFolder(folder), f"node={node:05}", "")
+        for at in range(0, 100 * MS, MS):  # a round trip of 10 µs, the same time on both nodes
+            times = {"t1_ns": at, "t2_ns": at + 5000, "t3_ns": at + 5000, "t4_ns": at + 10000}
+            pings.add_row("clocks", {"peer": 0, **times})
+        pings.flush()
+        pings.close()
+    for rank, of_rank in rows.items():
+        write(folder, rank, of_rank, world_size=len(before), node=rank // ranks_per_node)
+    return folder
+
+
+def write(folder, rank, rows, *, world_size, node):
+    part = Partition(RunFolder(folder), f"rank={rank:05}", "a0-")
+    part.add_row("ranks", RANK | {"world_size": world_size, "node": node})
+    members = f"0-{world_size - 1}"
+    group = {"start_ns": 0, "group_id": 7, "name": "0", "backend": "gloo", "role": "", "members": members}
+    part.add_row("groups", group)
+    names = ("forward", "backward", "gc", "wait", "optimizer")
+    for number, name in enumerate(names):
+        part.add_row("strings", {"name_id": number, "name": name})
+    for what, start, end in rows:
+        span = {"start_ns": start * MS, "end_ns": end * MS}
+        if what in names:
+            kind = {"kind": REGION_KINDS.index(what), "name_id": names.index(what), "thread": 0}
+            part.add_row("regions", span | kind | {"microbatch": None, "stage": None})
+            continue
+        op = {"issued_ns": start * MS, "group_id": 7, "seq": what, "op": OPS.index("allreduce"), "dtype": 2}
+        op |= {"device_start_ns": None, "is_async": True, "peer": -1, "tag": 0, "size_bytes": 4096, "thread": 0}
+        part.add_row("collectives", span | op | {"number": what + 1})
+    part.flush()
+    part.close()
+
+
+def run_of(folder):
+    return rerun(build_timeline(Trace.open(folder)), LINKS.to_frame())
+
+
+def step_ms(gain):
+    return pytest.approx(gain.step_ns / MS, abs=1e-6)
+
+
+# ---- the replay is the run
+
+
+def test_replay_of_a_run_as_it_was_meets_every_step(tmp_path):
+    """Ranks take turns at being late, the transfer varies, and compute overlaps some of it."""
+    before = {0: [40, 60, 50], 1: [55, 45], 2: 50}
+    host = graph_of(
+        build_timeline(Trace.open(record(tmp_path, before, {0: 20, 1: [0, 5], 2: 0}, transfer=[10, 14, 12])))
+    )
+    lengths = step_lengths(host, replay(host.graph, host.graph.duration_ns))
+    assert lengths.tolist() == host.steps["measured_ns"].to_list()
+    assert (host.matched, host.unmatched) == (STEPS, 0)
+
+
+def test_operation_that_a_rank_did_not_record_keeps_its_length_and_is_counted(tmp_path):
+    host = graph_of(build_timeline(Trace.open(record(tmp_path, {0: 40, 1: 60}, forgets=5))))
+    lengths = step_lengths(host, replay(host.graph, host.graph.duration_ns))
+    assert lengths.tolist() == host.steps["measured_ns"].to_list()
+    assert (host.matched, host.unmatched) == (STEPS - 1, 1)
+
+
+def test_fidelity_is_of_steps_that_nothing_was_fitted_to(tmp_path):
+    """Transfers of 10 ms in even and 18 ms in odd steps: each half is replayed with the other's, 8 ms off."""
+    host = graph_of(build_timeline(Trace.open(record(tmp_path, {0: 60, 1: 60}, transfer=[10, 18]))))
+    found = fidelity(host)
+    assert found.median_error == pytest.approx((8 / 80 + 8 / 88) / 2)
+    assert found.mean_error == pytest.approx(0)
+    steady = graph_of(build_timeline(Trace.open(record(tmp_path / "steady", {0: [60, 90], 1: 60}))))
+    assert fidelity(steady).p90_error == 0
+
+
+def test_nothing_is_predicted_where_the_replay_misses_the_steps(tmp_path):
+    with pytest.raises(NotReplayable, match=r"a replay misses the steps by 9\.5 %, more than 5 %"):
+        run_of(record(tmp_path, {0: 60, 1: 60}, transfer=[10, 18]))
+
+
+# ---- fixes
+
+
+def test_mended_rank_takes_what_its_peers_take(tmp_path):
+    """Rank 1 needs 70 ms where the others need 40: without that, steps of 60 instead of 90 ms."""
+    run = run_of(record(tmp_path, {0: 40, 1: 70, 2: 40}))
+    assert run.step_ns == 90 * MS
+    assert step_ms(run.gain("rank:1")) == 60
+    assert step_ms(run.gain("rank:0")) == 90
+
+
+def test_gain_ends_at_the_next_slowest_and_fixes_add_up(tmp_path):
+    run = run_of(record(tmp_path, {0: 40, 1: 90, 2: 60, 3: 40, 4: 40}))
+    assert [step_ms(run.gain(*fixes)) for fixes in (("rank:1",), ("rank:2",), ("rank:1", "rank:2"))] == [80, 110, 60]
+
+
+def test_mended_node_takes_what_the_other_nodes_take(tmp_path):
+    """Both ranks of node 1 need 70 ms; mending one of them brings nothing."""
+    run = run_of(record(tmp_path, {0: 40, 1: 40, 2: 70, 3: 70}, ranks_per_node=2))
+    assert [step_ms(run.gain(fix)) for fix in ("rank:2", "node:1")] == [90, 60]
+
+
+def test_nothing_is_predicted_across_nodes_whose_clocks_are_too_uncertain(tmp_path):
+    folder = record(tmp_path, {0: 40, 1: 70}, ranks_per_node=1)
+    for part in (folder / "clocks").rglob("*.arrow"):
+        part.unlink()
+    with pytest.raises(NotReplayable, match="clocks"):
+        run_of(folder)
+
+
+def test_balanced_ranks_all_take_the_mean(tmp_path):
+    assert step_ms(run_of(record(tmp_path, {0: 40, 1: 70})).gain("balance")) == 75
+
+
+def test_faster_operation_gains_what_was_not_hidden(tmp_path):
+    """The transfer of 40 ms lies under 25 ms of compute: 15 ms show."""
+    run = run_of(record(tmp_path, {0: 40, 1: 40}, 25, transfer=40))
+    assert [step_ms(run.gain(f"op:allreduce={share}")) for share in (1, 0.5, 0)] == [90, 75, 75]
+
+
+def test_operation_that_was_hidden_shows_when_compute_shrinks(tmp_path):
+    """Rank 1 computes 50 ms after its call and hides the 30 ms that the operation takes. Mended it has to wait."""
+    run = run_of(record(tmp_path, {0: 20, 1: 20}, {0: 10, 1: 50}, transfer=30))
+    assert (run.step_ns, step_ms(run.gain("rank:1"))) == (80 * MS, 60)
+
+
+def test_collection_on_the_slowest_rank_is_gained_and_on_another_is_not(tmp_path):
+    """30 of rank 1's 70 ms are garbage collection, and 20 of rank 0's 40, which nobody waits for."""
+    run = run_of(record(tmp_path, {0: 40, 1: 70}, gc={0: 20, 1: 30}))
+    assert step_ms(run.gain("gc")) == 60
+
+
+def test_fix_that_a_run_does_not_allow_is_answered_with_those_it_does(tmp_path):
+    run = run_of(record(tmp_path, {0: 40, 1: 70}))
+    for fix in ("rank:7", "gc", "op:allgather=0", "op:allreduce", "node:1", "link:node1", "stage:0", "nonsense"):
+        with pytest.raises(BadFix, match=r"possible: rank:0 … rank:1, balance, op:allreduce=0$"):
+            run.gain(fix)
+
+
+@pytest.mark.skipif(not STUDY.is_dir(), reason="the shared traces are not here")
+def test_pipeline_without_its_long_stage_is_the_published_what_if():
+    run = rerun(build_timeline(Trace.open(STUDY / "trace-ST.parquet")), LINKS.to_frame())
+    published = json.loads((STUDY / "ms-ST.json").read_text())
+    assert run.gain("stage:3").step_ns / 1e9 == pytest.approx(published["trem"], rel=1e-6)
+    with pytest.raises(BadFix, match="possible: stage:0, stage:1, stage:2, stage:3"):
+        run.gain("stage:4")
+
+
+# ---- through the doors
+
+
+def test_report_predicts_the_gain_of_its_findings_and_names_the_fix(tmp_path):
+    finding, _ = diagnose(Trace.open(record(tmp_path, {0: 40, 1: 70, 2: 40, 3: 50}))).findings
+    assert (finding.fix, finding.gain_why) == ("rank:1", None)
+    assert finding.gain_fraction == pytest.approx(20 / 90)  # rank 3 needs 50 ms
+
+
+def test_report_says_why_a_gain_is_not_predicted(tmp_path):
+    report = diagnose(Trace.open(record(tmp_path, {0: 40, 1: 70, 2: 40}, transfer=[10, 22])))
+    (finding,) = report.findings
+    assert (finding.fix, finding.gain_fraction, report.fidelity) == ("rank:1", None, None)
+    assert finding.gain_why.startswith("a replay misses the steps by ")
+
+
+def test_command_prints_each_fix_and_all_together(tmp_path):
+    folder = record(tmp_path, {0: 40, 1: 70, 2: 40})
+    said = rankscope_("whatif", folder, "--fix", "rank:1", "--fix", "op:allreduce=0")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert [line.split()[0] for line in said.stdout.splitlines()[-4:]] == [
+        "fix",
+        "rank:1",
+        "op:allreduce=0",
+        "together",
+    ]
+    found = json.loads(rankscope_("whatif", folder, "--fix", "rank:1", "--json").stdout)
+    assert (found["step_ns"], found["predictions"][0]["gain_ns"]) == (90 * MS, pytest.approx(30 * MS))
+    assert found["fidelity"]["median_error"] == 0
+
+
+def test_command_refuses_in_one_line(tmp_path):
+    bad = rankscope_("whatif", record(tmp_path / "a", {0: 40, 1: 70}), "--fix", "rank:9")
+    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
+    assert "possible: rank:0 … rank:1" in bad.stderr
+    vague = rankscope_("whatif", record(tmp_path / "b", {0: 60, 1: 60}, transfer=[10, 18]), "--fix", "rank:0")
+    assert (vague.returncode, vague.stdout) == (1, "")
+    assert vague.stderr.startswith("rankscope: nothing is predicted: a replay misses the steps by ")
