@@ -182,7 +182,7 @@ class _Operations:
     end: Ints
     waited: Ints
     step: Ints
-    last: Ints  # the row of the rank that came last, -1: nobody waited
+    last: Ints  # the row of the rank that came last
     segment: Ints
     bounds: Ints  # segment -> its first row; one more at the end
     code: Ints  # segment -> rank * groups + group, ascending
@@ -194,7 +194,7 @@ class _Operations:
 
 def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Operations:
     rows = collectives.filter(pl.col("instance_id").is_not_null()).select(
-        "rank", "group_id", "instance_id", "is_last", "end_ns", pl.col("step").cast(pl.Int64),
+        "rank", "group_id", "instance_id", "end_ns", pl.col("step").cast(pl.Int64),
         pl.coalesce("device_start_ns", "start_ns").alias("arrival_ns"),
         pl.col("wait_ns").fill_null(0).alias("waited_ns"),
         pl.col("op").is_in(P2P_OPS).alias("p2p"),
@@ -215,9 +215,10 @@ def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Opera
     code, first = np.unique(rank * groups + group, return_index=True)
     bounds = np.append(first, len(rank)).astype(np.int64)
     segment = np.repeat(np.arange(len(code)), np.diff(bounds))
-    is_last = rows["is_last"].fill_null(value=False).to_numpy()[order]
+    waited = rows["waited_ns"].to_numpy()[order]
+    by_wait = np.lexsort((waited, instance))
     last = np.full(count, -1)
-    last[instance[is_last][::-1]] = np.flatnonzero(is_last)[::-1]
+    last[instance[by_wait][::-1]] = by_wait[::-1]  # who waits least is whom the others wait for
     end = rows["end_ns"].to_numpy()[order]
     position = np.arange(len(rank)) - bounds[segment]
     stood = _stood_still(spans, rank, end)
@@ -228,7 +229,7 @@ def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Opera
         rank=rank,
         arrival=rows["arrival_ns"].to_numpy()[order],
         end=end,
-        waited=rows["waited_ns"].to_numpy()[order],
+        waited=waited,
         step=rows["step"].fill_null(-1).to_numpy()[order],
         last=last[instance],
         segment=segment,
@@ -286,8 +287,6 @@ class _Waits:
 
 def _waits(ops: _Operations, spans: _Spans) -> _Waits:
     waiting = np.flatnonzero(ops.waited > 0)
-    if (ops.last[waiting] < 0).any():
-        raise InvariantError("an operation has ranks that waited, and none that came last")
     over = ops.arrival + ops.waited
     op = waiting[np.lexsort((over[waiting], ops.rank[waiting]))]
     rank = ops.rank[op]
