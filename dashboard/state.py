@@ -84,8 +84,11 @@ class State:
         return None if loaded is None else loaded.report
 
     def critical_path(self, run: str) -> pl.DataFrame | None:
-        self._progress[run]
-        return None
+        """rank, start_ns, end_ns of what the steps could not do without; None where the run cannot be replayed."""
+        from rankscope.dashboard.replays import path  # it needs Run
+
+        loaded = self._progress[run].run
+        return None if loaded is None else path(loaded)
 
     def start(self) -> None:
         """Read the runs, each in a thread of its own."""

@@ -156,6 +156,17 @@ def test_bursts_of_one_rank_are_found_and_their_steps_named():
     assert "every 5th step" in finding.title
 
 
+def test_bursts_are_found_on_a_rank_that_is_always_a_little_behind_elsewhere():
+    """Rank 3: forward takes 150 ms longer in every 5th step, backward half a ms longer in each."""
+    own = {rank: [180.0] * STEPS for rank in range(4)}
+    forward = {rank: [60.0] * STEPS for rank in range(4)}
+    forward[3] = [60 + (150 if step % 5 == 0 else 0) for step in range(STEPS)]
+    own[3] = [ms + 120.5 for ms in forward[3]]
+    (finding,) = slow(job(own, forward=forward))
+    assert (finding.ranks, finding.steps) == ((3,), tuple(range(0, STEPS, 5)))
+    assert finding.lost_ns_per_step == pytest.approx(30 * MS, rel=0.05)
+
+
 def test_one_long_hiccup_is_not_a_slow_rank():
     own = healthy()
     own[1][7] += 3000

@@ -1,0 +1,112 @@
+"""What would come of mending things: a run made ready to be replayed once, and the fixes that it allows."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import polars as pl
+
+from rankscope.analysis.timeline.critical_path import critical_path
+from rankscope.analysis.timeline.graph import NotReplayable
+from rankscope.analysis.timeline.links import judged_links
+from rankscope.analysis.timeline.whatif import BadFix, Gain, PipelineRerun, Rerun, rerun
+from rankscope.dashboard.state import Run
+
+__all__ = ["Fix", "fixes", "gain", "path", "replayable"]
+
+_PATIENCE_S = 4.0  # for trying single fixes; those that findings name come first
+_TEXTS = (
+    (r"rank:(\d+)", "rank {0} as fast as the others"),
+    (r"node:(\d+)", "node {0} as fast as the others"),
+    (r"stage:(\d+)", "stage {0} as fast as the others"),
+    (r"link:node(\d+)", "the network of node {0} as fast as the others'"),
+    (r"op:(\w+)=0", "{0} moves its bytes in no time"),
+    (r"balance", "work shared out evenly over the ranks"),
+    (r"gc", "no garbage collection"),
+    (r"input", "no waiting for input"),
+    (r"compile", "no compilation"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """One thing to mend, and what it alone would bring."""
+
+    key: str  # as `rankscope whatif --fix` takes it
+    text: str
+    gain: Gain
+
+
+@lru_cache(maxsize=4)
+def replayable(run: Run) -> Rerun | PipelineRerun | str:
+    """The run ready to be replayed, or why nothing can be predicted."""
+    addresses = {node: launch.get("addresses", ()) for node, launch in run.trace.run.items()}
+    timeline = run.timeline
+    try:
+        return rerun(timeline, judged_links(timeline.counters, timeline.steps, addresses))
+    except NotReplayable as reason:
+        return str(reason)
+
+
+@lru_cache(maxsize=4)
+def fixes(run: Run) -> tuple[list[Fix], int]:
+    """Single fixes, those that bring most first, and how many were not tried for lack of time."""
+    ready = replayable(run)
+    if isinstance(ready, str):
+        return [], 0
+    deadline = time.monotonic() + _PATIENCE_S
+    keys = list(dict.fromkeys(_keys(run, ready)))
+    tried = []
+    for key in keys:
+        if time.monotonic() > deadline:
+            break
+        try:
+            tried.append(Fix(key, _text(key), ready.gain(key)))
+        except BadFix:  # a finding may name what cannot be replayed
+            keys = [other for other in keys if other != key]
+    tried.sort(key=lambda fix: -fix.gain.gain_ns)
+    return tried, len(keys) - len(tried)
+
+
+@lru_cache(maxsize=4)
+def path(run: Run) -> pl.DataFrame | None:
+    """The critical path's own time: rank, start_ns, end_ns; None where the run cannot be replayed."""
+    ready = replayable(run)
+    if not isinstance(ready, Rerun):
+        return None
+    return critical_path(ready.host).drop_nulls("rank").select("rank", "start_ns", "end_ns")
+
+
+def gain(run: Run, keys: Sequence[str]) -> Gain | None:
+    """What these fixes bring together; None where nothing can be predicted."""
+    ready = replayable(run)
+    if isinstance(ready, str):
+        return None
+    try:
+        return ready.gain(*keys)
+    except BadFix:
+        return None
+
+
+def _keys(run: Run, ready: Rerun | PipelineRerun) -> Iterator[str]:
+    for finding in run.report.findings:
+        yield from (f"rank:{rank}" for rank in finding.ranks)
+        yield from (f"node:{node}" for node in finding.nodes)
+    ranges = [key for key in ready.possible() if " … " in key]
+    yield from (key for key in ready.possible() if key not in ranges)
+    for key in ranges:  # rank:0 … rank:7
+        kind, _, first = key.partition(" … ")[0].partition(":")
+        last = key.rpartition(":")[2]
+        yield from (f"{kind}:{number}" for number in range(int(first), int(last) + 1))
+
+
+def _text(key: str) -> str:
+    for pattern, text in _TEXTS:
+        found = re.fullmatch(pattern, key)
+        if found:
+            return text.format(*found.groups())
+    return key
