@@ -88,6 +88,7 @@ def chart(rows: pl.DataFrame, longest_ns: int) -> Figure:
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "textangle": 0,
+                "insidetextfont": {"color": "#ffffff" if name == FORWARD else "#14181d"},
                 "hovertext": said,
                 "hovertemplate": "%{hovertext}<extra></extra>",
                 "marker": {"color": colour, "line": {"color": "rgba(255,255,255,.7)", "width": 1}},
