@@ -40,7 +40,7 @@ _PAIRS = (
     ("slow_rank", "slow_link"),
     ("input_stall", "gc_stall"),
     ("slow_node", "gc_stall"),
-    ("slow_rank", "slow_rank"),
+    ("slow_link", "gc_stall"),
 )
 _SEVERAL_NODES = ("slow_node", "slow_link")
 _RANDOM = ("sporadic_rank", "gc_stall", "uneven_work", "recompile")  # a few steps do not show what they cost

@@ -201,6 +201,10 @@ class _Team:
     def spend(self, ns: np.ndarray | float) -> None:
         self.now = self.now + ns
 
+    def around(self, ns: float) -> None:
+        """What Python takes around everything else; never twice the same."""
+        self.spend(ns * np.exp(0.3 * self.rng.standard_normal(len(self.ranks))))
+
     def work(self, ns: float, *, data: bool = True, tokens: np.ndarray | None = None) -> None:
         """The ranks compute for `ns` at full speed, and are sometimes preempted."""
         size = len(self.ranks)
@@ -230,7 +234,7 @@ class _Team:
             self.taken.append(self.now)
         else:
             self.spend(load)
-        self.spend(0.3 * _MS)
+        self.around(0.3 * _MS)
         self.log.busy_ns["input"][self.step, self.ranks] += np.where(np.isfinite(start), self.now - start, 0.0)
         self.region("input", "DataLoader", start)
 
@@ -257,7 +261,7 @@ class _Team:
     ) -> _Pending:
         """All ranks of each group enter `op` with `size` bytes, a device when it is `ready`; nobody is blocked yet."""
         call = self.now
-        self.spend(_CALL * np.exp(0.3 * self.rng.standard_normal(len(self.ranks))))
+        self.around(_CALL)
         groups = len(comm.members)
         rounds = 2.0 if op == "allreduce" else 1.0
         crossing = comm.per_node if op == "alltoall_base" else 1.0  # every rank sends to all ranks elsewhere
@@ -301,11 +305,11 @@ class _Team:
             start = self.now
             self.spend(0.3 * self.job.compute_ns * np.exp(0.1 * self.rng.standard_normal(len(self.ranks))))
             self.region("checkpoint", "checkpoint", start)
-        self.spend(0.15 * _MS)
+        self.around(0.15 * _MS)
 
     def optimize(self) -> None:
         start = self.now
-        self.spend(0.1 * _MS)
+        self.around(0.1 * _MS)
         self.work(self.job.optimizer_ns, data=False)
         self.region("optimizer", "AdamW#0", start)
         self.log.optimizer_end[self.step, self.ranks] = self.now
@@ -358,7 +362,7 @@ class _Scheduler:
     def send(self, team: _Team, to: _Team, tag: int, size: float) -> None:
         """Asynchronous: the transfer begins when the receiver is there too, and the receiver writes down its end."""
         call = team.now
-        team.spend(_CALL * np.exp(0.3 * team.rng.standard_normal(len(team.ranks))))
+        team.around(_CALL)
         row = {"rank": team.ranks, "start_ns": call, "issued_ns": team.now, "end_ns": np.full(len(call), np.inf)}
         row |= {"group_id": self.pipeline_ids, "op": "send", "is_async": True}
         row |= {"peer": to.ranks, "size_bytes": int(size), "seq": self._next(team, to), "device_start_ns": np.inf}
@@ -377,7 +381,7 @@ class _Scheduler:
             seq = self._next(sender, team)
             row = {"group_id": self.pipeline_ids, "seq": seq}
         call = team.now
-        team.spend(_CALL * np.exp(0.3 * team.rng.standard_normal(len(team.ranks))))
+        team.around(_CALL)
         remote = team.node != sender.node
         pairs = np.bincount(sender.node[remote], minlength=self.job.nodes)[sender.node]  # share the sender's link
         rate = np.where(remote, np.minimum(self.nic[team.node], self.nic[sender.node]) / np.maximum(pairs, 1), _BUS)
