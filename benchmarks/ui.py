@@ -22,7 +22,7 @@ import polars as pl
 import psutil
 from dash import Dash, html
 from playwright.sync_api import Page, sync_playwright
-from werkzeug.serving import make_server
+from werkzeug.serving import WSGIRequestHandler, make_server
 
 from rankscope.analysis.report.palette import LIGHT, css_variables
 from rankscope.analysis.timeline.breakdown import PARTS
@@ -95,6 +95,11 @@ class OneRun:
         return None
 
 
+class Silent(WSGIRequestHandler):
+    def log_request(self, *_: object) -> None:
+        pass
+
+
 def serve(events: int, port: int) -> None:
     run = OneRun(made_up(events))
     app = Dash("timeline", update_title=None)
@@ -105,7 +110,7 @@ def serve(events: int, port: int) -> None:
     )
     app.layout = html.Div(timeline.layout("", "1"))
     timeline.register(app, run)
-    make_server("127.0.0.1", port, app.server, threaded=True).serve_forever()
+    make_server("127.0.0.1", port, app.server, threaded=True, request_handler=Silent).serve_forever()
 
 
 def on_the_server(events: int) -> None:
