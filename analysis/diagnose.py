@@ -34,6 +34,7 @@ from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.critical_path import critical_path
 from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays
 from rankscope.analysis.timeline.device import device_parts
+from rankscope.analysis.timeline.device_phases import QUEUED, UNSEEN
 from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.host_graph import HostGraph
 from rankscope.analysis.timeline.links import judged_links
@@ -66,7 +67,7 @@ _COARSE = 0.15  # share of the step below which a verdict without a finding must
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
 _LISTED = 20  # of the causes of waiting and of the critical path
-_MUCH_BLOCKED = 0.2  # share of the step that a verdict without a finding mentions
+_MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
 
 
 def diagnose(trace: Trace) -> Report:
@@ -110,7 +111,9 @@ def conclude(
     return Report(
         path="",
         source="",
-        verdict=_verdict(findings, healthy, not_checked, steps, seen, world_size, tables["breakdown"]),
+        verdict=_verdict(
+            findings, healthy, not_checked, steps, seen, world_size, tables["breakdown"], tables["phases"]
+        ),
         ranks=seen,
         world_size=world_size,
         nodes=tuple(timeline.ranks["node"].unique().sort().to_list()),
@@ -359,6 +362,7 @@ def _verdict(
     seen: tuple[int, ...],
     world_size: int | None,
     breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
 ) -> str:
     """One sentence."""
     missing = sorted(set(range(world_size or 0)) - set(seen))
@@ -370,10 +374,12 @@ def _verdict(
             f"{counted(steps.warmup, 'step')} seen, all of them warm-up" if steps.warmup else "no step was seen"
         )
         why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
-        speed = f"annot judge: {why if steps.count else seen_steps}{_made_of(breakdown)}{absent}."
+        speed = f"annot judge: {why if steps.count else seen_steps}{_made_of(breakdown)}{_unexplained(phases)}{absent}."
         return f"No rank hangs; c{speed}" if healthy and not steps.count else f"C{speed}"
     judged = f"{counted(steps.count, 'judged step')} of {counted(len(seen), 'rank')}"
-    return f"No bottleneck found in {judged}{_unseen(healthy, steps)}{_blocked(breakdown)}{absent}."
+    return (
+        f"No bottleneck found in {judged}{_unseen(healthy, steps)}{_blocked(breakdown)}{_unexplained(phases)}{absent}."
+    )
 
 
 def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> str:
@@ -404,6 +410,15 @@ def _blocked(breakdown: pl.DataFrame) -> str:
     grid = step_grid(breakdown)
     share = float(grid.of(*BLOCKED).mean() / grid.step_ns)
     return f"; communication blocks {percent(share)} of the step" if share >= _MUCH_BLOCKED else ""
+
+
+def _unexplained(phases: pl.DataFrame) -> str:
+    """How much of the step devices stand idle and the trace does not show why, where it is much."""
+    length = pl.col("end_ns") - pl.col("start_ns")
+    unknown = (pl.col("part") == "other") & pl.col("label").is_in([QUEUED, UNSEEN])
+    share = phases.select(length.filter(unknown).sum() / length.sum()).item() or 0.0
+    much = f"; the devices stand idle {percent(share)} of the step, and the trace does not show why"
+    return much if share >= _MUCH_BLOCKED else ""
 
 
 def _made_of(breakdown: pl.DataFrame) -> str:

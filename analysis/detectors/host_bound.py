@@ -28,10 +28,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.device_phases import UNSEEN
 from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, gain_ns
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -88,11 +89,15 @@ def detect(
     ]
 
 
-def resolution_ns(breakdown: pl.DataFrame, kernels: pl.DataFrame, *, min_fraction: float = 0.1) -> int:
-    """The smallest idle time per step that would have been reported."""
+def resolution_ns(
+    breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, *, min_fraction: float = 0.1
+) -> int:
+    """The smallest idle time per step that would have been reported; idle time of unknown launch may be the host's."""
     grid = _launched(breakdown, kernels)
     scatter = estimate(np.quantile(grid.of("host"), 0.5, axis=0, method="lower"), _TRIM).half_width_ns
-    return round(max(min_fraction * grid.step_ns, scatter))
+    unseen = phases.filter(pl.col("part") == "other", pl.col("label") == UNSEEN)
+    unseen_ns = unseen.select((pl.col("end_ns") - pl.col("start_ns")).sum()).item() / len(grid.ranks) / len(grid.steps)
+    return visible(grid, max(min_fraction * grid.step_ns, scatter, unseen_ns))
 
 
 def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:

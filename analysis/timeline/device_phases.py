@@ -15,11 +15,12 @@ from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.timeline.breakdown import PARTS, PHASE_COLUMNS, Grid, Spans, as_phases, joined
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["IDLE_LABELS", "device_phases", "with_launches"]
+__all__ = ["IDLE_LABELS", "QUEUED", "UNSEEN", "device_phases", "with_launches"]
 
 # Labels of idle time: the device's own gap from one row to the next; longer, although the next was queued (it waits for
 # an event, or for what the trace does not show); before work of unknown launch; and where the host was in no region.
-IDLE_LABELS = ("between kernels", "queued, not started", "launch not in the trace", "no region")
+QUEUED, UNSEEN = "queued, not started", "launch not in the trace"
+IDLE_LABELS = ("between kernels", QUEUED, UNSEEN, "no region")
 _BETWEEN, _QUEUED, _UNSEEN, _NO_REGION = range(len(IDLE_LABELS))
 
 _MAIN_THREAD = 0
