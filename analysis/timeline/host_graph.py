@@ -130,7 +130,8 @@ def _check_clocks(timeline: Timeline) -> None:
 def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
     """The phases, cut at arrivals, those in which a rank is blocked joined between them."""
     low, high = keys.of(phases, "start_ns"), keys.of(phases, "end_ns")
-    at = np.unique(np.concatenate([low, high, arrivals]))
+    at = np.sort(np.concatenate([low, high, arrivals]))  # np.unique hashes, which is slower than this
+    at = at[np.concatenate([[True], at[1:] != at[:-1]])]
     phase = np.searchsorted(low, at[:-1], side="right") - 1
     place = keys.place(phases)
     start, end = at[:-1], at[1:]
@@ -158,9 +159,9 @@ def _assembled(
     row_step = seen["step"].fill_null(_NONE).to_numpy().astype(np.int64)
     position = _position_in_cycle(seen)
     instance_id = seen["instance_id"].cast(pl.Int64).fill_null(_NONE).to_numpy()
-    ids, instance = np.unique(instance_id[instance_id >= 0], return_inverse=True)
-    dense = np.full(n_rows, _NONE)
-    dense[instance_id >= 0] = instance
+    is_op = np.bincount(instance_id + 1, minlength=1)[1:] > 0
+    ids = np.flatnonzero(is_op)
+    dense = np.where(instance_id >= 0, np.concatenate([np.cumsum(is_op), [0]])[instance_id] - 1, _NONE)
     n_ops = len(ids)
 
     ends_at = n_ranks + n_chain + n_ops  # the first of the rows' ends
