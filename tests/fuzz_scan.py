@@ -96,13 +96,16 @@ def fuzz(traces: list[Path], *, seconds: float, inputs: int, seed: int) -> int:
         data = bytearray(bytes(data))  # exactly as large as its content
         room = chance.choice((1, 4, 100))
         rows, metas = bytearray(ROW_BYTES * room), bytearray(META_BYTES * room)
-        start, full = 0, True
+        start = n_rows = n_metas = 0
         cut = chance.randrange(len(data) + 1) if len(data) else 0
         for stop in (cut, len(data)):
             final, lost, full = stop == len(data) and number % 2 == 0, number % 7 == 0, True
             while full:
-                _, _, start, why = _scan.scan(scanner, data, start, stop, final, lost, rows, metas)
+                scanned = _scan.scan(scanner, data, start, stop, final, lost, rows, metas, n_rows, n_metas)
+                n_rows, n_metas, start, why = scanned
                 full, lost = why == 1, False
+                if full:
+                    n_rows = n_metas = 0
         if number % 100 == 0:
             _scan.names(scanner, 0)
         number += 1

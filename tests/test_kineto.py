@@ -433,7 +433,7 @@ def _everything(scanner, data, cuts):
     buffer, start, found = bytearray(data), 0, []
     for end in [*cuts, len(data)]:
         while True:
-            n_rows, n_metas, start, why = scanner.scan(buffer, start, end, end == len(data), False, rows, metas)
+            n_rows, n_metas, start, why = scanner.scan(buffer, start, end, end == len(data), False, rows, metas, 0, 0)
             found.append(
                 (why, start, _listed(scan.ROW_COLUMNS, rows, 8, n_rows), _listed(scan.META_COLUMNS, metas, 3, n_metas))
             )

@@ -853,14 +853,14 @@ static Columns columns_of(PyObject *bytes, Py_ssize_t row_size, int n_long)
     return columns;
 }
 
-/* scan(scanner, data, start, end, final, lost, rows, metas) -> (rows, metas, consumed, why) */
+/* scan(scanner, data, start, end, final, lost, rows, metas, n_rows, n_metas) -> (n_rows, n_metas, consumed, why) */
 static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *capsule, *data, *row_bytes, *meta_bytes;
-    Py_ssize_t start, end;
+    Py_ssize_t start, end, n_rows, n_metas;
     int final, lost;
-    if (!PyArg_ParseTuple(args, "OO!nnppO!O!", &capsule, &PyByteArray_Type, &data, &start, &end, &final, &lost,
-                          &PyByteArray_Type, &row_bytes, &PyByteArray_Type, &meta_bytes))
+    if (!PyArg_ParseTuple(args, "OO!nnppO!O!nn", &capsule, &PyByteArray_Type, &data, &start, &end, &final, &lost,
+                          &PyByteArray_Type, &row_bytes, &PyByteArray_Type, &meta_bytes, &n_rows, &n_metas))
         return NULL;
     Scanner *scanner = PyCapsule_GetPointer(capsule, "rankscope.Scanner");
     if (!scanner)
@@ -869,6 +869,10 @@ static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
         return PyErr_Format(PyExc_ValueError, "start and end must lie in the data");
     Columns rows = columns_of(row_bytes, N_LONG * 8 + N_SHORT * 4, N_LONG);
     Columns metas = columns_of(meta_bytes, N_META_LONG * 8 + N_META_SHORT * 4, N_META_LONG);
+    rows.rows = n_rows;
+    metas.rows = n_metas;
+    if (n_rows < 0 || n_rows > rows.capacity || n_metas < 0 || n_metas > metas.capacity)
+        return PyErr_Format(PyExc_ValueError, "there is no room for so many rows");
     Text base = (Text)PyByteArray_AsString(data), p = base + start, e = base + end, done = p;
     int why = NEED_MORE;
     Event event;
@@ -959,7 +963,7 @@ static PyObject *counts(PyObject *Py_UNUSED(module), PyObject *capsule)
 
 static PyMethodDef methods[] = {
     {"new", new_scanner, METH_VARARGS, "new(whole, brief: tuples of bytes) -> scanner"},
-    {"scan", scan, METH_VARARGS, "scan(scanner, data, start, end, final, lost, rows, metas) -> (rows, metas, consumed, why)"},
+    {"scan", scan, METH_VARARGS, "see scan.py"},
     {"names", names, METH_VARARGS, "names(scanner, first) -> list of bytes"},
     {"counts", counts, METH_O, "counts(scanner) -> (events, malformed, untimed, unnamed)"},
     {NULL, NULL, 0, NULL},

@@ -12,6 +12,8 @@ def scan(
     lost: bool,
     rows: bytearray,
     metas: bytearray,
+    n_rows: int,
+    n_metas: int,
     /,
 ) -> tuple[int, int, int, int]: ...
 def names(state: State, first: int, /) -> list[bytes]: ...

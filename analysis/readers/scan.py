@@ -99,12 +99,21 @@ class Scanner(Protocol):
     """Takes bytes, fills columns; state goes on from call to call, since names keep their codes."""
 
     def scan(
-        self, data: bytearray, start: int, end: int, final: bool, lost: bool, rows: bytearray, metas: bytearray
+        self,
+        data: bytearray,
+        start: int,
+        end: int,
+        final: bool,
+        lost: bool,
+        rows: bytearray,
+        metas: bytearray,
+        n_rows: int,
+        n_metas: int,
     ) -> tuple[int, int, int, int]:
         """Events of `data[start:end]`, from between two events on (`lost`: from anywhere on, to the next event).
 
-        `final` says that no more bytes will come. Returns how many rows and metas were written, up to where the data
-        was used, and why it ended there.
+        `final` says that no more bytes will come, `n_rows` and `n_metas` how many there are already. Returns how many
+        there are now, up to where the data was used, and why it ended there.
         """
         ...
 
@@ -149,13 +158,15 @@ def scan_events(scanner: Scanner, source: Source, begun: bytes, result: Scan) ->
     row_columns, meta_columns = _columns(ROW_COLUMNS, rows, _ROWS), _columns(META_COLUMNS, metas, _METAS)
     buffer = bytearray(begun)
     start, end, final, lost = 0, len(begun), False, False
+    n_rows = n_metas = 0
     while True:
-        n_rows, n_metas, used, why = scanner.scan(buffer, start, end, final, lost, rows, metas)
-        if n_rows:
+        n_rows, n_metas, used, why = scanner.scan(buffer, start, end, final, lost, rows, metas, n_rows, n_metas)
+        if n_rows and (final or why in (FULL, CLOSED)):
             yield Events(
                 {name: values[:n_rows] for name, values in row_columns.items()},
                 {name: values[:n_metas] for name, values in meta_columns.items()},
             )
+            n_rows = n_metas = 0
         start, lost = used, why == LOST
         if why == FULL:
             continue
@@ -200,9 +211,18 @@ class _FastScanner:
         self._state = _scan.new(whole, brief)
 
     def scan(
-        self, data: bytearray, start: int, end: int, final: bool, lost: bool, rows: bytearray, metas: bytearray
+        self,
+        data: bytearray,
+        start: int,
+        end: int,
+        final: bool,
+        lost: bool,
+        rows: bytearray,
+        metas: bytearray,
+        n_rows: int,
+        n_metas: int,
     ) -> tuple[int, int, int, int]:
-        return _scan.scan(self._state, data, start, end, final, lost, rows, metas)
+        return _scan.scan(self._state, data, start, end, final, lost, rows, metas, n_rows, n_metas)
 
     def names(self, first: int) -> list[bytes]:
         return _scan.names(self._state, first)
@@ -280,19 +300,27 @@ class PythonScanner:
         return self._events, self._malformed, self._untimed, self._unnamed
 
     def scan(
-        self, data: bytearray, start: int, end: int, final: bool, lost: bool, rows: bytearray, metas: bytearray
+        self,
+        data: bytearray,
+        start: int,
+        end: int,
+        final: bool,
+        lost: bool,
+        rows: bytearray,
+        metas: bytearray,
+        n_rows: int,
+        n_metas: int,
     ) -> tuple[int, int, int, int]:
         room = len(rows) // _row_size(ROW_COLUMNS), len(metas) // _row_size(META_COLUMNS)
         row_columns, meta_columns = (
             _columns(columns, block, n)
             for columns, block, n in ((ROW_COLUMNS, rows, room[0]), (META_COLUMNS, metas, room[1]))
         )
-        n_rows = n_metas = 0
         at = used = start
         if lost:
             found = _next_event(data, at, end)
             if found is None:
-                return 0, 0, used, LOST
+                return n_rows, n_metas, used, LOST
             at = found
         while True:
             used = at = _past(_BETWEEN, data, at, end)
