@@ -212,6 +212,10 @@ def test_slow_link_is_named_though_a_clock_is_5_s_off(tmp_path):
     assert_blames_link_of_node_1(job)
     clock = next(clock for clock in job.report["clocks"] if clock["node"] == 2)
     assert abs(clock["offset_ns"] + 5_000 * MS) <= clock["error_ns"] < MS
+    shutil.rmtree(job.run / "clocks")
+    told = next(clock for clock in rankscope.diagnose(rankscope.open(job.run)).clocks if clock.node == 2)
+    assert told.source == "causality"
+    assert abs(told.offset_ns + 5_000 * MS) <= told.error_ns
 
 
 # ---- the job is left alone

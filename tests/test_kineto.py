@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rankscope.analysis.diagnose import diagnose
 from rankscope.analysis.readers import scan
 from rankscope.analysis.readers.sequence import Sequence, align
+from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.trace import BadInput, Trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "kineto"
@@ -180,6 +181,19 @@ def test_a_rank_with_a_hole_in_its_sequence_is_not_matched_with_anything():
     assert align({0: whole, 1: holed}, one_clock=True) is None
     assert align({0: whole, 1: late}, one_clock=True) is None
     assert align({0: whole, 1: late}, one_clock=False) == {0: 0, 1: 1}
+
+
+def test_operations_of_one_kind_with_a_hole_are_not_matched_one_off(tmp_path):
+    """Rank 1 lacks the 20th of 32 all-reduces, 10 ms apart: kinds agree at every shift, ends only before the hole."""
+    for rank, kept in ((0, range(32)), (1, [n for n in range(32) if n != 20])):
+        kernels = [kernel(ALLREDUCE, 10_000 * n, 1000, device=rank) for n in kept]
+        write(tmp_path / f"rank{rank}.json", kernels, distributedInfo={"rank": rank, "world_size": 2})
+    assert build_timeline(Trace.open(tmp_path)).matched_fraction == 0
+
+
+def test_evenly_spaced_operations_do_not_tell_the_difference_of_two_clocks():
+    even = Sequence(kind=array([1] * 40), end_ns=array(range(40)) * 1_000_000)
+    assert align({0: even, 1: Sequence(kind=even.kind, end_ns=even.end_ns + 7)}, one_clock=False) is None
 
 
 def array(values):

@@ -8,6 +8,7 @@ the file says about them. Times are exact to the nanosecond, on the clock of the
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -898,10 +899,13 @@ def _number(
             {rank: _as_sequence(frame, codes) for codes in [_kinds(rows)] for rank, frame in rows.items()},
             one_clock=one_clock,
         )
-        for rank in rows:
-            if name == _UNKNOWN_GROUP and shifts is not None:
+        if shifts is None:  # nothing is certain: no two ranks have a number in common
+            lengths = [len(frame) for frame in rows.values()]
+            shifts = dict(zip(rows, itertools.accumulate(lengths, initial=0), strict=False))
+        elif name == _UNKNOWN_GROUP:
+            for rank in rows:
                 groups[rank].members[name] = everyone
-            shift = shifts[rank] if shifts is not None else 0
+        for rank, shift in shifts.items():
             of_group = pl.col("group") == name
             collectives[rank] = collectives[rank].with_columns(
                 pl.when(of_group).then(of_group.cum_sum().cast(pl.Int64) - 1 + shift).otherwise("seq").alias("seq")

@@ -12,7 +12,9 @@ __all__ = ["Sequence", "align"]
 
 _LEAST_PAIRS = 4  # with fewer, clocks that differ prove nothing
 _EXTRA = 32  # how many more operations one rank may have at an end than its length tells
-_MOST_NS = 1_000_000  # ends of one operation on two ranks differ by less, in the median
+_MOST_NS = 1_000_000  # ends of one operation on two ranks differ by less, in the median of every stretch
+_STANDS_OUT = 2  # by how much a shift must be better than any other, where clocks differ
+_STRETCH = 8  # operations; a hole within the last few of a recording is not seen
 
 Ints = NDArray[np.int64]
 
@@ -30,7 +32,8 @@ def align(sequences: Mapping[int, Sequence], *, one_clock: bool) -> dict[int, in
 
     Recordings begin and end on each rank at another time, so a rank may lack operations at either end. All ranks end
     an operation together: the shift is right where the kinds agree everywhere and the ends differ least (from the
-    rank's constant difference, where the clocks are not one). A rank with a hole in the middle fits nowhere.
+    rank's constant difference, where the clocks are not one), by little in every stretch of the recording: after a
+    hole in the middle operations of one kind still agree, but no longer end together. Such a rank fits nowhere.
     """
     if len(sequences) == 1:
         return dict.fromkeys(sequences, 0)
@@ -46,7 +49,7 @@ def _shift(reference: Sequence, rows: Sequence, one_clock: bool) -> int | None:
     """Position in the reference of this rank's first operation."""
     n, m = len(reference.kind), len(rows.kind)
     reach = n - m + _EXTRA
-    best: tuple[float, int] | None = None
+    fits: list[tuple[float, int]] = []
     for shift in range(-min(reach, m - 1), min(reach, n - 1) + 1):
         low, high = max(shift, 0), min(shift + m, n)
         if 2 * (high - low) < m or (high - low < _LEAST_PAIRS and not one_clock):
@@ -55,7 +58,13 @@ def _shift(reference: Sequence, rows: Sequence, one_clock: bool) -> int | None:
         if not np.array_equal(rows.kind[here], reference.kind[there]):
             continue
         apart = rows.end_ns[here] - reference.end_ns[there]
-        spread = float(np.median(np.abs(apart if one_clock else apart - np.median(apart))))
-        if spread <= _MOST_NS and (best is None or spread < best[0]):
-            best = spread, shift
-    return best[1] if best else None
+        off = np.abs(apart if one_clock else apart - np.median(apart))
+        stretches = np.array_split(off, max(1, len(off) // _STRETCH))
+        spread = float(np.median(off))
+        if all(float(np.median(stretch)) <= _MOST_NS for stretch in stretches):
+            fits.append((spread, shift))
+    best = min(fits, default=None)
+    # Where clocks differ, operations that follow each other evenly fit everywhere: the best must stand out.
+    if best is None or (not one_clock and any(s <= _STANDS_OUT * best[0] for s, shift in fits if shift != best[1])):
+        return None
+    return best[1]

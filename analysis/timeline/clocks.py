@@ -22,7 +22,7 @@ _BURST_GAP_NS = 5_000_000_000  # pings closer than this belong to one burst
 _KEPT = 0.1  # share of a burst's pings, those with the lowest round trip
 _DRIFT_SPAN_NS = 30_000_000_000  # shorter spans do not show a drift of a few ppm
 _GOOD_RTT, _GOOD_RTT_NS = 2, 20_000  # a burst counts if its best round trip is at most 2 × the best + 20 µs
-_MOST_DRIFT = 500e-6  # what NTP lets a clock differ; two quartzes differ by a tenth of it
+_MOST_DRIFT = 100e-6  # of two quartzes at their worst, 50 ppm each; where NTP steers them it is far less
 _WRONG = 0.05  # share of bounds that may be wrong; with more, the clock is no straight line
 _BUCKETS, _FINE_BUCKETS, _IN_BUCKET = 32, 1024, 100
 
