@@ -226,13 +226,16 @@ def _add_rank(
         calls = _shifted(calls, int(early))
     places = _Places(regions, code, int(min(early, 0)) if early >= -_CLOCK_NS else 0)
 
-    launch_ns = np.where(launched, calls.start[call_of], start)
+    launch_ns = start.copy()
+    launch_ns[launched] = calls.start[call_of[launched]]
+    launch_thread = np.zeros(len(start), np.int64)
+    launch_thread[launched] = calls.thread[call_of[launched]]
     slept_for = _slept_for(calls, end, launch_ns)
     lane = [kernels[c].fill_null(-1).to_numpy().astype(np.int64) for c in ("device", "stream")]
     stream = np.cumsum(np.concatenate([[False], (np.diff(lane[0]) != 0) | (np.diff(lane[1]) != 0)]))
     gaps = _gaps(nodes, calls, stream, end, launch_ns)
     began, returned = _add_host(nodes, rank, calls, gaps, places, end, slept_for)
-    label, part = places.of_launch(calls.start[call_of], calls.thread[call_of], launched), _parts_of(kernels)
+    label, part = places.of_launch(launch_ns, launch_thread, launched), _parts_of(kernels)
     unlabelled = label < 0
     label[unlabelled] = np.array([code[p] for p in PARTS])[part[unlabelled]]
 
