@@ -62,7 +62,7 @@ def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[
     from above or from below. The lines that keep within all bounds are a corridor; the clock is its middle, and
     `error_ns` half its width where it is widest between the first and the last bound. So a node is placed
     to within about half of the fastest operation that it shares with nodes whose clocks are known, whose own errors
-    are part of the bounds. Bounds that fit no line are left out, the fewest; were that more than 5 %, the clock stays
+    are part of the bounds. Bounds that fit no line are left out, the fewest; were they more than 5 %, the clock stays
     unknown.
 
     Source: Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems" (ICDCS 1987).
