@@ -203,7 +203,7 @@ device_rows = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(device_rows, max_size=8),
     st.lists(st.tuples(st.sampled_from(["user", "operator", "input", "gc", "compile"]), spans), max_size=5),
