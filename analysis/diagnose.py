@@ -34,6 +34,7 @@ from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.critical_path import critical_path
 from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays
 from rankscope.analysis.timeline.device import device_parts
+from rankscope.analysis.timeline.device_graph import device_graph
 from rankscope.analysis.timeline.device_phases import QUEUED, UNSEEN
 from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.host_graph import HostGraph
@@ -128,7 +129,7 @@ def conclude(
             for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
         ),
         blames=_blames(costs),
-        critical_path=_path(run.host, timeline.steps) if isinstance(run, Rerun) else (),
+        critical_path=_path(run, timeline),
         pipeline=_pipeline(tables["ops"]),
         fidelity=fidelity,
         gaps=(*timeline.gaps, *_incomplete(timeline.steps)),
@@ -215,9 +216,12 @@ def _blames(costs: Delays) -> tuple[Blame, ...]:
     return tuple(Blame(**row) for row in rows.iter_rows(named=True))
 
 
-def _path(host: HostGraph, steps: pl.DataFrame) -> tuple[PathPart, ...]:
-    """The critical path's mean per judged step, the largest parts and the rest."""
-    judged = steps.filter("judged")["step"].unique()
+def _path(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> tuple[PathPart, ...]:
+    """The critical path: mean per judged step, the largest parts and the rest. Empty where no replay is trusted."""
+    judged = timeline.steps.filter("judged")["step"].unique()
+    host = run.host if isinstance(run, Rerun) else _graph_of_one_step(timeline, len(judged))
+    if host is None:
+        return ()
     path = critical_path(host).filter(pl.col("step").is_in(judged.implode()))
     rows = path.group_by("rank", "part", "label").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
     rows = rows.sort(["ns", "rank", "part", "label"], descending=[True, False, False, False])
@@ -230,6 +234,16 @@ def _path(host: HostGraph, steps: pl.DataFrame) -> tuple[PathPart, ...]:
         for (rank, part, label), ns in zip(largest.select("rank", "part", "label").iter_rows(), means, strict=False)
     ]
     return (*parts, PathPart(rank=None, part=REST, label="", ns_per_step=means[-1]))
+
+
+def _graph_of_one_step(timeline: Timeline, judged: int) -> HostGraph | None:
+    """A single step cannot show how well a replay predicts, and tells what it waited for all the same."""
+    if judged != 1 or timeline.kernels.is_empty():
+        return None
+    try:
+        return device_graph(timeline)
+    except NotReplayable:
+        return None
 
 
 def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:

@@ -18,7 +18,7 @@ from rankscope.analysis.timeline.breakdown import InvariantError
 from rankscope.analysis.timeline.own import BLOCKED
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["CHARGE_COLUMNS", "LEFT_LATE", "OUTSIDE", "Delays", "caused_by_rank", "delays", "victims"]
+__all__ = ["BEGAN_LATE", "CHARGE_COLUMNS", "LEFT_LATE", "OUTSIDE", "Delays", "caused_by_rank", "delays", "victims"]
 
 CHARGE_COLUMNS = {
     "rank": pl.Int32,
@@ -30,6 +30,7 @@ CHARGE_COLUMNS = {
     "blocked_ns": pl.Int64,
 }
 LEFT_LATE = "left the last operation late"  # the two did the same since, and one began it later
+BEGAN_LATE = "began later"  # the same, and the two had never met before
 OUTSIDE = "outside of steps"
 
 _WAITING = ("wait", "bubble")  # time that somebody else is to blame for
@@ -37,6 +38,7 @@ _MOST_KEYS = 64  # labels beyond the longest ones are one per part: time and mem
 _REST = "other regions"
 _CLOSE_ENOUGH = 1e-7  # share of all waiting that may stay with the last rank found instead of going on
 _MOST_HOPS = 1_000
+_NEVER = np.int64(np.iinfo(np.int64).min)
 _MOST_STEPS_BACK = 64  # in the search for the last operation for which two ranks both stood still
 
 Ints = NDArray[np.int64]
@@ -106,7 +108,8 @@ def delays(phases: pl.DataFrame, collectives: pl.DataFrame) -> Delays:
     unseen = (1 - (longer + waited_longer) / whole)[:, np.newaxis] * amount
     unseen[:, 1] += left[:, 0]
     unseen[:, 2] += left[:, 1]
-    charges = _charges(ranks, spans, waits, sections, amount / whole[:, np.newaxis], unseen)
+    never_met = since[0] == _NEVER
+    charges = _charges(ranks, spans, waits, sections, amount / whole[:, np.newaxis], unseen, never_met)
     return Delays(charges=charges, **{f: getattr(result, f) for f in Delays.__slots__ if f != "charges"})
 
 
@@ -332,8 +335,7 @@ def _last_met(ops: _Operations, waits: _Waits, ranks: int) -> tuple[Ints, Ints]:
     That is the end of the last operation both took part in, in any group, for which both stood still: one that they
     did not stand still for left their lead and lag as they were. Else before all that was recorded.
     """
-    never = np.int64(np.iinfo(np.int64).min)
-    best, best_late = np.full(len(waits.op), never), np.full(len(waits.op), never)
+    best, best_late = np.full(len(waits.op), _NEVER), np.full(len(waits.op), _NEVER)
     reached = np.empty_like(ops.end)  # ends ascend
     for low, high in zip(ops.bounds[:-1], ops.bounds[1:], strict=True):
         reached[low:high] = np.maximum.accumulate(ops.end[low:high])
@@ -474,7 +476,13 @@ def _received(chain: Delays) -> tuple[Floats, Floats]:
 
 
 def _charges(
-    ranks: Ints, spans: _Spans, waits: _Waits, sections: _Sections, per_ns: Floats, unseen: Floats
+    ranks: Ints,
+    spans: _Spans,
+    waits: _Waits,
+    sections: _Sections,
+    per_ns: Floats,
+    unseen: Floats,
+    never_met: Bools,
 ) -> pl.DataFrame:
     """The table of charges: the cost of each wait by what the late rank did longer, summed per rank, step and key."""
     steps, step = np.unique(waits.step, return_inverse=True)
@@ -492,7 +500,8 @@ def _charges(
     for key, (part, label) in enumerate(spans.keys):
         charge(part, label, np.maximum(_excess(spans, sections, key), 0)[:, np.newaxis] * per_ns)
     charge("other", OUTSIDE, np.maximum(sections.outside, 0)[:, np.newaxis] * per_ns)
-    charge("other", LEFT_LATE, np.maximum(unseen, 0))
+    for label, chosen in ((LEFT_LATE, ~never_met), (BEGAN_LATE, never_met)):
+        charge("other", label, np.where(chosen[:, np.newaxis], np.maximum(unseen, 0), 0))
     table = pl.concat(frames).sort("rank", "step", "part", "label")
     waited = table["direct_ns"].to_numpy() + table["indirect_ns"].to_numpy()
     whole = _whole(waited, int(waits.waited.sum()))

@@ -35,6 +35,7 @@ _CLOCK_NS = (
 _NEAR_NS = 10_000  # a kernel that begins so soon after the end of one on another stream has waited for it
 _NEAR_SHARE = 0.02  # or within this share of the time that nothing explains
 _LONG_GAP_NS, _UNSEEN_WAKE_UP_NS = 1_000_000, 50_000  # host's time that may be a wait no call shows; and how it ends
+_AFTER_WAKE_UP = 0.05  # or within this share of that time, in which it did something before its next call
 _WOKEN = 0.5  # largest share of a call that may lie after the end of what it waited for
 _LOOK_BACK = 64
 _MAIN_THREAD = 0
@@ -56,7 +57,7 @@ def device_graph(timeline: Timeline) -> HostGraph:
       none of these explains begins after the one on another stream that ended just before (inferred).
     - A call that synchronises, or frees or copies and so may, ends after the last kernel launched before it that ended
       until then, if it did not go on long after. So does the host between calls, if it did nothing for long and went on
-      when the last kernel of a stream ended: not every wait shows as a call (inferred).
+      soon after the last kernel of a stream had ended: not every wait shows as a call (inferred).
     - A matched collective is an arrival on each rank, one transfer and an end on each rank. A kernel that communicates
       and has no partner counts with its waiting.
     - A step ends when the work of each stream and thread that ended in it has.
@@ -221,7 +222,7 @@ def _add_rank(
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     calls, call_of = _calls(launches, kernels, code)
     launched = call_of >= 0
-    early = (start - calls.start[call_of])[launched].min(initial=0)
+    early = (start[launched] - calls.start[call_of[launched]]).min(initial=0)
     if early < 0 and early >= -_CLOCK_NS:  # the host's clock is ahead of the device's by at least that
         calls = _shifted(calls, int(early))
     places = _Places(regions, code, int(min(early, 0)) if early >= -_CLOCK_NS else 0)
@@ -391,11 +392,8 @@ def _gaps(nodes: _Nodes, calls: _Calls, stream: Ints, end: Ints, launch_ns: Ints
     following = np.append(np.where(np.diff(stream) == 0, launch_ns[1:], _NEVER), _NEVER)[: len(end)]
     long = np.where(calls.start - since >= _LONG_GAP_NS, since, _NEVER)
     kernel = _ended_in(long, calls.start, end, launch_ns)
-    kept = (
-        (kernel >= 0) & (calls.start - end[kernel] <= _UNSEEN_WAKE_UP_NS) & (following[kernel] > since)
-        if len(end)
-        else first & False
-    )
+    soon = np.maximum(_UNSEEN_WAKE_UP_NS, _AFTER_WAKE_UP * (calls.start - since))
+    kept = (kernel >= 0) & (calls.start - end[kernel] <= soon) & (following[kernel] > since)
     return _Gaps(since, before, np.where(handed, other, -1), np.where(kept, kernel, -1))
 
 
@@ -484,7 +482,7 @@ def _other_stream(stream: Ints, start: Ints, end: Ints, explained: Ints) -> Ints
         at = at - own
     other = order[np.maximum(at, 0)]
     delay = start[asked] - explained[asked]
-    near = np.clip(delay * _NEAR_SHARE, _NEAR_NS, _UNSEEN_WAKE_UP_NS)
+    near = np.maximum(_NEAR_NS, _NEAR_SHARE * delay)
     known = (at >= 0) & (stream[other] != stream[asked]) & (start[asked] - end[other] <= near)
     known &= start[other] < start[asked]
     found[asked[known]] = other[known]
