@@ -35,6 +35,7 @@ collectors = ("backward", "collectives")
 _TRIM = 0.1
 _MAIN_THREAD = 0
 _REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_scatter_base")
+_NEARLY_ALL = 0.98  # of backward's computation: it is over then
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
 
 
@@ -108,7 +109,11 @@ def _spans(
         pl.col("start_ns") >= pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns")
     )
     worked = inside.filter(pl.col("part").is_in(["compute", "overlapped"]), pl.col("start_ns") < pl.col("returned_ns"))
-    window = window.join(worked.group_by("rank", "step").agg(computed_ns=pl.col("end_ns").max()), on=["rank", "step"])
+    # What little comes after the last transfer (copies into the gradients) is not what buckets could hide behind.
+    length, by_step = pl.col("end_ns") - pl.col("start_ns"), ["rank", "step"]
+    nearly_all = length.cum_sum().over(by_step) >= _NEARLY_ALL * length.sum().over(by_step)
+    computed = worked.sort("start_ns").filter(nearly_all).group_by(by_step).agg(computed_ns=pl.col("end_ns").min())
+    window = window.join(computed, on=by_step)
     exposed = inside.join(window.select("rank", "step", "computed_ns"), on=["rank", "step"]).filter(
         pl.col("part") == "transfer", pl.col("start_ns") >= pl.col("computed_ns"), pl.col("label").is_in(_REDUCTIONS)
     )
@@ -121,7 +126,6 @@ def _spans(
     hidden = reductions.sort("rank", "start_ns").with_columns(
         hidden_ns=(pl.min_horizontal("end_ns", "computed_ns") - begin).clip(0, None)
     )
-    length = pl.col("end_ns") - pl.col("start_ns")
     per_step = (
         window.select("rank", "step", backward=pl.col("computed_ns") - pl.col("backward_ns"))
         .join(exposed.group_by("rank", "step").agg(exposed=length.sum()), on=["rank", "step"], how="left")
