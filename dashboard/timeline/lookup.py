@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.own import BLOCKED
 from rankscope.dashboard.timeline.lod import Ints, event_at, tally
 from rankscope.dashboard.timeline.scene import KINDS, Scene
 
 __all__ = ["Matches", "describe", "find", "matches", "spent"]
 
-_BLOCKED = ("wait", "transfer", "unsplit")
 _NAMES = 30  # rows of the table of a selection
 _TABLE_TITLES = {
     "phases": "main threads",
@@ -64,7 +64,7 @@ def _described(scene: Scene, name: str, source: int) -> dict[str, Any]:
     if row.get("arrival_spread_ns") is not None:
         facts.append(["first to last arrival", _exact(row["arrival_spread_ns"])])
     operation = source if name == "collectives" else None
-    if name == "phases" and row["part"] in _BLOCKED:
+    if name == "phases" and row["part"] in BLOCKED:
         operation = _operation_of(scene, row["rank"], start, end)
     peers = [] if operation is None else _peers(scene, operation)
     last = [peer["rank"] for peer in peers if peer["last"]]

@@ -638,7 +638,7 @@
 
     drawLabels(lines) {
       const { pen, ink } = this;
-      pen.fillStyle = ink.page;
+      const notes = [];
       pen.save();
       pen.beginPath();
       pen.rect(0, RULER, LABELS - 1, this.height - RULER);
@@ -655,14 +655,16 @@
         const note = line.type === "group" ? this.clockNote(line.ranks) : line.type === "rank" && this.pitch === ROOMY ? line.track : "";
         const used = indent + pen.measureText(text).width + 10;
         pen.font = FONT;
+        pen.fillStyle = ink.quiet;
         if (note && used + pen.measureText(note).width < LABELS - 6) {
-          pen.fillStyle = ink.quiet;
           pen.textAlign = "right";
           pen.fillText(note, LABELS - 8, y);
           pen.textAlign = "left";
-        }
+        } else if (note && line.type === "group" && !line.folded) notes.push([note, y]);
       }
       pen.restore();
+      pen.fillStyle = ink.quiet;
+      notes.forEach(([note, y]) => { if (y > RULER) pen.fillText(note, LABELS + 8, y); }); // an unfolded group draws nothing there
       pen.fillStyle = ink.rule;
       pen.fillRect(LABELS - 1, 0, 1, this.height);
     }
@@ -1127,10 +1129,13 @@
       this.found = said.event;
       if (!said.event) return this.redraw();
       const { rank, lane, start, end } = said.event;
+      this.openRanks.delete(this.unfoldedBySearch);
+      this.unfoldedBySearch = undefined;
       this.reveal(rank);
       this.layOut();
       if (!this.lineOfLane.has(lane)) { // in a folded rank
         this.openRanks.add(rank);
+        this.unfoldedBySearch = rank;
         this.layOut();
       }
       this.scrollTo(this.lineOfLane.get(lane));
