@@ -12,7 +12,7 @@ LAST_EVENT = re.compile(rb"\}\s*\](?=[^\]]*\Z)")
 
 
 def write_large(source: Path, target: Path, size_bytes: int) -> int:
-    """Write at least `size_bytes` (unpacked) as gzip to `target`; gives the size."""
+    """Write at least `size_bytes` (unpacked) to `target`, packed as torch.profiler does; gives the size."""
     packed = source.read_bytes()
     text = gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed
     begin, end = EVENTS.search(text).end(), LAST_EVENT.search(text).start() + 1
@@ -23,7 +23,7 @@ def write_large(source: Path, target: Path, size_bytes: int) -> int:
     ids = [n for kind, n in zip(kinds, numbers, strict=True) if not kind.startswith(b'"ts')]
     later, further = max(times) - min(times) + 1_000, max(ids, default=0) + 1
     written, copy = 0, 0
-    with gzip.open(target, "wb", compresslevel=1) as out:
+    with gzip.open(target, "wb", compresslevel=9) as out:
         written += out.write(head)
         while written < size_bytes:
             parts = [fixed[0]]
