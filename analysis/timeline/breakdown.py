@@ -269,7 +269,7 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     def paint(name: str, spans: Spans) -> None:
         where = grid.covered(spans)
         part[where] = PARTS.index(name)
-        label[where] = spans.innermost(grid.start, otherwise=code[name])[where]
+        label[where] = spans.innermost(grid.start[where], otherwise=code[name])
 
     in_flight = grid.covered(rank.calls.where(rank.ended))
     paint("compute", _merged([of[kind] for kind in _COMPUTE]))
@@ -279,9 +279,8 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
         paint(name, of[name])
     where = grid.covered(blocked)
     part[where] = _split(rank, grid, where, in_flight)[where]
-    label[where] = _operation(rank, grid, where & in_flight, blocked.innermost(grid.start, otherwise=code["wait"]))[
-        where
-    ]
+    label[where] = blocked.innermost(grid.start[where], otherwise=code["wait"])
+    label[where] = _operation(rank, grid, where & in_flight, label)[where]
     paint("gc", of["gc"])
     return joined(rank.step[step], part, label, grid, inside)
 
@@ -296,15 +295,21 @@ class Grid:
 
     def begun(self, times: Ints) -> Ints:
         """How many of these times lie at or before the start of each elementary span."""
+        return np.cumsum(self._counted(times))
+
+    def covered(self, spans: Spans) -> Bools:
+        """Which elementary spans lie in at least one of these spans."""
+        if not len(spans.start):
+            return np.zeros(len(self.start), np.bool_)
+        return np.asarray(np.cumsum(self._counted(spans.start) - self._counted(spans.end)) > 0)
+
+    def _counted(self, times: Ints) -> Ints:
+        """How many of these times lie at the start of each elementary span."""
         size = len(self.start)
         if not len(times):
             return np.zeros(size, np.int64)
         # What is before the first point counts from there on, what is after the last never.
-        return np.cumsum(np.bincount(np.searchsorted(self.at, times), minlength=size)[:size])
-
-    def covered(self, spans: Spans) -> Bools:
-        """Which elementary spans lie in at least one of these spans."""
-        return self.begun(spans.start) > self.begun(spans.end)
+        return np.bincount(np.searchsorted(self.at, times), minlength=size)[:size]
 
 
 def _merged(spans: list[Spans]) -> Spans:
