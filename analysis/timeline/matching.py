@@ -93,7 +93,7 @@ def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: I
     frame = collectives.rechunk()
     op = _op_codes(frame["op"])
     streams, stream = _streams(frame, op, groups, clocks)
-    slots = _slots(stream, frame["seq"].cast(pl.Int64).to_numpy(), len(streams.sides))
+    slots = _slots(stream, frame["seq"].to_numpy(), len(streams.sides))
     chunks = list(_chunks(frame, op, slots.of_row))
     sums = _sum(chunks, len(slots.stream))
     places = _judge(sums, streams, slots.stream)
@@ -162,28 +162,37 @@ class _Places:
     is_mended: Bools
 
 
+def _slices(rows: int) -> Iterator[slice]:
+    """All rows in chunks: what is computed on the way is then small, and its memory is used again."""
+    return (slice(low, low + _CHUNK_ROWS) for low in range(0, rows, _CHUNK_ROWS))
+
+
 def _op_codes(op: pl.Series) -> NDArray[np.uint8]:
     """Positions in OPS; 0, unknown, for what is not in it."""
     hashes = pl.Series(OPS).hash().to_numpy()  # comparing those is three times as fast as a cast to an Enum
     order = np.argsort(hashes)
-    found = op.hash().to_numpy()
-    code = order[np.minimum(np.searchsorted(hashes[order], found), len(OPS) - 1)].astype(np.uint8)
-    code[hashes[code] != found] = 0
+    code = np.empty(len(op), np.uint8)
+    for here in _slices(len(op)):
+        found = op[here].hash().to_numpy()
+        part = order[np.minimum(np.searchsorted(hashes[order], found), len(OPS) - 1)]
+        code[here] = np.where(hashes[part] == found, part, 0)
     return code
 
 
 def _streams(
     frame: pl.DataFrame, op: NDArray[np.uint8], groups: pl.DataFrame, clocks: Iterable[Clock]
-) -> tuple[_Streams, Ints]:
+) -> tuple[_Streams, NDArray[np.int32]]:
     """The streams, those of whole groups first, and each row's."""
     ids = groups["group_id"].unique().sort()
-    id_of_row = frame["group_id"].to_numpy()
-    code = np.searchsorted(ids.to_numpy(), id_of_row)
-    if not len(ids) or (ids.to_numpy()[np.minimum(code, len(ids) - 1)] != id_of_row).any():  # a group that is not known
+    code = _positions(ids, frame["group_id"])
+    if code is None:  # there are rows of groups that are not known
         ids = frame["group_id"].unique().sort()
-        code = np.searchsorted(ids.to_numpy(), id_of_row)
+        code = _positions(ids, frame["group_id"])
+    assert code is not None
     in_p2p = np.flatnonzero(_IS_P2P[op])
-    ends, p2p_code = _p2p_streams(frame.select("rank", "peer", "tag")[in_p2p], op[in_p2p], code[in_p2p])
+    ends, p2p_code = _p2p_streams(
+        frame.select("rank", "peer", "tag")[in_p2p], op[in_p2p], code[in_p2p].astype(np.int64)
+    )
     group_of = np.concatenate([np.arange(len(ids)), ends["group"].to_numpy()])
     code[in_p2p] = p2p_code + len(ids)
 
@@ -208,6 +217,18 @@ def _streams(
         error_ns=np.concatenate([[error.within(m) for m in members], error.between(sender, receiver)]),
     )
     return streams, code
+
+
+def _positions(sorted_ids: pl.Series, ids: pl.Series) -> NDArray[np.int32] | None:
+    """Where each id is among the sorted ones; None if one is not there."""
+    known, wanted = sorted_ids.to_numpy(), ids.to_numpy()
+    found = np.empty(len(wanted), np.int32)
+    for here in _slices(len(wanted)):
+        part = np.searchsorted(known, wanted[here])
+        if not len(known) or (known[np.minimum(part, len(known) - 1)] != wanted[here]).any():
+            return None
+        found[here] = part
+    return found
 
 
 def _p2p_streams(rows: pl.DataFrame, op: NDArray[np.uint8], group: Ints) -> tuple[pl.DataFrame, Ints]:
@@ -279,30 +300,35 @@ def _rank_key(rank: Ints) -> NDArray[np.uint64]:
     return np.asarray(z ^ (z >> np.uint64(31)))
 
 
-def _slots(stream: Ints, seq: Ints, count: int) -> _Slots:
+def _slots(stream: NDArray[np.int32], seq: NDArray[np.uint32], count: int) -> _Slots:
     """A place for each ordinal of each stream; where ordinals have large holes, for those only that there are."""
-    least, most, rows = np.full(count, np.iinfo(np.int64).max), np.full(count, -1), np.bincount(stream, minlength=count)
-    np.minimum.at(least, stream, seq)
-    np.maximum.at(most, stream, seq)
+    least, most = np.full(count, np.iinfo(np.int64).max), np.full(count, -1)
+    rows = np.zeros(count, np.int64)
+    for here in _slices(len(seq)):
+        number = seq[here].astype(np.int64)
+        np.minimum.at(least, stream[here], number)
+        np.maximum.at(most, stream[here], number)
+        rows += np.bincount(stream[here], minlength=count)
     span = np.where(rows > 0, most - least + 1, 0)
     sparse = span > _SPARSE * rows
     span[sparse] = 0
     base = np.cumsum(span) - span
-    of_row = base[stream]
-    of_row += seq
-    of_row -= least[stream]
     of_slot = np.repeat(np.arange(count), span)
+    of_row = np.empty(len(seq), np.uint32)
+    begin = np.where(sparse, 0, base - least)
+    for here in _slices(len(seq)):
+        of_row[here] = begin[stream[here]] + seq[here]
     if sparse.any():
         holed = np.flatnonzero(sparse[stream])
         own, place = np.unique(np.stack([stream[holed], seq[holed]]), axis=1, return_inverse=True)
         of_row[holed] = len(of_slot) + place.ravel()
         of_slot = np.concatenate([of_slot, own[0]])
-    return _Slots(of_row.astype(np.uint32), of_slot)
+    return _Slots(of_row, of_slot)
 
 
 def _chunks(frame: pl.DataFrame, op: NDArray[np.uint8], slot: NDArray[np.uint32]) -> Iterator[_Rows]:
-    for low in range(0, len(frame), _CHUNK_ROWS):
-        part, here = frame.slice(low, _CHUNK_ROWS), slice(low, low + _CHUNK_ROWS)
+    for here in _slices(len(frame)):
+        part = frame[here]
         device, start = part["device_start_ns"], part["start_ns"]
         end = part["end_ns"].fill_null(_NEVER).to_numpy()
         arrival = start if device.null_count() == len(part) else device.fill_null(start)
