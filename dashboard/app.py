@@ -199,7 +199,7 @@ def _tick(runs: Runs, page: str, key: str, version: dict[str, str]) -> tuple[Any
         return no_update, None, True
     progress = runs.progress(key)
     now = {key: str(progress.version)}
-    is_final = bool(progress.error) if progress.run is None else not progress.run.running
+    is_final = progress.run is not None and not progress.run.running
     return (no_update if version == now else now), _status(progress, page), is_final
 
 

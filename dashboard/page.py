@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _ROWS_AT_ONCE = 12  # longer tables scroll
+_LONG_TEXT = 24
 
 Query = Mapping[str, str]
 Children = Any  # Dash's components are not typed
@@ -114,6 +115,8 @@ def table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "a
         for name, dtype in frame.select(list(columns)).schema.items()
         if dtype.is_float()
     )
+    texts = [name for name, dtype in written.schema.items() if dtype == pl.String]
+    long = [name for name in texts if (written[name].str.len_chars() > _LONG_TEXT).any()]
     definitions = [
         {
             "field": name,
@@ -121,7 +124,8 @@ def table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "a
             "filter": "agNumberColumnFilter" if written.schema[name].is_numeric() else "agTextColumnFilter",
             "type": "rightAligned" if written.schema[name].is_numeric() else None,
             "valueFormatter": {"function": f"rankscope_{shown.kind}(params.value)"} if shown.kind else None,
-            "flex": 2 if written.schema[name] == pl.String else 1,
+            "flex": 5 if name in long else 1,
+            "minWidth": 260 if name in long else 96,
             "tooltipField": name if written.schema[name] == pl.String else None,
         }
         for name, shown in columns.items()
@@ -133,7 +137,6 @@ def table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "a
         defaultColDef={
             "sortable": True,
             "resizable": True,
-            "minWidth": 96,
             "wrapHeaderText": True,
             "autoHeaderHeight": True,
         },

@@ -24,6 +24,7 @@ _TEXTS = (
     (r"node:(\d+)", "node {0} as fast as the others"),
     (r"stage:(\d+)", "stage {0} as fast as the others"),
     (r"link:node(\d+)", "the network of node {0} as fast as the others'"),
+    (r"op:unknown=0", "operations whose kind is not known move their bytes in no time"),
     (r"op:(\w+)=0", "{0} moves its bytes in no time"),
     (r"balance", "work shared out evenly over the ranks"),
     (r"gc", "no garbage collection"),

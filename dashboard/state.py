@@ -119,7 +119,8 @@ class State:
                 self._read(key)
                 rest_s = max(_POLL_S, _REST * (time.monotonic() - began))
             loaded = self._progress[key].run
-            if loaded is None or not loaded.running:
+            may_begin = (path / "run").is_dir()  # a job that has just been started has no rank yet
+            if not (may_begin if loaded is None else loaded.running):
                 return
 
     def _read(self, key: str) -> None:
