@@ -9,6 +9,7 @@ Source: delay analysis of Scalasca (Böhme, Geimer, Wolf, Arnold 2010; Böhme et
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -83,10 +84,10 @@ def delays(phases: pl.DataFrame, collectives: pl.DataFrame) -> Delays:
     waits = _waits(ops, spans)
     since = _last_met(ops, waits, len(ranks))
     sections = _sections(spans, ops, waits, *since)
-    longer, passed = np.zeros(len(waits.op)), np.zeros(len(waits.op))
-    for key in range(len(spans.keys)):
-        longer += np.maximum(_excess(spans, sections, key), 0)
-    longer += np.maximum(sections.outside, 0)
+    did_longer = [*_longer(spans, sections), np.maximum(sections.outside, 0)]
+    longer = np.zeros(len(waits.op))
+    for of_key in did_longer:
+        longer += of_key
     first, end = _waits_between(waits, since[1], ops.arrival[waits.last])
     blocked_before = np.concatenate([[0], np.cumsum(waits.blocked)])
     has_waited = blocked_before[end] > blocked_before[first]
@@ -109,7 +110,8 @@ def delays(phases: pl.DataFrame, collectives: pl.DataFrame) -> Delays:
     unseen[:, 1] += left[:, 0]
     unseen[:, 2] += left[:, 1]
     never_met = since[0] == _NEVER
-    charges = _charges(ranks, spans, waits, sections, amount / whole[:, np.newaxis], unseen, never_met)
+    named = [*zip(spans.keys, did_longer[:-1], strict=True), (("other", OUTSIDE), did_longer[-1])]
+    charges = _charges(ranks, waits, named, amount / whole[:, np.newaxis], unseen, never_met)
     return Delays(charges=charges, **{f: getattr(result, f) for f in Delays.__slots__ if f != "charges"})
 
 
@@ -433,13 +435,15 @@ def _sections(spans: _Spans, ops: _Operations, waits: _Waits, met: Ints, met_lat
     return _Sections(rows, into, waiting, elapsed - inside)
 
 
-def _excess(spans: _Spans, sections: _Sections, key: int) -> Ints:
-    """ns the late rank spent longer under this key than the waiting one."""
-    return _between(spans, sections, spans.key == key)
+def _longer(spans: _Spans, sections: _Sections) -> list[NDArray[np.float32]]:
+    """By how many ns the late rank took longer than the waiting one, for each key; 0 where it took less."""
+    keys = range(len(spans.keys))
+    return [np.maximum(_between(spans, sections, spans.key == key), 0).astype(np.float32) for key in keys]
 
 
 def _between(spans: _Spans, sections: _Sections, chosen: Bools) -> Ints:
-    before = np.concatenate([[0], np.cumsum(np.where(chosen, spans.length, 0))])
+    before = np.zeros(len(chosen) + 1, np.int64)
+    np.cumsum(spans.length * chosen, out=before[1:])
     chosen = np.append(chosen, False)  # where a rank has no phases its sections point behind the last one
     at = [before[row] + into * chosen[row] for row, into in zip(sections.row, sections.into, strict=True)]
     return np.asarray((at[1] - at[0]) - (at[3] - at[2]))
@@ -477,9 +481,8 @@ def _received(chain: Delays) -> tuple[Floats, Floats]:
 
 def _charges(
     ranks: Ints,
-    spans: _Spans,
     waits: _Waits,
-    sections: _Sections,
+    longer: list[tuple[tuple[str, str], NDArray[Any]]],
     per_ns: Floats,
     unseen: Floats,
     never_met: Bools,
@@ -497,9 +500,8 @@ def _charges(
         rows = pl.DataFrame({"rank": ranks[at // len(steps)], "step": steps[at % len(steps)], **values})
         frames.append(rows.with_columns(**names))
 
-    for key, (part, label) in enumerate(spans.keys):
-        charge(part, label, np.maximum(_excess(spans, sections, key), 0)[:, np.newaxis] * per_ns)
-    charge("other", OUTSIDE, np.maximum(sections.outside, 0)[:, np.newaxis] * per_ns)
+    for (part, label), ns in longer:
+        charge(part, label, ns[:, np.newaxis] * per_ns)
     for label, chosen in ((LEFT_LATE, ~never_met), (BEGAN_LATE, never_met)):
         charge("other", label, np.where(chosen[:, np.newaxis], np.maximum(unseen, 0), 0))
     table = pl.concat(frames).sort("rank", "step", "part", "label")
