@@ -81,6 +81,13 @@ def test_no_kind_is_hidden_by_another_and_none_is_higher_than_the_lane():
     assert tall[:, 0].tolist() == [3, *[1] * 9]
 
 
+def test_rounding_leaves_no_gap_in_a_busy_pixel():
+    """Five kinds of a fifth each in a lane of 12 would be 2 high each: the first gets what is left."""
+    covered = np.full((5, 1), 200, np.int64)
+    tall = lod.heights(covered, covered > 0, np.array([1000.0]), 12)
+    assert tall[:, 0].tolist() == [4, 2, 2, 2, 2]
+
+
 def test_an_event_without_duration_is_seen():
     _, _, rasters = unpack(lod.view([[row_of((3, 50, 50))]], 0, 100, 10, 12, names))
     assert rasters[0][3].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]

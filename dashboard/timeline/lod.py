@@ -123,11 +123,15 @@ def occupancy(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]]:
 def heights(covered: Ints, present: NDArray[np.bool_], pixel_ns: NDArray[np.float64], levels: int) -> Bytes:
     """How high each kind stands in each pixel of a lane that is `levels` high: (kinds, pixels).
 
-    A kind that is there has at least 1, so that none is hidden by another, and together they are no higher than the
-    lane: where rounding up would make them so, the highest give way. Needs no more kinds than levels.
+    A kind that is there has at least 1, so that none is hidden by another; together they are as high as the busy share
+    of the lane, but for that, and never higher than it. What rounding takes or gives is the highest kind's. Needs no
+    more kinds than levels.
     """
     tall = np.rint(covered * (levels / pixel_ns)).astype(np.int16)
     np.maximum(tall, present, out=tall)
+    short = np.rint(covered.sum(0) * (levels / pixel_ns)).astype(np.int16) - tall.sum(0, dtype=np.int16)
+    under = np.flatnonzero(short > 0)
+    tall[tall[:, under].argmax(0), under] += short[under]
     over = np.flatnonzero(tall.sum(0) > levels)
     while len(over):
         tall[tall[:, over].argmax(0), over] -= 1
