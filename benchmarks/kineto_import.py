@@ -3,7 +3,7 @@
     python benchmarks/kineto_import.py TRACE.json.gz [--size-mb 1000]
 
 The trace is repeated up to the size. Each part runs in a process of its own: unpacking alone, unpacking and scanning,
-the same and writing an Arrow file (lz4), `rankscope import`, and `rankscope report` without its output. CPU time counts,
+the same and writing an Arrow file (lz4), `rankscope import`, and `rankscope report` without output. CPU time counts,
 since other work on the machine stretches the wall clock more; by what it shares, caches and cores, it still costs half.
 """
 

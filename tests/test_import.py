@@ -1,7 +1,9 @@
 """`rankscope import`: a run folder that gives the same answers as the files it came from."""
 
+import errno
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 from rankscope.analysis.diagnose import diagnose
 from rankscope.analysis.report import json_form
 from rankscope.analysis.trace import Trace
+from rankscope.profiler.commands import import_
+from rankscope.profiler.errors import RankscopeError
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 TRACE = {
@@ -105,6 +109,23 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(tmp_path, monkey
     done = rankscope("import", *given)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"rankscope: {says}\n")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_half_a_folder_does_not_stay(tmp_path, monkeypatch):
+    """A disk that fills up on the second table."""
+    write(tmp_path / "rank0.json")
+    write_rows, tables = import_._write_rows, []
+
+    def full(folder, table, *rest):
+        tables.append(table)
+        if len(tables) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_rows(folder, table, *rest)
+
+    monkeypatch.setattr(import_, "_write_rows", full)
+    with pytest.raises(RankscopeError, match=r"cannot write .*run: No space left on device"):
+        import_.command([tmp_path / "rank0.json"], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_a_name_it_goes_to_runs(tmp_path, monkeypatch):

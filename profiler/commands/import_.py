@@ -7,6 +7,7 @@ reports on the folder and on the files are the same; the folder is smaller and r
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -45,12 +46,18 @@ def command(
         trace = Trace.open(paths)
     try:
         folder = claim(str(output) if output else None, paths[0].name.split(".")[0])
-        rows = _write(trace, folder)
-    except (NotRecorded, OSError) as error:
-        raise RankscopeError(f"cannot write the run folder: {error}") from None
+    except NotRecorded as error:
+        raise RankscopeError(str(error)) from None
+    try:
+        with clear_input_errors():
+            rows = _write(trace, folder)
+    except BaseException as error:  # half a run would give other answers
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RankscopeError(f"cannot write {folder}: {error.strerror or error}") from None
+        raise
     print(f"{folder}: {rows:,} rows of {', '.join(trace.tables())}")
-    gaps = trace.gaps()
-    for gap in gaps:
+    for gap in trace.gaps():
         print(f"  {gap.table}: {gap.why}")
 
 
