@@ -204,6 +204,10 @@ def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineReru
         return rerun(timeline, links)
     except NotReplayable as reason:
         return reason
+    except Exception as error:  # a replay that breaks must not take the findings away
+        why = f"the replay failed: {type(error).__name__}: {error}"
+        print(f"rankscope: {why}", file=sys.stderr)
+        return NotReplayable(why)
 
 
 def _blames(costs: Delays) -> tuple[Blame, ...]:
