@@ -25,6 +25,7 @@ from rankscope.analysis.finding import (
     Pipeline,
     Report,
     StepSummary,
+    StoodStill,
     Wait,
 )
 from rankscope.analysis.phrases import counted, named
@@ -32,7 +33,7 @@ from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.report.texts import part_label
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.critical_path import critical_path
-from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays
+from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays, victims
 from rankscope.analysis.timeline.device import device_parts
 from rankscope.analysis.timeline.device_graph import device_graph
 from rankscope.analysis.timeline.device_phases import QUEUED, UNSEEN
@@ -105,6 +106,7 @@ def conclude(
     run = _replayable(timeline, tables["links"])
     findings, fidelity = _with_gains(root_causes_first(found), run)
     costs = delays(timeline.phases, timeline.collectives)
+    findings = tuple(replace(finding, stood_still=_stood_still(costs, finding)) for finding in findings)
     caused = caused_by_rank(costs)
     steps = _summary(timeline.steps)
     seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
@@ -208,6 +210,13 @@ def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineReru
         why = f"the replay failed: {type(error).__name__}: {error}"
         print(f"rankscope: {why}", file=sys.stderr)
         return NotReplayable(why)
+
+
+def _stood_still(costs: Delays, finding: Finding) -> StoodStill | None:
+    """Who stood still because the finding's ranks came late; those with a hundredth of what the most had, or more."""
+    rows = victims(costs, finding.ranks).filter(~pl.col("rank").is_in(finding.ranks))
+    rows = rows.filter(pl.col("blocked_ns") > 0, pl.col("blocked_ns") >= 0.01 * pl.col("blocked_ns").max())
+    return StoodStill(ranks=tuple(rows["rank"]), ns=int(rows["blocked_ns"].sum())) if len(rows) else None
 
 
 def _blames(costs: Delays) -> tuple[Blame, ...]:

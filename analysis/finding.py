@@ -20,6 +20,7 @@ __all__ = [
     "Pipeline",
     "Report",
     "StepSummary",
+    "StoodStill",
     "Wait",
 ]
 
@@ -36,6 +37,17 @@ class Evidence:
     start_ns: int
     end_ns: int
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoodStill:
+    """For how long other ranks stood still because the ranks of a finding came late, over the whole run.
+
+    Directly or through others, whatever the late ranks did meanwhile; `ns` is added over the ranks.
+    """
+
+    ranks: tuple[int, ...]
+    ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,7 @@ class Finding:
     gain_why: str | None = None
     fix: str | None = None
     caused_by: str | None = None
+    stood_still: StoodStill | None = None  # None: no rank is named, or nobody waited for it
     evidence: tuple[Evidence, ...] = ()
 
 

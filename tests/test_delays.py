@@ -106,7 +106,7 @@ def test_wait_is_charged_to_what_the_last_rank_did_longer():
     found = delays(phases, collectives)
     assert charged(found) == {(1, "forward"): (40, 0)}
     assert caused_by_rank(found) == {1: 40}
-    assert victims(found, 1).rows() == [(0, 40, 40), (1, 0, 0)]
+    assert victims(found, [1]).rows() == [(0, 40, 40), (1, 0, 0)]
 
 
 def test_late_rank_that_had_waited_itself_passes_its_lateness_on():
@@ -120,7 +120,7 @@ def test_late_rank_that_had_waited_itself_passes_its_lateness_on():
     )
     found = delays(phases, collectives)
     assert charged(found) == {(0, "forward"): (90, 90), (1, "allreduce"): (TRANSFER, 0)}
-    assert victims(found, 0).rows() == [(0, 0, 0), (1, 90, 90), (2, 90, 90)]
+    assert victims(found, [0]).rows() == [(0, 0, 0), (1, 90, 90), (2, 90, 90)]
     assert found.charges["blocked_ns"].sum() == 180 + TRANSFER
 
 
@@ -209,7 +209,7 @@ def test_one_slow_rank_answers_for_all_that_its_job_waits_beyond_a_healthy_one()
     assert caused_by_rank(found)[5] > 0.95 * (whole - own)
     assert max(ns for rank, ns in caused_by_rank(found).items() if rank != 5) < 0.1 * whole
     assert charged(found)[5, "forward"][1] > 0
-    assert all(waited > 0 for rank, waited, _ in victims(found, 5).iter_rows() if rank != 5)
+    assert all(waited > 0 for rank, waited, _ in victims(found, [5]).iter_rows() if rank != 5)
 
 
 def test_charges_add_up_to_all_waiting():
@@ -227,7 +227,7 @@ def test_charges_add_up_to_all_waiting():
     assert sum(caused_by_rank(found).values()) == waited
     blocked = phases.filter(pl.col("part") == "wait").select(pl.col("end_ns") - pl.col("start_ns")).sum().item()
     assert found.charges["blocked_ns"].sum() == blocked
-    each = sum(victims(found, rank)["waited_ns"].to_numpy() for rank in range(8))
+    each = sum(victims(found, [rank])["waited_ns"].to_numpy() for rank in range(8))
     of_rank = collectives.group_by("rank").agg(pl.col("wait_ns").sum()).sort("rank")["wait_ns"].to_numpy()
     assert np.abs(each - of_rank).max() <= 8  # of rounding
 

@@ -63,6 +63,7 @@ def _environment() -> Environment:
         part_short=texts.part_short,
         path_row=phrases.path_row,
         resolution=phrases.resolution,
+        stood_still=phrases.stood_still,
         who=phrases.who,
         swatch=svg.swatch,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rankscope.analysis.finding import REST, Clock, Evidence, Finding, PathPart, Report
+from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
 from rankscope.analysis.report.texts import part_short, say
@@ -20,8 +21,12 @@ __all__ = [
     "one_or_many",
     "path_row",
     "resolution",
+    "stood_still",
     "who",
 ]
+
+
+_HOUR_NS = 3_600_000_000_000
 
 
 def one_or_many(kind: str, numbers: tuple[int, ...]) -> str:
@@ -82,6 +87,15 @@ def path_row(part: PathPart) -> tuple[str, str, str]:
     if part.part == REST:
         return "", "", say("path.rest")
     return say("path.all") if part.rank is None else str(part.rank), part_short(part.part), part.label
+
+
+def stood_still(finding: Finding) -> str | None:
+    """Who stood still for the finding's ranks, and for how long."""
+    found = finding.stood_still
+    if found is None:
+        return None
+    hours = say("finding.stood_still.hours", f"{found.ns / _HOUR_NS:.3g}")
+    return say("finding.stood_still.value", counted(len(found.ranks), "other rank"), duration(found.ns), hours)
 
 
 def gain(report: Report, finding: Finding) -> str:

@@ -26,6 +26,7 @@ from rankscope.analysis.report.phrases import (
     one_or_many,
     path_row,
     resolution,
+    stood_still,
     who,
 )
 from rankscope.analysis.report.quantities import duration, percent, ranges, scale_for, shares
@@ -183,6 +184,7 @@ def _finding_facts(report: Report, finding: Finding) -> Table:
         facts.append((say("finding.steps"), ranges(finding.steps)))
     facts += [
         (say("finding.cost"), _text(cost(finding), "bold")),
+        *((say("finding.stood_still"), said) for said in [stood_still(finding)] if said),
         (say("finding.gain"), gain(report, finding)),
         (say("finding.advice"), finding.advice),
     ]

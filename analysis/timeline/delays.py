@@ -8,6 +8,7 @@ Source: delay analysis of Scalasca (Böhme, Geimer, Wolf, Arnold 2010; Böhme et
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,12 +122,12 @@ def caused_by_rank(delays: Delays) -> dict[int, int]:
     return dict(sums.sort("rank").iter_rows())
 
 
-def victims(delays: Delays, culprit: int) -> pl.DataFrame:
-    """(rank, waited_ns, blocked_ns): what each rank waited because of this one, directly or through others."""
+def victims(delays: Delays, culprits: Iterable[int]) -> pl.DataFrame:
+    """(rank, waited_ns, blocked_ns): what each rank waited because of these, directly or through others."""
     blocked = delays._cost[:, 1]
     weight = np.concatenate([[0], np.cumsum(blocked)])
     span = np.maximum(weight[delays._end] - weight[delays._first], 1)
-    own = (1 - delays._passed) * (delays._ranks[delays._late] == culprit)
+    own = (1 - delays._passed) * np.isin(delays._ranks[delays._late], [*culprits])
     share = own
     for _ in range(_MOST_HOPS):
         sums = np.concatenate([[0], np.cumsum(share * blocked)])
