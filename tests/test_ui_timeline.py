@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import flask
 import numpy as np
 import polars as pl
 import pytest
 
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.trace import Trace
-from rankscope.dashboard.timeline import lod, lookup, scene
+from rankscope.dashboard.timeline import lod, lookup, scene, server
 
 
 def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray], dict[int, dict[int, np.ndarray]]]:
@@ -212,6 +213,45 @@ def test_times_far_beyond_what_a_float_counts_stay_exact():
     assert lookup.describe(made, 0, 3, 0)["name"] == "b"
 
 
+def client(timelines: dict[str, Timeline | None]) -> Any:
+    """Asks the routes about these runs; `ask(name, question)` gives status and answer."""
+    app = flask.Flask("test")
+    server.register_routes(app, timelines.__getitem__, lambda run: None, lambda run: None)
+
+    def ask(name: str, question: object) -> tuple[int, Any]:
+        answer = app.test_client().post(f"{server.ROUTES}/{name}", json=question)
+        return answer.status_code, answer.get_json()
+
+    return ask
+
+
+def test_a_run_without_anything_and_one_that_is_still_read_are_told_apart():
+    ask = client({"": timeline_of(), "2": None})
+    status, empty = ask("scene", {"run": ""})
+    assert (status, empty["present"], empty["tracks"]) == (200, [], [])
+    assert ask("scene", {"run": "2"}) == (202, {"waiting": True})
+    assert ask("scene", {"run": "3"}) == (404, {"error": "there is no run '3'"})
+
+
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("view", []),
+        ("view", {"t0": 5, "t1": 5, "pixels": 10, "levels": 8, "lanes": []}),
+        ("view", {"t0": 0, "t1": 5, "pixels": 10**9, "levels": 8, "lanes": []}),
+        ("view", {"t0": 0, "t1": 5, "pixels": 10, "levels": 8, "lanes": [[7]]}),
+        ("view", {"t0": 0, "t1": 5, "pixels": 10, "levels": 8, "lanes": "all"}),
+        ("at", {"lane": "0", "t": 0, "slack": 0}),
+        ("spent", {"t0": 0, "t1": None, "lanes": []}),
+        ("find", {"text": " ", "after": 0}),
+    ],
+)
+def test_a_question_without_sense_is_refused_in_one_line(name, question):
+    status, answer = client({"": timeline_of()})(name, question)
+    assert status == 400
+    assert "\n" not in answer["error"]
+
+
 def timeline_of(**frames: pl.DataFrame) -> Timeline:
     """A timeline that holds these frames only."""
     ranks = sorted({rank for frame in frames.values() for rank in frame["rank"]})
@@ -220,6 +260,7 @@ def timeline_of(**frames: pl.DataFrame) -> Timeline:
         "groups": pl.DataFrame(schema={"name": pl.String, "role": pl.String, "members": pl.String}),
         "ops": pl.DataFrame(schema={"rank": pl.Int64, "stage": pl.Int32}),
         "regions": pl.DataFrame(schema={"rank": pl.Int64, "stage": pl.Int32}),
+        "steps": pl.DataFrame(schema={"rank": pl.Int64, "step": pl.Int32, "start_ns": pl.Int64}),
     }
     if "regions" in frames:
         frames["regions"] = frames["regions"].with_columns(stage=pl.lit(None, pl.Int32))
@@ -264,7 +305,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(run: Path) -> Iterator[str]:
+def address(run: Path) -> Iterator[str]:
     from werkzeug.serving import make_server
 
     from rankscope.dashboard.app import create_app
@@ -340,9 +381,9 @@ class Screen:
 
 
 @pytest.fixture
-def screen(browser: Any, server: str) -> Iterator[Screen]:
+def screen(browser: Any, address: str) -> Iterator[Screen]:
     page = browser.new_page(viewport={"width": 1280, "height": 800})
-    shown = Screen(page, server)
+    shown = Screen(page, address)
     yield shown
     page.close()
     assert shown.complaints == []
@@ -432,10 +473,10 @@ def test_a_selection_is_summed_up(screen, truth):
 
 
 @in_a_browser
-def test_an_address_with_evidence_opens_its_window(browser, server, truth):
+def test_an_address_with_evidence_opens_its_window(browser, address, truth):
     step = truth.steps.filter((pl.col("rank") == 1) & (pl.col("step") == 5)).row(0, named=True)
     page = browser.new_page(viewport={"width": 1280, "height": 800})
-    shown = Screen(page, f"{server}?t0={step['start_ns']}&t1={step['end_ns']}&rank=1")
+    shown = Screen(page, f"{address}?t0={step['start_ns']}&t1={step['end_ns']}&rank=1")
     page.wait_for_timeout(400)
     length = step["end_ns"] - step["start_ns"]
     assert shown.window() == pytest.approx(

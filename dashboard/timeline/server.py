@@ -75,11 +75,12 @@ def register_routes(
                 return _json({"error": "the question is not a JSON object"}, 400)
             try:
                 made = scenes.get(str(asked.get("run", "")))
-                if made is None:
-                    return _json({"waiting": True}, 202)
-                said = answer(asked, *made)
             except KeyError as missing:
-                return _json({"error": f"there is no {missing}"}, 404)
+                return _json({"error": f"there is no run {missing}"}, 404)
+            if made is None:
+                return _json({"waiting": True}, 202)
+            try:
+                said = answer(asked, *made)
             except _BadRequest as bad:
                 return _json({"error": str(bad)}, 400)
             return _binary(said) if isinstance(said, bytes) else _json(said)
