@@ -2,8 +2,8 @@
 
 **Signal.** Transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
-and takes 1 / k of the time that the gradients' communication took. The best k up to `max_buckets` is the measure; what
-is above it is the loss, reported above `min_fraction` of the step.
+and takes 1 / k of the time that the gradients' communication took. The best k up to `max_buckets`, of 1 MiB or more
+each, is the measure; what is above it is the loss, reported above `min_fraction` of the step.
 
 **Why it costs time.** Backward makes the gradients of the last layers first. A bucket that is sent at once is hidden
 behind the rest of backward; one bucket for all (`bucket_cap_mb` too large, `no_sync`, a reduction by hand after
@@ -36,6 +36,7 @@ _TRIM = 0.1
 _MAIN_THREAD = 0
 _REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_scatter_base")
 _NEARLY_ALL = 0.98  # of backward's computation: it is over then
+_LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
 
 
@@ -50,7 +51,8 @@ def detect(
 ) -> list[Finding]:
     """What reducing the gradients during backward would hide, as one finding for all ranks."""
     grid, rows, spans = _spans(breakdown, phases, regions, collectives)
-    left = np.stack([_left_over(spans, buckets) for buckets in range(1, max_buckets + 1)])
+    most = min(max_buckets, max(1, int(np.median(spans["bytes"]) // _LEAST_BUCKET_BYTES)))
+    left = np.stack([_left_over(spans, buckets) for buckets in range(1, most + 1)])
     saved = np.median(spans["exposed"] - left, axis=1)  # (buckets, step), of the median rank
     means = [estimate(np.maximum(of_buckets, 0.0), _TRIM) for of_buckets in saved]
     best = max(means, key=lambda mean: mean.ns)
