@@ -63,7 +63,10 @@ _EMPTY = {
     "links": "no TCP traffic between nodes was recorded",
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
-_CONSEQUENCES = {"slow_rank": ("uneven_work", "slow_link"), "slow_link": ("uneven_work",)}
+_CONSEQUENCES = {
+    "slow_rank": ("uneven_work", "slow_link"),
+    "slow_link": ("uneven_work", "exposed_communication"),
+}
 _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is

@@ -97,6 +97,13 @@ def test_gradients_that_are_reduced_after_backward_are_found_and_priced(tmp_path
     assert finding.lost_ns_per_step == pytest.approx(truth.cost_ns, rel=0.35)
 
 
+def test_communication_that_a_slow_link_exposes_is_no_finding_of_its_own(tmp_path):
+    log, (truth,) = simulated(Case("slow_link", "loud", 1), small=True)
+    first, *others = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run"))).findings
+    assert (first.detector, first.nodes) == ("slow_link", truth.nodes)
+    assert [(f.detector, f.caused_by) for f in others] == [("exposed_communication", "slow_link")]
+
+
 def test_rank_that_hangs_stops_everybody(tmp_path):
     log, (truth,) = simulated(Case("hang", "loud", 0))
     assert np.isinf(log.optimizer_end[-1]).all()
