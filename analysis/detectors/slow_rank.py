@@ -117,7 +117,9 @@ def detect(
     _, slack = _least_apart(waited, _BOUND_Z)
     priced = [_priced(row, *shown, waited[row], slack[row], by_label) for kind in found for row, shown in kind.items()]
     # A rank that is always a little behind may have bursts besides: the costlier of the two is told.
-    slow = [max((s for s in priced if s.row == row), key=lambda s: s.lost.ns) for row in sorted({s.row for s in priced})]
+    slow = [
+        max((s for s in priced if s.row == row), key=lambda s: s.lost.ns) for row in sorted({s.row for s in priced})
+    ]
     if seen is not None:
         slow = [_no_more_than_late(s, seen.margin) for s in slow]
         if len(grid.steps) < ENOUGH_STEPS:
