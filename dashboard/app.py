@@ -80,6 +80,12 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost") -> Dash:
         Input("url", "search"),
         State("version", "data"),
     )(lambda _, path, search, version: _tick(runs, _page_name(path), query_of(search).get("run", ""), version))
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        "(opened, navbar) => ({ ...navbar, collapsed: { mobile: !opened } })",
+        Output("shell", "navbar"),
+        Input("burger", "opened"),
+        State("shell", "navbar"),
+    )
     for page in all_pages().values():
         if hasattr(page, "register"):
             page.register(app, runs)

@@ -109,7 +109,7 @@ class Shown:
 
 
 def table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "auto") -> Children:
-    """A grid that can be sorted and filtered, by the values and not by how they are written."""
+    """A grid that can be sorted by the values, not by how they are written, and filtered by its texts."""
     written = frame.select(list(columns)).with_columns(
         pl.when(pl.col(name).cast(pl.Float64).is_finite()).then(pl.col(name)).alias(name)
         for name, dtype in frame.select(list(columns)).schema.items()
@@ -121,11 +121,11 @@ def table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "a
         {
             "field": name,
             "headerName": shown.title,
-            "filter": "agNumberColumnFilter" if written.schema[name].is_numeric() else "agTextColumnFilter",
-            "type": "rightAligned" if written.schema[name].is_numeric() else None,
+            "filter": "agTextColumnFilter" if name in texts else False,
+            "type": None if name in texts else "rightAligned",
             "valueFormatter": {"function": f"rankscope_{shown.kind}(params.value)"} if shown.kind else None,
             "flex": 5 if name in long else 1,
-            "minWidth": 260 if name in long else 96,
+            "minWidth": 260 if name in long else 120 if name in texts else 76,
             "tooltipField": name if written.schema[name] == pl.String else None,
         }
         for name, shown in columns.items()

@@ -113,8 +113,7 @@
         setLabels(head);
         paint();
       };
-      load();
-      const resized = new ResizeObserver(() => load());
+      const resized = new ResizeObserver(() => load()); // it also calls once to begin with
       resized.observe(box.current);
       const recoloured = new MutationObserver(paint);
       recoloured.observe(document.documentElement, { attributeFilter: ["data-mantine-color-scheme"] });

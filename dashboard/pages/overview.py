@@ -110,11 +110,8 @@ def _picture(split: digest.Breakdown, finding: Finding) -> Any:  # noqa: ANN401
 
 
 def _evidence(run: Run, seen: Evidence) -> Any:  # noqa: ANN401
-    """A link to the moment in the timeline, with a little of what lies around it."""
-    around = max((seen.end_ns - seen.start_ns) // 4, 1000)
-    where = {"t0": seen.start_ns - around, "t1": seen.end_ns + around} | (
-        {} if seen.rank is None else {"rank": seen.rank}
-    )
+    """A link to the moment in the timeline."""
+    where = {"t0": seen.start_ns, "t1": seen.end_ns} | ({} if seen.rank is None else {"rank": seen.rank})
     href = address("timeline", run.key, **where)
     return dcc.Link(
         f"Show: {seen.note or phrases.evidence(seen)}", href=href, title=phrases.evidence(seen), className="button"
