@@ -21,7 +21,7 @@ Indices = NDArray[np.uint32]
 Bytes = NDArray[np.uint8]
 
 _SCANNED = 20_000  # events in view up to which a lane is searched for those that are wide enough to be drawn one by one
-_RECTS = 4_000  # rectangles in one view: 13 bytes each
+_RECTS = 3_000  # rectangles in one view: 13 bytes each
 _WIDTHS = (2, 6, 24)  # px from which an event becomes a rectangle: the least at which the view keeps to _RECTS
 _RASTER_BYTES = 330_000  # before packing, which makes a fifth of them
 _TICKS = 2**32 - 1
