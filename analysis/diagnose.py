@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import polars as pl
 
@@ -48,6 +48,7 @@ from rankscope.analysis.trace import Trace
 __all__ = ["ask", "conclude", "diagnose", "report_on", "root_causes_first"]
 
 Tables = Mapping[str, pl.DataFrame]
+_Made = TypeVar("_Made")
 
 _EMPTY = {
     "breakdown": "no step was judged",
@@ -205,8 +206,13 @@ def _with_gains(
 
 def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun | NotReplayable:
     """The run, ready to be replayed, or why it cannot be."""
+    return _tried(lambda: rerun(timeline, links))
+
+
+def _tried(make: Callable[[], _Made]) -> _Made | NotReplayable:
+    """What is made, or why it cannot be."""
     try:
-        return rerun(timeline, links)
+        return make()
     except NotReplayable as reason:
         return reason
     except Exception as error:  # a replay that breaks must not take the findings away
@@ -256,10 +262,8 @@ def _graph_of_one_step(timeline: Timeline, judged: int) -> HostGraph | None:
     """A single step cannot show how well a replay predicts, and tells what it waited for all the same."""
     if judged != 1 or timeline.kernels.is_empty():
         return None
-    try:
-        return device_graph(timeline)
-    except NotReplayable:
-        return None
+    graph = _tried(lambda: device_graph(timeline))
+    return None if isinstance(graph, NotReplayable) else graph
 
 
 def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
