@@ -1,0 +1,419 @@
+"""`rankscope ui`: figures on rows a reader can check in the head, who may look, and every page in a real browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+
+from rankscope.analysis.report import digest
+from rankscope.dashboard.app import create_app
+from rankscope.dashboard.figures import collectives, counters, pipeline, raster
+from rankscope.dashboard.figures.waterfall import waterfall
+from rankscope.dashboard.page import all_pages
+from rankscope.dashboard.sql import QueryError, answer, narrowed
+from rankscope.dashboard.state import State
+
+ROOT = Path(__file__).parents[1]
+KINETO = ROOT.parent / "shared/data/kineto/torchrec/resnet18"
+RANKSCOPE = Path(sys.executable).with_name("rankscope")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+MS = 1_000_000
+
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux" or importlib.util.find_spec("torch") is None, reason="recording needs Linux and torch"
+)
+in_a_browser = pytest.mark.skipif(
+    BROWSER is None or importlib.util.find_spec("playwright") is None, reason="needs playwright and Chromium"
+)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def grid_of(values: list[list[float]]) -> raster.Grid:
+    array = np.array(values, np.float32)
+    rows, columns = array.shape
+    return raster.Grid("step", np.arange(rows, dtype=np.int32), np.arange(columns), array, 0.0, 254.0)
+
+
+def test_a_cell_of_the_raster_shows_the_largest_value_in_it_and_says_whose_it_is():
+    """4 ranks by 4 steps on 2 by 2 pixels; the byte is the value, since 0 to 254 is the range."""
+    grid = grid_of([[1, 2, 3, 4], [5, 99, 7, 8], [float("nan")] * 4, [float("nan"), float("nan"), 0, 200]])
+    view = raster.View(r0=0, r1=4, c0=0, c1=4, width=2, height=2)
+    order = raster.rank_order(grid, [[0, 1, 2, 3]])
+    assert raster.picture(grid, order, view).cells.tolist() == [[99, 8], [raster.MISSING, 200]]
+    assert raster.cell(grid, order, view, row=0, column=0) == (1, 1, 99.0)
+    rank, step, value = raster.cell(grid, order, view, row=2, column=1)
+    assert (rank, step) == (2, 1)
+    assert np.isnan(value)
+
+
+def test_ranks_are_ordered_by_group_or_the_largest_first():
+    grid = grid_of([[1, 1], [9, 9], [5, 5]])
+    assert raster.rank_order(grid, [[2], [0, 1]]).tolist() == [2, 0, 1]
+    assert raster.rank_order(grid, None).tolist() == [1, 2, 0]
+
+
+def test_a_raster_of_4096_ranks_and_1000_steps_is_made_at_once():
+    ones = np.ones((4096, 1000), np.float32)
+    grid = raster.Grid("step", np.arange(4096, dtype=np.int32), np.arange(1000), ones, 0.0, 2.0)
+    began = time.process_time()
+    cells = raster.picture(
+        grid, np.arange(4096), raster.View(r0=0, r1=4096, c0=0, c1=1000, width=1000, height=560)
+    ).cells
+    assert cells.shape == (560, 1000)
+    assert time.process_time() - began < 0.5
+
+
+def test_busbw_is_that_of_nccl_tests():
+    """1 GB in 1 s on 4 ranks: 2·3/4 for an allreduce, 3/4 for an allgather, 1 for a broadcast, none for a barrier."""
+    rows = pl.DataFrame(
+        {
+            "op": ["allreduce", "allgather_base", "broadcast", "barrier"],
+            "group_size": pl.Series([4] * 4, dtype=pl.UInt32),
+            "size_bytes": [10**9, 10**9, 10**9, 0],
+            "transfer_ns": [10**9] * 4,
+        }
+    )
+    assert rows.select(collectives.busbw()).to_series().to_list() == [1.5e9, 0.75e9, 1e9, None]
+
+
+def test_cumulative_counters_are_rates_and_gauges_are_not():
+    rows = pl.DataFrame(
+        {
+            "node": [0] * 6,
+            "time_ns": [0, 10**9, 3 * 10**9] * 2,
+            "source": ["nic"] * 3 + ["gpu"] * 3,
+            "name": ["tx_bytes"] * 3 + ["power_w"] * 3,
+            "device": ["eth0"] * 3 + ["gpu0"] * 3,
+            "value": [100.0, 300.0, 300.0, 50.0, 60.0, 70.0],
+        }
+    )
+    assert counters.series(rows, "nic", "tx_bytes")["value"].to_list() == [None, 200.0, 0.0]
+    assert counters.series(rows, "gpu", "power_w")["value"].to_list() == [50.0, 60.0, 70.0]
+    assert counters.changing(rows) == ([("gpu", "power_w"), ("nic", "tx_bytes")], [])
+
+
+def test_a_pipeline_in_theory_has_the_bubble_of_its_schedule():
+    """2 stages, 2 microbatches, forward 1 and backward 1: F0 F1 . B0 . B1 on stage 0; bubble 1/3 of 6."""
+    f, b = pipeline.FORWARD, pipeline.BACKWARD
+    rows = [(0, f, 0, 0, 10), (0, f, 1, 10, 20), (0, b, 0, 50, 60), (0, b, 1, 80, 90)]
+    rows += [(1, f, 0, 20, 30), (1, b, 0, 30, 40), (1, f, 1, 45, 55), (1, b, 1, 60, 70)]
+    schema = {"stage": pl.Int32, "name": pl.String, "microbatch": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64}
+    made = pipeline.ideal(pl.DataFrame(rows, schema=schema, orient="row"))
+    assert made is not None
+    assert made["end_ns"].max() == 60
+    busy = made.filter(pl.col("stage") == 0).select((pl.col("end_ns") - pl.col("start_ns")).sum()).item()
+    assert 1 - busy / 60 == pytest.approx(1 / 3)
+
+
+# ---------------------------------------------------------------- SQL
+
+
+TABLES = {"steps": pl.DataFrame({"rank": [0, 1, 2], "ns": [10, 20, 30], "arrival_spread_ns": [1, 2, 3]})}
+
+
+def test_sql_answers_from_the_runs_tables():
+    assert answer(TABLES, "SELECT sum(ns) AS ns FROM steps WHERE rank > 0;").to_dicts() == [{"ns": 50}]
+    assert answer(TABLES, "SELECT arrival_spread_ns FROM steps LIMIT 1").to_dicts() == [{"arrival_spread_ns": 1}]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT * FROM read_csv('{file}')",
+        "SELECT * FROM READ_CSV ('{file}')",
+        "SELECT * FROM \"read_csv\"('{file}')",
+        "WITH a AS (SELECT * FROM read_csv('{file}')) SELECT * FROM a",
+        "SELECT * FROM '{file}'",
+        'SELECT * FROM "{file}"',
+        "DROP TABLE steps",
+        "SELECT * FROM steps; DROP TABLE steps",
+        "SELECT nothing FROM steps",
+        "SELECT * FROM",
+        "",
+    ],
+)
+def test_sql_that_reads_files_changes_tables_or_makes_no_sense_is_refused_in_one_line(query, tmp_path):
+    secret = tmp_path / "secret.csv"
+    secret.write_text("word\nxyzzy\n")
+    with pytest.raises(QueryError) as refused:
+        answer(TABLES, query.format(file=secret))
+    said = str(refused.value)
+    assert said
+    assert "\n" not in said
+    assert "xyzzy" not in said
+
+
+def test_a_grids_filters_and_order_are_applied_to_all_rows():
+    filters = {"ns": {"filterType": "number", "type": "greaterThan", "filter": 10}}
+    found = narrowed(TABLES["steps"], filters, [{"colId": "ns", "sort": "desc"}])
+    assert found["rank"].to_list() == [2, 1]
+    either = {"operator": "OR", "conditions": [{"filterType": "number", "type": "equals", "filter": n} for n in (0, 2)]}
+    assert narrowed(TABLES["steps"], {"rank": either}, [])["rank"].to_list() == [0, 2]
+
+
+# ---------------------------------------------------------------- a real run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real job of two ranks, of which rank 1 is slow."""
+    folder = tmp_path_factory.mktemp("ui")
+    job = [ROOT / "examples/train_transformer.py", "--steps", "8", "--device-ms", "40", "--fault", "slow-rank"]
+    command = [RANKSCOPE, "run", "--standalone", "--nproc-per-node", "2", *job, "--fault-rank", "1"]
+    subprocess.run([str(word) for word in command], cwd=folder, check=True, capture_output=True, timeout=150)
+    (found,) = (folder / "runs").iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def state(run: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The recorded run, one in which ranks began and did nothing, and where it is there a profiler's trace."""
+    empty = tmp_path_factory.mktemp("empty") / "nothing"
+    for name in ("run", "ranks", "strings"):
+        shutil.copytree(run / name, empty / name)
+    state = State([run, empty, *([KINETO] if KINETO.exists() else [])])
+    state.start()
+    state.wait(100)
+    return state
+
+
+@pytest.fixture(scope="module")
+def server(state: State) -> Iterator[str]:
+    from werkzeug.serving import make_server
+
+    serving = make_server("127.0.0.1", 0, create_app(state).server, threaded=True)
+    thread = threading.Thread(target=serving.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}"
+    serving.shutdown()
+    thread.join()
+
+
+@needs_linux
+def test_the_waterfall_adds_up_to_the_step_and_each_bar_begins_where_the_last_one_ended(state):
+    report = state.report("")
+    bars, _ = waterfall(report, digest.breakdown(report))
+    parts = [bar for bar in bars if bar.kind == "part"]
+    (step,) = [bar for bar in bars if bar.kind == "sum"]
+    assert sum(float(bar.time) for bar in parts) == pytest.approx(float(step.time), abs=1e-9)
+    assert sum(float(bar.share) for bar in parts) == pytest.approx(100, abs=1e-9)
+    for bar, following in itertools.pairwise(parts):
+        assert bar.start + bar.length == pytest.approx(following.start)
+    assert parts[-1].start + parts[-1].length == pytest.approx(1)
+
+
+@needs_linux
+def test_without_the_token_nothing_is_shown_and_with_it_everything_is(state):
+    client = create_app(state, token="right", host="0.0.0.0").server.test_client()
+    for path in ("/", "/?token=wrong", "/_dash-layout", "/assets/style.css", "/data-download?query=SELECT+1"):
+        answered = client.get(path)
+        assert answered.status_code == 401
+        assert b"rankscope" in answered.data
+        assert b"Rank 1" not in answered.data
+    assert client.get("/?token=right").status_code == 302
+    assert client.get("/_dash-layout").status_code == 200
+
+
+@needs_linux
+def test_pages_of_other_sites_that_point_a_name_here_see_nothing(state):
+    client = create_app(state).server.test_client()
+    assert client.get("/_dash-layout", headers={"Host": "localhost:8050"}).status_code == 200
+    assert client.get("/_dash-layout", headers={"Host": "evil.example:8050"}).status_code == 403
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/assets/../state.py", 404),
+        ("/assets/..%2fstate.py", 404),
+        ("/data-download?run=/etc&query=SELECT+1", 404),
+        ("/data-download?query=SELECT+*+FROM+read_csv('/etc/passwd')", 400),
+        ("/ranks-data?quantity=step&r0=0&r1=99&c0=0&c1=1&width=9&height=9", 400),
+        ("/ranks-data?quantity=secret&r0=0&r1=1&c0=0&c1=1&width=9&height=9", 404),
+        ("/ranks-data?quantity=step&r0=0&r1=x", 400),
+    ],
+)
+def test_requests_for_what_is_not_of_the_run_are_refused(state, path, code):
+    client = create_app(state).server.test_client()
+    assert client.get(path, headers={"Host": "localhost"}).status_code == code
+
+
+@needs_linux
+def test_downloads_are_the_whole_table(state, tmp_path):
+    client = create_app(state).server.test_client()
+    got = client.get("/data-download?format=arrow&query=SELECT+*+FROM+collectives", headers={"Host": "localhost"})
+    (tmp_path / "got.arrow").write_bytes(got.data)
+    assert pl.read_ipc(tmp_path / "got.arrow").equals(state.timeline("").collectives)
+
+
+@needs_linux
+def test_the_command_says_where_it_serves_and_ends_when_interrupted(run):
+    """A page is there although the analysis has only begun; no other address is listened on."""
+    command = [str(RANKSCOPE), "ui", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith("rankscope: http://localhost:")
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert errors == ""
+
+
+def test_a_run_that_is_not_there_is_one_line(tmp_path):
+    done = subprocess.run([RANKSCOPE, "ui", tmp_path / "none"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == f"rankscope: {tmp_path / 'none'} does not exist\n"
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+class Screen:
+    """A page in a browser. Whatever it complains about, or asks of other hosts, is kept."""
+
+    def __init__(self, page: Any, base: str) -> None:
+        self.page, self.base = page, base
+        self.complaints: list[str] = []
+        page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self._asked(request.url))
+
+    def _asked(self, url: str) -> None:
+        if not url.startswith((self.base, "data:", "blob:")):
+            self.complaints.append(f"asks for {url}")
+
+    def open(self, path: str) -> None:
+        """Go there, by the page's own links where it is open already: scripts are loaded once."""
+        if self.page.url.startswith(self.base):
+            self.page.evaluate(
+                "path => { history.pushState({}, '', path);"
+                " window.dispatchEvent(new CustomEvent('_dashprivate_pushstate')); }",
+                path,
+            )
+        else:
+            self.page.goto(self.base + path)
+
+    def wait_for_text(self, text: str) -> None:
+        self.page.get_by_text(text).first.wait_for(timeout=60_000)
+
+
+@pytest.fixture(scope="module")
+def screen(server: str) -> Iterator[Screen]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.set_default_timeout(60_000)
+        yield Screen(page, server)
+        browser.close()
+
+
+# What each page shows of a run recorded by rankscope, one without rows, and a profiler's trace.
+SHOWN = {
+    "overview": ("Where a step's time goes", "No step could be split into its parts", "Where a step's time goes"),
+    "timeline": ("rank 1", "", "rank 1"),
+    "ranks": ("One row per rank", "No steps to show", "One row per rank"),
+    "collectives": ("Bandwidth by size", "No collectives", "How far apart ranks arrive"),
+    "pipeline": ("No pipeline", "No pipeline", "No pipeline"),
+    "host": ("By rank, mean per judged step", "Nothing of the host", "From launch to start on the device"),
+    "nodes": ("host: cpu busy", "No counters", "No counters"),
+    "memory": ("By rank", "No memory", "No memory"),
+    "kernels": ("No kernels", "No kernels", "Device work by name"),
+    "what_if": ("What if", "Nothing can be predicted", "What if"),
+    "data": ("download csv", "Data", "download csv"),
+}
+
+
+@needs_linux
+@in_a_browser
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["recorded", "empty", "profiler"])
+def test_every_page_loads_without_a_complaint_and_without_asking_another_host(screen, state, which):
+    if which >= len(state.keys):
+        pytest.skip(f"the public traces are not at {KINETO.parent}")
+    assert set(SHOWN) == set(all_pages())
+    key = state.keys[which]
+    for name, page in all_pages().items():
+        screen.open(f"/{'' if name == 'overview' else name}?run={key}")
+        screen.page.locator(f"a.nav-link[data-active]:has-text('{page.TITLE}')").wait_for()
+        if SHOWN[name][which] and name != "timeline":
+            screen.wait_for_text(SHOWN[name][which])
+    screen.page.wait_for_load_state("networkidle")
+    assert screen.complaints == []
+
+
+@needs_linux
+@in_a_browser
+def test_the_verdict_is_there_and_a_finding_opens_its_evidence(screen, state):
+    report = state.report("")
+    number, finding = next((n, f) for n, f in enumerate(report.findings, 1) if f.evidence)
+    evidence = finding.evidence[0]
+    screen.open("/?run=")
+    screen.page.get_by_role("heading", name=report.verdict).wait_for()
+    screen.page.locator(f"#finding-{number} a.button").first.click()
+    screen.page.wait_for_selector("#timeline[data-painted]")
+    screen.page.wait_for_url("**/timeline?*#*")
+    start, end = (int(edge) for edge in screen.page.url.partition("#")[2].partition("&")[0].split(","))
+    assert start <= evidence.start_ns
+    assert evidence.end_ns <= end
+    assert end - start < 3 * max(evidence.end_ns - evidence.start_ns, 1000)
+    assert screen.complaints == []
+
+
+@needs_linux
+@in_a_browser
+def test_a_cell_of_the_raster_says_its_value_and_opens_the_timeline(screen, state):
+    screen.open("/ranks")
+    canvas = screen.page.locator(".raster canvas")
+    canvas.wait_for()
+    screen.page.wait_for_selector(".raster-rows span")
+    box = canvas.bounding_box()
+    screen.page.mouse.move(box["x"] + box["width"] - 5, box["y"] + box["height"] - 5)
+    last = state.timeline("").steps["step"].max()
+    screen.wait_for_text(f"rank 1 on node 0, step {last}")
+    screen.page.mouse.click(box["x"] + box["width"] - 5, box["y"] + box["height"] - 5)
+    screen.page.wait_for_selector("#timeline[data-painted]")
+    assert screen.complaints == []
+
+
+@needs_linux
+@in_a_browser
+def test_sql_answers_and_says_in_one_line_why_it_does_not(screen, state):
+    from playwright.sync_api import expect
+
+    screen.open("/data")
+    box = screen.page.get_by_label("SQL")
+    box.fill("SELECT rank, count(*) AS n FROM steps GROUP BY rank ORDER BY rank")
+    screen.page.get_by_role("button", name="Ask").click()
+    screen.page.get_by_text("2 rows", exact=True).wait_for()
+    cells = screen.page.locator(".ag-cell[col-id=n]")
+    counted = state.timeline("").steps.group_by("rank").len().sort("rank")["len"].to_list()
+    expect(cells).to_have_text([str(count) for count in counted], timeout=60_000)
+    box.fill("SELECT * FROM read_csv('/etc/passwd')")
+    screen.page.get_by_role("button", name="Ask").click()
+    screen.wait_for_text("only the run's own tables can be read here")
+    assert screen.complaints == []
