@@ -76,14 +76,15 @@ def write(folder, rank, rows, *, world_size, node):
     names = ("forward", "backward", "gc", "wait", "optimizer")
     for number, name in enumerate(names):
         part.add_row("strings", {"name_id": number, "name": name})
-    for what, start, end in rows:
+    for what, start, end, *size in rows:
         span = {"start_ns": start * MS, "end_ns": end * MS}
         if what in names:
             kind = {"kind": REGION_KINDS.index(what), "name_id": names.index(what), "thread": 0}
             part.add_row("regions", span | kind | {"microbatch": None, "stage": None})
             continue
         op = {"issued_ns": start * MS, "group_id": 7, "seq": what, "op": OPS.index("allreduce"), "dtype": 2}
-        op |= {"device_start_ns": None, "is_async": True, "peer": -1, "tag": 0, "size_bytes": 4096, "thread": 0}
+        op |= {"device_start_ns": None, "is_async": True, "peer": -1, "tag": 0, "thread": 0}
+        op |= {"size_bytes": size[0] if size else 4096}
         part.add_row("collectives", span | op | {"number": what + 1})
     part.flush()
     part.close()
@@ -239,3 +240,55 @@ def test_command_refuses_in_one_line(tmp_path):
     vague = rankscope_("whatif", record(tmp_path / "b", {0: 60, 1: 60}, transfer=[10, 18]), "--fix", "rank:0")
     assert (vague.returncode, vague.stdout) == (1, "")
     assert vague.stderr.startswith("rankscope: nothing is predicted: a replay misses the steps by ")
+
+
+# ---- DDP's buckets
+
+
+def three_buckets(folder, sizes_mib=(4, 16, 16)):
+    """Two ranks; buckets that take 2 ms + 1 ms per MiB, ready 20, 40 and 60 ms after backward begins at 40."""
+    rows, end = [], 0
+    for step in range(STEPS):
+        begin, end = end, end + 128
+        rows += [
+            ("forward", begin, begin + 40),
+            ("backward", begin + 40, begin + 118),
+            ("wait", begin + 101, begin + 118),
+        ]
+        rows += [("optimizer", begin + 118, end)]
+        for number, mib in enumerate(sizes_mib):
+            ready = begin + 60 + 20 * number
+            rows.append((3 * step + number, ready, ready + 2 + mib, mib << 20))
+    (folder / "run").mkdir(parents=True)
+    said = {"schema_version": SCHEMA_VERSION, "node": 0, "state": "closed", "launch": {}}
+    (folder / "run/node=00000.json").write_text(json.dumps(said))
+    for rank in range(2):
+        write(folder, rank, rows, world_size=2, node=0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fix", "longer_ms"),
+    [
+        ("bucket-mb:20", 2),  # 4 and 16 together end at 102, then the last ends at 120 instead of 118
+        ("bucket-mb:50", 20),  # all together begin at 100 and take 38
+    ],
+)
+def test_larger_buckets_begin_later_and_save_latency(tmp_path, fix, longer_ms):
+    gain = run_of(three_buckets(tmp_path)).gain(fix)
+    assert gain.gain_ns / MS == pytest.approx(-longer_ms, abs=1e-6)
+
+
+def test_buckets_that_cannot_be_replayed_are_refused_with_the_reason(tmp_path):
+    with pytest.raises(BadFix, match="no two of the recorded buckets fit into 8 MiB"):
+        run_of(three_buckets(tmp_path)).gain("bucket-mb:8")
+    with pytest.raises(BadFix, match="about the same size"):
+        run_of(three_buckets(tmp_path / "alike", (16, 16, 16))).gain("bucket-mb:50")
+
+
+def test_bucket_mb_is_an_option_of_its_own(tmp_path):
+    run = three_buckets(tmp_path / "run")
+    said = json.loads(rankscope_("whatif", run, "--bucket-mb", 50, "--json").stdout)
+    assert [prediction["fixes"] for prediction in said["predictions"]] == [["bucket-mb:50"]]
+    nothing = rankscope_("whatif", run)
+    assert (nothing.returncode, "give --fix" in nothing.stderr) == (2, True)

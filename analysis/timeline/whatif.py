@@ -24,6 +24,9 @@ __all__ = ["MAX_ERROR", "BadFix", "Gain", "PipelineRerun", "Rerun", "rerun"]
 
 MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
 _VANISHING = ("gc", "input", "compile")
+_TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
+_FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
+_SIZES_DIFFER = 1.5  # ratio of sizes from which latency and bandwidth can be told apart
 
 Bools = NDArray[np.bool_]
 
@@ -50,6 +53,9 @@ class Rerun:
     fidelity: Fidelity
     nodes: dict[int, int]  # rank -> node
     links: pl.DataFrame
+    buckets: (
+        pl.DataFrame
+    )  # of DDP's gradients: group_id, step, instance_id and size_bytes, in the order they are reduced
     lengths_ns: Floats  # of the rows of `host.steps`, as replayed with nothing changed
     judged: Bools
 
@@ -77,6 +83,7 @@ class Rerun:
         found += [f"link:node{n}" for n in nodes if link_rates(self.links, (n,)) is not None]
         found += [f"op:{op}=0" for op in self._operations()]
         found += [part for part in _VANISHING if graph.parts.index(part) in parts]
+        found += [f"bucket-mb:{_TWICE_THE_USUAL}"] if self._buckets_per_step() > 1 else []
         return tuple(found)
 
     def _fixed(self, fix: str, duration: Floats) -> Floats:
@@ -88,6 +95,7 @@ class Rerun:
             "link": self._healthy_link,
             "op": self._faster_operation,
             "balance": self._balanced,
+            "bucket-mb": self._larger_buckets,
             **dict.fromkeys(_VANISHING, lambda _, duration: self._without(name, duration)),
         }
         fixed = kinds[name](argument, duration) if name in kinds else None
@@ -174,6 +182,38 @@ class Rerun:
         factor: Floats = np.where(crosses, min(rates[0] / rates[1], 1.0), 1.0)
         return duration * factor
 
+    # ---- DDP's buckets
+
+    def _larger_buckets(self, argument: str, duration: Floats) -> Floats | None:
+        """Buckets that fit together into so many MiB are one: reduced when the last of them is ready, α + S / B long.
+
+        Smaller ones than were recorded cannot be replayed: nobody saw when half of a bucket was ready.
+        """
+        found = re.fullmatch(r"\d*\.?\d+", argument)
+        if not found or self._buckets_per_step() <= 1:
+            return None
+        instance, size = (
+            self.buckets["instance_id"].to_numpy(),
+            self.buckets["size_bytes"].to_numpy().astype(np.float64),
+        )
+        merged = _merged(self.buckets, float(argument) * 2**20)
+        if len(np.unique(merged)) == len(merged):
+            raise BadFix(f"no two of the recorded buckets fit into {argument} MiB, and smaller ones cannot be replayed")
+        graph = self.host.graph
+        transfers = np.flatnonzero((graph.rank < 0) & np.isin(graph.instance, instance))
+        node = transfers[np.argsort(graph.instance[transfers])][np.searchsorted(np.sort(instance), instance)]
+        latency_ns, ns_per_byte = _latency_and_rate(size, duration[node])
+        last = np.concatenate([merged[1:] != merged[:-1], [True]])
+        alone = np.bincount(merged)[merged] == 1
+        changed: Floats = duration.copy()
+        together = latency_ns + ns_per_byte * np.bincount(merged, weights=size)[merged]
+        changed[node] = np.where(alone, duration[node], np.where(last, together, 0.0))
+        return changed
+
+    def _buckets_per_step(self) -> float:
+        steps = self.buckets.select("group_id", "step").n_unique()
+        return len(self.buckets) / steps if steps else 0.0
+
     # ---- what there is
 
     def _parts(self) -> set[int]:
@@ -250,9 +290,59 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
         fidelity=fidelity(host),
         nodes=dict(timeline.ranks.select("rank", "node").iter_rows()),
         links=links,
+        buckets=_gradient_buckets(timeline),
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
         judged=host.steps["judged"].fill_null(False).to_numpy(),
     )
+
+
+def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:
+    """The asynchronous all-reduces that are matched and were called in backward: DDP's."""
+    backward = timeline.regions.filter(pl.col("kind") == "backward", pl.col("thread") == 0)
+    backward = backward.select("rank", backward_ns="start_ns", returned_ns="end_ns").sort("backward_ns")
+    return (
+        timeline.collectives.filter(
+            pl.col("op") == "allreduce",
+            pl.col("is_async"),
+            pl.col("instance_id").is_not_null(),
+            pl.col("size_bytes") > 0,
+        )
+        .sort("start_ns")
+        .join_asof(backward, left_on="start_ns", right_on="backward_ns", by="rank", check_sortedness=False)
+        .filter(pl.col("start_ns") < pl.col("returned_ns"), pl.col("step").is_not_null())
+        .group_by("instance_id")
+        .agg(pl.col("group_id", "step", "size_bytes", "start_ns").first())
+        .sort("group_id", "step", "start_ns")
+        .select("group_id", "step", "instance_id", "size_bytes")
+    )
+
+
+def _merged(buckets: pl.DataFrame, cap_bytes: float) -> Ints:
+    """The number of the bucket into which each one goes, in order: as many as fit, of one step and group."""
+    number, filled, alone, place, numbers = -1, 0.0, False, None, []
+    for group, step, size in buckets.select("group_id", "step", "size_bytes").iter_rows():
+        first = (group, step) != place
+        if first or alone or filled + size > cap_bytes:
+            number, filled = number + 1, 0.0
+        alone = first and size <= _FIRST_BUCKET_BYTES
+        filled, place = filled + size, (group, step)
+        numbers.append(number)
+    return np.array(numbers, dtype=np.int64)
+
+
+def _latency_and_rate(size: Floats, ns: Floats) -> tuple[float, float]:
+    """α and 1 / B of α + S / B, through the median of each size. Raises `BadFix` where the sizes hardly differ.
+
+    Source: the bucket model of DDP, Li et al. 2020.
+    """
+    sizes = np.unique(size)
+    if sizes[-1] < _SIZES_DIFFER * sizes[0]:
+        raise BadFix("all buckets have about the same size, so what each costs beside its bytes is not known")
+    usual = np.array([np.median(ns[size == each]) for each in sizes])
+    rate, latency = np.polyfit(sizes, usual, 1)
+    if rate <= 0 or latency < 0:  # then all of it is in the bytes, or none
+        rate, latency = (float((usual / sizes).mean()), 0.0) if latency < 0 else (0.0, float(usual.mean()))
+    return float(latency), float(rate)
 
 
 def _gain(fixes: tuple[str, ...], step_ns: float, saved_ns: Floats, fidelity: Fidelity) -> Gain:

@@ -3,7 +3,8 @@
 The recorded steps are replayed with the fixes put in. Fixes: rank:2 and node:1 (their own time becomes the median of
 the others), balance (all ranks' own time becomes the mean), link:node1 (its transfers at the speed of other links),
 op:allreduce=0.5 (takes half, 0: nothing), gc, input and compile (take no time),
-stage:3 (of a pipeline: its operations as long as those of the others).
+stage:3 (of a pipeline: its operations as long as those of the others), bucket-mb:50 (DDP's buckets of gradients are
+merged up to that size; the same as --bucket-mb 50).
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ __all__ = ["command"]
 
 def command(
     run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
-    fix: Annotated[list[str], typer.Option("--fix", help="What is mended; repeat it for several things.")],
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="What is mended; repeat it for several things.")
+    ] = None,
+    bucket_mb: Annotated[
+        float | None, typer.Option("--bucket-mb", help="DDP's bucket_cap_mb, larger than now.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     from rankscope.analysis.timeline.build import build_timeline
@@ -36,15 +42,18 @@ def command(
     from rankscope.analysis.timeline.whatif import BadFix, rerun
     from rankscope.analysis.trace import Trace
 
+    fixes = [*(fix or []), *([f"bucket-mb:{bucket_mb:g}"] if bucket_mb is not None else [])]
+    if not fixes:
+        raise RankscopeError("nothing to mend: give --fix, as in --fix rank:2, or --bucket-mb")
     with clear_input_errors():
         trace = Trace.open(run)
         timeline = build_timeline(trace)
     try:
         addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
         replayable = rerun(timeline, judged_links(timeline.counters, timeline.steps, addresses))
-        gains = [replayable.gain(one) for one in fix]
-        if len(fix) > 1:
-            gains.append(replayable.gain(*fix))
+        gains = [replayable.gain(one) for one in fixes]
+        if len(fixes) > 1:
+            gains.append(replayable.gain(*fixes))
     except NotReplayable as reason:
         print(f"rankscope: nothing is predicted: {reason}", file=sys.stderr)
         raise typer.Exit(1) from None
