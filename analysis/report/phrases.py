@@ -99,13 +99,15 @@ def stood_still(finding: Finding) -> str | None:
 
 
 def gain(report: Report, finding: Finding) -> str:
-    """The predicted gain as a share and, where the step is known, as a time."""
+    """The predicted gain as a share and, where the step is known, as a time; and the fix that was replayed for it."""
     if _is_standstill(finding):
         return say("finding.gain.standstill")
     if finding.gain_fraction is None:
         return say("finding.gain.unknown", finding.gain_why or say("finding.gain.no_fix"))
     time = duration(finding.gain_fraction * report.steps.median_ns) if report.steps.median_ns is not None else "?"
-    return say("finding.gain.value", percent(finding.gain_fraction), time)
+    predicted = say("finding.gain.value", percent(finding.gain_fraction), time)
+    replayed = say("finding.gain.replayed", finding.fix) if finding.fix and report.fidelity else ""
+    return predicted + replayed
 
 
 def _is_standstill(finding: Finding) -> bool:

@@ -97,6 +97,7 @@ _ENGLISH: dict[str, str] = {
     "finding.gain.unknown": "not predicted: {0}",
     "finding.gain.no_fix": "there is no fix that could be replayed",
     "finding.gain.value": "a fix would make a step about {0} shorter ({1})",
+    "finding.gain.replayed": ", by a replay; see rankscope whatif --fix {0}",
     "finding.advice": "do",
     "finding.cause": "follows from",
     "finding.evidence": "evidence",
