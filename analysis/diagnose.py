@@ -67,6 +67,7 @@ _EMPTY = {
 _CONSEQUENCES = {
     "slow_rank": ("uneven_work", "slow_link"),
     "slow_link": ("uneven_work", "exposed_communication"),
+    "stage_imbalance": ("slow_rank", "uneven_work"),
 }
 _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
@@ -100,7 +101,7 @@ def conclude(
     `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow.
     """
     tables = _judged_only(timeline, addresses)
-    reasons = _EMPTY | dict(cannot)
+    reasons = _EMPTY | dict(cannot) | {gap.table: gap.why for gap in timeline.gaps if gap.table == "ops"}
     if not timeline.comparable:
         tables["breakdown"] = tables["breakdown"].clear()
         reasons["breakdown"] = _OUT_OF_STEP

@@ -280,7 +280,7 @@ TABLES: dict[str, Table] = {
         Table(
             "ops",
             "One operation of a pipeline-parallel step, from a trace that knows operations only. Written by readers of "
-            "such traces, not by collectors.",
+            "such traces, not by collectors: of a recorded run the analysis makes it from regions and collectives.",
             "rank",
             "start_ns",
             (

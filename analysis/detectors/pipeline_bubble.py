@@ -2,8 +2,8 @@
 
 **Signal.** The schedule is recognised from the order of forwards and backwards on each stage (1F1B, GPipe). Its
 bubble is known: (p - 1) / (m + p - 1) for p stages and m microbatches. The busiest stage's bubble is compared with
-that; more than `max_excess` above it is reported, split by replay into transfers, microbatches and stages of unequal
-length, and what the trace does not show.
+that; more than `max_excess` above it, clear of its scatter over the steps, is reported, split by replay into transfers,
+microbatches and stages of unequal length, and what the trace does not show.
 
 Why the busiest stage: what the other stages idle beyond it is lack of work, see `stage_imbalance`.
 
@@ -34,8 +34,8 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 collectors = ()
 
 
-def detect(ops: pl.DataFrame, *, max_excess: float = 0.03) -> list[Finding]:
-    """Report the pipeline if its busiest stage idles more than it must."""
+def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: float = 0.03) -> list[Finding]:
+    """Report the pipeline if its busiest stage idles more than it must. `steps` may be longer than their operations."""
     try:
         found, excess_ns = measured_pipeline(ops)
     except NotReplayable as reason:
@@ -45,9 +45,13 @@ def detect(ops: pl.DataFrame, *, max_excess: float = 0.03) -> list[Finding]:
     share = found.bubble[found.busiest_stage]
     if share - found.theory_fraction <= max_excess:
         return []
-    steps = steps_of_ops(ops).unique("step").sort("step")
-    median_ns = float(np.median((steps["end_ns"] - steps["start_ns"]).to_numpy()))
+    spans = steps_of_ops(ops).unique("step").sort("step")
+    length = spans if steps is None else steps
+    median_ns = float(np.median((length["end_ns"] - length["start_ns"]).to_numpy()))
     lost = float(np.median(excess_ns))
+    half_width = 1.96 * float(excess_ns.std()) / len(excess_ns) ** 0.5
+    if lost <= half_width:
+        return []
     fraction = lost / median_ns
     cause = max(found.excess, key=lambda part: found.excess[part])
     return [
@@ -61,11 +65,11 @@ def detect(ops: pl.DataFrame, *, max_excess: float = 0.03) -> list[Finding]:
             lost_ns_per_step=round(lost),
             lost_ns_total=round(lost * len(excess_ns)),
             lost_fraction=fraction,
-            uncertainty_ns=round(1.96 * float(excess_ns.std()) / len(excess_ns) ** 0.5),
+            uncertainty_ns=round(half_width),
             gain_fraction=fraction,
             evidence=tuple(
                 Evidence(table="ops", start_ns=start, end_ns=end, note=f"step {step}: {found.explanation}")
-                for step, start, end in steps.select("step", "start_ns", "end_ns").head(1).iter_rows()
+                for step, start, end in spans.select("step", "start_ns", "end_ns").head(1).iter_rows()
             ),
         )
     ]

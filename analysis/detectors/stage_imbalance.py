@@ -3,14 +3,19 @@
 **Signal.** The steps are replayed: as they were, with every operation taking the mean (a computation) or the median (a
 communication) of its kind, and with that for one stage only. A stage is too long if
 
-- the steps take at least `min_slowdown` times as long as ideal ones, and
-- making this stage ideal saves at least `min_share` of what making all ideal saves.
+- making this stage ideal saves at least `min_saved` of an ideal step, and
+- at least `min_share` of what making all ideal saves, and
+- it is usually long, in every replica: the median over steps of what it takes longer than the other stages is at least
+  `min_usual` of its mean excess, and the saving is clear of its scatter over the steps.
+
+A recorded run has these operations where its schedule is one of `torch.distributed.pipelining`: forward and backward of
+each microbatch, and what its neighbours sent. Between nodes their clocks must be known to a tenth of a forward.
 
 Nothing is said if the replay of the steps as they were misses their measured length by more than `max_error`.
 
 **Why it costs time.** A pipeline runs at the pace of its slowest stage: the others idle once per microbatch.
 
-**False alarms.** A stage on slow hardware looks the same; compare with the same stage of the other replicas.
+**False alarms.** Where there is only one replica, a stage on slow hardware looks the same.
 
 **What to try.** Give the stage fewer layers. The last stage also computes the loss and the output layer, the first the
 embedding: count them when layers are distributed.
@@ -21,14 +26,16 @@ and not of the last only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, OpGrid, communicates, op_grid
-from rankscope.analysis.timeline.replay import NotReplayable, WhatIf, ideal
+from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, Key, OpGrid, communicates, op_grid
+from rankscope.analysis.timeline.replay import Floats, NotReplayable, WhatIf, ideal
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -36,21 +43,30 @@ collectors = ()
 
 
 def detect(
-    ops: pl.DataFrame, *, min_slowdown: float = 1.03, min_share: float = 0.5, max_error: float = 0.05
+    ops: pl.DataFrame,
+    steps: pl.DataFrame | None = None,
+    *,
+    min_saved: float = 0.03,
+    min_share: float = 0.5,
+    min_usual: float = 0.5,
+    max_error: float = 0.05,
 ) -> list[Finding]:
-    """Name the stages that are too long, the costliest first."""
+    """Name the stages that are too long, the costliest first. `steps` may be longer than their operations."""
     grid, whatif = _replayed(ops, max_error)
-    if whatif.slowdown < min_slowdown:
+    if whatif.slowdown <= 1:
         return []
+    length = grid.measured_ns if steps is None else (steps["end_ns"] - steps["start_ns"]).to_numpy()
     shares = {stage: whatif.share(_of_stage(grid, stage)) for stage in grid.stages}
-    long = sorted((s for s in shares if shares[s] >= min_share), key=lambda s: -shares[s])
-    return [_finding(grid, whatif, stage) for stage in long]
+    needed = max(min_share, min_saved / (whatif.slowdown - 1))
+    long = [s for s in shares if shares[s] >= needed and _usually(grid, s, min_usual)]
+    findings = (_finding(grid, whatif, s, float(np.median(length))) for s in sorted(long, key=lambda s: -shares[s]))
+    return [f for f in findings if f.lost_ns_per_step > f.uncertainty_ns]
 
 
-def resolution_ns(ops: pl.DataFrame, *, min_slowdown: float = 1.03, max_error: float = 0.05) -> int:
-    """What the smallest slowdown that is looked into costs per step."""
+def resolution_ns(ops: pl.DataFrame, *, min_saved: float = 0.03, max_error: float = 0.05) -> int:
+    """What the shortest stage that is named would save per step."""
     _, whatif = _replayed(ops, max_error)
-    return round((min_slowdown - 1) * whatif.ideal_step_ns)
+    return round(min_saved * whatif.ideal_step_ns)
 
 
 def _replayed(ops: pl.DataFrame, max_error: float) -> tuple[OpGrid, WhatIf]:
@@ -76,15 +92,21 @@ def _of_stage(grid: OpGrid, stage: int) -> np.ndarray[tuple[int, ...], np.dtype[
     return np.array([key.stage == stage for key in grid.keys])[:, None, None]
 
 
-def _finding(grid: OpGrid, whatif: WhatIf, stage: int) -> Finding:
+def _usually(grid: OpGrid, stage: int, min_usual: float) -> bool:
+    """Whether the stage is long in most steps of every replica: else it is a slow rank, or a stall now and then."""
+    own, others = _microbatch_ns(grid, stage, np.mean)
+    usual_own, usual_others = _microbatch_ns(grid, stage, np.median)
+    return bool((usual_own / usual_others - 1).min() >= min_usual * (own.mean() / others.mean() - 1))
+
+
+def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Finding:
     actual = whatif.actual_step_ns
     saved = np.asarray(replayed_steps(whatif) - whatif.without_ns(_of_stage(grid, stage)))
     # The others stay below the mean when this stage comes down to it: no more than the ideal can be saved.
     lost = min(float(saved.mean()), actual - whatif.ideal_step_ns)
     half_width = 1.96 * float(saved.std(ddof=1)) / len(saved) ** 0.5 if len(saved) > 1 else lost
-    median = float(np.median(grid.measured_ns))
-    fraction = lost / median
-    own, others = _microbatch_ns(grid, stage)
+    fraction = lost / step_ns
+    own, others = (float(ns.mean()) for ns in _microbatch_ns(grid, stage, np.mean))
     return Finding(
         detector="stage_imbalance",
         severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
@@ -108,18 +130,15 @@ def replayed_steps(whatif: WhatIf) -> np.ndarray[tuple[int, ...], np.dtype[np.fl
     return whatif.without_ns(np.zeros((1, 1, 1), dtype=bool))
 
 
-def _microbatch_ns(grid: OpGrid, stage: int) -> tuple[float, float]:
-    """Forward and backward of one microbatch: on this stage, and on the mean of the others."""
-    length = (grid.end_ns - grid.start_ns).mean(axis=(1, 2))
-    kinds = (FORWARD, BACKWARD)
+def _microbatch_ns(grid: OpGrid, stage: int, over_steps: Callable[..., Floats]) -> tuple[Floats, Floats]:
+    """Forward and backward of one microbatch, by replica: on this stage, and on the mean of the others."""
+    length = over_steps(grid.end_ns - grid.start_ns, axis=1)
 
-    def per_microbatch(of: int) -> float:
-        return sum(
-            float(np.mean([length[i] for i, key in enumerate(grid.keys) if key.stage == of and key.kind == kind]))
-            for kind in kinds
-        )
+    def per_microbatch(of: int) -> Floats:
+        rows = [[i for i, key in enumerate(grid.keys) if key == Key(of, kind, key.seq)] for kind in (FORWARD, BACKWARD)]
+        return np.asarray(sum(length[of_kind].mean(axis=0) for of_kind in rows))
 
-    return per_microbatch(stage), float(np.mean([per_microbatch(s) for s in grid.stages if s != stage]))
+    return per_microbatch(stage), np.mean([per_microbatch(s) for s in grid.stages if s != stage], axis=0)
 
 
 def _where(grid: OpGrid, whatif: WhatIf, stage: int) -> str:

@@ -14,6 +14,7 @@ from rankscope.analysis.timeline.device_phases import device_phases, with_launch
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.progress import last_progress
+from rankscope.analysis.timeline.stages import stage_ops
 from rankscope.analysis.timeline.steps import (
     CAPTURE,
     agreement,
@@ -50,7 +51,8 @@ class Timeline:
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
     | waits | rank, waited_ns: over all matched operations; ranks that have none are not in it |
     | counters | node, time_ns, source, name, device, value |
-    | groups, ops, progress | those of the schema; progress of a recorded run as `progress.last_progress` has it |
+    | groups | those of the schema |
+    | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
     """
 
     ranks: pl.DataFrame
@@ -102,6 +104,10 @@ def build_timeline(trace: Trace) -> Timeline:
     hosts, devices = split.filter(~has_device), split.filter(has_device)
     cut = pl.concat([phases(hosts, regions, collectives), device_phases(devices, kernels, regions, collectives)])
     arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
+    placed = in_steps(collectives.with_columns(arrival), steps, at="_arrival_ns").drop("_arrival_ns")
+    no_ops: list[Gap] = []
+    if ops.is_empty():
+        ops, no_ops = stage_ops(ranks, groups, regions, placed, cut, clocks)
     gaps = [
         *trace.gaps(),
         *_clock_gaps(clocks),
@@ -109,12 +115,13 @@ def build_timeline(trace: Trace) -> Timeline:
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
         *incomparable,
         *_early_gaps(collectives),
+        *no_ops,
         *_broken("phases", lambda: check_phases(cut, split)),
     ]
     return Timeline(
         ranks=ranks,
         steps=steps,
-        collectives=in_steps(collectives.with_columns(arrival), steps, at="_arrival_ns").drop("_arrival_ns"),
+        collectives=placed,
         regions=regions,
         kernels=kernels,
         launches=launches,

@@ -174,7 +174,7 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
         ranks=ranks[usual],
         start_ns=start,
         end_ns=end,
-        plan=_plan(keys, np.median(start, axis=(1, 2))),
+        plan=_plan(keys, start, end),
         dropped=int((~whole).sum()),
     )
 
@@ -188,13 +188,15 @@ def compute_order(keys: Sequence[Key], start_ns: Floats) -> dict[int, list[int]]
     return order
 
 
-def _plan(keys: tuple[Key, ...], start_ns: Floats) -> Plan:
+def _plan(keys: tuple[Key, ...], start_ns: Floats, end_ns: Floats) -> Plan:
     """What waits for what in a step.
 
     Computations of a stage run one after the other, and so do its sends and receives of one direction. A computation
     waits for what it receives, a send for what it sends; where nothing is sent (a trace of computations alone), for
-    the neighbour's computation itself. Parameters are gathered before the first forward; gradients are reduced, and
-    the optimizer runs, after the last computation.
+    the neighbour's computation itself. A receive that in every step begins to the ns where the stage's computation
+    before it ends is one that the stage stands in (`stages.stage_ops` gives them so): it waits for that one too.
+    Parameters are gathered before the first forward; gradients are reduced, and the optimizer runs, after the last
+    computation.
 
     Source: the dependency model of ByteDance's StragglerAnalysis, without its overlapped reduce-scatter.
     """
@@ -205,8 +207,12 @@ def _plan(keys: tuple[Key, ...], start_ns: Floats) -> Plan:
         for earlier, later in pairwise(ops):
             before[later].append(earlier)
 
-    for stage, computes in compute_order(keys, start_ns).items():
+    for stage, computes in compute_order(keys, np.median(start_ns, axis=(1, 2))).items():
         chain(computes)
+        for earlier, later in pairwise(computes):
+            receive = index.get(Key(stage, keys[later].kind.replace("compute", "recv"), keys[later].seq))
+            if receive is not None and (start_ns[receive] == end_ns[earlier]).all():
+                before[receive].append(earlier)
         _first_backward_transfers(before, keys, index, computes)
         gathers = _of(index, stage, _GATHER)
         tail = [op for kind in _TAIL for op in _of(index, stage, kind)]

@@ -52,6 +52,7 @@ class Rerun:
     host: HostGraph
     fidelity: Fidelity
     nodes: dict[int, int]  # rank -> node
+    stages: dict[int, int]  # rank -> its stage of the pipeline, where there is one
     links: pl.DataFrame
     buckets: (
         pl.DataFrame
@@ -80,6 +81,7 @@ class Rerun:
         ranks, nodes = sorted(self.nodes), sorted(set(self.nodes.values()))
         found = [f"rank:{ranks[0]} … rank:{ranks[-1]}", "balance"] if len(ranks) > 1 else []
         found += [f"node:{n}" for n in nodes] if 1 < len(nodes) < len(ranks) else []
+        found += [f"stage:{stage}" for stage in sorted(set(self.stages.values()))]
         found += [f"link:node{n}" for n in nodes if link_rates(self.links, (n,)) is not None]
         found += [f"op:{op}=0" for op in self._operations()]
         found += [part for part in _VANISHING if graph.parts.index(part) in parts]
@@ -92,6 +94,7 @@ class Rerun:
         kinds: dict[str, Callable[[str, Floats], Floats | None]] = {
             "rank": self._like_peers,
             "node": self._like_other_nodes,
+            "stage": self._like_a_mean_stage,
             "link": self._healthy_link,
             "op": self._faster_operation,
             "balance": self._balanced,
@@ -119,6 +122,15 @@ class Rerun:
         if not chosen.any() or chosen.all():
             return None
         return self._own_time_as(chosen, lambda own: np.median(own[~chosen], axis=0), duration)
+
+    def _like_a_mean_stage(self, argument: str, duration: Floats) -> Floats | None:
+        """Own time of the stage's ranks, by step and label, becomes the mean over the ranks of all stages."""
+        staged = np.isin(sorted(self.nodes), list(self.stages))
+        of_stage = [rank for rank, stage in self.stages.items() if stage == _number(argument)]
+        chosen = np.isin(sorted(self.nodes), of_stage)
+        if not chosen.any():
+            return None
+        return self._own_time_as(chosen, lambda own: own[staged].mean(axis=0), duration)
 
     def _balanced(self, argument: str, duration: Floats) -> Floats | None:
         """Own time of every rank, by step and label, becomes the mean over ranks."""
@@ -255,7 +267,8 @@ class PipelineRerun:
 
 def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:
     """The run, ready to be replayed. Raises `NotReplayable`, also where the replay does not meet what was measured."""
-    return _trusted(_pipeline_rerun(timeline.ops) if len(timeline.ops) else _host_rerun(timeline, links))
+    only_ops = timeline.phases.is_empty() and len(timeline.ops)
+    return _trusted(_pipeline_rerun(timeline.ops) if only_ops else _host_rerun(timeline, links))
 
 
 def _trusted(run: Rerun | PipelineRerun) -> Rerun | PipelineRerun:
@@ -289,6 +302,7 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
         host=host,
         fidelity=fidelity(host),
         nodes=dict(timeline.ranks.select("rank", "node").iter_rows()),
+        stages=dict(timeline.ops.select("rank", "stage").unique().iter_rows()),
         links=links,
         buckets=_gradient_buckets(timeline),
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),

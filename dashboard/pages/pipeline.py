@@ -25,7 +25,10 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     ops = run.timeline.ops
     if ops.is_empty():
         why = "No operations of pipeline stages were recorded."
-        what = "Traces that have them: ByteDance's operation traces and Primus' pipeline files."
+        what = (
+            "Runs of torch.distributed.pipelining that rankscope recorded have them, ByteDance's operation traces and "
+            "Primus' pipeline files."
+        )
         return html.Div([heading(TITLE, _MEANING), empty("No pipeline", why, what)])
     steps, replicas = (ops[name].unique().sort().to_list() for name in ("step", "replica"))
     step = figures.typical_step(ops, run.timeline.steps.filter("judged").select("step"))

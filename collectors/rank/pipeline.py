@@ -1,0 +1,45 @@
+"""Records forward and backward of every microbatch of `torch.distributed.pipelining`, with its stage.
+
+Its schedules name some of these spans themselves, 1F1B none, and their spans include the wait for the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rankscope.collectors.imports import after_import
+from rankscope.collectors.schema import REGION_KINDS
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit
+
+tables = ("regions",)
+
+_METHODS = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "backward",
+}
+_undos: list[Callable[[], None]] = []
+
+
+def start(emit: Emit) -> None:
+    _undos.append(after_import("torch.distributed.pipelining.stage", emit.guard("pipeline", partial(_install, emit))))
+
+
+def stop() -> None:
+    while _undos:
+        _undos.pop()()
+
+
+def _install(emit: Emit, module: ModuleType) -> None:
+    for method, kind in _METHODS.items():
+        record = partial(_record, emit, REGION_KINDS.index(kind), emit.name(kind))
+        _undos.append(emit.around("pipeline", module._PipelineStageBase, method, record))
+
+
+def _record(emit: Emit, kind: int, name_id: int, start_ns: int, end_ns: int, args: tuple[Any, ...]) -> None:
+    emit.region(kind, name_id, start_ns, end_ns, args[1], args[0].stage_index)
