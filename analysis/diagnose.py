@@ -35,7 +35,7 @@ from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.critical_path import critical_path
 from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays, victims
 from rankscope.analysis.timeline.device import device_parts
-from rankscope.analysis.timeline.device_graph import device_graph
+from rankscope.analysis.timeline.device_graph import MOST_ROWS, device_graph, first_steps
 from rankscope.analysis.timeline.device_phases import QUEUED, UNSEEN
 from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.host_graph import HostGraph
@@ -139,7 +139,7 @@ def conclude(
         critical_path=_path(run, timeline),
         pipeline=_pipeline(tables["ops"]),
         fidelity=fidelity,
-        gaps=(*timeline.gaps, *_incomplete(timeline.steps)),
+        gaps=(*timeline.gaps, *_incomplete(timeline.steps), *_left_out(run, timeline)),
         clocks=tuple(timeline.clocks),
         matched_fraction=timeline.matched_fraction,
         step_ns=_lengths(tables["steps"]),
@@ -245,6 +245,7 @@ def _path(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> tup
     host = run.host if isinstance(run, Rerun) else _graph_of_one_step(timeline, len(judged))
     if host is None:
         return ()
+    judged = judged.filter(judged.is_in(host.steps["step"].unique().implode()))
     path = critical_path(host).filter(pl.col("step").is_in(judged.implode()))
     rows = path.group_by("rank", "part", "label").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
     rows = rows.sort(["ns", "rank", "part", "label"], descending=[True, False, False, False])
@@ -263,8 +264,22 @@ def _graph_of_one_step(timeline: Timeline, judged: int) -> HostGraph | None:
     """A single step cannot show how well a replay predicts, and tells what it waited for all the same."""
     if judged != 1 or timeline.kernels.is_empty():
         return None
-    graph = _tried(lambda: device_graph(timeline))
+    graph = _tried(lambda: device_graph(first_steps(timeline)))
     return None if isinstance(graph, NotReplayable) else graph
+
+
+def _left_out(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> list[Gap]:
+    """What a graph of all kernels and launches would take too much memory for."""
+    rows = len(timeline.kernels) + len(timeline.launches)
+    if timeline.kernels.is_empty() or rows <= MOST_ROWS:
+        return []
+    why = f"{rows:,} kernels and launches are too many to replay at once: "
+    if isinstance(run, Rerun):
+        steps = counted(timeline.steps["step"].n_unique(), "step")
+        why += f"the critical path and gains are those of the first {run.host.steps['step'].n_unique()} of {steps}"
+    else:
+        why += f"there is no critical path and no gain ({run if isinstance(run, NotReplayable) else 'a pipeline'})"
+    return [Gap(table="kernels", rank=None, node=None, count=None, why=why)]
 
 
 def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
@@ -311,8 +326,9 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     """The tables for the detectors, rows of judged steps only."""
     steps = timeline.steps.filter("judged")
     judged = steps.select("rank", "step")
+    every = ("phases", "breakdown") if len(steps) == len(timeline.steps) else ()  # large, and of steps only: no copies
     tables = {
-        name: frame.join(judged, on=["rank", "step"], how="semi")
+        name: frame if name in every else frame.join(judged, on=["rank", "step"], how="semi")
         for name in ("collectives", "regions", "phases", "breakdown")
         if (frame := getattr(timeline, name)) is not None
     }

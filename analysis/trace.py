@@ -6,7 +6,7 @@ import importlib
 import itertools
 import os
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ import polars as pl
 from rankscope.analysis.finding import Gap
 from rankscope.collectors.schema import TABLES
 
-__all__ = ["BadInput", "Reader", "Trace"]
+__all__ = ["BadInput", "Reader", "Trace", "in_order"]
 
 PathLike = str | os.PathLike[str]
 
@@ -46,6 +46,10 @@ class Reader(Protocol):
 
     def read(self, name: str) -> pl.DataFrame:
         """The whole table, names resolved."""
+        ...
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        """The same rows in pieces, each of them in order, so that no more than one needs to be in memory."""
         ...
 
     def gaps(self) -> list[Gap]:
@@ -100,6 +104,10 @@ class Trace:
             raise BadInput(f"no table is called {name!r}; there are {', '.join(TABLES)}")
         return self.reader.read(name).lazy()
 
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        """The rows of `table` in pieces, for those who need no more than one in memory."""
+        return self.reader.pieces(name)
+
     def gaps(self) -> list[Gap]:
         """What was not seen: reads every table, since a cut file shows only then."""
         return self.reader.gaps()
@@ -143,3 +151,13 @@ def _folders(path: Path) -> list[Path]:
     """The first folders in this one."""
     found = (sub for sub in sorted(path.iterdir()) if sub.is_dir() and not sub.name.startswith("."))
     return list(itertools.islice(found, _LOOKED_INTO))
+
+
+def in_order(frame: pl.DataFrame, owner: str, key: str) -> pl.DataFrame:
+    """The rows by these two columns; equal ones keep their order. A frame that is in order already is not copied."""
+    by, at = frame[owner], frame[key]
+    if not by.null_count() and not at.null_count() and by.is_sorted():
+        changes = by[1:] != by[:-1]
+        if (changes | (at[1:] >= at[:-1])).all():
+            return frame
+    return frame.sort(owner, key, maintain_order=True)

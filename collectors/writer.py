@@ -103,11 +103,13 @@ def read_live(path: Path) -> pa.Table:
                     return pa.Table.from_batches(batches, schema=stream.schema)
 
 
-def write_sealed(folder: Path, prefix: str, rows: pa.Table) -> None:
-    """The rows lie in the folder as sealed parts, in the order they have. Raises OSError."""
+def write_sealed(folder: Path, prefix: str, rows: pa.Table, first: int = 0) -> int:
+    """The rows lie in the folder as sealed parts, in the order they have: the number after the last. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, begin in enumerate(range(0, rows.num_rows, SEAL_ROWS)):
-        _write_file(folder / f"{prefix}part-{number:04d}.arrow", rows.slice(begin, SEAL_ROWS).combine_chunks())
+    for begin in range(0, rows.num_rows, SEAL_ROWS):
+        _write_file(folder / f"{prefix}part-{first:04d}.arrow", rows.slice(begin, SEAL_ROWS).combine_chunks())
+        first += 1
+    return first
 
 
 def _write_file(path: Path, rows: pa.Table) -> None:

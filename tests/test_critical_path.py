@@ -10,11 +10,13 @@ import pytest
 from test_kineto import DATA
 from test_timeline import ONE_NODE, matched, regions, table
 
+from rankscope.analysis import diagnose as diagnosis
 from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.timeline import device_graph as device_graphs
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.critical_path import PATH_COLUMNS, critical_path
-from rankscope.analysis.timeline.device_graph import BETWEEN, LAUNCH, device_graph
-from rankscope.analysis.timeline.graph import replay
+from rankscope.analysis.timeline.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
+from rankscope.analysis.timeline.graph import NotReplayable, replay
 from rankscope.analysis.timeline.host_graph import step_lengths
 from rankscope.analysis.trace import Trace
 
@@ -126,6 +128,24 @@ def test_synchronising_call_passes_the_path_from_the_device_to_the_host():
         0  # the host is then not held up, and its call takes as long as the rest
     )
     assert step_lengths(host, replay(host.graph, faster)).tolist() == [(24 + 36 + 10) * US]
+
+
+def test_a_graph_that_would_be_too_large_is_of_the_first_steps(monkeypatch):
+    """Four steps of 100 µs, in each of which one kernel is launched: two rows a step."""
+    whole = timeline(
+        kernels=[(0, 7, at + 25, at + 55, at) for at in range(0, 400, 100)],
+        launches=[(0, 0, at + 20, at + 24, at) for at in range(0, 400, 100)],
+        steps=[(0, step, 100 * step, 100 * step + 100) for step in range(4)],
+    )
+    monkeypatch.setattr(device_graphs, "MOST_ROWS", 8)
+    assert first_steps(whole) is whole
+    monkeypatch.setattr(device_graphs, "MOST_ROWS", 7)
+    cut = first_steps(whole)
+    assert [len(table) for table in (cut.steps, cut.kernels, cut.launches)] == [3, 3, 3]
+    assert sum(ns for *_, ns in path_of(device_graph(cut))) == 300
+    monkeypatch.setattr(device_graphs, "MOST_ROWS", 3)
+    with pytest.raises(NotReplayable, match="two steps would have more than 3 kernels"):
+        first_steps(whole)
 
 
 def test_path_changes_to_the_rank_that_others_wait_for():
@@ -264,6 +284,23 @@ def test_replay_meets_the_steps_and_the_path_sums_to_them(name):
     over = seen.steps.group_by("step").agg(pl.col("end_ns").max()).sort("step")
     whole = np.diff(np.concatenate([[seen.steps["start_ns"].min()], over["end_ns"].to_numpy()]))
     assert np.abs(path["end_ns"].to_numpy() - whole).max() <= 50 * US  # of clocks that differ
+
+
+def test_report_says_of_how_many_steps_the_path_is(monkeypatch):
+    """A limit that lets one of the trace's three steps go."""
+    path = DATA / "torchrec/sst_long_a2a_optimizer"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    trace = Trace.open(path)
+    rows = sum(len(trace.table(name).collect()) for name in ("kernels", "launches"))
+    for module in (diagnosis, device_graphs):
+        monkeypatch.setattr(module, "MOST_ROWS", rows - rows // 6)
+    report = diagnose(trace)
+    assert [gap.why.partition(": ")[2] for gap in report.gaps if "too many to replay" in gap.why] == [
+        "the critical path and gains are those of the first 2 of 3 steps"
+    ]
+    steps = sum(part.ns_per_step for part in report.critical_path)
+    assert abs(steps - report.steps.median_ns) < 0.05 * steps
 
 
 def test_report_on_torchrec_says_what_its_steps_wait_for_and_who_is_to_blame():

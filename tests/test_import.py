@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.readers import kineto
 from rankscope.analysis.report import json_form
 from rankscope.analysis.trace import Trace
 from rankscope.profiler.commands import import_
@@ -60,6 +61,21 @@ def test_an_imported_run_gives_the_same_answers(tmp_path, name):
     done = rankscope("import", DATA / name, "-o", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert answers(tmp_path / "run") == answers(DATA / name)
+
+
+def test_a_large_table_is_written_in_pieces(tmp_path, monkeypatch):
+    """Five kernels that are not in order of time, at most two at once."""
+    monkeypatch.setattr(kineto, "_PIECE", 2)
+    events = [{**TRACE, "ts": ts, "name": f"k{ts}"} for ts in (50, 10, 40, 20, 30)]
+    trace = {"schemaVersion": 1, "distributedInfo": {"rank": 3}, "traceEvents": events}
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    import_.command([tmp_path / "trace.json"], tmp_path / "run")
+    parts = sorted(path.name for path in (tmp_path / "run" / "kernels" / "rank=00003").iterdir())
+    assert parts == ["a0-part-0000.arrow", "a0-part-0001.arrow", "a0-part-0002.arrow"]
+    assert Trace.open(tmp_path / "run").table("kernels").select("rank", "name", "start_ns").collect().rows() == [
+        (3, f"k{ts}", ts * 1000) for ts in (10, 20, 30, 40, 50)
+    ]
+    assert answers(tmp_path / "run") == answers(tmp_path / "trace.json")
 
 
 def test_the_source_and_what_it_cannot_show_survive(tmp_path):
@@ -120,7 +136,7 @@ def test_half_a_folder_does_not_stay(tmp_path, monkeypatch):
         tables.append(table)
         if len(tables) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_rows(folder, table, *rest)
+        return write_rows(folder, table, *rest)
 
     monkeypatch.setattr(import_, "_write_rows", full)
     with pytest.raises(RankscopeError, match=r"cannot write .*run: No space left on device"):

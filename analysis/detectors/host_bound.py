@@ -109,13 +109,14 @@ def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
 def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
     """Share of the gaps' time by what the host did in them; they sum to 1."""
     spent = dict.fromkeys(_ADVICE, 0.0)
-    calls = launches.with_columns(
+    calls = launches.select(
+        *("rank", "start_ns", "end_ns"),
         kind=pl.when(pl.col("name").str.contains(_MEMORY))
         .then(pl.lit("memory"))
         .when(pl.col("name").str.contains(_SYNC))
         .then(pl.lit("sync"))
         .when(pl.col("name").str.contains(_LAUNCH))
-        .then(pl.lit("launch"))
+        .then(pl.lit("launch")),
     ).drop_nulls("kind")
     for (rank,), of_rank in gaps.sort("start_ns").group_by("rank"):
         start, end = of_rank["start_ns"].to_numpy(), of_rank["end_ns"].to_numpy()

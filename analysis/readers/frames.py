@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import polars as pl
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.readers.native import schema_of
-from rankscope.analysis.trace import BadInput
+from rankscope.analysis.trace import BadInput, in_order
 from rankscope.collectors.schema import TABLES
 
 __all__ = ["NO_STEPS", "FrameReader", "files_in", "gap", "in_one_line", "shaped", "table"]
@@ -23,11 +23,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameReader:
-    """A run whose tables are in memory. `lacks` says by table what no trace of the format can show."""
+    """A run whose tables are in memory, or can be made in pieces (`large`).
+
+    `lacks` says by table what no trace of the format can show.
+    """
 
     frames: Mapping[str, pl.DataFrame]
     missing: Sequence[Gap] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
+    large: Mapping[str, Callable[[], Iterator[pl.DataFrame]]] = field(default_factory=dict)
     run: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tables(self) -> tuple[str, ...]:
@@ -35,6 +39,9 @@ class FrameReader:
 
     def read(self, name: str) -> pl.DataFrame:
         return self.frames[name] if name in self.frames else pl.DataFrame(schema=schema_of(name))
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        return self.large[name]() if name in self.large else iter([self.read(name)])
 
     def gaps(self) -> list[Gap]:
         return list(self.missing)
@@ -60,7 +67,7 @@ def shaped(name: str, frame: pl.DataFrame) -> pl.DataFrame:
     absent = {c: pl.lit(0 if c in ("node", "attempt") else None) for c in schema if c not in frame.columns}
     frame = frame.with_columns(**absent).select(pl.col(c).cast(t) for c, t in schema.items())
     order = "name" if TABLES[name].order == "name_id" else TABLES[name].order
-    return frame.sort(["rank", order] if "rank" in schema else ["node", order], maintain_order=True)
+    return in_order(frame, "rank" if "rank" in schema else "node", order)
 
 
 def gap(table: str, why: str, *, rank: int | None = None, count: int | None = None) -> Gap:

@@ -7,11 +7,13 @@ the file says about them. Times are exact to the nanosecond, on the clock of the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import os
 import re
+import sys
 import tarfile
 import zlib
 from collections import Counter
@@ -54,6 +56,8 @@ _NO_STEPS = {
     "steps": "the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)"
 }
 _SNIFF = 1 << 16
+_LARGE, _PIECE = ("kernels", "launches"), 1 << 16  # tables handed over in pieces of so many rows
+_FIRST_ROOM = 1 << 13  # rows
 _MOST_AT_ONCE = 8  # files; more would wait for the interpreter
 _MAX_HEADER = 64 << 20  # groups of thousands of ranks are listed before the events
 _HEADER_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
@@ -100,6 +104,7 @@ _UNKNOWN_GROUP = ""
 _MAX_WORLD = 1 << 20  # what is beyond is no number of ranks
 
 Ints = NDArray[Any]
+_Rows = tuple[int, pl.DataFrame]  # of a rank
 
 
 def recognises(path: Path) -> bool:
@@ -130,20 +135,32 @@ def open_run(paths: list[str]) -> FrameReader:
         gaps += [gap(table, why, rank=rank, count=count) for table, count, why in capture.problems()]
     gaps += _missing_ranks(ranks)
     lacks = _CANNOT if "steps" in tables else _CANNOT | _NO_STEPS
-    return FrameReader(frames=tables, missing=tuple(gaps), lacks=lacks)
+    pieces = {name: functools.partial(tables.pieces, name, _PIECE) for name in tables if name in _LARGE}
+    return FrameReader(frames=tables, missing=tuple(gaps), lacks=lacks, large=pieces)
 
 
 class _Tables(Mapping[str, pl.DataFrame]):
     """The tables that have rows, each made when it is read: the columns behind them take a tenth of the memory."""
 
-    def __init__(self, nodes: Mapping[int, int], builders: Mapping[str, Callable[[], pl.DataFrame]]) -> None:
-        schema = {"rank": pl.Int32, "node": pl.Int32}
-        self._nodes = pl.DataFrame({"rank": [*nodes], "node": [*nodes.values()]}, schema=schema)
+    def __init__(self, nodes: Mapping[int, int], builders: Mapping[str, Callable[[int], Iterator[_Rows]]]) -> None:
+        self._nodes = nodes
         self._builders = builders
 
     def __getitem__(self, name: str) -> pl.DataFrame:
-        frame = self._builders[name]()
-        return shaped(name, frame.join(self._nodes, on="rank", how="left", maintain_order="left"))
+        return shaped(name, pl.concat(self._of_ranks(name, sys.maxsize)))
+
+    def pieces(self, name: str, most_rows: int) -> Iterator[pl.DataFrame]:
+        """The table in pieces; each has rows of one rank."""
+        for frame in self._of_ranks(name, most_rows):
+            yield shaped(name, frame)
+
+    def _of_ranks(self, name: str, most_rows: int) -> Iterator[pl.DataFrame]:
+        for rank, frame in self._builders[name](most_rows):
+            where = {"rank": pl.lit(rank, pl.Int32), "node": pl.lit(self._nodes[rank], pl.Int32)}
+            yield frame.with_columns(**where)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._builders  # a mapping's own would make the table to see whether there is one
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._builders)
@@ -154,28 +171,48 @@ class _Tables(Mapping[str, pl.DataFrame]):
 
 def _builders(
     ranks: Mapping[int, _Capture], groups: Mapping[int, _Groups], collectives: Mapping[int, pl.DataFrame]
-) -> dict[str, Callable[[], pl.DataFrame]]:
-    """How each table that has rows is made."""
+) -> dict[str, Callable[[int], Iterator[_Rows]]]:
+    """How each table that has rows is made: rank after rank, large ones in pieces of at most so many rows."""
 
-    def of_each(frame_of: Callable[[_Capture], pl.DataFrame]) -> Callable[[], pl.DataFrame]:
-        return lambda: _of_all({rank: frame_of(capture) for rank, capture in ranks.items()})
+    def of_each(frame_of: Callable[[int], pl.DataFrame]) -> Callable[[int], Iterator[_Rows]]:
+        return lambda _: ((rank, frame_of(rank)) for rank in ranks)
 
-    builders = {
-        "ranks": lambda: _ranks_frame(ranks),
-        "groups": lambda: _of_all({rank: groups[rank].frame() for rank in ranks}),
-        "steps": of_each(_steps_frame),
-        "regions": of_each(_regions_frame),
-        "collectives": lambda: _of_all(collectives),
-        "kernels": of_each(_kernels_frame),
-        "launches": of_each(_launches_frame),
+    def in_pieces(
+        rows: Mapping[int, Ints], frame_of: Callable[[_Capture, Ints], pl.DataFrame]
+    ) -> Callable[[int], Iterator[_Rows]]:
+        def pieces(most: int) -> Iterator[_Rows]:
+            for rank, capture in ranks.items():
+                for begin in range(0, len(rows[rank]), most):
+                    yield rank, frame_of(capture, rows[rank][begin : begin + most])
+
+        return pieces
+
+    small = {
+        "ranks": of_each(lambda rank: _ranks_frame(ranks[rank])),
+        "groups": of_each(lambda rank: groups[rank].frame()),
+        "steps": of_each(lambda rank: _steps_frame(ranks[rank])),
+        "regions": of_each(lambda rank: _regions_frame(ranks[rank])),
+        "collectives": of_each(lambda rank: collectives[rank]),
     }
-    has_rows = {
-        "kernels": any(len(capture.device["ts"]) for capture in ranks.values()),
-        "launches": any((capture.launches["correlation"] != MISSING).any() for capture in ranks.values()),
+    large = {
+        "kernels": (_kernels_frame, {rank: _in_time(c.device) for rank, c in ranks.items()}),
+        "launches": (
+            _launches_frame,
+            {rank: _in_time(c.launches, c.launches["correlation"] != MISSING) for rank, c in ranks.items()},
+        ),
     }
-    return {
-        name: make for name, make in builders.items() if has_rows.get(name) or (name not in has_rows and len(make()))
+    builders = {name: make for name, make in small.items() if any(len(frame) for _, frame in make(0))}
+    return builders | {
+        name: in_pieces(rows, frame_of)
+        for name, (frame_of, rows) in large.items()
+        if any(len(of_rank) for of_rank in rows.values())
     }
+
+
+def _in_time(columns: Mapping[str, Ints], which: Ints | None = None) -> Ints:
+    """These rows, all by default, in order of time."""
+    rows = np.argsort(columns["ts"], kind="stable").astype(np.uint32)
+    return rows if which is None else rows[which[rows]]
 
 
 # ---------------------------------------------------------------- files
@@ -376,6 +413,7 @@ class _Capture:
     operators: dict[str, Ints]  # the long ones
     device_metas: dict[str, Ints]
     operator_metas: dict[str, Ints]
+    threads: Ints  # by code of its name: the number of each thread
     found: list[tuple[str, int | None, str]] = field(default_factory=list)  # table, rows missing, why
 
     def text(self, codes: Ints) -> pl.Series:
@@ -399,11 +437,12 @@ class _Capture:
         return [*self.found, *self._unlaunched()]
 
     def _unlaunched(self) -> list[tuple[str, int | None, str]]:
-        known = np.isin(self.device["correlation"], self.launches["correlation"])
-        lost = int((~known).sum())
-        if not lost or not len(self.launches["correlation"]):
+        wanted, known = self.device["correlation"], np.sort(self.launches["correlation"])
+        at = np.searchsorted(known, wanted)
+        lost = len(wanted) - int((known[np.minimum(at, len(known) - 1)] == wanted).sum()) if len(known) else 0
+        if not lost:
             return []
-        rows = counted(len(known), "device row")
+        rows = counted(len(wanted), "device row")
         why = f"{lost} of {rows} were launched outside of the capture: they count all the same"
         return [("launches", lost, why)]
 
@@ -424,7 +463,7 @@ def _read(label: str, source: _Source) -> _Capture | str:
         return f"{label} {header}"
     before, begun = header
     scanner, result = new_scanner(WHOLE, BRIEF), Scan()
-    kept: dict[str, list[dict[str, Ints]]] = {table: [] for table in (*_KEPT, "ops", "on_device")}
+    kept = {table: _Columns() for table in (*_KEPT, "ops", "on_device")}
     names: list[str] = [""]
     roles: list[int] = [_OTHER]  # by code: what a row of the category with this name is
     is_annotation = [False]  # by code: whether an operator of this name is an annotation
@@ -442,34 +481,34 @@ def _read(label: str, source: _Source) -> _Capture | str:
         long_operator = (role == _OPERATOR) & (batch.rows["dur"] >= _LONG_OPERATOR_NS)
         chosen = (role == _DEVICE, role == _LAUNCH, role == _SPAN, long_operator)
         for (table, columns), where in zip(_KEPT.items(), chosen, strict=True):
-            kept[table].append({c: batch.rows[c][where] for c in columns})
+            kept[table].add({c: batch.rows[c][where] for c in columns})
         if len(batch.metas["row"]):
             at = batch.metas["row"]
             on_device, position = role[at] == _DEVICE, np.cumsum(role == _DEVICE) - 1 + rows_on_device
-            kept["on_device"].append(
-                {c: batch.metas[c][on_device] for c in _META_KEPT} | {"row": position[at][on_device]}
-            )
+            kept["on_device"].add({c: batch.metas[c][on_device] for c in _META_KEPT} | {"row": position[at][on_device]})
             in_op = role[at] == _OPERATOR
-            kept["ops"].append(
+            kept["ops"].add(
                 {c: batch.metas[c][in_op] for c in _META_KEPT}
                 | {c: batch.rows[c][at[in_op]] for c in ("ts", "dur", "tid")}
             )
         rows_on_device += int((role == _DEVICE).sum())
     info, base = _information(before, result.trailer)
+    of = {table: kept[table].all(wanted) for table, wanted in _KEPT.items()}
     capture = _Capture(
         label=label,
         info=info,
         names=names,
-        device=_joined(kept["device"], _KEPT["device"]),
-        launches=_joined(kept["launches"], _KEPT["launches"]),
-        spans=_joined(kept["spans"], _KEPT["spans"]),
-        operators=_joined(kept["operators"], _KEPT["operators"]),
-        device_metas=_joined(kept["on_device"], (*_META_KEPT, "row")),
-        operator_metas=_joined(kept["ops"], (*_META_KEPT, "ts", "dur", "tid")),
+        device=of["device"],
+        launches=of["launches"],
+        spans=of["spans"],
+        operators=of["operators"],
+        threads=_threads(names, of["spans"], of["launches"], of["operators"]),
+        device_metas=kept["on_device"].all((*_META_KEPT, "row")),
+        operator_metas=kept["ops"].all((*_META_KEPT, "ts", "dur", "tid")),
         found=_scan_problems(scanner.counts(), result, source.problem),
     )
     for timed in (capture.device, capture.launches, capture.spans, capture.operators, capture.operator_metas):
-        timed["ts"] = timed["ts"] + base
+        timed["ts"] += base
     if not any(len(c["ts"]) for c in (capture.device, capture.launches, capture.spans)) and not scanner.counts()[0]:
         return f"{label} holds no event{': it ' + source.problem if source.problem else ''}"
     return capture
@@ -496,10 +535,27 @@ def _decoded(raw: bytes) -> str:
         return text
 
 
-def _joined(batches: list[dict[str, Ints]], columns: tuple[str, ...]) -> dict[str, Ints]:
-    if not batches:
-        return {c: np.empty(0, np.int64) for c in columns}
-    return {c: np.concatenate([batch.pop(c) for batch in batches]) for c in columns}  # no column is there twice
+class _Columns:
+    """Columns that grow. Room that is not filled takes no memory, and a list of batches would have to be copied."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Ints] = {}
+        self._size = 0
+
+    def add(self, rows: Mapping[str, Ints]) -> None:
+        size = self._size + len(next(iter(rows.values())))
+        for name, values in rows.items():
+            column = self._columns.setdefault(name, np.empty(_FIRST_ROOM, values.dtype))
+            if size > len(column):
+                column, full = np.empty(2 * size, column.dtype), column
+                column[: self._size] = full[: self._size]
+                self._columns[name] = column
+            column[self._size : size] = values
+        self._size = size
+
+    def all(self, names: Sequence[str]) -> dict[str, Ints]:
+        """The rows that were added; no more can be."""
+        return {name: self._columns.pop(name, np.empty(0, np.int64))[: self._size] for name in names}
 
 
 def _information(before: bytes, after: bytes) -> tuple[dict[str, Any], int]:
@@ -608,28 +664,18 @@ def _missing_ranks(ranks: Mapping[int, _Capture]) -> list[Gap]:
 # ---------------------------------------------------------------- tables
 
 
-def _of_all(frames: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
-    """One frame of all ranks' frames, with the column `rank`."""
-    return pl.concat([frame.with_columns(pl.lit(rank, pl.Int32).alias("rank")) for rank, frame in frames.items()])
-
-
-def _ranks_frame(ranks: Mapping[int, _Capture]) -> pl.DataFrame:
-    rows = []
-    for rank, capture in ranks.items():
-        starts = [int(c["ts"].min()) for c in (capture.device, capture.launches, capture.spans) if len(c["ts"])]
-        host = _HOST_IN_NAME.match(capture.file_name)
-        rows.append(
-            {
-                "rank": rank,
-                "start_ns": min(starts, default=0),
-                "local_rank": _main_device(capture),
-                "world_size": capture.world_size,
-                "hostname": host[1] if host else None,
-                "device": _device_name(capture),
-            }
-        )
-    schema = {"rank": pl.Int32, "start_ns": pl.Int64, "local_rank": pl.Int32, "world_size": pl.Int32}
-    return pl.DataFrame(rows, schema=schema | {"hostname": pl.String, "device": pl.String})
+def _ranks_frame(capture: _Capture) -> pl.DataFrame:
+    starts = [int(c["ts"].min()) for c in (capture.device, capture.launches, capture.spans) if len(c["ts"])]
+    host = _HOST_IN_NAME.match(capture.file_name)
+    row = {
+        "start_ns": min(starts, default=0),
+        "local_rank": _main_device(capture),
+        "world_size": capture.world_size,
+        "hostname": host[1] if host else None,
+        "device": _device_name(capture),
+    }
+    schema = {"start_ns": pl.Int64, "local_rank": pl.Int32, "world_size": pl.Int32}
+    return pl.DataFrame([row], schema=schema | {"hostname": pl.String, "device": pl.String})
 
 
 def _device_name(capture: _Capture) -> str:
@@ -647,13 +693,13 @@ def _span(columns: Mapping[str, Ints]) -> dict[str, Ints]:
     return {"start_ns": columns["ts"], "end_ns": columns["ts"] + columns["dur"]}
 
 
-def _kernels_frame(capture: _Capture) -> pl.DataFrame:
-    rows = capture.device
+def _kernels_frame(capture: _Capture, chosen: Ints) -> pl.DataFrame:
+    rows = {c: values[chosen] for c, values in capture.device.items()}
     return pl.DataFrame(
         {
             **_span(rows),
             "name": capture.text(rows["name"]),
-            "work": _work(capture),
+            "work": _work(capture, rows),
             "device": _or_null(rows["device"], MISSING_SHORT),
             "stream": _or_null(rows["stream"], MISSING_SHORT),
             "correlation": _or_null(rows["correlation"], MISSING),
@@ -661,9 +707,8 @@ def _kernels_frame(capture: _Capture) -> pl.DataFrame:
     )
 
 
-def _work(capture: _Capture) -> pl.Series:
+def _work(capture: _Capture, rows: Mapping[str, Ints]) -> pl.Series:
     """What each device row is: decided once for each category and name."""
-    rows = capture.device
     pairs, which = np.unique(rows["cat"].astype(np.int64) << 32 | rows["name"], return_inverse=True)
     kinds = [device_work(capture.names[int(p) >> 32], capture.names[int(p) & 0xFFFFFFFF]) for p in pairs]
     return pl.Series(kinds, dtype=pl.String).gather(which)
@@ -674,34 +719,40 @@ def _or_null(values: Ints, missing: int) -> pl.Series:
     return series.set(series == missing, None)
 
 
-def _launches_frame(capture: _Capture) -> pl.DataFrame:
-    known = capture.launches["correlation"] != MISSING
-    rows = {c: values[known] for c, values in capture.launches.items()}
+def _launches_frame(capture: _Capture, chosen: Ints) -> pl.DataFrame:
+    rows = {c: values[chosen] for c, values in capture.launches.items()}
     return pl.DataFrame(
         {
             **_span(rows),
             "name": capture.text(rows["name"]),
-            "thread": _threads(capture, rows["tid"]),
+            "thread": capture.threads[rows["tid"]],
             "correlation": rows["correlation"],
         }
     )
 
 
-def _threads(capture: _Capture, tid: Ints) -> Ints:
-    """0 for the main thread, which announces the steps (else launches most), then in order of appearance."""
-    steps = np.array([bool(_STEP_NAME.match(capture.names[code])) for code in capture.spans["name"]], bool)
-    candidates = capture.spans["tid"][steps] if steps.any() else capture.launches["tid"]
+def _threads(names: Sequence[str], spans: Mapping[str, Ints], *others: Mapping[str, Ints]) -> Ints:
+    """By code of a thread's name: 0 for the main thread, which announces the steps (else launches most), then in order
+    of appearance. `others` begins with the launches.
+    """
+    steps = np.array([bool(_STEP_NAME.match(names[code])) for code in spans["name"]], bool)
+    candidates = spans["tid"][steps] if steps.any() else others[0]["tid"]
     if not len(candidates):
-        candidates = capture.spans["tid"]
-    every = np.concatenate([candidates, *(c["tid"] for c in (capture.spans, capture.launches, capture.operators))])
-    codes, first = np.unique(every, return_index=True)
-    ordered = [int(code) for code in codes[np.argsort(first)]]
-    if len(candidates):
-        main = int(np.bincount(candidates).argmax())
-        ordered = [main, *(code for code in ordered if code != main)]
-    lookup = np.zeros(max(ordered, default=0) + 1, np.int64)
-    lookup[ordered] = np.minimum(np.arange(len(ordered)), (1 << 16) - 1)
-    return lookup[tid]
+        candidates = spans["tid"]
+    main = [int(np.bincount(candidates).argmax())] if len(candidates) else []
+    seen = (_as_seen(columns) for columns in (candidates, spans["tid"], *(other["tid"] for other in others)))
+    ordered = list(dict.fromkeys([*main, *itertools.chain.from_iterable(seen)]))
+    number = np.zeros(max(ordered, default=0) + 1, np.uint16)
+    number[ordered] = np.minimum(np.arange(len(ordered)), (1 << 16) - 1)
+    return number
+
+
+def _as_seen(codes: Ints) -> list[int]:
+    """The different codes, in order of appearance."""
+    first = np.full(codes.max(initial=-1) + 1, -1)
+    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1, dtype=np.int32)  # of several, the last one assigned stays
+    found = np.flatnonzero(first >= 0)
+    return [int(code) for code in found[np.argsort(first[found])]]
 
 
 def _regions_frame(capture: _Capture) -> pl.DataFrame:
@@ -721,7 +772,7 @@ def _steps_frame(capture: _Capture) -> pl.DataFrame:
 
 
 def _spans_frame(capture: _Capture, rows: Mapping[str, Ints]) -> pl.DataFrame:
-    return pl.DataFrame({**_span(rows), "name": capture.text(rows["name"]), "thread": _threads(capture, rows["tid"])})
+    return pl.DataFrame({**_span(rows), "name": capture.text(rows["name"]), "thread": capture.threads[rows["tid"]]})
 
 
 # ---------------------------------------------------------------- communication
@@ -790,7 +841,7 @@ def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
     launched = launch >= 0
     calls = {c: values[launch[launched]] for c, values in capture.launches.items()}
     host_start[launched], host_end[launched] = calls["ts"], calls["ts"] + calls["dur"]
-    thread[launched] = _threads(capture, calls["tid"])
+    thread[launched] = capture.threads[calls["tid"]]
     names = {c: [capture.names[code] for code in meta[c]] for c in ("collective", "group", "ranks", "description")}
     for name, ranks, role in zip(names["group"], names["ranks"], names["description"], strict=True):
         if name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ _CODES = {
     "work": (DEVICE_WORK, "compute"),
 }
 _ENDS_LATER = "completions"
+_READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
+_LARGE = ("kernels", "launches")  # whoever reads them keeps what is needed of them
 _POLARS = {
     "int32": pl.Int32,
     "int64": pl.Int64,
@@ -97,7 +99,7 @@ def open_run(folders: list[str]) -> NativeReader:
 
 
 class NativeReader:
-    """Reads a table when it is first asked for, and keeps it together with what it lacked."""
+    """Reads a table when it is first asked for, and keeps it, unless it is large, together with what it lacked."""
 
     def __init__(self, run: dict[int, dict[str, Any]], parts: list[_Part], gaps: list[Gap]) -> None:
         self.run = run
@@ -106,6 +108,7 @@ class NativeReader:
         self._earlier = sorted({p.attempt for p in parts if p.attempt is not None} - {self.attempt})
         self._raw: dict[str, pl.DataFrame] = {}
         self._tables: dict[str, pl.DataFrame] = {}
+        self._seen: set[str] = set()  # tables whose gaps are noted
         self._gaps = gaps
         self._imported = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
 
@@ -127,12 +130,21 @@ class NativeReader:
                 frame = self._with_node(frame)
             if name != "strings":
                 frame = self._with_names(frame)
+            if name not in _READ_BY_OTHERS:
+                del self._raw[name]
+            self._seen.add(name)
+            if name in _LARGE:
+                return frame.select(*schema_of(name))
             self._tables[name] = frame.select(*schema_of(name))
         return self._tables[name]
 
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        return iter([self.read(name)])
+
     def gaps(self) -> list[Gap]:
         for name in self.tables():
-            self.read(name)
+            if name not in self._seen:
+                self.read(name)
         if self._imported:
             return [*self._gaps, *(Gap(**gap) for launch in self._imported for gap in launch.get("gaps", ()))]
         return [*self._gaps, *self._run_gaps(), *self._end_gaps(), *self._said_gaps()]
@@ -151,7 +163,7 @@ class NativeReader:
             frames = [frame for part in self._parts if part.table == name for frame in self._read_part(part)]
             schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
             schema |= {c.name: _POLARS[c.type] for c in TABLES[name].columns}
-            self._raw[name] = pl.concat([pl.DataFrame(schema=schema), *frames])
+            self._raw[name] = pl.concat([pl.DataFrame(schema=schema), *frames], rechunk=True)
         return self._raw[name]
 
     def _read_part(self, part: _Part) -> list[pl.DataFrame]:
@@ -198,7 +210,9 @@ class NativeReader:
         return bool(nodes) and all(self.run.get(n, {}).get("state") == "closed" for n in nodes if n is not None)
 
     def _note(self, part: _Part, count: int | None, why: str) -> None:
-        self._gaps.append(Gap(table=part.table, rank=part.rank, node=part.node, count=count, why=why))
+        gap = Gap(table=part.table, rank=part.rank, node=part.node, count=count, why=why)
+        if gap not in self._gaps:  # large tables may be read again
+            self._gaps.append(gap)
 
     def _with_node(self, frame: pl.DataFrame) -> pl.DataFrame:
         """The node of each row's rank; null where the rank's own row was lost and there are several nodes."""
@@ -215,13 +229,13 @@ class NativeReader:
             names = names.select(owner, "name_id", pl.col("name").alias("_name"))
             names = names.unique([owner, "name_id"], keep="last")
             for column in ids:
-                frame = (
-                    frame.join(
-                        names, how="left", left_on=[owner, column], right_on=[owner, "name_id"], maintain_order="left"
-                    )
-                    .with_columns(pl.coalesce("_name", pl.format("#{}", column)).alias(_named(column)))
-                    .drop("_name", column)
+                different = (
+                    frame.select(owner, column)
+                    .unique()
+                    .join(names, how="left", left_on=[owner, column], right_on=[owner, "name_id"])
+                    .select(owner, column, pl.coalesce("_name", pl.format("#{}", column)).alias(_named(column)))
                 )
+                frame = frame.join(different, how="left", on=[owner, column], maintain_order="left").drop(column)
         for column, (known, default) in _CODES.items():
             if column in frame.columns:
                 codes = dict(enumerate(known))

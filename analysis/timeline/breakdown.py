@@ -6,6 +6,7 @@ The meaning of each part is defined in docs/definitions.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -51,7 +52,7 @@ _LOOK_BACK = 8  # how many collectives back the label of a blocked span is looke
 # Labels of time that no region covers.
 FORWARD, BEFORE_FORWARD, AFTER_BACKWARD, NO_REGION = "forward", "before forward", "after backward", "no region"
 
-Ints = NDArray[np.int64]
+Ints = NDArray[np.signedinteger[Any]]  # codes take 1 or 4 bytes, times 8
 Bools = NDArray[np.bool_]
 
 
@@ -289,13 +290,14 @@ class Grid:
     """Elementary spans between all the points where anything starts or ends, from `low` to `high`."""
 
     def __init__(self, edges: list[Ints], low: int, high: int) -> None:
-        at = np.sort(np.clip(np.concatenate(edges), low, high))  # np.unique hashes, which is slower than this
+        at = np.concatenate(edges)  # of large runs the largest array: no copies; np.unique would be slower, too
+        np.clip(at, low, high, out=at).sort()
         self.at = at[np.concatenate([[True], at[1:] != at[:-1]])]
         self.start, self.end = self.at[:-1], self.at[1:]
 
     def begun(self, times: Ints) -> Ints:
         """How many of these times lie at or before the start of each elementary span."""
-        return np.cumsum(self._counted(times))
+        return np.cumsum(self._counted(times), dtype=np.int32)
 
     def covered(self, spans: Spans) -> Bools:
         """Which elementary spans lie in at least one of these spans."""

@@ -25,7 +25,7 @@ from rankscope.analysis.timeline.steps import (
     renumber,
     whole_captures,
 )
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.trace import Trace, in_order
 
 __all__ = ["Timeline", "build_timeline"]
 
@@ -79,8 +79,8 @@ def build_timeline(trace: Trace) -> Timeline:
     ranks = trace.table("ranks").sort("rank").collect()
     clocks = _clocks(trace, [*trace.run, *ranks["node"].drop_nulls().to_list()])
 
-    def read(name: str, *order: str) -> pl.DataFrame:
-        return trace.table(name).pipe(apply_clocks, clocks).sort(*order, maintain_order=True).collect()
+    def read(name: str, owner: str, key: str) -> pl.DataFrame:
+        return in_order(trace.table(name).pipe(apply_clocks, clocks).collect(), owner, key)
 
     regions = read("regions", "rank", "start_ns")
     groups = read("groups", "rank", "start_ns")
@@ -88,10 +88,11 @@ def build_timeline(trace: Trace) -> Timeline:
     launches = read("launches", "rank", "start_ns")
     kernels = with_launches(read("kernels", "rank", "start_ns"), launches)
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives)
-    if steps.is_empty():
-        steps = whole_captures(*(t.join(kernels, on="rank", how="semi") for t in (kernels, launches, regions)))
-    regions = in_steps(regions, steps)
     has_device = pl.col("rank").is_in(kernels["rank"].unique().implode())
+    if steps.is_empty():
+        tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
+        steps = whole_captures(*(table.filter(has_device) for table in tables))
+    regions = in_steps(regions, steps)
     steps = judge(pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)]), regions)
     ops = read("ops", "rank", "start_ns")
     if len(ops):

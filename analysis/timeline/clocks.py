@@ -83,6 +83,9 @@ def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[
 
 def apply_clocks(frame: pl.LazyFrame, clocks: Iterable[Clock]) -> pl.LazyFrame:
     """The frame with every time column on node 0's clock; it needs the column `node`. Other rows are unchanged."""
+    clocks = list(clocks)
+    if not any(c.offset_ns or c.drift_ppm for c in clocks):  # large traces mostly come from one node
+        return frame
     table = pl.LazyFrame(
         [(c.node, c.offset_ns, c.drift_ppm, c.at_ns) for c in clocks],
         schema={"node": pl.Int32, "_offset": pl.Int64, "_drift": pl.Float64, "_at": pl.Int64},

@@ -70,15 +70,14 @@ def critical_path(host: HostGraph) -> pl.DataFrame:
 
 def _chain(graph: Graph, end: Ints, last: int) -> Ints:
     """The nodes of the longest chain to this one, first to last."""
-    before = np.full(len(graph), -1)
+    before = np.full(len(graph), -1, np.int32)
     has = np.flatnonzero(np.diff(graph.first))
     if len(has):
         ends = end[graph.before]
         latest = np.maximum.reduceat(ends, graph.first[has])
         found = np.flatnonzero(ends == np.repeat(latest, np.diff(graph.first)[has]))
         before[np.repeat(has, np.diff(graph.first)[has])[found]] = graph.before[found]
-    pointers = before.tolist()
     chain = [last]
-    while pointers[chain[-1]] >= 0:
-        chain.append(pointers[chain[-1]])
+    while (node := before.item(chain[-1])) >= 0:
+        chain.append(node)
     return np.array(chain[::-1])

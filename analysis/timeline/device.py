@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -9,7 +11,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.finding import DevicePart
 from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
 
-__all__ = ["device_parts", "union_ns"]
+__all__ = ["by_rank", "device_parts", "union_ns"]
 
 Ints = NDArray[np.int64]
 
@@ -22,7 +24,17 @@ def device_parts(kernels: pl.DataFrame) -> tuple[DevicePart, ...]:
     left of the window. Overlap is the time in which communication and compute both ran, exposed is communication
     without compute. Communication includes the time its kernels wait for other ranks.
     """
-    return tuple(_part(rank, rows) for (rank,), rows in kernels.sort("rank").group_by("rank", maintain_order=True))
+    return tuple(_part(rank, rows) for rank, rows in by_rank(kernels.select("rank", "start_ns", "end_ns", "work")))
+
+
+def by_rank(frame: pl.DataFrame) -> list[tuple[int, pl.DataFrame]]:
+    """Each rank's rows, by rank. Of a frame that is in order of rank, as large ones are, they are no copies."""
+    if not frame["rank"].is_sorted():
+        frame = frame.sort("rank", maintain_order=True)
+    ranks = frame["rank"].unique().sort()
+    bounds = [*frame["rank"].search_sorted(ranks, "left").to_list(), len(frame)]
+    spans = zip(ranks, itertools.pairwise(bounds), strict=True)
+    return [(rank, frame.slice(begin, end - begin)) for rank, (begin, end) in spans]
 
 
 def union_ns(start: Ints, end: Ints) -> int:
@@ -35,7 +47,8 @@ def union_ns(start: Ints, end: Ints) -> int:
 
 
 def _part(rank: int, rows: pl.DataFrame) -> DevicePart:
-    rows = rows.sort("start_ns")
+    if not rows["start_ns"].is_sorted():
+        rows = rows.sort("start_ns")
     start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
 
     def union_of(*work: str) -> int:

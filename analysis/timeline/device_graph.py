@@ -8,7 +8,8 @@ Source: Lumos and HTA's critical path analysis (the kinds of edges), dPRO (colle
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -17,14 +18,15 @@ from numpy.typing import NDArray
 from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.timeline.breakdown import NO_REGION, PARTS, Spans
 from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.device import by_rank
 from rankscope.analysis.timeline.graph import Graph, NotReplayable, assemble
 from rankscope.analysis.timeline.host_graph import HostGraph
 
-__all__ = ["BETWEEN", "LAUNCH", "device_graph"]
+__all__ = ["BETWEEN", "LAUNCH", "MOST_ROWS", "device_graph", "first_steps"]
 
 BETWEEN = "between kernels"  # label of the time between kernels that wait for each other
 LAUNCH = "launch"  # label of the time from a launch call's begin to the kernel's
-
+MOST_ROWS = 4_000_000  # kernels and launches of a graph, which takes about 400 bytes of memory for each
 
 _SYNCHRONISES = "Synchronize|Memcpy|Memset|Free|Malloc|HostAlloc|HostRegister"
 _LONG_CALL_NS = 100_000  # shorter calls that neither launch nor synchronise are part of the host's time around them
@@ -43,7 +45,8 @@ _TRANSFER = PARTS.index("transfer")
 _POSITIONS = 1 << 32  # more than there are positions in a cycle
 _NEVER = np.iinfo(np.int64).max
 
-Ints = NDArray[np.int64]
+Ints = NDArray[np.signedinteger[Any]]  # times take 8 bytes, codes and numbers of nodes 4
+Shorts = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 
@@ -81,15 +84,22 @@ def device_graph(timeline: Timeline) -> HostGraph:
     matched = matched.with_columns(_position_in_cycle(matched))
     sides: list[_Sides] = []
     unmatched = 0
-    for rank in kernels["rank"].unique().sort().to_list():
-        tables = (kernels, timeline.launches, timeline.regions, matched, timeline.steps)
-        side, alone = _add_rank(nodes, rank, code, *(table.filter(pl.col("rank") == rank) for table in tables))
+    tables = [
+        (dict(by_rank(table)), table.clear())
+        for table in (
+            timeline.launches.select("rank", "start_ns", "end_ns", "name", "thread", "correlation"),
+            timeline.regions,
+            matched,
+            timeline.steps,
+        )
+    ]
+    for rank, rows in by_rank(kernels.select("rank", "start_ns", "end_ns", "work", "device", "stream", "correlation")):
+        of_rank = (by.get(rank, empty) for by, empty in tables)
+        side, alone = _add_rank(nodes, rank, code, rows, *of_rank)
         sides.append(side)
         unmatched += alone
     instances = _add_transfers(nodes, sides)
-    graph, number = nodes.graph(timeline.steps, tuple(PARTS), tuple(labels))
-    cycle = np.full(len(graph), -1)
-    cycle[number] = np.concatenate(nodes.columns["cycle"])
+    graph, number, cycle = nodes.graph(timeline.steps, tuple(PARTS), tuple(labels))
     ends = pl.concat([side.steps for side in sides])
     return HostGraph(
         graph=graph,
@@ -98,6 +108,43 @@ def device_graph(timeline: Timeline) -> HostGraph:
         unmatched=unmatched,
         matched=instances,
     )
+
+
+def first_steps(timeline: Timeline) -> Timeline:
+    """The timeline, with so many of its first steps that it has no more than `MOST_ROWS` kernels and launches.
+
+    Raises `NotReplayable` where these are fewer than two judged steps, or not the only one.
+    """
+    if timeline.kernels.is_empty() or len(timeline.kernels) + len(timeline.launches) <= MOST_ROWS:
+        return timeline
+    steps = timeline.steps.filter(pl.col("rank").is_in(timeline.kernels["rank"].unique().implode()))
+    numbers = steps["step"].unique().sort().to_numpy()
+    tables = [dict(by_rank(table)) for table in (timeline.kernels, timeline.launches)]
+    begun = np.zeros(len(numbers), np.int64)  # rows that begin before each step's end
+    ends = {}
+    for rank, rows in by_rank(steps.sort("rank", "step")):
+        at = np.searchsorted(rows["step"].to_numpy(), numbers, side="right") - 1
+        ends[rank] = np.where(at >= 0, rows["end_ns"].to_numpy()[at], rows["start_ns"][0])
+        for table in tables:
+            begun += np.searchsorted(table[rank]["start_ns"].to_numpy(), ends[rank]) if rank in table else 0
+    kept = int(np.searchsorted(begun, MOST_ROWS, side="right"))
+    first = steps.filter(pl.col("step").is_in(numbers[:kept]))
+    if not kept or first.filter("judged")["step"].n_unique() < min(2, steps.filter("judged")["step"].n_unique()):
+        raise NotReplayable(f"a graph of two steps would have more than {MOST_ROWS:,} kernels and launches")
+    last = {rank: int(end[kept - 1]) for rank, end in ends.items()}
+    return replace(
+        timeline,
+        steps=first,
+        kernels=_until(timeline.kernels, last),
+        launches=_until(timeline.launches, last),
+        collectives=timeline.collectives.filter(pl.col("step") <= numbers[kept - 1]),
+    )
+
+
+def _until(table: pl.DataFrame, ends: dict[int, int]) -> pl.DataFrame:
+    """The rows that begin before their rank's end."""
+    kept = [rows[: int(rows["start_ns"].search_sorted(ends[rank]))] for rank, rows in by_rank(table) if rank in ends]
+    return pl.concat([table.clear(), *kept])
 
 
 def _position_in_cycle(matched: pl.DataFrame) -> pl.Series:
@@ -118,8 +165,8 @@ class _Nodes:
     origin_ns: int
     count: int = 0
     columns: dict[str, list[NDArray[np.generic]]] = field(default_factory=dict)
-    waits: list[Ints] = field(default_factory=list)
-    waited_for: list[Ints] = field(default_factory=list)
+    waits: list[Shorts] = field(default_factory=list)
+    waited_for: list[Shorts] = field(default_factory=list)
 
     def add(
         self,
@@ -134,42 +181,50 @@ class _Nodes:
     ) -> Ints:
         """Numbers of new nodes. They began no later than `end` - `duration`."""
         size = len(duration)
-        block = {"duration": duration, "end": end, "rank": rank, "part": part, "label": label}
-        block |= {"instance": instance, "cycle": cycle}
-        for name, values in block.items():
-            self.columns.setdefault(name, []).append(np.broadcast_to(np.asarray(values, np.int64), (size,)))
+        times = {"duration": duration, "end": end, "instance": instance, "cycle": cycle}
+        codes = {"rank": rank, "part": part, "label": label}
+        for block, kind in ((times, np.int64), (codes, np.int32)):
+            for name, values in block.items():
+                self.columns.setdefault(name, []).append(np.broadcast_to(np.asarray(values, kind), (size,)))
         self.count += size
-        return np.arange(self.count - size, self.count)
+        return np.arange(self.count - size, self.count, dtype=np.int32)
 
     def wait(self, nodes: Ints, others: Ints) -> None:
         """Each of the nodes waits for the other beside it; a negative number is nothing."""
         known = others >= 0
-        self.waits.append(nodes[known])
-        self.waited_for.append(others[known])
+        self.waits.append(nodes[known].astype(np.int32))
+        self.waited_for.append(others[known].astype(np.int32))
 
-    def graph(self, steps: pl.DataFrame, parts: tuple[str, ...], labels: tuple[str, ...]) -> tuple[Graph, Ints]:
-        rows = {name: np.concatenate(blocks) for name, blocks in self.columns.items()}
-        return assemble(
-            duration_ns=rows["duration"].astype(np.float64),
-            waits=np.concatenate(self.waits),
-            waited_for=np.concatenate(self.waited_for),
-            rank=rows["rank"],
+    def graph(self, steps: pl.DataFrame, parts: tuple[str, ...], labels: tuple[str, ...]) -> tuple[Graph, Shorts, Ints]:
+        """The graph, each node's number in it and, by that number, its cycle. What was added is gone then."""
+        rows = {name: np.concatenate(self.columns.pop(name)) for name in [*self.columns]}
+        waits, self.waits = np.concatenate(self.waits), []
+        waited_for, self.waited_for = np.concatenate(self.waited_for), []
+        start, unordered = rows["end"] - rows["duration"], rows.pop("cycle")
+        graph, number = assemble(
+            duration_ns=rows.pop("duration").astype(np.float64),
+            waits=waits,
+            waited_for=waited_for,
             step=_step_of(steps, rows["rank"], rows["end"]),
-            part=rows["part"],
-            label=rows["label"],
-            instance=rows["instance"],
-            start_ns=rows["end"] - rows["duration"],
-            end_ns=rows["end"],
+            rank=rows.pop("rank"),
+            part=rows.pop("part"),
+            label=rows.pop("label"),
+            instance=rows.pop("instance"),
+            start_ns=start,
+            end_ns=rows.pop("end"),
             parts=parts,
             labels=labels,
             origin_ns=self.origin_ns,
         )
+        cycle = np.empty_like(unordered)
+        cycle[number] = unordered
+        return graph, number, cycle
 
 
 def _step_of(steps: pl.DataFrame, rank: Ints, end: Ints) -> Ints:
     """The step in which each node ended, -1 outside; a transfer is in no rank's step."""
-    step = np.full(len(rank), -1)
-    for (of,), rows in steps.sort("rank", "start_ns").group_by("rank", maintain_order=True):
+    step = np.full(len(rank), -1, np.int32)
+    for of, rows in by_rank(steps.sort("rank", "start_ns")):
         mine = np.flatnonzero(rank == of)
         begin, until, number = (rows[c].to_numpy() for c in ("start_ns", "end_ns", "step"))
         at = np.searchsorted(begin, end[mine], side="left") - 1
@@ -229,10 +284,10 @@ def _add_rank(
 
     launch_ns = start.copy()
     launch_ns[launched] = calls.start[call_of[launched]]
-    launch_thread = np.zeros(len(start), np.int64)
+    launch_thread = np.zeros(len(start), np.int32)
     launch_thread[launched] = calls.thread[call_of[launched]]
     slept_for = _slept_for(calls, end, launch_ns)
-    lane = [kernels[c].fill_null(-1).to_numpy().astype(np.int64) for c in ("device", "stream")]
+    lane = [kernels[c].fill_null(-1).to_numpy() for c in ("device", "stream")]
     stream = np.cumsum(np.concatenate([[False], (np.diff(lane[0]) != 0) | (np.diff(lane[1]) != 0)]))
     gaps = _gaps(nodes, calls, stream, end, launch_ns)
     began, returned = _add_host(nodes, rank, calls, gaps, places, end, slept_for)
@@ -240,9 +295,9 @@ def _add_rank(
     unlabelled = label < 0
     label[unlabelled] = np.array([code[p] for p in PARTS])[part[unlabelled]]
 
-    work = kernels["work"].to_numpy()
+    communicates = (kernels["work"] == COMMUNICATION).to_numpy()
     before = _last_to_end(stream, end)
-    queued = _current(calls, call_of, work == COMMUNICATION, end, start)
+    queued = _current(calls, call_of, communicates, end, start)
     free = np.maximum(np.where(before >= 0, end[before], nodes.origin_ns), np.where(queued >= 0, end[queued], 0))
     # A stream that was still busy is what the kernel waited for, else it is the launch.
     bound_by_launch = launched & (launch_ns >= free)
@@ -260,17 +315,17 @@ def _add_rank(
         delay[launched], (launch_ns + delay)[launched], rank=rank, part=PARTS.index("other"), label=code[LAUNCH]
     )
     nodes.wait(fall, began[call_of[launched]])
-    call_node = np.full(len(start), -1)
+    call_node = np.full(len(start), -1, np.int32)
     call_node[launched] = fall
     pause = nodes.add(gap, np.minimum(ready + gap, start), rank=rank, part=PARTS.index("other"), label=code[BETWEEN])
     may_begin = np.maximum(np.where(launched, launch_ns + delay, nodes.origin_ns), ready + gap)
-    instance, arrived = _instances(kernels, matched)
+    instance, arrived = _instances(start, end, communicates, matched)
     alone = instance < 0
     own = np.clip(end - np.maximum(start, may_begin), 0, None)
-    kernel = np.empty(len(start), np.int64)
+    kernel = np.empty(len(start), np.int32)
     kernel[alone] = nodes.add(own[alone], end[alone], rank=rank, part=part[alone], label=label[alone])
     row = arrived[~alone]
-    op = matched["op"].replace_strict(code, return_dtype=pl.Int64).to_numpy()[row]
+    op = matched["op"].replace_strict(code, return_dtype=pl.Int32).to_numpy()[row]
     position = matched["_position"].to_numpy()[row]
     at = np.maximum(start, may_begin)[~alone]
     arrival = nodes.add(np.zeros_like(at), at, rank=rank, part=_TRANSFER, label=op, instance=instance[~alone])
@@ -294,7 +349,7 @@ def _add_rank(
         nodes.wait(node, np.where(kept >= 0, kernel[kept], -1))
     ended = _add_ends_of_steps(nodes, rank, code, steps, [(stream, end, kernel), (calls.thread, calls.end, returned)])
     side = _Sides(instance[~alone], arrival, done, at, end[~alone], op, position, residual, ended)
-    return side, int((alone & (work == COMMUNICATION)).sum())
+    return side, int((alone & communicates).sum())
 
 
 def _add_ends_of_steps(
@@ -327,17 +382,17 @@ def _add_ends_of_steps(
 def _parts_of(kernels: pl.DataFrame) -> Ints:
     part = {COMPUTE: "compute", MEMORY: "memory", COMMUNICATION: "unsplit"}
     code = {work: PARTS.index(name) for work, name in part.items()}
-    return np.asarray(kernels["work"].replace_strict(code, return_dtype=pl.Int64).to_numpy())
+    return np.asarray(kernels["work"].replace_strict(code, return_dtype=pl.Int32).to_numpy())
 
 
 def _calls(launches: pl.DataFrame, kernels: pl.DataFrame, code: dict[str, int]) -> tuple[_Calls, Ints]:
     """The calls that matter, and per kernel the one that launched it (-1: not seen)."""
     rows = launches.sort("thread", "start_ns", "end_ns", descending=[False, False, True]).with_columns(
         pl.col("name").str.contains(_SYNCHRONISES).alias("_sync"),
-        pl.col("name").replace_strict(code, return_dtype=pl.Int64).alias("_label"),
+        pl.col("name").replace_strict(code, return_dtype=pl.Int32).alias("_label"),
     )
     start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
-    thread = rows["thread"].to_numpy().astype(np.int64)
+    thread = rows["thread"].to_numpy().astype(np.int32)
     correlation = rows["correlation"].to_numpy()
     order = np.argsort(correlation, kind="stable")
     wanted = kernels["correlation"].fill_null(-1).to_numpy()
@@ -489,16 +544,15 @@ def _other_stream(stream: Ints, start: Ints, end: Ints, explained: Ints) -> Ints
     return found
 
 
-def _instances(kernels: pl.DataFrame, matched: pl.DataFrame) -> tuple[Ints, Ints]:
+def _instances(start: Ints, end: Ints, communicates: Bools, matched: pl.DataFrame) -> tuple[Ints, Ints]:
     """Per kernel the instance of its collective and the row in `matched`, -1: none."""
     rows = matched.with_row_index("_row").select("instance_id", "_row", start_ns="device_start_ns", end_ns="end_ns")
-    rows = rows.unique(["start_ns", "end_ns"], keep="first", maintain_order=True).with_columns(
-        work=pl.lit(COMMUNICATION)
-    )
-    found = kernels.select("start_ns", "end_ns", "work").join(
-        rows, on=["start_ns", "end_ns", "work"], how="left", maintain_order="left"
-    )
-    instance, row = (found[c].cast(pl.Int64).fill_null(-1).to_numpy() for c in ("instance_id", "_row"))
+    rows = rows.unique(["start_ns", "end_ns"], keep="first", maintain_order=True)
+    kernels = pl.DataFrame({"start_ns": start[communicates], "end_ns": end[communicates]})
+    found = kernels.join(rows, on=["start_ns", "end_ns"], how="left", maintain_order="left")
+    instance, row = np.full(len(start), -1), np.full(len(start), -1)
+    for of_all, column in ((instance, "instance_id"), (row, "_row")):
+        of_all[communicates] = found[column].cast(pl.Int64).fill_null(-1).to_numpy()
     return instance, row
 
 
@@ -536,10 +590,10 @@ class _Places:
         rows = regions.filter(pl.col("end_ns") > pl.col("start_ns")).sort(
             "start_ns", "end_ns", descending=[False, True], maintain_order=True
         )
-        self._name = rows["name"].replace_strict(code, return_dtype=pl.Int64).to_numpy()
+        self._name = rows["name"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
         kind = rows["kind"]
         stops = {k: PARTS.index(k) for k in ("gc", "input", "compile")}
-        self._part = kind.replace_strict(stops, default=PARTS.index("host"), return_dtype=pl.Int64).to_numpy()
+        self._part = kind.replace_strict(stops, default=PARTS.index("host"), return_dtype=pl.Int32).to_numpy()
         spans = Spans(
             rows["start_ns"].to_numpy() + shift_ns, rows["end_ns"].to_numpy() + shift_ns, np.arange(len(rows))
         )

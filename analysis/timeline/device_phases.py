@@ -6,6 +6,7 @@ The meaning of each part is defined in docs/definitions.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.timeline.breakdown import PARTS, PHASE_COLUMNS, Grid, Spans, as_phases, joined
+from rankscope.analysis.timeline.device import by_rank
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["IDLE_LABELS", "QUEUED", "UNSEEN", "device_phases", "with_launches"]
@@ -29,7 +31,7 @@ _NOT_A_PLACE = ("operator", "wait", *_STOPS)  # regions that do not say where in
 _OWN_GAP_NS = 20_000  # devices begin what is queued within some µs
 _NEVER = np.iinfo(np.int64).max
 
-Ints = NDArray[np.int64]
+Ints = NDArray[np.signedinteger[Any]]  # codes take 1 or 4 bytes, times 8
 Bools = NDArray[np.bool_]
 
 
@@ -57,13 +59,9 @@ def with_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame
 
     Of several calls with one correlation the first counts.
     """
-    none = launches.clear()
-    calls = launches.partition_by("rank", as_dict=True)
-    frames = [_with_calls(kernels.clear(), none)]
-    frames += [
-        _with_calls(rows, calls.get(key, none)) for key, rows in kernels.partition_by("rank", as_dict=True).items()
-    ]
-    return pl.concat(frames)
+    calls, none = dict(by_rank(launches)), launches.clear()
+    frames = [_with_calls(rows, calls.get(rank, none)) for rank, rows in by_rank(kernels)]
+    return pl.concat([_with_calls(kernels.clear(), none), *frames])
 
 
 def _with_calls(kernels: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -99,24 +97,24 @@ def device_phases(
     labels += sorted({*regions["name"].unique(), *collectives["op"].unique()} - {*labels})
     code = {label: i for i, label in enumerate(labels)}
     frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
-    tables = (kernels, regions, collectives)
-    by_rank = [(table.partition_by("rank", as_dict=True), table.clear()) for table in tables]
-    for key, of_rank in steps.sort("rank", "start_ns").partition_by("rank", as_dict=True).items():
-        rank = _rank_arrays(code, of_rank, *(parts.get(key, empty) for parts, empty in by_rank))
-        frames.append(as_phases(key[0], _cut(rank), labels))
+    tables = [(dict(by_rank(table)), table.clear()) for table in (kernels, regions, collectives)]
+    for rank, of_rank in by_rank(steps.sort("rank", "start_ns")):
+        arrays = _rank_arrays(code, of_rank, *(parts.get(rank, empty) for parts, empty in tables))
+        frames.append(as_phases(rank, _cut(arrays), labels))
     return pl.concat(frames)
 
 
 def _rank_arrays(
     code: dict[str, int], steps: pl.DataFrame, kernels: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
 ) -> _Rank:
+    kernels = kernels.select("start_ns", "end_ns", "launch_ns", "launch_thread", "work")
     kernels = kernels.filter(pl.col("end_ns") > pl.col("start_ns"))
     if not kernels["start_ns"].is_sorted():
         kernels = kernels.sort("start_ns", maintain_order=True)
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     launched = kernels["launch_ns"].fill_null(_NEVER).to_numpy()
-    thread = kernels["launch_thread"].fill_null(_MAIN_THREAD).to_numpy().astype(np.int64)
-    names = regions["name"].replace_strict(code, return_dtype=pl.Int64).to_numpy()
+    thread = kernels["launch_thread"].fill_null(_MAIN_THREAD).to_numpy()
+    names = regions["name"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
     spans = Spans(regions["start_ns"].to_numpy(), regions["end_ns"].to_numpy(), names)
     on_thread, kind = regions["thread"].to_numpy(), regions["kind"]
     places = _by_thread(spans, on_thread, ~kind.is_in(_NOT_A_PLACE).to_numpy())
@@ -127,7 +125,7 @@ def _rank_arrays(
         label[of_work & (label < 0)] = code[name]
         work[name] = Spans(start, end, label).where(of_work)
     begin, done = collectives["device_start_ns"].to_numpy(), collectives["end_ns"].to_numpy()
-    operation = collectives["op"].replace_strict(code, return_dtype=pl.Int64).to_numpy()
+    operation = collectives["op"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
     return _Rank(
         step_start=steps["start_ns"].to_numpy(),
         step_end=steps["end_ns"].to_numpy(),
@@ -154,7 +152,7 @@ def _places(places: dict[int, Spans], launched: Ints, thread: Ints) -> Ints:
 
     Autograd launches from threads of its own, while the main thread is in the region that called backward.
     """
-    label = np.full(len(launched), -1)
+    label = np.full(len(launched), -1, np.int32)
     for where in (_MAIN_THREAD, *(t for t in places if t != _MAIN_THREAD)):
         mine = np.flatnonzero((thread == where) | (where == _MAIN_THREAD))
         if where in places and len(mine):
@@ -168,9 +166,9 @@ def _cut(rank: _Rank) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     edges = [rank.step_start, rank.step_end, rank.transfers.start, rank.last_arrival, rank.transfers.end]
     edges += [edge for spans in (*rank.work.values(), *rank.stops.values()) for edge in (spans.start, spans.end)]
     grid = Grid(edges, int(rank.step_start[0]), int(rank.step_end[-1]))
-    step = np.searchsorted(rank.step_start, grid.start, side="right") - 1
-    part = np.full(len(grid.start), PARTS.index("other"))
-    label = np.full(len(grid.start), _BETWEEN)
+    step = grid.begun(rank.step_start) - 1
+    part = np.full(len(grid.start), PARTS.index("other"), np.int8)
+    label = np.full(len(grid.start), _BETWEEN, np.int32)
     begun = {name: grid.begun(spans.start) for name, spans in rank.work.items()}
     running = {name: begun[name] > grid.begun(spans.end) for name, spans in rank.work.items()}
 
@@ -190,8 +188,7 @@ def _cut(rank: _Rank) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     for name, spans in rank.stops.items():
         number = grid.begun(spans.start)
         paint(name, idle & (number > grid.begun(spans.end)), spans, number)
-    following = sum(begun.values(), np.zeros(len(grid.start), np.int64))  # where all is idle
-    _explain(rank, grid, step, idle, following, part, label)
+    _explain(rank, grid, step, idle, begun, part, label)
     return joined(rank.step[step], part, label, grid, grid.start < rank.step_end[step])
 
 
@@ -222,32 +219,39 @@ def _split(rank: _Rank, grid: Grid, communicates: Bools, part: Ints, label: Ints
         part[known & grid.covered(missing.where(rank.split & kind))] = PARTS.index(name)
 
 
-def _explain(rank: _Rank, grid: Grid, step: Ints, idle: Bools, following: Ints, part: Ints, label: Ints) -> None:
+def _explain(rank: _Rank, grid: Grid, step: Ints, idle: Bools, begun: dict[str, Ints], part: Ints, label: Ints) -> None:
     """Write host where the device had run dry before the next launch began, and what the launching thread did then.
 
-    What else is idle gets the label that says of which sort it is. `following` is the row that comes next.
+    What else is idle gets the label that says of which sort it is. `begun` is how many rows of each kind of work have.
     """
-    dry = idle & ~np.concatenate([[False], idle[:-1]])
-    since = np.maximum.accumulate(np.where(dry, grid.start, grid.start[0]))
+    dry = np.flatnonzero(idle & ~np.concatenate([[False], idle[:-1]]))
+    rest = np.flatnonzero(idle & (part == PARTS.index("other")))
+    since = grid.start[dry[np.searchsorted(dry, rest, side="right") - 1]]
+    following = sum((number[rest] for number in begun.values()), np.zeros(len(rest), np.int64))  # as all is idle
     # After the last row nothing was launched, however long the host took: that is the host's as well.
-    launched = np.concatenate([rank.launched, [_NEVER - 1]])[following]
-    thread = np.concatenate([rank.thread, [_MAIN_THREAD]])[following]
-    begins = np.concatenate([rank.begins, [_NEVER]])[following]
-    rest = idle & (part == PARTS.index("other"))
-    label[rest & (begins - since > _OWN_GAP_NS)] = _QUEUED
-    label[rest & (launched == _NEVER)] = _UNSEEN
-    slow = np.flatnonzero(rest & (launched > since) & (launched < _NEVER))
+    launched = _at_or(rank.launched, following, _NEVER - 1)
+    label[rest[_at_or(rank.begins, following, _NEVER) - since > _OWN_GAP_NS]] = _QUEUED
+    label[rest[launched == _NEVER]] = _UNSEEN
+    late = (launched > since) & (launched < _NEVER)
+    slow, following = rest[late], following[late]
     if not len(slow):
         return
-    new = (np.diff(slow) != 1) | (np.diff(step[slow]) != 0) | (np.diff(following[slow]) != 0)
-    first, last = slow[np.concatenate([[True], new])], slow[np.concatenate([new, [True]])]
-    begin, end = grid.start[first], grid.end[last]
-    during = np.full(len(first), _NO_REGION)
+    new = (np.diff(slow) != 1) | (np.diff(step[slow]) != 0) | (np.diff(following) != 0)
+    first, last = np.flatnonzero(np.concatenate([[True], new])), np.flatnonzero(np.concatenate([new, [True]]))
+    begin, end = grid.start[slow[first]], grid.end[slow[last]]
+    thread = _at_or(rank.thread, following[first], _MAIN_THREAD)
+    during = np.full(len(first), _NO_REGION, np.int32)
     for where, spans in rank.hosts_time.items():
-        mine = thread[first] == where
+        mine = thread == where
         during[mine] = _most_of(spans, begin[mine], end[mine], otherwise=_NO_REGION)
     part[slow] = PARTS.index("host")
     label[slow] = np.repeat(during, last - first + 1)
+
+
+def _at_or(values: Ints, at: Ints, otherwise: int) -> Ints:
+    """The values at these positions; `otherwise` at the one after the last."""
+    inside = np.minimum(at, len(values) - 1)
+    return np.where(at < len(values), values[inside], otherwise) if len(values) else np.full(len(at), otherwise)
 
 
 def _most_of(spans: Spans, begin: Ints, end: Ints, *, otherwise: int) -> Ints:

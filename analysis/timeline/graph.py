@@ -78,8 +78,8 @@ def replay_in_python(graph: Graph, duration_ns: Floats) -> Floats:
 def assemble(
     *,
     duration_ns: Floats,
-    waits: Ints,
-    waited_for: Ints,
+    waits: NDArray[np.integer],
+    waited_for: NDArray[np.integer],
     rank: NDArray[np.integer],
     step: NDArray[np.integer],
     part: NDArray[np.integer],
@@ -90,7 +90,7 @@ def assemble(
     parts: tuple[str, ...],
     labels: tuple[str, ...],
     origin_ns: int,
-) -> tuple[Graph, Ints]:
+) -> tuple[Graph, Shorts]:
     """The graph of nodes given in any order, node `waits[k]` waiting for `waited_for[k]`; and each node's number in it.
 
     Raises `NotReplayable` if nodes wait for each other in a circle.
@@ -100,7 +100,7 @@ def assemble(
     order = _topological(first, before)
     if len(order) < n:
         raise NotReplayable(f"{n - len(order)} operations wait for each other in a circle")
-    number = np.empty(n, dtype=np.int64)
+    number = np.empty(n, dtype=np.int32)
     number[order] = np.arange(n)
     first, before = _rows(n, number[waits], number[waited_for])
 
@@ -125,11 +125,11 @@ def assemble(
     return graph, number
 
 
-def _rows(n: int, waits: Ints, waited_for: Ints) -> tuple[Ints, Shorts]:
+def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Ints, Shorts]:
     """What each node waits for, one after the other."""
     first = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(np.bincount(waits, minlength=n), out=first[1:])
-    return first, waited_for[np.argsort(waits, kind="stable")].astype(np.int32)
+    return first, waited_for.astype(np.int32, copy=False)[np.argsort(waits, kind="stable")]
 
 
 def _topological(first: Ints, before: Shorts) -> Ints:

@@ -355,7 +355,9 @@ def _joined_by_backward(
     return at[keep], rows[keep]
 
 
-def _steps(timeline: Timeline, chains: _Chains, step: Ints, number: Ints, n_ranks: int, keys: _Keys) -> pl.DataFrame:
+def _steps(
+    timeline: Timeline, chains: _Chains, step: Ints, number: NDArray[np.int32], n_ranks: int, keys: _Keys
+) -> pl.DataFrame:
     """One row per step of a rank, see `HostGraph`."""
     inside = np.flatnonzero(step >= 0)
     new = np.concatenate([[True], np.diff(step[inside] + chains.place[inside] * (step.max() + 1)) != 0])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
+
+from rankscope.analysis.timeline.device import by_rank
 
 __all__ = [
     "CAPTURE",
@@ -32,6 +35,7 @@ STEP_COLUMNS = {
     "source": pl.String,
 }
 
+_NEVER, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _MAIN_THREAD = 0
 _RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one does not make steps
 _COVERS = 0.8  # share of the optimizers' time from first to last in which the anchor must be seen
@@ -127,35 +131,41 @@ def on_device(steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
 
     Source: PyTorch's TensorBoard plugin, where a step begins no earlier than the host's, and the first with it.
     """
-    ends = pl.coalesce(pl.col("start_ns").shift(-1).over("rank"), "end_ns").alias("_until")
-    hosts = steps.sort("rank", "start_ns").with_columns(ends).select("rank", "step", "_until", launch_ns="start_ns")
-    rows = kernels.select("rank", "stream", "launch_ns", "start_ns", "end_ns")
-    launched = (
-        rows.drop_nulls("launch_ns")
-        .sort("launch_ns")
-        .join_asof(hosts.sort("launch_ns"), on="launch_ns", by="rank", check_sortedness=False)
-        .drop_nulls("step")
-    )
-    within = launched.filter(pl.col("launch_ns") < pl.col("_until"))
-    done = within.group_by("rank", "step").agg(pl.col("end_ns").max().alias("_done"))
-    # A stream keeps its order: what it did before the first row launched in a step was launched before.
-    first = launched.group_by("rank", "stream").agg(pl.col("start_ns").min().alias("_first"))
-    left_over = (
-        rows.join(first, on=["rank", "stream"], nulls_equal=True)
-        .filter(pl.col("start_ns") < pl.col("_first"))
-        .group_by("rank")
-        .agg(pl.col("end_ns").max().alias("_left_over"))
-    )
+    work = dict(by_rank(kernels.select("rank", "stream", "launch_ns", "start_ns", "end_ns")))
+    of_ranks = [
+        rows.with_columns(**_launched_in(rows, work.get(rank, kernels.clear())))
+        for rank, rows in by_rank(steps.sort("rank", "start_ns"))
+    ]
+    if not of_ranks:
+        return steps
     previous = pl.col("end_ns").shift(1).over("rank")
     return (
-        steps.join(done, on=["rank", "step"], how="left")
-        .join(left_over, on="rank", how="left")
-        .sort("rank", "start_ns")
+        pl.concat(of_ranks)
         .with_columns(pl.max_horizontal("end_ns", "_done").cum_max().over("rank").alias("end_ns"))
         .with_columns(pl.coalesce(previous, pl.max_horizontal("start_ns", "_left_over")).alias("start_ns"))
         .filter(pl.col("start_ns") < pl.col("end_ns"))
         .drop("_done", "_left_over")
     )
+
+
+def _launched_in(steps: pl.DataFrame, kernels: pl.DataFrame) -> dict[str, pl.Series]:
+    """Of one rank: when all was done that was launched in each step, and all that was launched before the first."""
+    start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
+    begin = steps["start_ns"].to_numpy()
+    until = np.append(begin[1:], steps["end_ns"].to_numpy()[-1:])
+    launched = kernels["launch_ns"].fill_null(_NEVER).to_numpy()
+    step = np.searchsorted(begin, launched, side="right") - 1
+    known = step >= 0
+    within = known & (launched < until[step])
+    done = np.full(len(begin), _NEVER)
+    np.maximum.at(done, step[within], end[within])
+    # A stream keeps its order: what it did before the first row launched in a step was launched before.
+    stream = kernels["stream"].rank("dense").fill_null(0).to_numpy()
+    first = np.full(int(stream.max(initial=0)) + 1, _AFTER_ALL)
+    np.minimum.at(first, stream[known], start[known])
+    first[first == _AFTER_ALL] = _NEVER  # nothing of it was launched in a step
+    left_over = end[start < first[stream]].max(initial=_NEVER)
+    return {"_done": pl.Series(done), "_left_over": pl.repeat(left_over, len(steps), dtype=pl.Int64, eager=True)}
 
 
 def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> pl.DataFrame:

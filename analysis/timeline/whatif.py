@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Fidelity
 from rankscope.analysis.timeline.build import Timeline
-from rankscope.analysis.timeline.device_graph import device_graph
+from rankscope.analysis.timeline.device_graph import device_graph, first_steps
 from rankscope.analysis.timeline.graph import Floats, Ints, NotReplayable, replay
 from rankscope.analysis.timeline.host_graph import HostGraph, fidelity, graph_of, step_lengths
 from rankscope.analysis.timeline.links import link_rates
@@ -297,6 +297,7 @@ def _pipeline_rerun(ops: pl.DataFrame) -> PipelineRerun:
 
 
 def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
+    timeline = first_steps(timeline)
     host = device_graph(timeline) if len(timeline.kernels) else graph_of(timeline)
     return Rerun(
         host=host,

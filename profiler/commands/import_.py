@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_Key = tuple[str, int]  # of a partition: "rank" or "node", and which
 _CODES = {"kind": REGION_KINDS, "op": OPS, "dtype": DTYPES, "work": DEVICE_WORK}
 
 
@@ -63,14 +64,17 @@ def command(
 
 def _write(trace: Trace, folder: Path) -> int:
     """The trace is a run folder; how many rows it has. What the source's reader knows besides goes to `run/`."""
-    names: dict[tuple[str, int], dict[str, int]] = {}  # by partition: the codes of its names
-    rows = sum(
-        _write_partition(folder, table, key, part, names.setdefault(key, {}))
-        for table in trace.tables()
-        for key, part in _partitions(trace, table)
-    )
+    names: dict[_Key, dict[str, int]] = {}  # by partition: the codes of its names
+    rows = 0
+    for table in trace.tables():
+        parts: dict[_Key, int] = {}  # how many are written
+        for key, frame in _partitions(trace, table):
+            columns = _as_written(table, frame, names.setdefault(key, {}))
+            parts[key] = _write_rows(folder, table, key, columns, parts.get(key, 0))
+            rows += len(frame)
     for key, codes in names.items():
-        _write_strings(folder, key, codes)
+        if codes:
+            _write_rows(folder, "strings", key, {"name_id": [*codes.values()], "name": [*codes]}, 0)
     known = {
         "schema_version": SCHEMA_VERSION,
         "state": "closed",
@@ -85,48 +89,46 @@ def _write(trace: Trace, folder: Path) -> int:
     return rows
 
 
-def _partitions(trace: Trace, table: str) -> Iterator[tuple[tuple[str, int], pl.DataFrame]]:
-    """The rows of each rank or node."""
+def _partitions(trace: Trace, table: str) -> Iterator[tuple[_Key, pl.DataFrame]]:
+    """The rows of each rank or node; of a large table a piece at a time."""
     owner = "node" if TABLES[table].partition == "node" else "rank"
-    frame = trace.table(table).collect()
-    for (number,), part in frame.partition_by(owner, as_dict=True, maintain_order=True).items():
-        yield (owner, int(number)), part
+    for piece in trace.pieces(table):
+        for (number,), part in piece.partition_by(owner, as_dict=True, maintain_order=True).items():
+            yield (owner, int(number)), part
 
 
-def _write_partition(folder: Path, table: str, key: tuple[str, int], frame: pl.DataFrame, codes: dict[str, int]) -> int:
-    """The rows lie in the folder as the schema has them, names as ids; `codes` has all of these."""
+def _as_written(table: str, frame: pl.DataFrame, codes: dict[str, int]) -> dict[str, pl.Series]:
+    """The columns as the schema has them, names as ids; `codes` has all of these."""
     import polars as pl
 
-    columns: dict[str, Any] = {}
+    columns: dict[str, pl.Series] = {}
     for column in TABLES[table].columns:
         known = _CODES.get(column.name)
         if column.name.endswith("_id") and column.name != "group_id":
             values = frame[column.name.removesuffix("_id")]
-            for name in values.unique(maintain_order=True).drop_nulls():
+            different = values.unique(maintain_order=True).drop_nulls().to_list()
+            for name in different:
                 codes.setdefault(name, len(codes))
-            columns[column.name] = values.replace_strict(codes, default=None, return_dtype=pl.UInt32)
+            numbers = {name: codes[name] for name in different}
+            columns[column.name] = values.replace_strict(numbers, default=None, return_dtype=pl.UInt32)
         elif known:
             numbers = {name: number for number, name in enumerate(known)}
             columns[column.name] = frame[column.name].replace_strict(numbers, default=None, return_dtype=pl.UInt8)
         else:
             columns[column.name] = frame[column.name]
-    _write_rows(folder, table, key, pl.DataFrame(columns))
-    return len(frame)
+    return columns
 
 
-def _write_strings(folder: Path, key: tuple[str, int], codes: dict[str, int]) -> None:
+def _write_rows(folder: Path, table: str, key: _Key, columns: Mapping[str, Any], first: int) -> int:
+    """The rows lie in the folder as parts from this number on; the number after the last."""
     import polars as pl
-
-    if codes:
-        _write_rows(folder, "strings", key, pl.DataFrame({"name_id": [*codes.values()], "name": [*codes]}))
-
-
-def _write_rows(folder: Path, table: str, key: tuple[str, int], frame: pl.DataFrame) -> None:
     import pyarrow as pa
 
     from rankscope.collectors.writer import write_sealed
 
     schema = pa.schema([(column.name, pa.type_for_alias(column.type)) for column in TABLES[table].columns])
     owner, number = key
+    frame = pl.DataFrame({name: columns[name] for name in schema.names})
     rows = pa.table({name: frame[name].to_arrow() for name in schema.names}).cast(schema)
-    write_sealed(folder / table / f"{owner}={number:05d}", "a0-" if owner == "rank" else "", rows)
+    prefix = "a0-" if owner == "rank" else ""
+    return write_sealed(folder / table / f"{owner}={number:05d}", prefix, rows, first)
