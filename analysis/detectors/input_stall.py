@@ -1,8 +1,9 @@
 """Ranks wait for their next batch.
 
-**Signal.** The input part of the step: the main thread is inside the data loader's `next()`. A rank stands out when
-it spends `min_fraction` of the step more there than the median of its peers; otherwise all ranks that spend more
-than that are named together.
+**Signal.** The input part of the step: the main thread is inside the data loader's `next()`. Ranks stand out when
+they spend `min_fraction` of the step more there than the median of their peers; all ranks of a node, or those that
+stall about as long, are one finding, and each step counts with the longest. Otherwise all ranks that spend more than
+that are named together.
 
 **Why it costs time.** The main thread can launch nothing while it waits, and the other ranks wait for this one in
 the next collective.
@@ -15,7 +16,7 @@ iterator of their own are not seen; their time is part of the rank's own.
 loop. If it is one rank only: its storage mount, its page cache, the file sizes of its shard, other processes on its
 host.
 
-**Source.** "Analyzing and Mitigating Data Stalls in DNN Training" (2021) for the effect; the threshold of 5 % is
+**Source.** "Analyzing and Mitigating Data Stalls in DNN Training" (2021) for the effect; the threshold of 3 % is
 ours.
 """
 
@@ -28,33 +29,64 @@ from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, 
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, above_peers, estimate
+from rankscope.analysis.timeline.own import Floats, StepGrid, above_peers, estimate
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("input",)
 
 _ALWAYS = 0.9  # share of the steps above which a stall is there in every step
+_ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same reason
+_OF_NODE = 0.1  # the same, where all ranks of a node stall
 _TRIM = 0.1
 
 
-def detect(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.05) -> list[Finding]:
-    """Name the ranks that wait for input: each that stands out, or else all of them together."""
+def detect(
+    breakdown: pl.DataFrame, regions: pl.DataFrame, ranks: pl.DataFrame, *, min_fraction: float = 0.03
+) -> list[Finding]:
+    """Name the ranks that wait for input: those that stand out, together where they stall alike, or else all."""
     grid = _with_input(breakdown, regions)
-    waited = grid.of("input")
+    waited, least_ns = grid.of("input"), min_fraction * grid.step_ns
     excess = above_peers(waited)
-    apart = _large(excess, min_fraction * grid.step_ns)
-    if apart and 2 * len(apart) <= len(waited):
-        findings = [_finding(grid, regions, (row,), excess[[row]], estimate(excess[row])) for row in apart]
+    apart = [rows for rows in _alike(excess, _nodes(grid, ranks)) if _longest(excess[rows]).mean() >= least_ns]
+    if apart and 2 * sum(map(len, apart)) <= len(waited):
+        findings = [_finding(grid, regions, rows, _longest(excess[rows])) for rows in apart]
         return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
-    stalled = _large(waited, min_fraction * grid.step_ns)
-    if not stalled:
-        return []
-    # The mean over ranks and not their maximum: what one rank stalls longer than another is seldom all in the way.
-    return [_finding(grid, regions, tuple(stalled), waited[stalled], estimate(waited[stalled].mean(axis=0)))]
+    means = [estimate(row) for row in waited]
+    stalled = [row for row, mean in enumerate(means) if mean.clear and mean.ns >= least_ns]
+    # The mean over ranks and not the longest: where all stall, most of what one stalls longer is hidden.
+    return [_finding(grid, regions, stalled, waited[stalled].mean(axis=0))] if stalled else []
 
 
-def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
+def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
+    """The rows of each node that has several, unless there is one node only."""
+    node = dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
+    of_node: dict[int, list[int]] = {}
+    for row, rank in enumerate(grid.ranks):
+        of_node.setdefault(node.get(rank, -1), []).append(row)
+    return [rows for rows in of_node.values() if len(rows) > 1] if len(of_node) > 1 else []
+
+
+def _alike(excess: Floats, nodes: list[list[int]]) -> list[list[int]]:
+    """The rows whose mean is clear of chance, in sets that stall for one reason: whole nodes, else about as long."""
+    means = [estimate(row) for row in excess]
+    clear = {row: mean.ns for row, mean in enumerate(means) if mean.clear}
+    # What a slow disk costs each rank of its node differs: who waited longest for a batch has more in store next time.
+    sets = [rows for rows in nodes if min(clear.get(r, 0.0) for r in rows) > _OF_NODE * max(means[r].ns for r in rows)]
+    left = sorted(clear.keys() - {row for rows in sets for row in rows}, key=lambda row: -clear[row])
+    while left:
+        alike = [row for row in left if clear[row] >= _ALIKE * clear[left[0]]]
+        sets.append(sorted(alike))
+        left = left[len(alike) :]
+    return sets
+
+
+def _longest(excess: Floats) -> Floats:
+    """ns per step that the longest of these rows stalls: they may take turns, and the job waits for each."""
+    return np.asarray(excess.max(axis=0))
+
+
+def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
     """The smallest stall that would have been reported."""
     grid = _with_input(breakdown, regions)
     return visible(grid, max(min_fraction * grid.step_ns, *(estimate(row).half_width_ns for row in grid.of("input"))))
@@ -66,19 +98,14 @@ def _with_input(breakdown: pl.DataFrame, regions: pl.DataFrame) -> StepGrid:
     return judged_grid(breakdown, FEW_STEPS)
 
 
-def _large(values: Floats, least_ns: float) -> list[int]:
-    """Rows whose mean is clear of chance and at least `least_ns`."""
-    means = [estimate(row) for row in values]
-    return [row for row, mean in enumerate(means) if mean.clear and mean.ns >= least_ns]
-
-
-def _finding(grid: StepGrid, regions: pl.DataFrame, rows: tuple[int, ...], stall: Floats, lost: Estimate) -> Finding:
+def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floats) -> Finding:
     ranks = tuple(grid.ranks[row] for row in rows)
-    shows = stall.max(axis=0) > lost.ns / 2
+    lost = estimate(stall)
+    shows = stall > lost.ns / 2
     steps = tuple(np.array(grid.steps)[shows].tolist())
     always = bool(shows.mean() >= _ALWAYS)
     if always:  # then single hiccups need not be taken for part of it
-        lost = estimate(stall.mean(axis=0), _TRIM)
+        lost = estimate(stall, _TRIM)
     often = "" if always else f", {every_nth(steps, len(shows))}"
     advice = (
         "Raise num_workers and prefetch_factor, keep the workers (persistent_workers=True), decode outside of the loop."

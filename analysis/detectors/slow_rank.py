@@ -1,16 +1,23 @@
-"""One rank takes longer over its own work than its peers, and they wait for it.
+"""One rank, or one node, takes longer over its own work than its peers, and they wait for it.
 
 **Signal.** Own time (the step without communication that blocks the rank, and without input, garbage collection and
-compilation) is compared with the median of the other ranks, step by step. A rank is slow if
+compilation) is compared with the median of the other ranks that do the same work, step by step: in a pipeline those of
+the same stage. A rank is slow if
 
 - it is above its peers in most judged steps (`persistence`) by at least `min_z` robust standard deviations of what
   the peers differ among themselves, or its excess comes in bursts that hardly any other rank has;
-- the excess is above `min_fraction` of the step and clear of its own scatter;
+- it costs at least `min_fraction` of the step, clear of its own scatter;
 - the peers really were blocked longer than this rank: the loss is no larger than that, within two standard
   deviations.
 
-The loss is the excess under those labels (forward, backward, a region of yours, …) under which the rank stands out
-likewise, so that noise elsewhere in the step is not added to it; `where` is the one that holds most of it.
+The cost is by how much the rank takes longer than any other, if those with at least half of its excess were like the
+rest: the job would still wait for the next one. The excess is that under those labels (forward, backward,
+a region of yours, …) under which the rank stands out likewise, so that noise elsewhere in the step does not hide it;
+`where` is the one that holds most of it.
+
+Nodes are judged first, in the same way, by the mean of their ranks: what these have in common is told from chance
+sooner than what one of them has. A node is slow if all of its ranks take at least half of the loss longer; they are
+then judged without what their node takes longer.
 
 Where a profiler saw the devices, the loss is no more than the time by which the rank began collectives after the
 second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps are judged by this: a rank
@@ -23,9 +30,10 @@ work that was queued before. In so few steps nobody can tell whether it stays: b
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
 
-**False alarms.** Ranks that have other work by design (pipeline stages, an uneven shard, a rank 0 that logs) are
-reported too: the time is lost, though no machine is at fault. Another process that keeps one core of the node busy
-looks like a slow rank, and is one. Where all ranks are slow alike, there is no peer to tell it by.
+**False alarms.** Ranks that have other work by design (an uneven shard, a rank 0 that logs) are reported too: the time
+is lost, though no machine is at fault. A stage that is longer than the others is `stage_imbalance`; where each stage
+has one rank only this is not checked. Another process that keeps one core of the node busy looks like a slow rank, and
+is one. Where all ranks are slow alike, there is no peer to tell it by.
 
 **What to try.** See what only this rank does in the named region. Compare its host with the others: clock speed,
 temperature, other processes, CPU pinning, memory pressure. Swap two hosts: what stays with the rank is the work,
@@ -45,7 +53,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, peers_grid, price, visible
+from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, NotResolvable, peers_grid, price, visible
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.phrases import every_nth, named
@@ -55,6 +63,7 @@ from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 from rankscope.analysis.timeline.own import (
     Estimate,
     Floats,
+    Ints,
     StepGrid,
     above_peers,
     estimate,
@@ -62,6 +71,7 @@ from rankscope.analysis.timeline.own import (
     over_occurrences,
     own_by_label,
 )
+from rankscope.analysis.timeline.roles import Role, role_codes, roles
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -69,6 +79,7 @@ collectors = ("collectives",)
 
 _TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
 _BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by chance
+_ALIKE = 0.5  # of the judged one's excess: who has as much counts as slow like it
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
 _MIN_BURSTS = 4  # fewer are not told from chance
 _BURST_Z, _BURST_SHARE = (
@@ -84,14 +95,44 @@ _Shown = tuple[Floats, Steps]  # the excess per step, 0 where it does not show, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Slow:
-    """A slow rank, as a row of the grid: its excess (0 in steps where it does not show), its cost, and where."""
+class _Peers:
+    """Who is compared with whom: ranks, or the mean over the ranks of each node, with those of the same role.
 
-    row: int
+    Arrays are of (rank or node, step) in ns; `role` is a number for each rank or node, the same for those alike.
+    """
+
+    own: Floats
+    blocked: Floats
+    by_label: dict[str, Floats]
+    role: Ints
+
+    @property
+    def excess(self) -> Floats:
+        return above_peers(self.own, self.role)
+
+    @property
+    def excess_by_label(self) -> dict[str, Floats]:
+        return {label: above_peers(values, self.role) for label, values in self.by_label.items()}
+
+    def without(self, rows: Ints, nodes: _Peers, node: int) -> _Peers:
+        """The ranks with those of `rows` shorter by what their node takes longer than the others."""
+        own, by_label = self.own.copy(), {label: values.copy() for label, values in self.by_label.items()}
+        own[rows] -= nodes.excess[node]
+        for label, excess in nodes.excess_by_label.items():
+            by_label[label][rows] -= excess[node]
+        return replace(self, own=own, by_label=by_label)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    """Slow ranks as rows of the grid (several are those of a node): excess (0 where it does not show), cost, where."""
+
+    rows: tuple[int, ...]
     excess: Floats
     when: Steps
     lost: Estimate
     where: str
+    nodes: tuple[int, ...] = ()
     last: tuple[int, int] | None = None  # how many collectives it began last, of how many; None: judged by own time
 
 
@@ -102,60 +143,120 @@ def detect(
     ranks: pl.DataFrame,
     collectives: pl.DataFrame | None = None,
     regions: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     persistence: float = 0.65,
     min_z: float = 5.0,
     min_share: float = 0.8,
 ) -> list[Finding]:
-    """Name the ranks whose own time is longer than their peers', the costliest first."""
-    grid, seen = _seen(breakdown, collectives)
-    excess = above_peers(grid.own)
-    by_label = {label: above_peers(values) for label, values in own_by_label(phases, grid).items()}
+    """Name the ranks and nodes whose own time is longer than their peers', the costliest first."""
+    grid, role, seen = _seen(breakdown, collectives, regions, groups)
+    peers = _Peers(grid.own, grid.blocked, own_by_label(phases, grid), role)
+    least_ns = min_fraction * grid.step_ns
+    slow_nodes: list[_Slow] = []
+    if seen is None or len(grid.steps) >= ENOUGH_STEPS:
+        slow_nodes, peers = _slow_nodes(peers, grid, ranks, persistence, min_z, least_ns)
+    excess, by_label = peers.excess, peers.excess_by_label
     found = [_persistent(excess, by_label, persistence, min_z), _bursts(grid, excess, persistence)]
-    waited = -above_peers(grid.blocked)
-    _, slack = _least_apart(waited, _BOUND_Z)
-    priced = [_priced(row, *shown, waited[row], slack[row], by_label) for kind in found for row, shown in kind.items()]
+    priced = [s for kind in found for s in _priced(kind, peers, seen)]
     # A rank that is always a little behind may have bursts besides: the costlier of the two is told.
-    slow = [
-        max((s for s in priced if s.row == row), key=lambda s: s.lost.ns) for row in sorted({s.row for s in priced})
-    ]
+    rows = sorted({s.rows for s in priced})
+    slow = [max((s for s in priced if s.rows == row), key=lambda s: s.lost.ns) for row in rows]
     if seen is not None:
         slow = [_no_more_than_late(s, seen.margin) for s in slow]
         if len(grid.steps) < ENOUGH_STEPS:
-            slow = _latecomer(seen, slow, waited, by_label, min_share)
-        slow = [replace(s, where=_places(s, grid, regions)) for s in slow]
-    slow = [s for s in slow if s.lost.clear and s.lost.ns >= min_fraction * grid.step_ns]
-    findings = [_finding(grid, members, nodes, steps) for members, nodes in _whole_nodes(slow, grid, ranks)]
-    return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
+            slow = _latecomer(seen, slow, -above_peers(grid.blocked, role), by_label, min_share)
+        slow = [replace(s, where=_places(s, grid, role, regions)) for s in slow]
+    slow = [s for s in (*slow_nodes, *slow) if s.lost.clear and s.lost.ns >= least_ns]
+    return [_finding(grid, s, steps) for s in sorted(slow, key=lambda s: -s.lost.ns)]
 
 
 def resolution_ns(
     breakdown: pl.DataFrame,
     collectives: pl.DataFrame | None = None,
+    regions: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     min_z: float = 5.0,
 ) -> int:
     """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
-    grid, seen = _seen(breakdown, collectives)
+    grid, role, seen = _seen(breakdown, collectives, regions, groups)
+    alone = sorted(set(breakdown["rank"]) - set(grid.ranks))
+    if alone:
+        raise NotResolvable(f"no other rank does the same work as {named('rank', alone)}: a pipeline stage of its own")
     if seen is not None and len(grid.steps) < ENOUGH_STEPS:
         least_ns = float(seen.margin.mean(axis=1).max())
     else:
-        least_ns = float(_least_apart(above_peers(grid.own), min_z)[1].max())
+        least_ns = float(_least_apart(above_peers(grid.own, role), min_z)[1].max())
     return visible(grid, max(min_fraction * grid.step_ns, least_ns))
 
 
-def _seen(breakdown: pl.DataFrame, collectives: pl.DataFrame | None) -> tuple[StepGrid, Arrivals | None]:
-    """The grid, of at least one step where arrivals on the devices were seen, else of a few."""
+def _seen(
+    breakdown: pl.DataFrame,
+    collectives: pl.DataFrame | None,
+    regions: pl.DataFrame | None,
+    groups: pl.DataFrame | None,
+) -> tuple[StepGrid, Ints, Arrivals | None]:
+    """The grid of the ranks that have peers, and the role of each, over a few steps at least.
+
+    One step will do where arrivals on the devices were seen.
+    """
     grid = peers_grid(breakdown, 1)
-    seen = arrivals(collectives, grid) if collectives is not None else None
-    return (grid, seen) if seen is not None else (peers_grid(breakdown, FEW_STEPS), None)
+    known: dict[int, Role] = {}
+    if collectives is not None and regions is not None and groups is not None:
+        known = roles(groups, regions, collectives)
+    role = role_codes(known, grid.ranks)
+    has_peers = np.bincount(role)[role] > 1
+    if not has_peers.any():
+        raise NotResolvable("each pipeline stage has one rank only, so no rank has a peer that does the same work")
+    seen = arrivals(collectives, grid.only(has_peers)) if collectives is not None else None
+    grid = grid if seen is not None else peers_grid(breakdown, FEW_STEPS)
+    return grid.only(has_peers), role[has_peers], seen
+
+
+def _slow_nodes(
+    peers: _Peers, grid: StepGrid, ranks: pl.DataFrame, persistence: float, min_z: float, min_ns: float
+) -> tuple[list[_Slow], _Peers]:
+    """The nodes whose ranks are all slow, and the ranks as they would be if those nodes were like the others.
+
+    What all ranks of a node have in common is told from chance sooner than what one of them has.
+    """
+    node_of = dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
+    numbers, node = np.unique([node_of.get(rank, -1) for rank in grid.ranks], return_inverse=True)
+    if numbers[0] < 0 or len(numbers) < 2:
+        return [], peers
+    # Nodes are alike if they hold the same roles in the same shares.
+    held = np.eye(peers.role.max() + 1)[peers.role]
+    _, alike = np.unique(_mean_by(node, held), axis=0, return_inverse=True)
+    by_label = {label: _mean_by(node, values) for label, values in peers.by_label.items()}
+    nodes = _Peers(_mean_by(node, peers.own), _mean_by(node, peers.blocked), by_label, alike.ravel())
+    found = _persistent(nodes.excess, nodes.excess_by_label, persistence, min_z)
+    slow: list[_Slow] = []
+    for one in _priced(found, nodes, None):
+        rows = np.flatnonzero(node == one.rows[0])
+        if len(rows) > 1 and one.lost.clear and one.lost.ns >= min_ns and _all_slow(peers, node, rows, one.lost.ns):
+            slow.append(replace(one, rows=tuple(rows.tolist()), nodes=(int(numbers[one.rows[0]]),)))
+            peers = peers.without(rows, nodes, one.rows[0])
+    return slow, peers
+
+
+def _mean_by(of: Ints, values: Floats) -> Floats:
+    """Mean over the rows of each number in `of`, in their order."""
+    return np.array([values[of == each].mean(axis=0) for each in np.unique(of)])
+
+
+def _all_slow(peers: _Peers, node: Ints, rows: Ints, lost_ns: float) -> bool:
+    """Whether each rank of a node takes at least half of `lost_ns` longer than those of its role elsewhere."""
+    elsewhere = node != node[rows[0]]
+    usual = [np.median(peers.own[elsewhere & (peers.role == peers.role[row])], axis=0) for row in rows]
+    return bool((estimates(peers.own[rows] - np.array(usual), _TRIM)[0] >= lost_ns / 2).all())
 
 
 def _no_more_than_late(slow: _Slow, margin: Floats) -> _Slow:
     """The rank with what it costs, which is no more than what it was late."""
-    late = estimate(margin[slow.row])
+    late = estimate(margin[slow.rows[0]])
     return replace(slow, lost=min(slow.lost, late, key=lambda bound: bound.ns)) if slow.when.all() else slow
 
 
@@ -173,20 +274,22 @@ def _latecomer(
     by_chance = float(np.delete(costs, row).max()) / seen.margin.shape[1]
     late = estimate(seen.margin[row])
     late = Estimate(late.ns, late.half_width_ns if np.isfinite(late.half_width_ns) else by_chance)
-    known = [s.lost for s in slow if s.row == row]
+    known = [s.lost for s in slow if s.rows == (row,)]
     bound = known[0] if known else Estimate(float(waited[row].mean()), late.half_width_ns)
     lost = min(late, bound, key=lambda estimate: estimate.ns)
     share = {label: float(values[row].sum()) for label, values in by_label.items()}
     where = max(share, key=lambda label: share[label], default="the step")
     always = np.ones(seen.margin.shape[1], dtype=bool)
-    return [_Slow(row, seen.margin[row], always, lost, where, (int(seen.last[row]), int(seen.operations[row])))]
+    last = (int(seen.last[row]), int(seen.operations[row]))
+    return [_Slow((row,), seen.margin[row], always, lost, where, last=last)]
 
 
-def _places(slow: _Slow, grid: StepGrid, regions: pl.DataFrame | None) -> str:
+def _places(slow: _Slow, grid: StepGrid, role: Ints, regions: pl.DataFrame | None) -> str:
     """Where the device shows it and, besides, the regions that take the host much longer than its peers each step."""
     if regions is None:
         return slow.where
-    rank, length = grid.ranks[slow.row], pl.col("end_ns") - pl.col("start_ns")
+    row = slow.rows[0]
+    rank, length = grid.ranks[row], pl.col("end_ns") - pl.col("start_ns")
     rows = regions.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
     rows = rows.filter(~pl.col("kind").is_in(_NOT_OWN))
     much = rows.filter(pl.col("rank") == rank).group_by("name").agg(length.sum())
@@ -196,7 +299,7 @@ def _places(slow: _Slow, grid: StepGrid, regions: pl.DataFrame | None) -> str:
         values = np.zeros((len(grid.ranks), len(grid.steps)))
         index = (np.searchsorted(grid.ranks, of_name["rank"]), np.searchsorted(grid.steps, of_name["step"]))
         np.add.at(values, index, of_name.select(length).to_series().to_numpy())
-        if (above_peers(values)[slow.row] >= slow.lost.ns / 2).all():
+        if (above_peers(values, role)[row] >= slow.lost.ns / 2).all():
             longer[str(name)] = of_name.filter(pl.col("rank") == rank)
     inner = sorted(longer, key=lambda name: (longer[name].select(length.sum()).item(), name))
     places = [name for i, name in enumerate(inner) if not any(_holds(longer[name], longer[o]) for o in inner[:i])]
@@ -258,79 +361,78 @@ def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Sh
     return {row: (np.where(typical, excess[row], 0.0), typical)}
 
 
-def _priced(
-    row: int, excess: Floats, when: Steps, waited: Floats, slack_ns: float, by_label: dict[str, Floats]
-) -> _Slow:
-    """The rank with what its excess costs: no more than its peers were blocked longer than itself, and some slack."""
-    if when.all():
-        lost, peers_waited = estimate(excess, _TRIM), estimate(waited, _TRIM)
-    else:
-        lost, peers_waited = over_occurrences(excess, when), over_occurrences(waited, when)
-    share = {label: float(values[row][when].mean()) for label, values in by_label.items()}
-    where = max(share, key=lambda label: share[label], default="the step")
-    return _Slow(row, excess, when, Estimate(min(lost.ns, peers_waited.ns + slack_ns), lost.half_width_ns), where)
+def _priced(found: dict[int, _Shown], peers: _Peers, seen: Arrivals | None) -> list[_Slow]:
+    """The slow rows with what each costs.
 
-
-def _whole_nodes(
-    slow: Sequence[_Slow], grid: StepGrid, ranks: pl.DataFrame
-) -> list[tuple[tuple[_Slow, ...], tuple[int, ...]]]:
-    """The slow ranks and their node: together where they are all the ranks of a node, else one by one without it."""
-    node_of = dict(ranks.select("rank", "node").iter_rows())
-    nodes = [node_of.get(rank, -1) for rank in grid.ranks]
-    together: list[tuple[tuple[_Slow, ...], tuple[int, ...]]] = []
-    for node in sorted({nodes[s.row] for s in slow}):
-        members = tuple(s for s in slow if nodes[s.row] == node)
-        if 1 < len(members) == nodes.count(node) < len(nodes):
-            together.append((members, (node,)))
+    That is by how much its own time is longer than any other, whatever the role, and no more than its peers were
+    blocked longer than itself, and some slack. Peers that are as slow count as mended: to mend this one alone would be
+    of no use. Where arrivals on the devices were `seen`, these tell better who came next; the cost is the excess.
+    """
+    waited = -above_peers(peers.blocked, peers.role)
+    _, slack = _least_apart(waited, _BOUND_Z)
+    by_label = peers.excess_by_label
+    means = {row: float(excess.mean()) for row, (excess, _) in found.items()}
+    slow: list[_Slow] = []
+    for row, (excess, when) in found.items():
+        mended = peers.own.copy()
+        for other, (theirs, _) in found.items():
+            if means[other] >= _ALIKE * means[row]:
+                mended[other] -= theirs
+        longer = peers.own[row] - mended.max(axis=0) if seen is None else excess
+        if when.all():
+            lost, bound = estimate(longer, _TRIM), estimate(waited[row], _TRIM)
         else:
-            together.extend(((member,), ()) for member in members)
-    return together
+            lost, bound = over_occurrences(longer, when), over_occurrences(waited[row], when)
+        share = {label: float(values[row][when].mean()) for label, values in by_label.items()}
+        where = max(share, key=lambda label: share[label], default="the step")
+        lost = replace(lost, ns=min(lost.ns, bound.ns + slack[row]))
+        slow.append(_Slow((row,), excess, when, lost, where))
+    return slow
 
 
-def _finding(grid: StepGrid, members: tuple[_Slow, ...], nodes: tuple[int, ...], steps: pl.DataFrame) -> Finding:
-    worst = max(members, key=lambda member: member.lost.ns)
-    ranks = tuple(grid.ranks[member.row] for member in members)
-    shown = tuple(np.array(grid.steps)[worst.when].tolist())
+def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
+    ranks = tuple(grid.ranks[row] for row in slow.rows)
+    shown = tuple(np.array(grid.steps)[slow.when].tolist())
     # Lateness is what the others would no longer wait for; the rank's own time, which a fix mends, does not show it.
-    costs = price(grid, worst.lost, None if worst.last is None else worst.lost.ns)
-    if worst.last is not None and costs["severity"] == "medium":
+    costs = price(grid, slow.lost, None if slow.last is None else slow.lost.ns)
+    if slow.last is not None and costs["severity"] == "medium":
         costs["severity"] = "low"
     return Finding(
         detector="slow_rank",
-        title=_title(ranks, nodes, worst, shown, costs["severity"]),
-        where=worst.where,
-        advice=f"See what only {named('rank', ranks)} does in {worst.where}. Compare the host with the others: clock "
+        title=_title(ranks, slow, shown, costs["severity"]),
+        where=slow.where,
+        advice=f"See what only {named('rank', ranks)} does in {slow.where}. Compare the host with the others: clock "
         "speed, temperature, other processes, CPU pinning.",
         ranks=ranks,
-        nodes=nodes,
-        steps=() if worst.when.all() else shown,
-        fix=None if worst.last is not None else f"node:{nodes[0]}" if nodes else f"rank:{ranks[0]}",
-        evidence=_typical_step(grid, worst, steps),
+        nodes=slow.nodes,
+        steps=() if slow.when.all() else shown,
+        fix=None if slow.last is not None else f"node:{slow.nodes[0]}" if slow.nodes else f"rank:{ranks[0]}",
+        evidence=_typical_step(grid, slow, steps),
         **costs,
     )
 
 
-def _title(ranks: tuple[int, ...], nodes: tuple[int, ...], slow: _Slow, steps: tuple[int, ...], severity: str) -> str:
+def _title(ranks: tuple[int, ...], slow: _Slow, steps: tuple[int, ...], severity: str) -> str:
     if slow.last is not None:
         little, small = ("a little ", "small ") if severity == "low" else ("", "")
         often = f"it begins {slow.last[0]} of {slow.last[1]} collectives last"
         return f"Rank {ranks[0]} is {little}late: {often}, at a {small}cost of {duration(slow.lost.ns)} per step"
     one = len(ranks) == 1
-    subject = f"Node {nodes[0]} is" if nodes else f"{named('rank', ranks).capitalize()} {'is' if one else 'are'}"
+    subject = f"Node {slow.nodes[0]}" if slow.nodes else f"Rank {ranks[0]}"
     pronoun = "it computes" if one else f"{named('rank', ranks)} compute"
     if slow.when.all():
         how_much = f"{duration(slow.lost.ns)} longer per step"
     else:
         each_ns = slow.lost.ns * len(slow.when) / len(steps)
         how_much = f"{duration(each_ns)} longer {every_nth(steps, len(slow.when))}"
-    return f"{subject} slow: {pronoun} {how_much} than {'its' if one else 'their'} peers"
+    return f"{subject} is slow: {pronoun} {how_much} than {'its' if one else 'their'} peers"
 
 
 def _typical_step(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> tuple[Evidence, ...]:
     """The step with the median excess among those where it shows."""
     among = np.flatnonzero(slow.when)
     column = among[np.argsort(slow.excess[among])[len(among) // 2]]
-    rank, step = grid.ranks[slow.row], grid.steps[column]
+    rank, step = grid.ranks[slow.rows[0]], grid.steps[column]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)
     how = "longer than its peers" if slow.last is None else "late in its collectives, added up"
     note = f"step {step}: {duration(slow.excess[column])} {how}"

@@ -56,6 +56,11 @@ class StepGrid:
             total += self.parts.get(part, 0.0)
         return total
 
+    def only(self, rows: NDArray[np.bool_]) -> StepGrid:
+        """The same of these rows."""
+        ranks = tuple(rank for rank, kept in zip(self.ranks, rows, strict=True) if kept)
+        return StepGrid(ranks, self.steps, {part: values[rows] for part, values in self.parts.items()})
+
     @property
     def own(self) -> Floats:
         return self.of(*OWN)
@@ -151,8 +156,17 @@ def over_occurrences(values: Floats, when: NDArray[np.bool_]) -> Estimate:
     return Estimate(each.ns * times / steps, each.half_width_ns * times / steps)
 
 
-def above_peers(values: Floats) -> Floats:
-    """Each (rank, step) minus the median of the other ranks in that step."""
+def above_peers(values: Floats, role: Ints | None = None) -> Floats:
+    """Each (rank, step) minus the median of the other ranks of its `role` in that step; 0 where there are none."""
+    if role is None:
+        return _above_others(values)
+    above = np.zeros_like(values)
+    for each in np.unique(role):
+        above[role == each] = _above_others(values[role == each])
+    return above
+
+
+def _above_others(values: Floats) -> Floats:
     if len(values) < 2:
         return np.zeros_like(values)
     # The median of the others without a loop over ranks: in the sorted column, leaving one out shifts what follows it.
