@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-STEPS, MICROBATCHES, WIDTH = 7, 8, 64
+STEPS, MICROBATCHES, WIDTH = 6, 8, 64
 MS = 20
 
 
