@@ -19,6 +19,7 @@ from rankscope.analysis.timeline.links import link_rates
 from rankscope.analysis.timeline.own import OWN
 from rankscope.analysis.timeline.pipeline import communicates, op_grid
 from rankscope.analysis.timeline.replay import WhatIf, ends, ideal
+from rankscope.analysis.timeline.roles import role_codes, roles
 
 __all__ = ["MAX_ERROR", "BadFix", "Gain", "PipelineRerun", "Rerun", "rerun"]
 
@@ -52,6 +53,7 @@ class Rerun:
     host: HostGraph
     fidelity: Fidelity
     nodes: dict[int, int]  # rank -> node
+    role: Ints  # of the ranks in order; only ranks of one role do the same work
     stages: dict[int, int]  # rank -> its stage of the pipeline, where there is one
     links: pl.DataFrame
     buckets: (
@@ -117,11 +119,19 @@ class Rerun:
         return self._as_the_others(tuple(rank for rank, on in self.nodes.items() if on == node), duration)
 
     def _as_the_others(self, ranks: tuple[int, ...], duration: Floats) -> Floats | None:
-        """Own time of `ranks`, by step and label, becomes the median of all others."""
+        """Own time of `ranks`, by step and label, becomes the median of all others that have their role."""
         chosen = np.isin(sorted(self.nodes), ranks)
-        if not chosen.any() or chosen.all():
+        peers = [(each, ~chosen & (self.role == each)) for each in np.unique(self.role[chosen])]
+        if not peers or not all(others.any() for _, others in peers):
             return None
-        return self._own_time_as(chosen, lambda own: np.median(own[~chosen], axis=0), duration)
+
+        def usual(own: Floats) -> Floats:
+            as_peers: Floats = own.copy()
+            for each, others in peers:
+                as_peers[self.role == each] = np.median(own[others], axis=0)
+            return as_peers
+
+        return self._own_time_as(chosen, usual, duration)
 
     def _like_a_mean_stage(self, argument: str, duration: Floats) -> Floats | None:
         """Own time of the stage's ranks, by step and label, becomes the mean over the ranks of all stages."""
@@ -299,10 +309,13 @@ def _pipeline_rerun(ops: pl.DataFrame) -> PipelineRerun:
 def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
     timeline = first_steps(timeline)
     host = device_graph(timeline) if len(timeline.kernels) else graph_of(timeline)
+    nodes = dict(timeline.ranks.select("rank", "node").iter_rows())
+    stages = roles(timeline.groups, timeline.regions, timeline.collectives)
     return Rerun(
         host=host,
         fidelity=fidelity(host),
-        nodes=dict(timeline.ranks.select("rank", "node").iter_rows()),
+        nodes=nodes,
+        role=role_codes(stages, sorted(nodes)),
         stages=dict(timeline.ops.select("rank", "stage").unique().iter_rows()),
         links=links,
         buckets=_gradient_buckets(timeline),
