@@ -47,13 +47,17 @@ def critical_path(host: HostGraph) -> pl.DataFrame:
     until = end[chain]
     took = until > np.maximum(np.concatenate([[0], until[:-1]]), since)
     chain, until = chain[took], until[took]
-    cuts = np.unique(np.concatenate([until, over]))
+    cuts = np.sort(np.concatenate([until, over]))  # np.unique would be slower
+    cuts = cuts[np.append(cuts[1:] != cuts[:-1], True)]
     node = chain[np.searchsorted(until, cuts)]
     step = number[np.searchsorted(over, cuts)]
-    said = np.stack([graph.rank[node], step, graph.part[node], graph.label[node]])
-    first_of_run = np.flatnonzero(np.concatenate([[True], (said[:, 1:] != said[:, :-1]).any(axis=0)]))
+    said = (graph.rank[node], step.astype(np.int32), graph.part[node], graph.label[node])
+    differs = np.zeros(max(len(cuts) - 1, 0), np.bool_)
+    for values in said:
+        differs |= values[1:] != values[:-1]
+    first_of_run = np.flatnonzero(np.concatenate([[True], differs]))
     last_of_run = np.append(first_of_run[1:], len(cuts)) - 1
-    rank, step, part, label = said[:, first_of_run]
+    rank, step, part, label = (values[first_of_run] for values in said)
     rows = pl.DataFrame(
         {
             "rank": rank,

@@ -26,7 +26,7 @@ __all__ = ["BETWEEN", "LAUNCH", "MOST_ROWS", "device_graph", "first_steps"]
 
 BETWEEN = "between kernels"  # label of the time between kernels that wait for each other
 LAUNCH = "launch"  # label of the time from a launch call's begin to the kernel's
-MOST_ROWS = 4_000_000  # kernels and launches of a graph, which takes about 400 bytes of memory for each
+MOST_ROWS = 2_000_000  # kernels and launches of a graph, which with its path takes some 200 bytes for each
 
 _SYNCHRONISES = "Synchronize|Memcpy|Memset|Free|Malloc|HostAlloc|HostRegister"
 _LONG_CALL_NS = 100_000  # shorter calls that neither launch nor synchronise are part of the host's time around them
