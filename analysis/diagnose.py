@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, detectors
+from rankscope.analysis.detectors import NotResolvable, detectors, severity
 from rankscope.analysis.finding import (
     REST,
     Blame,
@@ -109,7 +109,7 @@ def conclude(
         reasons["links"] = "all ranks that were seen run on one node"
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     run = _replayable(timeline, tables["links"])
-    findings, fidelity = _with_gains(root_causes_first(found), run)
+    findings, fidelity = _with_gains(root_causes_first(_as_replayed(found, run)), run)
     costs = delays(timeline.phases, timeline.collectives)
     findings = tuple(replace(finding, stood_still=_stood_still(costs, finding)) for finding in findings)
     caused = caused_by_rank(costs)
@@ -290,6 +290,35 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
         return replace(finding, gain_why=f"this run cannot be replayed with {finding.fix}")
     share = min(max(gain_ns, 0.0) / finding.lost_ns_per_step, 1.0) if finding.lost_ns_per_step else 0.0
     return replace(finding, gain_fraction=share * finding.lost_fraction)
+
+
+def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable) -> list[Finding]:
+    """The findings, a single slow rank or node at no more than what the replay and its error say that it costs.
+
+    What it takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
+    Of several that are slow, mending one alone may bring nothing, so that says nothing about what each costs.
+    """
+    slow = [finding for finding in findings if finding.detector == "slow_rank" and finding.fix]
+    if len(slow) != 1 or isinstance(run, NotReplayable) or not slow[0].lost_ns_per_step:
+        return list(findings)
+    (one,) = slow
+    try:
+        gain = run.gain(one.fix or "")
+    except BadFix:
+        return list(findings)
+    share = (gain.gain_ns + gain.uncertainty_ns) / one.lost_ns_per_step
+    if gain.gain_ns <= 0 or share >= 1:
+        return list(findings)
+    fraction = share * one.lost_fraction
+    cheaper = replace(
+        one,
+        severity=severity(fraction),
+        lost_ns_per_step=round(share * one.lost_ns_per_step),
+        lost_ns_total=round(share * one.lost_ns_total),
+        lost_fraction=fraction,
+        uncertainty_ns=round(gain.uncertainty_ns),
+    )
+    return [cheaper if finding is one else finding for finding in findings]
 
 
 def _follows(finding: Finding, cause: Finding) -> bool:

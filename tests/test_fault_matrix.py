@@ -89,6 +89,15 @@ def test_slow_rank_of_one_stage_is_found_among_those_of_all_stages(tmp_path):
     assert finding.where in ("forward", "backward")
 
 
+def test_slow_rank_whose_excess_is_partly_hidden_costs_what_the_job_loses(tmp_path):
+    """Rank 0 takes 109 ms longer than the other rank of its stage; while later stages compute, nobody waits for it."""
+    log, (truth,) = simulated(Case("slow_rank", "quiet", 3), small=True)
+    (finding,) = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run"))).findings
+    assert (finding.detector, finding.ranks) == ("slow_rank", truth.ranks)
+    assert truth.cost_ns < 40e6
+    assert finding.lost_ns_per_step == pytest.approx(truth.cost_ns, rel=0.15)
+
+
 def test_gradients_that_are_reduced_after_backward_are_found_and_priced(tmp_path):
     """A little of backward comes after the transfer, as DDP's copies do."""
     log, (truth,) = simulated(Case("exposed_communication", "loud", 1), small=True)

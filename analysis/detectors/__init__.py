@@ -34,6 +34,7 @@ __all__ = [
     "longest_regions",
     "peers_grid",
     "price",
+    "severity",
     "visible",
 ]
 
@@ -88,13 +89,18 @@ def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price
     """
     fraction = lost.ns / grid.step_ns
     return Price(
-        severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
+        severity=severity(fraction),
         lost_ns_per_step=round(lost.ns),
         lost_ns_total=round(lost.ns * len(grid.steps)),
         lost_fraction=fraction,
         uncertainty_ns=round(lost.half_width_ns),
         gain_fraction=None if gain_ns is None else min(max(gain_ns, 0.0), lost.ns) / grid.step_ns,
     )
+
+
+def severity(fraction: float) -> str:
+    """How much it is to lose this fraction of the median step."""
+    return "high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low"
 
 
 def visible(grid: StepGrid, resolution_ns: float) -> int:
