@@ -65,7 +65,8 @@ _EMPTY = {
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
 _CONSEQUENCES = {
-    "slow_rank": ("uneven_work", "slow_link"),
+    "slow_rank": ("uneven_work", "slow_link", "pipeline_bubble"),
+    "gc_stall": ("pipeline_bubble",),
     "slow_link": ("uneven_work", "exposed_communication"),
     "stage_imbalance": ("slow_rank", "uneven_work"),
 }

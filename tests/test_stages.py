@@ -108,6 +108,14 @@ def test_what_does_not_allow_operations_is_said(change, why):
     assert (gap.table, why in gap.why) == ("ops", True), gap.why
 
 
+def test_transfer_that_is_in_different_steps_on_its_two_ranks_is_left_out():
+    """Records were lost, and rank 0 counts its steps differently: such a step is not whole, so it is not judged."""
+    tables = two_stages()
+    other = pl.when((pl.col("rank") == 0) & (pl.col("instance_id") == 8)).then(1).otherwise("step").cast(pl.Int32)
+    ops, _ = stage_ops(**(tables | {"collectives": tables["collectives"].with_columns(step=other)}))
+    assert sorted(ops["name"].to_list()) == [BACKWARD] * 2 + [FORWARD] * 2 + ["forward-recv", "forward-send"]
+
+
 def test_run_without_a_pipeline_has_no_operations_and_lacks_none():
     tables = two_stages()
     assert stage_ops(**(tables | {"regions": tables["regions"].clear()}))[1] == []
