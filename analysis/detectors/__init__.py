@@ -32,6 +32,7 @@ __all__ = [
     "detectors",
     "judged_grid",
     "longest_regions",
+    "longest_rows",
     "peers_grid",
     "price",
     "severity",
@@ -113,10 +114,14 @@ def visible(grid: StepGrid, resolution_ns: float) -> int:
 
 def longest_regions(regions: pl.DataFrame, kind: str, ranks: tuple[int, ...]) -> tuple[Evidence, ...]:
     """The longest region of `kind` on each of the first four of `ranks`."""
+    return longest_rows(regions.filter(pl.col("kind") == kind, pl.col("rank").is_in(ranks)), "regions")
+
+
+def longest_rows(rows: pl.DataFrame, table: str) -> tuple[Evidence, ...]:
+    """The longest of the rows on each of their first four ranks, to be shown in `table`."""
     length = pl.col("end_ns") - pl.col("start_ns")
-    rows = regions.filter(pl.col("kind") == kind, pl.col("rank").is_in(ranks[:4]))
-    rows = rows.sort(length, descending=True).unique("rank", keep="first", maintain_order=True).sort("rank")
+    longest = rows.sort(length, descending=True).unique("rank", keep="first", maintain_order=True).sort("rank").head(4)
     return tuple(
-        Evidence(table="regions", rank=rank, start_ns=start, end_ns=end, note=f"longest: {duration(end - start)}")
-        for rank, start, end in rows.select("rank", "start_ns", "end_ns").iter_rows()
+        Evidence(table=table, rank=rank, start_ns=start, end_ns=end, note=f"longest: {duration(end - start)}")
+        for rank, start, end in longest.select("rank", "start_ns", "end_ns").iter_rows()
     )

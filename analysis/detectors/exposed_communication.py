@@ -23,8 +23,8 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price
-from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price
+from rankscope.analysis.finding import Finding
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import Floats, StepGrid, estimate
 
@@ -71,7 +71,7 @@ def detect(
             advice=f"In {buckets} buckets, each sent while backward goes on, {percent(1 - lost.ns / exposed)} of that "
             f"would be left: set bucket_cap_mb to about {size_mb:.2g} in DistributedDataParallel; where gradients are "
             "reduced by hand, do it layer by layer from hooks.",
-            evidence=_longest(rows),
+            evidence=longest_rows(rows, "collectives"),
             **price(grid, lost, lost.ns),
         )
     ]
@@ -165,13 +165,3 @@ def _left_over(spans: dict[str, Floats], buckets: int) -> Floats:
     for bucket in range(1, buckets + 1):
         end = np.maximum(end, spans["backward"] * bucket / buckets) + each
     return end - spans["backward"]
-
-
-def _longest(exposed: pl.DataFrame) -> tuple[Evidence, ...]:
-    """The longest stretch on each of the first four ranks."""
-    length = pl.col("end_ns") - pl.col("start_ns")
-    rows = exposed.sort(length, descending=True).unique("rank", keep="first", maintain_order=True).sort("rank").head(4)
-    return tuple(
-        Evidence(table="collectives", rank=rank, start_ns=start, end_ns=end, note=f"longest: {duration(end - start)}")
-        for rank, start, end in rows.select("rank", "start_ns", "end_ns").iter_rows()
-    )

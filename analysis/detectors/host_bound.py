@@ -28,8 +28,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
-from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price, visible
+from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.device_phases import UNSEEN
@@ -83,7 +83,7 @@ def detect(
             where=str(where["label"][-1]),
             advice=_advice(causes),
             ranks=ranks,
-            evidence=_longest_gaps(gaps, ranks),
+            evidence=longest_rows(gaps, "kernels"),
             **price(grid, lost, gain_ns(grid.busy, grid.busy - host)),
         )
     ]
@@ -172,14 +172,3 @@ def _advice(causes: Mapping[str, float]) -> str:
     ordered = sorted(causes, key=lambda cause: -causes[cause])
     said = [f"{percent(causes[c])} {_ADVICE[c]}" for c in ordered if causes[c] >= _MUCH] or [_ADVICE[ordered[0]]]
     return f"Of this time {'; '.join(said)}."
-
-
-def _longest_gaps(gaps: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[Evidence, ...]:
-    """The longest gap on each of the first four ranks."""
-    length = pl.col("end_ns") - pl.col("start_ns")
-    rows = gaps.filter(pl.col("rank").is_in(ranks[:4])).sort(length, descending=True)
-    rows = rows.unique("rank", keep="first", maintain_order=True).sort("rank")
-    return tuple(
-        Evidence(table="kernels", rank=rank, start_ns=start, end_ns=end, note=f"longest gap: {duration(end - start)}")
-        for rank, start, end in rows.select("rank", "start_ns", "end_ns").iter_rows()
-    )
