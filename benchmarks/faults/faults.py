@@ -86,7 +86,7 @@ def cases(seeds: int, clean: int) -> Iterator[Case]:
         for kind in KINDS:
             for dose in ("loud",) if kind == "hang" else DOSES:
                 yield Case(kind, dose, seed)
-        for first, second in _PAIRS[seed % 2 :: 2]:
+        for first, second in _PAIRS[seed // 2 % 2 :: 2]:
             yield Case(f"{first}+{second}", "two", seed)
         for number in range(seed * clean // seeds, (seed + 1) * clean // seeds):
             yield Case(CLEAN, CONFOUNDERS[number // 2 % len(CONFOUNDERS)], number)

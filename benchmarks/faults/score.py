@@ -37,7 +37,7 @@ from rankscope.analysis.finding import Finding, Report
 
 NOTHING, NOT_CHECKED = "healthy", "not checked"
 _DETECTOR = {"sporadic_rank": "slow_rank", "slow_node": "slow_rank"}  # else the kind's own name
-_QUICK = 3  # seeds of the quick matrix
+_SEEDS, _QUICK = 40, 3  # seeds of each kind and dose, half of them for each split; of each split when quick
 _NVRX_SCORE = 0.75
 _WARMUP, _LENGTHS = 2, (4, 5, 6, 7, 8, 10, 12, 17, 22)
 
@@ -311,10 +311,10 @@ def run(wanted: Iterable[Case], results: Path | None, processes: int, **how: boo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK} seeds, few healthy jobs, few ranks")
-    parser.add_argument("--seeds", type=int, default=40, help="of each kind and dose, half of them for each split")
+    parser.add_argument("--seeds", type=_listed, help="only these, of whatever split: 0,2,4")
     parser.add_argument("--clean", type=int, default=600, help="healthy jobs, half of them for each split")
     parser.add_argument("--split", choices=("tune", "report", "both"), default="report")
-    parser.add_argument("--kinds", nargs="*", help="only these kinds")
+    parser.add_argument("--kinds", type=_listed, help="only these: slow_rank,slow_rank+gc_stall,clean")
     parser.add_argument("--case", help="one case, as kind/dose/seed: prints its report and keeps its run in --folder")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where --case keeps the run")
     parser.add_argument("--results", type=Path, help="JSON lines; what is in it already is not run again")
@@ -324,15 +324,24 @@ def main() -> None:
     if args.case:
         one(args.case, args.folder, small=args.quick)
         return
-    seeds, clean = (2 * _QUICK, 42) if args.quick else (args.seeds, args.clean)
-    wanted = [c for c in cases(seeds, clean) if args.split in (c.split, "both")]
-    if args.kinds:
-        wanted = [c for c in wanted if c.kind in args.kinds]
+    seeds, clean = (2 * _QUICK, 42) if args.quick and not args.seeds else (_SEEDS, args.clean)
+    wanted = [c for c in cases(seeds, clean) if args.seeds or args.split in (c.split, "both")]
+    wanted = [c for c in wanted if not args.kinds or c.kind in args.kinds]
+    wanted = [c for c in wanted if not args.seeds or str(c.seed) in args.seeds]
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()
     rows = run(wanted, args.results, args.processes, delays=args.delays, small=args.quick)
-    print(f"{len(rows)} runs of split {args.split}, {time.monotonic() - began:.0f} s")
+    which = f"seeds {','.join(map(str, args.seeds))}" if args.seeds else f"split {args.split}"
+    print(f"{len(rows)} runs of {which}, {time.monotonic() - began:.0f} s")
     show(rows)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _listed(text: str) -> list[str]:
+    return text.split(",")
 
 
 def one(name: str, folder: Path, *, small: bool) -> None:
