@@ -331,13 +331,8 @@ def main() -> None:
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()
     rows = run(wanted, args.results, args.processes, delays=args.delays, small=args.quick)
-    which = f"seeds {','.join(map(str, args.seeds))}" if args.seeds else f"split {args.split}"
-    print(f"{len(rows)} runs of {which}, {time.monotonic() - began:.0f} s")
+    print(f"{len(rows)} runs of split {args.split}, {time.monotonic() - began:.0f} s")
     show(rows)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def _listed(text: str) -> list[str]:
