@@ -116,7 +116,7 @@ def simulated(case: Case, *, small: bool = False) -> tuple[Recording, tuple[Trut
     whole = step_ns(log)
     truths = []
     for fault in faults:
-        others = [f for f in faults if f is not fault]
+        others = [f for f in faults if f is not fault] + _left_of(fault)
         cost = whole - step_ns(run(_without(job, fault), _planted(_without(job, fault), others)))
         truths.append(Truth(fault.kind, fault.ranks, fault.nodes, cost, cost / whole))
     return log, tuple(truths)
@@ -214,6 +214,13 @@ def _without(job: Job, fault: _Fault) -> Job:
     return replace(job, overlap=True) if fault.kind == "exposed_communication" else job
 
 
+def _left_of(fault: _Fault) -> list[_Fault]:
+    """What a mended fault leaves: the layers of a stage that is too long do not go away, all stages share them."""
+    if fault.kind != "stage_imbalance":
+        return []
+    return [replace(fault, where=np.ones_like(fault.where), strength=fault.strength / len(fault.where))]
+
+
 def _planted(job: Job, faults: list[_Fault]) -> Resources:
     """The job's resources as the faults leave them."""
     can = healthy_resources(job)
@@ -287,4 +294,5 @@ def _share(job: Job, faults: list[_Fault]) -> float:
     for fault in faults:
         healthy = _without(healthy, fault)
     faulty_ns = step_ns(run(job, _planted(job, faults)))
-    return 1 - step_ns(run(healthy, _planted(healthy, []))) / faulty_ns
+    left = [rest for fault in faults for rest in _left_of(fault)]
+    return 1 - step_ns(run(healthy, _planted(healthy, left))) / faulty_ns
