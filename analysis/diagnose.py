@@ -70,6 +70,13 @@ _CONSEQUENCES = {
     "slow_link": ("uneven_work", "exposed_communication"),
     "stage_imbalance": ("slow_rank", "uneven_work"),
 }
+_OF_A_DRIFT = {  # by the part that grows
+    "input": ("input_stall",),
+    "gc": ("gc_stall",),
+    "compile": ("recompile",),
+    "host": ("host_bound",),
+    "transfer": ("slow_link", "exposed_communication"),
+}
 _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
@@ -184,12 +191,20 @@ def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """The costliest first, and after each the findings that follow from it."""
     ordered = sorted(findings, key=lambda finding: (-finding.lost_fraction, -finding.lost_ns_per_step))
     causes = {id(f): next((c for c in ordered if _follows(f, c)), None) for f in ordered}
-    roots = [f for f in ordered if causes[id(f)] is None]
     placed: list[Finding] = []
-    for root in roots:
-        placed.append(root)
-        placed += [replace(f, caused_by=root.detector) for f in ordered if causes[id(f)] is root]
+    for root in ordered:
+        if causes[id(root)] is None:
+            placed += [root, *_following(root, ordered, causes)]
     return tuple(placed)
+
+
+def _following(root: Finding, ordered: Sequence[Finding], causes: Mapping[int, Finding | None]) -> list[Finding]:
+    """The findings that follow from this one, directly or through others."""
+    found: list[Finding] = []
+    for finding in ordered:
+        if causes[id(finding)] is root:
+            found += [replace(finding, caused_by=root.detector), *_following(finding, ordered, causes)]
+    return found
 
 
 def _with_gains(
@@ -325,8 +340,16 @@ def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotRe
 def _follows(finding: Finding, cause: Finding) -> bool:
     """Whether a finding is explained by one that costs at least as much and can bring it about."""
     about_the_same = not finding.ranks or not cause.ranks or bool(set(finding.ranks) & set(cause.ranks))
-    costs_no_more = finding.lost_ns_per_step <= cause.lost_ns_per_step
-    return finding.detector in _CONSEQUENCES.get(cause.detector, ()) and about_the_same and costs_no_more
+    within = finding.uncertainty_ns if cause.detector == "drift" else 0  # the line's mean and the steps' own differ
+    costs_no_more = finding.lost_ns_per_step <= cause.lost_ns_per_step + within
+    return finding.detector in _consequences(cause) and about_the_same and costs_no_more
+
+
+def _consequences(cause: Finding) -> tuple[str, ...]:
+    """What it can bring about, by the detectors' names."""
+    if cause.detector != "drift":
+        return _CONSEQUENCES.get(cause.detector, ())
+    return _OF_A_DRIFT.get(cause.where, ("slow_rank", "uneven_work") if cause.ranks else ())
 
 
 def _with_tables(function: Callable[..., Any], tables: Tables, reasons: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever the function returns

@@ -9,7 +9,7 @@ run's own earlier or later steps are the only measure.
 
 **False alarms.** Work that really changes: longer sequences from some step on, a phase of training with another batch
 size, an evaluation inside of steps. Where one rank makes all others wait, or what grew is input, garbage collection
-or compilation, this stays silent: they have checks of their own.
+or compilation, this stays silent: they have checks of their own. So has what creeps up (`drift`).
 
 **What to try.** See what happened at the step where it began: a clock or power limit, another job on the hosts or the
 network, a full disk, memory that runs out. Compare the counters of the nodes before and after.
@@ -30,12 +30,11 @@ from rankscope.analysis.detectors import judged_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, estimate
+from rankscope.analysis.timeline.trend import follows_line, longest_stretch
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ()
-
-_CLIP = 2.0  # a step counts at most as this many medians, so that single hiccups make no stretch
 
 
 def detect(
@@ -49,9 +48,7 @@ def detect(
     """The stretch of steps in which all ranks are slower, as one finding."""
     grid = _enough(breakdown, min_steps, min_z)
     lengths = grid.of(*grid.parts).mean(axis=0)
-    first, end = _longest_stretch(lengths, (1 + min_ratio) / 2)
-    inside = np.zeros(len(lengths), dtype=bool)
-    inside[first:end] = True
+    inside = longest_stretch(lengths, (1 + min_ratio) / 2)
     if min(inside.sum(), (~inside).sum()) < min_steps or _rank_sum_z(lengths, inside) < min_z:
         return []
     usual, slow = np.median(lengths[~inside]), np.median(lengths[inside])
@@ -59,10 +56,13 @@ def detect(
     where = max(grown, key=lambda part: grown[part])
     if slow < min_ratio * usual or grown[where] < (slow - usual) / 2 or where not in (*OWN, "transfer"):
         return []
+    if follows_line(lengths, inside):
+        return []
     share = float(inside.mean())
     over = estimate(lengths[inside] - usual)
-    begins, ends = grid.steps[first], grid.steps[end - 1]
-    until = "" if end == len(lengths) else f" to {ends}"
+    slow_steps = tuple(np.array(grid.steps)[inside].tolist())
+    begins, ends = slow_steps[0], slow_steps[-1]
+    until = "" if ends == grid.steps[-1] else f" to {ends}"
     return [
         Finding(
             detector="uniform_slowdown",
@@ -71,7 +71,7 @@ def detect(
             where=where,
             advice=f"See what changed at step {begins}: clocks and power, other jobs on hosts and network, memory; "
             "compare the nodes' counters before and after.",
-            steps=grid.steps[first:end],
+            steps=slow_steps,
             evidence=_first_slow_step(steps, grid, begins),
             **price(grid, Estimate((slow - usual) * share, over.half_width_ns * share), (slow - usual) * share),
         )
@@ -87,19 +87,6 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_ratio: float = 1.1, min_steps:
 def _enough(breakdown: pl.DataFrame, min_steps: int, min_z: float) -> StepGrid:
     # Two halves of n steps without any overlap are √(3n² / 4(n + 1)) standard deviations apart.
     return judged_grid(breakdown, max(2 * min_steps, math.ceil(4 / 3 * min_z**2 + 1)))
-
-
-def _longest_stretch(lengths: Floats, ratio: float) -> tuple[int, int]:
-    """First and end (exclusive) of the stretch with the largest sum beyond `ratio` × the usual step.
-
-    Usual is the lower quartile: up to three quarters of the steps may be slow.
-    """
-    usual = np.quantile(lengths, 0.25)
-    beyond = np.cumsum(np.minimum(lengths, _CLIP * usual) - ratio * usual)
-    before = np.concatenate([[0.0], beyond[:-1]])
-    lowest = np.minimum.accumulate(before)
-    end = int(np.argmax(beyond - lowest))
-    return int(np.argmin(before[: end + 1])), end + 1
 
 
 def _rank_sum_z(values: Floats, inside: NDArray[np.bool_]) -> float:
