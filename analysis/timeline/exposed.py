@@ -1,20 +1,51 @@
-"""How much of each operation's transfer its rank stood still for."""
+"""How long ranks were in some part between two moments, and which operations' transfers held them up."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import polars as pl
 
 from rankscope.analysis.timeline.own import Ints
 
-__all__ = ["with_exposed"]
+__all__ = ["spent", "with_exposed"]
+
+
+def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> Ints:
+    """How many ns of each span (rank, start_ns, end_ns) the rank was in one of these parts, 0 where it ends too early.
+
+    Phases of one rank do not overlap.
+    """
+    wanted = phases.filter(pl.col("part").is_in(parts)).select("rank", "start_ns", "end_ns").sort("rank", "start_ns")
+    if wanted.is_empty() or spans.is_empty():
+        return np.zeros(len(spans), np.int64)
+    low, high = (np.concatenate([frame[c].to_numpy() for frame in (wanted, spans)]) for c in ("start_ns", "end_ns"))
+    first, last = int(low.min()), int(high.max())
+    ranks = np.unique(np.concatenate([wanted["rank"].to_numpy(), spans["rank"].to_numpy()]))
+
+    def placed(frame: pl.DataFrame, column: str) -> Ints:
+        """One time line for all ranks, one after the other."""
+        of_rank = np.searchsorted(ranks, frame["rank"].to_numpy()) * (last - first + 1)
+        return np.asarray(of_rank + np.clip(frame[column].to_numpy() - first, 0, last - first), np.int64)
+
+    start, length = placed(wanted, "start_ns"), (wanted["end_ns"] - wanted["start_ns"]).to_numpy()
+    before = np.concatenate([[0], np.cumsum(length)])
+
+    def until(at: Ints) -> Ints:
+        latest = np.searchsorted(start, at, side="right") - 1
+        known = np.maximum(latest, 0)
+        return np.asarray(np.where(latest >= 0, before[known] + np.minimum(at - start[known], length[known]), 0))
+
+    return np.maximum(until(placed(spans, "end_ns")) - until(placed(spans, "start_ns")), 0)
 
 
 def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
-    """The rows of `collectives` that have a wait, with `exposed_ns` added: what its transfer holds up its rank.
+    """The rows of `collectives` that have a wait, with two columns more, by rank and by when their transfer begins.
 
-    Ordered by rank and by when their transfer begins: when the last rank has arrived. Of transfers at once the one that
-    began first counts, then what is left of the next, so that a rank's rows sum to no more than its part `transfer`.
+    `begin_ns` is when the last rank had arrived; `exposed_ns` for how long the rank stood still while it transferred.
+    Of transfers at once the one that began first counts, then what is left of the next, so that a rank's rows sum to no
+    more than its part `transfer`.
     """
     arrival = pl.coalesce("device_start_ns", "start_ns")
     rows = (
@@ -22,29 +53,6 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
         .with_columns(begin_ns=arrival + pl.col("wait_ns"))
         .sort("rank", "begin_ns", "end_ns")
     )
-    blocked = phases.filter(pl.col("part") == "transfer").select("rank", "start_ns", "end_ns").sort("rank", "start_ns")
-    if rows.is_empty() or blocked.is_empty():
-        return rows.with_columns(exposed_ns=pl.lit(0, pl.Int64))
     reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
-    begin = rows.select(pl.max_horizontal("begin_ns", reached)).to_series().to_numpy()
-    end = rows["end_ns"].to_numpy()
-    # One time line for all ranks, one after the other.
-    first = min(int(begin.min()), int(blocked["start_ns"].to_numpy().min()))
-    span = max(int(end.max()), int(blocked["end_ns"].to_numpy().max())) - first + 1
-    ranks = np.unique(np.concatenate([rows["rank"].to_numpy(), blocked["rank"].to_numpy()]))
-
-    def placed(rank: pl.Series, ns: Ints) -> Ints:
-        return np.asarray(np.searchsorted(ranks, rank.to_numpy()) * span + (ns - first), np.int64)
-
-    start = placed(blocked["rank"], blocked["start_ns"].to_numpy())
-    length = (blocked["end_ns"] - blocked["start_ns"]).to_numpy()
-    before = np.concatenate([[0], np.cumsum(length)])
-
-    def blocked_until(at: Ints) -> Ints:
-        latest = np.searchsorted(start, at, side="right") - 1
-        known = np.maximum(latest, 0)
-        inside = np.where(latest >= 0, np.minimum(at - start[known], length[known]), 0)
-        return np.asarray(before[known] * (latest >= 0) + inside, np.int64)
-
-    exposed = blocked_until(placed(rows["rank"], end)) - blocked_until(placed(rows["rank"], np.minimum(begin, end)))
-    return rows.with_columns(exposed_ns=pl.Series(exposed))
+    alone = rows.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
+    return rows.with_columns(exposed_ns=pl.Series(spent(phases, ("transfer",), alone), dtype=pl.Int64))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankscope.analysis.report.palette import LIGHT
-from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.report.quantities import bytes_text, duration
 
 __all__ = ["COLOURS", "Figure", "axis", "bytes_text", "colour", "figure", "log_axis", "round_marks", "time_axis"]
 
@@ -22,14 +22,6 @@ _MARGIN = 0.15  # of a decade
 
 def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
-
-
-def bytes_text(size: float) -> str:
-    """`270 kB`."""
-    unit, factor = next(
-        ((u, f) for u, f in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= f), ("B", 1.0)
-    )
-    return f"{size / factor:.3g} {unit}"
 
 
 def figure(traces: Sequence[Mapping[str, Any]], *, x: Mapping[str, Any], y: Mapping[str, Any], **layout: Any) -> Figure:  # noqa: ANN401
