@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import IO
 
 MASTER_PORT = "29500"  # any: each run has a network of its own
 
@@ -42,12 +43,16 @@ class Node:
         sh(f"tc -n {self.namespace} qdisc add dev eth0 {shaper}")
         sh(f"tc qdisc add dev {self.link} {shaper}")
 
-    def popen(self, command: list[str], environment: dict[str, str], skew_s: int) -> subprocess.Popen[bytes]:
+    def popen(
+        self, command: list[str], environment: dict[str, str], skew_s: int = 0, log: IO[bytes] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start `command` in this node, with its monotonic clock `skew_s` ahead of this machine's."""
         clock = ["unshare", "-T", "--monotonic", str(skew_s)] if skew_s else []
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, *clock, *command],
             env=os.environ | environment | {"GLOO_SOCKET_IFNAME": "eth0", "PET_NODE_RANK": str(self.index)},
+            stdout=log,
+            stderr=log,
         )
 
 

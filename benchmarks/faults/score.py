@@ -55,7 +55,7 @@ def judged(case: Case, *, delays: bool = False, small: bool = False) -> Row:
         "case": asdict(case),
         "job": {"parallel": log.job.parallel, "ranks": log.job.ranks},
         "truth": [asdict(truth) for truth in truths],
-        "found": [_said(finding) for finding in report.findings if finding.caused_by is None],
+        "found": [said(finding) for finding in report.findings if finding.caused_by is None],
         "not_checked": [check.detector for check in report.not_checked],
         "nvrx": nvrx(log),
         "hta": hta(log),
@@ -75,13 +75,13 @@ def _report(log: Recording) -> Report:
 def _delay(log: Recording, truth: Row) -> int | None:
     """Steps after the 2 of warm-up until a recording that ends there gets the right verdict; None: not in these."""
     for steps in _LENGTHS:
-        first = [_said(f) for f in _report(cut(log, steps)).findings[:1]]
+        first = [said(f) for f in _report(cut(log, steps)).findings[:1]]
         if any(f["kind"] == truth["kind"] and is_culprit(f, truth) for f in first):
             return steps - _WARMUP
     return None
 
 
-def _said(finding: Finding) -> Row:
+def said(finding: Finding) -> Row:
     kind = finding.detector
     if kind == "slow_rank":
         kind = "slow_node" if finding.nodes else "sporadic_rank" if finding.steps else "slow_rank"
