@@ -41,6 +41,7 @@ FIXES = {
     "input_stall": "input",
     "gc_stall": "gc",
     "recompile": "compile",
+    "checkpoint_stall": "checkpoint",
     "uneven_work": "balance",
 }
 

@@ -30,6 +30,7 @@ _TEXTS = (
     (r"gc", "no garbage collection"),
     (r"input", "no waiting for input"),
     (r"compile", "no compilation"),
+    (r"checkpoint", "checkpoints hold nobody up"),
 )
 
 

@@ -276,10 +276,13 @@ def test_a_rank_whose_first_step_was_not_seen_is_renumbered():
     assert healed.filter(pl.col("rank") == 1)["step"].to_list() == [1, 2, 3, 4, 5]
 
 
-def judged(lengths, compiles=()):
+def judged(lengths, compiles=(), saves=()):
     at = np.cumsum([0, *lengths])
     steps = step_spans(*((0, i, int(at[i]), int(at[i + 1])) for i in range(len(lengths))))
-    rows = regions(*((0, "compile", int(at[i]), int(at[i]) + 1) for i in compiles))
+    rows = regions(
+        *((0, "compile", int(at[i]), int(at[i]) + 1) for i in compiles),
+        *((rank, "checkpoint", int(at[i]) + begin, int(at[i]) + end) for i, rank, begin, end in saves),
+    )
     return judge(steps, rows)["aside"].to_list()
 
 
@@ -290,14 +293,23 @@ def test_warmup_lasts_until_the_steps_settle():
     assert judged([100] * 20, compiles=[10]) == ["warm-up"] * 2 + [None] * 18
 
 
-def test_one_checkpoint_is_set_aside_but_a_fault_that_comes_back_is_not():
+def test_one_hiccup_is_set_aside_but_a_fault_that_comes_back_is_not():
     once = [100] * 60
     once[40] = 2_000
     assert judged(once)[40] == "outlier"
     assert judged(once).count(None) == 57
+    assert judged(once, saves=[(40, 0, 0, 100), (40, 0, 20, 80)])[40] == "outlier"
     often = [100] * 60
     often[5::5] = [700] * len(often[5::5])
     assert judged(often).count("outlier") == 0
+
+
+def test_step_that_a_checkpoint_made_long_is_judged():
+    """1,900 of its 2,000 are two calls of its rank, or one of another rank, for which this one waits."""
+    once = [100] * 60
+    once[40] = 2_000
+    for saves in ([(40, 0, 0, 1_000), (40, 0, 1_050, 1_950)], [(40, 1, 0, 1_900)]):
+        assert judged(once, saves=saves)[40] is None
 
 
 def test_only_steps_that_all_ranks_have_are_judged():
@@ -415,7 +427,7 @@ def test_user_regions_are_compute_and_name_it_innermost_first():
         (3, "compute", "attention", 10, 20),
         (3, "compute", "model", 20, 50),
         (3, "other", "no region", 50, 60),
-        (3, "other", "save", 60, 80),
+        (3, "checkpoint", "save", 60, 80),
         (3, "other", "no region", 80, 100),
     ]
 

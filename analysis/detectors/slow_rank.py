@@ -1,8 +1,8 @@
 """One rank, or one node, takes longer over its own work than its peers, and they wait for it.
 
-**Signal.** Own time (the step without communication that blocks the rank, and without input, garbage collection and
-compilation) is compared with the median of the other ranks that do the same work, step by step: in a pipeline those of
-the same stage. A rank is slow if
+**Signal.** Own time (the step without communication that blocks the rank, and without input, garbage collection,
+compilation and checkpoints) is compared with the median of the other ranks that do the same work, step by step: in a
+pipeline those of the same stage. A rank is slow if
 
 - it is above its peers in most judged steps (`persistence`) by at least `min_z` robust standard deviations of what
   the peers differ among themselves, or its excess comes in bursts that hardly any other rank has;
@@ -88,7 +88,8 @@ _BURST_Z, _BURST_SHARE = (
     0.8,
 )  # a burst is this far out of the noise, and this share of the run's bursts is the rank's
 
-_NOT_OWN = ("wait", "gc", "input", "compile")  # regions that other detectors judge, or that follow from others
+# Regions that other detectors judge, or that follow from others.
+_NOT_OWN = ("wait", "gc", "input", "compile", "checkpoint")
 _VAGUE = (*IDLE_LABELS, COMMUNICATION, COMPUTE, MEMORY)  # labels that name no place in the program
 
 Steps = NDArray[np.bool_]

@@ -32,6 +32,7 @@ LIGHT = {
     "host": "#a6611a",
     "bubble": "#f4a582",
     "compile": "#4b3fa0",
+    "checkpoint": "#999933",
     "other": "#8a929c",
     "unsplit": "#f0e442",
     "transfer": "#e69f00",

@@ -14,10 +14,11 @@ __all__ = [
 
 # A rank's own work first and waiting last: the late rank is the one whose own work is long and whose waiting is short.
 PART_ORDER = (
-    *("compute", "overlapped", "memory", "optimizer", "host", "input", "gc", "compile", "other"),
+    *("compute", "overlapped", "memory", "optimizer", "host", "input", "gc", "compile"),
+    *("checkpoint", "other"),
     *("unsplit", "transfer", "bubble", "wait"),
 )
-_OWN_WORK = PART_ORDER[:9]
+_OWN_WORK = PART_ORDER[:10]
 
 # Which parts, added up per rank, show a detector's finding. A detector that is not here gets no picture.
 PICTURES: dict[str, tuple[str, ...]] = {
@@ -28,6 +29,7 @@ PICTURES: dict[str, tuple[str, ...]] = {
     "input_stall": ("input",),
     "gc_stall": ("gc",),
     "recompile": ("compile",),
+    "checkpoint_stall": ("checkpoint",),
 }
 
 _ENGLISH: dict[str, str] = {
@@ -52,6 +54,9 @@ _ENGLISH: dict[str, str] = {
     "part.gc.means": "Python's garbage collector stops the rank",
     "part.compile": "compile",
     "part.compile.means": "torch.compile builds code",
+    "part.checkpoint": "checkpoint",
+    "part.checkpoint.short": "save",
+    "part.checkpoint.means": "the main thread saves a checkpoint",
     "part.other": "other",
     "part.other.means": "none of the others",
     "part.unsplit": "unsplit communication",

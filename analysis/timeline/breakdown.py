@@ -30,7 +30,7 @@ __all__ = [
 # A rank without device rows has no `memory` and no `host`, one with them no `optimizer`.
 PARTS = (
     *("compute", "overlapped", "memory", "wait", "bubble", "transfer", "unsplit"),
-    *("input", "gc", "compile", "host", "optimizer", "other"),
+    *("input", "gc", "compile", "checkpoint", "host", "optimizer", "other"),
 )
 
 PHASE_COLUMNS = {
@@ -46,7 +46,6 @@ _MAIN_THREAD = 0
 _IMMEDIATE_NS = 10_000  # a wait that is over sooner found its operation done: it has not blocked
 _TAIL_BLOCKED = 0.75  # least share of the end of backward in which collectives are in flight, if it waits for them
 _COMPUTE = ("forward", "backward", "user")
-_NAMED_OTHER = ("checkpoint", "sync")
 _LOOK_BACK = 8  # how many collectives back the label of a blocked span is looked for
 
 # Labels of time that no region covers.
@@ -107,7 +106,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     """The main thread's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
 
     The rows of a step cover it without gap or overlap. Where several things are true at once the first counts:
-    gc, blocked on communication (wait, bubble, transfer or unsplit), input, compile, optimizer, checkpoint or sync
+    gc, blocked on communication (wait, bubble, transfer or unsplit), input, compile, optimizer, checkpoint, sync
     (other), compute (overlapped while a collective of this rank is in flight), other. `collectives` is the matched
     table.
 
@@ -238,7 +237,7 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     none = Spans(*(np.empty(0, np.int64),) * 3)
     of = {
         kind: rank.kinds.get(kind, none)
-        for kind in (*_COMPUTE, *_NAMED_OTHER, "gc", "input", "compile", "optimizer", "wait")
+        for kind in (*_COMPUTE, "sync", "checkpoint", "gc", "input", "compile", "optimizer", "wait")
     }
     blocked = _blocked(rank, of["wait"], of["backward"])
     edges = [
@@ -275,8 +274,8 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     in_flight = grid.covered(rank.calls.where(rank.ended))
     paint("compute", _merged([of[kind] for kind in _COMPUTE]))
     part[(part == PARTS.index("compute")) & in_flight] = PARTS.index("overlapped")
-    paint("other", _merged([of[kind] for kind in _NAMED_OTHER]))
-    for name in ("optimizer", "compile", "input"):
+    paint("other", of["sync"])
+    for name in ("checkpoint", "optimizer", "compile", "input"):
         paint(name, of[name])
     where = grid.covered(blocked)
     part[where] = _split(rank, grid, where, in_flight)[where]

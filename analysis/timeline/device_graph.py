@@ -592,7 +592,7 @@ class _Places:
         )
         self._name = rows["name"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
         kind = rows["kind"]
-        stops = {k: PARTS.index(k) for k in ("gc", "input", "compile")}
+        stops = {k: PARTS.index(k) for k in ("gc", "input", "compile", "checkpoint")}
         self._part = kind.replace_strict(stops, default=PARTS.index("host"), return_dtype=pl.Int32).to_numpy()
         spans = Spans(
             rows["start_ns"].to_numpy() + shift_ns, rows["end_ns"].to_numpy() + shift_ns, np.arange(len(rows))

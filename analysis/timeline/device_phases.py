@@ -26,7 +26,7 @@ IDLE_LABELS = ("between kernels", QUEUED, UNSEEN, "no region")
 _BETWEEN, _QUEUED, _UNSEEN, _NO_REGION = range(len(IDLE_LABELS))
 
 _MAIN_THREAD = 0
-_STOPS = ("compile", "input", "gc")  # what stops the main thread; where several are true the last counts
+_STOPS = ("checkpoint", "compile", "input", "gc")  # what stops the main thread; where several are true the last counts
 _NOT_A_PLACE = ("operator", "wait", *_STOPS)  # regions that do not say where in the model work was launched
 _OWN_GAP_NS = 20_000  # devices begin what is queued within some µs
 _NEVER = np.iinfo(np.int64).max
@@ -83,9 +83,9 @@ def device_phases(
 
     The rows of a step cover it without gap or overlap. Time in which a kernel computes is compute, or overlapped if one
     communicates as well; else communication (wait, bubble, transfer or unsplit), else memory. Time in which nothing
-    runs is gc, input or compile if that stopped the host's main thread; else host, if the call that launched what came
-    next began after the device had run dry; else other. `kernels` has the columns of `with_launches`, `collectives`
-    is the matched table.
+    runs is gc, input, compile or checkpoint if that stopped the host's main thread; else host, if the call that
+    launched what came next began after the device had run dry; else other. `kernels` has the columns of
+    `with_launches`, `collectives` is the matched table.
 
     Source: HTA's idle time breakdown for the rule on the launch.
     """

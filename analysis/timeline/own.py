@@ -1,9 +1,9 @@
 """The breakdown as one array per part, and the estimates that detectors make from it.
 
 *Own time* is what a rank does by itself in a step: the step without communication that blocks it and without
-input, garbage collection and compilation, which have detectors of their own. *Busy time* is all that is not blocked
-on communication. In a synchronous job the step lasts as long as its busiest rank, so what a fault costs is how much
-the largest busy time shrinks without it.
+input, garbage collection, compilation and checkpoints, which have detectors of their own. *Busy time* is all that is
+not blocked on communication. In a synchronous job the step lasts as long as its busiest rank, so what a fault costs is
+how much the largest busy time shrinks without it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ __all__ = [
     "gain_ns",
     "own_by_label",
     "step_grid",
+    "sums",
 ]
 
 OWN = ("compute", "overlapped", "memory", "host", "optimizer", "other")
 BLOCKED = ("wait", "bubble", "transfer", "unsplit")
-_APART = ("input", "gc", "compile")
+_APART = ("input", "gc", "compile", "checkpoint")
 
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
 _T_95 = (
@@ -97,15 +98,18 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
 
 def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:
     """Own time by label of the phases, arrays of (rank, step) in ns; together they are the grid's own time."""
-    own = phases.filter(
-        pl.col("part").is_in(OWN), pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps)
-    ).sort("label")
-    labels: dict[str, Floats] = {}
-    for (label,), rows in own.group_by("label", maintain_order=True):
-        values = labels[str(label)] = np.zeros((len(grid.ranks), len(grid.steps)))
-        index = (np.searchsorted(grid.ranks, rows["rank"]), np.searchsorted(grid.steps, rows["step"]))
-        np.add.at(values, index, (rows["end_ns"] - rows["start_ns"]).to_numpy())
-    return labels
+    own = phases.filter(pl.col("part").is_in(OWN)).sort("label")
+    own = own.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
+    return {str(label): sums(grid, rows, "ns") for (label,), rows in own.group_by("label", maintain_order=True)}
+
+
+def sums(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:
+    """Sum of the column, an array of (rank, step) over the grid's."""
+    values = np.zeros((len(grid.ranks), len(grid.steps)))
+    known = rows.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
+    at = np.searchsorted(grid.ranks, known["rank"]), np.searchsorted(grid.steps, known["step"])
+    np.add.at(values, at, known[column].to_numpy())
+    return values
 
 
 @dataclass(frozen=True, slots=True)

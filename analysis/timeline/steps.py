@@ -37,6 +37,7 @@ STEP_COLUMNS = {
 
 _NEVER, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _MAIN_THREAD = 0
+_LENGTH = pl.col("end_ns") - pl.col("start_ns")
 _RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one does not make steps
 _COVERS = 0.8  # share of the optimizers' time from first to last in which the anchor must be seen
 _WARMUP_MIN, _WARMUP_SHARE, _SETTLED = 2, 0.2, 1.5
@@ -187,8 +188,8 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     One verdict per step number, for all ranks. Incomplete: not all ranks that have steps have it. Warm-up: the first
     steps, at least 2, at most a fifth, until one is neither 1.5 × as long as the median of all nor compiles; none where
     a profiler made the steps, whose schedule has warmed up, or where the capture is the step. Outlier: longer than
-    5 × the median and than the median + 10 MAD, if no more than 2 % of the steps (or a single one) are so: a
-    checkpoint, not a fault that comes back.
+    5 × the median and than the median + 10 MAD, if no more than 2 % of the steps (or a single one) are so: a hiccup,
+    not a fault that comes back. The time of a checkpoint does not count there: saving one is meant.
     """
     ranks = steps["rank"].n_unique()
     compiles = (
@@ -199,10 +200,11 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     table = (
         steps.group_by("step")
         .agg(
-            (pl.col("end_ns") - pl.col("start_ns")).max().alias("_length"),
+            _LENGTH.max().alias("_length"),
             (pl.len() == ranks).alias("_complete"),
             pl.col("source").is_in([PROFILER, CAPTURE]).all().alias("_warmed"),
         )
+        .join(_saving(steps, regions), on="step", how="left")
         .sort("step")
     )
     complete = table.filter("_complete")
@@ -230,12 +232,25 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
 
 def _outliers(settled: pl.DataFrame) -> pl.DataFrame:
     """(step, _outlier) of the steps after warm-up."""
-    length = pl.col("_length")
+    length = pl.col("_length") - pl.col("_saving").fill_null(0)
     median = length.median()
     mad = (length - median).abs().median()
     extreme = (length > _OUTLIER_RATIO * median) & (length > median + _OUTLIER_MADS * mad)
     few = extreme.sum() <= pl.max_horizontal(pl.lit(1), pl.len() * _OUTLIER_SHARE)
     return settled.select("step", (extreme & few).alias("_outlier"))
+
+
+def _saving(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
+    """(step, _saving): ns that the rank which saves longest saves a checkpoint while any rank is in the step.
+
+    The others wait for it, where the script marks its steps after saving in their next one.
+    """
+    spans = steps.group_by("step").agg(pl.col("start_ns").min().alias("_first"), pl.col("end_ns").max().alias("_last"))
+    saves = _outermost(regions, "checkpoint").select("rank", "start_ns", "end_ns")
+    during = spans.join_where(saves, pl.col("start_ns") < pl.col("_last"), pl.col("end_ns") > pl.col("_first"))
+    return (
+        during.group_by("step", "rank").agg(_LENGTH.sum()).group_by("step").agg(pl.col("end_ns").max().alias("_saving"))
+    )
 
 
 def _on_main_or_all(steps: pl.DataFrame) -> pl.DataFrame:
@@ -245,13 +260,18 @@ def _on_main_or_all(steps: pl.DataFrame) -> pl.DataFrame:
 
 def _anchor_ends(regions: pl.DataFrame) -> pl.DataFrame:
     """(rank, end_ns): where the anchor's regions end, the outermost on the main thread."""
+    optimizers = _outermost(regions, "optimizer")
+    return optimizers.join(_anchors(optimizers), on=["rank", "name"]).sort("rank", "end_ns")
+
+
+def _outermost(regions: pl.DataFrame, kind: str) -> pl.DataFrame:
+    """The regions of a kind on main threads that lie in no other one of that kind."""
     inside = pl.col("end_ns") <= pl.col("end_ns").cum_max().shift(1).over("rank")
-    optimizers = (
-        regions.filter((pl.col("kind") == "optimizer") & (pl.col("thread") == _MAIN_THREAD))
+    return (
+        regions.filter((pl.col("kind") == kind) & (pl.col("thread") == _MAIN_THREAD))
         .sort("rank", "start_ns", "end_ns", descending=[False, False, True])
         .filter(~inside.fill_null(False))
     )
-    return optimizers.join(_anchors(optimizers), on=["rank", "name"]).sort("rank", "end_ns")
 
 
 def _anchors(optimizers: pl.DataFrame) -> pl.DataFrame:

@@ -11,7 +11,7 @@ from rankscope.dashboard.figures.plots import Figure, axis, figure, time_axis
 
 __all__ = ["PARTS", "by_name", "by_rank", "over_steps"]
 
-PARTS = ("input", "gc", "compile", "host", "other")
+PARTS = ("input", "gc", "compile", "checkpoint", "host", "other")
 _BARS = 240
 
 

@@ -1,4 +1,4 @@
-"""Input, garbage collection, compilation and a host that is too slow for its device."""
+"""Input, garbage collection, compilation, checkpoints and a host that is too slow for its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from rankscope.dashboard.state import Run
 
 TITLE, ORDER = "Host", 60
 
-_MEANING = "What keeps the host from its work: fetching input, garbage collection, compilation, launching too late."
+_MEANING = (
+    "What keeps the host from its work: fetching input, garbage collection, compilation, checkpoints, "
+    "launching too late."
+)
 _ROWS = 200
 
 
@@ -48,6 +51,7 @@ _RANKS = {
     "input": Shown("input", "time"),
     "gc": Shown("garbage collection", "time"),
     "compile": Shown("compile", "time"),
+    "checkpoint": Shown("checkpoint", "time"),
     "host": Shown("host too slow", "time"),
     "other": Shown("other", "time"),
 }

@@ -36,7 +36,6 @@ KINDS = (
     Kind("forward", "forward", "compute"),
     Kind("backward", "backward", "backward"),
     Kind("user", "named region", "region"),
-    Kind("checkpoint", "checkpoint", "other"),
     Kind("sync", "synchronise", "other"),
     Kind("operator", "operator", "column"),
     Kind("blocked", "blocked on communication", "unsplit"),
