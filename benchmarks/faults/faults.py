@@ -215,10 +215,10 @@ def _without(job: Job, fault: _Fault) -> Job:
 
 
 def _left_of(fault: _Fault) -> list[_Fault]:
-    """What a mended fault leaves: the layers of a stage that is too long do not go away, all stages share them."""
-    if fault.kind != "stage_imbalance":
-        return []
-    return [replace(fault, where=np.ones_like(fault.where), strength=fault.strength / len(fault.where))]
+    """What a mended fault leaves: work that lay where it should not does not go away, it is spread evenly."""
+    if fault.kind == "stage_imbalance":
+        return [replace(fault, where=np.ones_like(fault.where), strength=fault.strength / len(fault.where))]
+    return [replace(fault, kind="even work")] if fault.kind == "uneven_work" else []
 
 
 def _planted(job: Job, faults: list[_Fault]) -> Resources:
@@ -242,7 +242,9 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
             case "recompile":
                 can.compile_ns = can.compile_ns + np.where(where, x * job.compute_ns, 0.0)
             case "uneven_work":
-                can.tokens = can.tokens * np.exp(min(x, 1.5) * where[steps] - min(x, 1.5) ** 2 / 2)
+                can.tokens = can.tokens * _lengths(fault)
+            case "even work":
+                can.tokens = can.tokens * _lengths(fault).mean(axis=1, keepdims=True)
             case "stage_imbalance":
                 can.stage_work = can.stage_work * np.where(where, 1 + x, 1.0)
             case "exposed_communication":
@@ -250,6 +252,12 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
             case "hang":
                 can.hang = (ranks[0], round(0.6 * job.steps))
     return can
+
+
+def _lengths(fault: _Fault) -> np.ndarray:
+    """How much work the data of a rank and step make, 1 on average: lognormal."""
+    sigma = min(fault.strength, 1.5)
+    return np.exp(sigma * fault.where - sigma**2 / 2)
 
 
 def _dosed(job: Job, faults: list[_Fault], case: Case, rng: np.random.Generator) -> list[_Fault]:
