@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from rankscope.analysis.finding import Finding, Report
 
-__all__ = ["REPORT_SCHEMA_VERSION", "render"]
+__all__ = ["REPORT_SCHEMA_VERSION", "render", "strict"]
 
 REPORT_SCHEMA_VERSION = 1
 
 
 def render(report: Report) -> str:
     """The report as one JSON object and a final newline, ASCII; a number that is not finite becomes null."""
-    return json.dumps(_finite(_as_object(report)), allow_nan=False, indent=1) + "\n"
+    return strict(_as_object(report))
+
+
+def strict(said: Mapping[str, Any]) -> str:
+    """One JSON object and a final newline, ASCII; a number that is not finite becomes null."""
+    return json.dumps(_finite(said), allow_nan=False, indent=1) + "\n"
 
 
 def _as_object(report: Report) -> dict[str, Any]:
