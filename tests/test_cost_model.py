@@ -10,6 +10,11 @@ from rankscope.analysis.timeline.cost_model import Link, bus_factor, costs, fit_
 from rankscope.analysis.timeline.exposed import with_exposed
 
 US, MB = 1_000, 1_000_000
+COLUMNS = (
+    *("rank", "group_id", "group", "group_size", "op", "step", "instance_id"),
+    *("start_ns", "device_start_ns", "end_ns", "size_bytes", "wait_ns"),
+)
+TYPES = (pl.Int64, pl.Int64, pl.String, pl.UInt32, pl.String, pl.Int64, pl.UInt32, *[pl.Int64] * 5)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +87,7 @@ def rows(*spans, op="allreduce", size=MB, wait=0):
             for rank in (0, 1)
             for i, (start, end) in enumerate(spans)
         ],
-        {
-            **{"rank": pl.Int64, "group_id": pl.Int64, "group": pl.String, "group_size": pl.UInt32, "op": pl.String},
-            **{"step": pl.Int64, "instance_id": pl.UInt32, "start_ns": pl.Int64, "device_start_ns": pl.Int64},
-            **{"end_ns": pl.Int64, "size_bytes": pl.Int64, "wait_ns": pl.Int64},
-        },
+        dict(zip(COLUMNS, TYPES, strict=True)),
         orient="row",
     )
 

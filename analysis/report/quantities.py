@@ -6,7 +6,17 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Scale", "bytes_text", "duration", "duration_with_error", "percent", "ranges", "rounded", "scale_for", "shares"]
+__all__ = [
+    "Scale",
+    "bytes_text",
+    "duration",
+    "duration_with_error",
+    "percent",
+    "ranges",
+    "rounded",
+    "scale_for",
+    "shares",
+]
 
 _UNITS = (("h", 3_600_000_000_000), ("min", 60_000_000_000), ("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000))
 _LARGEST_S = 600  # longer times are told in minutes or hours

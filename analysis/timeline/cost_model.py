@@ -34,6 +34,7 @@ __all__ = [
 
 _MODEL_ERROR = 0.05  # of a size's median: a straight line is no better than this
 _SIZES_DIFFER = 1.5  # ratio of sizes from which latency and bandwidth can be told apart
+_ENOUGH_ALONE = 3  # transfers of one size
 _BINS = 8  # per doubling of the size: sizes that are closer count as one
 _KINDS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast")
 _MEASURED = tuple(op for op in OPS if op.startswith(("allreduce", "allgather", "reduce_scatter", "alltoall")))
@@ -165,11 +166,16 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def lines(moved: pl.DataFrame) -> dict[tuple[str, int], Line]:
-    """The line of each (op, group_id) whose sizes differ enough, from the `transfers` that were alone."""
-    alone = moved.filter("alone", pl.col("ns") > 0)
+    """The line of each (op, group_id) whose sizes differ enough, from its `transfers`.
+
+    Of a size those count that were alone, if there are a few, else all: those of tiny buckets never are.
+    """
+    by_size = ["op", "group_id", (pl.col("size_bytes").log(2) * _BINS).round()]
+    few = pl.col("alone").sum().over(by_size) < _ENOUGH_ALONE
+    counting = moved.filter(pl.col("ns") > 0).filter(pl.col("alone") | few)
     found = {
         (str(op), int(group)): fit_line(rows["size_bytes"].to_numpy(), rows["ns"].to_numpy())
-        for (op, group), rows in alone.group_by("op", "group_id", maintain_order=True)
+        for (op, group), rows in counting.group_by("op", "group_id", maintain_order=True)
     }
     return {key: line for key, line in found.items() if line is not None}
 

@@ -1,0 +1,172 @@
+"""What detectors say of communication that is slow by itself: runs written by hand, of which every number is known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_diagnose import Tables, not_checked
+
+from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.trace import Trace
+from rankscope.collectors.schema import TABLES
+
+US, MS, KB, MB = 1_000, 1_000_000, 1_000, 1_000_000
+STEPS = 12  # the first 2 are warm-up
+
+
+class Job:
+    """Ranks that do one thing after the other; times are ns, an operation begins when the last of its group is there.
+
+    `groups` are lists of ranks by name. Whoever is in several groups of a kind calls them by its own.
+    """
+
+    def __init__(self, ranks, *, per_node=None, groups=None, speed=None, seed=0):
+        self.rows = {name: [] for name in TABLES}
+        self.node = {rank: rank // (per_node or ranks) for rank in range(ranks)}
+        self.at = dict.fromkeys(range(ranks), 0)
+        self.free = {}
+        self.calls = {}
+        self.random = random.Random(seed)
+        self.groups = {name: (number, members) for number, (name, members) in enumerate(groups.items())}
+        for rank, node in self.node.items():
+            by = {"rank": rank, "node": node, "attempt": 0, "start_ns": 0}
+            self.rows["ranks"].append(by | {"local_rank": rank, "world_size": ranks, "device": "cpu"})
+            for name, (number, members) in self.groups.items():
+                if rank in members:
+                    about = {"group_id": number, "name": name, "backend": "gloo", "role": ""}
+                    self.rows["groups"].append(by | about | {"members": ",".join(map(str, members))})
+        for node in sorted(set(self.node.values())):
+            for second in range(40) if speed else ():
+                by = {"node": node, "time_ns": second * 100 * MS, "source": "nic", "device": "eth0"}
+                self.rows["counters"] += [by | {"name": "speed_bytes_per_s", "value": speed}]
+                self.rows["counters"] += [by | {"name": "tx_bytes", "value": second * 1e6}]
+
+    def region(self, rank, kind, start, end):
+        span = {"start_ns": start, "end_ns": end, "kind": kind, "name": kind, "thread": 0}
+        self.rows["regions"].append({"rank": rank, "node": self.node[rank], "attempt": 0} | span)
+
+    def work(self, kind, ns):
+        """All ranks do this for so long; an `optimizer` ends the step."""
+        for rank in self.at:
+            if kind is not None:
+                self.region(rank, kind, self.at[rank], self.at[rank] + ns)
+            self.at[rank] += ns
+
+    def reduce(self, names, size, ns, *, op="allreduce", wait=True):
+        """An operation in each of these groups that takes `ns`, a few percent more or less; all wait for its end."""
+        for name in names:
+            number, members = self.groups[name]
+            begin = max(max(self.at[rank] for rank in members), self.free.get(name, 0))
+            lasts = ns(name) if callable(ns) else ns
+            end = self.free[name] = begin + round(lasts * self.random.uniform(0.97, 1.03))
+            seq = self.calls[name] = self.calls.get(name, -1) + 1
+            for rank in members:
+                start = self.at[rank]
+                call = {"start_ns": start, "issued_ns": start + 5 * US, "end_ns": end, "group_id": number, "seq": seq}
+                what = {"op": op, "dtype": "float32", "is_async": not wait, "peer": -1, "tag": 0, "size_bytes": size}
+                by = {"rank": rank, "node": self.node[rank], "attempt": 0, "thread": 0}
+                self.rows["collectives"].append(by | call | what)
+                self.at[rank] += 5 * US
+                if wait:
+                    self.region(rank, "wait", self.at[rank], end)
+                    self.at[rank] = end
+
+    def join(self):
+        """All ranks wait for all that they have sent."""
+        for rank in self.at:
+            last = max(self.free[name] for name, (_, members) in self.groups.items() if rank in members)
+            if last > self.at[rank]:
+                self.region(rank, "wait", self.at[rank], last)
+                self.at[rank] = last
+
+    def report(self):
+        return diagnose(Trace(path="by hand", source="native", run={}, reader=Tables(self.rows)))
+
+
+def of(report, detector):
+    return [finding for finding in report.findings if finding.detector == detector]
+
+
+def healthy(report):
+    return {check.detector for check in report.healthy}
+
+
+# ---- small messages
+
+WORLD = {"0": [0, 1, 2, 3]}
+ALPHA, PER_BYTE = 300 * US, 0.5  # 300 µs, and 2 GB/s for what all-reduce is given
+
+
+def takes(size):
+    return ALPHA + PER_BYTE * size
+
+
+def loop_over_parameters(count, *, between=20 * US, inside=None):
+    """After backward, for each of `count` layers one all-reduce of 4 kB and one of 400 kB."""
+    job = Job(4, groups=WORLD)
+    for _ in range(STEPS):
+        job.work("forward", 20 * MS)
+        job.work("backward", 40 * MS)
+        for _ in range(count):
+            for size in (4 * KB, 400 * KB):
+                job.reduce(["0"], size, takes(size))
+                job.work(inside, between)
+        job.work("optimizer", 5 * MS)
+    return job.report()
+
+
+def test_reducing_each_small_parameter_alone_costs_its_latency():
+    """60 of 4 kB take 302 µs each; all at once 300 + 0.5 ns × 240 kB = 420 µs. Saved are 17.7 ms of a step of 116."""
+    report = loop_over_parameters(60)
+    (finding,) = of(report, "small_messages")
+    assert finding.title == "60 allreduce per step of 4 kB take 303 µs each, nearly all of it latency"
+    assert finding.lost_ns_per_step == pytest.approx(60 * 302 * US - 420 * US, rel=0.02)
+    assert finding.gain_fraction == pytest.approx(finding.lost_fraction)
+    assert finding.where == "outside of forward and backward"
+    assert finding.advice.startswith("Send them as 1 operation per step")
+    assert finding.groups == ("0",)
+    assert [row.rank for row in finding.evidence] == [0, 1, 2, 3]
+
+
+def test_few_small_operations_are_healthy():
+    assert "small_messages" in healthy(loop_over_parameters(6))
+
+
+def test_operations_with_computation_in_between_cannot_be_fused():
+    """As in tensor parallelism: each needs what was computed with the one before."""
+    assert "small_messages" in healthy(loop_over_parameters(60, between=60 * US, inside="forward"))
+
+
+def test_scalars_are_latency_on_every_network_and_equal_larger_sizes_are_not_checked():
+    for size, said in ((8, True), (40 * KB, False)):
+        job = Job(4, groups=WORLD)
+        for _ in range(STEPS):
+            job.work("forward", 20 * MS)
+            for _ in range(40):
+                job.reduce(["0"], size, ALPHA)
+                job.work(None, 10 * US)
+            job.work("optimizer", 5 * MS)
+        report = job.report()
+        assert len(of(report, "small_messages")) == said
+        assert ("hardly differ" in not_checked(report).get("small_messages", "")) != said
+
+
+@pytest.mark.parametrize(("buckets", "found"), [([1, 25, 25, 25], 0), ([0.02] * 250 + [8], 1)], ids=["25 MB", "20 kB"])
+def test_default_buckets_are_healthy_and_tiny_ones_are_not(buckets, found):
+    """Sent during backward, at 10 GB/s, and waited for at its end. 250 tiny ones take 75 ms, of which 40 are hidden."""
+    job = Job(4, groups=WORLD)
+    for _ in range(STEPS):
+        job.work("forward", 20 * MS)
+        start = dict(job.at)
+        for mb in buckets:
+            job.at = {rank: at + 40 * MS // len(buckets) for rank, at in job.at.items()}
+            job.reduce(["0"], round(mb * MB), ALPHA + 0.1 * mb * MB, wait=False)
+        job.join()
+        for rank, begin in start.items():
+            job.region(rank, "backward", begin, job.at[rank])
+        job.work("optimizer", 5 * MS)
+    report = job.report()
+    findings = of(report, "small_messages")
+    assert len(findings) == found
+    assert found or "small_messages" in {*healthy(report), *not_checked(report)}
