@@ -126,7 +126,9 @@ def test_noisy_healthy_job_has_no_finding(seed):
     assert slow(tables) == []
     assert stalled(job(healthy(seed=seed), input=with_input)) == []
     assert collecting(tables) == []
-    assert uneven(tables) == []
+    own, rng = healthy(seed=seed), random.Random(seed)
+    anywhere = {rank: [60 + rng.random() * (ms - 180) for ms in values] for rank, values in own.items()}
+    assert uneven(job(own, forward=anywhere)) == []
 
 
 @pytest.mark.parametrize(("excess_ms", "found"), [(2.5, 0), (4.5, 1)])
@@ -411,13 +413,30 @@ def test_uneven_sequences_are_uneven_work_and_nobody_is_slow():
     (finding,) = uneven(tables)
     longest = tables["breakdown"].filter(pl.col("part") == "compute").group_by("step")
     lost = longest.agg(pl.col("ns").max() - pl.col("ns").mean())["ns"].mean()
-    assert finding.lost_ns_per_step == round(lost)
+    assert finding.lost_ns_per_step == pytest.approx(lost, rel=0.05)  # hardly any of it is noise
     assert slow(tables) == []
 
 
-@pytest.mark.parametrize(("low", "found"), [(0.85, 0), (0.5, 1)])
-def test_uneven_work_speaks_from_10_percent_of_the_step(low, found):
+@pytest.mark.parametrize(("low", "found"), [(0.92, 0), (0.8, 1)])
+def test_uneven_work_speaks_from_3_percent_of_the_step(low, found):
+    """The longest of three is a quarter of the range above the mean: 2 % and 5 %."""
     assert len(uneven(job(**lengths(seed=2, low=low, ranks=range(3))))) == found  # rank 3 of the job is missing
+
+
+def test_uneven_work_costs_what_the_data_make_of_it_and_not_the_noise():
+    """The longest of 8 ranks is 1.42 sigma above the mean: data of 10 ms and noise of 7 ms make 12 ms of it."""
+    rng = random.Random(6)
+    forward, own = {}, {}
+    for rank in range(8):
+        data = [rng.gauss(1, 0.05) for _ in range(STEPS)]
+        forward[rank] = [100 * x + rng.gauss(0, 5) for x in data]
+        own[rank] = [f + 100 * x + rng.gauss(0, 5) for f, x in zip(forward[rank], data, strict=True)]
+    assert uneven(job(own, forward=forward)) == []  # half of either part's variance is noise
+    (finding,) = uneven_work.detect(
+        *(job(own, forward=forward)[n] for n in ("breakdown", "phases", "steps")), min_correlation=0.3
+    )
+    noise = 1.42 * 50**0.5
+    assert finding.lost_ns_per_step == pytest.approx((1.42 * 150**0.5 - noise) * MS, rel=0.15)
 
 
 def test_uneven_without_correlation_of_forward_and_backward_is_noise():

@@ -1,9 +1,14 @@
 """The longest rank changes from step to step: the work itself is uneven.
 
-**Signal.** The longest own time in a step is, on average, more than `min_fraction` of the step above the mean over
-ranks, no single rank is to blame for most of that (`persistence`), and forward and backward grow and shrink together
-on a rank (rank correlation `min_correlation` after each rank's and each step's median is taken away). Work that follows
-the data lengthens both; a preempted process lengthens whatever it was doing.
+**Signal.** Forward and backward grow and shrink together on a rank: rank correlation of at least `min_correlation`
+after each rank's and each step's median is taken away. Work that follows the data lengthens both; a preempted process
+lengthens whatever it was doing. What the two have in common is taken to be the data, and the loss is by how much it
+makes the longest rank of a step longer: more than `min_fraction` of the step, and no single rank is to blame for most
+of it (`persistence`).
+
+That is `max(own) - max(own - x)` per step. `x` is by how much a rank is above the step's mean, less what noise makes
+of it: without uneven data the ranks would still differ, and by how much is told from how far forward and backward
+disagree. Where they do by 3 standard deviations, the smaller of what the two say is the data's.
 
 **Why it costs time.** Every step lasts as long as its longest rank. With random lengths the loss grows with the
 number of ranks, and no machine is to blame.
@@ -14,8 +19,9 @@ lasts through forward and backward of single steps can look the same.
 **What to try.** Give every rank batches of equal cost: bucket by length, pack sequences to a token budget, balance
 the sum of squared lengths where attention dominates, sort within a window and deal out to the ranks.
 
-**Source.** Forward-backward correlation of 0.9 and more as the mark of uneven sequences: ByteDance's analysis of
-stragglers, there Pearson's, which a few preempted steps break. The thresholds of 10 % and 0.8 are ours.
+**Source.** Forward-backward correlation as the mark of uneven sequences: ByteDance's analysis of stragglers, there
+Pearson's of 0.9 and more, which a few preempted steps break. Two halves of one measurement tell its noise as in test
+theory's split-half reliability. Thresholds are measured on healthy jobs.
 """
 
 from __future__ import annotations
@@ -26,11 +32,13 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, peers_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, estimate, own_by_label
+from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, own_by_label
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("collectives", "backward")
+
+_DISAGREE = 3.0  # standard deviations between what forward and backward say: one of them was preempted
 
 
 def detect(
@@ -38,27 +46,23 @@ def detect(
     phases: pl.DataFrame,
     steps: pl.DataFrame,
     *,
-    min_fraction: float = 0.10,
+    min_fraction: float = 0.03,
     persistence: float = 0.6,
-    min_correlation: float = 0.8,
+    min_correlation: float = 0.6,
 ) -> list[Finding]:
     """Report work that is spread unevenly over the ranks in a way that changes from step to step."""
-    grid, lost = _imbalance(breakdown)
-    labels = own_by_label(phases, grid)
-    if "forward" not in labels or "backward" not in labels:
-        raise NotResolvable("forward and backward are not told apart, so uneven data cannot be told from noise")
-    beyond = grid.own.max(axis=0) - grid.own.mean(axis=0)
-    by_rank = np.bincount(grid.own.argmax(axis=0), weights=beyond)
-    correlation = _correlation(labels["forward"], labels["backward"])
-    if lost.ns < min_fraction * grid.step_ns or not lost.clear:
+    grid, correlation, longer = _imbalance(breakdown, phases)
+    lost = estimate(longer)
+    by_rank = np.bincount(grid.own.argmax(axis=0), weights=longer)
+    if correlation < min_correlation or lost.ns < min_fraction * grid.step_ns or not lost.clear:
         return []
-    if by_rank.max() >= persistence * beyond.sum() or correlation < min_correlation:
+    if by_rank.max() >= persistence * longer.sum():
         return []
     return [
         Finding(
             detector="uneven_work",
-            title=f"The work is uneven: in each step the longest rank, not always the same, computes "
-            f"{duration(lost.ns)} longer than the mean",
+            title=f"The work is uneven: the longest rank of a step, not always the same one, computes "
+            f"{duration(lost.ns)} longer than with even work",
             where="forward and backward",
             advice="Give every rank batches of equal cost: bucket by length, or pack sequences to a token budget.",
             ranks=grid.ranks,
@@ -69,15 +73,45 @@ def detect(
     ]
 
 
-def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.10) -> int:
+def resolution_ns(breakdown: pl.DataFrame, phases: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
     """The smallest imbalance that would have been reported."""
-    grid, lost = _imbalance(breakdown)
-    return round(max(min_fraction * grid.step_ns, lost.half_width_ns))
+    grid, _, longer = _imbalance(breakdown, phases)
+    return round(max(min_fraction * grid.step_ns, estimate(longer).half_width_ns))
 
 
-def _imbalance(breakdown: pl.DataFrame) -> tuple[StepGrid, Estimate]:
+def _imbalance(breakdown: pl.DataFrame, phases: pl.DataFrame) -> tuple[StepGrid, float, Floats]:
+    """The grid, how forward and backward go together, and how much longer uneven data make each step, ns."""
     grid = peers_grid(breakdown)
-    return grid, estimate(grid.own.max(axis=0) - grid.own.mean(axis=0))
+    labels = own_by_label(phases, grid)
+    if "forward" not in labels or "backward" not in labels:
+        raise NotResolvable("forward and backward are not told apart, so uneven data cannot be told from noise")
+    forward, backward = labels["forward"], labels["backward"]
+    longer = grid.own.max(axis=0) - _even(grid.own, forward, backward).max(axis=0)
+    return grid, _correlation(forward, backward), longer
+
+
+def _even(own: Floats, forward: Floats, backward: Floats) -> Floats:
+    """Own time as it would be with even data, (rank, step) in ns: what all ranks do together stays the same."""
+    both = forward.mean() + backward.mean()
+    # Either of the two says how far the data are from the mean, for both together.
+    said = [_beyond(label) * both / label.mean() for label in (forward, backward)]
+    difference, deviation = said[0] - said[1], _beyond(own)
+    # Noise that grows with the square root of time makes them differ by so much more than it makes own time differ.
+    noise = _scatter(difference) * (forward.mean() * backward.mean()) ** 0.5 / both
+    without = min(noise / max(_scatter(deviation), 1.0), 1.0)
+    smaller = np.where(np.abs(said[0]) < np.abs(said[1]), *said)
+    data = np.where(np.abs(difference) > _DISAGREE * _scatter(difference), smaller, deviation)
+    return np.asarray(own - (1 - without) * (data - data.mean(axis=0)))
+
+
+def _beyond(values: Floats) -> Floats:
+    """Each (rank, step) minus the mean of the step."""
+    return np.asarray(values - values.mean(axis=0))
+
+
+def _scatter(values: Floats) -> float:
+    """Robust standard deviation."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
 def _correlation(forward: Floats, backward: Floats) -> float:
