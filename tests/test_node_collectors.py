@@ -92,6 +92,20 @@ def test_interfaces_that_carried_something_are_read(node, read, tmp_path):
     }
 
 
+def test_a_virtual_pair_has_no_speed_and_a_bond_has(node, read, tmp_path):
+    """A veth says 10 Gb/s whatever carries it."""
+    node.proc, node.sys = tmp_path / "proc", tmp_path / "sys"
+    numbers = " ".join(["1"] * 16)
+    put(node.proc / "net/dev", f"\n\nveth0: {numbers}\nbond0: {numbers}\n")
+    (node.sys / "class/net").mkdir(parents=True)
+    for interface, about in (("veth0", "INTERFACE=veth0\n"), ("bond0", "DEVTYPE=bond\nINTERFACE=bond0\n")):
+        device = node.sys / "devices/virtual/net" / interface
+        put(device / "uevent", about)
+        put(device / "speed", "10000\n")
+        (node.sys / "class/net" / interface).symlink_to(device)
+    assert [device for device, name in read(nic) if name == "speed_bytes_per_s"] == ["bond0"]
+
+
 def test_host_and_a_rank_of_it_are_read(node, read):
     node.pids = {3: os.getpid(), 4: 2**22 + 1}  # the second is long gone
     first = read(host)

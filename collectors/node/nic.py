@@ -1,7 +1,8 @@
 """Network interfaces: cumulative traffic, errors and drops, and the speed of the link.
 
 Names: `rx_bytes tx_bytes rx_packets tx_packets rx_errors tx_errors rx_drops tx_drops` (cumulative) and
-`speed_bytes_per_s` where the driver knows it. Interfaces that never carried anything, and `lo`, are left out.
+`speed_bytes_per_s` where the driver knows it: a pair of virtual interfaces (veth, as in containers) says 10 Gb/s whatever
+carries it, and so says nothing. Interfaces that never carried anything, and `lo`, are left out.
 
 Source: `/proc/net/dev`, `/sys/class/net`.
 """
@@ -62,8 +63,11 @@ def _interfaces(node: Node) -> Iterator[tuple[str, list[str]]]:
 
 
 def _speed_bytes_per_s(node: Node, interface: str) -> float | None:
+    about = node.sys / "class" / "net" / interface
     try:
-        megabits = int((node.sys / "class" / "net" / interface / "speed").read_text())
+        if "/devices/virtual/" in str(about.resolve()) and "DEVTYPE=" not in (about / "uevent").read_text():
+            return None  # a bond, a VLAN or a bridge has a type, and the speed of what is below it
+        megabits = int((about / "speed").read_text())
     except (OSError, ValueError):  # virtual interfaces answer with an error
         return None
     return megabits * 1e6 / 8 if megabits > 0 else None
