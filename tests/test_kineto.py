@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.readers import scan
+from rankscope.analysis.readers import scan, spill
 from rankscope.analysis.readers.sequence import Sequence, align
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.trace import BadInput, Trace
@@ -614,3 +614,31 @@ def test_the_python_scanner_reads_real_traces_alike(monkeypatch, name):
     with_any = everything()
     monkeypatch.setattr(scan, "_scan", None)
     assert everything() == with_any
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["param-dlrm8/dlrm_kineto.tar.gz", "torchrec/resnet18"])
+def test_a_table_that_does_not_fit_into_memory_reads_alike(monkeypatch, name):
+    in_memory = Trace.open(DATA / name)
+    monkeypatch.setattr(spill, "BLOCK_ROWS", 100)
+    in_pieces = Trace.open(DATA / name)
+    assert in_pieces.gaps() == in_memory.gaps()
+    for table in in_memory.tables():
+        assert in_pieces.table(table).collect().equals(in_memory.table(table).collect()), table
+
+
+def test_equal_times_keep_their_order_in_pieces(tmp_path, monkeypatch):
+    """Two kernels at a time are read again; those at 20 lie in the first pair and in the last."""
+    monkeypatch.setattr(spill, "BLOCK_ROWS", 2)
+    times = (20, 30, 10, 40, 5, 20)
+    trace = opened(tmp_path, [kernel(f"k{i}", ts, 1, correlation=i) for i, ts in enumerate(times)])
+    names = [name for piece in trace.pieces("kernels") for name in piece["name"]]
+    assert names == ["k4", "k2", "k0", "k5", "k1", "k3"]
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(spill, "BLOCK_ROWS", 2)
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(spill.tempfile, "TemporaryFile", lambda **_: full)
+        with pytest.raises(BadInput, match=r"no room for temporary files in \S+: set TMPDIR to another folder"):
+            opened(tmp_path, [kernel("k", ts, 1) for ts in range(5)])

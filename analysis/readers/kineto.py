@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import tarfile
 import zlib
 from collections import Counter
@@ -32,7 +31,17 @@ from rankscope.analysis.kinds import DEVICE_CATEGORIES, OPS_BY_NAME, device_work
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.readers import sequence
 from rankscope.analysis.readers.frames import FrameReader, files_in, gap, shaped
-from rankscope.analysis.readers.scan import MISSING, MISSING_SHORT, NO_NAME, Scan, new_scanner, scan_events
+from rankscope.analysis.readers.scan import (
+    META_COLUMNS,
+    MISSING,
+    MISSING_SHORT,
+    NO_NAME,
+    ROW_COLUMNS,
+    Scan,
+    new_scanner,
+    scan_events,
+)
+from rankscope.analysis.readers.spill import Rows, Spill, joined
 from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
 
@@ -56,8 +65,7 @@ _NO_STEPS = {
     "steps": "the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)"
 }
 _SNIFF = 1 << 16
-_LARGE, _PIECE = ("kernels", "launches"), 1 << 16  # tables handed over in pieces of so many rows
-_FIRST_ROOM = 1 << 13  # rows
+_LARGE, _PIECE = ("kernels", "launches", "regions"), 1 << 16  # tables handed over in pieces of so many rows
 _MOST_AT_ONCE = 8  # files; more would wait for the interpreter
 _MAX_HEADER = 64 << 20  # groups of thousands of ranks are listed before the events
 _HEADER_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
@@ -104,7 +112,8 @@ _UNKNOWN_GROUP = ""
 _MAX_WORLD = 1 << 20  # what is beyond is no number of ranks
 
 Ints = NDArray[Any]
-_Rows = tuple[int, pl.DataFrame]  # of a rank
+_Frames = Iterator[tuple[int, pl.DataFrame]]  # each of a rank
+_Builder = Callable[[int | None], _Frames]  # in pieces of at most so many rows
 
 
 def recognises(path: Path) -> bool:
@@ -118,7 +127,7 @@ def open_run(paths: list[str]) -> FrameReader:
     """The run of which these files are the ranks. Raises `BadInput`."""
     captures: list[_Capture] = []
     gaps: list[Gap] = []
-    for capture in _captures(paths):
+    for capture in _captures(paths, Spill()):
         if isinstance(capture, str):
             gaps.append(gap("kernels", capture))
         else:
@@ -140,21 +149,21 @@ def open_run(paths: list[str]) -> FrameReader:
 
 
 class _Tables(Mapping[str, pl.DataFrame]):
-    """The tables that have rows, each made when it is read: the columns behind them take a tenth of the memory."""
+    """The tables that have rows, each made when it is read: the columns behind the large ones are not in memory."""
 
-    def __init__(self, nodes: Mapping[int, int], builders: Mapping[str, Callable[[int], Iterator[_Rows]]]) -> None:
+    def __init__(self, nodes: Mapping[int, int], builders: Mapping[str, _Builder]) -> None:
         self._nodes = nodes
         self._builders = builders
 
     def __getitem__(self, name: str) -> pl.DataFrame:
-        return shaped(name, pl.concat(self._of_ranks(name, sys.maxsize)))
+        return shaped(name, pl.concat(self._of_ranks(name, None)))
 
     def pieces(self, name: str, most_rows: int) -> Iterator[pl.DataFrame]:
         """The table in pieces; each has rows of one rank."""
         for frame in self._of_ranks(name, most_rows):
             yield shaped(name, frame)
 
-    def _of_ranks(self, name: str, most_rows: int) -> Iterator[pl.DataFrame]:
+    def _of_ranks(self, name: str, most_rows: int | None) -> Iterator[pl.DataFrame]:
         for rank, frame in self._builders[name](most_rows):
             where = {"rank": pl.lit(rank, pl.Int32), "node": pl.lit(self._nodes[rank], pl.Int32)}
             yield frame.with_columns(**where)
@@ -171,48 +180,27 @@ class _Tables(Mapping[str, pl.DataFrame]):
 
 def _builders(
     ranks: Mapping[int, _Capture], groups: Mapping[int, _Groups], collectives: Mapping[int, pl.DataFrame]
-) -> dict[str, Callable[[int], Iterator[_Rows]]]:
+) -> dict[str, _Builder]:
     """How each table that has rows is made: rank after rank, large ones in pieces of at most so many rows."""
 
-    def of_each(frame_of: Callable[[int], pl.DataFrame]) -> Callable[[int], Iterator[_Rows]]:
+    def of_each(frame_of: Callable[[int], pl.DataFrame]) -> _Builder:
         return lambda _: ((rank, frame_of(rank)) for rank in ranks)
 
     def in_pieces(
-        rows: Mapping[int, Ints], frame_of: Callable[[_Capture, Ints], pl.DataFrame]
-    ) -> Callable[[int], Iterator[_Rows]]:
-        def pieces(most: int) -> Iterator[_Rows]:
-            for rank, capture in ranks.items():
-                for begin in range(0, len(rows[rank]), most):
-                    yield rank, frame_of(capture, rows[rank][begin : begin + most])
+        frames_of: Callable[[_Capture, int | None], Iterator[pl.DataFrame]],
+    ) -> _Builder:
+        return lambda most: ((rank, frame) for rank, c in ranks.items() for frame in frames_of(c, most))
 
-        return pieces
-
-    small = {
+    builders = {
         "ranks": of_each(lambda rank: _ranks_frame(ranks[rank])),
         "groups": of_each(lambda rank: groups[rank].frame()),
         "steps": of_each(lambda rank: _steps_frame(ranks[rank])),
-        "regions": of_each(lambda rank: _regions_frame(ranks[rank])),
+        "regions": in_pieces(_regions_frames),
         "collectives": of_each(lambda rank: collectives[rank]),
+        "kernels": in_pieces(_kernels_frames),
+        "launches": in_pieces(_launches_frames),
     }
-    large = {
-        "kernels": (_kernels_frame, {rank: _in_time(c.device) for rank, c in ranks.items()}),
-        "launches": (
-            _launches_frame,
-            {rank: _in_time(c.launches, c.launches["correlation"] != MISSING) for rank, c in ranks.items()},
-        ),
-    }
-    builders = {name: make for name, make in small.items() if any(len(frame) for _, frame in make(0))}
-    return builders | {
-        name: in_pieces(rows, frame_of)
-        for name, (frame_of, rows) in large.items()
-        if any(len(of_rank) for of_rank in rows.values())
-    }
-
-
-def _in_time(columns: Mapping[str, Ints], which: Ints | None = None) -> Ints:
-    """These rows, all by default, in order of time."""
-    rows = np.argsort(columns["ts"], kind="stable").astype(np.uint32)
-    return rows if which is None else rows[which[rows]]
+    return {name: make for name, make in builders.items() if any(len(frame) for _, frame in make(_PIECE))}
 
 
 # ---------------------------------------------------------------- files
@@ -328,7 +316,7 @@ def _begins_as_trace(file: IO[bytes], name: str) -> bool:
     return any(key in begin for key in _HEADER_KEYS) or bool(_BARE_ARRAY.match(begin))
 
 
-def _captures(paths: Sequence[str]) -> Iterator[_Capture | str]:
+def _captures(paths: Sequence[str], spill: Spill) -> Iterator[_Capture | str]:
     """What each file holds, or one line that says what is wrong with it, in the order of the files.
 
     Several are read at once: unpacking and scanning leave the interpreter to other threads.
@@ -338,7 +326,8 @@ def _captures(paths: Sequence[str]) -> Iterator[_Capture | str]:
     labels = [str(file) if alone[path] == 1 else file.name for path, file in files]
     with ThreadPoolExecutor(max_workers=min(len(files), os.cpu_count() or 1, _MOST_AT_ONCE) or 1) as pool:
         of_each = map if len(files) == 1 else pool.map  # Ctrl-C ends what runs in this thread at once
-        for captures in of_each(_captures_of, [file for _, file in files], labels):
+        read = functools.partial(_captures_of, spill=spill)
+        for captures in of_each(read, [file for _, file in files], labels):
             yield from captures
 
 
@@ -350,16 +339,16 @@ def _given(path: Path) -> list[Path]:
     return files if len(files) == 1 else [file for file in files if _TAR_NAME.search(file.name) or _is_trace(file)]
 
 
-def _captures_of(file: Path, label: str) -> list[_Capture | str]:
+def _captures_of(file: Path, label: str, *, spill: Spill) -> list[_Capture | str]:
     if not _TAR_NAME.search(file.name):
         with file.open("rb") as opened:
-            return [_read(label, unpacked(opened))]
+            return [_read(label, unpacked(opened), spill)]
     captures: list[_Capture | str] = []
     try:
         with tarfile.open(file) as tar:
             for member in tar:
                 if member.isfile() and _JSON_NAME.search(member.name):
-                    captures.append(_read(f"{file.name}:{member.name}", unpacked(_member(tar, member))))
+                    captures.append(_read(f"{file.name}:{member.name}", unpacked(_member(tar, member)), spill))
     except (tarfile.TarError, *_GZIP_ERRORS):
         captures.append(f"{file.name} is cut off or damaged")
     return captures
@@ -402,17 +391,18 @@ def _header(source: _Source) -> tuple[bytes, bytes] | str:
 
 @dataclass(slots=True)
 class _Capture:
-    """What one file holds: its own words, the names behind the codes, and the columns of the rows that are kept."""
+    """What one file holds: its own words, the names behind the codes, and the rows that are kept."""
 
     label: str
     info: dict[str, Any]
     names: list[str]
-    device: dict[str, Ints]
-    launches: dict[str, Ints]
-    spans: dict[str, Ints]
-    operators: dict[str, Ints]  # the long ones
+    device: Rows
+    launches: Rows
+    spans: Rows
+    operators: Rows  # the long ones
     device_metas: dict[str, Ints]
     operator_metas: dict[str, Ints]
+    main_device: int | None  # the one that most rows are of
     threads: Ints  # by code of its name: the number of each thread
     found: list[tuple[str, int | None, str]] = field(default_factory=list)  # table, rows missing, why
 
@@ -437,12 +427,13 @@ class _Capture:
         return [*self.found, *self._unlaunched()]
 
     def _unlaunched(self) -> list[tuple[str, int | None, str]]:
-        wanted, known = self.device["correlation"], np.sort(self.launches["correlation"])
-        at = np.searchsorted(known, wanted)
-        lost = len(wanted) - int((known[np.minimum(at, len(known) - 1)] == wanted).sum()) if len(known) else 0
+        if not len(self.launches):
+            return []
+        wanted = (np.sort(rows["correlation"]) for rows in self.device.blocks("correlation"))
+        lost = sum(len(self.launches.without("correlation", values)) for values in wanted)
         if not lost:
             return []
-        rows = counted(len(wanted), "device row")
+        rows = counted(len(self.device), "device row")
         why = f"{lost} of {rows} were launched outside of the capture: they count all the same"
         return [("launches", lost, why)]
 
@@ -454,21 +445,25 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "operators": ("ts", "dur", "name", "tid"),
 }
 _META_KEPT = ("in_nelems", "out_nelems", "seq", "src", "dst", "collective", "group", "ranks", "description", "dtype")
+_ABOUT_KERNELS = {c: META_COLUMNS[c] for c in _META_KEPT} | {"row": "i8"}
+_ABOUT_OPERATORS = {c: META_COLUMNS[c] for c in _META_KEPT} | {c: ROW_COLUMNS[c] for c in ("ts", "dur", "tid")}
 
 
-def _read(label: str, source: _Source) -> _Capture | str:
+def _read(label: str, source: _Source, spill: Spill) -> _Capture | str:
     """The capture in this file, or one line that says what is wrong with it."""
     header = _header(source)
     if isinstance(header, str):
         return f"{label} {header}"
     before, begun = header
     scanner, result = new_scanner(WHOLE, BRIEF), Scan()
-    kept = {table: _Columns() for table in (*_KEPT, "ops", "on_device")}
+    device, launches, spans, operators = tables = [
+        Rows({c: ROW_COLUMNS[c] for c in columns}, spill) for columns in _KEPT.values()
+    ]
+    on_device, of_operators = [_no_rows(_ABOUT_KERNELS)], [_no_rows(_ABOUT_OPERATORS)]
     names: list[str] = [""]
     roles: list[int] = [_OTHER]  # by code: what a row of the category with this name is
     is_annotation = [False]  # by code: whether an operator of this name is an annotation
     role_of, annotates = np.array(roles, np.int8), np.array(is_annotation)
-    rows_on_device = 0
     for batch in scan_events(scanner, source, begun, result):
         for raw in scanner.names(len(names)):
             names.append(_decoded(raw))
@@ -479,39 +474,43 @@ def _read(label: str, source: _Source) -> _Capture | str:
         role = role_of[batch.rows["cat"]]
         role[(role == _OPERATOR) & annotates[batch.rows["name"]]] = _SPAN
         long_operator = (role == _OPERATOR) & (batch.rows["dur"] >= _LONG_OPERATOR_NS)
-        chosen = (role == _DEVICE, role == _LAUNCH, role == _SPAN, long_operator)
-        for (table, columns), where in zip(_KEPT.items(), chosen, strict=True):
-            kept[table].add({c: batch.rows[c][where] for c in columns})
         if len(batch.metas["row"]):
             at = batch.metas["row"]
-            on_device, position = role[at] == _DEVICE, np.cumsum(role == _DEVICE) - 1 + rows_on_device
-            kept["on_device"].add({c: batch.metas[c][on_device] for c in _META_KEPT} | {"row": position[at][on_device]})
+            of_device, position = role[at] == _DEVICE, np.cumsum(role == _DEVICE) - 1 + len(device)
+            on_device.append({c: batch.metas[c][of_device] for c in _META_KEPT} | {"row": position[at][of_device]})
             in_op = role[at] == _OPERATOR
-            kept["ops"].add(
+            of_operators.append(
                 {c: batch.metas[c][in_op] for c in _META_KEPT}
                 | {c: batch.rows[c][at[in_op]] for c in ("ts", "dur", "tid")}
             )
-        rows_on_device += int((role == _DEVICE).sum())
+        chosen = (role == _DEVICE, role == _LAUNCH, role == _SPAN, long_operator)
+        for table, columns, where in zip(tables, _KEPT.values(), chosen, strict=True):
+            table.add({c: batch.rows[c][where] for c in columns})
     info, base = _information(before, result.trailer)
-    of = {table: kept[table].all(wanted) for table, wanted in _KEPT.items()}
-    capture = _Capture(
+    about_operators = joined(of_operators)
+    about_operators["ts"] += base
+    for table in tables:
+        table.shift_ns = base
+    if not (len(device) or len(launches) or len(spans)) and not scanner.counts()[0]:
+        return f"{label} holds no event{': it ' + source.problem if source.problem else ''}"
+    return _Capture(
         label=label,
         info=info,
         names=names,
-        device=of["device"],
-        launches=of["launches"],
-        spans=of["spans"],
-        operators=of["operators"],
-        threads=_threads(names, of["spans"], of["launches"], of["operators"]),
-        device_metas=kept["on_device"].all((*_META_KEPT, "row")),
-        operator_metas=kept["ops"].all((*_META_KEPT, "ts", "dur", "tid")),
+        device=device,
+        launches=launches,
+        spans=spans,
+        operators=operators,
+        device_metas=joined(on_device),
+        operator_metas=about_operators,
+        main_device=_main_device(device),
+        threads=_threads(names, spans, launches, operators),
         found=_scan_problems(scanner.counts(), result, source.problem),
     )
-    for timed in (capture.device, capture.launches, capture.spans, capture.operators, capture.operator_metas):
-        timed["ts"] += base
-    if not any(len(c["ts"]) for c in (capture.device, capture.launches, capture.spans)) and not scanner.counts()[0]:
-        return f"{label} holds no event{': it ' + source.problem if source.problem else ''}"
-    return capture
+
+
+def _no_rows(kinds: Mapping[str, str]) -> dict[str, Ints]:
+    return {name: np.empty(0, kind) for name, kind in kinds.items()}
 
 
 def _role(category: str) -> int:
@@ -533,29 +532,6 @@ def _decoded(raw: bytes) -> str:
         return str(json.loads(f'"{text}"', strict=False))
     except ValueError:
         return text
-
-
-class _Columns:
-    """Columns that grow. Room that is not filled takes no memory, and a list of batches would have to be copied."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, Ints] = {}
-        self._size = 0
-
-    def add(self, rows: Mapping[str, Ints]) -> None:
-        size = self._size + len(next(iter(rows.values())))
-        for name, values in rows.items():
-            column = self._columns.setdefault(name, np.empty(_FIRST_ROOM, values.dtype))
-            if size > len(column):
-                column, full = np.empty(2 * size, column.dtype), column
-                column[: self._size] = full[: self._size]
-                self._columns[name] = column
-            column[self._size : size] = values
-        self._size = size
-
-    def all(self, names: Sequence[str]) -> dict[str, Ints]:
-        """The rows that were added; no more can be."""
-        return {name: self._columns.pop(name, np.empty(0, np.int64))[: self._size] for name in names}
 
 
 def _information(before: bytes, after: bytes) -> tuple[dict[str, Any], int]:
@@ -637,18 +613,20 @@ def _nodes(ranks: Mapping[int, _Capture]) -> dict[int, int]:
     seen: dict[int, int] = {}
     nodes = {}
     for rank, capture in ranks.items():
-        device = _main_device(capture)
+        device = capture.main_device
         nodes[rank] = seen.get(device, 0) if device is not None else 0
         if device is not None:
             seen[device] = nodes[rank] + 1
     return nodes
 
 
-def _main_device(capture: _Capture) -> int | None:
-    devices = capture.device["device"]
-    devices = devices[devices != MISSING_SHORT]
-    which, rows = np.unique(devices, return_counts=True)
-    return int(which[rows.argmax()]) if len(devices) else None
+def _main_device(rows: Rows) -> int | None:
+    seen: Counter[int] = Counter()
+    for block in rows.blocks("device"):
+        which, count = np.unique(block["device"], return_counts=True)
+        seen.update(dict(zip(which.tolist(), count.tolist(), strict=True)))
+    del seen[MISSING_SHORT]
+    return max(sorted(seen), key=seen.__getitem__, default=None)
 
 
 def _missing_ranks(ranks: Mapping[int, _Capture]) -> list[Gap]:
@@ -665,11 +643,11 @@ def _missing_ranks(ranks: Mapping[int, _Capture]) -> list[Gap]:
 
 
 def _ranks_frame(capture: _Capture) -> pl.DataFrame:
-    starts = [int(c["ts"].min()) for c in (capture.device, capture.launches, capture.spans) if len(c["ts"])]
+    starts = [rows.first_ns for rows in (capture.device, capture.launches, capture.spans) if len(rows)]
     host = _HOST_IN_NAME.match(capture.file_name)
     row = {
         "start_ns": min(starts, default=0),
-        "local_rank": _main_device(capture),
+        "local_rank": capture.main_device,
         "world_size": capture.world_size,
         "hostname": host[1] if host else None,
         "device": _device_name(capture),
@@ -679,12 +657,11 @@ def _ranks_frame(capture: _Capture) -> pl.DataFrame:
 
 
 def _device_name(capture: _Capture) -> str:
-    if not len(capture.device["ts"]):
+    if not len(capture.device):
         return "cpu"
     listed = capture.info.get("deviceProperties")
-    main = _main_device(capture)
     for device in listed if isinstance(listed, list) else []:
-        if isinstance(device, dict) and device.get("id") == main and device.get("name"):
+        if isinstance(device, dict) and device.get("id") == capture.main_device and device.get("name"):
             return str(device["name"])
     return "accelerator"
 
@@ -693,18 +670,18 @@ def _span(columns: Mapping[str, Ints]) -> dict[str, Ints]:
     return {"start_ns": columns["ts"], "end_ns": columns["ts"] + columns["dur"]}
 
 
-def _kernels_frame(capture: _Capture, chosen: Ints) -> pl.DataFrame:
-    rows = {c: values[chosen] for c, values in capture.device.items()}
-    return pl.DataFrame(
-        {
-            **_span(rows),
-            "name": capture.text(rows["name"]),
-            "work": _work(capture, rows),
-            "device": _or_null(rows["device"], MISSING_SHORT),
-            "stream": _or_null(rows["stream"], MISSING_SHORT),
-            "correlation": _or_null(rows["correlation"], MISSING),
-        }
-    )
+def _kernels_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFrame]:
+    for rows in capture.device.in_time(most):
+        yield pl.DataFrame(
+            {
+                **_span(rows),
+                "name": capture.text(rows["name"]),
+                "work": _work(capture, rows),
+                "device": _or_null(rows["device"], MISSING_SHORT),
+                "stream": _or_null(rows["stream"], MISSING_SHORT),
+                "correlation": _or_null(rows["correlation"], MISSING),
+            }
+        )
 
 
 def _work(capture: _Capture, rows: Mapping[str, Ints]) -> pl.Series:
@@ -719,28 +696,24 @@ def _or_null(values: Ints, missing: int) -> pl.Series:
     return series.set(series == missing, None)
 
 
-def _launches_frame(capture: _Capture, chosen: Ints) -> pl.DataFrame:
-    rows = {c: values[chosen] for c, values in capture.launches.items()}
-    return pl.DataFrame(
-        {
-            **_span(rows),
-            "name": capture.text(rows["name"]),
-            "thread": capture.threads[rows["tid"]],
-            "correlation": rows["correlation"],
-        }
-    )
+def _launches_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFrame]:
+    for rows in capture.launches.in_time(most):
+        frame = _spans_frame(capture, rows).with_columns(correlation=pl.Series(rows["correlation"]))
+        yield frame.filter(pl.col("correlation") != MISSING)
 
 
-def _threads(names: Sequence[str], spans: Mapping[str, Ints], *others: Mapping[str, Ints]) -> Ints:
+def _threads(names: Sequence[str], spans: Rows, launches: Rows, operators: Rows) -> Ints:
     """By code of a thread's name: 0 for the main thread, which announces the steps (else launches most), then in order
-    of appearance. `others` begins with the launches.
+    of appearance.
     """
-    steps = np.array([bool(_STEP_NAME.match(names[code])) for code in spans["name"]], bool)
-    candidates = spans["tid"][steps] if steps.any() else others[0]["tid"]
-    if not len(candidates):
-        candidates = spans["tid"]
-    main = [int(np.bincount(candidates).argmax())] if len(candidates) else []
-    seen = (_as_seen(columns) for columns in (candidates, spans["tid"], *(other["tid"] for other in others)))
+    announces = np.array([bool(_STEP_NAME.match(name)) for name in names])
+    steps = [spans.where(announces.__getitem__, "name")["tid"]]
+    tables = ([rows["tid"] for rows in table.blocks("tid")] for table in (spans, launches, operators))
+    of_spans, of_launches, of_operators = tables
+    candidates = steps if len(steps[0]) else of_launches or of_spans
+    counts = sum((np.bincount(codes, minlength=len(names)) for codes in candidates), np.zeros(len(names), np.int64))
+    main = [int(counts.argmax())] if candidates else []
+    seen = map(_as_seen, itertools.chain(candidates, of_spans, of_launches, of_operators))
     ordered = list(dict.fromkeys([*main, *itertools.chain.from_iterable(seen)]))
     number = np.zeros(max(ordered, default=0) + 1, np.uint16)
     number[ordered] = np.minimum(np.arange(len(ordered)), (1 << 16) - 1)
@@ -755,20 +728,22 @@ def _as_seen(codes: Ints) -> list[int]:
     return [int(code) for code in found[np.argsort(first[found])]]
 
 
-def _regions_frame(capture: _Capture) -> pl.DataFrame:
-    frame = _spans_frame(capture, capture.spans)
+def _regions_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFrame]:
     of_communication = pl.any_horizontal(pl.col("name").str.starts_with(p) for p in _COMMUNICATION_REGIONS)
     kind = pl.lit("user")
     for begin, name in _REGION_KINDS.items():
         kind = pl.when(pl.col("name").str.starts_with(begin)).then(pl.lit(name)).otherwise(kind)
     is_step = pl.col("name").str.starts_with("ProfilerStep#")
-    annotated = frame.filter(~is_step & ~of_communication).with_columns(kind.alias("kind"))
-    return pl.concat([annotated, _spans_frame(capture, capture.operators).with_columns(kind=pl.lit("operator"))])
+    for rows in capture.spans.in_time(most):
+        yield _spans_frame(capture, rows).filter(~is_step & ~of_communication).with_columns(kind.alias("kind"))
+    for rows in capture.operators.in_time(most):
+        yield _spans_frame(capture, rows).with_columns(kind=pl.lit("operator"))
 
 
 def _steps_frame(capture: _Capture) -> pl.DataFrame:
-    frame = _spans_frame(capture, capture.spans).filter(pl.col("name").str.contains(_STEP_NAME.pattern))
-    return frame.select("start_ns", "end_ns", "thread")
+    announces = np.array([bool(_STEP_NAME.search(name)) for name in capture.names])
+    rows = capture.spans.where(announces.__getitem__, "name")
+    return _spans_frame(capture, rows).select("start_ns", "end_ns", "thread")
 
 
 def _spans_frame(capture: _Capture, rows: Mapping[str, Ints]) -> pl.DataFrame:
@@ -785,7 +760,7 @@ class _Groups:
         self.members: dict[str, str] = {}
         self.roles: dict[str, str] = {}
         self.backends: dict[str, str] = {}
-        self.start_ns = int(capture.device["ts"].min()) if len(capture.device["ts"]) else 0
+        self.start_ns = capture.device.first_ns if len(capture.device) else 0
         config = capture.distributed.get("pg_config")
         for entry in config if isinstance(config, list) else []:
             if isinstance(entry, dict) and isinstance(entry.get("ranks"), list) and entry.get("pg_name") is not None:
@@ -829,17 +804,23 @@ class _Groups:
 
 def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
     """One row per kernel of NCCL or RCCL, in order; `group` and `seq` as far as the file tells (null: it does not)."""
-    rows = capture.device
-    op_of = {int(code): kernel_op(capture.names[code]) for code in np.unique(rows["name"])}
-    codes = [code for code, op in op_of.items() if op is not None]
-    at = np.flatnonzero(np.isin(rows["name"], codes) & np.isin(rows["cat"], _kernel_codes(capture)))
-    at = at[np.argsort(rows["ts"][at], kind="stable")]
-    launch = _launch_of(capture, rows["correlation"][at])
-    meta = _meta_of(capture, at, launch)
-    start, end = rows["ts"][at], rows["ts"][at] + rows["dur"][at]
-    host_start, host_end, thread = start.copy(), start.copy(), np.zeros(len(at), np.int64)
+    used = np.zeros(len(capture.names), bool)
+    for block in capture.device.blocks("name"):
+        used[block["name"]] = True
+    op_of = {int(code): kernel_op(capture.names[code]) for code in np.flatnonzero(used)}
+    is_kernel = [device_work(name, "nccl") == "communication" for name in capture.names]
+    of_library = np.array([op_of.get(code) is not None for code in range(len(used))])
+    rows = capture.device.where(of_library.__getitem__, "name")
+    order = np.argsort(rows["ts"], kind="stable")
+    order = order[np.array(is_kernel)[rows["cat"][order]]]
+    rows = {c: values[order] for c, values in rows.items()}
+    launches = capture.launches.where(lambda values: np.isin(values, rows["correlation"]), "correlation")
+    launch = _launch_of(launches["correlation"], rows["correlation"])
+    meta = _meta_of(capture, rows["row"], launches, launch)
+    start, end = rows["ts"], rows["ts"] + rows["dur"]
+    host_start, host_end, thread = start.copy(), start.copy(), np.zeros(len(start), np.int64)
     launched = launch >= 0
-    calls = {c: values[launch[launched]] for c, values in capture.launches.items()}
+    calls = {c: values[launch[launched]] for c, values in launches.items()}
     host_start[launched], host_end[launched] = calls["ts"], calls["ts"] + calls["dur"]
     thread[launched] = capture.threads[calls["tid"]]
     names = {c: [capture.names[code] for code in meta[c]] for c in ("collective", "group", "ranks", "description")}
@@ -848,7 +829,7 @@ def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
             groups.add(name, ranks, role)
     ops = [
         OPS_BY_NAME.get(said.replace("_", "").lower()) or op_of[int(code)] or "unknown"
-        for said, code in zip(names["collective"], rows["name"][at], strict=True)
+        for said, code in zip(names["collective"], rows["name"], strict=True)
     ]
     dtypes = [_DTYPES.get(capture.names[code], ("unknown", 0)) for code in meta["dtype"]]
     elements = np.maximum(meta["in_nelems"], meta["out_nelems"])
@@ -865,25 +846,18 @@ def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
             "seq": seq.set((seq < 0) | (seq >= 1 << 32), None),
             "op": ops,
             "dtype": [name for name, _ in dtypes],
-            "is_async": pl.Series([None] * len(at), dtype=pl.Boolean),
+            "is_async": pl.Series([None] * len(start), dtype=pl.Boolean),
             "peer": _peers(ops, meta),
-            "tag": np.zeros(len(at), np.int64),
+            "tag": np.zeros(len(start), np.int64),
             "size_bytes": pl.Series(sizes, dtype=pl.Int64),
             "thread": thread,
-            "number": np.arange(len(at)),
+            "number": np.arange(len(start)),
         }
     )
 
 
-def _kernel_codes(capture: _Capture) -> list[int]:
-    return [
-        code for code in np.unique(capture.device["cat"]) if device_work(capture.names[code], "nccl") == "communication"
-    ]
-
-
-def _launch_of(capture: _Capture, correlation: Ints) -> Ints:
-    """Row in `launches` of each correlation, -1 where there is none."""
-    known = capture.launches["correlation"]
+def _launch_of(known: Ints, correlation: Ints) -> Ints:
+    """Position among those known of each correlation, of several the first; -1 where there is none."""
     if not len(known):
         return np.full(len(correlation), -1)
     order = np.argsort(known, kind="stable")
@@ -892,13 +866,12 @@ def _launch_of(capture: _Capture, correlation: Ints) -> Ints:
     return np.where((known[row] == correlation) & (correlation != MISSING), row, -1)
 
 
-def _meta_of(capture: _Capture, at: Ints, launch: Ints) -> dict[str, Ints]:
+def _meta_of(capture: _Capture, at: Ints, launches: Mapping[str, Ints], launch: Ints) -> dict[str, Ints]:
     """What the file says about each of these kernels: on the kernel itself, else on the operator that launched it."""
     metas = capture.device_metas
-    row = np.full(len(capture.device["ts"]), -1)
-    row[metas["row"]] = np.arange(len(metas["row"]))
-    own = row[at]
-    of_operator = np.where(own < 0, _enclosing(capture, launch), -1)
+    place, known = np.searchsorted(metas["row"], at), np.append(metas["row"], -1)
+    own = np.where(known[place] == at, place, -1)
+    of_operator = np.where(own < 0, _enclosing(capture.operator_metas, launches, launch), -1)
     found = {}
     for column in _META_KEPT:
         none = MISSING if column in ("in_nelems", "out_nelems", "seq", "src", "dst") else NO_NAME
@@ -909,16 +882,16 @@ def _meta_of(capture: _Capture, at: Ints, launch: Ints) -> dict[str, Ints]:
     return found
 
 
-def _enclosing(capture: _Capture, launch: Ints) -> Ints:
-    """Row in `operator_metas` of the operator within which each launch began, on its thread; -1 where there is none."""
-    ops, found = capture.operator_metas, np.full(len(launch), -1)
+def _enclosing(ops: Mapping[str, Ints], launches: Mapping[str, Ints], launch: Ints) -> Ints:
+    """Row in `ops` of the operator within which each launch began, on its thread; -1 where there is none."""
+    found = np.full(len(launch), -1)
     launched = np.flatnonzero(launch >= 0)
-    its_thread = capture.launches["tid"][launch[launched]]
+    its_thread = launches["tid"][launch[launched]]
     for thread in np.unique(ops["tid"]):
         rows = np.flatnonzero(ops["tid"] == thread)
         rows = rows[np.argsort(ops["ts"][rows], kind="stable")]
         mine = launched[its_thread == thread]
-        begin = capture.launches["ts"][launch[mine]]
+        begin = launches["ts"][launch[mine]]
         last = np.searchsorted(ops["ts"][rows], begin, side="right") - 1
         inside = (last >= 0) & (begin < (ops["ts"] + ops["dur"])[rows[last]])
         found[mine[inside]] = rows[last[inside]]
