@@ -67,6 +67,7 @@ _EMPTY = {
 _CONSEQUENCES = {
     "slow_rank": ("uneven_work", "slow_link", "pipeline_bubble"),
     "gc_stall": ("pipeline_bubble",),
+    "host_bound": ("slow_rank",),
     "checkpoint_stall": ("pipeline_bubble",),
     "slow_link": ("uneven_work", "exposed_communication"),
     "stage_imbalance": ("slow_rank", "uneven_work"),

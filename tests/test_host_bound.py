@@ -23,7 +23,7 @@ def tables(host_ms, *calls, step_ms=100):
             begin, dry, end = (round(x * MS) for x in (step * step_ms, (step + 1) * step_ms - ms, (step + 1) * step_ms))
             parts += [(rank, step, "compute", dry - begin), (rank, step, "host", end - dry)]
             phases += [(rank, step, "compute", "forward", begin, dry), (rank, step, "host", "aten::loss", dry, end)]
-            kernels.append((rank, begin, dry, begin))
+            kernels.append((rank, begin, dry, begin, "compute"))
             launches += [
                 (rank, round((step * step_ms + first) * MS), round((step * step_ms + last) * MS), name)
                 for name, first, last in calls
@@ -32,7 +32,7 @@ def tables(host_ms, *calls, step_ms=100):
     return (
         pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
         pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row"),
-        pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns"], orient="row"),
+        pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row"),
         pl.DataFrame(launches, {"rank": pl.Int64, **span, "name": pl.String}, orient="row"),
     )
 
@@ -60,7 +60,33 @@ def test_it_says_what_the_host_did_meanwhile(calls, said):
     assert said in finding.advice
 
 
-@pytest.mark.parametrize("host_ms", [[9.9] * 4, [300, 5, 5, 5], [0] * 4], ids=["below 10 %", "one rank only", "none"])
+def beside_communication(over_ms):
+    """Steps of 100 ms: a collective from 40 until `over_ms`, nothing computes from 50 until the late kernel at 80."""
+    phases, kernels = [], []
+    for rank, step in ((rank, step) for rank in range(2) for step in range(STEPS)):
+        begin, sent, dry, alone, late, end = ((step * 100 + x) * MS for x in (0, 40, 50, min(over_ms, 80), 80, 100))
+        phases += [(rank, step, "compute", "forward", begin, dry), (rank, step, "transfer", "allreduce", dry, alone)]
+        phases += [(rank, step, "host", "aten::loss", alone, late), (rank, step, "compute", "backward", late, end)]
+        kernels += [(rank, begin, dry, begin, "compute"), (rank, late, end, late, "compute")]
+        kernels += [(rank, sent, (step * 100 + over_ms) * MS, sent, "communication")]
+    table = pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row")
+    return (
+        table.group_by("rank", "step", "part").agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum()),
+        table.filter(pl.col("end_ns") > pl.col("start_ns")),
+        pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row"),
+        pl.DataFrame(schema={"rank": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64, "name": pl.String}),
+    )
+
+
+def test_a_collective_that_still_runs_when_late_work_begins_does_not_hide_the_host():
+    """Between 50 and 80 nothing computes. Who began before the collective was over did not wait for it: 30 ms."""
+    (finding,) = host_bound.detect(*beside_communication(over_ms=90))
+    assert (finding.ranks, finding.lost_ns_per_step) == ((0, 1), 30 * MS)
+    (finding,) = host_bound.detect(*beside_communication(over_ms=75))  # what came next may have waited until 75
+    assert finding.lost_ns_per_step == 5 * MS
+
+
+@pytest.mark.parametrize("host_ms", [[2.9] * 4, [300, 5, 5, 5], [0] * 4], ids=["below 3 %", "one rank only", "none"])
 def test_healthy_or_one_ranks_own_is_silent(host_ms):
     assert host_bound.detect(*tables(host_ms, step_ms=400 if max(host_ms) > 100 else 100)) == []
 

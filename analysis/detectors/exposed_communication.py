@@ -26,7 +26,7 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.own import Floats, StepGrid, estimate
+from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -140,22 +140,13 @@ def _spans(
     )
     if per_step.is_empty() or per_step["bytes"].sum() == 0:
         raise NotResolvable("no reduction of gradients was seen between backward and optimizer")
-    return grid, exposed, {name: _arranged(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
+    return grid, exposed, {name: sums(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
 
 
 def _bounds(regions: pl.DataFrame, first: str, last: str) -> pl.DataFrame:
     """(rank, step) with start and end of its last region."""
     ordered = regions.sort("start_ns").group_by("rank", "step").last()
     return ordered.select("rank", "step", pl.col("start_ns").alias(first), pl.col("end_ns").alias(last))
-
-
-def _arranged(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:
-    """The column as an array of (rank, step); 0 where a rank lacks the step."""
-    values = np.zeros((len(grid.ranks), len(grid.steps)))
-    known = rows.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
-    at = np.searchsorted(grid.ranks, known["rank"]), np.searchsorted(grid.steps, known["step"])
-    values[at] = known[column].to_numpy()
-    return values
 
 
 def _left_over(spans: dict[str, Floats], buckets: int) -> Floats:

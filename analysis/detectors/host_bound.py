@@ -1,9 +1,11 @@
 """The host launches the device's work too late, and the device stands idle.
 
-**Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`),
-on at least half of the ranks, above `min_fraction` of the step. What the host did in these gaps is split into: asking
-the driver for memory, having just waited for the device (a synchronisation drains the queue), the launch calls
-themselves, and all else.
+**Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`).
+A kernel that only communicates meanwhile does not change that, if it still runs when the late work begins: nothing
+waited for it. What the busiest rank would be shorter without this time is the loss, reported above `min_fraction` of
+the step if the hosts of at least half of the ranks are late by a quarter of it. What the host did in these gaps is
+split into: asking the driver for memory, having just waited for the device (a synchronisation drains the queue), the
+launch calls themselves, and all else.
 
 **Why it costs time.** The host normally queues work ahead of the device. When it falls behind, every microsecond of
 Python, of a driver call or of waiting for a result is a microsecond in which the device does nothing.
@@ -30,10 +32,11 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price, visible
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.kinds import COMMUNICATION
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.device_phases import UNSEEN
-from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, gain_ns
+from rankscope.analysis.timeline.own import BLOCKED, Estimate, Floats, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -44,6 +47,7 @@ _TRIM = 0.1
 _MEMORY = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
 _SYNC = r"Synchronize$|^(cuda|hip)Memcpy$"
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
+_AS_LATE = 0.25  # of the loss: ranks whose hosts are late by that much would hold the job up next
 _MUCH = 0.25  # share of the idle time from which a cause is worth its advice
 
 _ADVICE = {
@@ -62,48 +66,81 @@ def detect(
     kernels: pl.DataFrame,
     launches: pl.DataFrame,
     *,
-    min_fraction: float = 0.1,
+    min_fraction: float = 0.03,
 ) -> list[Finding]:
-    """What at least half of the ranks lose because their host is late, as one finding."""
+    """What the job loses because the hosts of at least half of the ranks are late, as one finding."""
     grid = _launched(breakdown, kernels)
-    host = grid.of("host")
-    usual = np.quantile(host, 0.5, axis=0, method="lower")
-    lost = estimate(usual, _TRIM)
-    if not lost.clear or lost.ns < min_fraction * grid.step_ns:
+    beside = _late_beside_communication(phases, kernels)
+    lost = _lost(grid, beside)
+    late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
+    late = late_ns >= _AS_LATE * lost.ns
+    if not lost.clear or lost.ns < min_fraction * grid.step_ns or 2 * late.sum() < len(late):
         return []
-    ranks = tuple(rank for rank, own in zip(grid.ranks, host, strict=True) if own.mean() >= lost.ns / 2)
-    gaps = phases.filter(pl.col("part") == "host", pl.col("rank").is_in(ranks))
-    where = gaps.group_by("label").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")).sort("ns", "label")
+    ranks = grid.only(late).ranks
+    idle = phases.filter(pl.col("part") == "host")
+    gaps = pl.concat([idle, beside.filter(pl.col("certain_ns") > 0).select(idle.columns)])
+    gaps = gaps.filter(pl.col("rank").is_in(ranks)).sort("rank", "start_ns")
+    length = pl.col("end_ns") - pl.col("start_ns")
+    where = idle.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
     causes = _causes(gaps, launches)
     return [
         Finding(
             detector="host_bound",
             title=f"The host is too slow for the device on {named('rank', ranks)}: it stands idle "
             f"{duration(lost.ns)} per step before work that was launched late",
-            where=str(where["label"][-1]),
+            where=str(where[-1]) if len(where) else "the step",
             advice=_advice(causes),
             ranks=ranks,
             evidence=longest_rows(gaps, "kernels"),
-            **price(grid, lost, gain_ns(grid.busy, grid.busy - host)),
+            **price(grid, lost, lost.ns),
         )
     ]
 
 
 def resolution_ns(
-    breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, *, min_fraction: float = 0.1
+    breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, *, min_fraction: float = 0.03
 ) -> int:
     """The smallest idle time per step that would have been reported; idle time of unknown launch may be the host's."""
     grid = _launched(breakdown, kernels)
-    scatter = estimate(np.quantile(grid.of("host"), 0.5, axis=0, method="lower"), _TRIM).half_width_ns
+    lost = _lost(grid, _late_beside_communication(phases, kernels))
     unseen = phases.filter(pl.col("part") == "other", pl.col("label") == UNSEEN)
     unseen_ns = unseen.select((pl.col("end_ns") - pl.col("start_ns")).sum()).item() / len(grid.ranks) / len(grid.steps)
-    return visible(grid, max(min_fraction * grid.step_ns, scatter, unseen_ns))
+    return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns, unseen_ns))
 
 
 def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
     if kernels["launch_ns"].null_count() == len(kernels):
         raise NotResolvable("the trace does not hold the calls that launched the device's work")
     return judged_grid(breakdown, _LEAST_STEPS)
+
+
+def _lost(grid: StepGrid, beside: pl.DataFrame) -> Estimate:
+    """What the busiest rank would be shorter per step with quick hosts."""
+    alone = sums(grid, beside, "certain_ns")
+    busy = grid.busy + alone
+    return estimate(busy.max(axis=0) - (busy - alone - grid.of("host")).max(axis=0), _TRIM)
+
+
+def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """The phases in which a device only communicated before work that was launched late.
+
+    `possible_ns` of each lie before the launch; `certain_ns` are the host's: what was launched began before the
+    communication was over, so it had not waited for it.
+    """
+    is_communication = pl.col("work") == COMMUNICATION
+    starts = kernels.filter(~is_communication).select("rank", "launch_ns", at_ns="start_ns").sort("at_ns")
+    ends = kernels.filter(is_communication).select("rank", over_ns="end_ns").sort("over_ns")
+    return (
+        phases.filter(pl.col("part").is_in(BLOCKED))
+        .sort("start_ns")
+        .join_asof(starts, left_on="start_ns", right_on="at_ns", by="rank", strategy="forward", check_sortedness=False)
+        .join_asof(ends, left_on="start_ns", right_on="over_ns", by="rank", strategy="forward", check_sortedness=False)
+        .filter(pl.col("launch_ns") > pl.col("start_ns"))
+        .with_columns(
+            possible_ns=pl.min_horizontal("end_ns", "launch_ns") - pl.col("start_ns"),
+            certain_ns=(pl.col("end_ns") - pl.col("start_ns")) * (pl.col("at_ns") < pl.col("over_ns")),
+        )
+    )
 
 
 def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
