@@ -149,7 +149,8 @@ def train(args: argparse.Namespace) -> list[int]:
     torch.manual_seed(0)
     mine = rank in args.ranks
     fault = args.fault if mine else "none"
-    chance = random.Random(1000 * args.seed + (rank if args.fault == "uneven_work" else 0))
+    chance = random.Random(1000 * args.seed + rank)
+    bursts = set(chance.sample(range(FIRST, args.steps), round(BURSTS * (args.steps - FIRST))))
     stages = {"pp-1f1b": 4, "pp-gpipe": 4, "tp+pp": 2}.get(args.parallel, 1)
     calls = LAYERS // stages * (MICROBATCHES if stages > 1 else 1)  # of a layer's forward in a step
     works = [Work(args.device_ms / 1e3 / calls / 3) for _ in range(LAYERS)]
@@ -162,12 +163,11 @@ def train(args: argparse.Namespace) -> list[int]:
 
     ends = [time.perf_counter_ns()]
     for i, batch in zip(range(args.steps), loader, strict=False):
-        now = chance.random()
         factor = args.factor
-        if fault in ("slow_rank", "slow_node", "stage_imbalance") or (fault == "sporadic_rank" and now < BURSTS):
+        if fault in ("slow_rank", "slow_node", "stage_imbalance") or (fault == "sporadic_rank" and i in bursts):
             factor += args.ms / args.device_ms
         elif fault == "uneven_work":
-            rows = round(ROWS * (1 - now * args.ms / 100))
+            rows = round(ROWS * (1 - chance.random() * args.ms / 100))
             batch, factor = batch[:rows], rows / ROWS
         for work in works:
             work.factor = factor if i >= FIRST or args.fault == "stage_imbalance" else args.factor
