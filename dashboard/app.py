@@ -149,7 +149,7 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
     name = _page_name(path)
     key = query.get("run", "")
     page = all_pages().get(name)
-    navigation = _navigation(name, key)
+    navigation = _navigation(name, key, len(runs.keys))
     if key not in runs.keys or page is None:
         what = f"No run “{key}” was opened here." if key not in runs.keys else f"There is no page “{name}”."
         return empty("Nothing here", what), navigation, None, None
@@ -162,10 +162,11 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
     return page.layout(progress.run, query), navigation, _run_names(runs, name, key), now
 
 
-def _navigation(current: str, run: str) -> list[Any]:
+def _navigation(current: str, run: str, opened: int) -> list[Any]:
     return [
         dmc.NavLink(label=page.TITLE, href=address(name, run), active=name == current, className="nav-link")
         for name, page in all_pages().items()
+        if opened > 1 or not getattr(page, "OF_TWO", False)
     ]
 
 

@@ -50,7 +50,7 @@ def command(
         signal.signal(name, _interrupt)
     try:
         state.start()
-        _say_where(host, server.port, token)
+        _say_where(host, server.port, token, page="diff" if len(run) > 1 else "")
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         pass
@@ -105,8 +105,9 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _say_where(host: str, port: int, token: str) -> None:
+def _say_where(host: str, port: int, token: str, page: str) -> None:
     name = f"[{host}]" if ":" in host else socket.gethostname() if host == "0.0.0.0" else host
-    print(f"rankscope: http://{name}:{port}/{f'?token={token}' if token else ''}  (Ctrl-C ends it)", flush=True)
+    query = f"?token={token}" if token else ""
+    print(f"rankscope: http://{name}:{port}/{page}{query}  (Ctrl-C ends it)", flush=True)
     if _is_local(host) and "SSH_CONNECTION" in os.environ:
         print(f"rankscope: from your own machine: ssh -L {port}:localhost:{port} {socket.gethostname()}", flush=True)

@@ -1,0 +1,177 @@
+"""What changed from the first run that was opened to the second."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import polars as pl
+from dash import Dash, Input, Output, dcc, html, no_update
+
+from rankscope.analysis.compare import Comparison, NotComparable, compare
+from rankscope.analysis.report.comparison import arrow, finding_row, signed, step_change
+from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.report.texts import part_label
+from rankscope.dashboard.figures.changes import Step, steps_from_a_to_b
+from rankscope.dashboard.page import Query, Shown, address, card, empty, facts, heading, quiet, table
+from rankscope.dashboard.state import Run, State
+
+TITLE, ORDER = "Diff", 105
+OF_TWO = True  # there is nothing to see where one run is open
+
+_MEANING = "Run B against run A. ± is a 95 % half width over the judged steps of both."
+_TICK_MS = 700
+_ROWS = 200
+
+
+def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+    return html.Div(
+        [
+            heading(TITLE, _MEANING),
+            html.Div(quiet("Opening the other run …"), id="diff"),
+            dcc.Interval(id="diff-tick", interval=_TICK_MS),
+        ]
+    )
+
+
+def register(app: Dash, state: State) -> None:
+    app.callback(Output("diff", "children"), Output("diff-tick", "disabled"), Input("diff-tick", "n_intervals"))(
+        lambda _: _when_ready(state)
+    )
+
+
+def _when_ready(state: State) -> tuple[Any, bool]:
+    """The comparison, and whether there is nothing more to wait for."""
+    if len(state.keys) < 2:
+        return empty("One run", "Only one run is open.", "To compare two: rankscope ui RUN_A RUN_B."), True
+    progress = [state.progress(key) for key in state.keys[:2]]
+    failed = next((one for one in progress if one.error), None)
+    if failed is not None:
+        return empty("Nothing to compare", f"{failed.name} cannot be read: {failed.error}"), True
+    a, b = (one.run for one in progress)
+    if a is None or b is None:
+        return no_update, False
+    return _page(a, b), not (a.running or b.running)
+
+
+def _page(a: Run, b: Run) -> Any:  # noqa: ANN401
+    found = _compared(a, b)
+    if isinstance(found, str):
+        return empty("Nothing to compare", f"{found[:1].upper()}{found[1:]}.")
+    return html.Div(
+        [
+            _head(found, a, b),
+            card("From A to B", *_parts(found)),
+            card("Findings", *_findings(found)),
+            card("Ranks that changed otherwise than most", _ranks(found)) if found.ranks else None,
+            card("Communication", _operations(found), note="Mean over judged steps.") if found.operations else None,
+            card("Kernels", _kernels(found), note="Time of a rank per judged step.") if found.kernels else None,
+        ]
+    )
+
+
+@lru_cache(maxsize=2)
+def _compared(a: Run, b: Run) -> Comparison | str:
+    """The comparison, or why there is none."""
+    try:
+        return compare(a.report, a.timeline, b.report, b.timeline)
+    except NotComparable as reason:
+        return str(reason)
+
+
+def _head(found: Comparison, a: Run, b: Run) -> Any:  # noqa: ANN401
+    times = f"{duration(found.step.a_ns)} → {duration(found.step.b_ns)}"
+    severity = "" if not found.step.clear else "medium" if found.step.change_ns > 0 else "good"
+    runs = [
+        html.Li([f"{letter}: ", dcc.Link(run.name, href=address("overview", run.key)), f": {run.report.verdict}"])
+        for letter, run in (("A", a), ("B", b))
+    ]
+    return html.Div(
+        [
+            html.H1(f"Mean step {times}: {step_change(found.step)}"),
+            html.Ul(runs, className="facts"),
+            facts(*found.notes) if found.notes else None,
+        ],
+        className=f"verdict {severity}",
+    )
+
+
+def _parts(found: Comparison) -> list[Any]:
+    if not found.parts:
+        return [html.P("The parts of the step are not compared; the reason stands above.")]
+    steps, unit = steps_from_a_to_b(found)
+    heads = [html.Th(text, className="number") for text in (f"A, {unit}", f"B, {unit}", "change", "±")]
+    head = html.Tr([html.Th(), html.Th(), *heads])
+    return [html.Table([html.Thead(head), html.Tbody([_row(step) for step in steps])], className="waterfall")]
+
+
+def _row(step: Step) -> Any:  # noqa: ANN401
+    place = {"left": f"{step.start * 100:.3f}%", "width": f"{step.length * 100:.3f}%"}
+    drawn = html.Div(className=f"bar {'bar-step' if step.kind == 'sum' else f'bar-{step.kind}'}", style=place)
+    numbers = [html.Td(text, className="number") for text in (step.a, step.b, step.change, step.error)]
+    return html.Tr(
+        [html.Td(step.label, className="label"), html.Td(html.Div(drawn, className="track")), *numbers],
+        className=step.kind,
+    )
+
+
+def _findings(found: Comparison) -> list[Any]:
+    if not found.findings:
+        return [html.P("None in either run.")]
+    rows = [finding_row(change) for change in found.findings]
+    head = html.Tr([html.Th(text) for text in ("", "cost per step", "")])
+    cells = [html.Tr([html.Td(status, className="name"), html.Td(cost), html.Td(what)]) for status, cost, what in rows]
+    return [html.Table([html.Thead(head), html.Tbody(cells)], className="plain")]
+
+
+def _ranks(found: Comparison) -> Any:  # noqa: ANN401
+    rows = [
+        {
+            "rank": one.rank,
+            "a": one.a_ns,
+            "b": one.b_ns,
+            "change": signed(one.b_ns - one.a_ns),
+            "part": part_label(one.part),
+            "usual": signed(one.usual_ns),
+        }
+        for one in found.ranks
+    ]
+    shown = {"rank": Shown("rank"), "a": Shown("own time in A", "time"), "b": Shown("in B", "time")}
+    return table(
+        pl.DataFrame(rows),
+        shown | {"change": Shown("change"), "part": Shown("mostly"), "usual": Shown("usual change of a rank")},
+    )
+
+
+def _operations(found: Comparison) -> Any:  # noqa: ANN401
+    rows = [
+        {
+            "op": one.op,
+            "group": one.group,
+            "count": arrow(one.a_per_step, one.b_per_step, lambda count: f"{count:.3g}"),
+            "bytes": arrow(one.a_bytes, one.b_bytes, lambda size: f"{size:,.0f}"),
+            "transfer": arrow(one.a_transfer_ns, one.b_transfer_ns, duration),
+            "a": one.a_time_ns,
+            "b": one.b_time_ns,
+            "change": one.b_time_ns - one.a_time_ns,
+        }
+        for one in found.operations[:_ROWS]
+    ]
+    shown = {"op": Shown("operation"), "group": Shown("group"), "count": Shown("per step"), "bytes": Shown("bytes")}
+    times = {"a": Shown("time of a rank in A", "time"), "b": Shown("in B", "time"), "change": Shown("change", "time")}
+    return table(pl.DataFrame(rows), shown | {"transfer": Shown("transfer")} | times)
+
+
+def _kernels(found: Comparison) -> Any:  # noqa: ANN401
+    rows = [
+        {
+            "name": one.name,
+            "count": arrow(one.a_per_step, one.b_per_step, lambda count: f"{count:.3g}"),
+            "a": one.a_ns,
+            "b": one.b_ns,
+            "change": one.b_ns - one.a_ns,
+        }
+        for one in found.kernels[:_ROWS]
+    ]
+    shown = {"name": Shown("kernel"), "count": Shown("per step"), "a": Shown("A", "time"), "b": Shown("B", "time")}
+    return table(pl.DataFrame(rows), shown | {"change": Shown("change", "time")})
