@@ -345,6 +345,7 @@ SHOWN = {
     "memory": ("By rank", "No memory", "No memory"),
     "kernels": ("No kernels", "No kernels", "Device work by name"),
     "what_if": ("What if", "Nothing can be predicted", "What if"),
+    "diff": ("Nothing to compare", "Nothing to compare", "Nothing to compare"),
     "data": ("download csv", "Data", "download csv"),
 }
 
