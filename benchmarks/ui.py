@@ -28,7 +28,7 @@ from rankscope.analysis.report.palette import LIGHT, css_variables
 from rankscope.analysis.timeline.breakdown import PARTS
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.dashboard import timeline
-from rankscope.dashboard.timeline.scene import build_scene
+from rankscope.dashboard.timeline.scene import Scene, build_scene
 from rankscope.dashboard.timeline.server import view
 
 LANES = 64
@@ -73,7 +73,13 @@ def made_up(events: int) -> Timeline:
         )
     phases = pl.concat(frames)
     ranks = pl.DataFrame({"rank": range(LANES), "node": [rank // 8 for rank in range(LANES)], "hostname": "made-up"})
-    steps = phases.filter(pl.col("rank") == 0).group_by("rank", "step").agg(pl.col("start_ns").min()).sort("step")
+    steps = (
+        phases.filter(pl.col("rank") == 0)
+        .group_by("rank", "step")
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+        .sort("step")
+    )
+    steps = steps.with_columns(judged=pl.lit(False))
     groups = pl.DataFrame(schema={"name": pl.String, "role": pl.String, "members": pl.String})
     stages = pl.DataFrame(schema={"rank": pl.Int32, "stage": pl.Int32})
     rest = {name: pl.DataFrame() for name in Timeline.__dataclass_fields__ if name not in ("comparable",)}
@@ -83,10 +89,10 @@ def made_up(events: int) -> Timeline:
 
 class OneRun:
     def __init__(self, run: Timeline) -> None:
-        self._run = run
+        self._scene = build_scene(run)
 
-    def timeline(self, _: str) -> Timeline:
-        return self._run
+    def scene(self, _: str) -> Scene:
+        return self._scene
 
     def report(self, _: str) -> None:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.trace import BadInput, Trace
 from rankscope.collectors.schema import TABLES
+from rankscope.dashboard.timeline.scene import Scene, build_scene
 
 __all__ = ["STAGES", "Progress", "Run", "State"]
 
@@ -50,6 +52,7 @@ class Progress:
     version: int = 0
     error: str = ""
     run: Run | None = None
+    scene: Scene | None = None  # made while the run is judged, it may come later
 
 
 class State:
@@ -75,9 +78,9 @@ class State:
         progress = self._progress.get(run)
         return None if progress is None else progress.run
 
-    def timeline(self, run: str) -> Timeline | None:
-        loaded = self._progress[run].run
-        return None if loaded is None else loaded.timeline
+    def scene(self, run: str) -> Scene | None:
+        """The run's lanes."""
+        return self._progress[run].scene
 
     def report(self, run: str) -> Report | None:
         loaded = self._progress[run].run
@@ -131,30 +134,36 @@ class State:
             self._set(key, stage=1)
             timeline = build_timeline(trace)
             self._set(key, stage=2)
-            report = report_on(trace, timeline)
-            run = Run(
-                key=key,
-                name=self._progress[key].name,
-                trace=trace,
-                timeline=timeline,
-                report=report,
-                tables=_tables(trace, timeline),
-                running=any(launch.get("state") == "running" for launch in trace.run.values()),
-                read_at=time.time(),
-            )
+            with ThreadPoolExecutor(1) as beside:
+                scene = beside.submit(build_scene, timeline)
+                report = report_on(trace, timeline)
+                run = Run(
+                    key=key,
+                    name=self._progress[key].name,
+                    trace=trace,
+                    timeline=timeline,
+                    report=report,
+                    tables=_tables(trace, timeline),
+                    running=any(launch.get("state") == "running" for launch in trace.run.values()),
+                    read_at=time.time(),
+                )
+                if self._progress[key].run is None:
+                    self._set(key, run=run)  # the verdict does not wait for the lanes
+                self._set(key, scene=scene.result())
         except BadInput as error:
             self._set(key, error=str(error))
         except Exception as error:  # the page must say so; a thread that dies would leave it waiting for ever
             self._set(key, error=f"reading {path} failed: {type(error).__name__}: {error}")
             raise
         else:
-            self._set(key, run=run, error="")
+            if self._progress[key].run is not run or self._progress[key].error:
+                self._set(key, run=run, error="")
 
     def _set(self, key: str, **changes: object) -> None:
         with self._changed:
             before = self._progress[key]
-            # A run on screen stays there until the next one is ready: its stages are no news.
-            is_news = before.run is None or "stage" not in changes
+            # A run on screen stays there until the next one is ready: its stages are no news, nor are its lanes.
+            is_news = "scene" not in changes and (before.run is None or "stage" not in changes)
             version = before.version + 1 if is_news else before.version
             self._progress[key] = replace(before, version=version, **changes)  # type: ignore[arg-type]
             self._changed.notify_all()

@@ -266,7 +266,7 @@ def test_downloads_are_the_whole_table(state, tmp_path):
     client = create_app(state).server.test_client()
     got = client.get("/data-download?format=arrow&query=SELECT+*+FROM+collectives", headers={"Host": "localhost"})
     (tmp_path / "got.arrow").write_bytes(got.data)
-    assert pl.read_ipc(tmp_path / "got.arrow").equals(state.timeline("").collectives)
+    assert pl.read_ipc(tmp_path / "got.arrow").equals(state.ready("").timeline.collectives)
 
 
 @needs_linux
@@ -394,7 +394,7 @@ def test_a_cell_of_the_raster_says_its_value_and_opens_the_timeline(screen, stat
     screen.page.wait_for_selector(".raster-rows span")
     box = canvas.bounding_box()
     screen.page.mouse.move(box["x"] + box["width"] - 5, box["y"] + box["height"] - 5)
-    last = state.timeline("").steps["step"].max()
+    last = state.ready("").timeline.steps["step"].max()
     screen.wait_for_text(f"rank 1 on node 0, step {last}")
     screen.page.mouse.click(box["x"] + box["width"] - 5, box["y"] + box["height"] - 5)
     screen.page.wait_for_selector("#timeline[data-painted]")
@@ -412,7 +412,7 @@ def test_sql_answers_and_says_in_one_line_why_it_does_not(screen, state):
     screen.page.get_by_role("button", name="Ask").click()
     screen.page.get_by_text("2 rows", exact=True).wait_for()
     cells = screen.page.locator(".ag-cell[col-id=n]")
-    counted = state.timeline("").steps.group_by("rank").len().sort("rank")["len"].to_list()
+    counted = state.ready("").timeline.steps.group_by("rank").len().sort("rank")["len"].to_list()
     expect(cells).to_have_text([str(count) for count in counted], timeout=60_000)
     box.fill("SELECT * FROM read_csv('/etc/passwd')")
     screen.page.get_by_role("button", name="Ask").click()

@@ -185,6 +185,9 @@ def test_waiting_and_transfer_of_an_operation_are_drawn_apart_and_an_open_one_la
     assert [track.title for track in made.tracks[0]] == ["group dp", "regions"]
 
 
+ONE_PHASE = {"rank": [0], "part": ["compute"], "label": ["a"], "start_ns": [0], "end_ns": [100]}
+
+
 def test_a_selection_counts_only_what_lies_inside():
     phases = {
         "rank": [0, 0, 0],
@@ -202,6 +205,13 @@ def test_a_selection_counts_only_what_lies_inside():
     assert {row["name"]: row["count"] for row in table["names"]} == {"forward": 1, "backward": 1, "allreduce": 1}
 
 
+def test_the_first_view_is_of_the_judged_steps():
+    steps = {"rank": [0, 0, 0, 1, 1, 1], "step": [0, 1, 2] * 2, "judged": [False, True, True] * 2}
+    at = {"start_ns": [0, 50, 60, 0, 49, 60], "end_ns": [50, 60, 70, 49, 60, 72]}
+    made = scene.build_scene(timeline_of(steps=pl.DataFrame(steps | at), phases=pl.DataFrame(ONE_PHASE)))
+    assert (made.judged, made.end) == ((49, 72), 100)
+
+
 def test_times_far_beyond_what_a_float_counts_stay_exact():
     """Profilers write unix time: 1.7e18 ns. Two phases of 3 ns each."""
     phases = {"rank": [0, 0], "part": ["compute"] * 2, "label": ["a", "b"]}
@@ -216,7 +226,8 @@ def test_times_far_beyond_what_a_float_counts_stay_exact():
 def client(timelines: dict[str, Timeline | None]) -> Any:
     """Asks the routes about these runs; `ask(name, question)` gives status and answer."""
     app = flask.Flask("test")
-    server.register_routes(app, timelines.__getitem__, lambda run: None, lambda run: None)
+    scenes = {key: timeline and scene.build_scene(timeline) for key, timeline in timelines.items()}
+    server.register_routes(app, scenes.__getitem__, lambda run: None, lambda run: None)
 
     def ask(name: str, question: object) -> tuple[int, Any]:
         answer = app.test_client().post(f"{server.ROUTES}/{name}", json=question)
@@ -260,7 +271,9 @@ def timeline_of(**frames: pl.DataFrame) -> Timeline:
         "groups": pl.DataFrame(schema={"name": pl.String, "role": pl.String, "members": pl.String}),
         "ops": pl.DataFrame(schema={"rank": pl.Int64, "stage": pl.Int32}),
         "regions": pl.DataFrame(schema={"rank": pl.Int64, "stage": pl.Int32}),
-        "steps": pl.DataFrame(schema={"rank": pl.Int64, "step": pl.Int32, "start_ns": pl.Int64}),
+        "steps": pl.DataFrame(
+            schema=dict.fromkeys(("rank", "step", "start_ns", "end_ns"), pl.Int64) | {"judged": pl.Boolean}
+        ),
     }
     if "regions" in frames:
         frames["regions"] = frames["regions"].with_columns(stage=pl.lit(None, pl.Int32))
@@ -398,6 +411,10 @@ def truth(run: Path) -> Timeline:
 def test_zoom_and_pan_do_what_they_say_and_the_address_keeps_the_view(screen, truth):
     first = truth.phases["start_ns"].min()
     screen.page.wait_for_timeout(400)
+    judged = truth.steps.filter("judged")
+    assert screen.window() == pytest.approx((judged["start_ns"].min(), judged["end_ns"].max()), abs=2)
+    screen.page.locator(".rst canvas").focus()
+    screen.do(lambda: screen.page.keyboard.press("0"))
     t0, t1 = screen.window()
     assert t0 <= first <= truth.phases["end_ns"].max() <= t1
     middle = (t0 + t1) // 2

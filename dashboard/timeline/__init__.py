@@ -14,7 +14,7 @@ from dash import Dash
 from dash.development.base_component import Component
 
 from rankscope.analysis.finding import Report
-from rankscope.analysis.timeline.build import Timeline
+from rankscope.dashboard.timeline.scene import Scene
 from rankscope.dashboard.timeline.server import ROUTES, register_routes
 
 __all__ = ["Source", "TimelineCanvas", "layout", "register"]
@@ -28,7 +28,7 @@ class Source(Protocol):
     `run` is the key that stands in the address; "" is the first run. KeyError: there is no such run.
     """
 
-    def timeline(self, run: str) -> Timeline | None: ...
+    def scene(self, run: str) -> Scene | None: ...
 
     def report(self, run: str) -> Report | None: ...
 
@@ -59,4 +59,4 @@ def layout(run: str, version: str) -> TimelineCanvas:
 def register(app: Dash, source: Source) -> None:
     """Serve the canvas's script and data."""
     app.scripts.append_script({"namespace": __name__, "relative_package_path": "timeline.js"})  # type: ignore[no-untyped-call]
-    register_routes(app.server, source.timeline, source.report, source.critical_path)
+    register_routes(app.server, source.scene, source.report, source.critical_path)

@@ -17,6 +17,7 @@ from rankscope.dashboard.timeline.lod import Indices, Ints, Row, pack_rows, stri
 
 __all__ = ["KINDS", "Grouping", "Kind", "Lane", "Scene", "Table", "Track", "build_scene", "groupings"]
 
+_STEPS = 20_000
 _MOST_ROWS = 16  # of one track; what would need more is counted, not drawn
 _NOT_DRAWN = -1
 _NO_MIDDLE = -1
@@ -93,6 +94,9 @@ class Scene:
     tracks: Mapping[int, Sequence[Track]]  # by rank; the first one stands for the rank where only one has room
     groupings: Sequence[Grouping]
     nodes: Mapping[int, int]  # of each rank
+    clocks: Mapping[int, int | None]  # error of each node's clock, ns
+    steps: tuple[Sequence[int], Sequence[int]]  # number and start of each, on the first rank
+    judged: tuple[int, int]  # from the first step that is judged to the last; the whole run if there is none
 
 
 def build_scene(timeline: Timeline) -> Scene:
@@ -113,6 +117,9 @@ def build_scene(timeline: Timeline) -> Scene:
         tracks={rank: _ordered(tracks[rank], lanes) for rank in sorted(tracks)},
         groupings=groupings(timeline),
         nodes=_nodes(timeline),
+        clocks={clock.node: clock.error_ns for clock in timeline.clocks},
+        steps=_step_starts(timeline.steps, origin),
+        judged=_judged(timeline.steps, origin, max(last - origin, 1)),
     )
 
 
@@ -324,6 +331,19 @@ def groupings(timeline: Timeline) -> list[Grouping]:
             ordered = dict(sorted(groups.items(), key=lambda item: item[1]))
             found.append(Grouping(family, ordered | ({"in none of them": rest} if rest else {})))
     return found
+
+
+def _step_starts(steps: pl.DataFrame, origin: int) -> tuple[list[int], list[int]]:
+    first = steps.filter(pl.col("rank") == pl.col("rank").min()).head(_STEPS)
+    return first["step"].to_list(), (first["start_ns"] - origin).to_list()
+
+
+def _judged(steps: pl.DataFrame, origin: int, end: int) -> tuple[int, int]:
+    judged = steps.filter(pl.col("judged"))
+    if judged.is_empty():
+        return 0, end
+    start, stop = judged.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+    return max(start - origin, 0), min(stop - origin, end)
 
 
 def _nodes(timeline: Timeline) -> dict[int, int]:

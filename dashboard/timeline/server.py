@@ -13,37 +13,24 @@ import polars as pl
 from flask import Flask, Response, request
 
 from rankscope.analysis.finding import Report
-from rankscope.analysis.timeline.build import Timeline
 from rankscope.dashboard.timeline import lod, lookup
 from rankscope.dashboard.timeline.lod import Indices, Row
-from rankscope.dashboard.timeline.scene import KINDS, Scene, build_scene
+from rankscope.dashboard.timeline.scene import KINDS, Scene
 
 __all__ = ["ROUTES", "register_routes", "view"]
 
 ROUTES = "/timeline-data"
 _MOST_PIXELS, _MOST_LEVELS = 8192, 128
-_STEPS = 20_000
 _SEARCHES = 8
 _PATH_PIECES = 3_000
 
 
-class _Scenes:
-    """One scene per run, made when it is first asked for and again when the run's timeline is a new one."""
+class _Searches:
+    """What was looked for last."""
 
-    def __init__(self, timeline: Callable[[str], Timeline | None]) -> None:
-        self._timeline = timeline
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[str, tuple[Timeline, Scene]] = {}
         self._searches: OrderedDict[tuple[int, str], lookup.Matches] = OrderedDict()
-
-    def get(self, run: str) -> tuple[Timeline, Scene] | None:
-        timeline = self._timeline(run)
-        if timeline is None:
-            return None
-        with self._lock:
-            if run not in self._made or self._made[run][0] is not timeline:
-                self._made[run] = timeline, build_scene(timeline)
-            return self._made[run]
 
     def matches(self, scene: Scene, text: str) -> lookup.Matches:
         key = id(scene), text
@@ -61,44 +48,43 @@ class _BadRequest(Exception):  # noqa: N818
 
 def register_routes(
     server: Flask,
-    timeline: Callable[[str], Timeline | None],
+    scene: Callable[[str], Scene | None],
     report: Callable[[str], Report | None],
     critical_path: Callable[[str], pl.DataFrame | None],
 ) -> None:
     """Adds `/timeline-data/{scene,marks,view,at,spent,find,path}`: each takes one JSON object that names the `run`."""
-    scenes = _Scenes(timeline)
+    searches = _Searches()
 
-    def route(name: str, answer: Callable[[dict[str, Any], Timeline, Scene], Any]) -> None:
+    def route(name: str, answer: Callable[[dict[str, Any], Scene], Any]) -> None:
         def handle() -> Response:
             asked = request.get_json(silent=True)
             if not isinstance(asked, dict):
                 return _json({"error": "the question is not a JSON object"}, 400)
             try:
-                made = scenes.get(str(asked.get("run", "")))
+                made = scene(str(asked.get("run", "")))
             except KeyError as missing:
                 return _json({"error": f"there is no run {missing}"}, 404)
             if made is None:
                 return _json({"waiting": True}, 202)
             try:
-                said = answer(asked, *made)
+                said = answer(asked, made)
             except _BadRequest as bad:
                 return _json({"error": str(bad)}, 400)
             return _binary(said) if isinstance(said, bytes) else _json(said)
 
         server.add_url_rule(f"{ROUTES}/{name}", f"timeline_{name}", handle, methods=["POST"])
 
-    route("scene", lambda _, timeline, scene: _scene(timeline, scene))
-    route("marks", lambda asked, _, scene: _marks(report(str(asked.get("run", ""))), scene))
-    route("view", lambda asked, _, scene: view(asked, scene))
-    route("at", lambda asked, _, scene: lookup.describe(scene, *_ints(asked, "lane", "t", "slack")))
-    route("spent", lambda asked, _, scene: lookup.spent(scene, _lanes(asked), *_ints(asked, "t0", "t1")))
-    route("find", lambda asked, _, scene: _find(asked, scene, scenes))
-    route("path", lambda asked, _, scene: _path(asked, scene, critical_path(str(asked.get("run", "")))))
+    route("scene", lambda _, scene: _scene(scene))
+    route("marks", lambda asked, scene: _marks(report(str(asked.get("run", ""))), scene))
+    route("view", lambda asked, scene: view(asked, scene))
+    route("at", lambda asked, scene: lookup.describe(scene, *_ints(asked, "lane", "t", "slack")))
+    route("spent", lambda asked, scene: lookup.spent(scene, _lanes(asked), *_ints(asked, "t0", "t1")))
+    route("find", lambda asked, scene: _find(asked, scene, searches))
+    route("path", lambda asked, scene: _path(asked, scene, critical_path(str(asked.get("run", "")))))
 
 
-def _scene(timeline: Timeline, scene: Scene) -> dict[str, Any]:
+def _scene(scene: Scene) -> dict[str, Any]:
     """Everything but the events. Times on the run's clock are texts: they are beyond what JavaScript counts exactly."""
-    steps = timeline.steps.filter(pl.col("rank") == pl.col("rank").min()).head(_STEPS)
     return {
         "origin": str(scene.origin_ns),
         "end": scene.end,
@@ -110,8 +96,9 @@ def _scene(timeline: Timeline, scene: Scene) -> dict[str, Any]:
             for rank, tracks in scene.tracks.items()
         ],
         "nodes": [[rank, node] for rank, node in scene.nodes.items()],
-        "clocks": [[clock.node, clock.error_ns] for clock in timeline.clocks],
-        "steps": [steps["step"].to_list(), (steps["start_ns"] - scene.origin_ns).to_list()],
+        "clocks": [[node, error_ns] for node, error_ns in scene.clocks.items()],
+        "steps": scene.steps,
+        "judged": scene.judged,
     }
 
 
@@ -153,13 +140,13 @@ def view(asked: dict[str, Any], scene: Scene) -> bytes:
     return lod.view(lanes, t0, t1, pixels, levels, names)
 
 
-def _find(asked: dict[str, Any], scene: Scene, scenes: _Scenes) -> dict[str, Any]:
+def _find(asked: dict[str, Any], scene: Scene, searches: _Searches) -> dict[str, Any]:
     text = str(asked.get("text", "")).strip()
     if not text:
         raise _BadRequest("there is no text to look for")
     number = asked.get("number")
     (after,) = _ints(asked, "after")
-    return lookup.find(scene, scenes.matches(scene, text), number if isinstance(number, int) else None, after)
+    return lookup.find(scene, searches.matches(scene, text), number if isinstance(number, int) else None, after)
 
 
 def _path(asked: dict[str, Any], scene: Scene, path: pl.DataFrame | None) -> dict[str, Any]:

@@ -205,7 +205,8 @@
         make("span", { class: "rst-space" }), this.where, this.grouping,
         button("unfold", "unfold all ranks", () => this.unfold(true)), button("fold", "fold all ranks", () => this.unfold(false)),
         button("−", "zoom out (S)", () => this.zoom(1.6)), button("+", "zoom in (W)", () => this.zoom(1 / 1.6)),
-        button("all", "whole run (0)", () => this.show(0, this.end)));
+        button("all", "whole run (0)", () => this.show(0, this.end)),
+        button("judged", "judged steps (Home)", () => this.show(...this.home)));
       this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": "timeline of the ranks" });
       this.spacer = make("div", {});
       this.scroll = make("div", { class: "rst-scroll" }, this.canvas, this.spacer);
@@ -248,13 +249,15 @@
       if (!this.scene) return;
       const scene = await this.askJson("scene", {}).catch(() => null);
       if (!scene || scene.waiting || this.stopped) return;
+      const atHome = this.t0 === this.home[0] && this.t1 === this.home[1];
       const whole = this.t1 - this.t0 > this.end;
       const later = Number(BigInt(scene.origin) - this.origin);
       this.take(scene);
       this.by = Math.min(this.by, scene.groupings.length - 1);
       this.data = null;
       this.layOut();
-      if (whole) this.show(0, this.end);
+      if (atHome) this.show(...this.home);
+      else if (whole) this.show(0, this.end);
       else this.show(this.t0 - later, this.t1 - later);
       this.pollMarks();
     }
@@ -262,6 +265,7 @@
     take(scene) {
       this.scene = scene;
       this.end = scene.end;
+      this.home = scene.judged;
       this.origin = BigInt(scene.origin);
       this.ranks = new Map(scene.tracks);
       this.nodeOf = new Map(scene.nodes);
@@ -511,7 +515,7 @@
       try {
         if (ends[0] && ends[1]) window_ = ends.map((t) => Number(BigInt(t) - this.origin));
       } catch {
-        window_ = null; // no whole numbers: the whole run is shown
+        window_ = null; // no whole numbers: the judged steps are shown
       }
       const evidence = window_ && !range.includes(",");
       const rank = query.get("rank") === null ? null : Number(query.get("rank"));
@@ -521,7 +525,7 @@
         window_ = [window_[0] - room, window_[1] + room];
       }
       if (rank !== null && this.ranks.has(rank)) this.reveal(rank);
-      [this.t0, this.t1] = window_ || [0, this.end];
+      [this.t0, this.t1] = window_ || this.home;
       this.layOut();
       this.show(this.t0, this.t1);
       this.asked = undefined;
@@ -980,7 +984,7 @@
         "+": () => this.zoom(0.75), "-": () => this.zoom(1 / 0.75),
         arrowleft: () => this.pan(-0.15), arrowright: () => this.pan(0.15),
         arrowup: () => { this.scroll.scrollTop -= 60; }, arrowdown: () => { this.scroll.scrollTop += 60; },
-        0: () => this.show(0, this.end), home: () => this.show(0, this.end),
+        0: () => this.show(0, this.end), home: () => this.show(...this.home),
         f: () => { const target = this.chosen || this.found || this.selection; if (target) this.zoomTo(target); },
         n: () => this.nextMatch(event.shiftKey ? -1 : 1),
         "/": () => this.search.focus(),
@@ -1164,7 +1168,7 @@
     }
 
     hint() {
-      const keys = [["W S", "zoom in, out"], ["A D", "left, right"], ["0", "whole run"], ["F", "zoom to what is chosen"], ["/", "search"], ["N", "next match"], ["Esc", "choose nothing"]];
+      const keys = [["W S", "zoom in, out"], ["A D", "left, right"], ["Home 0", "judged steps, whole run"], ["F", "zoom to what is chosen"], ["/", "search"], ["N", "next match"], ["Esc", "choose nothing"]];
       this.side.replaceChildren(
         make("h3", {}, "How to read it"),
         make("p", {}, "Each lane is a thread, group or stream of a rank. Zoomed out, a lane's height is shared by what happens there, in proportion to time; no kind is hidden."),
