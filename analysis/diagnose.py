@@ -311,7 +311,7 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
 
 
 def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable) -> list[Finding]:
-    """The findings, a single slow rank or node at no more than what the replay and its error say that it costs.
+    """The findings, a single slow rank or node at no more than what mending it brings in the replay.
 
     What it takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
     Of several that are slow, mending one alone may bring nothing, so that says nothing about what each costs.
@@ -324,7 +324,7 @@ def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotRe
         gain = run.gain(one.fix or "")
     except BadFix:
         return list(findings)
-    share = (gain.gain_ns + gain.uncertainty_ns) / one.lost_ns_per_step
+    share = gain.gain_ns / one.lost_ns_per_step
     if gain.gain_ns <= 0 or share >= 1:
         return list(findings)
     fraction = share * one.lost_fraction

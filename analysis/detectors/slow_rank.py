@@ -10,11 +10,11 @@ pipeline those of the same stage. A rank is slow if
 - the peers really were blocked longer than this rank: the loss is no larger than that, within two standard
   deviations.
 
-The cost is by how much the rank takes longer than any other, if those with at least half of its excess were like the
-rest: the job would still wait for the next one. The excess is that under those labels (forward, backward,
-a region of yours, …) under which the rank stands out likewise, so that noise elsewhere in the step does not hide it;
-`where` is the one that holds most of it. If it is the only slow rank or node and the run can be replayed, the report
-gives the cost as no more than the replay says, with its error: some of the excess may be hidden behind other waits.
+The cost is by how much the longest rank of a step gets shorter without the excess, if those with at least half of it
+were like the rest too: the job would still wait for the next one. The excess is that under those labels (forward,
+backward, a region of yours, …) under which the rank stands out likewise, so that noise elsewhere in the step does not
+hide it; `where` is the one that holds most of it. If it is the only slow rank or node and the run can be replayed, the
+report gives the cost as no more than the replay says: some of the excess may be hidden behind other waits.
 
 Nodes are judged first, in the same way, by the mean of their ranks: what these have in common is told from chance
 sooner than what one of them has. A node is slow if all of its ranks take at least half of the loss longer; they are
@@ -161,7 +161,8 @@ def detect(
         slow_nodes, peers = _slow_nodes(peers, grid, ranks, persistence, min_z, least_ns)
     excess, by_label = peers.excess, peers.excess_by_label
     found = [_persistent(excess, by_label, persistence, min_z), _bursts(grid, excess, persistence)]
-    priced = [s for kind in found for s in _priced(kind, peers, seen)]
+    each = [np.array([row]) for row in range(len(grid.ranks))]
+    priced = [s for kind in found for s in _priced(kind, peers, peers.own, each, seen)]
     # A rank that is always a little behind may have bursts besides: the costlier of the two is told.
     rows = sorted({s.rows for s in priced})
     slow = [max((s for s in priced if s.rows == row), key=lambda s: s.lost.ns) for row in rows]
@@ -236,8 +237,9 @@ def _slow_nodes(
     nodes = _Peers(_mean_by(node, peers.own), _mean_by(node, peers.blocked), by_label, alike.ravel())
     found = _persistent(nodes.excess, nodes.excess_by_label, persistence, min_z)
     slow: list[_Slow] = []
-    for one in _priced(found, nodes, None):
-        rows = np.flatnonzero(node == one.rows[0])
+    ranks_of = [np.flatnonzero(node == row) for row in range(len(numbers))]
+    for one in _priced(found, nodes, peers.own, ranks_of, None):
+        rows = ranks_of[one.rows[0]]
         if len(rows) > 1 and one.lost.clear and one.lost.ns >= min_ns and _all_slow(peers, node, rows, one.lost.ns):
             slow.append(replace(one, rows=tuple(rows.tolist()), nodes=(int(numbers[one.rows[0]]),)))
             peers = peers.without(rows, nodes, one.rows[0])
@@ -363,24 +365,30 @@ def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Sh
     return {row: (np.where(typical, excess[row], 0.0), typical)}
 
 
-def _priced(found: dict[int, _Shown], peers: _Peers, seen: Arrivals | None) -> list[_Slow]:
-    """The slow rows with what each costs.
+def _priced(
+    found: dict[int, _Shown], peers: _Peers, own: Floats, ranks_of: Sequence[Ints], seen: Arrivals | None
+) -> list[_Slow]:
+    """The slow ones among `peers` with what each costs; `own` is that of the ranks, of which each holds `ranks_of`.
 
-    That is by how much its own time is longer than any other, whatever the role, and no more than its peers were
-    blocked longer than itself, and some slack. Peers that are as slow count as mended: to mend this one alone would be
-    of no use. Where arrivals on the devices were `seen`, these tell better who came next; the cost is the excess.
+    That is by how much the longest rank of a step, whatever its role, is longer than it would be without the excess,
+    and no more than its peers were blocked longer than itself, and some slack. Peers that are as slow count as mended:
+    to mend this one alone would be of no use. Where arrivals on the devices were `seen`, these tell better who came
+    next; the cost is the excess.
     """
     waited = -above_peers(peers.blocked, peers.role)
     _, slack = _least_apart(waited, _BOUND_Z)
     by_label = peers.excess_by_label
+    usual = np.maximum(np.median(own, axis=0), 1.0)
     means = {row: float(excess.mean()) for row, (excess, _) in found.items()}
     slow: list[_Slow] = []
     for row, (excess, when) in found.items():
-        mended = peers.own.copy()
-        for other, (theirs, _) in found.items():
-            if means[other] >= _ALIKE * means[row]:
-                mended[other] -= theirs
-        longer = peers.own[row] - mended.max(axis=0) if seen is None else excess
+        others = own.copy()
+        for other in found:
+            if other != row and means[other] >= _ALIKE * means[row]:
+                others[ranks_of[other]] -= _steady(*found[other], usual)
+        mended = others.copy()
+        mended[ranks_of[row]] -= _steady(excess, when, usual)
+        longer = others.max(axis=0) - mended.max(axis=0) if seen is None else excess
         if when.all():
             lost, bound = estimate(longer, _TRIM), estimate(waited[row], _TRIM)
         else:
@@ -390,6 +398,11 @@ def _priced(found: dict[int, _Shown], peers: _Peers, seen: Arrivals | None) -> l
         lost = replace(lost, ns=min(lost.ns, bound.ns + slack[row]))
         slow.append(_Slow((row,), excess, when, lost, where))
     return slow
+
+
+def _steady(excess: Floats, when: Steps, usual: Floats) -> Floats:
+    """What mending takes away per step: always the same share of what is `usual`, since scatter stays; or bursts."""
+    return usual * estimate(excess / usual, _TRIM).ns if when.all() else excess
 
 
 def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
