@@ -1,0 +1,120 @@
+"""A host that waits for its device: the lead that it loses, and the idle time that follows, in numbers of the head."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from rankscope.analysis.detectors import NotResolvable, sync_point
+from rankscope.analysis.diagnose import root_causes_first
+from rankscope.analysis.finding import Finding
+
+MS = 1_000_000
+STEPS = 10
+OWN_MS = 0.01  # what a call takes that waits for nothing
+ITEM = "aten::_local_scalar_dense"
+
+
+def tables(*calls, idle=(80, 100), ranks=2, launched=True):
+    """Steps of 100 ms; from 80 to 100 the device idles for work launched late, if `idle` says nothing else.
+
+    `calls` are (name, start, end) in ms of each step, by rank if they are a dict.
+    """
+    parts, phases, kernels, launches, regions = [], [], [], [], []
+    for rank in range(ranks):
+        for step in range(STEPS):
+            at = [round((100 * step + ms) * MS) for ms in (0, *idle, 100)]
+            spans = [("compute", at[0], at[1]), ("host", at[1], at[2]), ("compute", at[2], at[3])]
+            for part, start, end in spans:
+                if end > start:
+                    parts.append((rank, step, part, end - start))
+                    phases.append((rank, step, part, "loss", start, end))
+                if end > start and part == "compute":
+                    kernels.append((rank, start, end, start if launched else None, 0))
+            for name, start, end in calls[0].get(rank, ()) if isinstance(calls[0], dict) else calls:
+                begin, done = round((100 * step + start) * MS), round((100 * step + end) * MS)
+                launches.append((rank, begin, done, name, 0))
+                regions += [
+                    (rank, begin - MS, done, "aten::item", "operator", 0),
+                    (rank, begin - MS // 2, done, ITEM, "operator", 0),
+                    (rank, begin - 2 * MS, done, "log the loss", "user", 0),
+                ]
+    # A last piece of work: else nothing would be late for the last gap.
+    kernels += [(rank, STEPS * 100 * MS, STEPS * 100 * MS + 1, 0 if launched else None, 0) for rank in range(ranks)]
+    span = {"start_ns": pl.Int64, "end_ns": pl.Int64}
+    frames = (
+        (parts, {"rank": pl.Int32, "step": pl.Int32, "part": pl.String, "ns": pl.Int64}),
+        (phases, {"rank": pl.Int32, "step": pl.Int32, "part": pl.String, "label": pl.String, **span}),
+        (kernels, {"rank": pl.Int32, **span, "launch_ns": pl.Int64, "launch_thread": pl.UInt16}),
+        (launches, {"rank": pl.Int32, **span, "name": pl.String, "thread": pl.UInt16}),
+        (regions, {"rank": pl.Int32, **span, "name": pl.String, "kind": pl.String, "thread": pl.UInt16}),
+    )
+    return [pl.DataFrame(rows, schema, orient="row") for rows, schema in frames]
+
+
+def test_a_wait_of_70_ms_costs_the_20_that_the_device_then_idles_and_is_named():
+    (finding,) = sync_point.detect(*tables(("cudaStreamSynchronize", 10, 80.1)))
+    assert (finding.ranks, finding.lost_ns_per_step, finding.gain_fraction) == ((0, 1), 20 * MS, 0.2)
+    assert (
+        finding.title
+        == "The host waits for the device once per step on ranks 0,1, and the device then 20.0 ms for the host"
+    )
+    assert finding.where == f"log the loss, {ITEM}, cudaStreamSynchronize"
+    assert "100 % of this comes after .item(), float(tensor) or `if tensor`" in finding.advice
+    first = finding.evidence[0]
+    assert (first.rank, first.start_ns, first.end_ns) == (0, 10 * MS, 100 * MS)
+
+
+@pytest.mark.parametrize(
+    ("call", "lost_ms"),
+    [
+        (("cudaStreamSynchronize", 73, 80), 7 - OWN_MS),  # it would have been 7 ms ahead, no more
+        (("hipMemcpyWithStream", 60, 80), 20 - OWN_MS),
+        (("cudaMemcpy", 10, 30), 20 - OWN_MS),  # the lead of 20 ms was lost long before the device ran dry
+    ],
+)
+def test_it_costs_no_more_than_the_host_waited(call, lost_ms):
+    (finding,) = sync_point.detect(*tables(call))
+    assert finding.lost_ns_per_step == pytest.approx(lost_ms * MS)
+
+
+def test_what_the_job_loses_is_what_its_busiest_rank_loses():
+    """Rank 1 alone waits: rank 0 idles as long for other reasons, and the job would wait for it."""
+    assert sync_point.detect(*tables({1: [("cudaStreamSynchronize", 10, 80)]})) == []
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [("cudaLaunchKernel", 10, 80)],
+        [("cudaStreamSynchronize", 80, 80.01)],  # the device had done its work: nothing to wait for
+        [("cudaStreamSynchronize", 10, 12)],  # 2 ms of 100
+        [("cudaMemcpyAsync", 10, 80)],
+    ],
+    ids=["a launch", "waits for nothing", "below 3 %", "not blocking"],
+)
+def test_other_calls_and_cheap_ones_are_silent(calls):
+    of = tables(*calls)
+    assert sync_point.detect(*of) == []
+    assert sync_point.resolution_ns(*of[:4]) == 3 * MS
+
+
+def test_waiting_that_leaves_no_idle_device_costs_nothing():
+    assert sync_point.detect(*tables(("cudaDeviceSynchronize", 10, 99), idle=(100, 100))) == []
+
+
+def test_trace_without_launches_is_not_judged():
+    with pytest.raises(NotResolvable, match="launched"):
+        sync_point.detect(*tables(("cudaStreamSynchronize", 10, 80), launched=False))
+
+
+def test_a_late_host_follows_from_its_synchronisations_if_they_explain_half_of_it():
+    def finding(detector, ms):
+        cost = {"lost_ns_per_step": ms * MS, "lost_ns_total": ms * MS, "lost_fraction": ms / 100, "uncertainty_ns": 0}
+        text = dict.fromkeys(("title", "where", "advice"), "")
+        return Finding(detector=detector, severity="high", ranks=(0, 1), **text, **cost)
+
+    for sync_ms, order in ((12, ["sync_point", "host_bound"]), (8, ["host_bound", "sync_point"])):
+        found = root_causes_first([finding("host_bound", 20), finding("sync_point", sync_ms)])
+        assert [f.detector for f in found] == order
+        assert found[1].caused_by == ("sync_point" if sync_ms == 12 else None)
