@@ -547,6 +547,16 @@ def test_links_are_rates_while_busy_and_round_trips_under_traffic():
     assert row["rtt_s"] == pytest.approx(0.002)
 
 
+def test_links_of_a_job_shorter_than_the_time_between_two_readings_are_known():
+    """Counters begin at 0 and are first read at 1000: what was sent until then was sent from 300 to 900."""
+    values = {"bytes_sent": 4e6, "busy_s": 0.1, "rtt_s": 0.002, "retransmits": 0.0}
+    rows = [(0, second, "tcp", name, "rank0>10.0.0.2", v) for second in (1000, 2000) for name, v in values.items()]
+    counters = pl.DataFrame(rows, ["node", "time_ns", "source", "name", "device", "value"], orient="row")
+    (row,) = links(counters, {0: ["10.0.0.1"], 1: ["10.0.0.2"]}, 300, 900).iter_rows(named=True)
+    assert row["rate_bytes_per_s"] == pytest.approx(40e6)
+    assert links(counters, {0: ["10.0.0.1"], 1: ["10.0.0.2"]}, 1100, 1900).is_empty()  # nothing was sent since
+
+
 @pytest.mark.parametrize(
     ("shown", "said"),
     [

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import polars as pl
 
-__all__ = ["LINKS", "busy_links", "judged_links", "link_rates", "links", "pair_rates"]
+__all__ = ["LINKS", "busy_links", "judged_links", "link_rates", "links", "nic_speeds", "pair_rates"]
 
+_CARRIES = 0.1  # share of a node's traffic from which an interface counts
 _TRAFFIC = 0.05  # a direction with less than this share of the busiest one's bytes says nothing about its speed
 
 LINKS = pl.Schema(
@@ -30,6 +31,7 @@ _READ = (*_COUNTED, "rtt_s", "min_rtt_s")
 def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_ns: int, end_ns: int) -> pl.DataFrame:
     """What each node sent to each other node between `start_ns` and `end_ns`: one row per direction.
 
+    Counters are read now and then: the first reading before and the first one after belong to it. Each begins at 0.
     `busy_s` is the time in which sockets had data under way, summed over sockets, so `rate_bytes_per_s` =
     `sent_bytes` / `busy_s` is what one socket gets through while it sends, however rarely it does. `rtt_s` is the
     mean round trip, weighted by the bytes that were sent at it; `min_rtt_s` the shortest that any socket ever saw.
@@ -40,7 +42,7 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
     node_of = {address: node for node, own in addresses.items() for address in own}
     by_socket = ["node", "device"]
     peer = pl.col("device").str.extract(r"^rank\d+>(.*)$", 1)
-    tcp = counters.filter(pl.col("source") == "tcp", pl.col("time_ns").is_between(start_ns, end_ns))
+    tcp = counters.filter(pl.col("source") == "tcp")
     tcp = tcp.with_columns(peer.replace_strict(node_of, default=None, return_dtype=pl.Int64).alias("peer_node")).filter(
         pl.col("peer_node").is_not_null(), pl.col("peer_node") != pl.col("node")
     )
@@ -49,12 +51,16 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
     readings = tcp.pivot("name", index=[*by_socket, "peer_node", "time_ns"], values="value", aggregate_function="last")
     absent = [pl.lit(None, dtype=pl.Float64).alias(name) for name in _READ if name not in readings.columns]
     # A counter falls when a socket closes; what the sockets that remain have is no news then.
-    grown = [pl.col(name).diff().clip(lower_bound=0).fill_null(0).over(by_socket).alias(name) for name in _COUNTED]
+    grown = [
+        (pl.col(name) - pl.col(name).shift(1, fill_value=0).over(by_socket)).clip(lower_bound=0) for name in _COUNTED
+    ]
+    since = pl.col("time_ns").shift(1).over(by_socket)
     sent, busy = pl.col("bytes_sent"), pl.col("busy_s")
     return (
         readings.with_columns(absent)
         .sort(*by_socket, "time_ns")
-        .with_columns(grown)
+        .with_columns(*grown, since_ns=since)
+        .filter(pl.col("time_ns") > start_ns, (pl.col("since_ns") < end_ns) | pl.col("since_ns").is_null())
         .group_by(pl.col("node").cast(pl.Int64), "peer_node")
         .agg(
             sent.sum().alias("sent_bytes"),
@@ -77,6 +83,36 @@ def judged_links(counters: pl.DataFrame, steps: pl.DataFrame, addresses: Mapping
     if judged.is_empty() or counters.is_empty():
         return LINKS.to_frame()
     return links(counters, addresses, *judged.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0))
+
+
+def nic_speeds(counters: pl.DataFrame, start_ns: int, end_ns: int) -> dict[int, float]:
+    """Bytes per second that each node's network allows: of the interfaces that carried its traffic, together.
+
+    RDMA ports count where they sent more than the interfaces did. A node is left out where one of those that carried a
+    tenth of its traffic does not tell its speed.
+
+    Source: Linux `sysfs-class-net`, `sysfs-class-infiniband`.
+    """
+    sent, speed = ("tx_bytes", "port_xmit_data_bytes"), ("speed_bytes_per_s", "rate_bytes_per_s")
+    ports = (
+        counters.filter(
+            pl.col("source").is_in(["nic", "rdma"]),
+            pl.col("name").is_in([*sent, *speed]),
+            pl.col("time_ns").is_between(start_ns, end_ns),
+        )
+        .group_by("node", "source", "device")
+        .agg(
+            sent=(pl.col("value").filter(pl.col("name").is_in(sent)).max()).sub(
+                pl.col("value").filter(pl.col("name").is_in(sent)).min()
+            ),
+            speed=pl.col("value").filter(pl.col("name").is_in(speed)).max(),
+        )
+        .filter(pl.col("sent") > 0)
+    )
+    way = ports.group_by("node", "source").agg(pl.col("sent").sum().alias("all")).sort("all").group_by("node").last()
+    carrying = ports.join(way, on=["node", "source"]).filter(pl.col("sent") >= _CARRIES * pl.col("all"))
+    known = carrying.group_by("node").agg(pl.col("speed").sum(), pl.col("speed").null_count().alias("unknown"))
+    return dict(known.filter(pl.col("unknown") == 0).sort("node").select("node", "speed").iter_rows())
 
 
 def busy_links(links: pl.DataFrame) -> pl.DataFrame:
