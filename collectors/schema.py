@@ -233,6 +233,13 @@ TABLES: dict[str, Table] = {
                     "Largest of the operation's tensor arguments; null: not known.",
                     nullable=True,
                 ),
+                Column(
+                    "received_bytes",
+                    "int64",
+                    "bytes",
+                    "What an all-to-all gives to this rank, its own share included; null: another operation, or not known.",
+                    nullable=True,
+                ),
                 Column("thread", "uint16", "", "0 is the rank's main thread, 65535 another one."),
                 Column("number", "uint64", "", "Number of the row's record, unique in a rank's attempt."),
             ),
