@@ -398,6 +398,7 @@ class RecordType:
 # REGION      a kind · c name_id · q0 start · q1 end · q2 thread ident · q3 microbatch (-1 none) · q4 stage (-1 none)
 # COLLECTIVE  a op · b dtype | is_async << 8 (0 no, 1 yes, 2 unknown) · c seq · q0 start · q1 issued · q2 group_id
 #             · q3 size_bytes · q4 (peer + 1) << 32 | (tag & 0xffff) << 16 | is_main
+#             of an all-to-all, which has neither: q4 received_bytes << 16 | is_main
 # DONE        q0 end · q1 number of the COLLECTIVE record
 # STEP        q0 end · q1 thread ident
 # MEMORY      c name_id · q0 time · q1 value
