@@ -98,6 +98,7 @@ DEVICE_WORK = (
     "memory",
 )
 P2P_OPS = ("send", "recv", "recv_any_source")
+ALL_TO_ALL_OPS = ("alltoall", "alltoall_base")
 
 DTYPES = (
     "unknown",
