@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 
 __all__ = [
+    "ALL_TO_ALL_OPS",
     "DEVICE_WORK",
     "DTYPES",
     "NO_PEER",
