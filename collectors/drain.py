@@ -164,6 +164,7 @@ def _regions(records: Records, threads: Threads) -> Columns:
 
 def _collectives(records: Records) -> Columns:
     is_async = records["b"] >> 8
+    to_all = np.isin(records["a"], _ALL_TO_ALL_CODES)
     return {
         "start_ns": records["q0"],
         "issued_ns": records["q1"],
