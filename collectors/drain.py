@@ -174,9 +174,10 @@ def _collectives(records: Records) -> Columns:
         "op": records["a"],
         "dtype": (records["b"] & 0xFF).astype(np.uint8),
         "is_async": np.ma.MaskedArray(is_async == 1, mask=is_async > 1),
-        "peer": (records["q4"] >> 32) - 1,
-        "tag": (records["q4"] >> 16) & 0xFFFF,
+        "peer": np.where(to_all, NO_PEER, (records["q4"] >> 32) - 1),
+        "tag": np.where(to_all, 0, (records["q4"] >> 16) & 0xFFFF),
         "size_bytes": records["q3"],
+        "received_bytes": np.ma.MaskedArray(records["q4"] >> 16, mask=~to_all),
         "thread": np.where(records["q4"] & 0xFFFF, 0, OTHER_THREAD),
         "number": records["number"],
     }
