@@ -24,6 +24,7 @@ assert RECORD_DTYPE.itemsize == RECORD.size
 
 OTHER_THREAD = 65_535
 HOLE_NS = 1_000_000_000
+_ALL_TO_ALL_CODES = [OPS.index(op) for op in ALL_TO_ALL_OPS]
 _MASK = RING_SLOTS - 1
 _CHUNK = 1024
 _EMPTY = np.empty(0, RECORD_DTYPE)
