@@ -170,3 +170,76 @@ def test_default_buckets_are_healthy_and_tiny_ones_are_not(buckets, found):
     findings = of(report, "small_messages")
     assert len(findings) == found
     assert found or "small_messages" in {*healthy(report), *not_checked(report)}
+
+
+# ---- low bandwidth
+
+TENSOR = {f"tp{node}": [2 * node, 2 * node + 1] for node in range(4)}
+
+
+def split_layers(slow=None, *, factor=1.0, groups=TENSOR):
+    """Four nodes of two ranks; in each step four all-reduces of 8 MB on every node, of 8 ms, where nobody computes."""
+    job = Job(2 * len(groups), per_node=2, groups=groups)
+    for _ in range(STEPS):
+        for _ in range(4):
+            job.work("forward", 20 * MS)
+            job.reduce(groups, 8 * MB, lambda name: 8 * MS * (factor if name == slow else 1))
+        job.work("optimizer", 5 * MS)
+    return job.report()
+
+
+def test_group_that_is_slower_than_others_that_do_the_same_is_named():
+    """8 MB among 2 ranks in 8 ms are a busbw of 1 GB/s. Group tp2 takes 24 ms: 64 of 180 ms would be saved."""
+    (finding,) = of(split_layers("tp2", factor=3), "low_bandwidth")
+    assert finding.title.startswith("allreduce of 8 MB in group tp2 (ranks 4,5) runs at a bus bandwidth of 33")
+    assert finding.title.endswith("in other groups at 1 GB/s") or "in other groups at 99" in finding.title
+    assert (finding.ranks, finding.groups, finding.where) == ((4, 5), ("tp2",), "group tp2")
+    assert finding.lost_ns_per_step == pytest.approx(64 * MS, rel=0.03)
+    assert {row.rank for row in finding.evidence} == {4, 5}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.6])
+def test_groups_that_differ_little_are_healthy(factor):
+    report = split_layers("tp2", factor=factor)
+    assert of(report, "low_bandwidth") == []
+    assert "low_bandwidth" in healthy(report)
+
+
+def test_two_groups_do_not_tell_which_is_as_it_should_be():
+    report = split_layers("tp1", factor=3, groups={name: TENSOR[name] for name in ("tp0", "tp1")})
+    assert "no other groups do the same" in not_checked(report)["low_bandwidth"]
+
+
+def between_nodes(rate, *, speed=12.5e9):
+    """Two nodes of two ranks that reduce 75 MB after backward, at so many bytes per second of a ring."""
+    job = Job(4, per_node=2, groups=WORLD, speed=speed)
+    for _ in range(STEPS):
+        job.work("forward", 20 * MS)
+        job.work("backward", 40 * MS)
+        job.reduce(["0"], 75 * MB, 1.5 * 75 * MB / rate * 1e9)
+        job.work("optimizer", 5 * MS)
+    return job.report()
+
+
+def test_network_that_is_far_below_its_interfaces_is_told_with_both_speeds():
+    """1.5 × 75 MB in 90 ms are 1.25 GB/s of 12.5: at 80 % of that it would be 11.25 ms."""
+    (finding,) = of(between_nodes(1.25e9), "low_bandwidth")
+    assert finding.title.startswith("Collectives between nodes (allreduce) send 1.25 GB/s, 10 % of the 12.5 GB/s of ")
+    assert finding.lost_ns_per_step == pytest.approx((90 - 11.25) * MS, rel=0.03)
+
+
+def test_network_near_its_interfaces_is_healthy_and_one_of_unknown_speed_is_not_checked():
+    assert "low_bandwidth" in healthy(between_nodes(9e9))
+    assert "speed of the links was not recorded" in not_checked(between_nodes(1.25e9, speed=None))["low_bandwidth"]
+
+
+def test_slow_communication_that_is_hidden_costs_nothing():
+    """The same 90 ms, of which backward hides all but 2 ms of a step of 120."""
+    job = Job(4, per_node=2, groups=WORLD, speed=12.5e9)
+    for _ in range(STEPS):
+        job.work("forward", 20 * MS)
+        job.reduce(["0"], 75 * MB, 90 * MS, wait=False)
+        job.work("backward", 90 * MS)
+        job.join()
+        job.work("optimizer", 5 * MS)
+    assert "low_bandwidth" in healthy(job.report())

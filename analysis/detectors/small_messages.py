@@ -32,7 +32,7 @@ from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import bytes_text, duration
 from rankscope.analysis.timeline.cost_model import Line, lines, transfers
-from rankscope.analysis.timeline.exposed import spent, with_exposed
+from rankscope.analysis.timeline.exposed import by_rank_and_step, spent, with_exposed
 from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, estimate
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -169,7 +169,7 @@ def _savings(runs: pl.DataFrame, known: pl.DataFrame, grid: StepGrid) -> list[_S
             _Saving(
                 op=str(op),
                 groups=tuple(rows["group"].drop_nulls().unique().sort().to_list()),
-                ns=np.median(_by_rank_and_step(rows, ranks, grid), axis=0),
+                ns=np.median(by_rank_and_step(rows, "ns", ranks, grid.steps), axis=0),
                 fewer=float((rows["count"] - 1).sum()) / steps,
                 count=len(of_op) / steps,
                 each_ns=float(np.median(of_op["ns"])),
@@ -179,14 +179,6 @@ def _savings(runs: pl.DataFrame, known: pl.DataFrame, grid: StepGrid) -> list[_S
             )
         )
     return sorted(savings, key=lambda saving: -float(saving.ns.mean()))
-
-
-def _by_rank_and_step(rows: pl.DataFrame, ranks: list[int], grid: StepGrid) -> Floats:
-    values = np.zeros((len(ranks), len(grid.steps)))
-    rows = rows.filter(pl.col("step").is_in(grid.steps))
-    at = np.searchsorted(ranks, rows["rank"]), np.searchsorted(grid.steps, rows["step"])
-    np.add.at(values, at, rows["ns"].to_numpy())
-    return values
 
 
 def _finding(saving: _Saving, lost: Estimate, grid: StepGrid, regions: pl.DataFrame | None) -> Finding:

@@ -1,8 +1,8 @@
 """Network interfaces: cumulative traffic, errors and drops, and the speed of the link.
 
 Names: `rx_bytes tx_bytes rx_packets tx_packets rx_errors tx_errors rx_drops tx_drops` (cumulative) and
-`speed_bytes_per_s` where the driver knows it: a pair of virtual interfaces (veth, as in containers) says 10 Gb/s whatever
-carries it, and so says nothing. Interfaces that never carried anything, and `lo`, are left out.
+`speed_bytes_per_s` where the driver knows it: a pair of virtual interfaces (veth, as in containers) says 10 Gb/s
+whatever carries it, and so says nothing. Interfaces that never carried anything, and `lo`, are left out.
 
 Source: `/proc/net/dev`, `/sys/class/net`.
 """

@@ -1,0 +1,264 @@
+"""Large collectives move their bytes more slowly than they should, and ranks stand still for it.
+
+**Signal.** Bus bandwidth, as nccl-tests counts it, of operations of 1 MB or more (and of 4 n½ where latency is known),
+from the arrival of the last rank on. Two measures of what it should be:
+
+- Groups that do the same (operation, size, number of ranks and of nodes), at least two others: a group is slow if it
+  takes `min_ratio` times as long as they usually do, and longer than any of them in most steps.
+- The speed of the nodes' network interfaces, where it was recorded: what a node sends while its collectives with other
+  nodes transfer, is less than 1 / `min_ratio` of it.
+
+The loss is the part of these transfers that ranks stand still for, times what would be saved at the bandwidth of the
+other groups, or at four fifths of the interface's. Above `min_fraction` of the step it is reported.
+
+**Why it costs time.** Communication that is not hidden behind computation lengthens the step by every byte.
+
+**False alarms.** An interface that other jobs share. A group whose ranks have slow processors: see `slow_rank`. Links
+that differ between nodes are left to `slow_link`. The speed of NVLink and PCIe is not recorded, so a single group
+within a node cannot be checked.
+
+**What to try.** Within a node: the topology (`nvidia-smi topo -m`), `NCCL_DEBUG=INFO` for the transport that was
+chosen (P2P, SHM, NET), `NCCL_P2P_DISABLE` left over from a test. Between nodes: the interface that is used
+(`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`, `NCCL_IB_HCA`), sockets instead of RDMA (`NCCL_IB_DISABLE`), more sockets
+(`NCCL_NSOCKS_PERTHREAD`, `NCCL_SOCKET_NTHREADS`), MTU.
+
+**Source.** nccl-tests for busbw; transfers above those of groups with the same role: Greyhound, 1.2 there. Thresholds
+are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price
+from rankscope.analysis.finding import Finding
+from rankscope.analysis.phrases import named
+from rankscope.analysis.report.quantities import bytes_text, percent
+from rankscope.analysis.timeline.cost_model import bus_factor, lines, transfers
+from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
+from rankscope.analysis.timeline.links import busy_links, nic_speeds
+from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ("collectives",)
+
+_TRIM = 0.1
+_LARGE_BYTES, _LARGE = 1_000_000, 4.0  # and so many n½
+_OTHERS = 2  # groups that do the same, to tell what is usual
+_PERSISTENT = 0.8  # of the steps
+_ATTAINABLE = 0.8  # of an interface's speed
+_LINKS_DIFFER = 2.0  # as in slow_link
+_OF_ALL = ("allreduce", "allgather", "reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    """Operations that take longer than they should, and the share of their time that would be saved."""
+
+    title: str
+    where: str
+    advice: str
+    instances: pl.Series
+    saved: float
+    groups: tuple[str, ...]
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    collectives: pl.DataFrame,
+    ranks: pl.DataFrame,
+    steps: pl.DataFrame,
+    counters: pl.DataFrame | None = None,
+    links: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.05,
+    min_ratio: float = 2.0,
+) -> list[Finding]:
+    """Name groups slower than others that do the same, and networks that are slower than their interfaces."""
+    grid = judged_grid(breakdown)
+    if not grid.blocked.any():
+        raise NotResolvable("no rank was seen blocked on communication")
+    moved = _large(collectives, ranks)
+    rows = with_exposed(collectives, phases).filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
+    whole = _loss(rows, grid, grid.ranks, 1.0)
+    if whole.ns < min_fraction * grid.step_ns:
+        return []
+    apart = links is not None and _differ(links)
+    if apart:
+        moved = moved.filter(pl.col("nodes") == 1)
+    alike, checked = _against_groups(moved, collectives, min_ratio)
+    network, known = _against_interfaces(moved, ranks, collectives, counters, steps, min_ratio)
+    findings = []
+    for slow in [*alike, *network]:
+        of_it = rows.filter(pl.col("instance_id").is_in(slow.instances.implode()))
+        lost = _loss(of_it, grid, slow.ranks or grid.ranks, slow.saved)
+        if lost.clear and lost.ns >= min_fraction * grid.step_ns:
+            findings.append(
+                Finding(
+                    detector="low_bandwidth",
+                    title=slow.title,
+                    where=slow.where,
+                    advice=slow.advice,
+                    ranks=slow.ranks,
+                    nodes=slow.nodes,
+                    groups=slow.groups,
+                    evidence=longest_rows(of_it, "collectives"),
+                    **price(grid, lost, lost.ns),
+                )
+            )
+    if not findings:
+        unchecked = rows.filter(~pl.col("instance_id").is_in(pl.concat([checked, known]).implode()))
+        _refuse(unchecked, grid, min_fraction, apart)
+    return findings
+
+
+def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
+    """The smallest loss per step that would have been reported."""
+    return round(min_fraction * judged_grid(breakdown).step_ns)
+
+
+def _refuse(unchecked: pl.DataFrame, grid: StepGrid, min_fraction: float, apart: bool) -> None:
+    """Not resolvable where what could not be compared costs time."""
+    left = _loss(unchecked, grid, grid.ranks, 1.0)
+    if left.ns < min_fraction * grid.step_ns:
+        return
+    op = unchecked.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns")["op"][-1]
+    why = "no other groups do the same, and the speed of the links was not recorded"
+    raise NotResolvable(
+        f"{op} holds the ranks up for {percent(left.ns / grid.step_ns)} of the step, but "
+        + ("the links between the nodes differ, which slow_link judges" if apart else why)
+    )
+
+
+def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+    """The transfers of all-to-all-ranks operations that are bound by bandwidth, with the number of `nodes`."""
+    moved = transfers(collectives).filter(pl.any_horizontal(pl.col("op").str.starts_with(op) for op in _OF_ALL))
+    half = {key: line.half_bytes for key, line in lines(moved).items() if np.isfinite(line.half_bytes)}
+    known = pl.DataFrame(
+        [(op, group, _LARGE * size) for (op, group), size in half.items()],
+        {"op": pl.String, "group_id": pl.Int64, "least_bytes": pl.Float64},
+        orient="row",
+    )
+    on = collectives.select("rank", "group_id").unique().join(ranks.select("rank", "node").unique("rank"), on="rank")
+    nodes = on.group_by("group_id").agg(pl.col("node").n_unique().alias("nodes"))
+    least = pl.max_horizontal(pl.col("least_bytes").fill_null(0), pl.lit(_LARGE_BYTES))
+    large = moved.join(known, on=["op", "group_id"], how="left").filter(pl.col("size_bytes") >= least, pl.col("ns") > 0)
+    return large.join(nodes, on="group_id")
+
+
+def _loss(rows: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...], share: float) -> Estimate:
+    """What the median of these ranks stands still for per step, times the share."""
+    exposed = by_rank_and_step(rows, "exposed_ns", ranks, grid.steps)
+    return estimate(share * np.median(exposed, axis=0), _TRIM)
+
+
+def _differ(links: pl.DataFrame) -> bool:
+    """Whether some link between nodes is so much slower than another that `slow_link` may name it."""
+    rates = busy_links(links)["rate_bytes_per_s"].to_numpy()
+    return len(rates) > 0 and bool(rates.max() >= _LINKS_DIFFER * rates.min())
+
+
+def _against_groups(moved: pl.DataFrame, collectives: pl.DataFrame, min_ratio: float) -> tuple[list[_Slow], pl.Series]:
+    """The groups that take longer than others for the same, and the instances that could be compared."""
+    same = ["op", "group_size", "nodes", "size_bytes"]
+    found, compared = [], [moved["instance_id"].clear()]
+    for _, rows in moved.group_by(same, maintain_order=True):
+        groups = rows["group_id"].unique().sort().to_list()
+        if len(groups) <= _OTHERS:
+            continue
+        compared.append(rows["instance_id"])
+        by_step = rows.group_by("step", "group_id").agg(pl.col("ns").median()).sort("group_id")
+        taken = by_step.pivot("group_id", index="step", values="ns").drop("step").to_numpy()
+        usual = np.nanmedian(taken, axis=0)
+        for number, group in enumerate(groups):
+            others = np.delete(taken, number, axis=1)
+            others_ns = float(np.median(np.delete(usual, number)))
+            longer = float(np.mean(taken[:, number] > np.nanmax(others, axis=1)))
+            if usual[number] >= min_ratio * others_ns and longer >= _PERSISTENT:
+                found.append(_slow_group(rows, group, float(usual[number]), others_ns, collectives))
+    return found, pl.concat(compared)
+
+
+def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float, collectives: pl.DataFrame) -> _Slow:
+    own = rows.filter(pl.col("group_id") == group)
+    op, size, name = str(own["op"][0]), int(own["size_bytes"][0]), str(own["group"][0])
+    moved = bus_factor(op, int(own["group_size"][0])) * size
+    members = tuple(collectives.filter(pl.col("group_id") == group)["rank"].unique().sort().to_list())
+    return _Slow(
+        title=f"{op} of {bytes_text(size)} in group {name} ({named('rank', members)}) runs at a bus bandwidth of "
+        f"{bytes_text(moved / ns * 1e9)}/s, in other groups at {bytes_text(moved / others_ns * 1e9)}/s",
+        where=f"group {name}",
+        advice=f"Compare the links between {named('rank', members)} with those of the other groups: topology "
+        "(nvidia-smi topo -m), the transport that NCCL_DEBUG=INFO names, link errors, other load on their host.",
+        instances=own["instance_id"],
+        saved=1 - others_ns / ns,
+        groups=(name,),
+        ranks=members,
+        nodes=(),
+    )
+
+
+def _against_interfaces(
+    moved: pl.DataFrame,
+    ranks: pl.DataFrame,
+    collectives: pl.DataFrame,
+    counters: pl.DataFrame | None,
+    steps: pl.DataFrame,
+    min_ratio: float,
+) -> tuple[list[_Slow], pl.Series]:
+    """The network, if it is slower than the interfaces allow, and the instances that could be compared."""
+    between = moved.filter(pl.col("nodes") > 1)
+    nothing = moved["instance_id"].clear()
+    if counters is None or between.is_empty():
+        return [], nothing
+    start_ns, end_ns = steps.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+    speeds = nic_speeds(counters, start_ns, end_ns)
+    taking_part = (
+        collectives.select("instance_id", "rank", "end_ns")
+        .join(ranks.select("rank", "node").unique("rank"), on="rank")
+        .group_by("instance_id", "node")
+        .agg(pl.col("end_ns").max())
+        .join(between.select("instance_id", "op", "group_size", "size_bytes", "ns"), on="instance_id")
+    )
+    nodes = taking_part["node"].unique().sort().to_list()
+    if any(node not in speeds for node in nodes):
+        return [], nothing
+    rates = {node: _rate(taking_part.filter(pl.col("node") == node)) for node in nodes}
+    node = min(nodes, key=lambda node: rates[node] / speeds[node])
+    used = rates[node] / speeds[node]
+    instances = between["instance_id"]
+    if used * min_ratio >= 1:
+        return [], instances
+    ops = ", ".join(between["op"].unique().sort())
+    return [
+        _Slow(
+            title=f"Collectives between nodes ({ops}) send {bytes_text(rates[node])}/s, {percent(used)} of the "
+            f"{bytes_text(speeds[node])}/s of the network interfaces of node {node}",
+            where="between nodes",
+            advice="Check which interface is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA), RDMA instead "
+            "of sockets (NCCL_IB_DISABLE), more sockets (NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS), and the "
+            "network itself with iperf3 or nccl-tests.",
+            instances=instances,
+            saved=1 - used / _ATTAINABLE,
+            groups=tuple(between["group"].drop_nulls().unique().sort().to_list()),
+            ranks=(),
+            nodes=(),
+        )
+    ], instances
+
+
+def _rate(rows: pl.DataFrame) -> float:
+    """Bytes per second that a node sends while any of these transfers is under way, each by a ring."""
+    spans = rows.select(start_ns=pl.col("end_ns") - pl.col("ns"), end_ns="end_ns").sort("start_ns")
+    reached = pl.col("end_ns").cum_max().shift(1).fill_null(spans["start_ns"][0])
+    busy_ns = spans.select((pl.col("end_ns") - pl.max_horizontal("start_ns", reached)).clip(0).sum()).item()
+    sizes = rows.group_by("op", "group_size").agg(pl.col("size_bytes").sum())
+    sent = sum(bus_factor(op, ranks) * size for op, ranks, size in sizes.iter_rows())
+    return float(sent / busy_ns * 1e9)
