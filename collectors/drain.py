@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.collectors.schema import RECORD, RECORD_FIELDS, RING_SLOTS, RecordType
+from rankscope.collectors.schema import OPS, P2P_OPS, RECORD, RECORD_FIELDS, RING_SLOTS, RecordType
 
 __all__ = ["OTHER_THREAD", "RECORD_DTYPE", "Ring", "Threads", "columns_by_table"]
 
@@ -28,6 +28,8 @@ _ALL_TO_ALL_CODES = [OPS.index(op) for op in ALL_TO_ALL_OPS]
 _MASK = RING_SLOTS - 1
 _CHUNK = 1024
 _EMPTY = np.empty(0, RECORD_DTYPE)
+_NCCL_WAITS = (RecordType.NCCL_PROXY, RecordType.NCCL_STEP)
+_P2P_CODES = [OPS.index(op) for op in P2P_OPS]
 
 
 class Ring:
@@ -148,6 +150,10 @@ def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:
     if RecordType.MEMORY in by_type:
         memory = by_type[RecordType.MEMORY]
         tables["memory"] = {"time_ns": memory["q0"], "name_id": memory["c"], "value": memory["q1"]}
+    if RecordType.NCCL_CALL in by_type:
+        tables["nccl_calls"] = _nccl_calls(by_type[RecordType.NCCL_CALL])
+    if by_type.keys() & {*_NCCL_WAITS, RecordType.NCCL_SPAN}:
+        tables["nccl_events"] = _nccl_events(by_type)
     return tables
 
 
@@ -193,3 +199,53 @@ def _give_ends(collectives: Columns, done: Records) -> Records:
     collectives["end_ns"][place[found]] = done["q0"][found]
     late: Records = done[~found]
     return late
+
+
+def _nccl_calls(records: Records) -> Columns:
+    size = records["q2"] & 0xFFFFFFFF
+    return {
+        "start_ns": records["q0"],
+        "call": records["c"],
+        "communicator": np.ma.masked_equal(records["q1"], 0),
+        "nccl_rank": records["q2"] >> 32,
+        "nccl_size": np.ma.masked_equal(size, 0),
+        "seq": np.ma.MaskedArray((records["q4"] >> 32) & 0xFFFFFFFF, mask=np.isin(records["a"], _P2P_CODES)),
+        "op": records["a"],
+        "size_bytes": np.ma.masked_less(records["q3"], 0),
+        "peer": (records["q4"] & 0xFFFFFFFF) - 1,
+        "channels": (records["b"] & 0xFF).astype(np.uint8),
+        "algorithm": (records["b"] >> 8 & 0xF).astype(np.uint8),
+        "protocol": (records["b"] >> 12).astype(np.uint8),
+    }
+
+
+def _nccl_events(by_type: dict[int, Records]) -> Columns:
+    """Proxies and their steps, which have waits, then kernels and the network plugin's events, which have none."""
+    waits = np.concatenate([by_type.get(kind, _EMPTY) for kind in _NCCL_WAITS])
+    spans = by_type.get(RecordType.NCCL_SPAN, _EMPTY)
+    both = np.concatenate([waits, spans])
+    is_span = np.arange(len(both)) >= len(waits)
+    is_send = (both["a"] & 1 == 1) & ~is_span
+    is_step = both["type"] == RecordType.NCCL_STEP
+    told = both["a"] & 2 == 2
+    gpu, middle, network = (both[name].view(np.uint64) >> np.uint64(24) for name in ("q1", "q2", "q3"))
+    beside = (both[name] & 0xFFFFFF for name in ("q1", "q2"))
+    peer, step = (np.ma.MaskedArray(values, mask=is_span) for values in beside)
+    # as NCCL_EVENTS has them: send, recv, send_step, recv_step
+    kinds = np.where(is_span, both["a"], 2 * is_step + ~is_send)
+    waited = (gpu + middle + network).astype(np.int64)
+    return {
+        "start_ns": both["q0"],
+        "end_ns": np.where(is_span, both["q1"], both["q0"] + waited),
+        "kind": kinds.astype(np.uint8),
+        "call": np.ma.masked_equal(both["c"], 0),
+        "channel": both["b"].astype(np.uint8),
+        "peer": peer,
+        "step": step,
+        "size_bytes": np.ma.MaskedArray(both["q4"], mask=is_span | (both["q4"] < 0)),
+        "gpu_wait_ns": np.ma.MaskedArray(gpu.astype(np.int64), mask=is_span),
+        "peer_wait_ns": np.ma.MaskedArray(middle.astype(np.int64), mask=~(is_send & told)),
+        "network_wait_ns": np.ma.MaskedArray(network.astype(np.int64), mask=is_span),
+        "flush_wait_ns": np.ma.MaskedArray(middle.astype(np.int64), mask=is_span | is_send),
+        "device_ns": np.ma.MaskedArray(both["q2"], mask=~is_span | (both["q2"] < 0)),
+    }

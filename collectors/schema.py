@@ -16,6 +16,9 @@ __all__ = [
     "ALL_TO_ALL_OPS",
     "DEVICE_WORK",
     "DTYPES",
+    "NCCL_ALGORITHMS",
+    "NCCL_EVENTS",
+    "NCCL_PROTOCOLS",
     "NO_PEER",
     "OPS",
     "P2P_OPS",
@@ -117,6 +120,28 @@ DTYPES = (
     "complex128",
     "float8_e4m3fn",
     "float8_e5m2",
+)
+
+# NCCL's own words, as its profiler plugin is told them.
+NCCL_ALGORITHMS = (
+    "unknown",
+    "tree",
+    "ring",
+    "collnet_direct",
+    "collnet_chain",
+    "nvls",
+    "nvls_tree",
+    "pat",
+    "copy_engine",
+)
+NCCL_PROTOCOLS = ("unknown", "ll", "ll128", "simple")
+NCCL_EVENTS = (
+    "send",  # all that a proxy sent to one peer on one channel for one call
+    "recv",
+    "send_step",  # one network transfer of it
+    "recv_step",
+    "kernel",  # one channel's part of the kernel
+    "network",  # an event of the network plugin
 )
 
 NO_PEER = -1
@@ -255,6 +280,87 @@ TABLES: dict[str, Table] = {
             (
                 Column("end_ns", "int64", "ns", "Completion on this rank."),
                 Column("number", "uint64", "", "`number` of the row in `collectives`."),
+            ),
+        ),
+        Table(
+            "nccl_calls",
+            "One operation as NCCL began it: a collective, a send or a receive. From NCCL's profiler plugin, where it "
+            "is built.",
+            "rank",
+            "start_ns",
+            (
+                Column("start_ns", "int64", "ns", "When NCCL enqueued it."),
+                Column("call", "uint32", "", "Its number, unique in a rank's attempt."),
+                Column(
+                    "communicator", "int64", "", "NCCL's hash, equal on all ranks; null: not told.", nullable=True
+                ),
+                Column("nccl_rank", "int32", "", "This rank's place in the communicator."),
+                Column(
+                    "nccl_size", "int32", "", "Ranks in the communicator; null: not told.", nullable=True
+                ),
+                Column(
+                    "seq",
+                    "uint32",
+                    "",
+                    "Ordinal among the communicator's calls of this kind, as NCCL counts; null: point-to-point.",
+                    nullable=True,
+                ),
+                Column("op", "uint8", "", "Position in OPS."),
+                Column(
+                    "size_bytes",
+                    "int64",
+                    "bytes",
+                    "Count times the data type's size, as the caller gave them to NCCL; null: type not known.",
+                    nullable=True,
+                ),
+                Column("peer", "int32", "", "Peer of a send or receive, else the root, by place in the communicator."),
+                Column("channels", "uint8", "", "Channels that share the work; 0: not told."),
+                Column("algorithm", "uint8", "", "Position in NCCL_ALGORITHMS."),
+                Column("protocol", "uint8", "", "Position in NCCL_PROTOCOLS."),
+            ),
+        ),
+        Table(
+            "nccl_events",
+            "What NCCL's proxy, kernels and network plugin did for a call. A proxy's waits add up to the row's duration: "
+            "of several transfers under way, the oldest counts.",
+            "rank",
+            "start_ns",
+            (
+                _START,
+                _END,
+                Column("kind", "uint8", "", "Position in NCCL_EVENTS."),
+                Column("call", "uint32", "", "`call` in `nccl_calls`; null: another process's (PXN).", nullable=True),
+                Column("channel", "uint8", "", "NCCL's channel; 0 for `network`."),
+                Column("peer", "int32", "", "Place of the peer in the communicator; null: none.", nullable=True),
+                Column("step", "int32", "", "Proxy: how many transfers; one transfer: its number.", nullable=True),
+                Column("size_bytes", "int64", "bytes", "What the transfers carried; null: not told.", nullable=True),
+                Column(
+                    "gpu_wait_ns",
+                    "int64",
+                    "ns",
+                    "Waited for the GPU: for data to send, or to take what had come. Before NCCL 2.27 a send's wait "
+                    "for its peer is in here too.",
+                    nullable=True,
+                ),
+                Column(
+                    "peer_wait_ns",
+                    "int64",
+                    "ns",
+                    "Send: data were ready, the peer had not said where to put them; null: not told.",
+                    nullable=True,
+                ),
+                Column(
+                    "network_wait_ns",
+                    "int64",
+                    "ns",
+                    "Send: handed to the network, not yet reported as sent. Receive: nothing had come, be it that the "
+                    "peer was late or the network slow.",
+                    nullable=True,
+                ),
+                Column(
+                    "flush_wait_ns", "int64", "ns", "Receive: had come, not yet visible to the GPU.", nullable=True
+                ),
+                Column("device_ns", "int64", "ns", "Kernel: its time on the device's own clock.", nullable=True),
             ),
         ),
         Table(
@@ -408,3 +514,14 @@ RECORD = struct.Struct("<QBBHIqqqqqQ")
 RECORD_FIELDS = ("number", "type", "a", "b", "c", "q0", "q1", "q2", "q3", "q4", "check")
 RING_SLOTS = 1 << 16
 assert RECORD.size == 64
+    NCCL_CALL = 16
+    NCCL_PROXY = 17
+    NCCL_STEP = 18
+    NCCL_SPAN = 19
+# The plugin in nccl_profiler/ writes these, to a ring of its own:
+# NCCL_CALL   a op · b channels | algorithm << 8 | protocol << 12 · c call · q0 start · q1 communicator (0 not told)
+#             · q2 rank << 32 | size (0 not told) · q3 size_bytes (-1 not known) · q4 seq << 32 | peer + 1
+# NCCL_PROXY  a is_send | peer wait told << 1 · b channel · c call (0 not known) · q0 start · q1 gpu wait << 24 | peer
+#             · q2 (send: peer wait, receive: flush wait) << 24 | steps · q3 network wait << 24 · q4 size_bytes (-1 …)
+# NCCL_STEP   as NCCL_PROXY, with the step's number for the count of steps
+# NCCL_SPAN   a kind · b channel · c call · q0 start · q1 end · q2 device_ns (-1 not told)

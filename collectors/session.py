@@ -203,6 +203,10 @@ class Emit:
         self._channel.close()
 
 
+    def hand_over(self, ring_fd: int) -> None:
+        """Let the agent read another ring of this process, that of the NCCL plugin. Raises OSError."""
+        socket.send_fds(self._channel, [json.dumps({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
+
 class Group:
     """A process group as this rank counts it: the ordinals make collectives comparable across ranks."""
 

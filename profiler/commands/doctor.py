@@ -42,8 +42,19 @@ class Check:
 
 def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of the table.")] = False,
+    build_nccl_plugin: Annotated[
+        bool, typer.Option("--build-nccl-plugin", help="First build NCCL's profiler plugin, with the C compiler here.")
+    ] = False,
 ) -> None:
-    checks = [check for ask in (_torch, _launcher, _agent, _clock, _collectors, _disk, _extras) for check in ask()]
+    from rankscope.collectors import nccl_profiler
+
+    if build_nccl_plugin:
+        try:
+            nccl_profiler.build()
+        except nccl_profiler.NotBuilt as error:
+            raise RankscopeError(f"the NCCL plugin was not built: {error}") from None
+    asked = (_torch, _launcher, _agent, _clock, _collectors, _nccl_plugin, _disk, _extras)
+    checks = [check for ask in asked for check in ask()]
     if json:
         print(json_format.dumps([asdict(check) for check in checks], indent=1))
     else:
@@ -122,6 +133,18 @@ def _collectors() -> Iterator[Check]:
     for module in pkgutil.iter_modules(node.__path__):
         problem = trouble.get(module.name)
         yield Check(f"node: {module.name}", problem is None, problem or "can be read")
+
+
+def _nccl_plugin() -> Iterator[Check]:
+    from rankscope.collectors import nccl_profiler
+
+    path, other = nccl_profiler.built(), nccl_profiler.installed_elsewhere(os.environ)
+    if other:
+        yield Check("NCCL plugin", False, f"another one is in its place: {other}")
+    elif path:
+        yield Check("NCCL plugin", True, str(path))
+    else:
+        yield Check("NCCL plugin", False, "not built; rankscope doctor --build-nccl-plugin builds it")
 
 
 def _disk() -> Iterator[Check]:

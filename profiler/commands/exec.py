@@ -23,6 +23,7 @@ from pathlib import PurePath
 
 from rankscope.profiler.arguments import Options, program_name, split
 from rankscope.profiler.errors import NotRecorded, RankscopeError
+from rankscope.collectors import nccl_profiler
 from rankscope.profiler.folder import claim
 from rankscope.profiler.node_agent import answers, await_answer, start_detached
 
@@ -70,6 +71,7 @@ def main(arguments: list[str]) -> None:
         environment["RANKSCOPE_AGENT"] = name
     except (NotRecorded, OSError) as error:
         _say(f"nothing is recorded: {error}; the job runs as without rankscope")
+        environment.update(nccl_profiler.settings(environment))
     os.execve(program, command, environment)
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
 from rankscope.profiler.errors import NotRecorded, RankscopeError
+from rankscope.collectors import nccl_profiler
 from rankscope.profiler.folder import claim
 from rankscope.profiler.foreground import exit_like, run_to_end
 from rankscope.profiler.node_agent import NEUTRAL_FOLDER, Agent
@@ -59,6 +60,7 @@ def main(arguments: list[str]) -> None:
     except (NotRecorded, OSError) as error:
         _say(f"nothing is recorded: {error}; the job runs as without rankscope")
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        environment.update(nccl_profiler.settings(environment))
         _say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading rankscope: no rank will be recorded")
     with ExitStack() as stack:
         if agent and not is_own():

@@ -1,0 +1,103 @@
+"""NCCL's profiler plugin: building it, and where it lies.
+
+Standard library only: the rank's collector `nccl` imports this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rankscope.collectors.schema import NCCL_EVENTS, OPS, RING_SLOTS, RecordType
+
+__all__ = ["EVENTS", "VARIABLE", "NotBuilt", "build", "built", "installed_elsewhere", "settings"]
+
+VARIABLE = "NCCL_PROFILER_PLUGIN"
+EVENTS = ("calls", "proxies", "steps", "kernels", "network")  # what RANKSCOPE_NCCL_EVENTS may hold
+
+_SOURCE = Path(__file__).with_name("plugin.c")
+_FLAGS = ("-std=c11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+_STAYS_LOADED = "-Wl,-z,nodelete"  # NCCL unloads it with its last communicator, while the agent still reads
+_NAMED = {
+    **{f"OP_{op.upper()}": code for code, op in enumerate(OPS)},
+    **{f"RECORD_{name}": code for name, code in vars(RecordType).items() if name.startswith("NCCL_")},
+    **{f"SPAN_{kind.upper()}": NCCL_EVENTS.index(kind) for kind in ("kernel", "network")},
+    "RING_SLOTS": RING_SLOTS,
+}
+
+
+class NotBuilt(Exception):  # noqa: N818  (a state of the machine)
+    """The plugin could not be built; the message is for people."""
+
+
+def built() -> Path | None:
+    """The plugin that was built from this version's source for this machine, None if there is none."""
+    path = _path()
+    return path if path.exists() else None
+
+
+def build(compiler: str | None = None, extra: tuple[str, ...] = ()) -> Path:
+    """Compile the plugin into the cache folder and return its path.
+
+    Raises NotBuilt when there is no C compiler, or it refuses.
+    """
+    compiler = compiler or os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        raise NotBuilt("there is no C compiler (cc, gcc or clang) on PATH")
+    path = _path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            macros = [f"-D{name}={value}" for name, value in _NAMED.items()]
+            command = [*compiler.split(), *_FLAGS, *extra, *macros, str(_SOURCE), "-o", str(made), _STAYS_LOADED]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if done.returncode:
+                raise NotBuilt(f"{compiler} refused: {_first_error(done.stderr)}")
+            os.replace(made, path)  # in one step: a job that starts now sees the old one or the new one
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NotBuilt(f"{compiler}: {error}") from None
+    return path
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a job's environment needs so that NCCL finds the plugin; nothing where it is not built, or not wanted."""
+    path = built()
+    return {} if path is None or installed_elsewhere(environment) else {VARIABLE: str(path)}
+
+
+def installed_elsewhere(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
+    """Where the user has a profiler plugin of their own, which NCCL must find; None if nowhere."""
+    if environment.get(VARIABLE):
+        return f"{VARIABLE}={environment[VARIABLE]}"
+    own = environment.get("NCCL_CONF_FILE") or f"{environment.get('HOME', '')}/.nccl.conf"
+    for path in (Path(own), root / "etc" / "nccl.conf"):
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if any(line.strip().startswith(f"{VARIABLE}=") for line in lines):
+            return str(path)
+    for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
+        path = Path(folder, "libnccl-profiler.so")  # what NCCL looks for where nobody says anything
+        if path.exists():
+            return str(path)
+    return None
+
+
+def _path() -> Path:
+    """In the user's cache folder, under a name that changes with all that goes into it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rankscope")
+    parts = (_SOURCE.read_bytes(), repr(sorted(_NAMED.items())).encode(), os.uname().machine.encode())
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+    return cache / f"libnccl-profiler-rankscope-{digest}.so"
+
+
+def _first_error(output: str) -> str:
+    lines = output.strip().splitlines() or ["no reason given"]
+    return next((line for line in lines if "error" in line), lines[0])

@@ -1,0 +1,73 @@
+"""NCCL's calls, and what its proxies waited for, from the NCCL profiler plugin.
+
+The plugin writes to a ring of its own; this hands the ring to the agent. It does nothing where the launcher has not
+set the plugin up, or where NCCL is not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from rankscope.collectors.nccl_profiler import EVENTS, VARIABLE, built
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit
+
+tables = ("nccl_calls", "nccl_events")
+
+
+def start(emit: Emit) -> None:
+    """The agent reads the plugin's ring, or `gaps` says why there is none."""
+    ours = built()
+    given = os.environ.get(VARIABLE)
+    if ours is None or given != str(ours):
+        emit.on_tick(emit.guard("nccl", _Told(emit, given)))
+        return
+    unknown = set(filter(None, os.environ.get("RANKSCOPE_NCCL_EVENTS", "").split(","))) - set(EVENTS)
+    if unknown:
+        known = ", ".join(EVENTS)
+        emit.gap("nccl_events", "nccl", f"RANKSCOPE_NCCL_EVENTS: {', '.join(sorted(unknown))} is none of {known}")
+    plugin = ctypes.CDLL(str(ours))  # the one that NCCL has loaded, or will
+    ring = plugin.rankscope_nccl_ring()
+    if ring < 0:
+        raise OSError(-ring, os.strerror(-ring))
+    emit.hand_over(ring)
+    lost_so_far = plugin.rankscope_nccl_lost
+    lost_so_far.restype = ctypes.c_uint64
+    told = 0
+
+    def tell_lost() -> None:
+        nonlocal told
+        lost = lost_so_far()
+        if lost > told:
+            emit.gap("nccl_events", "nccl", "more was under way at once than the plugin can follow", count=lost - told)
+            told = lost
+
+    emit.on_tick(emit.guard("nccl", tell_lost))
+
+
+def stop() -> None:
+    """The plugin stays as long as NCCL has it; its ring is read no more when the rank is gone."""
+
+
+class _Told:
+    """Says once, and only in a job that uses NCCL, that the plugin is not there."""
+
+    def __init__(self, emit: Emit, given: str | None) -> None:
+        self._emit = emit
+        self._done = False
+        self._why = "NCCL's profiler plugin is not built: rankscope doctor --build-nccl-plugin"
+        if given:
+            self._why = f"NCCL has another profiler plugin: {VARIABLE}={given}"
+
+    def __call__(self) -> None:
+        torch = sys.modules["torch"]
+        if self._done or not torch.cuda.is_initialized():
+            return
+        self._done = True
+        if "nccl" in str(torch.distributed.get_backend_config()):
+            for table in tables:
+                self._emit.gap(table, "nccl", self._why)

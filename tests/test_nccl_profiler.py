@@ -1,0 +1,147 @@
+"""NCCL's profiler plugin, driven by a program that plays NCCL: `tests/nccl/driver.c` has the events and their times."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from rankscope.collectors import nccl_profiler
+from rankscope.collectors.drain import Ring, Threads, columns_by_table
+from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS
+from rankscope.collectors.writer import batch_of
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc to build the plugin with")
+
+DRIVER = Path(__file__).parent / "nccl/driver.c"
+NEWEST = 7
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        assert nccl_profiler.built() is None
+        path = nccl_profiler.build("gcc", ("-Werror",))
+        assert nccl_profiler.built() == path
+        yield path
+
+
+@pytest.fixture(scope="module")
+def play(plugin, tmp_path_factory):
+    """Play NCCL to the plugin, and give back the tables that the agent makes of its ring."""
+    driver = tmp_path_factory.mktemp("driver") / "driver"
+    subprocess.run(["gcc", "-O1", "-rdynamic", "-pthread", str(DRIVER), "-o", str(driver), "-ldl"], check=True)
+
+    def play(version=NEWEST, threads=1, calls=1, **environment):
+        environment = {"RANKSCOPE_AGENT": "somebody records", **environment}
+        command = [str(driver), str(plugin), str(version), str(threads), str(calls)]
+        done = subprocess.run(command, env=environment, capture_output=True, check=True)
+        assert done.stderr.decode().splitlines()[-1] == "lost 0"
+        fd = os.memfd_create("ring")
+        os.write(fd, done.stdout)
+        ring = Ring(fd)
+        os.close(fd)
+        columns = columns_by_table(ring.read(0, last=True), Threads(0))
+        assert (ring.overwritten, ring.unfinished) == (0, 0)
+        frames = {name: pl.from_arrow(batch_of(name, rows)) for name, rows in columns.items()}
+        return frames.get("nccl_calls"), named(frames.get("nccl_events"))
+
+    return play
+
+
+def named(events):
+    """With the kind's name in the place of its code."""
+    if events is None:
+        return None
+    names = pl.DataFrame({"kind": range(len(NCCL_EVENTS)), "name": NCCL_EVENTS}, schema_overrides={"kind": pl.UInt8})
+    return events.join(names, on="kind").with_columns(kind="name").drop("name")
+
+
+@pytest.mark.parametrize("version", range(3, NEWEST + 1))
+def test_every_version_of_the_interface_gives_the_same_call_and_waits(play, version):
+    """The driver's send, from 9: GPU until 20, credit until 50, network until 80 and, for the second transfer, until
+    100; for the third, whose data were ready by then, credit until 130 and network until 140. Version 3 is not told of
+    credits, which it counts as waiting for the GPU, nor of sizes, nor of the communicator's size."""
+    calls, events = play(version)
+    call = calls.row(0, named=True)
+    assert (call["start_ns"], OPS[call["op"]], call["seq"], call["size_bytes"]) == (1005, "allreduce", 0, 4000)
+    assert (NCCL_ALGORITHMS[call["algorithm"]], NCCL_PROTOCOLS[call["protocol"]], call["channels"]) == (
+        "ring",
+        "simple",
+        2,
+    )
+    assert call["communicator"] == 0xF000000000000001 - (1 << 64)  # as int64
+    assert (call["nccl_rank"], call["nccl_size"]) == (1, 2 if version > 3 else None)
+    told = ["start_ns", "end_ns", "gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns", "size_bytes"]
+    by_kind = {row["kind"]: tuple(row[c] for c in told) for row in events.filter(call=1).iter_rows(named=True)}
+    size = 1500 if version > 3 else None
+    send = (11, 60, 60) if version > 3 else (71, None, 60)
+    assert by_kind == {"send": (1009, 1140, *send, None, size), "recv": (1009, 1110, 39, None, 56, 6, size)}
+
+
+def test_waits_add_up_to_the_proxys_time(play):
+    _, events = play(calls=50)
+    waits = pl.sum_horizontal("gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns")
+    assert events.height == 150
+    assert events.select((waits == pl.col("end_ns") - pl.col("start_ns")).all()).item()
+
+
+def test_proxy_of_another_process_has_no_call_here(play):
+    _, events = play()
+    assert events.filter(pl.col("call").is_null()).select("kind", "peer").rows() == [("send", 5)]
+
+
+def test_what_is_recorded_can_be_chosen(play):
+    calls, events = play(RANKSCOPE_NCCL_EVENTS="calls,kernels")
+    assert calls.height == 1
+    assert events.select("kind", "start_ns", "end_ns", "call", "device_ns").rows() == [("kernel", 1020, 1150, 1, 100)]
+    calls, events = play(RANKSCOPE_NCCL_EVENTS="steps")
+    assert calls is None
+    steps = events.filter(kind="send_step").sort("step")
+    assert steps.select("start_ns", "end_ns", "peer_wait_ns").rows() == [
+        (1010, 1080, 30),
+        (1012, 1100, 20),
+        (1082, 1140, 40),
+    ]
+
+
+@pytest.mark.parametrize("environment", [{"RANKSCOPE_DISABLE": "gc_pauses,nccl"}, {"RANKSCOPE_DISABLE": "all"}])
+def test_collector_that_is_left_off_records_nothing(play, environment):
+    assert play(**environment) == (None, None)
+
+
+def test_threads_lose_nothing_and_mix_nothing(play):
+    """8 communicators with 500 calls each, every one with a send, a receive and a foreign send."""
+    calls, events = play(threads=8, calls=500)
+    assert (calls.height, events.height) == (4000, 12000)
+    assert calls["call"].n_unique() == 4000
+    per_communicator = calls.group_by("communicator").agg(pl.len(), pl.col("seq").n_unique().alias("seqs"))
+    assert per_communicator.select("len", "seqs").unique().rows() == [(500, 500)]
+    joined = calls.join(events.drop_nulls("call"), on="call", suffix="_event")
+    assert joined.height == 8000
+    assert joined.select((pl.col("start_ns_event") - pl.col("start_ns") == 4).all()).item()
+
+
+def test_own_plugin_of_the_user_is_left_alone(tmp_path):
+    def elsewhere(**environment):
+        return nccl_profiler.installed_elsewhere({"HOME": str(tmp_path), **environment}, root=tmp_path)
+
+    assert elsewhere() is None
+    assert elsewhere(NCCL_PROFILER_PLUGIN="inspector") == "NCCL_PROFILER_PLUGIN=inspector"
+    (tmp_path / "libnccl-profiler.so").touch()
+    assert elsewhere(LD_LIBRARY_PATH=f"/nowhere:{tmp_path}") == str(tmp_path / "libnccl-profiler.so")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("NCCL_DEBUG=WARN\nNCCL_PROFILER_PLUGIN=/opt/theirs.so\n")
+    assert elsewhere() == str(tmp_path / "etc/nccl.conf")
+
+
+def test_missing_compiler_is_said_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(nccl_profiler.NotBuilt, match="no C compiler"):
+        nccl_profiler.build()
