@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +33,7 @@ from rankscope.collectors.drain import Records, Ring, Threads, columns_by_table
 from rankscope.collectors.node import Sample
 from rankscope.collectors.sampler import Sampler
 from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, TABLES
+from rankscope.collectors.windows import Windows
 from rankscope.collectors.writer import Partition, RunFolder
 
 __all__ = ["Agent", "main"]
@@ -143,12 +145,25 @@ class _Connection:
     rank: _Rank | None = None
     report: dict[str, Any] = field(default_factory=dict)  # its entry in the run's JSON
 
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message, if the process takes it now; a rank whose socket is full has ended or is about to."""
+        with contextlib.suppress(OSError):
+            self.channel.send(json.dumps(message).encode(), socket.MSG_NOSIGNAL)
+
 
 class Agent:
     """Serves the ranks of one node until the job is over; `run` returns when everything is on disk."""
 
     def __init__(
-        self, listener: socket.socket, out: Path, *, hz: float, until_stdin_closes: bool, launch: dict[str, Any]
+        self,
+        listener: socket.socket,
+        out: Path,
+        *,
+        hz: float,
+        until_stdin_closes: bool,
+        launch: dict[str, Any],
+        profile_steps: tuple[int, int] | None = None,
+        profile_slow: int = 0,
     ) -> None:
         """Raises OSError when the run cannot be written to `out`."""
         self._run = RunFolder(out)
@@ -163,6 +178,7 @@ class Agent:
         self._due_ns = {"drain": 0, "flush": 0, "anchor": 0}
         self._last_rank_ns: int | None = None
         self._connections: set[_Connection] = set()
+        self._windows = Windows(self._run, self._gap_of_rank, self._add_window, fixed=profile_steps, slow=profile_slow)
         self._reports: list[dict[str, Any]] = []
         self._node: _NodeTables | None = None
         addresses = _own_addresses()
@@ -243,6 +259,7 @@ class Agent:
         for connection in self._connections:
             if connection.rank:
                 connection.rank.flush()
+        self._windows.work(node.index)
         self._take_samples(node)
         self._take_pings(node)
         node.tables.flush()
@@ -311,8 +328,15 @@ class Agent:
             connection.rank.tables.add_row(
                 "gaps", {column.name: message[column.name] for column in TABLES["gaps"].columns}
             )
+        elif kind == "nccl_ring":
+            try:
+                connection.rank.add_nccl_ring(fds[0] if fds else -1)
+            except OSError as error:
+                raise ValueError(f"the ring cannot be mapped: {error}") from None
         elif kind == "peer":
             self._meet(str(message["name"]), str(message["host"]), int(message["port"]))
+        elif kind in ("step", "slow", "window", "stacks"):
+            self._windows.hear(connection.rank.rank, message)
         elif kind == "bye":
             self._say_bye(connection, connection.rank, int(message["dropped"]))
         else:
@@ -334,12 +358,15 @@ class Agent:
         with contextlib.suppress(OSError):  # its end will be noticed with the next packet
             connection.channel.send(reply)  # before all that takes longer: the rank waits for it
         connection.report = {"rank": rank, "attempt": attempt, "pid": hello["pid"], "bye": False, "ended": False}
+        connection.report["world_size"] = int(hello["world_size"])
         self._reports.append(connection.report)
         self._state["versions"]["torch"] = str(hello["torch"])
         self._tell_pids()
         if self._sampler.ident is None:
             self._sampler.start()
         self._write_state()
+        self._windows.work(node.index)
+        self._windows.join(rank, connection.send, connection.pid)
 
     def _say_bye(self, connection: _Connection, rank: _Rank, dropped: int) -> None:
         connection.report["bye"] = True
@@ -358,6 +385,7 @@ class Agent:
         rank = connection.rank
         if rank is None:
             return
+        self._windows.leave(rank.rank)
         rank.read(last=True)
         if not connection.report["bye"]:
             why = (
@@ -392,6 +420,19 @@ class Agent:
         while not self._sampler.gaps.empty():
             source, why, time_ns = self._sampler.gaps.get()
             node.tables.gap("counters", why, source=source, start_ns=time_ns)
+
+    def _gap_of_rank(self, rank: int, why: str) -> None:
+        for connection in self._connections:
+            if connection.rank and connection.rank.rank == rank:
+                connection.rank.tables.gap("windows", why, source="window", start_ns=clock())
+                return
+        self._gap("windows", why)
+
+    def _add_window(self, rank: int, row: Mapping[str, Any]) -> None:
+        """Raises ValueError or TypeError if it is no row of `windows`."""
+        for connection in self._connections:
+            if connection.rank and connection.rank.rank == rank:
+                connection.rank.tables.add_row("windows", row)
 
     def _gap(self, table: str, why: str) -> None:
         if self._node:
@@ -435,6 +476,7 @@ class Agent:
         if self._node is None:
             self._begin(0)
             self._gap("*", NO_RANK)
+        self._windows.close()
         if self._node:
             self._close_node(self._node)
         self._state |= {"state": "closed", "closed_ns": clock(), "closed_unix_ns": time.time_ns()}
@@ -548,6 +590,8 @@ def main(argv: list[str] | None = None) -> int:
             hz=arguments.hz,
             until_stdin_closes=arguments.until_stdin_closes,
             launch=arguments.launch,
+            profile_steps=arguments.profile_steps,
+            profile_slow=arguments.profile_slow,
         )
     except OSError as error:
         print(f"rankscope: nothing is recorded: cannot write to {arguments.out}: {error.strerror}", file=sys.stderr)

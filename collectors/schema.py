@@ -441,6 +441,23 @@ TABLES: dict[str, Table] = {
             ),
         ),
         Table(
+            "windows",
+            "One deep window on one rank: for some steps torch.profiler was on. What it saw lies in the run's folder "
+            "`window-0001`, a run folder of its own on the same clock. Steps that it touched are not judged.",
+            "rank",
+            "start_ns",
+            (
+                Column("start_ns", "int64", "ns", "The profiler began to be prepared, in the step before the first."),
+                Column("end_ns", "int64", "ns", "It had stopped, and the training went on."),
+                Column("start_stall_ns", "int64", "ns", "How long preparing and starting it held the training thread."),
+                Column("stop_stall_ns", "int64", "ns", "How long stopping it did."),
+                Column("window", "int32", "", "Number of the window in the run, from 1."),
+                Column("first_step", "int32", "", "First step in it, as the rank counts them from 0."),
+                Column("steps", "int32", "", "How many steps it holds."),
+                Column("reason", "string", "", "Why it was opened."),
+            ),
+        ),
+        Table(
             "counters",
             "One reading of a counter or gauge of the node.",
             "node",

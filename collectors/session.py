@@ -7,11 +7,13 @@ the training goes on. When the agent is gone, all hooks fall silent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import itertools
 import json
 import os
 import pkgutil
+import select
 import socket
 import sys
 import threading
@@ -30,6 +32,7 @@ __all__ = ["Emit", "annotate", "on_group", "step"]
 
 _MAX_NAMES = 10_000  # a script that makes a new name every step must not grow without bound
 _TICK_NS = 1_000_000_000
+_PACKET_BYTES = 128 * 1024
 _STORE_KEY = "rankscope/agent"
 _USER = REGION_KINDS.index("user")
 
@@ -55,6 +58,8 @@ class Emit:
         self._incarnations: dict[tuple[str, str], int] = {}
         self._off: set[str] = set()
         self._on_tick: list[Callable[[], None]] = []
+        self._on_step: list[Callable[[int, int | None], None]] = []
+        self._on_message: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._next_tick_ns = 0
         self._stops: dict[str, Callable[[], None]] = {}
         self.name("(further names)")
@@ -137,6 +142,25 @@ class Emit:
             if self.live:
                 read()
 
+    def on_step(self, call: Callable[[int, int | None], None]) -> None:
+        """Call `call(end_ns, optimizer)` where a step may end: `rankscope.step()` (None), or an optimizer's name id."""
+        self._on_step.append(call)
+
+    def stepped(self, end_ns: int, optimizer: int | None) -> None:
+        """A step has ended on this thread, as far as `rankscope.step()` or this optimizer can tell."""
+        for call in self._on_step:
+            call(end_ns, optimizer)
+
+    def on_message(self, kind: str, call: Callable[[dict[str, Any]], None]) -> None:
+        """Call `call(message)` with each message of this type from the agent, in a thread of the session's own."""
+        self._on_message[kind] = call
+
+    def receive(self, message: dict[str, Any]) -> None:
+        """Hand a message of the agent to the collector that waits for it; others are for newer versions."""
+        call = self._on_message.get(message["type"])
+        if call is not None and self.live:
+            call(message)
+
     def switch_off(self, collector: str, why: str) -> None:
         """Take one collector's hooks out and write down why."""
         if collector in self._off:
@@ -179,6 +203,10 @@ class Emit:
         self._backlog.append(json.dumps(message).encode())
         self.flush()
 
+    def hand_over(self, ring_fd: int) -> None:
+        """Let the agent read another ring of this process, that of the NCCL plugin. Raises OSError."""
+        socket.send_fds(self._channel, [json.dumps({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
+
     def flush(self) -> None:
         """Send queued messages as far as the socket takes them; what it does not take goes with a later call."""
         if not self._sending.acquire(blocking=False):
@@ -200,12 +228,10 @@ class Emit:
         """Say goodbye, with the number of messages that never got out."""
         self.flush()
         self.send({"type": "bye", "dropped": self._lost + len(self._backlog)})
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # wakes who listens
         self._channel.close()
 
-
-    def hand_over(self, ring_fd: int) -> None:
-        """Let the agent read another ring of this process, that of the NCCL plugin. Raises OSError."""
-        socket.send_fds(self._channel, [json.dumps({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
 
 class Group:
     """A process group as this rank counts it: the ordinals make collectives comparable across ranks."""
@@ -240,6 +266,7 @@ class _Session:
         self._channel.setblocking(False)
         os.close(ring.fd)  # the mapping and the agent hold it
         self.emit = Emit(ring, self._channel)
+        self._agent_gone = False
         self._peer_known = self.node == 0 or self.local_rank != 0
         if rank == 0:
             store.set(_STORE_KEY, json.dumps(agent))
@@ -283,16 +310,29 @@ class _Session:
             loaded = load(f"{rank_collectors.__name__}.{module.name}")
             if loaded is not None:
                 self.emit.start(module.name, loaded)
+        threading.Thread(target=self.emit.guard("session", self._listen), name="rankscope", daemon=True).start()
         atexit.register(self.emit.guard("session", self.close))
+
+    def _listen(self) -> None:
+        """Take the agent's messages as they come, also while the training's threads stand still."""
+        ready = select.poll()
+        ready.register(self._channel, select.POLLIN)
+        while not self._agent_gone:
+            ready.poll()
+            try:
+                packet = self._channel.recv(_PACKET_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                packet = b""
+            if packet:
+                self.emit.receive(json.loads(packet))
+            else:
+                self._agent_gone = True
 
     def _tick(self) -> None:
         self.emit.flush()
-        try:
-            if self._channel.recv(4096) == b"":
-                self.emit.live = False
-        except BlockingIOError:
-            pass
-        except OSError:
+        if self._agent_gone:
             self.emit.live = False
         if not self.emit.live:
             self.emit.stop()
@@ -365,6 +405,7 @@ def step() -> None:
     if _session is not None and _session.emit.live:
         now = clock()
         _session.emit.ring.write(RecordType.STEP, 0, 0, 0, now, threading.get_ident(), 0, 0, 0)
+        _session.emit.stepped(now, None)
         _session.emit.tick(now)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from rankscope.profiler.errors import RankscopeError
 
 __all__ = ["OWN_FLAGS", "OWN_VALUES", "Options", "node_rank", "program_name", "split", "torchrun_program"]
 
-OWN_VALUES = ("--out", "--name", "--hz")
+OWN_VALUES = ("--out", "--name", "--hz", "--profile-steps", "--profile-slow")
 OWN_FLAGS = ("--no-report", "--help")
 
 # torchrun's options that take no value. All others take one, which matters only for finding the script.
@@ -35,6 +36,13 @@ class Options:
     hz: float = 1.0
     report: bool = True
     help: bool = False
+    profile_steps: tuple[int, int] | None = None
+    profile_slow: int = 0
+
+    def for_agent(self) -> list[str]:
+        """What the agent needs to know to open windows by itself."""
+        steps = ["--profile-steps", json.dumps(self.profile_steps)] if self.profile_steps else []
+        return [*steps, *(["--profile-slow", str(self.profile_slow)] if self.profile_slow else [])]
 
 
 def split(arguments: list[str]) -> tuple[Options, list[str]]:
@@ -66,6 +74,8 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
             hz=_hz(values.get("--hz", "1")),
             report="--no-report" not in flags,
             help="--help" in flags,
+            profile_steps=_steps(values["--profile-steps"]) if "--profile-steps" in values else None,
+            profile_slow=_slow(values.get("--profile-slow", "0")),
         ),
         rest,
     )
@@ -79,6 +89,20 @@ def _hz(text: str) -> float:
     if not 0 < hz <= 100:
         raise RankscopeError(f"--hz is how often per second the node's counters are read, above 0 to 100; got {text}")
     return hz
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    steps = (int(first), int(last if dash else first)) if (first + last).isdecimal() and first else (0, 0)
+    if not 1 <= steps[0] <= steps[1]:
+        raise RankscopeError(f"--profile-steps is as in 100-102, the first step being 0 and never in it; got {text}")
+    return steps
+
+
+def _slow(text: str) -> int:
+    if not text.isdecimal():
+        raise RankscopeError(f"--profile-slow is how many slow steps may open a window; got {text}")
+    return int(text)
 
 
 def torchrun_program(arguments: list[str]) -> tuple[list[str], list[str]]:

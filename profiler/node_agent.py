@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -32,7 +32,7 @@ class Agent:
     given, and `node` the index of this node, None if it could not even write that.
     """
 
-    def __init__(self, name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, out: Path, hz: float, launch: Mapping[str, Any], options: Sequence[str] = ()) -> None:
         """Start it and wait until it is ready. Raises NotRecorded."""
         self.out = out
         self.node: int | None = None
@@ -40,7 +40,7 @@ class Agent:
         with TemporaryFile() as errors:
             # Its own session: a Ctrl-C on the terminal must not end it before the ranks are gone.
             self._process = subprocess.Popen(
-                [*_command(name, out, hz, launch), "--until-stdin-closes"],
+                [*_command(name, out, hz, launch), "--until-stdin-closes", *options],
                 cwd=NEUTRAL_FOLDER,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -85,7 +85,7 @@ def answers(name: str) -> bool:
         return True
 
 
-def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> None:
+def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any], options: Sequence[str] = ()) -> None:
     """An agent answers on the name. It is no child of this process, and ends by itself after the last rank.
 
     Raises NotRecorded.
@@ -96,7 +96,7 @@ def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -
             # Not from here: the job would find a child that it has not started when it waits for its own.
             try:
                 subprocess.Popen(
-                    _command(name, out, hz, launch),
+                    [*_command(name, out, hz, launch), *options],
                     cwd=NEUTRAL_FOLDER,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -123,11 +123,11 @@ def recognises(path: Path) -> bool:
     return _is_trace(path)
 
 
-def open_run(paths: list[str]) -> FrameReader:
-    """The run of which these files are the ranks. Raises `BadInput`."""
+def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) -> FrameReader:
+    """The run of which these files are the ranks, with operators that take this long. Raises `BadInput`."""
     captures: list[_Capture] = []
     gaps: list[Gap] = []
-    for capture in _captures(paths, Spill()):
+    for capture in _captures(paths, Spill(), operators_from_ns):
         if isinstance(capture, str):
             gaps.append(gap("kernels", capture))
         else:
@@ -316,7 +316,7 @@ def _begins_as_trace(file: IO[bytes], name: str) -> bool:
     return any(key in begin for key in _HEADER_KEYS) or bool(_BARE_ARRAY.match(begin))
 
 
-def _captures(paths: Sequence[str], spill: Spill) -> Iterator[_Capture | str]:
+def _captures(paths: Sequence[str], spill: Spill, operators_from_ns: int) -> Iterator[_Capture | str]:
     """What each file holds, or one line that says what is wrong with it, in the order of the files.
 
     Several are read at once: unpacking and scanning leave the interpreter to other threads.
@@ -326,7 +326,7 @@ def _captures(paths: Sequence[str], spill: Spill) -> Iterator[_Capture | str]:
     labels = [str(file) if alone[path] == 1 else file.name for path, file in files]
     with ThreadPoolExecutor(max_workers=min(len(files), os.cpu_count() or 1, _MOST_AT_ONCE) or 1) as pool:
         of_each = map if len(files) == 1 else pool.map  # Ctrl-C ends what runs in this thread at once
-        read = functools.partial(_captures_of, spill=spill)
+        read = functools.partial(_captures_of, spill=spill, operators_from_ns=operators_from_ns)
         for captures in of_each(read, [file for _, file in files], labels):
             yield from captures
 
@@ -339,16 +339,17 @@ def _given(path: Path) -> list[Path]:
     return files if len(files) == 1 else [file for file in files if _TAR_NAME.search(file.name) or _is_trace(file)]
 
 
-def _captures_of(file: Path, label: str, *, spill: Spill) -> list[_Capture | str]:
+def _captures_of(file: Path, label: str, *, spill: Spill, operators_from_ns: int) -> list[_Capture | str]:
     if not _TAR_NAME.search(file.name):
         with file.open("rb") as opened:
-            return [_read(label, unpacked(opened), spill)]
+            return [_read(label, unpacked(opened), spill, operators_from_ns)]
     captures: list[_Capture | str] = []
     try:
         with tarfile.open(file) as tar:
             for member in tar:
                 if member.isfile() and _JSON_NAME.search(member.name):
-                    captures.append(_read(f"{file.name}:{member.name}", unpacked(_member(tar, member)), spill))
+                    inside = unpacked(_member(tar, member))
+                    captures.append(_read(f"{file.name}:{member.name}", inside, spill, operators_from_ns))
     except (tarfile.TarError, *_GZIP_ERRORS):
         captures.append(f"{file.name} is cut off or damaged")
     return captures
@@ -449,7 +450,7 @@ _ABOUT_KERNELS = {c: META_COLUMNS[c] for c in _META_KEPT} | {"row": "i8"}
 _ABOUT_OPERATORS = {c: META_COLUMNS[c] for c in _META_KEPT} | {c: ROW_COLUMNS[c] for c in ("ts", "dur", "tid")}
 
 
-def _read(label: str, source: _Source, spill: Spill) -> _Capture | str:
+def _read(label: str, source: _Source, spill: Spill, operators_from_ns: int) -> _Capture | str:
     """The capture in this file, or one line that says what is wrong with it."""
     header = _header(source)
     if isinstance(header, str):
@@ -473,7 +474,7 @@ def _read(label: str, source: _Source, spill: Spill) -> _Capture | str:
             role_of, annotates = np.array(roles, np.int8), np.array(is_annotation)
         role = role_of[batch.rows["cat"]]
         role[(role == _OPERATOR) & annotates[batch.rows["name"]]] = _SPAN
-        long_operator = (role == _OPERATOR) & (batch.rows["dur"] >= _LONG_OPERATOR_NS)
+        long_operator = (role == _OPERATOR) & (batch.rows["dur"] >= operators_from_ns)
         if len(batch.metas["row"]):
             at = batch.metas["row"]
             of_device, position = role[at] == _DEVICE, np.cumsum(role == _DEVICE) - 1 + len(device)

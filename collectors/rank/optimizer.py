@@ -43,6 +43,7 @@ def start(emit: Emit) -> None:
             name_id = names[optimizer] = emit.name(f"{type(optimizer).__name__}#{len(names)}")
         end_ns = clock()
         emit.region(_OPTIMIZER, name_id, start_ns, end_ns)
+        emit.stepped(end_ns, name_id)
         emit.tick(end_ns)
 
     _removes.append(hooks.register_optimizer_step_pre_hook(emit.guard("optimizer", before)).remove)

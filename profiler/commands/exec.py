@@ -7,6 +7,8 @@ Usage: srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] -- python trai
   --out FOLDER   the run folder; otherwise runs/<UTC time>-<script>
   --name NAME    what stands in the folder's name instead of the script
   --hz HZ        how often per second the node's counters are read (1)
+  --profile-steps 100-102   torch.profiler records these steps of all ranks (see `rankscope trigger`)
+  --profile-slow N          and three steps after one that is slower than usual, at most N times
 
 The first one on a node starts the node's agent. The command then takes this process's place.
 """
@@ -21,9 +23,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import PurePath
 
+from rankscope.collectors import nccl_profiler
 from rankscope.profiler.arguments import Options, program_name, split
 from rankscope.profiler.errors import NotRecorded, RankscopeError
-from rankscope.collectors import nccl_profiler
 from rankscope.profiler.folder import claim
 from rankscope.profiler.node_agent import answers, await_answer, start_detached
 
@@ -69,9 +71,9 @@ def main(arguments: list[str]) -> None:
     try:
         _ensure_agent(name, options, command)
         environment["RANKSCOPE_AGENT"] = name
+        environment.update(nccl_profiler.settings(environment))
     except (NotRecorded, OSError) as error:
         _say(f"nothing is recorded: {error}; the job runs as without rankscope")
-        environment.update(nccl_profiler.settings(environment))
     os.execve(program, command, environment)
 
 
@@ -109,7 +111,8 @@ def _ensure_agent(name: str, options: Options, command: list[str]) -> None:
         else:
             if not answers(name):
                 out = claim(options.out, options.name or program_name(command))
-                start_detached(name, out, options.hz, {"command": command, "directory": os.getcwd()})
+                launch = {"command": command, "directory": os.getcwd()}
+                start_detached(name, out, options.hz, launch, options.for_agent())
                 _say(f"recording this node in {out}")
 
 

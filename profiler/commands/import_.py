@@ -21,10 +21,11 @@ from rankscope.profiler.folder import claim
 
 if TYPE_CHECKING:
     import polars as pl
+    import pyarrow as pa
 
     from rankscope.analysis.trace import Trace
 
-__all__ = ["command"]
+__all__ = ["command", "write"]
 
 _Key = tuple[str, int]  # of a partition: "rank" or "node", and which
 _CODES = {"kind": REGION_KINDS, "op": OPS, "dtype": DTYPES, "work": DEVICE_WORK}
@@ -51,7 +52,7 @@ def command(
         raise RankscopeError(str(error)) from None
     try:
         with clear_input_errors():
-            rows = _write(trace, folder)
+            rows = write(trace, folder)
     except BaseException as error:  # half a run would give other answers
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -62,7 +63,7 @@ def command(
         print(f"  {gap.table}: {gap.why}")
 
 
-def _write(trace: Trace, folder: Path) -> int:
+def write(trace: Trace, folder: Path) -> int:
     """The trace is a run folder; how many rows it has. What the source's reader knows besides goes to `run/`."""
     names: dict[_Key, dict[str, int]] = {}  # by partition: the codes of its names
     rows = 0
@@ -74,7 +75,8 @@ def _write(trace: Trace, folder: Path) -> int:
             rows += len(frame)
     for key, codes in names.items():
         if codes:
-            _write_rows(folder, "strings", key, {"name_id": [*codes.values()], "name": [*codes]}, 0)
+            ids = pl.Series(codes.values(), dtype=pl.UInt32)
+            _write_rows(folder, "strings", key, {"name_id": ids, "name": [*codes]}, 0)
     known = {
         "schema_version": SCHEMA_VERSION,
         "state": "closed",
@@ -119,6 +121,15 @@ def _as_written(table: str, frame: pl.DataFrame, codes: dict[str, int]) -> dict[
     return columns
 
 
+def _as_arrow(values: pl.Series, kind: pa.DataType) -> pa.Array:
+    """The values as this type, without Arrow's casts where that can be: they alone take 8 MB."""
+    import polars as pl
+    import pyarrow as pa
+
+    array = pa.array(values.to_list(), kind) if values.dtype == pl.String else values.to_arrow()
+    return array if array.type == kind else array.cast(kind)
+
+
 def _write_rows(folder: Path, table: str, key: _Key, columns: Mapping[str, Any], first: int) -> int:
     """The rows lie in the folder as parts from this number on; the number after the last."""
     import polars as pl
@@ -129,6 +140,6 @@ def _write_rows(folder: Path, table: str, key: _Key, columns: Mapping[str, Any],
     schema = pa.schema([(column.name, pa.type_for_alias(column.type)) for column in TABLES[table].columns])
     owner, number = key
     frame = pl.DataFrame({name: columns[name] for name in schema.names})
-    rows = pa.table({name: frame[name].to_arrow() for name in schema.names}).cast(schema)
+    rows = pa.table([_as_arrow(frame[field.name], field.type) for field in schema], schema=schema)
     prefix = "a0-" if owner == "rank" else ""
     return write_sealed(folder / table / f"{owner}={number:05d}", prefix, rows, first)

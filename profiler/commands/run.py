@@ -7,6 +7,8 @@ Usage: rankscope run [--out FOLDER | --name NAME] [--hz HZ] [--no-report] TORCHR
   --out FOLDER   the run folder; otherwise runs/<UTC time>-<script>
   --name NAME    what stands in the folder's name instead of the script
   --hz HZ        how often per second the node's counters are read (1)
+  --profile-steps 100-102   torch.profiler records these steps of all ranks (see `rankscope trigger`)
+  --profile-slow N          and three steps after one that is slower than usual, at most N times
   --no-report    record only
 
 What follows is torchrun's and the script's own, and reaches them unchanged. The exit code is torchrun's.
@@ -23,9 +25,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from rankscope.collectors import nccl_profiler
 from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
 from rankscope.profiler.errors import NotRecorded, RankscopeError
-from rankscope.collectors import nccl_profiler
 from rankscope.profiler.folder import claim
 from rankscope.profiler.foreground import exit_like, run_to_end
 from rankscope.profiler.node_agent import NEUTRAL_FOLDER, Agent
@@ -55,12 +57,13 @@ def main(arguments: list[str]) -> None:
         place = node_rank(torchrun_options, os.environ)
         out = claim(options.out, options.name or program_name(program), place)
         socket = f"rankscope-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
-        agent = Agent(socket, out, options.hz, {"command": ["torchrun", *rest], "directory": os.getcwd()})
+        launch = {"command": ["torchrun", *rest], "directory": os.getcwd()}
+        agent = Agent(socket, out, options.hz, launch, options.for_agent())
         environment["RANKSCOPE_AGENT"] = socket
+        environment.update(nccl_profiler.settings(environment))
     except (NotRecorded, OSError) as error:
         _say(f"nothing is recorded: {error}; the job runs as without rankscope")
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        environment.update(nccl_profiler.settings(environment))
         _say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading rankscope: no rank will be recorded")
     with ExitStack() as stack:
         if agent and not is_own():

@@ -1,0 +1,391 @@
+"""The deep window: torch.profiler is on for a few steps that all chosen ranks agree on, when the agent asks for it.
+
+The agent names the steps; each rank starts and stops at their ends, on the thread that trains, and waits for nobody.
+The trace is saved in a thread of its own, without Python's lock, and converted by the agent. A profiler of the script's
+own, or one that watches the process from outside, is left alone: then there is no window. Also answers, from the
+session's thread, what the rank's Python threads are doing, for a rank that stands still.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit
+
+tables = ("windows",)
+
+# Set by tools that use the one way there is to see a device's work.
+_WATCHED_BY = {
+    "NSYS_PROFILING_SESSION_ID": "Nsight Systems",
+    "CUDA_INJECTION64_PATH": "a tool injected into CUDA (Nsight Systems, Nsight Compute, …)",
+    "ROCP_TOOL_LIB": "a ROCm profiler",
+    "ROCPROFILER_REGISTER_TOOL_LIB": "a ROCm profiler",
+}
+_HISTORY, _ENOUGH = 50, 20  # steps
+_SLOW_RATIO, _SLOW_MADS = 1.5, 10
+_RENEWED = 10  # steps between two looks at what is usual
+_SAVING_S = 10.0  # an exiting rank waits no longer for its trace
+_MOST_FRAMES, _MOST_THREADS, _MOST_BYTES = 40, 64, 100_000
+
+clock = time.perf_counter_ns
+
+_current: _Windows | None = None
+
+
+def start(emit: Emit) -> None:
+    global _current
+    _current = _Windows(emit)
+    emit.on_message("window", emit.guard("window", _current.ask))
+    emit.on_message("watch", emit.guard("window", _current.watch))
+    emit.on_message("stacks", emit.guard("window", _current.stacks))
+    emit.on_step(emit.guard("window", _current.step))
+    emit.on_tick(emit.guard("window", _current.progress))
+
+
+def stop() -> None:
+    global _current
+    current, _current = _current, None
+    if current is not None:
+        current.close()
+
+
+class _Steps:
+    """Counts the steps that have ended on this rank, as every rank of the job does.
+
+    Once the script says `rankscope.step()`, that counts. Else the last optimizer that runs before the first one comes
+    again ends the step. What happens on other threads than the first does not count.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self._thread: int | None = None
+        self._marked = False
+        self._first: int | None = None
+        self._last: int | None = None
+        self._anchor: int | None = None
+
+    def ended(self, optimizer: int | None) -> bool:
+        """Whether a step has ended now."""
+        if self._thread is None:
+            self._thread = threading.get_ident()
+        if self._thread != threading.get_ident():
+            return False
+        if optimizer is None:
+            if not self._marked:
+                self._marked, self.done = True, 0
+        elif self._marked or not self._is_anchor(optimizer):
+            return False
+        self.done += 1
+        return True
+
+    def _is_anchor(self, optimizer: int) -> bool:
+        if self._anchor is None:
+            if self._first is None:
+                self._first = optimizer
+            elif optimizer == self._first:
+                self._anchor, self.done = self._last, 1
+            self._last = optimizer
+        return self._anchor == optimizer
+
+
+class _Usual:
+    """How long steps usually take, and which is much longer than that."""
+
+    def __init__(self) -> None:
+        self._lengths: deque[int] = deque(maxlen=_HISTORY)
+        self._limit_ns = 0.0
+        self._seen = 0
+
+    @property
+    def median_ns(self) -> int:
+        return int(statistics.median(self._lengths)) if self._lengths else 0
+
+    def is_slow(self, length_ns: int) -> bool:
+        """Whether this step took more than 1.5 × the median of the last 50 and 10 deviations (MAD) above it."""
+        slow = self._seen > _ENOUGH and length_ns > self._limit_ns
+        self._lengths.append(length_ns)
+        self._seen += 1
+        if self._seen == _ENOUGH or self._seen % _RENEWED == 0:
+            median = statistics.median(self._lengths)
+            mad = statistics.median(abs(length - median) for length in self._lengths)
+            self._limit_ns = max(_SLOW_RATIO * median, median + _SLOW_MADS * 1.4826 * mad)
+        return slow
+
+
+class _Profile:
+    """One recording of torch.profiler, with nothing read from it in Python. Used on one thread, but for `save`."""
+
+    def __init__(self) -> None:
+        self._profiler = sys.modules["torch.autograd.profiler"]
+        torch = sys.modules["torch"]
+        has_cuda = torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
+        # Asking a CUDA that is not initialised would initialise it.
+        self._device = "cuda" if has_cuda and torch.cuda.is_initialized() else None
+        self._torch = torch
+        self._kineto = torch.profiler._KinetoProfile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self._kineto.profiler = self._profiler.profile(use_device=self._device, use_kineto=True)
+        # torch's own way to know this would import the compiler, for more than a second.
+        inductor = sys.modules.get("torch._inductor.config")
+        self._kineto.has_cudagraphs = inductor is not None and bool(inductor.triton.cudagraphs)
+        self._span: Any = None
+        self._result: Any = None
+        self.marks: list[tuple[int, int, int]] = []  # step, and between which times its span began
+
+    def prepare(self) -> None:
+        self._kineto.profiler._prepare_trace()
+
+    def start(self) -> None:
+        self._kineto.start_trace()
+
+    def next_step(self, step: int) -> None:
+        """A `ProfilerStep` span begins, where another one ended; its begin relates the clocks."""
+        self.end_step()
+        before = clock()
+        self._span = self._torch.ops.profiler._record_function_enter_new(f"ProfilerStep#{step}")
+        self.marks.append((step, before, clock()))
+
+    def end_step(self) -> None:
+        if self._span is not None:
+            self._torch.ops.profiler._record_function_exit._RecordFunction(self._span)
+            self._span = None
+
+    def stop(self) -> None:
+        self.end_step()
+        if self._device:
+            self._torch.cuda.synchronize()  # what still runs would be lost, as torch's own profiler has it
+        self._result = self._profiler._disable_profiler()
+        self._profiler._run_on_profiler_stop()
+
+    def save(self, path: str) -> None:
+        """The trace is in this file; takes 2 to 13 µs per event, without Python's lock."""
+        unfinished = f"{path}.part"
+        self._result.save(unfinished)
+        self._result = None
+        os.replace(unfinished, path)
+
+
+class _Windows:
+    """This rank's windows, one at a time. All but `ask`, `watch` and `stacks` is called on the thread that trains."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._steps = _Steps()
+        self._usual = _Usual()
+        self._watching = False
+        self._last_ns: int | None = None
+        self._asked: list[dict[str, Any]] = []  # by first step
+        self._window: dict[str, Any] | None = None  # the one that is prepared or records
+        self._profile: _Profile | None = None
+        self._recording = False
+        self._row: dict[str, int] = {}
+        self._own_call = False
+        self._give_back: list[Callable[[], None]] = []
+        self._saving: threading.Thread | None = None
+
+    # ---- from the session's thread
+
+    def ask(self, window: dict[str, Any]) -> None:
+        """The agent asks for a window; the next end of a step sees it."""
+        self._asked = sorted([*self._asked, window], key=lambda asked: int(asked["first"]))
+
+    def watch(self, _: dict[str, Any]) -> None:
+        self._watching = True
+
+    def stacks(self, message: dict[str, Any]) -> None:
+        """Tell the agent where each Python thread is, the innermost call first."""
+        own = threading.get_ident()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        main = threading.main_thread().ident
+        frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+        threads: list[dict[str, Any]] = []
+        for ident, frame in frames[:_MOST_THREADS]:
+            if ident == own:
+                continue
+            calls: list[str] = []
+            at: FrameType | None = frame
+            while at is not None and len(calls) < _MOST_FRAMES:
+                calls.append(f"{at.f_code.co_filename}:{at.f_lineno} {at.f_code.co_name}")
+                at = at.f_back
+            threads.append({"name": names.get(ident, "?"), "calls": calls})
+            if len(json.dumps(threads)) > _MOST_BYTES:
+                del threads[-1]
+                break
+        self._emit.send({"type": "stacks", "id": message["id"], "step": self._steps.done, "threads": threads})
+
+    # ---- from the thread that trains
+
+    def progress(self) -> None:
+        """The agent knows how far this rank is, to name a step that is still to come."""
+        self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
+
+    def step(self, end_ns: int, optimizer: int | None) -> None:
+        """Where a step has ended: a window may begin, go on or end."""
+        if not self._steps.ended(optimizer):
+            return
+        done = self._steps.done
+        if self._window is not None and self._profile is not None:
+            self._go_on(done)
+        elif self._asked and done >= int(self._asked[0]["first"]) - 1:
+            self._window = self._asked.pop(0)
+            self._prepare(done)
+        else:
+            self._measure(end_ns)
+            return
+        self._last_ns = None  # what a window touches is not usual
+
+    def _measure(self, end_ns: int) -> None:
+        last, self._last_ns = self._last_ns, end_ns
+        if last is None:
+            return
+        usual = self._usual.median_ns if self._watching else 0
+        if self._usual.is_slow(end_ns - last) and self._watching:
+            slow = {"step": self._steps.done - 1, "ns": end_ns - last, "usual_ns": usual}
+            self._emit.send({"type": "slow", "done": self._steps.done, "step_ns": usual} | slow)
+
+    def _prepare(self, done: int) -> None:
+        assert self._window is not None
+        first = int(self._window["first"])
+        if done > first:
+            self._refuse(f"the request came when step {first} was over (now in step {done})")
+            return
+        other = self._other_profiler()
+        if other:
+            self._refuse(f"{other} is at work and is not disturbed")
+            return
+        start_ns = clock()
+        self._profile = _Profile()
+        self._make_way()
+        self._ours(self._profile.prepare)
+        self._row = {"start_ns": start_ns, "start_stall_ns": clock() - start_ns}
+        if done == first:
+            self._go_on(done)
+
+    def _go_on(self, done: int) -> None:
+        """A step of the window begins, the first or another, or the window is over."""
+        assert self._window is not None
+        assert self._profile is not None
+        first, steps = int(self._window["first"]), int(self._window["steps"])
+        if done < first:
+            return
+        if done >= first + steps:
+            self._finish()
+            return
+        if not self._recording:
+            self._recording = True
+            begin_ns = clock()
+            self._ours(self._profile.start)
+            self._row["start_stall_ns"] += clock() - begin_ns
+        self._profile.next_step(done)
+
+    def _finish(self, why: str = "", *, at_exit: bool = False) -> None:
+        """The recording is over; what there is of it is saved, or thrown away for this reason."""
+        assert self._window is not None
+        assert self._profile is not None
+        window, profile = self._window, self._profile
+        self._window, self._profile = None, None
+        self._get_out_of_the_way()
+        stop_ns = clock()
+        if self._recording:
+            self._recording = False
+            profile.stop()
+        end_ns = clock()
+        row = self._row | {"end_ns": end_ns, "stop_stall_ns": end_ns - stop_ns}
+        if why:
+            self._emit.gap("windows", "window", f"window {window['id']}: {why}")
+        self._say(window, "discarded" if why else "saving", why=why, row=row)
+        if at_exit:  # when no thread can be started any more
+            self._save(window, profile)
+        elif not why:
+            save = self._emit.guard("window", self._save)
+            self._saving = threading.Thread(target=save, args=(window, profile), name="rankscope-save", daemon=True)
+            self._saving.start()
+
+    def _save(self, window: dict[str, Any], profile: _Profile) -> None:
+        try:
+            profile.save(window["path"])
+        except (OSError, RuntimeError) as error:
+            why = f"the trace could not be saved: {error}"
+            self._emit.gap("windows", "window", f"window {window['id']}: {why}")
+            self._say(window, "failed", why=why)
+        else:
+            self._say(window, "saved", marks=profile.marks)
+
+    def _refuse(self, why: str) -> None:
+        assert self._window is not None
+        window, self._window = self._window, None
+        self._emit.gap("windows", "window", f"window {window['id']} was not opened: {why}")
+        self._say(window, "refused", why=why)
+
+    def _say(self, window: dict[str, Any], state: str, **more: object) -> None:
+        self._emit.send({"type": "window", "id": window["id"], "state": state} | more)
+
+    def close(self) -> None:
+        """The rank ends, or the collector is off: a recording is ended and saved, and what was asked for is refused."""
+        try:
+            if self._window is not None and self._recording:
+                self._finish(at_exit=True)
+        finally:
+            self._get_out_of_the_way()
+            waiting = [self._window] if self._window else []
+            for window in [*waiting, *self._asked]:
+                why = "the rank ended before" if not self._emit.live else "its collector was switched off"
+                self._say(window, "refused", why=why)
+            self._window, self._asked = None, []
+            if self._saving is not None:
+                self._saving.join(_SAVING_S)
+
+    # ---- other profilers
+
+    def _other_profiler(self) -> str:
+        """What else profiles this process, or would be disturbed; empty: nothing."""
+        for variable, tool in _WATCHED_BY.items():
+            if os.environ.get(variable):
+                return f"{tool} ({variable} is set)"
+        profiler = sys.modules["torch.autograd.profiler"]
+        if profiler._is_profiler_enabled or sys.modules["torch"].autograd._profiler_enabled():
+            return "a torch.profiler of the script's own"
+        return ""
+
+    def _ours(self, call: Callable[[], None]) -> None:
+        self._own_call = True
+        try:
+            call()
+        finally:
+            self._own_call = False
+
+    def _make_way(self) -> None:
+        """A profiler that the script starts while ours is on finds it gone: torch refuses two at once."""
+        profiler = sys.modules["torch.autograd.profiler"]
+        leave = self._emit.guard("window", self._leave)
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            original = getattr(profiler, name)
+
+            def wrapper(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:  # noqa: ANN401
+                if not self._own_call:
+                    leave()
+                return _original(*args, **kwargs)
+
+            def undo(name: str = name, original: object = original, wrapper: object = wrapper) -> None:
+                if getattr(profiler, name) is wrapper:
+                    setattr(profiler, name, original)
+
+            setattr(profiler, name, wrapper)
+            self._give_back.append(undo)
+
+    def _leave(self) -> None:
+        if self._window is not None and self._profile is not None:
+            self._finish("the script started a profiler of its own, which was not disturbed")
+
+    def _get_out_of_the_way(self) -> None:
+        while self._give_back:
+            self._give_back.pop()()

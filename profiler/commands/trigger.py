@@ -1,0 +1,166 @@
+"""Look deeper into a job that runs: torch.profiler for a few steps, or live stacks.
+
+All chosen ranks record the same steps, the next that all can hear of in time, and wait for nobody. What was seen lies
+in RUN/window-0001, a run of its own (`rankscope report RUN/window-0001`); reports on RUN tell of it. Needs the folder
+that the job writes now; ranks of nodes that write elsewhere are not reached: trigger there with the same --at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rankscope.collectors.windows import ENDED, ask, folder_of
+from rankscope.profiler.errors import RankscopeError
+
+__all__ = ["command"]
+
+_SILENT_S = 15.0  # after which nobody is there
+_POLL_S = 0.2
+
+Answers = dict[int, dict[str, Any]]
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that is being recorded.")],
+    ranks: Annotated[str | None, typer.Option(help="Which ranks, as in 0-7,12; without: all.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="How many steps.")] = 3,
+    at: Annotated[int | None, typer.Option(min=1, help="First step, counted from 0; without: the next.")] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="No window: what every Python thread does now.")] = False,
+) -> None:
+    running = _running(run)
+    wanted = _wanted(ranks, running)
+    _tell_unreached(running, wanted)
+    request = {"kind": "stacks" if stacks else "window", "ranks": wanted, "first": at, "steps": steps}
+    try:
+        number = ask(run, request | {"reason": "rankscope trigger"})
+    except OSError as error:
+        raise RankscopeError(f"cannot write into {run}: {error.strerror}") from None
+    expected = set(running) if wanted is None else set(wanted)
+    answers = _await(run, number, expected, is_far=at is not None)
+    if stacks:
+        _print_stacks(answers)
+    else:
+        _print_window(run, number, steps, answers)
+    if not any(answer["state"] in ("recorded", "told") for answer in answers.values()):
+        raise typer.Exit(1)
+
+
+def _running(run: Path) -> dict[int, int | None]:
+    """The ranks that write to this folder now, and how many ranks each says there are."""
+    nodes = []
+    for path in sorted((run / "run").glob("node=*.json")):
+        try:
+            nodes.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            continue
+    if not nodes:
+        raise RankscopeError(f"{run} is no run folder: `rankscope run` prints the folder that it writes")
+    found = {
+        int(rank["rank"]): rank.get("world_size")
+        for node in nodes
+        if node.get("state") == "running"
+        for rank in node.get("ranks", ())
+        if not rank.get("ended")
+    }
+    if not found:
+        raise RankscopeError(f"no rank of {run} runs any more: only a job that runs can be looked into")
+    return found
+
+
+def _wanted(text: str | None, running: Mapping[int, int | None]) -> list[int] | None:
+    if text is None:
+        return None
+    from rankscope.analysis.timeline.matching import members_of
+
+    try:
+        ranks = sorted(set(members_of(text)))
+    except ValueError:
+        raise RankscopeError(f"--ranks is as in 0-7,12; got {text}") from None
+    absent = [rank for rank in ranks if rank not in running]
+    if absent or not ranks:
+        from rankscope.analysis.report.quantities import ranges
+
+        raise RankscopeError(
+            f"rank {ranges(absent)} does not write to this folder (ranks {ranges(running)} do): "
+            "it has ended, or give the folder on its own node"
+        )
+    return ranks
+
+
+def _tell_unreached(running: Mapping[int, int | None], wanted: list[int] | None) -> None:
+    from rankscope.analysis.report.quantities import ranges
+
+    world = max((size or 0 for size in running.values()), default=0)
+    absent = sorted(set(range(world)) - set(running))
+    if wanted is None and absent:
+        typer.echo(f"ranks {ranges(absent)} of {world} write elsewhere or have ended: they are not reached", err=True)
+
+
+def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answers:
+    """What each rank made of the request, when all are through with it. Ctrl-C leaves the request as it is."""
+    begun = time.monotonic()
+    told = False
+    while True:
+        first, answers = _answers(run, number)
+        if not answers and time.monotonic() - begun > _SILENT_S:
+            raise RankscopeError(f"no agent answers in {run}: the job was killed, or its nodes write to another folder")
+        if first is not None and answers and not told:
+            told = True
+            where = f", in {run / folder_of(number)}" if os.isatty(2) else ""
+            typer.echo(f"window {number} begins with step {first}{where}", err=True)
+        if expected <= {rank for rank, answer in answers.items() if answer["state"] in ENDED}:
+            return answers
+        silent = expected - set(answers)
+        if answers and silent and not is_far and time.monotonic() - begun > 2 * _SILENT_S:
+            for rank in silent:
+                answers[rank] = {"state": "failed", "why": "its agent did not answer"}
+            expected = expected - silent
+        time.sleep(_POLL_S)
+
+
+def _answers(run: Path, number: int) -> tuple[int | None, Answers]:
+    first: int | None = None
+    answers: Answers = {}
+    for path in (run / "run").glob(f"window={number:04d}.node=*.json"):
+        try:
+            answer = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        first = answer["first"] if first is None else first
+        answers |= {int(rank): state for rank, state in answer["ranks"].items()}
+    return first, answers
+
+
+def _print_window(run: Path, number: int, steps: int, answers: Answers) -> None:
+    from rankscope.analysis.report.quantities import ranges
+
+    recorded = [rank for rank, answer in answers.items() if answer["state"] == "recorded"]
+    if recorded:
+        folder = run / folder_of(number)
+        print(f"{steps} steps of ranks {ranges(recorded)} are in {folder}; rankscope report {folder}")
+    for why in sorted({answer.get("why") or answer["state"] for answer in answers.values()} - {"recorded", ""}):
+        ranks = [r for r, a in answers.items() if (a.get("why") or a["state"]) == why and a["state"] != "recorded"]
+        if ranks:
+            print(f"rank {ranges(ranks)}: {why}")
+
+
+def _print_stacks(answers: Answers) -> None:
+    for rank, answer in sorted(answers.items()):
+        if answer["state"] != "told":
+            print(f"rank {rank}: {answer.get('why') or answer['state']}\n")
+            continue
+        print(f"rank {rank}, in step {answer['step']}")
+        if "text" in answer:
+            print(answer["text"])
+        for thread in answer.get("threads", ()):
+            print(f"  {thread['name']}")
+            for call in thread["calls"]:
+                print(f"    {call}")
+        print()
