@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.collectors.schema import OPS, P2P_OPS, RECORD, RECORD_FIELDS, RING_SLOTS, RecordType
+from rankscope.collectors.schema import (
+    ALL_TO_ALL_OPS,
+    NO_PEER,
+    OPS,
+    P2P_OPS,
+    RECORD,
+    RECORD_FIELDS,
+    RING_SLOTS,
+    RecordType,
+)
 
 __all__ = ["OTHER_THREAD", "RECORD_DTYPE", "Ring", "Threads", "columns_by_table"]
 
