@@ -67,7 +67,7 @@ class _Rank:
         self.rank = int(hello["rank"])
         self.attempt = attempt
         self.tables = Partition(run, f"rank={self.rank:05d}", f"a{attempt}-")
-        self._ring = Ring(ring_fd)
+        self._rings = [(Ring(ring_fd), ("*",))]  # and which tables lack what was lost
         self._threads = Threads(int(hello.get("main_thread", 0)))
         self._records: list[Records] = []
         self._flushed_ns = clock()
@@ -76,11 +76,16 @@ class _Rank:
         row = {name: str(hello[name]) for name in texts} | {name: int(hello[name]) for name in numbers}
         self.tables.add_row("ranks", row | {"node": node})
 
+    def add_nccl_ring(self, ring_fd: int) -> None:
+        """Raises ValueError or OSError if it is not a ring."""
+        self._rings.append((Ring(ring_fd), ("nccl_calls", "nccl_events")))
+
     def read(self, *, last: bool = False) -> None:
-        """The ring is read as far as it goes."""
-        records = self._ring.read(clock(), last=last)
-        if len(records):
-            self._records.append(records)
+        """The rings are read as far as they go."""
+        for ring, _ in self._rings:
+            records = ring.read(clock(), last=last)
+            if len(records):
+                self._records.append(records)
         if sum(map(len, self._records)) > RING_SLOTS:
             self.flush()
 
@@ -91,16 +96,14 @@ class _Rank:
             records, self._records = np.concatenate(self._records), []
             for table, columns in columns_by_table(records, self._threads).items():
                 self.tables.add(table, columns)
-        for count, why in (
-            (
-                self._ring.overwritten,
-                "the rank wrote faster than the agent could read, and the oldest were overwritten",
-            ),
-            (self._ring.unfinished, "records that a thread began and did not complete within a second"),
-        ):
-            if count:
-                self.tables.gap("*", why, start_ns=self._flushed_ns, end_ns=now_ns, count=count)
-        self._ring.overwritten = self._ring.unfinished = 0
+        for ring, lacking in self._rings:
+            for count, why in (
+                (ring.overwritten, "the rank wrote faster than the agent could read, and the oldest were overwritten"),
+                (ring.unfinished, "records that a thread began and did not complete within a second"),
+            ):
+                for table in lacking if count else ():
+                    self.tables.gap(table, why, start_ns=self._flushed_ns, end_ns=now_ns, count=count)
+            ring.overwritten = ring.unfinished = 0
         self._flushed_ns = now_ns
         self.tables.flush()
 
