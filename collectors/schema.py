@@ -264,7 +264,7 @@ TABLES: dict[str, Table] = {
                     "received_bytes",
                     "int64",
                     "bytes",
-                    "What an all-to-all gives to this rank, its own share included; null: another operation, or not known.",
+                    "What an all-to-all gives this rank, its own share included; null: not one, or not known.",
                     nullable=True,
                 ),
                 Column("thread", "uint16", "", "0 is the rank's main thread, 65535 another one."),

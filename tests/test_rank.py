@@ -116,7 +116,7 @@ def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
         dist.reduce_scatter_tensor(torch.empty(8), x)
         dist.gather(x, [torch.empty(8)], dst=0)
         dist.scatter(x, [torch.ones(8)], src=0)
-        dist.all_to_all_single(torch.empty(8), x)
+        dist.all_to_all_single(torch.empty(6), x[:6], [6], [6])
         dist.barrier()
         functional.all_reduce(x, "sum", dist.group.WORLD) + 1
         functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 1
@@ -140,7 +140,9 @@ def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
         "reduce_scatter_tensor_coalesced",
     ]
     assert rows["is_async"].to_list()[:2] == [False, True]
-    assert rows["size_bytes"].to_list()[:10] == [32] * 10
+    assert rows["size_bytes"].to_list()[:10] == [32] * 9 + [24]
+    assert rows["received_bytes"].to_list() == [None] * 9 + [24] + [None] * 3
+    assert rows["peer"].unique().to_list() == [-1]
     assert rows["end_ns"].null_count() == 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from threading import get_ident, main_thread
 from typing import TYPE_CHECKING, Any
 
-from rankscope.collectors.schema import DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
+from rankscope.collectors.schema import ALL_TO_ALL_OPS, DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit, Group
@@ -149,7 +149,7 @@ class _Recorder:
         peer_at = next((i for i, name in enumerate(names) if name in ("dst", "src")), None)
         tag_at = names.index("tag") if "tag" in names else None
         op = OPS[code]
-        is_p2p, is_send = op in P2P_OPS, op == "send"
+        is_p2p, is_send, is_to_all = op in P2P_OPS, op == "send", op in ALL_TO_ALL_OPS
         returns_work = bool(overload._schema.returns)
 
         def record(start_ns: int, issued_ns: int, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
@@ -170,6 +170,9 @@ class _Recorder:
                 seq = group.seq
                 group.seq = seq + 1
                 peer = NO_PEER
+            where = (peer + 1) << 32 | (tag & 0xFFFF) << 16
+            if is_to_all:  # its output comes first, and may be shorter or longer than that of other ranks
+                where = self.bytes_of(args[0]) << 16
             is_async = int(bool(args[async_at])) if async_at < len(args) else async_default
             thread_is_main = get_ident() == self.main_thread
             number = self.emit.ring.write(
@@ -181,7 +184,7 @@ class _Recorder:
                 issued_ns,
                 group.id,
                 size,
-                (peer + 1) << 32 | (tag & 0xFFFF) << 16 | thread_is_main,
+                where | thread_is_main,
             )
             if not returns_work:
                 self.emit.ring.write(_DONE, 0, 0, 0, issued_ns, number, 0, 0, 0)
