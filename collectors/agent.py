@@ -571,6 +571,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--until-stdin-closes", action="store_true", help="end when the launcher and the ranks are gone"
     )
+    parser.add_argument("--profile-steps", type=json.loads, help="first and last step of a deep window, as JSON")
+    parser.add_argument("--profile-slow", type=int, default=0, help="how many slow steps may open a deep window")
     parser.add_argument("--launch", type=json.loads, default={}, help="JSON object to keep with the run")
     arguments = parser.parse_args(argv)
     if not arguments.hz > 0:

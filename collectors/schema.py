@@ -516,6 +516,10 @@ class RecordType:
     DONE = 3
     STEP = 4
     MEMORY = 5
+    NCCL_CALL = 16
+    NCCL_PROXY = 17
+    NCCL_STEP = 18
+    NCCL_SPAN = 19
 
 
 # One ring slot. The sequence number stands at both ends, so a torn write is recognised.
@@ -527,14 +531,6 @@ class RecordType:
 # DONE        q0 end · q1 number of the COLLECTIVE record
 # STEP        q0 end · q1 thread ident
 # MEMORY      c name_id · q0 time · q1 value
-RECORD = struct.Struct("<QBBHIqqqqqQ")
-RECORD_FIELDS = ("number", "type", "a", "b", "c", "q0", "q1", "q2", "q3", "q4", "check")
-RING_SLOTS = 1 << 16
-assert RECORD.size == 64
-    NCCL_CALL = 16
-    NCCL_PROXY = 17
-    NCCL_STEP = 18
-    NCCL_SPAN = 19
 # The plugin in nccl_profiler/ writes these, to a ring of its own:
 # NCCL_CALL   a op · b channels | algorithm << 8 | protocol << 12 · c call · q0 start · q1 communicator (0 not told)
 #             · q2 rank << 32 | size (0 not told) · q3 size_bytes (-1 not known) · q4 seq << 32 | peer + 1
@@ -542,3 +538,7 @@ assert RECORD.size == 64
 #             · q2 (send: peer wait, receive: flush wait) << 24 | steps · q3 network wait << 24 · q4 size_bytes (-1 …)
 # NCCL_STEP   as NCCL_PROXY, with the step's number for the count of steps
 # NCCL_SPAN   a kind · b channel · c call · q0 start · q1 end · q2 device_ns (-1 not told)
+RECORD = struct.Struct("<QBBHIqqqqqQ")
+RECORD_FIELDS = ("number", "type", "a", "b", "c", "q0", "q1", "q2", "q3", "q4", "check")
+RING_SLOTS = 1 << 16
+assert RECORD.size == 64
