@@ -6,7 +6,18 @@ import numpy as np
 import polars as pl
 import pytest
 
-from rankscope.analysis.timeline.cost_model import Link, bus_factor, costs, fit_line, lines, link_of, transfers
+from rankscope.analysis.timeline.cost_model import (
+    Line,
+    Link,
+    bus_factor,
+    busbw,
+    costs,
+    faster_than_ring,
+    fit_line,
+    lines,
+    link_of,
+    transfers,
+)
 from rankscope.analysis.timeline.exposed import with_exposed
 
 US, MB = 1_000, 1_000_000
@@ -58,6 +69,28 @@ def test_latency_decides_between_algorithms_where_messages_are_small():
 def test_bus_bandwidth_factors_are_those_of_nccl_tests():
     ops = ("allreduce", "allgather_base", "reduce_scatter", "alltoall_base", "broadcast", "reduce")
     assert [bus_factor(op, 4) for op in ops] == [1.5, 0.75, 0.75, 0.75, 1, 1]
+
+
+def test_busbw_is_that_of_nccl_tests():
+    """1 GB in 1 s on 4 ranks: 2·3/4 for an allreduce, 3/4 for an allgather, 1 for a broadcast, none for a barrier."""
+    rows = pl.DataFrame(
+        {
+            "op": ["allreduce", "allgather_base", "broadcast", "barrier"],
+            "group_size": pl.Series([4] * 4, dtype=pl.UInt32),
+            "size_bytes": [10**9, 10**9, 10**9, 0],
+            "transfer_ns": [10**9] * 4,
+        }
+    )
+    assert rows.select(busbw()).to_series().to_list() == [1.5e9, 0.75e9, 1e9, None]
+
+
+def test_a_ring_of_64_is_the_wrong_algorithm_for_small_sizes_only():
+    """126 messages of 10 µs: 1.26 ms, where halving and doubling sends 12."""
+    ring = Line(
+        latency_ns=126 * 10 * US, ns_per_byte=0.2, latency_error_ns=0, rate_error_ns_per_byte=0, error=0, sizes=9
+    )
+    assert faster_than_ring("allreduce", 64, ring, 8) == ("recursive doubling", pytest.approx(6 / 126, rel=0.01))
+    assert faster_than_ring("allreduce", 64, ring, 1e9) is None
 
 
 def test_latency_and_bandwidth_come_from_the_median_of_each_size():

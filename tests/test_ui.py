@@ -85,17 +85,22 @@ def test_a_raster_of_4096_ranks_and_1000_steps_is_made_at_once():
     assert time.process_time() - began < 0.5
 
 
-def test_busbw_is_that_of_nccl_tests():
-    """1 GB in 1 s on 4 ranks: 2·3/4 for an allreduce, 3/4 for an allgather, 1 for a broadcast, none for a barrier."""
-    rows = pl.DataFrame(
-        {
-            "op": ["allreduce", "allgather_base", "broadcast", "barrier"],
-            "group_size": pl.Series([4] * 4, dtype=pl.UInt32),
-            "size_bytes": [10**9, 10**9, 10**9, 0],
-            "transfer_ns": [10**9] * 4,
-        }
+def test_bandwidth_is_drawn_with_what_would_be_possible():
+    """600 kB in 360 µs and 6 MB in 3.06 ms: 60 µs and 2 GB/s; as a ring of 4 ranks 10 µs for each of 6 messages."""
+    moved = pl.DataFrame(
+        {"op": "allreduce", "group_id": 7, "group": "dp", "group_size": 4, "alone": True}
+        | {"size_bytes": [600_000, 6_000_000] * 3, "ns": [360_000, 3_060_000] * 3}
     )
-    assert rows.select(collectives.busbw()).to_series().to_list() == [1.5e9, 0.75e9, 1e9, None]
+    (fit,) = collectives.fits(moved)
+    assert (fit.op, fit.group, fit.ranks) == ("allreduce", "dp", 4)
+    assert fit.line.latency_ns == pytest.approx(60_000)
+    drawn = collectives.algorithms(fit, moved, 12.5e9)
+    by_name = {trace["name"]: trace for trace in drawn["data"]}
+    assert {"measured", "fitted", "ring", "double binary tree", "in-network", "network interface"} <= set(by_name)
+    assert by_name["measured"]["x"] == [600_000, 6_000_000]
+    assert by_name["measured"]["y"] == pytest.approx([1.5 * 600_000 / 360e-6, 1.5 * 6e6 / 3060e-6])
+    assert by_name["ring"]["y"] == pytest.approx(by_name["fitted"]["y"])
+    assert by_name["network interface"]["y"] == [12.5e9, 12.5e9]
 
 
 def test_cumulative_counters_are_rates_and_gauges_are_not():

@@ -25,6 +25,7 @@ __all__ = [
     "bus_factor",
     "busbw",
     "costs",
+    "faster_than_ring",
     "fit_line",
     "kind_of",
     "lines",
@@ -36,6 +37,8 @@ _MODEL_ERROR = 0.05  # of a size's median: a straight line is no better than thi
 _SIZES_DIFFER = 1.5  # ratio of sizes from which latency and bandwidth can be told apart
 _ENOUGH_ALONE = 3  # transfers of one size
 _BINS = 8  # per doubling of the size: sizes that are closer count as one
+_CLEARLY_FASTER = 0.15
+_SPECIAL = ("parameter server", "in-network")  # they need other hardware
 _KINDS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast")
 _MEASURED = tuple(op for op in OPS if op.startswith(("allreduce", "allgather", "reduce_scatter", "alltoall")))
 
@@ -131,6 +134,21 @@ def busbw() -> pl.Expr:
 def link_of(line: Line, cost: Cost) -> Link:
     """α and β of one message, if the line is that of this algorithm. What reducing takes is part of β then."""
     return Link(line.latency_ns / cost.hops, line.ns_per_byte / cost.sent)
+
+
+def faster_than_ring(op: str, ranks: int, line: Line, size_bytes: float) -> tuple[str, float] | None:
+    """The algorithm that takes the least for this size, and its share of a ring's time, if the line is a ring's.
+
+    None where nothing is 15 % faster. Algorithms that need servers or a switch that computes are left out.
+    """
+    models = costs(op, ranks)
+    if "ring" not in models:
+        return None
+    link = link_of(line, models["ring"])
+    took = {name: cost.ns(size_bytes, link) for name, cost in models.items() if name not in _SPECIAL}
+    best = min(took, key=lambda name: took[name])
+    share = took[best] / took["ring"] if took["ring"] else 1.0
+    return (best, share) if share <= 1 - _CLEARLY_FASTER else None
 
 
 def transfers(collectives: pl.DataFrame) -> pl.DataFrame:

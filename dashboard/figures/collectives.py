@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.cost_model import Line, bus_factor, busbw, costs, lines, link_of
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, log_axis
 
-__all__ = ["arrival_spread", "bandwidth", "busbw", "by_group", "kinds"]
+__all__ = ["Fit", "algorithms", "arrival_spread", "bandwidth", "by_group", "fits", "kinds"]
 
 _MANY = 8  # groups that get a colour each
+_CURVE_POINTS = 40
+_CEILING = "#8a929c"
+_DASHES = ("dot", "dash", "dashdot", "longdash")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What the times of one operation in one group by size say: latency and bandwidth."""
+
+    op: str
+    group_id: int
+    group: str
+    ranks: int
+    line: Line
 
 
 def kinds(collectives: pl.DataFrame) -> pl.DataFrame:
@@ -43,24 +60,6 @@ def kinds(collectives: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def busbw() -> pl.Expr:
-    """Bytes per second over the busiest link, from size_bytes, transfer_ns, op and group_size; null: cannot be said.
-
-    A barrier moves no bytes, and of a transfer that took no time nothing can be said.
-    Source: nccl-tests, doc/PERFORMANCE.md, with the size of the whole tensor.
-    """
-    n = pl.col("group_size").cast(pl.Float64)
-    factor = (
-        pl.when(pl.col("op").str.starts_with("allreduce"))
-        .then(2 * (n - 1) / n)
-        .when(pl.col("op").str.contains("^(allgather|reduce_scatter|alltoall)"))
-        .then((n - 1) / n)
-        .otherwise(1.0)
-    )
-    moved = (pl.col("size_bytes") > 0) & (pl.col("transfer_ns") > 0)
-    return pl.when(moved).then(factor * pl.col("size_bytes") / pl.col("transfer_ns") * 1e9)
-
-
 def bandwidth(found: pl.DataFrame) -> Figure | None:
     """busbw against size, one colour per group; None if no operation has both."""
     known = found.drop_nulls("busbw_bytes_per_s")
@@ -88,6 +87,65 @@ def bandwidth(found: pl.DataFrame) -> Figure | None:
     x = log_axis("size of the largest tensor", known["size_bytes"].to_list(), bytes_text)
     y = log_axis("busbw, median", known["busbw_bytes_per_s"].to_list(), lambda rate: f"{bytes_text(rate)}/s")
     return figure(traces, x=x, y=y)
+
+
+def fits(moved: pl.DataFrame) -> list[Fit]:
+    """The operations of groups whose `transfers` tell latency and bandwidth, those that took most time first."""
+    found = lines(moved)
+    order = moved.group_by("op", "group_id").agg(pl.col("group", "group_size").first(), pl.col("ns").sum())
+    rows = order.sort("ns", "op", "group_id", descending=[True, False, False]).drop("ns").iter_rows()
+    return [
+        Fit(op=op, group_id=group_id, group=str(group), ranks=ranks, line=found[op, group_id])
+        for op, group_id, group, ranks in rows
+        if (op, group_id) in found
+    ]
+
+
+def algorithms(fit: Fit, moved: pl.DataFrame, interface_bytes_per_s: float | None) -> Figure:
+    """busbw against size: measured, fitted, and what each algorithm would reach if what was measured is a ring.
+
+    The line of the interface is there where its speed is known.
+    """
+    own = moved.filter(pl.col("op") == fit.op, pl.col("group_id") == fit.group_id)
+    measured = own.group_by("size_bytes").agg(pl.col("ns").median()).filter(pl.col("ns") > 0).sort("size_bytes")
+    factor, models = bus_factor(fit.op, fit.ranks), costs(fit.op, fit.ranks)
+    sizes = measured["size_bytes"].to_numpy().astype(np.float64)
+    shown = np.geomspace(sizes[0] / 10, sizes[-1] * 10, _CURVE_POINTS)
+    curves = {"fitted": [fit.line.ns(size) for size in shown]}
+    of_ring = next(iter(models.values()))  # that of an all-to-all is its like
+    link = link_of(fit.line, of_ring)
+    curves |= {name: [cost.ns(size, link) for size in shown] for name, cost in models.items()}
+    traces: list[dict[str, Any]] = [
+        _curve("measured", sizes, factor * sizes / measured["ns"].to_numpy() * 1e9, mode="markers", color=colour(0))
+    ]
+    for number, (name, ns) in enumerate(curves.items()):
+        dash = "solid" if name == "fitted" else _DASHES[number % len(_DASHES)]
+        rate = factor * shown / np.array(ns) * 1e9
+        traces.append(_curve(name, shown, rate, mode="lines", color=colour(number), dash=dash))
+    if interface_bytes_per_s:
+        edges, rate = shown[[0, -1]], np.full(2, interface_bytes_per_s)
+        traces.append(_curve("network interface", edges, rate, mode="lines", color=_CEILING, dash="solid"))
+    rates = [value for trace in traces for value in trace["y"]]
+    return figure(
+        traces,
+        x=log_axis("size of the largest tensor", shown.tolist(), bytes_text),
+        y=log_axis("busbw", rates, lambda rate: f"{bytes_text(rate)}/s"),
+    )
+
+
+def _curve(name: str, x: Any, y: Any, *, mode: str, color: str, dash: str = "solid") -> dict[str, Any]:  # noqa: ANN401
+    said = [f"{name}: {bytes_text(size)} at {bytes_text(rate)}/s" for size, rate in zip(x, y, strict=True)]
+    look = {"marker": {"color": color, "size": 9}} if mode == "markers" else {"line": {"color": color, "dash": dash}}
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": name,
+        "x": np.asarray(x).tolist(),
+        "y": np.asarray(y).tolist(),
+        "text": said,
+        "hovertemplate": "%{text}<extra></extra>",
+        **look,
+    }
 
 
 def _point(row: dict[str, object]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from dash import html
+import polars as pl
+from dash import dcc, html
 
 from rankscope.analysis.report import digest
-from rankscope.analysis.report.quantities import percent
+from rankscope.analysis.report.quantities import bytes_text, duration, percent
+from rankscope.analysis.timeline.cost_model import faster_than_ring, transfers
+from rankscope.analysis.timeline.links import nic_speeds
 from rankscope.dashboard.figures import collectives as figures
-from rankscope.dashboard.page import Query, Shown, card, empty, heading, plot, quiet, table
+from rankscope.dashboard.page import Query, Shown, address, card, empty, heading, plot, quiet, table
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = "Collectives", 40
@@ -20,7 +23,7 @@ _MEANING = (
 _ROWS = 200
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
     rows = run.timeline.collectives
     if rows.is_empty():
         why = run.trace.reader.cannot().get("collectives", "No communication between ranks was recorded.")
@@ -47,12 +50,63 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
                 ],
                 className="columns",
             ),
+            _algorithms(run, query),
             card("Groups, the longest waits first", table(figures.by_group(rows).head(_ROWS), _GROUPS)),
             card("By group, operation and size, the longest transfers first", table(found.head(_ROWS), _KINDS)),
         ]
     )
 
 
+def _algorithms(run: Run, query: Query) -> Any:  # noqa: ANN401
+    """The card of one operation in one group: measured, fitted, and what each algorithm would reach."""
+    title = "Bandwidth by algorithm"
+    moved = transfers(run.timeline.collectives)
+    found = figures.fits(moved)
+    if not found:
+        return card(title, quiet("In no group were operations of sizes so different that latency can be told apart."))
+    asked = query.get("of", "")
+    number = int(asked) if asked.isdigit() and int(asked) < len(found) else 0
+    fit = found[number]
+    chosen = [
+        dcc.Link(f"{other.op} in {other.group}", href=address("collectives", run.key, of=i), className="chip")
+        for i, other in enumerate(found[:_CHOICES])
+    ]
+    speed = _interface(run, fit.group_id)
+    return card(
+        title,
+        html.Div(chosen, className="controls small") if len(chosen) > 1 else None,
+        quiet(_said(fit, moved)),
+        plot(figures.algorithms(fit, moved, speed)),
+        note=_ALGORITHMS if speed else f"{_ALGORITHMS} The speed of the links was not recorded.",
+    )
+
+
+def _said(fit: figures.Fit, moved: pl.DataFrame) -> str:
+    line = fit.line
+    rate = f"{bytes_text(1e9 / line.ns_per_byte)}/s" if line.ns_per_byte > 0 else "without limit"
+    said = f"{fit.op} in group {fit.group} of {fit.ranks} ranks: {duration(line.latency_ns)} latency, then {rate}"
+    half = f"; half of the time is latency at {bytes_text(line.half_bytes)}" if line.ns_per_byte > 0 else ""
+    sizes = moved.filter(pl.col("op") == fit.op, pl.col("group_id") == fit.group_id)
+    size = float(sizes.sort("ns")["size_bytes"][-1])
+    faster = faster_than_ring(fit.op, fit.ranks, line, size)
+    wanted = f" For {bytes_text(size)} {faster[0]} would take {percent(faster[1])} of a ring's time." if faster else ""
+    return f"{said}{half}.{wanted}"
+
+
+def _interface(run: Run, group_id: int) -> float | None:
+    """The speed of the slowest node's network interfaces, if the group spans several nodes."""
+    timeline = run.timeline
+    ranks = timeline.collectives.filter(pl.col("group_id") == group_id)["rank"].unique()
+    nodes = timeline.ranks.filter(pl.col("rank").is_in(ranks.implode()))["node"].unique().to_list()
+    if len(nodes) < 2 or timeline.counters.is_empty():
+        return None
+    times = timeline.counters["time_ns"].to_numpy()
+    speeds = nic_speeds(timeline.counters, int(times.min()), int(times.max()))
+    return min(speeds[node] for node in nodes) if set(nodes) <= set(speeds) else None
+
+
+_CHOICES = 12
+_ALGORITHMS = "Dots: medians of what was measured. Broken lines: what each algorithm would reach if that was a ring."
 _BUSBW = "Bytes over the busiest link per second, as nccl-tests counts them; from transfer alone, without waiting."
 _SPREAD = "From the first to the last rank's arrival. What grows towards the right are rare, late arrivals."
 
