@@ -836,6 +836,10 @@ def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
     elements = np.maximum(meta["in_nelems"], meta["out_nelems"])
     known = (elements >= 0) & (elements < 1 << 58)
     sizes = [int(n) * size if ok and size else None for n, ok, (_, size) in zip(elements, known, dtypes, strict=True)]
+    received = [
+        int(n) * size if ok and n >= 0 and size and op in ALL_TO_ALL_OPS else None
+        for n, ok, (_, size), op in zip(meta["out_nelems"], known, dtypes, ops, strict=True)
+    ]
     seq = pl.Series(meta["seq"])
     return pl.DataFrame(
         {
@@ -851,6 +855,7 @@ def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
             "peer": _peers(ops, meta),
             "tag": np.zeros(len(start), np.int64),
             "size_bytes": pl.Series(sizes, dtype=pl.Int64),
+            "received_bytes": pl.Series(received, dtype=pl.Int64),
             "thread": thread,
             "number": np.arange(len(start)),
         }
