@@ -44,6 +44,7 @@ from rankscope.analysis.readers.scan import (
 from rankscope.analysis.readers.spill import Rows, Spill, joined
 from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
+from rankscope.collectors.schema import ALL_TO_ALL_OPS
 
 try:
     from isal import igzip_lib
