@@ -241,12 +241,12 @@ def _nccl_events(by_type: dict[int, Records]) -> Columns:
     beside = (both[name] & 0xFFFFFF for name in ("q1", "q2"))
     peer, step = (np.ma.MaskedArray(values, mask=is_span) for values in beside)
     # as NCCL_EVENTS has them: send, recv, send_step, recv_step
-    kinds = np.where(is_span, both["a"], 2 * is_step + ~is_send)
+    events = np.where(is_span, both["a"], 2 * is_step + ~is_send)
     waited = (gpu + middle + network).astype(np.int64)
     return {
         "start_ns": both["q0"],
         "end_ns": np.where(is_span, both["q1"], both["q0"] + waited),
-        "kind": kinds.astype(np.uint8),
+        "event": events.astype(np.uint8),
         "call": np.ma.masked_equal(both["c"], 0),
         "channel": both["b"].astype(np.uint8),
         "peer": peer,

@@ -321,14 +321,14 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "nccl_events",
-            "What NCCL's proxy, kernels and network plugin did for a call. A proxy's waits add up to the row's duration: "
+            "What NCCL's proxy, kernels and network plugin did for a call. A proxy's waits add up to its duration: "
             "of several transfers under way, the oldest counts.",
             "rank",
             "start_ns",
             (
                 _START,
                 _END,
-                Column("kind", "uint8", "", "Position in NCCL_EVENTS."),
+                Column("event", "uint8", "", "Position in NCCL_EVENTS."),
                 Column("call", "uint32", "", "`call` in `nccl_calls`; null: another process's (PXN).", nullable=True),
                 Column("channel", "uint8", "", "NCCL's channel; 0 for `network`."),
                 Column("peer", "int32", "", "Place of the peer in the communicator; null: none.", nullable=True),

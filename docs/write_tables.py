@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rankscope.collectors.schema import DEVICE_WORK, DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES, Table
+from rankscope.collectors.schema import (
+    DEVICE_WORK,
+    DTYPES,
+    NCCL_ALGORITHMS,
+    NCCL_EVENTS,
+    NCCL_PROTOCOLS,
+    OPS,
+    REGION_KINDS,
+    SCHEMA_VERSION,
+    TABLES,
+    Table,
+)
 
 PAGE = Path(__file__).with_name("tables.md")
 
@@ -27,6 +38,9 @@ def render() -> str:
                 ("OPS", OPS),
                 ("DTYPES", DTYPES),
                 ("DEVICE_WORK", DEVICE_WORK),
+                ("NCCL_EVENTS", NCCL_EVENTS),
+                ("NCCL_ALGORITHMS", NCCL_ALGORITHMS),
+                ("NCCL_PROTOCOLS", NCCL_PROTOCOLS),
             )
         ),
     ]

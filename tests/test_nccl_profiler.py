@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+import rankscope
 from rankscope.collectors import nccl_profiler
 from rankscope.collectors.drain import Ring, Threads, columns_by_table
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS
@@ -55,11 +57,10 @@ def play(plugin, tmp_path_factory):
 
 
 def named(events):
-    """With the kind's name in the place of its code."""
+    """With the event's name in the place of its code."""
     if events is None:
         return None
-    names = pl.DataFrame({"kind": range(len(NCCL_EVENTS)), "name": NCCL_EVENTS}, schema_overrides={"kind": pl.UInt8})
-    return events.join(names, on="kind").with_columns(kind="name").drop("name")
+    return events.with_columns(pl.col("event").replace_strict(dict(enumerate(NCCL_EVENTS))))
 
 
 @pytest.mark.parametrize("version", range(3, NEWEST + 1))
@@ -78,10 +79,10 @@ def test_every_version_of_the_interface_gives_the_same_call_and_waits(play, vers
     assert call["communicator"] == 0xF000000000000001 - (1 << 64)  # as int64
     assert (call["nccl_rank"], call["nccl_size"]) == (1, 2 if version > 3 else None)
     told = ["start_ns", "end_ns", "gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns", "size_bytes"]
-    by_kind = {row["kind"]: tuple(row[c] for c in told) for row in events.filter(call=1).iter_rows(named=True)}
+    by_event = {row["event"]: tuple(row[c] for c in told) for row in events.filter(call=1).iter_rows(named=True)}
     size = 1500 if version > 3 else None
     send = (11, 60, 60) if version > 3 else (71, None, 60)
-    assert by_kind == {"send": (1009, 1140, *send, None, size), "recv": (1009, 1110, 39, None, 56, 6, size)}
+    assert by_event == {"send": (1009, 1140, *send, None, size), "recv": (1009, 1110, 39, None, 56, 6, size)}
 
 
 def test_waits_add_up_to_the_proxys_time(play):
@@ -93,16 +94,16 @@ def test_waits_add_up_to_the_proxys_time(play):
 
 def test_proxy_of_another_process_has_no_call_here(play):
     _, events = play()
-    assert events.filter(pl.col("call").is_null()).select("kind", "peer").rows() == [("send", 5)]
+    assert events.filter(pl.col("call").is_null()).select("event", "peer").rows() == [("send", 5)]
 
 
 def test_what_is_recorded_can_be_chosen(play):
     calls, events = play(RANKSCOPE_NCCL_EVENTS="calls,kernels")
     assert calls.height == 1
-    assert events.select("kind", "start_ns", "end_ns", "call", "device_ns").rows() == [("kernel", 1020, 1150, 1, 100)]
+    assert events.select("event", "start_ns", "end_ns", "call", "device_ns").rows() == [("kernel", 1020, 1150, 1, 100)]
     calls, events = play(RANKSCOPE_NCCL_EVENTS="steps")
     assert calls is None
-    steps = events.filter(kind="send_step").sort("step")
+    steps = events.filter(event="send_step").sort("step")
     assert steps.select("start_ns", "end_ns", "peer_wait_ns").rows() == [
         (1010, 1080, 30),
         (1012, 1100, 20),
@@ -145,3 +146,34 @@ def test_missing_compiler_is_said_in_one_line(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(nccl_profiler.NotBuilt, match="no C compiler"):
         nccl_profiler.build()
+
+
+# A rank that plays NCCL's own part: it loads the plugin as NCCL does, and begins one all-gather of 10 halves.
+SCRIPT = """
+import ctypes as c, os, struct
+import torch.distributed as dist
+dist.init_process_group("gloo")
+plugin = (c.c_void_p * 6).in_dll(c.CDLL(os.environ["NCCL_PROFILER_PLUGIN"]), "ncclProfiler_v7")
+context, handle, mask = c.c_void_p(), c.c_void_p(), c.c_int()
+init = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_uint64, c.c_void_p, c.c_char_p, c.c_int, c.c_int, c.c_int, c.c_void_p)
+init(plugin[1])(c.addressof(context), 77, c.addressof(mask), b"world", 1, 1, 0, None)
+func, datatype = c.create_string_buffer(b"AllGather"), c.create_string_buffer(b"ncclFloat16")
+event = c.create_string_buffer(136)
+struct.pack_into("<QQi4xQQQQQi4xQ", event, 0, 2, 0, 0, 5, c.addressof(func), 0, 0, 10, 0, c.addressof(datatype))
+c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_void_p, c.c_void_p)(plugin[2])(context, c.addressof(handle), c.addressof(event))
+dist.destroy_process_group()
+"""
+
+
+def test_job_leaves_nccls_calls_in_its_run(plugin, tmp_path):
+    """The launcher has NCCL load the plugin, the rank hands its ring to the agent, and the run has the call."""
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "rankscope", "run", "--out", str(tmp_path / "run"), "--no-report"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(plugin.parent.parent)}
+    job = [*command, "--standalone", "--nproc-per-node", "1", str(tmp_path / "script.py")]
+    done = subprocess.run(job, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    call = rankscope.open(tmp_path / "run").table("nccl_calls").collect().row(0, named=True)
+    assert (call["op"], call["communicator"], call["seq"], call["size_bytes"]) == ("allgather", 77, 5, 20)
+    assert (call["rank"], call["nccl_size"], call["algorithm"], call["protocol"]) == (0, 1, "unknown", "unknown")

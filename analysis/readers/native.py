@@ -15,7 +15,17 @@ import pyarrow as pa
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
-from rankscope.collectors.schema import DEVICE_WORK, DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
+from rankscope.collectors.schema import (
+    DEVICE_WORK,
+    DTYPES,
+    NCCL_ALGORITHMS,
+    NCCL_EVENTS,
+    NCCL_PROTOCOLS,
+    OPS,
+    REGION_KINDS,
+    SCHEMA_VERSION,
+    TABLES,
+)
 
 __all__ = ["NativeReader", "open_run", "read_rows", "recognises", "schema_of"]
 
@@ -29,6 +39,9 @@ _CODES = {
     "op": (OPS, "unknown"),
     "dtype": (DTYPES, "unknown"),
     "work": (DEVICE_WORK, "compute"),
+    "event": (NCCL_EVENTS, "unknown"),
+    "algorithm": (NCCL_ALGORITHMS, "unknown"),
+    "protocol": (NCCL_PROTOCOLS, "unknown"),
 }
 _ENDS_LATER = "completions"
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
