@@ -27,6 +27,7 @@ KINDS = {
     "host_bound": ("ddp-gpu",),
     "gc_stall": ("ddp", "ddp-gpu", "fsdp", "moe", "pp-1f1b"),
     "uneven_work": ("ddp", "fsdp"),
+    "expert_imbalance": ("moe",),
     "stage_imbalance": ("pp-1f1b", "pp-gpipe", "3d"),
     "exposed_communication": ("ddp",),
     "recompile": ("ddp", "fsdp", "moe"),
@@ -43,7 +44,8 @@ _PAIRS = (
     ("slow_link", "gc_stall"),
 )
 _SEVERAL_NODES = ("slow_node", "slow_link")
-_RANDOM = ("sporadic_rank", "gc_stall", "uneven_work", "recompile")  # a few steps do not show what they cost
+# A few steps do not show what these cost.
+_RANDOM = ("sporadic_rank", "gc_stall", "uneven_work", "expert_imbalance", "recompile")
 _BURSTS = 0.25  # share of the steps
 _GC_EVERY = 5
 _MOST_EXPOSED = (0.22, 0.27)  # no more than backward can hide is lost by not hiding it
@@ -207,6 +209,8 @@ def _choose(kind: str, job: Job, rng: np.random.Generator, taken: set[int]) -> _
         size = job.ranks // stages_of(job)
         where = np.arange(stages_of(job)) == stage
         return _Fault(kind, tuple(range(stage * size, (stage + 1) * size)), (), where)
+    if kind == "expert_imbalance" and many < 0.5:  # one rank's experts are always popular
+        return _Fault(kind, (one,), (), np.broadcast_to(np.arange(job.ranks) == one, always.shape) * 1.0)
     return _Fault(kind, (), (), rng.standard_normal((job.steps, job.ranks)))
 
 
@@ -245,6 +249,10 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
                 can.tokens = can.tokens * _lengths(fault)
             case "even work":
                 can.tokens = can.tokens * _lengths(fault).mean(axis=1, keepdims=True)
+            case "expert_imbalance":
+                popular = np.exp(min(x, 3) * where[steps]).reshape(job.steps, -1, min(GPUS, job.ranks))
+                share = popular / popular.mean(axis=2, keepdims=True)
+                can.expert_tokens = can.expert_tokens * share.reshape(job.steps, job.ranks)
             case "stage_imbalance":
                 can.stage_work = can.stage_work * np.where(where, 1 + x, 1.0)
             case "exposed_communication":

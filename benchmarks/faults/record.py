@@ -63,12 +63,13 @@ def write(log: Recording, folder: Path) -> Path:
     calls = _stacked(
         [c | {"op": ops[c["op"]]} for c in log.collectives],
         *("rank", "start_ns", "issued_ns", "end_ns", "group_id", "seq", "op", "is_async", "peer", "size_bytes"),
-        "device_start_ns",
+        *("device_start_ns", "received_bytes"),
     )
     calls = {name: column[np.isfinite(calls["start_ns"])] for name, column in calls.items()}
     size = len(calls["rank"])
     calls |= {"dtype": np.full(size, _FLOAT32), "tag": np.zeros(size, int), "thread": np.zeros(size, int)}
     calls["number"] = np.arange(1, size + 1)
+    calls["received_bytes"] = np.ma.masked_invalid(calls["received_bytes"])
 
     gaps = {rank: [] for rank in ranks}
     regions, calls = _lose(job, regions, calls, clocks, gaps)

@@ -257,9 +257,19 @@ class _Team:
             self.now = np.where(self.ranks == self.can.hang[0], np.inf, self.now)
 
     def collective(
-        self, comm: _Communicator, op: str, size: float, *, asynchronous: bool = True, ready: np.ndarray | None = None
+        self,
+        comm: _Communicator,
+        op: str,
+        size: float,
+        *,
+        asynchronous: bool = True,
+        ready: np.ndarray | None = None,
+        received: np.ndarray | float = np.nan,
     ) -> _Pending:
-        """All ranks of each group enter `op` with `size` bytes, a device when it is `ready`; nobody is blocked yet."""
+        """All ranks of each group enter `op` with `size` bytes, a device when it is `ready`; nobody is blocked yet.
+
+        `received` is what an all-to-all gives to each rank.
+        """
         call = self.now
         self.around(_CALL)
         groups = len(comm.members)
@@ -284,7 +294,7 @@ class _Team:
         self.log.collectives.append(
             {"rank": self.ranks, "start_ns": call, "issued_ns": self.now, "end_ns": end, "group_id": comm.id_of}
             | {"seq": comm.seq, "op": op, "is_async": asynchronous, "peer": -1, "size_bytes": int(size)}
-            | {"device_start_ns": np.full(len(call), np.inf) if ready is None else arrival}
+            | {"device_start_ns": np.full(len(call), np.inf) if ready is None else arrival, "received_bytes": received}
         )
         comm.seq += 1
         return _Pending(end)
@@ -366,6 +376,7 @@ class _Scheduler:
         row = {"rank": team.ranks, "start_ns": call, "issued_ns": team.now, "end_ns": np.full(len(call), np.inf)}
         row |= {"group_id": self.pipeline_ids, "op": "send", "is_async": True}
         row |= {"peer": to.ranks, "size_bytes": int(size), "seq": self._next(team, to), "device_start_ns": np.inf}
+        row |= {"received_bytes": np.nan}
         self.log.collectives.append(row)
         self.messages[(team.stage, to.stage, tag)].append((call, row, size))
 
@@ -397,7 +408,7 @@ class _Scheduler:
         self.log.collectives.append(
             {"rank": team.ranks, "start_ns": call, "issued_ns": team.now, "end_ns": end + wake[1]}
             | {"group_id": row["group_id"], "seq": row["seq"], "op": "recv", "is_async": True}
-            | {"peer": sender.ranks, "size_bytes": int(size), "device_start_ns": np.inf}
+            | {"peer": sender.ranks, "size_bytes": int(size), "device_start_ns": np.inf, "received_bytes": np.nan}
         )
         team.wait(_Pending(end + wake[1]))
 
@@ -695,11 +706,14 @@ def _moe(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[float]:
 
 
 def _expert_layer(scheduler: _Scheduler, team: _Team, comm: _Communicator, ns: float) -> Iterator[float]:
+    """Tokens go to the experts' ranks, and back: there all ranks get as many as they had."""
+    size = 2 * team.job.activation_bytes
     team.work(ns / 2)
-    team.wait(team.collective(comm, "alltoall_base", 2 * team.job.activation_bytes, asynchronous=False))
+    to_experts = np.rint(size * scheduler.can.expert_tokens[team.step, team.ranks])
+    team.wait(team.collective(comm, "alltoall_base", size, asynchronous=False, received=to_experts))
     yield _first(team)
     team.work(ns / 2, tokens=scheduler.can.expert_tokens)
-    team.wait(team.collective(comm, "alltoall_base", 2 * team.job.activation_bytes, asynchronous=False))
+    team.wait(team.collective(comm, "alltoall_base", size, asynchronous=False, received=size))
     yield _first(team)
 
 
