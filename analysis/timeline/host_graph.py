@@ -25,7 +25,7 @@ from rankscope.collectors.schema import P2P_OPS
 __all__ = ["HostGraph", "fidelity", "graph_of", "step_lengths"]
 
 _LATE_STAMP_NS = 1_000_000  # an operation's end can be stamped that much after the thread that waited for it went on
-_LATE_SHARE = 0.1  # of a call that is itself what waited
+_LATE_SHARE = 0.1  # of the wait
 # A group's transfers follow each other on a rank. gloo moves two at once, but they share the link: one after the other
 # meets the steps better wherever the two differ.
 _AT_ONCE = 1
@@ -274,8 +274,8 @@ def _assembled(
 def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """Blocked spans and the rows that they wait for, pair by pair; and the rows' ends, none later than what it held up.
 
-    A span waits for what ended in it. Where nothing did, the end of what held it up was stamped late: the next one to
-    end, if it had been called before and its end follows at once.
+    A span waits for what ended in it. Where the next end after it is nearer to its own than the last end in it, the end
+    of what held it up was stamped late: it is the next one, if it had been called before and its end follows at once.
     """
     spans = np.flatnonzero(chains.blocked)
     order = np.argsort(end, kind="stable")
@@ -287,13 +287,15 @@ def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Int
     within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     pair_row = order[np.repeat(low, count) + within]
 
-    none = np.flatnonzero((count == 0) & (high < len(order)))
-    span, row = spans[none], order[high[none]]
+    after = np.append(by_end, np.iinfo(np.int64).max)[high] - chains.end[spans]
+    before = chains.end[spans] - np.where(count > 0, by_end[high - 1], np.iinfo(np.int64).min // 2)
+    nearer = np.flatnonzero((after < before) & (high < len(order)))
+    span, row = spans[nearer], order[high[nearer]]
     late = end[row] - chains.end[span]
-    length = chains.end[span] - chains.start[span]
+    most = _LATE_SHARE * (chains.end[span] - chains.start[span])
     is_call = np.isin(chains.start[span], arrival)
-    own = ~is_call | (arrival[row] == chains.start[span]) & (late <= _LATE_SHARE * length)
-    known = (arrival[row] < chains.end[span]) & (late <= _LATE_STAMP_NS) & own
+    own = is_call & (arrival[row] == chains.start[span]) & (late <= np.minimum(most, _LATE_STAMP_NS))
+    known = (arrival[row] < chains.end[span]) & (own | ~is_call & (late <= np.maximum(most, _LATE_STAMP_NS)))
     end = end.copy()
     np.minimum.at(end, row[known], chains.end[span[known]])
     return np.concatenate([pair_span, span[known]]), np.concatenate([pair_row, row[known]]), end
