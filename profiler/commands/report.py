@@ -1,7 +1,7 @@
 """Say why a recorded run is slow.
 
-Who is to blame, what it costs, and what a fix would bring. Without -o and --json the report is also written into the
-run folder, as report.html and report.json.
+Who is to blame, what it costs, and what a fix would bring. Without -o, --json and --pdf the report is also written into
+the run folder, as report.html and report.json.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def command(
     run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the HTML report here.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the JSON report here; - is standard output.")] = None,
+    pdf: Annotated[Path | None, typer.Option(help="Print the HTML report here, with the Chromium on PATH.")] = None,
     short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False,
 ) -> None:
     from rankscope.analysis.diagnose import diagnose
@@ -44,13 +45,29 @@ def command(
         _write(output, html.render(report))
     if json and json != "-":
         _write(Path(json), json_form.render(report))
-    if not output and not json and native.recognises(run[0]):  # a folder of another tool's files stays as it is
+    if pdf:
+        _print_to(pdf, report)
+    if (
+        not output and not json and not pdf and native.recognises(run[0])
+    ):  # a folder of another tool's files stays as it is
         _write_into(run[0], report)
 
 
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RankscopeError(f"cannot write {path}: {error.strerror}") from None
+    print(f"{path}", file=sys.stderr)
+
+
+def _print_to(path: Path, report: Report) -> None:
+    from rankscope.analysis.report.pdf import NoBrowser, write_pdf
+
+    try:
+        write_pdf(report, path)
+    except NoBrowser as why:
+        raise RankscopeError(str(why)) from None
     except OSError as error:
         raise RankscopeError(f"cannot write {path}: {error.strerror}") from None
     print(f"{path}", file=sys.stderr)
