@@ -72,7 +72,7 @@ from rankscope.analysis.timeline.own import (
     over_occurrences,
     own_by_label,
 )
-from rankscope.analysis.timeline.roles import Role, role_codes, roles
+from rankscope.analysis.timeline.roles import roles_of
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -207,10 +207,7 @@ def _seen(
     One step will do where arrivals on the devices were seen.
     """
     grid = peers_grid(breakdown, 1)
-    known: dict[int, Role] = {}
-    if collectives is not None and regions is not None and groups is not None:
-        known = roles(groups, regions, collectives)
-    role = role_codes(known, grid.ranks)
+    role = roles_of(grid.ranks, groups, regions, collectives)
     has_peers = np.bincount(role)[role] > 1
     if not has_peers.any():
         raise NotResolvable("each pipeline stage has one rank only, so no rank has a peer that does the same work")

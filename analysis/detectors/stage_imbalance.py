@@ -11,6 +11,9 @@ communication) of its kind, and with that for one stage only. A stage is too lon
 A recorded run has these operations where its schedule is one of `torch.distributed.pipelining`: forward and backward of
 each microbatch, and what its neighbours sent. Between nodes their clocks must be known to a tenth of a forward.
 
+The cost is what even layers bring, or only this stage made as long as the mean of all, whichever is less: computations
+keep their scatter, and transfers take what they took.
+
 Nothing is said if the replay of the steps as they were misses their measured length by more than `max_error`.
 
 **Why it costs time.** A pipeline runs at the pace of its slowest stage: the others idle once per microbatch.
@@ -35,7 +38,7 @@ from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, Key, OpGrid, communicates, op_grid
-from rankscope.analysis.timeline.replay import Floats, NotReplayable, WhatIf, ideal
+from rankscope.analysis.timeline.replay import Floats, NotReplayable, WhatIf, ends, ideal
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -100,10 +103,11 @@ def _usually(grid: OpGrid, stage: int, min_usual: float) -> bool:
 
 
 def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Finding:
-    actual = whatif.actual_step_ns
-    saved = np.asarray(replayed_steps(whatif) - whatif.without_ns(_of_stage(grid, stage)))
-    # The others stay below the mean when this stage comes down to it: no more than the ideal can be saved.
-    lost = min(float(saved.mean()), actual - whatif.ideal_step_ns)
+    actual, even = whatif.actual_ns, _even(grid, whatif.actual_ns)
+    only_this = np.where(_of_stage(grid, stage), even, actual)
+    # The others stay below the mean when this stage comes down to it: no more than even layers bring can be saved.
+    saved = replayed_steps(whatif) - np.maximum(ends(grid.plan, only_this), ends(grid.plan, even))
+    lost = float(saved.mean())
     half_width = 1.96 * float(saved.std(ddof=1)) / len(saved) ** 0.5 if len(saved) > 1 else lost
     fraction = lost / step_ns
     own, others = (float(ns.mean()) for ns in _microbatch_ns(grid, stage, np.mean))
@@ -123,6 +127,17 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Findin
         fix=f"stage:{stage}",
         evidence=_longest(grid, stage),
     )
+
+
+def _even(grid: OpGrid, duration_ns: Floats) -> Floats:
+    """The durations if all stages had as much of each kind of computation: scatter stays what it is."""
+    even: Floats = duration_ns.copy()
+    for kind in (FORWARD, BACKWARD):
+        of_kind = [i for i, key in enumerate(grid.keys) if key.kind == kind]
+        for stage in grid.stages:
+            of_stage = [i for i in of_kind if grid.keys[i].stage == stage]
+            even[of_stage] *= duration_ns[of_kind].mean() / duration_ns[of_stage].mean()
+    return even
 
 
 def replayed_steps(whatif: WhatIf) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -1,14 +1,14 @@
 """The longest rank changes from step to step: the work itself is uneven.
 
 **Signal.** Forward and backward grow and shrink together on a rank: rank correlation of at least `min_correlation`
-after each rank's and each step's median is taken away. Work that follows the data lengthens both; a preempted process
-lengthens whatever it was doing. What the two have in common is taken to be the data, and the loss is by how much it
-makes the longest rank of a step longer: more than `min_fraction` of the step, and no single rank is to blame for most
-of it (`persistence`).
+after each rank's and each step's median (in a pipeline that of its stage) is taken away. Work that follows the data
+lengthens both; a preempted process lengthens whatever it was doing. What the two have in common is taken to be the
+data, and the loss is by how much it makes the longest rank of a step longer: more than `min_fraction` of the step, and
+no single rank is to blame for most of it (`persistence`).
 
-That is `max(own) - max(own - x)` per step. `x` is by how much a rank is above the step's mean, less what noise makes
-of it: without uneven data the ranks would still differ, and by how much is told from how far forward and backward
-disagree. Where they do by 3 standard deviations, the smaller of what the two say is the data's.
+That is `max(own) - max(own - x)` per step. `x` is by how much a rank is above the mean of the step (and stage), less
+what noise makes of it: without uneven data the ranks would still differ, and by how much is told from how far forward
+and backward disagree. Where they do by 3 standard deviations, the smaller of what the two say is the data's.
 
 **Why it costs time.** Every step lasts as long as its longest rank. With random lengths the loss grows with the
 number of ranks, and no machine is to blame.
@@ -26,13 +26,16 @@ theory's split-half reliability. Thresholds are measured on healthy jobs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, peers_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, own_by_label
+from rankscope.analysis.timeline.own import Floats, Ints, StepGrid, estimate, own_by_label
+from rankscope.analysis.timeline.roles import roles_of
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -45,13 +48,16 @@ def detect(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
     steps: pl.DataFrame,
+    collectives: pl.DataFrame | None = None,
+    regions: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     persistence: float = 0.6,
     min_correlation: float = 0.6,
 ) -> list[Finding]:
     """Report work that is spread unevenly over the ranks in a way that changes from step to step."""
-    grid, correlation, longer = _imbalance(breakdown, phases)
+    grid, correlation, longer = _imbalance(breakdown, phases, collectives, regions, groups)
     lost = estimate(longer)
     by_rank = np.bincount(grid.own.argmax(axis=0), weights=longer)
     if correlation < min_correlation or lost.ns < min_fraction * grid.step_ns or not lost.clear:
@@ -73,40 +79,60 @@ def detect(
     ]
 
 
-def resolution_ns(breakdown: pl.DataFrame, phases: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
+def resolution_ns(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    collectives: pl.DataFrame | None = None,
+    regions: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
+) -> int:
     """The smallest imbalance that would have been reported."""
-    grid, _, longer = _imbalance(breakdown, phases)
+    grid, _, longer = _imbalance(breakdown, phases, collectives, regions, groups)
     return round(max(min_fraction * grid.step_ns, estimate(longer).half_width_ns))
 
 
-def _imbalance(breakdown: pl.DataFrame, phases: pl.DataFrame) -> tuple[StepGrid, float, Floats]:
+def _imbalance(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    collectives: pl.DataFrame | None,
+    regions: pl.DataFrame | None,
+    groups: pl.DataFrame | None,
+) -> tuple[StepGrid, float, Floats]:
     """The grid, how forward and backward go together, and how much longer uneven data make each step, ns."""
     grid = peers_grid(breakdown)
     labels = own_by_label(phases, grid)
     if "forward" not in labels or "backward" not in labels:
         raise NotResolvable("forward and backward are not told apart, so uneven data cannot be told from noise")
+    role = roles_of(grid.ranks, groups, regions, collectives)
+    if len(np.unique(role)) == len(role):
+        raise NotResolvable("each pipeline stage has one rank only, so no rank has a peer that does the same work")
     forward, backward = labels["forward"], labels["backward"]
-    longer = grid.own.max(axis=0) - _even(grid.own, forward, backward).max(axis=0)
-    return grid, _correlation(forward, backward), longer
+    longer = grid.own.max(axis=0) - _even(grid.own, forward, backward, role).max(axis=0)
+    return grid, _correlation(forward, backward, role), longer
 
 
-def _even(own: Floats, forward: Floats, backward: Floats) -> Floats:
-    """Own time as it would be with even data, (rank, step) in ns: what all ranks do together stays the same."""
+def _even(own: Floats, forward: Floats, backward: Floats, role: Ints) -> Floats:
+    """Own time as it would be with even data, (rank, step) in ns: what ranks of a role do together stays the same."""
     both = forward.mean() + backward.mean()
     # Either of the two says how far the data are from the mean, for both together.
-    said = [_beyond(label) * both / label.mean() for label in (forward, backward)]
-    difference, deviation = said[0] - said[1], _beyond(own)
+    said = [_beyond(label, role) * both / label.mean() for label in (forward, backward)]
+    difference, deviation = said[0] - said[1], _beyond(own, role)
     # Noise that grows with the square root of time makes them differ by so much more than it makes own time differ.
     noise = _scatter(difference) * (forward.mean() * backward.mean()) ** 0.5 / both
     without = min(noise / max(_scatter(deviation), 1.0), 1.0)
     smaller = np.where(np.abs(said[0]) < np.abs(said[1]), *said)
     data = np.where(np.abs(difference) > _DISAGREE * _scatter(difference), smaller, deviation)
-    return np.asarray(own - (1 - without) * (data - data.mean(axis=0)))
+    return np.asarray(own - (1 - without) * _beyond(data, role))
 
 
-def _beyond(values: Floats) -> Floats:
-    """Each (rank, step) minus the mean of the step."""
-    return np.asarray(values - values.mean(axis=0))
+def _beyond(values: Floats, role: Ints, usual: Callable[..., Floats] = np.mean) -> Floats:
+    """Each (rank, step) minus what is usual in the step among the ranks of its role."""
+    beyond = np.empty_like(values)
+    for each in np.unique(role):
+        beyond[role == each] = values[role == each] - usual(values[role == each], axis=0)
+    return beyond
 
 
 def _scatter(values: Floats) -> float:
@@ -114,12 +140,14 @@ def _scatter(values: Floats) -> float:
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
-def _correlation(forward: Floats, backward: Floats) -> float:
+def _correlation(forward: Floats, backward: Floats, role: Ints) -> float:
     """Rank correlation over (rank, step) of what is neither the rank's nor the step's median; 0 where nothing varies.
 
-    Ranks and medians, since a few preempted steps would otherwise decide.
+    Ranks and medians, since a few preempted steps would otherwise decide; logarithms, since all sequences of a step may
+    be long, and then a rank that is always slow is slow by more.
     """
-    x, y = (_order(v - np.median(v, axis=0) - np.median(v, axis=1, keepdims=True)) for v in (forward, backward))
+    logs = (_beyond(np.log(np.maximum(label, 1.0)), role, np.median) for label in (forward, backward))
+    x, y = (_order(beyond - np.median(beyond, axis=1, keepdims=True)) for beyond in logs)
     scale = float(np.sqrt((x * x).sum() * (y * y).sum()))
     return float((x * y).sum() / scale) if scale > 0 else 0.0
 

@@ -11,7 +11,7 @@ from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.own import Ints
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["Role", "role_codes", "roles"]
+__all__ = ["Role", "role_codes", "roles", "roles_of"]
 
 # `pp0`, `mesh_pp`, Megatron's PIPELINE_MODEL_PARALLEL_GROUP
 _PIPELINE_NAME = r"(?i)(?:^|[^a-z])pp(?:[^a-z]|$)|pipeline"
@@ -49,6 +49,15 @@ def role_codes(role: Mapping[int, Role], ranks: Sequence[int]) -> Ints:
     found = [role.get(rank, ()) for rank in ranks]
     code = {each: number for number, each in enumerate(sorted(set(found)))}
     return np.array([code[each] for each in found], np.int64)
+
+
+def roles_of(
+    ranks: Sequence[int], groups: pl.DataFrame | None, regions: pl.DataFrame | None, collectives: pl.DataFrame | None
+) -> Ints:
+    """The number of each of `ranks`' role; where a table is missing all are taken to do the same work."""
+    if groups is None or regions is None or collectives is None:
+        return role_codes({}, ranks)
+    return role_codes(roles(groups, regions, collectives), ranks)
 
 
 def _places(pipelines: Iterable[Sequence[int]]) -> dict[int, Role]:
