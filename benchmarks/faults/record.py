@@ -23,6 +23,7 @@ _SCHEMAS = {
     for table in TABLES.values()
 }
 _FLOAT32 = 2
+_LAUNCH, _SYNC = "cudaLaunchKernel", "cudaStreamSynchronize"
 _UNIX_NS = 1_790_000_000_000_000_000
 _PING_EVERY_NS, _PINGS = 10e9, 10
 _SAMPLED_NS = 1e9
@@ -49,7 +50,7 @@ def write(log: Recording, folder: Path) -> Path:
     """The run folder. `folder` must not exist."""
     job, clocks = log.job, _Clocks(log.job)
     ranks = np.arange(job.ranks)
-    names = sorted({r["name"] for r in (*log.regions, *log.kernels)} | {"cudaLaunchKernel"})
+    names = sorted({r["name"] for r in (*log.regions, *log.kernels)} | {_LAUNCH, _SYNC})
     hung = not np.isfinite(log.optimizer_end).all()
     end = np.concatenate([np.atleast_1d(c["start_ns"]) for c in log.collectives])
     end_ns = float(end[np.isfinite(end)].max()) + (_AFTER_A_HANG_NS if hung else 1e9)
@@ -142,14 +143,13 @@ def _device_tables(log: Recording, folder: Path, clocks: _Clocks, name_ids: dict
         for i, r in enumerate(log.kernels)
     ]
     kernels = _stacked(rows, "rank", "start_ns", "end_ns", "name_id", "work", "stream", "correlation")
-    calls = _stacked(rows, "rank", "call_ns", "called_ns", "correlation")
     kernels["device"] = kernels["rank"] % GPUS
-    launches = {"rank": calls["rank"], "start_ns": calls["call_ns"], "end_ns": calls["called_ns"]}
-    launches |= {
-        "correlation": calls["correlation"],
-        "name_id": np.full(len(calls["rank"]), name_ids["cudaLaunchKernel"]),
-    }
-    launches["thread"] = np.zeros(len(calls["rank"]), int)
+    calls = [r | {"start_ns": r["call_ns"], "end_ns": r["called_ns"], "name_id": name_ids[_LAUNCH]} for r in rows]
+    calls += [
+        r | {"name_id": name_ids[_SYNC], "correlation": i} for i, r in enumerate(log.syncs, start=len(log.kernels))
+    ]
+    launches = _stacked(calls, "rank", "start_ns", "end_ns", "name_id", "correlation")
+    launches["thread"] = np.zeros(len(launches["rank"]), int)
     for table, columns in (("kernels", kernels), ("launches", launches)):
         ever = np.isfinite(columns["end_ns"])
         _by_rank(folder, table, _on_nodes_clocks(clocks, {n: c[ever] for n, c in columns.items()}))

@@ -108,6 +108,7 @@ class Recording:
     regions: list[dict] = field(default_factory=list)
     collectives: list[dict] = field(default_factory=list)
     kernels: list[dict] = field(default_factory=list)  # with the host's call that launched each
+    syncs: list[dict] = field(default_factory=list)  # calls in which the host waits for its device
     groups: list[tuple[int, str, str, np.ndarray]] = field(default_factory=list)  # id, name, role, members
     traffic: list[tuple] = field(default_factory=list)  # end, rank, node, peer node, bytes, busy s, rtt s
     optimizer_end: np.ndarray = field(default_factory=lambda: np.empty(0))  # [step, rank]
@@ -473,6 +474,7 @@ def cut(log: Recording, steps: int) -> Recording:
         regions=begun(log.regions),
         collectives=begun(log.collectives),
         kernels=begun(log.kernels),
+        syncs=begun(log.syncs),
         traffic=[t for t in log.traffic if t[0] <= until],
         optimizer_end=log.optimizer_end[:steps],
     )
@@ -540,6 +542,7 @@ def _ddp_gpu(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[flo
         team.log.optimizer_end[team.step, team.ranks] = team.now
         start = team.now
         team.now = np.maximum(team.now, device.free) + 15 * _US
+        team.log.syncs.append({"rank": team.ranks, "start_ns": start, "end_ns": team.now})
         team.region("sync", "item", start)
         team.end_step()
 
