@@ -12,9 +12,11 @@ import polars as pl
 import pytest
 
 import rankscope
+from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.timeline.nccl import nccl_waits
 from rankscope.collectors import nccl_profiler
 from rankscope.collectors.drain import Ring, Threads, columns_by_table
-from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS
+from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, TABLES
 from rankscope.collectors.writer import batch_of
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc to build the plugin with")
@@ -177,3 +179,36 @@ def test_job_leaves_nccls_calls_in_its_run(plugin, tmp_path):
     call = rankscope.open(tmp_path / "run").table("nccl_calls").collect().row(0, named=True)
     assert (call["op"], call["communicator"], call["seq"], call["size_bytes"]) == ("allgather", 77, 5, 20)
     assert (call["rank"], call["nccl_size"], call["algorithm"], call["protocol"]) == (0, 1, "unknown", "unknown")
+
+
+def table(name, *rows, **defaults):
+    """Rows of a table; columns that a test does not name are null, or 0 where they must not be."""
+    schema = schema_of(name)
+    nullable = {column.name for column in TABLES[name].columns if column.nullable}
+    base = {c: None if c in nullable else "" if t == pl.String else 0 for c, t in schema.items()}
+    return pl.DataFrame([{c: (base | defaults | row)[c] for c in schema} for row in rows], schema=schema)
+
+
+def test_waits_are_those_of_the_operation_that_torch_made():
+    """Torch's all-reduce 7 lasts from 100 to 120 on the host; NCCL begins one at 110 within it, and one at 130, which a
+    CUDA graph replays. Of the first, two channels sent, waiting 5 and 7 for the network; the second has no proxies."""
+    collectives = table("collectives", {"number": 7, "start_ns": 100, "issued_ns": 120, "op": "allreduce"})
+    calls = table("nccl_calls", {"call": 1, "start_ns": 110}, {"call": 2, "start_ns": 130}, op="allreduce")
+    waits = {"call": 1, "event": "send", "gpu_wait_ns": 1, "peer_wait_ns": 0, "size_bytes": 100}
+    events = table(
+        "nccl_events",
+        waits | {"start_ns": 111, "end_ns": 117, "network_wait_ns": 5},
+        waits | {"start_ns": 112, "end_ns": 120, "network_wait_ns": 7},
+    )
+    found = nccl_waits(collectives, calls, events)
+    columns = ["call", "number", "end_ns", "sent_bytes", "gpu_wait_ns", "peer_wait_ns", "network_wait_ns"]
+    assert found.select(columns).rows() == [(1, 7, 120, 200, 2, 0, 12), (2, None, None, None, None, None, None)]
+    assert found["flush_wait_ns"].to_list() == [None, None]
+
+
+def test_call_that_torchs_operation_cannot_be_is_nobodys():
+    """While torch broadcasts, another library of the process begins an all-gather."""
+    collectives = table("collectives", {"number": 7, "start_ns": 100, "issued_ns": 120, "op": "broadcast"})
+    calls = table("nccl_calls", {"call": 1, "start_ns": 110, "op": "allgather"})
+    found = nccl_waits(collectives, calls, table("nccl_events"))
+    assert found.select("call", "number").rows() == [(1, None)]

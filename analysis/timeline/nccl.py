@@ -1,0 +1,89 @@
+"""What NCCL's proxies waited for, operation by operation: the GPU, the peer, or the network."""
+
+from __future__ import annotations
+
+import polars as pl
+
+__all__ = ["NCCL_WAITS", "nccl_waits"]
+
+WAITS = ("gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns")
+NCCL_WAITS = pl.Schema(
+    {
+        "rank": pl.Int32,
+        "number": pl.UInt64,
+        "call": pl.UInt32,
+        "op": pl.String,
+        "communicator": pl.Int64,
+        "start_ns": pl.Int64,
+        "end_ns": pl.Int64,
+        "sent_bytes": pl.Int64,
+        **dict.fromkeys(WAITS, pl.Int64),
+    }
+)
+# What NCCL calls an operation, by the operations of torch that may become it. Others may become sends and receives.
+_NCCL_OP = {
+    "allreduce": ("allreduce", "allreduce_coalesced", "barrier", "monitored_barrier"),
+    "allgather": (
+        "allgather",
+        "allgather_base",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+    ),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    "broadcast": ("broadcast", "allgather", "allgather_coalesced", "scatter"),
+    "reduce": ("reduce", "reduce_scatter"),
+    "gather": ("gather",),
+    "scatter": ("scatter",),
+    "alltoall": ("alltoall", "alltoall_base"),
+    "send": ("send", "alltoall", "alltoall_base", "gather", "scatter"),
+    "recv": ("recv", "recv_any_source", "alltoall", "alltoall_base", "gather", "scatter"),
+}
+
+
+def nccl_waits(collectives: pl.DataFrame, calls: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
+    """One row per call of NCCL, with what its proxies waited for and the operation of torch that made it.
+
+    The waits are sums over the call's proxies (channels, peers, both directions), so they are shares of the proxies'
+    time, not of the clock's; a wait that no proxy was told of is null. A call without proxies, which stayed within the
+    node, has null in all of them and in `end_ns`, the end of its last proxy. `number` is that of the row in
+    `collectives` during whose call NCCL began this one, if torch could have made it so; null: NCCL alone saw it, as
+    with other libraries, CUDA graphs, and operations that torch collects and begins together.
+
+    Source: NCCL, profiler plugin interface (ext-profiler); `collectors/nccl_profiler`.
+    """
+    if calls.is_empty():
+        return NCCL_WAITS.to_frame()
+    key = ["rank", "attempt"] if "attempt" in calls.columns else ["rank"]
+    made_by = collectives.select(
+        *key, "number", pl.col("op").alias("torch_op"), pl.col("start_ns").alias("torch_start_ns"), "issued_ns"
+    )
+    pairs = pl.DataFrame(
+        [(op, torch_op, True) for op, torch_ops in _NCCL_OP.items() for torch_op in torch_ops],
+        schema={"op": pl.String, "torch_op": pl.String, "fits": pl.Boolean},
+        orient="row",
+    )
+    inside = (pl.col("start_ns") <= pl.col("issued_ns")) & pl.col("fits")
+    joined = (
+        calls.sort("start_ns")
+        .join_asof(
+            made_by.sort("torch_start_ns"),
+            left_on="start_ns",
+            right_on="torch_start_ns",
+            by=key,
+            check_sortedness=False,
+        )
+        .join(pairs, on=["op", "torch_op"], how="left", maintain_order="left")
+        .with_columns(pl.when(inside).then("number").alias("number"))
+    )
+    proxies = events.filter(pl.col("event").is_in(["send", "recv"]), pl.col("call").is_not_null())
+    waits = proxies.group_by(*key, "call").agg(
+        pl.col("end_ns").max(),
+        pl.when(pl.col("event") == "send").then("size_bytes").sum().alias("sent_bytes"),
+        *(pl.when(pl.col(wait).count() > 0).then(pl.col(wait).sum()).alias(wait) for wait in WAITS),
+    )
+    return (
+        joined.join(waits, on=[*key, "call"], how="left")
+        .sort("rank", "start_ns", "call")
+        .select(NCCL_WAITS.names())
+        .cast(NCCL_WAITS)
+    )
