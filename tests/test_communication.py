@@ -80,8 +80,24 @@ class Job:
                 self.region(rank, "wait", self.at[rank], last)
                 self.at[rank] = last
 
+    def sockets(self, *, rate, limited, window, rtt_ms):
+        """Node 0 and 1 send each other so many bytes per busy second, half of the time."""
+        for node in (0, 1):
+            for tenth in range(40):
+                busy = 0.05 * tenth
+                values = {"bytes_sent": rate * busy, "busy_s": busy, "rwnd_limited_s": limited * busy}
+                values |= {"rtt_s": rtt_ms / 1e3, "min_rtt_s": rtt_ms / 1e3, "window_bytes": window, "retransmits": 0}
+                by = {
+                    "node": node,
+                    "time_ns": tenth * 100 * MS,
+                    "source": "tcp",
+                    "device": f"rank{node}>10.0.0.{1 - node}",
+                }
+                self.rows["counters"] += [by | {"name": name, "value": float(v)} for name, v in values.items()]
+
     def report(self):
-        return diagnose(Trace(path="by hand", source="native", run={}, reader=Tables(self.rows)))
+        run = {node: {"addresses": [f"10.0.0.{node}"]} for node in set(self.node.values())}
+        return diagnose(Trace(path="by hand", source="native", run=run, reader=Tables(self.rows)))
 
 
 def of(report, detector):
@@ -243,3 +259,50 @@ def test_slow_communication_that_is_hidden_costs_nothing():
         job.join()
         job.work("optimizer", 5 * MS)
     assert "low_bandwidth" in healthy(job.report())
+
+
+# ---- layers that do not fit each other
+
+
+def long_distance(*, limited=0.95, window=6 * MB, rtt_ms=20, speed=1.25e9):
+    """Two nodes far apart that reduce 75 MB after backward, at 300 MB/s."""
+    job = Job(4, per_node=2, groups=WORLD, speed=speed)
+    for _ in range(STEPS):
+        job.work("forward", 20 * MS)
+        job.work("backward", 40 * MS)
+        job.reduce(["0"], 75 * MB, 375 * MS)
+        job.work("optimizer", 5 * MS)
+    job.sockets(rate=window / rtt_ms * 1e3 * 0.97, limited=limited, window=window, rtt_ms=rtt_ms)
+    return job.report()
+
+
+def test_window_smaller_than_bandwidth_times_round_trip_is_named_with_what_it_should_be():
+    """6 MB per 20 ms are 300 MB/s of 1.25 GB/s; the socket sends 291. Of 375 ms 95 % × (1 - 291/1000) are lost."""
+    report = long_distance()
+    (finding,) = of(report, "layer_mismatch")
+    assert finding.title == (
+        "TCP's window is too small from node 0 to node 1: 6 MB per round trip of 20.0 ms allow 300 MB/s per socket, "
+        "the interface 1.25 GB/s"
+    )
+    assert "to 25 MB (bandwidth × round trip)" in finding.advice
+    assert finding.lost_ns_per_step == pytest.approx(0.95 * (1 - 0.291) * 375 * MS, rel=0.02)
+    assert finding.nodes == (0, 1)
+
+
+def test_sockets_that_the_window_does_not_limit_are_healthy():
+    assert "layer_mismatch" in healthy(long_distance(limited=0.2))
+
+
+def test_receiver_that_reads_too_slowly_has_window_enough():
+    """The window was the limit, but 10 times what is sent had room in it."""
+    job = Job(4, per_node=2, groups=WORLD, speed=1.25e9)
+    for _ in range(STEPS):
+        job.work("forward", 20 * MS)
+        job.reduce(["0"], 75 * MB, 375 * MS)
+        job.work("optimizer", 5 * MS)
+    job.sockets(rate=300e6, limited=0.9, window=60 * MB, rtt_ms=20)
+    assert "layer_mismatch" in healthy(job.report())
+
+
+def test_without_the_interfaces_speed_nobody_knows_what_a_larger_window_brings():
+    assert "no interface's speed" in not_checked(long_distance(speed=None))["layer_mismatch"]

@@ -39,7 +39,7 @@ from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import bytes_text, percent
 from rankscope.analysis.timeline.cost_model import bus_factor, lines, transfers
 from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
-from rankscope.analysis.timeline.links import busy_links, nic_speeds
+from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
 from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -74,7 +74,6 @@ def detect(
     phases: pl.DataFrame,
     collectives: pl.DataFrame,
     ranks: pl.DataFrame,
-    steps: pl.DataFrame,
     counters: pl.DataFrame | None = None,
     links: pl.DataFrame | None = None,
     *,
@@ -94,7 +93,7 @@ def detect(
     if apart:
         moved = moved.filter(pl.col("nodes") == 1)
     alike, checked = _against_groups(moved, collectives, min_ratio)
-    network, known = _against_interfaces(moved, ranks, collectives, counters, steps, min_ratio)
+    network, known = _against_interfaces(moved, ranks, collectives, counters, min_ratio)
     findings = []
     for slow in [*alike, *network]:
         of_it = rows.filter(pl.col("instance_id").is_in(slow.instances.implode()))
@@ -146,11 +145,9 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
         {"op": pl.String, "group_id": pl.Int64, "least_bytes": pl.Float64},
         orient="row",
     )
-    on = collectives.select("rank", "group_id").unique().join(ranks.select("rank", "node").unique("rank"), on="rank")
-    nodes = on.group_by("group_id").agg(pl.col("node").n_unique().alias("nodes"))
     least = pl.max_horizontal(pl.col("least_bytes").fill_null(0), pl.lit(_LARGE_BYTES))
     large = moved.join(known, on=["op", "group_id"], how="left").filter(pl.col("size_bytes") >= least, pl.col("ns") > 0)
-    return large.join(nodes, on="group_id")
+    return large.join(nodes_of_groups(collectives, ranks), on="group_id")
 
 
 def _loss(rows: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...], share: float) -> Estimate:
@@ -210,7 +207,6 @@ def _against_interfaces(
     ranks: pl.DataFrame,
     collectives: pl.DataFrame,
     counters: pl.DataFrame | None,
-    steps: pl.DataFrame,
     min_ratio: float,
 ) -> tuple[list[_Slow], pl.Series]:
     """The network, if it is slower than the interfaces allow, and the instances that could be compared."""
@@ -218,8 +214,7 @@ def _against_interfaces(
     nothing = moved["instance_id"].clear()
     if counters is None or between.is_empty():
         return [], nothing
-    start_ns, end_ns = steps.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
-    speeds = nic_speeds(counters, start_ns, end_ns)
+    speeds = nic_speeds(counters)
     taking_part = (
         collectives.select("instance_id", "rank", "end_ns")
         .join(ranks.select("rank", "node").unique("rank"), on="rank")

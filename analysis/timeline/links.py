@@ -7,7 +7,16 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import polars as pl
 
-__all__ = ["LINKS", "busy_links", "judged_links", "link_rates", "links", "nic_speeds", "pair_rates"]
+__all__ = [
+    "LINKS",
+    "busy_links",
+    "judged_links",
+    "link_rates",
+    "links",
+    "nic_speeds",
+    "nodes_of_groups",
+    "pair_rates",
+]
 
 _CARRIES = 0.1  # share of a node's traffic from which an interface counts
 _TRAFFIC = 0.05  # a direction with less than this share of the busiest one's bytes says nothing about its speed
@@ -22,10 +31,13 @@ LINKS = pl.Schema(
         "rtt_s": pl.Float64,
         "min_rtt_s": pl.Float64,
         "retransmits": pl.Float64,
+        "rwnd_limited_s": pl.Float64,
+        "window_bytes": pl.Float64,
+        "pairs": pl.Int64,
     }
 )
-_COUNTED = ("bytes_sent", "busy_s", "retransmits")
-_READ = (*_COUNTED, "rtt_s", "min_rtt_s")
+_COUNTED = ("bytes_sent", "busy_s", "retransmits", "rwnd_limited_s")
+_READ = (*_COUNTED, "rtt_s", "min_rtt_s", "window_bytes")
 
 
 def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_ns: int, end_ns: int) -> pl.DataFrame:
@@ -35,7 +47,8 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
     `busy_s` is the time in which sockets had data under way, summed over sockets, so `rate_bytes_per_s` =
     `sent_bytes` / `busy_s` is what one socket gets through while it sends, however rarely it does. `rtt_s` is the
     mean round trip, weighted by the bytes that were sent at it; `min_rtt_s` the shortest that any socket ever saw.
-    Addresses that no node has are left out.
+    In `rwnd_limited_s` of the busy time the receiver's window was the limit; `window_bytes` is the largest that one
+    offered. `pairs` of a rank and an address sent something. Addresses that no node has are left out.
 
     Source: Linux `tcp_info`, RFC 4898.
     """
@@ -69,6 +82,9 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
             ((pl.col("rtt_s") * sent).sum() / sent.sum()).alias("rtt_s"),
             pl.col("min_rtt_s").min(),
             pl.col("retransmits").sum(),
+            pl.col("rwnd_limited_s").sum(),
+            pl.col("window_bytes").max(),
+            pl.col("device").filter(sent > 0).n_unique().alias("pairs"),
         )
         .filter(pl.col("sent_bytes") > 0)
         .sort("node", "peer_node")
@@ -85,7 +101,14 @@ def judged_links(counters: pl.DataFrame, steps: pl.DataFrame, addresses: Mapping
     return links(counters, addresses, *judged.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0))
 
 
-def nic_speeds(counters: pl.DataFrame, start_ns: int, end_ns: int) -> dict[int, float]:
+def nodes_of_groups(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+    """On how many `nodes` the ranks of each `group_id` run."""
+    members = collectives.select("rank", "group_id").unique()
+    on = ranks.select("rank", "node").unique("rank")
+    return members.join(on, on="rank").group_by("group_id").agg(pl.col("node").n_unique().alias("nodes"))
+
+
+def nic_speeds(counters: pl.DataFrame) -> dict[int, float]:
     """Bytes per second that each node's network allows: of the interfaces that carried its traffic, together.
 
     RDMA ports count where they sent more than the interfaces did. A node is left out where one of those that carried a
@@ -95,11 +118,7 @@ def nic_speeds(counters: pl.DataFrame, start_ns: int, end_ns: int) -> dict[int, 
     """
     sent, speed = ("tx_bytes", "port_xmit_data_bytes"), ("speed_bytes_per_s", "rate_bytes_per_s")
     ports = (
-        counters.filter(
-            pl.col("source").is_in(["nic", "rdma"]),
-            pl.col("name").is_in([*sent, *speed]),
-            pl.col("time_ns").is_between(start_ns, end_ns),
-        )
+        counters.filter(pl.col("source").is_in(["nic", "rdma"]), pl.col("name").is_in([*sent, *speed]))
         .group_by("node", "source", "device")
         .agg(
             sent=(pl.col("value").filter(pl.col("name").is_in(sent)).max()).sub(

@@ -3,7 +3,8 @@
 Device: `rank3>10.0.0.2`. Cumulative, over all sockets that were seen: `bytes_sent` (acknowledged), `bytes_received`,
 `retransmits` (segments), `busy_s` (data under way), and the parts of it in which the receiver's window
 (`rwnd_limited_s`) or the own buffer (`sndbuf_limited_s`) was the limit. Momentary: `rtt_s` (mean of the sockets that
-sent since the last reading, weighted by what they sent; absent if none did), `min_rtt_s`, `notsent_bytes`, `sockets`.
+sent since the last reading, weighted by what they sent; absent if none did), `min_rtt_s`, `window_bytes` (the largest
+that a receiver offers; Linux 5.4), `notsent_bytes`, `sockets`.
 
 Source: Linux sock_diag(7), `struct tcp_info`.
 """
@@ -35,9 +36,9 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBxI48x")
 _MESSAGE = struct.Struct("=BBBB2s2s16s16s12xIIIII")  # family … ports, addresses … expires, queues, uid, inode
 _ATTRIBUTE = struct.Struct("=HH")
-_INFO = struct.Struct("=8x24I4Q6I4Q")  # tcp_info up to tcpi_sndbuf_limited (Linux 4.10)
+_INFO = struct.Struct("=8x24I4Q6I4Q2I2Q4I")  # tcp_info up to tcpi_snd_wnd; older kernels end earlier, with 0 here
 _RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = 15, 23, 26, 27
-_NOTSENT, _MIN_RTT, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 30, 31, 35, 36, 37
+_NOTSENT, _MIN_RTT, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED, _WINDOW = 30, 31, 35, 36, 37, 45
 _NO_RTT = 0xFFFFFFFF
 
 _COUNTED = {
@@ -138,6 +139,9 @@ def _pair(state: _Connections, pair: Pair, sockets: dict[int, Info]) -> Iterator
     shortest = min((info[_MIN_RTT] for info in sockets.values()), default=_NO_RTT)
     if shortest != _NO_RTT:
         yield "tcp", "min_rtt_s", device, shortest * 1e-6
+    window = max((info[_WINDOW] for info in sockets.values()), default=0)
+    if window:
+        yield "tcp", "window_bytes", device, float(window)
     yield "tcp", "notsent_bytes", device, float(sum(info[_NOTSENT] for info in sockets.values()))
     yield "tcp", "sockets", device, float(len(sockets))
 

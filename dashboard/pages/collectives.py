@@ -98,10 +98,9 @@ def _interface(run: Run, group_id: int) -> float | None:
     timeline = run.timeline
     ranks = timeline.collectives.filter(pl.col("group_id") == group_id)["rank"].unique()
     nodes = timeline.ranks.filter(pl.col("rank").is_in(ranks.implode()))["node"].unique().to_list()
-    if len(nodes) < 2 or timeline.counters.is_empty():
+    if len(nodes) < 2:
         return None
-    times = timeline.counters["time_ns"].to_numpy()
-    speeds = nic_speeds(timeline.counters, int(times.min()), int(times.max()))
+    speeds = nic_speeds(timeline.counters)
     return min(speeds[node] for node in nodes) if set(nodes) <= set(speeds) else None
 
 

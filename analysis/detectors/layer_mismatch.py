@@ -1,0 +1,106 @@
+"""The layers below a collective are set for another network than this one: TCP's window is too small for it.
+
+**Signal.** In the sockets between two nodes the receiver's window was the limit for `min_limited` of the time in which
+data was under way, as the kernel counts it, and they send at least half of what the largest window that was offered
+allows: window / round trip. The loss is what ranks stand still for in collectives between nodes, times the limited
+share, times what would be saved at four fifths of the interfaces' speed, over the sockets that share it. Above
+`min_fraction` of the step it is reported.
+
+**Why it costs time.** A sender may have no more under way than the window; then it waits for a round trip. To fill a
+link, the window must hold bandwidth × round trip: 10 Gb/s over 20 ms are 25 MB, and Linux allows 6 MB by default.
+
+**False alarms.** None known: a receiver that reads too slowly has a large window that is full, and is not named.
+
+**What to try.** Raise `net.core.rmem_max` and the last number of `net.ipv4.tcp_rmem` (on the sender that of
+`net.ipv4.tcp_wmem`) to bandwidth × round trip; or share it among more sockets: `NCCL_NSOCKS_PERTHREAD`,
+`NCCL_SOCKET_NTHREADS`.
+
+**Source.** Linux `tcp_info`: tcpi_rwnd_limited, tcpi_snd_wnd; RFC 7323 for window and round trip. How NCCL cuts what it
+sends into channels and chunks is not recorded and not judged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price
+from rankscope.analysis.finding import Finding
+from rankscope.analysis.report.quantities import bytes_text, duration, percent
+from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
+from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
+from rankscope.analysis.timeline.own import StepGrid, estimate
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ("collectives", "tcp")
+
+_TRIM = 0.1
+_OF_THE_WINDOW = 0.5
+_ATTAINABLE = 0.8  # of an interface's speed
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    collectives: pl.DataFrame,
+    ranks: pl.DataFrame,
+    links: pl.DataFrame,
+    counters: pl.DataFrame,
+    *,
+    min_fraction: float = 0.05,
+    min_limited: float = 0.5,
+) -> list[Finding]:
+    """Name the direction between two nodes whose window holds it back the most."""
+    grid = judged_grid(breakdown)
+    several = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
+    rows = with_exposed(collectives, phases).filter(pl.col("group_id").is_in(several.implode()))
+    exposed = np.median(by_rank_and_step(rows, "exposed_ns", grid.ranks, grid.steps), axis=0)
+    if estimate(exposed, _TRIM).ns < min_fraction * grid.step_ns:
+        return []
+    limited = busy_links(links).filter(pl.col("rwnd_limited_s") >= min_limited * pl.col("busy_s"))
+    if limited.is_empty():
+        return []
+    worst = limited.sort("rate_bytes_per_s").row(0, named=True)
+    said = f"the receiver's window is the limit {percent(worst['rwnd_limited_s'] / worst['busy_s'])} of the time"
+    if worst["window_bytes"] is None or not worst["rtt_s"]:
+        raise NotResolvable(f"between the nodes {said}, but its size was not recorded (Linux 5.4 tells it)")
+    allowed = worst["window_bytes"] / worst["rtt_s"]
+    if worst["rate_bytes_per_s"] < _OF_THE_WINDOW * allowed:
+        return []
+    speed = nic_speeds(counters).get(worst["node"])
+    if speed is None:
+        raise NotResolvable(f"between the nodes {said}, but what they could reach is not known: no interface's speed")
+    each = _ATTAINABLE * speed / worst["pairs"]
+    share = worst["rwnd_limited_s"] / worst["busy_s"] * max(0.0, 1 - worst["rate_bytes_per_s"] / each)
+    lost = estimate(share * exposed, _TRIM)
+    if not lost.clear or lost.ns < min_fraction * grid.step_ns:
+        return []
+    return [_finding(worst, speed, rows, grid, share * exposed)]
+
+
+def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
+    """The smallest loss per step that would have been reported."""
+    return round(min_fraction * judged_grid(breakdown).step_ns)
+
+
+def _finding(
+    worst: dict[str, Any], speed: float, rows: pl.DataFrame, grid: StepGrid, lost_ns: np.ndarray[Any, Any]
+) -> Finding:
+    window, rtt_ns = worst["window_bytes"], worst["rtt_s"] * 1e9
+    where = f"from node {worst['node']} to node {worst['peer_node']}"
+    lost = estimate(lost_ns, _TRIM)
+    return Finding(
+        detector="layer_mismatch",
+        title=f"TCP's window is too small {where}: {bytes_text(window)} per round trip of {duration(rtt_ns)} allow "
+        f"{bytes_text(window / worst['rtt_s'])}/s per socket, the interface {bytes_text(speed)}/s",
+        where=where,
+        advice=f"Raise net.core.rmem_max and the last number of net.ipv4.tcp_rmem on node {worst['peer_node']} to "
+        f"{bytes_text(speed * worst['rtt_s'])} (bandwidth × round trip), tcp_wmem on node {worst['node']}; or use more "
+        "sockets (NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS).",
+        nodes=(worst["node"], worst["peer_node"]),
+        evidence=longest_rows(rows, "collectives"),
+        **price(grid, lost, lost.ns),
+    )
