@@ -72,7 +72,10 @@ _CONSEQUENCES = {
     "sync_point": ("host_bound", "slow_rank"),
     "slow_link": ("uneven_work", "exposed_communication"),
     "stage_imbalance": ("slow_rank", "uneven_work"),
+    "expert_imbalance": ("slow_rank", "uneven_work"),
 }
+# Causes whose cost is measured otherwise than that of what follows from them: they may differ by its error.
+_MEASURED_OTHERWISE = ("drift", "expert_imbalance")
 # Causes that were seen at work need not explain all of what follows, only the larger part of it.
 _SEEN_AT_WORK, _LARGER_PART = ("sync_point",), 0.5
 _OF_A_DRIFT = {  # by the part that grows
@@ -345,7 +348,7 @@ def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotRe
 def _follows(finding: Finding, cause: Finding) -> bool:
     """Whether a finding is explained by one that can bring it about and costs as much, or seen at work half as much."""
     about_the_same = not finding.ranks or not cause.ranks or bool(set(finding.ranks) & set(cause.ranks))
-    within = finding.uncertainty_ns if cause.detector == "drift" else 0  # the line's mean and the steps' own differ
+    within = finding.uncertainty_ns if cause.detector in _MEASURED_OTHERWISE else 0
     explained = finding.lost_ns_per_step * (_LARGER_PART if cause.detector in _SEEN_AT_WORK else 1)
     costs_no_more = explained <= cause.lost_ns_per_step + within
     return finding.detector in _consequences(cause) and about_the_same and costs_no_more

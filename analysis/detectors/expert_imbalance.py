@@ -1,0 +1,220 @@
+"""Some ranks' experts get more tokens than others, and the rest waits for them.
+
+**Signal.** Bytes that each rank receives in the all-to-alls of a mixture of experts, one of a step at a time: the first
+takes tokens to the experts, the next brings them back. What a rank computes between one that is uneven (the most over
+the mean above `min_uneven`) and the next one must grow with what it received: the correlation over ranks and steps,
+without each step's mean, is at least `min_correlation`. The cost is by how much the longest of these stretches would be
+shorter had all ranks of the group received the same, at the time per byte that the run itself shows; reported above
+`min_fraction` of the step. It is persistent where the same ranks get more all the time (at least `persistence` of the
+imbalance stays when each rank's bytes are averaged over the steps): these are named. Else all ranks of the group are.
+
+**Why it costs time.** The tokens can only go back when every expert has done with its own, so a layer takes as long as
+its most popular expert. No machine is at fault, though the rank looks slow.
+
+**False alarms.** All-to-alls that carry something else of uneven size, such as embeddings spread over ranks by table:
+what is said holds for these too. With a capacity per expert and padding every rank receives the same: nothing uneven is
+to be seen, and nothing is wasted but padding, which this does not see.
+
+**What to try.** Persistent: place experts so that each rank has popular and unpopular ones, replicate the popular ones.
+Changing: a load-balancing loss or bias in the router, larger micro-batches, a capacity factor.
+
+**Source.** Switch Transformers for the balancing loss and the capacity factor; DeepSeek-V3 for the bias in the router
+and replicated experts. Thresholds are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, price
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.phrases import named
+from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.own import Floats, estimate
+from rankscope.collectors.schema import ALL_TO_ALL_OPS
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ("collectives",)
+
+_AMONG_MOST = 0.5  # of the largest excess, above which a rank is one of those that get more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """The uneven all-to-alls of one group. `lost` is by step of the job, ns; `bytes` (rank, step): received in them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    bytes: Floats
+    lost: Floats
+    correlation: float
+
+    @property
+    def most_over_mean(self) -> float:
+        return float((self.bytes.max(axis=0) / self.bytes.mean(axis=0)).mean())
+
+    @property
+    def persistent_share(self) -> float:
+        """How much of the imbalance of single steps is left in the mean over steps."""
+        of_steps = (self.bytes.max(axis=0) - self.bytes.mean(axis=0)).mean()
+        usual = self.bytes.mean(axis=1)
+        return float((usual.max() - usual.mean()) / of_steps) if of_steps else 0.0
+
+    def popular(self) -> tuple[int, ...]:
+        """The ranks that usually receive much more than the mean."""
+        over = self.bytes.mean(axis=1) - self.bytes.mean()
+        return tuple(rank for rank, x in zip(self.ranks, over, strict=True) if x >= _AMONG_MOST * over.max())
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    collectives: pl.DataFrame,
+    *,
+    min_fraction: float = 0.03,
+    min_uneven: float = 0.10,
+    min_correlation: float = 0.5,
+    persistence: float = 0.6,
+) -> list[Finding]:
+    """Experts that make the job wait, as one finding; groups in which that is so are named."""
+    grid = judged_grid(breakdown)
+    groups = [g for g in _groups(collectives, grid.steps, min_uneven) if g.correlation >= min_correlation]
+    if not groups:
+        return []
+    # Groups wait for each other at the end of a step at the latest: it lasts as long as the one that loses most.
+    lost = estimate(np.max([group.lost for group in groups], axis=0))
+    if lost.ns < min_fraction * grid.step_ns or not lost.clear:
+        return []
+    worst = max(groups, key=lambda group: float(group.lost.mean()))
+    guilty = [group for group in groups if group.lost.mean() >= _AMONG_MOST * worst.lost.mean()]
+    stays = worst.persistent_share >= persistence
+    ranks = sorted({rank for group in guilty for rank in (group.popular() if stays else group.ranks)})
+    uneven = f"{worst.most_over_mean:.1f} × the mean"
+    usual = f"{named('rank', ranks)} always {'receives' if len(ranks) == 1 else 'receive'}"
+    who = usual if stays else "now one rank, now another receives"
+    return [
+        Finding(
+            detector="expert_imbalance",
+            title=f"All-to-alls (experts) are uneven: {who} {uneven}, "
+            f"and the others wait {duration(lost.ns)} per step for what is computed with that",
+            where="between all-to-alls",
+            advice=_STAYS if stays else _CHANGES,
+            ranks=tuple(ranks),
+            groups=tuple(group.name for group in guilty),
+            evidence=_largest(collectives, worst, ranks),
+            fix="balance",
+            **price(grid, lost),
+        )
+    ]
+
+
+def resolution_ns(
+    breakdown: pl.DataFrame,
+    collectives: pl.DataFrame,
+    *,
+    min_fraction: float = 0.03,
+    min_uneven: float = 0.10,
+) -> int:
+    """The smallest cost that would have been reported."""
+    grid = judged_grid(breakdown)
+    groups = _groups(collectives, grid.steps, min_uneven)
+    scatter = max((estimate(group.lost).half_width_ns for group in groups), default=0.0)
+    return round(max(min_fraction * grid.step_ns, scatter))
+
+
+_STAYS = "Place popular and unpopular experts on the same rank, or replicate the popular ones; see the router's bias."
+_CHANGES = "Balance the router (auxiliary loss or bias), use larger micro-batches, or a capacity factor."
+
+
+def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> list[_Group]:
+    """What the uneven all-to-alls of each group cost. Raises NotResolvable where none can be judged."""
+    if "received_bytes" not in collectives.columns or collectives["received_bytes"].null_count() == len(collectives):
+        raise NotResolvable("no all-to-all was recorded, or not how many bytes each rank received")
+    rows = _stretches(collectives).filter(pl.col("step").is_in(steps))
+    if rows.is_empty():
+        raise NotResolvable("the end of all-to-alls was not seen, so what is computed between them is not known")
+    found = []
+    for (name,), of_group in rows.group_by("group", maintain_order=True):
+        group = _judged(str(name), of_group, steps, min_uneven)
+        if group is not None:
+            found.append(group)
+    return found
+
+
+def _stretches(collectives: pl.DataFrame) -> pl.DataFrame:
+    """group, rank, step, place, received_bytes, own_ns: from each all-to-all's end to the rank's next one in the step.
+
+    `place` counts a group's all-to-alls in a step.
+    """
+    begin = pl.coalesce("device_start_ns", "start_ns")
+    rows = collectives.filter(pl.col("op").is_in(ALL_TO_ALL_OPS), pl.col("received_bytes").is_not_null())
+    of_rank = ["group", "rank", "step"]
+    return (
+        rows.sort("group", "rank", "seq")
+        .with_columns(
+            (begin.shift(-1).over(of_rank) - pl.col("end_ns")).alias("own_ns"),
+            (pl.col("seq") - pl.col("seq").min().over("group", "step")).alias("place"),
+        )
+        .drop_nulls("own_ns")
+        .select("group", "rank", "step", "place", "received_bytes", pl.col("own_ns").clip(0))
+    )
+
+
+def _judged(name: str, rows: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> _Group | None:
+    """The group's uneven places; None where none is uneven in enough steps that all its ranks have."""
+    ranks = tuple(rows["rank"].unique().sort().to_list())
+    total, lost = np.zeros((len(ranks), len(steps))), np.zeros(len(steps))
+    expected, found = [np.zeros(0)], [np.zeros(0)]  # own time of a rank beyond the mean of the step's
+    for _, of_place in rows.group_by("place", maintain_order=True):
+        received, own = (_array(of_place, value, ranks, steps) for value in ("received_bytes", "own_ns"))
+        whole = np.isfinite(received).all(axis=0)
+        received, own = received[:, whole], own[:, whole]
+        most_over_mean = received.max(axis=0) / np.maximum(received.mean(axis=0), 1.0)
+        if whole.sum() < ENOUGH_STEPS or most_over_mean.mean() - 1 < min_uneven:
+            continue
+        x, y = received - received.mean(axis=0), own - own.mean(axis=0)
+        per_byte = max(float((x * y).sum() / (x * x).sum()), 0.0)
+        lost[whole] += own.max(axis=0) - (own - per_byte * x).max(axis=0)
+        total[:, whole] += received
+        expected.append((per_byte * x).ravel())
+        found.append(y.ravel())
+    if len(found) == 1:
+        return None
+    return _Group(
+        name=name,
+        ranks=ranks,
+        bytes=total[:, total.any(axis=0)],
+        lost=lost,
+        correlation=_correlation(np.concatenate(expected), np.concatenate(found)),
+    )
+
+
+def _array(rows: pl.DataFrame, value: str, ranks: tuple[int, ...], steps: tuple[int, ...]) -> Floats:
+    """The values by (rank, step); NaN where there is none."""
+    values = np.full((len(ranks), len(steps)), np.nan)
+    values[np.searchsorted(ranks, rows["rank"]), np.searchsorted(steps, rows["step"])] = rows[value]
+    return values
+
+
+def _correlation(x: Floats, y: Floats) -> float:
+    scale = float(np.sqrt((x * x).sum() * (y * y).sum()))
+    return float((x * y).sum() / scale) if scale > 0 else 0.0
+
+
+def _largest(collectives: pl.DataFrame, group: _Group, ranks: list[int]) -> tuple[Evidence, ...]:
+    """The all-to-all in which one of these ranks received most, on each of the first four."""
+    rows = collectives.filter(
+        pl.col("group") == group.name, pl.col("rank").is_in(ranks), pl.col("received_bytes").is_not_null()
+    )
+    most = rows.sort("received_bytes", descending=True).unique("rank", keep="first", maintain_order=True)
+    return tuple(
+        Evidence(table="collectives", rank=rank, start_ns=start, end_ns=end, note=f"received {size:,} bytes")
+        for rank, start, end, size in most.drop_nulls("end_ns")
+        .sort("rank")
+        .select("rank", "start_ns", "end_ns", "received_bytes")
+        .head(4)
+        .iter_rows()
+    )
