@@ -62,6 +62,7 @@ _EMPTY = {
     "launches": "the calls that launch the device's work were not recorded",
     "progress": "no state of a job that stands still was saved (PyTorch's flight recorder does)",
     "links": "no TCP traffic between nodes was recorded",
+    "counters": "no counters of the nodes were recorded",
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
 _CONSEQUENCES = {
@@ -70,6 +71,9 @@ _CONSEQUENCES = {
     "host_bound": ("slow_rank",),
     "checkpoint_stall": ("pipeline_bubble",),
     "sync_point": ("host_bound", "slow_rank"),
+    "throttling": ("slow_rank",),
+    "noisy_host": ("slow_rank", "host_bound"),
+    "memory_pressure": ("slow_rank", "host_bound", "sync_point"),
     "slow_link": ("uneven_work", "exposed_communication"),
     "stage_imbalance": ("slow_rank", "uneven_work"),
     "expert_imbalance": ("slow_rank", "uneven_work"),
@@ -77,7 +81,7 @@ _CONSEQUENCES = {
 # Causes whose cost is measured otherwise than that of what follows from them: they may differ by its error.
 _MEASURED_OTHERWISE = ("drift", "expert_imbalance")
 # Causes that were seen at work need not explain all of what follows, only the larger part of it.
-_SEEN_AT_WORK, _LARGER_PART = ("sync_point",), 0.5
+_SEEN_AT_WORK, _LARGER_PART = ("sync_point", "throttling", "noisy_host", "memory_pressure"), 0.5
 _OF_A_DRIFT = {  # by the part that grows
     "input": ("input_stall",),
     "gc": ("gc_stall",),
@@ -317,7 +321,7 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
 
 
 def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable) -> list[Finding]:
-    """The findings, a single slow rank or node at no more than what mending it brings in the replay.
+    """The findings: a single slow rank or node, and what makes it so, at no more than mending brings in the replay.
 
     What it takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
     Of several that are slow, mending one alone may bring nothing, so that says nothing about what each costs.
@@ -334,15 +338,14 @@ def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotRe
     if gain.gain_ns <= 0 or share >= 1:
         return list(findings)
     fraction = share * one.lost_fraction
-    cheaper = replace(
-        one,
-        severity=severity(fraction),
-        lost_ns_per_step=round(share * one.lost_ns_per_step),
-        lost_ns_total=round(share * one.lost_ns_total),
-        lost_fraction=fraction,
-        uncertainty_ns=round(gain.uncertainty_ns),
-    )
-    return [cheaper if finding is one else finding for finding in findings]
+    cost: dict[str, Any] = {
+        "severity": severity(fraction),
+        "lost_ns_per_step": round(share * one.lost_ns_per_step),
+        "lost_ns_total": round(share * one.lost_ns_total),
+        "lost_fraction": fraction,
+        "uncertainty_ns": round(gain.uncertainty_ns),
+    }
+    return [replace(f, **cost) if f.fix == one.fix and f.lost_fraction > fraction else f for f in findings]
 
 
 def _follows(finding: Finding, cause: Finding) -> bool:

@@ -63,13 +63,14 @@ def record(folder, before, after=0, *, transfer=10, gc=None, forgets=None, ranks
         pings.flush()
         pings.close()
     for rank, of_rank in rows.items():
-        write(folder, rank, of_rank, world_size=len(before), node=rank // ranks_per_node)
+        place = {"node": rank // ranks_per_node, "local_rank": rank % ranks_per_node}
+        write(folder, rank, of_rank, world_size=len(before), **place)
     return folder
 
 
-def write(folder, rank, rows, *, world_size, node):
+def write(folder, rank, rows, *, world_size, node, local_rank=0):
     part = Partition(RunFolder(folder), f"rank={rank:05}", "a0-")
-    part.add_row("ranks", RANK | {"world_size": world_size, "node": node})
+    part.add_row("ranks", RANK | {"world_size": world_size, "node": node, "local_rank": local_rank})
     members = f"0-{world_size - 1}"
     group = {"start_ns": 0, "group_id": 7, "name": "0", "backend": "gloo", "role": "", "members": members}
     part.add_row("groups", group)

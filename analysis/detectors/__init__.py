@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from types import ModuleType
 from typing import TypedDict
 
 import polars as pl
 
-from rankscope.analysis.finding import Evidence
+from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Estimate, StepGrid, step_grid
@@ -29,6 +30,7 @@ __all__ = [
     "FEW_STEPS",
     "NotResolvable",
     "Price",
+    "as_cause",
     "detectors",
     "judged_grid",
     "longest_regions",
@@ -96,6 +98,25 @@ def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price
         lost_fraction=fraction,
         uncertainty_ns=round(lost.half_width_ns),
         gain_fraction=None if gain_ns is None else min(max(gain_ns, 0.0), lost.ns) / grid.step_ns,
+    )
+
+
+def as_cause(
+    slow: Finding, share: float, *, detector: str, title: str, where: str, advice: str, evidence: tuple[Evidence, ...]
+) -> Finding:
+    """What makes the ranks of a finding slow, as a finding of its own that costs this share of it and has its fix."""
+    fraction = share * slow.lost_fraction
+    return replace(
+        slow,
+        detector=detector,
+        title=title,
+        where=where,
+        advice=advice,
+        evidence=evidence,
+        severity=severity(fraction),
+        lost_ns_per_step=round(share * slow.lost_ns_per_step),
+        lost_ns_total=round(share * slow.lost_ns_total),
+        lost_fraction=fraction,
     )
 
 

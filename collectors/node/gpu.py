@@ -1,6 +1,7 @@
 """NVIDIA GPUs: how busy, how fast, how hot, and why the clocks are not at their highest.
 
-Device: `gpu0`, NVML's order. Momentary: `busy_fraction`, `memory_used_bytes`, `sm_clock_hz`, `sm_clock_max_hz`,
+Device: `gpu0`, NVML's order. Momentary: `local_rank` (the one that uses it, if the node's ranks take the devices that
+`CUDA_VISIBLE_DEVICES` leaves in their order), `busy_fraction`, `memory_used_bytes`, `sm_clock_hz`, `sm_clock_max_hz`,
 `memory_clock_hz`, `power_w`, `power_limit_w`, `temperature_c`, `clock_event_reasons` (NVML's bit mask: 0x4 power cap,
 0x8 hardware slowdown, 0x20 thermal, 0x40 hardware thermal, 0x80 power brake). Cumulative: `energy_j`, `pcie_tx_bytes`,
 `pcie_rx_bytes`. A GPU has those that its driver offers.
@@ -10,6 +11,7 @@ Source: NVML (nvidia-ml-py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from rankscope.collectors.node import Node, Sample, Unavailable
 tables = ("counters",)
 
 _readings: list[tuple[str, str, Any, Callable[[Any], float]]] = []  # device, name, handle, read
+_local_ranks: dict[str, int] = {}
 
 
 def start(node: Node) -> None:  # noqa: ARG001
@@ -35,16 +38,31 @@ def start(node: Node) -> None:  # noqa: ARG001
             except pynvml.NVMLError:
                 continue  # not offered by this GPU or driver
             _readings.append((f"gpu{index}", name, handle, read))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    _local_ranks.update(_in_order(visible, pynvml.nvmlDeviceGetCount()))
 
 
 def sample(node: Node) -> Iterator[Sample]:  # noqa: ARG001
+    for device, local_rank in _local_ranks.items():
+        yield "gpu", "local_rank", device, float(local_rank)
     for device, name, handle, read in _readings:
         yield "gpu", name, device, read(handle)
 
 
 def stop() -> None:
     _readings.clear()
+    _local_ranks.clear()
     pynvml.nvmlShutdown()
+
+
+def _in_order(visible: str, count: int) -> dict[str, int]:
+    """The local rank of each device; none where the devices are listed by another name than their number."""
+    if not visible:
+        return {f"gpu{index}": index for index in range(count)}
+    listed = visible.split(",")
+    if not all(word.strip().isdecimal() for word in listed):
+        return {}
+    return {f"gpu{int(word)}": place for place, word in enumerate(listed)}
 
 
 def _field(handle: Any, field: int) -> float:  # noqa: ANN401  (an opaque handle of NVML's)

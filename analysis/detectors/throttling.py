@@ -1,0 +1,183 @@
+"""A GPU runs at a lower clock than the others, and the driver says why; its rank is slow for that.
+
+**Signal.** The sampled clocks of each GPU while it works (`busy_fraction` of one half or more, and not idle by the
+driver's word) are compared with the median of the other GPUs of its kind. A GPU is throttled if its mean clock is more
+than `min_drop` below and the driver names a reason (power cap, thermal, power brake, hardware slowdown) in at least
+half of the readings in which it is. Reported for the ranks that `slow_rank` finds slow as well: the loss is theirs, but
+no more than the share of their own time by which the clock is lower, and above `min_fraction` of the step.
+
+**Why it costs time.** Most kernels take as much longer as the clock is lower, and all ranks wait for the slowest.
+
+**False alarms.** Which rank uses which GPU is taken from the order of the visible devices (`CUDA_VISIBLE_DEVICES`) and
+the ranks' place on their node; a script may choose otherwise. Clocks are read about once a second: a throttling of
+milliseconds is not seen. Where all GPUs are throttled alike there is none to compare with.
+
+**What to try.** Thermal: fans, dust, a blocked air path, the neighbours' exhaust, the inlet temperature. Power cap: the
+limit that `nvidia-smi -q -d POWER` shows, against the others. Power brake and hardware slowdown: power and cabling
+of the node. Until it is mended, leave it out of the job.
+
+**Source.** NVML's clock event reasons; that compute slows down as the clock does is used as by Greyhound. Thresholds
+are ours.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid, slow_rank
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.phrases import named
+from rankscope.analysis.report.quantities import percent
+from rankscope.analysis.timeline.readings import during
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ()
+
+_BUSY = 0.5
+_IDLE = 0x1
+_MOSTLY = 0.5
+_FEWEST = 5  # readings of a GPU at work
+# NVML's bits: what it is, and what to do about it. The most telling first.
+_REASONS = {
+    0x40: ("thermal slowdown by the hardware", "look at its cooling"),
+    0x80: ("power brake", "look at the node's power supply and cabling"),
+    0x20: ("thermal slowdown by the driver", "look at its cooling"),
+    0x08: ("slowdown by the hardware", "look at its cooling and the node's power supply"),
+    0x04: ("power cap", "compare its power limit with the others' (nvidia-smi -q -d POWER)"),
+}
+_NEEDED = ("sm_clock_hz", "clock_event_reasons", "busy_fraction", "local_rank")
+
+
+def detect(
+    counters: pl.DataFrame,
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    steps: pl.DataFrame,
+    ranks: pl.DataFrame,
+    collectives: pl.DataFrame | None = None,
+    regions: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
+    *,
+    min_drop: float = 0.05,
+    min_fraction: float = 0.03,
+) -> list[Finding]:
+    """The slow ranks, or the slow nodes, whose GPUs are throttled."""
+    gpus = _gpus(counters, steps, ranks)
+    throttled = gpus.filter(pl.col("clock_hz") < (1 - min_drop) * pl.col("usual_hz"), pl.col("named") >= _MOSTLY)
+    if throttled.is_empty():
+        return []
+    try:
+        slow = slow_rank.detect(breakdown, phases, steps, ranks, collectives, regions, groups)
+    except NotResolvable as reason:
+        raise NotResolvable(f"{_which(throttled)}; what that costs is not known: {reason}") from None
+    grid = judged_grid(breakdown, 1)
+    own_ns = dict(zip(grid.ranks, grid.own.mean(axis=1), strict=True))
+    found: list[Finding] = []
+    for finding in slow:
+        mine = throttled.filter(pl.col("rank").is_in(finding.ranks))
+        if len(mine) < len(finding.ranks):
+            continue
+        lower = 1 - pl.col("clock_hz") / pl.col("usual_hz")
+        explained_ns = sum(own_ns[rank] * part for rank, part in mine.select("rank", lower).iter_rows()) / len(mine)
+        share = min(1.0, explained_ns / finding.lost_ns_per_step)
+        if share * finding.lost_fraction >= min_fraction:
+            found.append(_finding(finding, mine, share))
+    return found
+
+
+def resolution_ns(
+    counters: pl.DataFrame,
+    breakdown: pl.DataFrame,
+    steps: pl.DataFrame,
+    ranks: pl.DataFrame,
+    *,
+    min_drop: float = 0.05,
+    min_fraction: float = 0.03,
+) -> int:
+    """What a GPU that is just not throttled may cost, or the least that is reported."""
+    _gpus(counters, steps, ranks)
+    grid = judged_grid(breakdown, 1)
+    return round(max(min_drop * float(grid.own.mean()), min_fraction * grid.step_ns))
+
+
+def _gpus(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+    """One row per GPU of a rank: `rank node device clock_hz usual_hz named reasons first_ns last_ns`.
+
+    `usual_hz` is the median of the other GPUs' mean clocks, `named` the share of the slow readings for which the driver
+    gives a reason, and `reasons` all the bits that it gives in them.
+    """
+    rows = during(counters, "gpu", steps)
+    if rows.is_empty():
+        raise NotResolvable("no GPU's clock was read during the judged steps")
+    lacking = [name for name in _NEEDED if name not in rows["name"].unique()]
+    if lacking:
+        raise NotResolvable(f"the GPUs' {', '.join(lacking)} was not recorded")
+    readings = rows.pivot("name", index=["node", "device", "time_ns"], values="value", aggregate_function="last")
+    if "sm_clock_max_hz" not in readings.columns:
+        readings = readings.with_columns(sm_clock_max_hz=0.0)
+    reasons = pl.col("clock_event_reasons").cast(pl.Int64)
+    at_work = readings.drop_nulls(_NEEDED).filter(pl.col("busy_fraction") >= _BUSY, (reasons & _IDLE) == 0)
+    of_rank = ranks.select("rank", pl.col("node").cast(pl.Int64), pl.col("local_rank").cast(pl.Int64))
+    by_gpu = pl.col("local_rank").cast(pl.Int64), pl.col("node").cast(pl.Int64), reasons.alias("bits")
+    at_work = at_work.with_columns(*by_gpu).join(of_rank, on=["node", "local_rank"])
+    at_work = at_work.filter(pl.len().over("rank") >= _FEWEST)
+    means = at_work.group_by("rank").agg(
+        pl.col("sm_clock_hz").mean().alias("clock_hz"), pl.col("sm_clock_max_hz").max().alias("kind")
+    )
+    if len(means) < 2:
+        raise NotResolvable("fewer than two GPUs were seen at work, so there is no other to compare a clock with")
+    others = means.join(means, on="kind", suffix="_other").filter(pl.col("rank") != pl.col("rank_other"))
+    usual = others.group_by("rank").agg(pl.col("clock_hz_other").median().alias("usual_hz"))
+    slowed = (pl.col("bits") & sum(_REASONS)) != 0
+    low = at_work.join(means, on="rank").join(usual, on="rank").filter(pl.col("sm_clock_hz") < pl.col("usual_hz"))
+    return (
+        low.group_by("rank", "node", "device", "clock_hz", "usual_hz")
+        .agg(
+            slowed.mean().alias("named"),
+            pl.col("bits").bitwise_or().alias("reasons"),
+            pl.col("time_ns").min().alias("first_ns"),
+            pl.col("time_ns").max().alias("last_ns"),
+        )
+        .sort("rank")
+    )
+
+
+def _which(throttled: pl.DataFrame) -> str:
+    """`gpu3 of node 1 runs at 1.10 GHz, the others at 1.75: power cap`, of the one that is lowest."""
+    row = throttled.sort(pl.col("clock_hz") / pl.col("usual_hz"), "rank").row(0, named=True)
+    clocks = f"{row['clock_hz'] / 1e9:.2f} GHz, the others at {row['usual_hz'] / 1e9:.2f}"
+    return f"{row['device']} of node {row['node']} runs at {clocks}: {_reason(throttled)[0]}"
+
+
+def _reason(throttled: pl.DataFrame) -> tuple[str, str]:
+    given = throttled["reasons"].to_list()
+    return next(said for bit, said in _REASONS.items() if any(bits & bit for bits in given))
+
+
+def _finding(slow: Finding, throttled: pl.DataFrame, share: float) -> Finding:
+    reason, remedy = _reason(throttled)
+    ratio = float((throttled["clock_hz"] / throttled["usual_hz"]).to_numpy().mean())
+    whose = (
+        f"The GPU of {named('rank', slow.ranks)}"
+        if len(slow.ranks) == 1
+        else f"The GPUs of {named('rank', slow.ranks)}"
+    )
+    verb = "is" if len(slow.ranks) == 1 else "are"
+    where = ", ".join(f"{device} of node {node}" for node, device in throttled.select("node", "device").iter_rows())
+    evidence = tuple(
+        Evidence(table="counters", node=node, start_ns=first, end_ns=last, note=f"{device}: {clock / 1e9:.2f} GHz")
+        for node, first, last, device, clock in throttled.head(4)
+        .select("node", "first_ns", "last_ns", "device", "clock_hz")
+        .iter_rows()
+    )
+    return as_cause(
+        slow,
+        share,
+        detector="throttling",
+        title=f"{whose} {verb} throttled to {percent(ratio)} of the others' clock ({reason}), which makes "
+        f"{'it' if len(slow.ranks) == 1 else 'them'} slow",
+        where=where,
+        advice=f"{_which(throttled)}; {remedy}. Until then leave it out of the job: all ranks run at its pace.",
+        evidence=evidence,
+    )

@@ -1,0 +1,111 @@
+"""Why a rank or a node is slow, where the nodes' counters tell: runs whose clocks and counters are written down."""
+
+from __future__ import annotations
+
+import pytest
+from test_cli import MS
+from test_whatif import record
+
+import rankscope
+from rankscope.collectors.writer import Partition, RunFolder
+
+EVERY_MS, READINGS = 50, 60
+POWER_CAP, THERMAL, IDLE = 0x4, 0x40, 0x1
+SLOW = {rank: 70 if rank == 3 else 40 for rank in range(4)}  # rank 3 takes 30 ms longer than the others' 40
+
+
+def sampled(folder, readings):
+    """Write counters; `readings` are by node, source, name and device: a number, or a list, one every 50 ms."""
+    for node in sorted({node for node, *_ in readings}):
+        part = Partition(RunFolder(folder), f"node={node:05}", "")
+        own = {key[1:]: values for key, values in readings.items() if key[0] == node}
+        ids = {text: number for number, text in enumerate(sorted({text for key in own for text in key}))}
+        for text, number in ids.items():
+            part.add_row("strings", {"name_id": number, "name": text})
+        for index in range(READINGS):
+            for (source, name, device), values in own.items():
+                value = values[index % len(values)] if isinstance(values, list) else values
+                where = {"source_id": ids[source], "name_id": ids[name], "device_id": ids[device]}
+                part.add_row("counters", {"time_ns": index * EVERY_MS * MS} | where | {"value": float(value)})
+        part.flush()
+        part.close()
+    return rankscope.diagnose(rankscope.open(folder))
+
+
+def gpus(clocks_ghz, reasons, busy=None, node=0):
+    """Readings of a node's GPUs, by local rank."""
+    found = {}
+    for local_rank, ghz in enumerate(clocks_ghz):
+        values = {"sm_clock_hz": [g * 1e9 for g in ghz] if isinstance(ghz, list) else ghz * 1e9}
+        values |= {"sm_clock_max_hz": 1.98e9, "clock_event_reasons": reasons.get(local_rank, 0)}
+        values |= {"busy_fraction": (busy or {}).get(local_rank, 0.95), "local_rank": local_rank}
+        found |= {(node, "gpu", name, f"gpu{local_rank}"): value for name, value in values.items()}
+    return found
+
+
+def reasons_of(report):
+    return {check.detector: check.why for check in report.not_checked}
+
+
+def test_throttled_gpu_is_the_cause_and_its_slow_rank_follows_from_it(tmp_path):
+    """Rank 3 takes 80 ms a step instead of 50, at 1.2 GHz instead of 1.8: a third of its 80 ms is explained, 26.7."""
+    report = sampled(record(tmp_path, SLOW), gpus([1.8, 1.8, 1.8, 1.2], {3: THERMAL}))
+    cause, slow = report.findings
+    assert (cause.detector, cause.ranks, cause.caused_by, cause.fix) == ("throttling", (3,), None, "rank:3")
+    assert cause.lost_ns_per_step == pytest.approx(80 * MS / 3, rel=1e-6)
+    assert (slow.detector, slow.caused_by, slow.lost_ns_per_step) == ("slow_rank", "throttling", 30 * MS)
+    assert cause.title == (
+        "The GPU of rank 3 is throttled to 67 % of the others' clock (thermal slowdown by the hardware), "
+        "which makes it slow"
+    )
+    assert cause.where == "gpu3 of node 0"
+    assert cause.gain_fraction == pytest.approx(cause.lost_fraction)
+    assert cause.evidence[0].note == "gpu3: 1.20 GHz"
+
+
+def test_throttling_that_explains_little_of_what_a_rank_takes_longer_is_its_own_finding(tmp_path):
+    """1.6 of 1.8 GHz: a ninth of 80 ms, 8.9 of the 30 that rank 3 takes longer."""
+    report = sampled(record(tmp_path, SLOW), gpus([1.8, 1.8, 1.8, 1.6], {3: POWER_CAP}))
+    assert [(f.detector, f.caused_by) for f in report.findings] == [("slow_rank", None), ("throttling", None)]
+    assert report.findings[1].lost_ns_per_step == pytest.approx(80 * MS / 9, rel=1e-6)
+
+
+def test_node_whose_gpus_are_all_throttled_is_one_cause(tmp_path):
+    slow = {rank: 70 if rank in (2, 3) else 40 for rank in range(8)}
+    folder = record(tmp_path, slow, ranks_per_node=2)
+    clocks = {node: 1.0 if node == 1 else 1.8 for node in range(4)}
+    readings = {}
+    for node, ghz in clocks.items():
+        readings |= gpus([ghz, ghz], dict.fromkeys((0, 1), POWER_CAP) if node == 1 else {}, node=node)
+    cause, slow = sampled(folder, readings).findings
+    assert (cause.detector, cause.nodes, cause.ranks, cause.fix) == ("throttling", (1,), (2, 3), "node:1")
+    assert (slow.detector, slow.caused_by) == ("slow_rank", "throttling")
+
+
+@pytest.mark.parametrize(
+    ("before", "readings"),
+    [
+        (SLOW, gpus([1.8, 1.8, 1.8, 0.3], {3: IDLE}, busy={3: 0.0})),
+        (SLOW, gpus([1.8, 1.8, 1.8, [0.3, 1.8]], {3: [IDLE, 0]}, busy={3: [0.1, 0.9]})),
+        (SLOW, gpus([1.8, 1.8, 1.8, 1.2], {})),
+        (SLOW, gpus([1.2, 1.2, 1.2, 1.2], dict.fromkeys(range(4), POWER_CAP))),
+        (SLOW, gpus([1.8, 1.8, 1.8, 1.75], {3: POWER_CAP})),
+        (dict.fromkeys(range(4), 40), gpus([1.8, 1.8, 1.8, 1.2], {3: THERMAL})),
+    ],
+    ids=["idle", "idle between", "no reason", "all alike", "by 3 %", "nobody is slow"],
+)
+def test_low_clocks_without_a_loss_or_a_reason_are_silent(before, readings, tmp_path):
+    report = sampled(record(tmp_path, before), readings)
+    assert "throttling" not in {finding.detector for finding in report.findings}
+
+
+def test_what_was_not_read_is_said(tmp_path):
+    assert "no counters of the nodes were recorded" in reasons_of(_plain(tmp_path / "none"))["throttling"]
+    on_cpu = sampled(record(tmp_path / "cpu", SLOW), {(0, "host", "load_1min", ""): 1})
+    assert "no GPU's clock was read" in reasons_of(on_cpu)["throttling"]
+    unknown = {key: value for key, value in gpus([1.8, 1.2], {1: THERMAL}).items() if key[2] != "local_rank"}
+    assert "local_rank was not recorded" in reasons_of(sampled(record(tmp_path / "old", SLOW), unknown))["throttling"]
+
+
+def _plain(folder):
+    return rankscope.diagnose(rankscope.open(record(folder, SLOW)))
