@@ -237,7 +237,6 @@ def refuse(*_):
 def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
     """A made NVML with one GPU that knows no energy and no PCIe counters."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = SimpleNamespace(
         NVMLError=NvmlError,
         NVML_CLOCK_SM=1,
@@ -264,7 +263,6 @@ def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
     monkeypatch.setattr(gpu, "pynvml", nvml)
     assert {name: value for (_, name), value in read(gpu).items()} == {
         "local_rank": 0,
-        "local_rank": 0,
         "busy_fraction": 0.25,
         "memory_used_bytes": 4096,
         "sm_clock_hz": 1.5e9,
@@ -275,14 +273,6 @@ def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
         "power_limit_w": 700,
         "temperature_c": 60,
     }
-
-
-@pytest.mark.parametrize(
-    ("visible", "local_ranks"),
-    [("", {"gpu0": 0, "gpu1": 1}), ("3,1", {"gpu3": 0, "gpu1": 1}), ("GPU-5a1f,GPU-77b0", {})],
-)
-def test_gpus_are_those_of_the_local_ranks_in_the_order_that_is_visible(visible, local_ranks):
-    assert gpu._in_order(visible, 2) == local_ranks
 
 
 @pytest.mark.parametrize(
