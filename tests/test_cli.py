@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,20 @@ def test_doctor_names_what_cannot_be_recorded_and_why():
     assert not checks["into the ranks"]["ok"]
     assert "unset" in checks["into the ranks"]["detail"]
     assert all(check["detail"] for check in checks.values())
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium on PATH")
+def test_report_is_printed_as_pdf_by_the_browser_at_hand(run, tmp_path):
+    done = rankscope_("report", run, "--pdf", tmp_path / "report.pdf")
+    assert (done.returncode, done.stderr.strip()) == (0, str(tmp_path / "report.pdf"))
+    printed = (tmp_path / "report.pdf").read_bytes()
+    assert printed.startswith(b"%PDF-")
+
+
+def test_report_without_a_browser_says_in_one_line_what_to_do_instead(run, tmp_path):
+    done = rankscope_("report", run, "--pdf", tmp_path / "report.pdf", PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "rankscope: a PDF is printed by Chromium or Chrome, and none is on PATH: "
+        f"-o {tmp_path / 'report.html'} writes a page to print"
+    ]

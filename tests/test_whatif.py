@@ -246,24 +246,31 @@ def test_command_refuses_in_one_line(tmp_path):
 # ---- DDP's buckets
 
 
-def three_buckets(folder, sizes_mib=(4, 16, 16)):
-    """Two ranks; buckets that take 2 ms + 1 ms per MiB, ready 20, 40 and 60 ms after backward begins at 40."""
-    rows, end = [], 0
+def three_buckets(folder, sizes_mib=(4, 16, 16), slower=0, stamped_late=0):
+    """Two ranks; buckets that take 2 ms + 1 ms per MiB, ready 20, 40 and 60 ms after backward begins at 40.
+
+    Rank 1's forward takes `slower` ms more; rank 0 writes down that the last bucket has ended `stamped_late` ms late.
+    """
+    ranks, end = ([], []), 0
     for step in range(STEPS):
-        begin, end = end, end + 128
-        rows += [
-            ("forward", begin, begin + 40),
-            ("backward", begin + 40, begin + 118),
-            ("wait", begin + 101, begin + 118),
-        ]
-        rows += [("optimizer", begin + 118, end)]
-        for number, mib in enumerate(sizes_mib):
-            ready = begin + 60 + 20 * number
-            rows.append((3 * step + number, ready, ready + 2 + mib, mib << 20))
+        begin, end = end, end + 128 + slower
+        for rank, rows in enumerate(ranks):
+            forward = 40 + slower * rank
+            rows += [
+                ("forward", begin, begin + forward),
+                ("backward", begin + forward, end - 10),
+                ("wait", begin + forward + 61, end - 10),
+                ("optimizer", end - 10, end),
+            ]
+            for number, mib in enumerate(sizes_mib):
+                ready = begin + forward + 20 + 20 * number
+                late = stamped_late if rank == 0 and number == 2 else 0
+                over = begin + slower + 60 + 20 * number + 2 + mib + late
+                rows.append((3 * step + number, ready, over, mib << 20))
     (folder / "run").mkdir(parents=True)
     said = {"schema_version": SCHEMA_VERSION, "node": 0, "state": "closed", "launch": {}}
     (folder / "run/node=00000.json").write_text(json.dumps(said))
-    for rank in range(2):
+    for rank, rows in enumerate(ranks):
         write(folder, rank, rows, world_size=2, node=0)
     return folder
 
@@ -278,6 +285,12 @@ def three_buckets(folder, sizes_mib=(4, 16, 16)):
 def test_larger_buckets_begin_later_and_save_latency(tmp_path, fix, longer_ms):
     gain = run_of(three_buckets(tmp_path)).gain(fix)
     assert gain.gain_ns / MS == pytest.approx(-longer_ms, abs=1e-6)
+
+
+def test_wait_whose_operation_was_stamped_late_still_ends_with_it(tmp_path):
+    """Two of three buckets end while rank 0 waits; the third, 3 ms after the wait is over, is what it waited for."""
+    gain = run_of(three_buckets(tmp_path, slower=30, stamped_late=3)).gain("rank:1")
+    assert gain.gain_ns / MS == pytest.approx(30, abs=1e-6)
 
 
 def test_buckets_that_cannot_be_replayed_are_refused_with_the_reason(tmp_path):

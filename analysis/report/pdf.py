@@ -28,18 +28,21 @@ def write_pdf(report: Report, path: Path) -> None:
     """
     browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if browser is None:
+        page = path.with_suffix(".html")
         raise NoBrowser(
-            f"a PDF is printed by Chromium or Chrome, and none is on PATH: write the HTML report (-o {path.with_suffix('.html')}) and print that"
+            f"a PDF is printed by Chromium or Chrome, and none is on PATH: -o {page} writes a page to print"
         )
     with tempfile.TemporaryDirectory(prefix="rankscope-pdf-") as folder:
-        page, printed = Path(folder, "report.html"), Path(folder, "report.pdf")
-        page.write_text(html.render(report), encoding="utf-8")
+        written, printed = Path(folder, "report.html"), Path(folder, "report.pdf")
+        written.write_text(html.render(report), encoding="utf-8")
         options = ["--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             options.append("--no-sandbox")  # root cannot have one
         options += [f"--user-data-dir={folder}/profile", "--no-pdf-header-footer", f"--print-to-pdf={printed}"]
         try:
-            done = subprocess.run([browser, *options, page.as_uri()], capture_output=True, text=True, timeout=_LIMIT_S)
+            done = subprocess.run(
+                [browser, *options, written.as_uri()], capture_output=True, text=True, timeout=_LIMIT_S
+            )
         except subprocess.TimeoutExpired:
             raise NoBrowser(f"{browser} did not print the report within {_LIMIT_S} s") from None
         if not printed.exists():
