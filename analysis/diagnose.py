@@ -44,6 +44,7 @@ from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
 from rankscope.analysis.timeline.whatif import BadFix, PipelineRerun, Rerun, rerun
 from rankscope.analysis.trace import Trace
+from rankscope.analysis.windows import windows_of
 
 __all__ = ["ask", "conclude", "diagnose", "report_on", "root_causes_first"]
 
@@ -107,7 +108,8 @@ def report_on(trace: Trace, timeline: Timeline) -> Report:
     said = trace.table("gaps").collect()
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
     report = conclude(timeline, addresses, said, trace.reader.cannot())
-    return replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
+    report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
+    return replace(report, windows=windows_of(trace))
 
 
 def conclude(

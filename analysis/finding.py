@@ -15,6 +15,7 @@ __all__ = [
     "Gap",
     "Healthy",
     "NotChecked",
+    "Operator",
     "Part",
     "PathPart",
     "Pipeline",
@@ -22,6 +23,7 @@ __all__ = [
     "StepSummary",
     "StoodStill",
     "Wait",
+    "Window",
 ]
 
 REST = "rest"  # part of the critical path that is not listed
@@ -223,6 +225,33 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """Time per step in operators of one name in a window, without that of operators in them; mean over ranks."""
+
+    name: str
+    ns_per_step: int
+    calls_per_step: float
+    slowest_rank: int
+    slowest_ns_per_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A deep window: steps in which torch.profiler was on. `folder` is a run of its own, in the run's folder."""
+
+    number: int
+    folder: str
+    reason: str
+    steps: tuple[int, ...]  # as the ranks count them, from 0
+    ranks: tuple[int, ...]
+    clock_error_ns: int | None  # of the profiler's clock against the run's
+    start_stall_ns: int | None  # for how long it held the training at most, at its start and at its end
+    stop_stall_ns: int | None
+    kernels: int
+    operators: tuple[Operator, ...]  # the largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything the terminal, HTML and JSON forms show; they add nothing of their own."""
 
@@ -243,6 +272,7 @@ class Report:
     critical_path: tuple[PathPart, ...] = ()  # empty where the run cannot be replayed
     pipeline: Pipeline | None = None
     fidelity: Fidelity | None = None  # None: nothing was replayed
+    windows: tuple[Window, ...] = ()
     gaps: tuple[Gap, ...] = ()
     clocks: tuple[Clock, ...] = ()
     matched_fraction: float | None = None  # share of collective rows matched on all their ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,11 @@ def main(arguments: list[str]) -> int:
     folder, described = Path(arguments[0]), json.loads(arguments[1])
     try:
         convert(folder, described)
-    except (BadInput, OSError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
+    except Exception as error:  # half a window would give other answers
+        for rank in map(int, described["ranks"]):
+            for half in folder.glob(f"*/rank={rank:05d}"):
+                shutil.rmtree(half, ignore_errors=True)
+        print(" ".join(f"{type(error).__name__}: {error}".split()), file=sys.stderr)
         return 1
     return 0
 

@@ -105,7 +105,7 @@ def open_run(folders: list[str]) -> NativeReader:
                 f"{where}: node {node} wrote schema version {version}, this rankscope reads up to {SCHEMA_VERSION}: "
                 "update rankscope"
             )
-    reader = NativeReader(run, parts, torn)
+    reader = NativeReader(run, parts, torn, _windows(roots))
     if not reader.ranks():
         raise BadInput(f"{where}: no rank reported{reader.why_no_rank()}")
     return reader
@@ -114,8 +114,11 @@ def open_run(folders: list[str]) -> NativeReader:
 class NativeReader:
     """Reads a table when it is first asked for, and keeps it, unless it is large, together with what it lacked."""
 
-    def __init__(self, run: dict[int, dict[str, Any]], parts: list[_Part], gaps: list[Gap]) -> None:
+    def __init__(
+        self, run: dict[int, dict[str, Any]], parts: list[_Part], gaps: list[Gap], windows: list[list[Path]]
+    ) -> None:
         self.run = run
+        self._windows = windows
         self.attempt = max((p.attempt for p in parts if p.attempt is not None), default=0)
         self._parts = [p for p in parts if p.attempt in (None, self.attempt)]
         self._earlier = sorted({p.attempt for p in parts if p.attempt is not None} - {self.attempt})
@@ -127,6 +130,10 @@ class NativeReader:
 
     def tables(self) -> tuple[str, ...]:
         return tuple(name for name in TABLES if any(p.table == name for p in self._parts))
+
+    def windows(self) -> list[list[Path]]:
+        """Of each deep window the folders that hold its tables: a run of its own."""
+        return self._windows
 
     def ranks(self) -> list[int]:
         """Ranks that left at least one file in the attempt that is read."""
@@ -359,6 +366,17 @@ def _parts(root: Path) -> Iterable[_Part]:
             attempt=int(file[1] or 0) if of_rank else None,
             number=int(file[2]),
         )
+
+
+def _windows(roots: list[Path]) -> list[list[Path]]:
+    """The windows' folders by window; one that is still being converted has no `run/node=*.json` yet."""
+    folders: dict[str, list[Path]] = {}
+    for root in roots:
+        for file in sorted(root.glob("window-*/run/node=*.json")):
+            of_window = folders.setdefault(file.parents[1].name, [])
+            if file.parents[1] not in of_window:
+                of_window.append(file.parents[1])
+    return [folders[name] for name in sorted(folders)]
 
 
 def _refuse_two_runs(parts: list[_Part]) -> None:

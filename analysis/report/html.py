@@ -54,6 +54,7 @@ def _environment() -> Environment:
         detector_name=texts.detector_name,
         clock_error=phrases.clock_error,
         one_or_many=phrases.one_or_many,
+        operator_row=phrases.operator_row,
         cost=phrases.cost,
         cost_per_step=phrases.cost_per_step,
         evidence=phrases.evidence,
@@ -65,6 +66,7 @@ def _environment() -> Environment:
         resolution=phrases.resolution,
         stood_still=phrases.stood_still,
         who=phrases.who,
+        window_lines=phrases.window_lines,
         swatch=svg.swatch,
     )
     return environment

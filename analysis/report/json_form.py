@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rankscope.analysis.finding import Finding, Report
+from rankscope.analysis.finding import Finding, Report, Window
 
 __all__ = ["REPORT_SCHEMA_VERSION", "render", "strict"]
 
@@ -46,6 +46,7 @@ def _as_object(report: Report) -> dict[str, Any]:
         "critical_path": [dataclasses.asdict(part) for part in report.critical_path],
         "pipeline": None if report.pipeline is None else dataclasses.asdict(report.pipeline),
         "fidelity": None if report.fidelity is None else dataclasses.asdict(report.fidelity),
+        "windows": [_window(window) for window in report.windows],
         "gaps": [dataclasses.asdict(gap) for gap in report.gaps],
         "clocks": [dataclasses.asdict(clock) for clock in report.clocks],
         "matched_fraction": report.matched_fraction,
@@ -57,6 +58,10 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return {
         key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(finding).items()
     }
+
+
+def _window(window: Window) -> dict[str, Any]:
+    return dataclasses.asdict(window) | {"steps": list(window.steps), "ranks": list(window.ranks)}
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankscope.analysis.finding import REST, Clock, Evidence, Finding, PathPart, Report
+from rankscope.analysis.finding import REST, Clock, Evidence, Finding, Operator, PathPart, Report, Window
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
@@ -19,10 +19,12 @@ __all__ = [
     "healthy_items",
     "no_finding",
     "one_or_many",
+    "operator_row",
     "path_row",
     "resolution",
     "stood_still",
     "who",
+    "window_lines",
 ]
 
 
@@ -164,3 +166,22 @@ def clock_error(clock: Clock) -> str:
     if clock.error_ns is None:
         return say("clocks.error.unknown")
     return say("clocks.error.value", duration(clock.error_ns))
+
+
+def window_lines(report: Report, window: Window) -> list[str]:
+    """What a deep window is, and where to look on."""
+    steps = f"{'step' if len(window.steps) == 1 else 'steps'} {ranges(window.steps)}"
+    lines = [say("windows.what", window.number, steps, who(window.ranks), window.reason)]
+    if window.start_stall_ns is not None and window.stop_stall_ns is not None:
+        lines.append(say("windows.held", duration(window.start_stall_ns), duration(window.stop_stall_ns)))
+    if window.kernels:
+        lines.append(say("windows.device", window.kernels))
+    if not report.path.endswith(window.folder):
+        lines.append(say("windows.more", report.path, window.folder))
+    return lines
+
+
+def operator_row(operator: Operator) -> tuple[str, str, str, str, str]:
+    """Time and calls per step, the slowest rank and its time, and the name."""
+    times = duration(operator.ns_per_step), duration(operator.slowest_ns_per_step)
+    return times[0], f"{operator.calls_per_step:.3g}", str(operator.slowest_rank), times[1], operator.name

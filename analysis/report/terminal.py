@@ -24,10 +24,12 @@ from rankscope.analysis.report.phrases import (
     healthy_items,
     no_finding,
     one_or_many,
+    operator_row,
     path_row,
     resolution,
     stood_still,
     who,
+    window_lines,
 )
 from rankscope.analysis.report.quantities import duration, percent, ranges, scale_for, shares
 from rankscope.analysis.report.texts import (
@@ -67,6 +69,7 @@ def render(report: Report, *, width: int = 100, color: bool = False) -> str:
         *_path(digest.main_path(report.critical_path)),
         *_pipeline(report.pipeline),
         *_device(report.device),
+        *_windows(report),
         _heading("healthy"),
         _healthy(report),
         _heading("not_checked"),
@@ -324,6 +327,21 @@ def _device(device: Sequence[DevicePart]) -> list[RenderableType]:
     blocks = [_heading("device"), _text(say("device.means"), "dim"), table]
     hidden = {part.rank for part in device} - {part.rank for part in shown}
     return [*blocks, _text(say("device.hidden", who(tuple(hidden))), "dim")] if hidden else blocks
+
+
+def _windows(report: Report) -> list[RenderableType]:
+    if not report.windows:
+        return []
+    blocks: list[RenderableType] = [_heading("windows")]
+    for window in report.windows:
+        blocks += [_text(line) for line in window_lines(report, window)]
+        if window.operators:
+            columns = ("time", "calls", "slowest", "its", "operator")
+            table = _table(*(say(f"windows.{column}") for column in columns), text_columns=(4,))
+            for row in map(operator_row, window.operators):
+                table.add_row(*map(_text, row))
+            blocks += [_text(say("windows.means"), "dim"), table]
+    return blocks
 
 
 def _pipeline(pipeline: Pipeline | None) -> list[RenderableType]:

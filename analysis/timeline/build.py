@@ -13,6 +13,7 @@ from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
+from rankscope.analysis.timeline.profiled import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.progress import last_progress
 from rankscope.analysis.timeline.stages import stage_ops
 from rankscope.analysis.timeline.steps import (
@@ -41,7 +42,8 @@ class Timeline:
     | frame | columns |
     |---|---|
     | ranks | those of the schema |
-    | steps | rank, step, start_ns, end_ns, source, judged, aside ("warm-up", "outlier", "incomplete" or null) |
+    | steps | rank, step, start_ns, end_ns, source, judged, aside (why not judged: "warm-up", "outlier", "incomplete" or
+      "profiled"; else null) |
     | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps) |
     | regions | those of the schema, step (of the host) |
     | kernels | those of the schema and of `device_phases.with_launches` |
@@ -94,6 +96,7 @@ def build_timeline(trace: Trace) -> Timeline:
         steps = whole_captures(*(table.filter(has_device) for table in tables))
     regions = in_steps(regions, steps)
     steps = judge(pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)]), regions)
+    steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
     ops = read("ops", "rank", "start_ns")
     if len(ops):
         steps, incomparable = steps_of_ops(ops), []
@@ -114,6 +117,7 @@ def build_timeline(trace: Trace) -> Timeline:
         *_clock_gaps(clocks),
         *_unmatched_gaps(collectives),
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
+        *profiled_gaps(steps),
         *incomparable,
         *_early_gaps(collectives),
         *no_ops,
