@@ -20,6 +20,7 @@ from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl import nccl_waits
 from rankscope.analysis.trace import BadInput, Trace
+from rankscope.analysis.windows import with_windows
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.timeline.scene import Scene, build_scene
 
@@ -136,7 +137,7 @@ class State:
             timeline = build_timeline(trace)
             self._set(key, stage=2)
             with ThreadPoolExecutor(1) as beside:
-                scene = beside.submit(build_scene, timeline)
+                scene = beside.submit(lambda: build_scene(with_windows(timeline, trace)))
                 report = report_on(trace, timeline)
                 run = Run(
                     key=key,
