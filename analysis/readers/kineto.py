@@ -66,7 +66,7 @@ _NO_STEPS = {
     "steps": "the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)"
 }
 _SNIFF = 1 << 16
-_LARGE, _PIECE = ("kernels", "launches", "regions"), 1 << 16  # tables handed over in pieces of so many rows
+_LARGE, _PIECE = ("kernels", "launches", "regions"), 1 << 15  # tables handed over in pieces of so many rows
 _MOST_AT_ONCE = 8  # files; more would wait for the interpreter
 _MAX_HEADER = 64 << 20  # groups of thousands of ranks are listed before the events
 _HEADER_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
@@ -731,15 +731,20 @@ def _as_seen(codes: Ints) -> list[int]:
 
 
 def _regions_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFrame]:
-    of_communication = pl.any_horizontal(pl.col("name").str.starts_with(p) for p in _COMMUNICATION_REGIONS)
-    kind = pl.lit("user")
-    for begin, name in _REGION_KINDS.items():
-        kind = pl.when(pl.col("name").str.starts_with(begin)).then(pl.lit(name)).otherwise(kind)
-    is_step = pl.col("name").str.starts_with("ProfilerStep#")
+    kinds = [_region_kind(name) for name in capture.names]
+    kind_of, is_region = pl.Series(kinds, dtype=pl.String), np.array([kind is not None for kind in kinds])
     for rows in capture.spans.in_time(most):
-        yield _spans_frame(capture, rows).filter(~is_step & ~of_communication).with_columns(kind.alias("kind"))
+        regions = {c: values[is_region[rows["name"]]] for c, values in rows.items()}
+        yield _spans_frame(capture, regions).with_columns(kind=kind_of.gather(regions["name"]))
     for rows in capture.operators.in_time(most):
         yield _spans_frame(capture, rows).with_columns(kind=pl.lit("operator"))
+
+
+def _region_kind(name: str) -> str | None:
+    """The kind of an annotation of this name; None for a step, and for what collectives say better."""
+    if name.startswith(("ProfilerStep#", *_COMMUNICATION_REGIONS)):
+        return None
+    return next((kind for begin, kind in _REGION_KINDS.items() if name.startswith(begin)), "user")
 
 
 def _steps_frame(capture: _Capture) -> pl.DataFrame:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import polars as pl
 import pyarrow as pa
-from pyarrow import parquet
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.phrases import counted
@@ -43,6 +42,8 @@ def open_run(paths: Sequence[str]) -> FrameReader:
     if len(files) != 1:
         what = "is no whole op trace" if not files else f"holds {len(files)} op traces: give one of them"
         raise BadInput(f"{', '.join(paths)} {what}")
+    from pyarrow import parquet  # 6 MB, and few have such files
+
     try:
         # polars panics on damaged files, pyarrow raises.
         columns = parquet.read_table(files[0], columns=list(_COLUMNS))
@@ -78,6 +79,8 @@ def _is_op_trace(path: Path) -> bool:
         with path.open("rb") as file:
             if file.read(4) != _MAGIC:
                 return False
+        from pyarrow import parquet
+
         return set(_COLUMNS) <= set(parquet.read_schema(path).names)
     except (OSError, pa.ArrowException):
         return False

@@ -16,7 +16,7 @@ from rankscope.analysis.trace import BadInput
 
 __all__ = ["BLOCK_ROWS", "Rows", "Spill", "joined"]
 
-BLOCK_ROWS = 1 << 16  # what is in memory at once of a table
+BLOCK_ROWS = 1 << 14  # of a table that are in memory while it is filled
 _FIRST_ROOM = 1 << 10  # rows
 
 Ints = NDArray[Any]
@@ -138,18 +138,23 @@ class Rows:
             return
         firsts = {number: self._bounds_of(number, "ts")[0] for number in self._numbers()}
         numbers = sorted(firsts, key=firsts.__getitem__)
-        held = self._none()
+        held: list[dict[str, Ints]] = []
         for number, following in itertools.zip_longest(numbers, numbers[1:]):
-            held = joined([held, self._numbered(number)])
-            order = np.lexsort((held["row"], held["ts"]))
-            held = {name: values[order] for name, values in held.items()}
+            held.append(self._numbered(number))
+            if following is not None and sum(len(part["ts"]) for part in held) < most:
+                continue
+            rows = joined(held)
+            held.clear()
+            order = np.lexsort((rows["row"], rows["ts"]))
+            for name, values in rows.items():
+                rows[name] = values[order]
             end = len(order)
             if following is not None:
-                end = int(np.searchsorted(held["ts"], firsts[following]))
+                end = int(np.searchsorted(rows["ts"], firsts[following]))
                 end -= end % most
             for begin in range(0, end, most):
-                yield {name: held[name][begin : min(begin + most, end)] for name in self._kinds}
-            held = {name: values[end:] for name, values in held.items()}
+                yield {name: rows[name][begin : min(begin + most, end)] for name in self._kinds}
+            held = [{name: values[end:].copy() for name, values in rows.items()}]
 
     def _numbers(self) -> range:
         """Of the blocks; the last one is in memory."""

@@ -7,6 +7,7 @@ reports on the folder and on the files are the same; the folder is smaller and r
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["command", "write"]
 
 _Key = tuple[str, int]  # of a partition: "rank" or "node", and which
+# polars' allocator (jemalloc), before polars is loaded: one heap, and what is free goes back to the system at once.
+_GIVEN_BACK = "narenas:1,dirty_decay_ms:0,muzzy_decay_ms:0"
 _CODES = {"kind": REGION_KINDS, "op": OPS, "dtype": DTYPES, "work": DEVICE_WORK}
 
 
@@ -37,9 +40,13 @@ def command(
         Path | None, typer.Option("--output", "-o", help="The run folder to make; without: runs/<time>-<name>.")
     ] = None,
 ) -> None:
+    os.environ.setdefault("_RJEM_MALLOC_CONF", _GIVEN_BACK)
+    import pyarrow as pa
+
     from rankscope.analysis.readers import native
     from rankscope.analysis.trace import Trace
 
+    pa.set_memory_pool(pa.system_memory_pool())
     if any(native.recognises(path) for path in paths):
         raise RankscopeError(f"{paths[0]} is a run folder already: `rankscope report` reads it")
     if output is not None and output.exists():
@@ -65,6 +72,8 @@ def command(
 
 def write(trace: Trace, folder: Path) -> int:
     """The trace is a run folder; how many rows it has. What the source's reader knows besides goes to `run/`."""
+    import polars as pl
+
     names: dict[_Key, dict[str, int]] = {}  # by partition: the codes of its names
     rows = 0
     for table in trace.tables():
