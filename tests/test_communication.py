@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from test_diagnose import Tables, not_checked
@@ -306,3 +307,55 @@ def test_receiver_that_reads_too_slowly_has_window_enough():
 
 def test_without_the_interfaces_speed_nobody_knows_what_a_larger_window_brings():
     assert "no interface's speed" in not_checked(long_distance(speed=None))["layer_mismatch"]
+
+
+# ---- two levels
+
+SHARDS = {f"shard{node}": [2 * node, 2 * node + 1] for node in range(2)}
+REPLICAS = {f"replica{local}": [local, 2 + local] for local in range(2)}
+
+
+def hybrid(*, size=64 * MB, left=32 * MB, at_once=False):
+    """Two nodes of two ranks: a reduce-scatter of 20 ms within nodes, then an all-reduce of 30 ms between them."""
+    job = Job(4, per_node=2, groups=SHARDS | REPLICAS)
+    for _ in range(STEPS):
+        job.work("forward", 30 * MS)
+        job.work("backward", 60 * MS)
+        job.reduce(SHARDS, size, 20 * MS, op="reduce_scatter_base", wait=not at_once)
+        job.reduce(REPLICAS, left, 30 * MS, wait=not at_once)
+        job.join()
+        job.work("optimizer", 10 * MS)
+    return job.report()
+
+
+def test_levels_that_take_turns_are_told_what_pieces_would_hide():
+    """Of 20 + 30 ms, four pieces would hide 15."""
+    (finding,) = of(hybrid(), "idle_links")
+    assert re.sub(r"\d\d\.\d ms", "x", finding.title) == (
+        "Links take turns: the ranks stand still x per step while only reduce_scatter_base within nodes transfers, "
+        "and x while only allreduce between nodes does"
+    )
+    assert finding.lost_ns_per_step == pytest.approx(15 * MS, rel=0.02)
+    assert finding.groups == ("replica0", "replica1", "shard0", "shard1")
+
+
+def test_levels_that_transfer_at_once_are_healthy():
+    assert "idle_links" in healthy(hybrid(at_once=True))
+
+
+def test_groups_that_reduce_other_things_are_no_levels():
+    """Sequence parallelism within a node and data parallelism between nodes: the bytes do not fit."""
+    assert "no collectives of two levels" in not_checked(hybrid(left=20 * MB))["idle_links"]
+
+
+def test_where_ranks_are_missing_the_speed_of_transfers_is_not_judged():
+    """Nobody knows how much of the time rank 3, whose rows are missing, kept the others waiting."""
+    job = Job(4, groups=WORLD)
+    for _ in range(STEPS):
+        job.work("forward", 20 * MS)
+        job.reduce(["0"], 75 * MB, 50 * MS)
+        job.work("optimizer", 5 * MS)
+    job.rows = {name: [row for row in rows if row.get("rank") != 3] for name, rows in job.rows.items()}
+    unknown = not_checked(job.report())
+    for detector in ("small_messages", "low_bandwidth", "idle_links"):
+        assert "cannot be split into waiting and transfer" in unknown[detector]

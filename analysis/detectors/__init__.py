@@ -38,11 +38,13 @@ __all__ = [
     "peers_grid",
     "price",
     "severity",
+    "transfer_grid",
     "visible",
 ]
 
 ENOUGH_STEPS = 5  # to compare steps with each other
 FEW_STEPS = 2  # to tell a mean from chance, where it is very clear
+_MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
 _VISIBLE = 0.5  # share of the step from which a loss must be seen, or few steps have shown nothing
 
 
@@ -82,6 +84,16 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
         raise NotResolvable("only one rank was seen, so there is no peer to compare it with")
     if not grid.blocked.any():
         raise NotResolvable("no rank was seen blocked on communication, so nobody is known to wait for anybody")
+    return grid
+
+
+def transfer_grid(breakdown: pl.DataFrame) -> StepGrid:
+    """The same, for detectors that judge how long transfers take."""
+    grid = judged_grid(breakdown)
+    if not grid.blocked.any():
+        raise NotResolvable("no rank was seen blocked on communication")
+    if grid.of("unsplit").mean() > _MOST_UNSPLIT * grid.step_ns:
+        raise NotResolvable("too much of the blocked time cannot be split into waiting and transfer")
     return grid
 
 

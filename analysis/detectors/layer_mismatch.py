@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price
+from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.report.quantities import bytes_text, duration, percent
 from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
@@ -54,7 +54,7 @@ def detect(
     min_limited: float = 0.5,
 ) -> list[Finding]:
     """Name the direction between two nodes whose window holds it back the most."""
-    grid = judged_grid(breakdown)
+    grid = transfer_grid(breakdown)
     several = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
     rows = with_exposed(collectives, phases).filter(pl.col("group_id").is_in(several.implode()))
     exposed = np.median(by_rank_and_step(rows, "exposed_ns", grid.ranks, grid.steps), axis=0)
@@ -83,7 +83,7 @@ def detect(
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
     """The smallest loss per step that would have been reported."""
-    return round(min_fraction * judged_grid(breakdown).step_ns)
+    return round(min_fraction * transfer_grid(breakdown).step_ns)
 
 
 def _finding(

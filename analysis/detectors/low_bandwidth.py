@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price
+from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import bytes_text, percent
@@ -81,9 +81,7 @@ def detect(
     min_ratio: float = 2.0,
 ) -> list[Finding]:
     """Name groups slower than others that do the same, and networks that are slower than their interfaces."""
-    grid = judged_grid(breakdown)
-    if not grid.blocked.any():
-        raise NotResolvable("no rank was seen blocked on communication")
+    grid = transfer_grid(breakdown)
     moved = _large(collectives, ranks)
     rows = with_exposed(collectives, phases).filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
     whole = _loss(rows, grid, grid.ranks, 1.0)
@@ -120,7 +118,7 @@ def detect(
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
     """The smallest loss per step that would have been reported."""
-    return round(min_fraction * judged_grid(breakdown).step_ns)
+    return round(min_fraction * transfer_grid(breakdown).step_ns)
 
 
 def _refuse(unchecked: pl.DataFrame, grid: StepGrid, min_fraction: float, apart: bool) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.detectors import NotResolvable, price, transfer_grid
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
@@ -41,7 +41,6 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 collectors = ("collectives", "tcp")
 
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
-_MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,7 @@ def _transfer(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> tuple[StepGrid, E
     """The grid, and the time per step in which a rank is blocked while bytes move (median over ranks)."""
     if ranks["node"].n_unique() < 2:
         raise NotResolvable("all ranks that were seen run on one node")
-    grid = judged_grid(breakdown)
-    if grid.of("unsplit").mean() > _MOST_UNSPLIT * grid.step_ns:
-        raise NotResolvable("too much of the blocked time cannot be split into waiting and transfer")
+    grid = transfer_grid(breakdown)
     return grid, estimate(np.median(grid.of("transfer"), axis=0), 0.1)
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price
+from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import bytes_text, duration
@@ -73,7 +73,7 @@ def detect(
     min_count: int = 8,
 ) -> list[Finding]:
     """What fusing would save, one finding per kind of operation."""
-    grid = _grid(breakdown)
+    grid = transfer_grid(breakdown)
     known = _small_sizes(collectives)
     runs = _runs(with_exposed(collectives, phases), phases, regions)
     findings = []
@@ -88,14 +88,7 @@ def detect(
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
     """The smallest loss per step that would have been reported."""
-    return round(min_fraction * _grid(breakdown).step_ns)
-
-
-def _grid(breakdown: pl.DataFrame) -> StepGrid:
-    grid = judged_grid(breakdown)
-    if not grid.blocked.any():
-        raise NotResolvable("no rank was seen blocked on communication")
-    return grid
+    return round(min_fraction * transfer_grid(breakdown).step_ns)
 
 
 def _small_sizes(collectives: pl.DataFrame) -> pl.DataFrame:
