@@ -67,7 +67,7 @@ _EMPTY = {
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
 _CONSEQUENCES = {
-    "slow_rank": ("uneven_work", "slow_link", "pipeline_bubble"),
+    "slow_rank": ("uneven_work", "slow_link", "pipeline_bubble", "low_bandwidth"),
     "gc_stall": ("pipeline_bubble",),
     "host_bound": ("slow_rank",),
     "checkpoint_stall": ("pipeline_bubble",),
@@ -75,7 +75,10 @@ _CONSEQUENCES = {
     "throttling": ("slow_rank",),
     "noisy_host": ("slow_rank", "host_bound"),
     "memory_pressure": ("slow_rank", "host_bound", "sync_point"),
-    "slow_link": ("uneven_work", "exposed_communication"),
+    "slow_link": ("uneven_work", "exposed_communication", "low_bandwidth"),
+    "low_bandwidth": ("exposed_communication",),
+    "layer_mismatch": ("low_bandwidth", "exposed_communication"),
+    "small_messages": ("exposed_communication",),
     "stage_imbalance": ("slow_rank", "uneven_work"),
     "expert_imbalance": ("slow_rank", "uneven_work"),
 }
