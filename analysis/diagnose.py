@@ -73,7 +73,7 @@ _CONSEQUENCES = {
     "checkpoint_stall": ("pipeline_bubble",),
     "sync_point": ("host_bound", "slow_rank"),
     "throttling": ("slow_rank",),
-    "noisy_host": ("slow_rank", "host_bound"),
+    "noisy_host": ("slow_rank",),
     "memory_pressure": ("slow_rank", "host_bound", "sync_point"),
     "slow_link": ("uneven_work", "exposed_communication", "low_bandwidth"),
     "low_bandwidth": ("exposed_communication",),

@@ -109,3 +109,82 @@ def test_what_was_not_read_is_said(tmp_path):
 
 def _plain(folder):
     return rankscope.diagnose(rankscope.open(record(folder, SLOW)))
+
+
+def hosts(queued, *, used=0.6, busy=4.0, ranks_per_node=8, **rates):
+    """Readings of the hosts: what each rank's main thread queues and its process uses, and `rates` by node."""
+    found = {}
+    for rank, rate in queued.items():
+        node, cpus = rank // ranks_per_node, used[rank] if isinstance(used, dict) else used
+        found[node, "host", "main_thread_queued_s", f"rank{rank}"] = growing(rate)
+        found[node, "host", "cpu_s", f"rank{rank}"] = growing(cpus)
+        found[node, "host", "cpu_busy_s", ""] = growing(busy)
+        found |= {(node, "host", name, ""): growing(of.get(node, 0)) for name, of in rates.items()}
+    return found
+
+
+def growing(rate):
+    return [index * EVERY_MS / 1000 * rate for index in range(READINGS)]
+
+
+def test_rank_whose_main_thread_gets_no_processor_is_slow_for_that(tmp_path):
+    """30 % of each step of 90 ms, of which it would queue 2 % like the others: 25.2 of the 30 ms that it is slow."""
+    report = sampled(record(tmp_path, SLOW), hosts({0: 0.02, 1: 0.02, 2: 0.02, 3: 0.3}))
+    cause, slow = report.findings
+    assert (cause.detector, cause.ranks, cause.where, cause.fix) == ("noisy_host", (3,), "node 0", "rank:3")
+    assert cause.lost_ns_per_step == pytest.approx(25.2 * MS, rel=1e-6)
+    assert (slow.detector, slow.caused_by) == ("slow_rank", "noisy_host")
+    # 4 processors busy, of which the four ranks use 0.6 each
+    assert cause.title == (
+        "Rank 3 loses 25.2 ms per step without a processor: "
+        "processes that are no ranks, or are started by them, keep 1.6 processors of the node busy"
+    )
+
+
+def test_limit_of_a_control_group_is_named(tmp_path):
+    readings = hosts({0: 0.02, 1: 0.02, 2: 0.02, 3: 0.3})
+    readings[0, "host", "cgroup_throttled_s", "rank3"] = growing(0.25)
+    (cause, _) = sampled(record(tmp_path, SLOW), readings).findings
+    assert cause.title.endswith("its control group is throttled 25 % of the time")
+    assert cause.advice.startswith("Raise the group's CPU limit")
+
+
+@pytest.mark.parametrize(
+    ("rates", "lost_ms", "said"),
+    [
+        # 0.8 of the 2.0 processors that were wanted, of 80 ms of own work
+        ({"cpu_steal_s": {1: 0.8}}, 30, "the hypervisor gives 40 % of its processors' time to others"),
+        ({"memory_stalled_s": {1: 0.3}}, 27, "the node stands still for memory 30 % of the time"),
+    ],
+    ids=["steal", "memory"],
+)
+def test_what_a_node_takes_from_its_ranks_explains_why_it_is_slow(rates, lost_ms, said, tmp_path):
+    folder = record(tmp_path, {rank: 70 if rank in (2, 3) else 40 for rank in range(8)}, ranks_per_node=2)
+    readings = hosts(dict.fromkeys(range(8), 0.02), busy=1.2, ranks_per_node=2, **rates)
+    cause, slow = sampled(folder, readings).findings
+    assert (cause.detector, cause.nodes, cause.ranks, cause.fix) == ("noisy_host", (1,), (2, 3), "node:1")
+    assert cause.lost_ns_per_step == pytest.approx(lost_ms * MS, rel=1e-4)
+    assert cause.title.endswith(said)
+    assert slow.caused_by == "noisy_host"
+
+
+@pytest.mark.parametrize(
+    ("before", "readings"),
+    [
+        (SLOW, hosts(dict.fromkeys(range(4), 0.3))),
+        (SLOW, hosts({0: 0.1, 1: 0.1, 2: 0.1, 3: 0.3}, used={0: 0.3, 1: 0.3, 2: 0.3, 3: 0.9})),
+        (SLOW, hosts({0: 0.0, 1: 0.0, 2: 0.0, 3: 0.15})),
+        (SLOW, hosts(dict.fromkeys(range(4), 0.02), cpu_steal_s={0: 2.0}, memory_stalled_s={0: 0.5})),
+        (dict.fromkeys(range(4), 40), hosts({0: 0.0, 1: 0.0, 2: 0.0, 3: 0.4})),
+    ],
+    ids=["all alike", "as much as it computes more", "13.5 of 30 ms", "the only node", "nobody is slow"],
+)
+def test_host_that_does_not_explain_a_slow_rank_is_silent(before, readings, tmp_path):
+    report = sampled(record(tmp_path, before), readings)
+    assert "noisy_host" not in {finding.detector for finding in report.findings}
+
+
+def test_hosts_that_were_not_read_are_not_checked(tmp_path):
+    assert "no counters of the nodes" in reasons_of(_plain(tmp_path / "none"))["noisy_host"]
+    old = sampled(record(tmp_path / "old", SLOW), {(0, "host", "load_1min", ""): 1})
+    assert "no counter was read twice" in reasons_of(old)["noisy_host"]

@@ -116,6 +116,7 @@ def test_host_and_a_rank_of_it_are_read(node, read):
     assert second["", "cpu_busy_s"] >= first["", "cpu_busy_s"] > 0
     assert 0 <= second["", "cpu_busy_fraction"] <= 1
     assert {"load_1min", "page_faults", "swap_in_bytes", "cpu_steal_s"} <= {name for _, name in second}
+    assert second["rank3", "main_thread_queued_s"] >= first["rank3", "main_thread_queued_s"] >= 0
     assert not any(device == "rank4" for device, _ in second)
 
 
@@ -153,6 +154,34 @@ def test_limit_is_found_v1_where_the_path_is_the_hosts(node, read, tmp_path):
     put(root / "cpu.stat", "nr_periods 10\nnr_throttled 4\nthrottled_time 2500000000\n")
     assert throttling(read(host))["cgroup_cpus"] == 0.5
     assert throttling(read(host))["cgroup_throttled_s"] == 2.5
+
+
+def test_group_of_a_rank_that_is_not_the_nodes_is_read_for_the_rank(node, read, tmp_path):
+    root = cgroup(node, tmp_path, "0::/node\n")
+    for name, throttled in (("node", 1), ("job", 3)):
+        put(root / name / "cpu.max", "150000 100000\n")
+        put(root / name / "cpu.stat", f"nr_periods 10\nnr_throttled 4\nthrottled_usec {throttled}000000\n")
+    node.pids = {0: 10, 1: 11}
+    for pid, group in ((10, "node"), (11, "job")):
+        put(node.proc / str(pid) / "cgroup", f"0::/{group}\n")
+        put(node.proc / str(pid) / "schedstat", "5000000000 250000000 7\n")
+        put(node.proc / str(pid) / "stat", f"{pid} (python) " + " ".join(["0"] * 50))
+        put(node.proc / str(pid) / "status", "Name:\tpython\n")
+    readings = read(host)
+    assert {key: v for key, v in readings.items() if key[1] in ("cgroup_throttled_s", "main_thread_queued_s")} == {
+        ("", "cgroup_throttled_s"): 1.0,
+        ("rank0", "main_thread_queued_s"): 0.25,
+        ("rank1", "main_thread_queued_s"): 0.25,
+        ("rank1", "cgroup_throttled_s"): 3.0,
+    }
+
+
+def test_standing_still_for_memory_is_read_where_the_kernel_tells(node, read, tmp_path):
+    cgroup(node, tmp_path, "0::/\n")
+    assert ("", "memory_stalled_s") not in read(host)
+    told = "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=2500000\n"
+    put(node.proc / "pressure/memory", told)
+    assert read(host)["", "memory_stalled_s"] == 2.5
 
 
 def test_no_limit_is_nothing_to_tell(node, read, tmp_path):

@@ -2,13 +2,15 @@
 
 Device "" is the node: cumulative `cpu_busy_s`, `cpu_steal_s`, `cpu_idle_s` (over all processors; stolen is what the
 hypervisor gave away), `swap_in_bytes`, `swap_out_bytes`, `page_faults`, `major_page_faults`; momentary
-`cpu_busy_fraction` (since the last reading), `load_1min`, `memory_available_bytes`, `swap_used_bytes`. Where a
-control group limits the processors: `cgroup_cpus` (the limit), `cgroup_periods`, `cgroup_throttled_periods`,
-`cgroup_throttled_s`.
+`cpu_busy_fraction` (since the last reading), `load_1min`, `memory_available_bytes`, `swap_used_bytes`. Where the kernel
+tells, cumulative `memory_stalled_s`: the time in which all that could run waited for memory. Where a control group
+limits the processors: `cgroup_cpus` (the limit), `cgroup_periods`, `cgroup_throttled_periods`, `cgroup_throttled_s`.
 
-Device `rank3` is a rank's process: `cpu_s`, `rss_bytes`, `major_page_faults`, `main_thread_involuntary_switches`.
+Device `rank3` is a rank's process: `cpu_s`, `rss_bytes`, `major_page_faults`, `main_thread_involuntary_switches`,
+`main_thread_queued_s` (the time in which it could run and had no processor), and `cgroup_throttled_s` where a control
+group other than the node's limits it.
 
-Source: psutil, `/proc`, cgroup v1 and v2.
+Source: psutil, `/proc` (schedstat, pressure), cgroup v1 and v2.
 """
 
 from __future__ import annotations
@@ -47,12 +49,14 @@ class _Limit:
 
 
 _limit: _Limit | None = None
+_limit_of: dict[int, _Limit | None] = {}  # by process
 _before = (0.0, 0.0)  # busy, all
 
 
 def start(node: Node) -> None:
     global _before, _limit
-    _limit = min(_limits(node), key=lambda limit: limit.cpus, default=None)
+    _limit = _tightest(node, "self")
+    _limit_of.clear()
     busy, steal, idle = _cpu_s()
     _before = busy, busy + steal + idle
 
@@ -98,6 +102,13 @@ def _memory(node: Node) -> Iterator[tuple[str, float]]:
         if name in _VMSTAT:
             known_as, unit = _VMSTAT[name]
             yield known_as, float(value) * unit
+    try:
+        pressure = (node.proc / "pressure" / "memory").read_text()
+    except OSError:
+        return  # not every kernel tells
+    _, found, rest = pressure.partition("full ")
+    if found:
+        yield "memory_stalled_s", float(rest.rpartition("total=")[2]) * 1e-6
 
 
 def _process(node: Node, pid: int) -> Iterator[tuple[str, float]]:
@@ -112,22 +123,49 @@ def _process(node: Node, pid: int) -> Iterator[tuple[str, float]]:
     _, found, rest = status.partition("nonvoluntary_ctxt_switches:")
     if found:
         yield "main_thread_involuntary_switches", float(rest.split()[0])
+    yield from _scheduling(node, pid)
+
+
+def _scheduling(node: Node, pid: int) -> Iterator[tuple[str, float]]:
+    """How long the process's main thread waited for a processor, and its group was throttled, where that is told."""
+    try:
+        yield "main_thread_queued_s", int((node.proc / str(pid) / "schedstat").read_text().split()[1]) * 1e-9
+        if pid not in _limit_of:
+            limit = _tightest(node, str(pid))
+            _limit_of[pid] = limit if _limit is None or limit is None or limit.folder != _limit.folder else None
+        own = _limit_of[pid]
+        if own is not None:
+            yield "cgroup_throttled_s", _throttled_s(own, _cpu_stat(own))
+    except OSError:
+        return
 
 
 def _throttling() -> Iterator[tuple[str, float]]:
     if _limit is None:
         return
-    stat = dict(line.split() for line in (_limit.folder / "cpu.stat").read_text().splitlines())
+    stat = _cpu_stat(_limit)
     yield "cgroup_cpus", _limit.cpus
     yield "cgroup_periods", float(stat["nr_periods"])
     yield "cgroup_throttled_periods", float(stat["nr_throttled"])
-    yield "cgroup_throttled_s", float(stat[_limit.throttled_name]) * _limit.throttled_unit_s
+    yield "cgroup_throttled_s", _throttled_s(_limit, stat)
 
 
-def _limits(node: Node) -> Iterator[_Limit]:
-    """The limits on this process's processors: its control group's, and those of the groups around it."""
+def _cpu_stat(limit: _Limit) -> dict[str, str]:
+    return dict(line.split() for line in (limit.folder / "cpu.stat").read_text().splitlines())
+
+
+def _throttled_s(limit: _Limit, stat: dict[str, str]) -> float:
+    return float(stat[limit.throttled_name]) * limit.throttled_unit_s
+
+
+def _tightest(node: Node, process: str) -> _Limit | None:
+    return min(_limits(node, process), key=lambda limit: limit.cpus, default=None)
+
+
+def _limits(node: Node, process: str) -> Iterator[_Limit]:
+    """The limits on a process's processors: its control group's, and those of the groups around it."""
     root = node.sys / "fs" / "cgroup"
-    for line in (node.proc / "self" / "cgroup").read_text().splitlines():
+    for line in (node.proc / process / "cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             yield from _limits_v2(root, path)

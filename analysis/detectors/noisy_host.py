@@ -1,0 +1,206 @@
+"""A rank is slow because its host does not let it run: no processor, or no memory.
+
+**Signal.** For the ranks that `slow_rank` finds slow, what their host's counters say they lost in the judged steps:
+
+- the time in which their main thread could run and had no processor, beyond what the other ranks queue for the
+  processor time that they use: other processes on the node, or the limit of a control group;
+- their running time that the hypervisor gave away (steal), beyond the other nodes';
+- the time in which the node stood still for memory (swapping, pages read again), beyond the other nodes'.
+
+Reported where this explains at least `min_explained` of what the slow rank costs; the loss is what it explains.
+
+**Why it costs time.** A main thread that waits for a processor launches nothing, and all ranks wait for its rank.
+
+**False alarms.** Counters are read about once a second and tell a mean over the judged steps. Only the main thread's
+queue is known: helper threads of the rank that have no processor look like work of its own. What all ranks lose alike,
+on an overcommitted cluster or under the same limit everywhere, is not seen: there is nobody to compare with.
+
+**What to try.** See what else runs on the node, and move it or pin it away from the ranks' processors. A control group:
+raise its limit (in Kubernetes the pod's CPU limit), or start fewer loader workers and threads (`OMP_NUM_THREADS`).
+Steal: another machine, or one that is not shared. Memory: fewer or smaller loader workers, no swap.
+
+**Source.** Linux schedstat (run-queue wait), pressure stall information, `/proc/stat`, control groups. Thresholds are
+ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid, slow_rank
+from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.phrases import named
+from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.own import StepGrid
+from rankscope.analysis.timeline.readings import during, growth
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ()
+
+_MOSTLY = 0.5
+_QUEUED, _STOLEN, _STALLED = "queued", "stolen", "stalled"
+_RANK = r"^rank(\d+)$"
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosts:
+    """What the counters say of the judged steps, as shares of the time, by rank or by node; where unknown not there."""
+
+    queued: dict[int, float]  # of a rank's main thread
+    used: dict[int, float]  # processors that the rank's process used
+    throttled: dict[int, float]  # of a rank: by a control group of its own, or its node's
+    busy: dict[int, float]  # processors of the node that were busy
+    stolen: dict[int, float]  # of the time in which the node's processors were wanted
+    stalled: dict[int, float]  # of a node, for memory
+    node_of: dict[int, int]
+    first_ns: int
+    last_ns: int
+
+
+def detect(
+    counters: pl.DataFrame,
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    steps: pl.DataFrame,
+    ranks: pl.DataFrame,
+    collectives: pl.DataFrame | None = None,
+    regions: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
+    *,
+    min_explained: float = 0.5,
+) -> list[Finding]:
+    """The slow ranks, or the slow nodes, whose host explains most of what they take longer."""
+    hosts = _hosts(counters, steps, ranks)
+    grid = judged_grid(breakdown, 1)
+    found: list[Finding] = []
+    for slow in slow_rank.detect(breakdown, phases, steps, ranks, collectives, regions, groups):
+        lost = _lost(hosts, grid, slow.ranks)
+        share = min(1.0, sum(lost.values()) / slow.lost_ns_per_step)
+        if share >= min_explained:
+            found.append(_finding(hosts, slow, lost, share))
+    return found
+
+
+def resolution_ns(
+    counters: pl.DataFrame,
+    breakdown: pl.DataFrame,
+    steps: pl.DataFrame,
+    ranks: pl.DataFrame,
+    collectives: pl.DataFrame | None = None,
+    regions: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
+) -> int:
+    """What a slow rank must cost to be seen: what makes none slow costs nothing."""
+    _hosts(counters, steps, ranks)
+    return slow_rank.resolution_ns(breakdown, collectives, regions, groups)
+
+
+def _hosts(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> _Hosts:
+    rows = during(counters, "host", steps)
+    if rows.is_empty():
+        raise NotResolvable("no counter of a host was read during the judged steps")
+    grown = growth(rows).with_columns(rate=pl.col("grown") * 1e9 / pl.col("over_ns"))
+    of_rank = grown.with_columns(pl.col("device").str.extract(_RANK, 1).cast(pl.Int64).alias("rank")).drop_nulls("rank")
+    of_node = grown.filter(pl.col("device") == "")
+    node_of = dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
+
+    def by(owner: str, frame: pl.DataFrame, name: str) -> dict[int, float]:
+        return dict(frame.filter(pl.col("name") == name).select(owner, "rate").iter_rows())
+
+    queued = by("rank", of_rank, "main_thread_queued_s")
+    busy, steal = by("node", of_node, "cpu_busy_s"), by("node", of_node, "cpu_steal_s")
+    stalled = by("node", of_node, "memory_stalled_s")
+    if not queued and not steal and not stalled:
+        raise NotResolvable("no counter was read twice in the judged steps that tells what a host takes from its ranks")
+    of_group = by("node", of_node, "cgroup_throttled_s")
+    throttled = {rank: of_group[node] for rank, node in node_of.items() if node in of_group}
+    return _Hosts(
+        queued=queued,
+        used=by("rank", of_rank, "cpu_s"),
+        throttled=throttled | by("rank", of_rank, "cgroup_throttled_s"),
+        busy=busy,
+        stolen={node: s / (s + busy[node]) for node, s in steal.items() if s + busy.get(node, 0.0) > 0},
+        stalled=stalled,
+        node_of=node_of,
+        first_ns=int(rows["time_ns"].min()),  # type: ignore[arg-type]
+        last_ns=int(rows["time_ns"].max()),  # type: ignore[arg-type]
+    )
+
+
+def _lost(hosts: _Hosts, grid: StepGrid, ranks: tuple[int, ...]) -> dict[str, float]:
+    """ns per step that the host took from these ranks, by how; mean over them."""
+    step_ns = float(grid.of(*grid.parts).mean())
+    own_ns = float(grid.own[[grid.ranks.index(rank) for rank in ranks]].mean())
+    nodes = {hosts.node_of[rank] for rank in ranks if rank in hosts.node_of}
+    return {
+        _QUEUED: step_ns * float(np.mean([_queued_beyond(hosts, rank, ranks) for rank in ranks])),
+        _STOLEN: own_ns * _beyond(hosts.stolen, nodes),
+        _STALLED: step_ns * _beyond(hosts.stalled, nodes),
+    }
+
+
+def _queued_beyond(hosts: _Hosts, rank: int, slow: tuple[int, ...]) -> float:
+    """Share of the time in which the rank's main thread queued, beyond what others queue for as much processor time."""
+    usual = [
+        queued / hosts.used[other]
+        for other, queued in hosts.queued.items()
+        if other not in slow and hosts.used.get(other)
+    ]
+    if rank not in hosts.queued or rank not in hosts.used or not usual:
+        return 0.0
+    return max(0.0, hosts.queued[rank] - float(np.median(usual)) * hosts.used[rank])
+
+
+def _beyond(of: dict[int, float], nodes: set[int]) -> float:
+    """The mean over these nodes beyond the median of the others; 0 where there are none."""
+    mine, others = [of[node] for node in nodes if node in of], [v for node, v in of.items() if node not in nodes]
+    return max(0.0, float(np.mean(mine)) - float(np.median(others))) if mine and others else 0.0
+
+
+def _finding(hosts: _Hosts, slow: Finding, lost: dict[str, float], share: float) -> Finding:
+    how = max(lost, key=lambda way: lost[way])
+    whose = f"{named('rank', slow.ranks).capitalize()}"
+    nodes = sorted({hosts.node_of[rank] for rank in slow.ranks if rank in hosts.node_of})
+    what, why, advice = _told(hosts, slow.ranks, nodes, how)
+    verb = "loses" if len(slow.ranks) == 1 else "lose"
+    return as_cause(
+        slow,
+        share,
+        detector="noisy_host",
+        title=f"{whose} {verb} {duration(lost[how])} per step {what}: {why}",
+        where=named("node", nodes) if nodes else "the host",
+        advice=advice,
+        evidence=tuple(
+            Evidence(table="counters", node=node, start_ns=hosts.first_ns, end_ns=hosts.last_ns, note=why)
+            for node in nodes[:4]
+        ),
+    )
+
+
+def _told(hosts: _Hosts, ranks: tuple[int, ...], nodes: list[int], how: str) -> tuple[str, str, str]:
+    """What is lost, why, and what to do about it."""
+    if how == _STOLEN:
+        stolen = np.mean([hosts.stolen[node] for node in nodes])
+        why = f"the hypervisor gives {percent(float(stolen))} of its processors' time to others"
+        return "to other machines", why, "Use another machine, or one that is not shared."
+    if how == _STALLED:
+        stalled = np.mean([hosts.stalled[node] for node in nodes])
+        why = f"the node stands still for memory {percent(float(stalled))} of the time"
+        return (
+            "to memory that is short",
+            why,
+            "Start fewer loader workers, or smaller ones; look at swap and page faults.",
+        )
+    throttled = float(np.mean([hosts.throttled.get(rank, 0.0) for rank in ranks]))
+    queued = float(np.mean([hosts.queued[rank] for rank in ranks]))
+    if throttled >= _MOSTLY * queued:
+        why = f"its control group is throttled {percent(min(throttled, 1.0))} of the time"
+        return "without a processor", why, "Raise the group's CPU limit, or start fewer threads and loader workers."
+    used = {node: sum(cpus for rank, cpus in hosts.used.items() if hosts.node_of.get(rank) == node) for node in nodes}
+    others = sum(max(0.0, hosts.busy.get(node, 0.0) - used[node]) for node in nodes)
+    why = f"processes that are no ranks, or are started by them, keep {others:.1f} processors of the node busy"
+    return "without a processor", why, "See what else runs there; pin it, and the ranks, to processors of their own."
