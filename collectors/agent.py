@@ -67,7 +67,7 @@ class _Rank:
         self.rank = int(hello["rank"])
         self.attempt = attempt
         self.tables = Partition(run, f"rank={self.rank:05d}", f"a{attempt}-")
-        self._rings = [(Ring(ring_fd), ("*",))]  # and which tables lack what was lost
+        self._rings: list[tuple[Ring, tuple[str, ...]]] = [(Ring(ring_fd), ("*",))]  # and what lacks its losses
         self._threads = Threads(int(hello.get("main_thread", 0)))
         self._records: list[Records] = []
         self._flushed_ns = clock()
@@ -331,6 +331,9 @@ class Agent:
             connection.rank.tables.add_row(
                 "gaps", {column.name: message[column.name] for column in TABLES["gaps"].columns}
             )
+        elif kind == "gpu":
+            connection.report["gpu_uuid"] = str(message["uuid"])
+            self._state_changed = True
         elif kind == "nccl_ring":
             try:
                 connection.rank.add_nccl_ring(fds[0] if fds else -1)
@@ -418,6 +421,9 @@ class Agent:
         self._sampler.node.pids = {rank.rank: pid for rank, pid in ranks if rank}
 
     def _take_samples(self, node: _NodeTables) -> None:
+        if self._sampler.topology and "topology" not in self._state:
+            self._state["topology"] = self._sampler.topology
+            self._state_changed = True
         while not self._sampler.readings.empty():
             node.add_samples(*self._sampler.readings.get())
         while not self._sampler.gaps.empty():

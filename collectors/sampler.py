@@ -9,7 +9,10 @@ import time
 from queue import SimpleQueue
 from typing import cast
 
+import pynvml
+
 from rankscope.collectors import node as node_collectors
+from rankscope.collectors import topology
 from rankscope.collectors.node import Collector, Node, Sample, Unavailable
 
 __all__ = ["Sampler"]
@@ -18,7 +21,10 @@ _WAIT_S = 3.0
 
 
 class Sampler(threading.Thread):
-    """From `start` to `finish`, `readings` fills with (time_ns, samples) and `gaps` with (source, why, time_ns)."""
+    """From `start` to `finish`, `readings` fills with (time_ns, samples) and `gaps` with (source, why, time_ns).
+
+    `topology` is what `topology.read` found, None until it has.
+    """
 
     def __init__(self, addresses: frozenset[str], hz: float) -> None:
         """The collectors are imported, which would slow down a thread beside it; their sources are not touched yet."""
@@ -26,6 +32,7 @@ class Sampler(threading.Thread):
         self.readings: SimpleQueue[tuple[int, list[Sample]]] = SimpleQueue()
         self.gaps: SimpleQueue[tuple[str, str, int]] = SimpleQueue()
         self.node = Node(addresses=addresses, gap=self._gap)
+        self.topology: dict[str, list[topology.Device]] | None = None
         self._every_s = 1 / hz
         self._ending = threading.Event()
         self._collectors: dict[str, Collector] = {}
@@ -38,6 +45,7 @@ class Sampler(threading.Thread):
 
     def run(self) -> None:
         self._start_all()
+        self._read_topology()
         while not self._ending.is_set():
             self._sample_all()
             self._ending.wait(self._every_s - time.monotonic() % self._every_s)
@@ -67,6 +75,15 @@ class Sampler(threading.Thread):
             except Exception as error:
                 self._gap(name, f"the collector did not start: {type(error).__name__}: {error}")
             del self._collectors[name]
+
+    def _read_topology(self) -> None:
+        try:
+            found = topology.read(self.node.sys)
+            if "gpu" in self._collectors:  # it has initialised NVML
+                topology.add_driver_facts(found["gpus"], pynvml)
+            self.topology = found
+        except Exception as error:
+            self._gap("topology", f"where this node's devices are was not seen: {type(error).__name__}: {error}")
 
     def _sample_all(self) -> None:
         for name, collector in list(self._collectors.items()):

@@ -188,6 +188,39 @@ def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
     ]
 
 
+def test_run_says_where_devices_are_and_which_gpu_a_rank_has(agent, rank):
+    rank.do("say(type='gpu', uuid='GPU-7')")
+    wait_for(lambda: "topology" in state(agent.out))
+    rank.bye()
+    agent.end()
+    assert set(state(agent.out)["topology"]) == {"gpus", "nics"}
+    assert state(agent.out)["ranks"][0]["gpu_uuid"] == "GPU-7"
+
+
+def test_ring_of_nccls_plugin_is_read_beside_the_ranks_own(agent, rank):
+    """One all-reduce of two ranks, and a proxy that sent 100 bytes for it: 3 ns GPU, 4 ns peer and 5 ns network."""
+    rank.do(
+        "second = Ring()",
+        "second.write(T.NCCL_CALL, 1, 0, 1, 10, 42, 2, 8, 1)",
+        "second.write(T.NCCL_PROXY, 3, 0, 1, 20, 3 << 24 | 1, 4 << 24 | 1, 5 << 24, 100)",
+        'socket.send_fds(agent, [b\'{"type": "nccl_ring"}\'], [second.fd])',
+        "ring.region(1, 7, 10, 20)",
+    )
+    rank.bye()
+    agent.end()
+    assert table(agent.out, "nccl_calls").select("start_ns", "communicator", "nccl_size").rows() == [(10, 42, 2)]
+    waits = table(agent.out, "nccl_events").select("end_ns", "gpu_wait_ns", "peer_wait_ns", "network_wait_ns")
+    assert waits.rows() == [(32, 3, 4, 5)]
+    assert table(agent.out, "regions").height == 1
+
+
+def test_message_without_its_ring_is_a_gap(agent, rank):
+    rank.do("say(type='nccl_ring')")
+    rank.bye()
+    agent.end()
+    assert any("ring cannot be mapped" in reason for reason in why(agent.out, "node=00000"))
+
+
 def test_end_that_comes_after_its_row_was_written_is_a_completion(agent, rank):
     rank.do("n = ring.write(T.COLLECTIVE, 1, 2, 0, 50, 51, 42, 8, 1)")
     wait_for(lambda: live_rows(agent.out, "collectives") == 1)

@@ -120,6 +120,7 @@ def _collectors() -> Iterator[Check]:
     """Those of the node are started, read once and stopped, as the agent does it."""
     from rankscope.collectors import node, rank
     from rankscope.collectors.sampler import Sampler
+    from rankscope.collectors.topology import described
 
     for module in pkgutil.iter_modules(rank.__path__):
         yield Check(f"rank: {module.name}", True, "runs in the training process")
@@ -133,6 +134,8 @@ def _collectors() -> Iterator[Check]:
     for module in pkgutil.iter_modules(node.__path__):
         problem = trouble.get(module.name)
         yield Check(f"node: {module.name}", problem is None, problem or "can be read")
+    for name, where in described(sampler.topology) if sampler.topology else ():
+        yield Check(f"node: {name}", True, where)
 
 
 def _nccl_plugin() -> Iterator[Check]:
