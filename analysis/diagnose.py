@@ -85,7 +85,8 @@ _CONSEQUENCES = {
 # Causes whose cost is measured otherwise than that of what follows from them: they may differ by its error.
 _MEASURED_OTHERWISE = ("drift", "expert_imbalance")
 # Causes that were seen at work need not explain all of what follows, only the larger part of it.
-_SEEN_AT_WORK, _LARGER_PART = ("sync_point", "throttling", "noisy_host", "memory_pressure"), 0.5
+# A rank with popular experts is up to twice as far above its peers as above the mean, which is what those cost.
+_SEEN_AT_WORK, _LARGER_PART = ("sync_point", "throttling", "noisy_host", "memory_pressure", "expert_imbalance"), 0.5
 _OF_A_DRIFT = {  # by the part that grows
     "input": ("input_stall",),
     "gc": ("gc_stall",),
