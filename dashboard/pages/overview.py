@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import dash_mantine_components as dmc
@@ -20,6 +21,8 @@ TITLE, ORDER = "Overview", 0
 
 _EVIDENCE = 3
 _STEP_POINTS, _STEP_ROWS = 240, 24
+_PATH, _BLAMES = ("share", "time", "rank", "part", "label"), ("time", "rank", "part", "label")
+_NUMBERS = {"share": "number", "time": "number"}
 _BARS = 32  # ranks that get a bar each
 
 
@@ -36,6 +39,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001
                 ],
                 className="columns",
             ),
+            _waiting(report),
             card(say("steps"), *_steps(report)),
             _checked(report),
             card(say("time.per_rank"), *_ranks(report, split)) if len(split.rows) > 1 else None,
@@ -148,6 +152,36 @@ def _row(bar: Bar) -> Any:  # noqa: ANN401
         className=bar.kind,
         title=bar.meaning,
     )
+
+
+def _waiting(report: Report) -> Any:  # noqa: ANN401
+    """What a step cannot do without, and whom the ranks stood still for; nothing where neither is known."""
+    path, blames = digest.main_path(report.critical_path), digest.main_blames(report.blames)
+    step_ns = sum(part.ns_per_step for part in path)
+    chain = [
+        (quantities.percent(part.ns_per_step / step_ns), quantities.duration(part.ns_per_step), *phrases.path_row(part))
+        for part in path
+    ]
+    stood = [
+        (quantities.duration(blame.blocked_ns), str(blame.rank), part_label(blame.part), blame.label)
+        for blame in blames
+    ]
+    cards = [
+        card(say("path"), quiet(say("path.means", quantities.duration(step_ns))), _table("path", _PATH, chain))
+        if chain
+        else None,
+        card(say("waits"), quiet(say("blames.means")), _table("blames", _BLAMES, stood)) if stood else None,
+    ]
+    return html.Div(cards, className="columns") if any(cards) else None
+
+
+def _table(texts: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:  # noqa: ANN401
+    heads = html.Tr([html.Th(say(f"{texts}.{column}"), className=_NUMBERS.get(column, "")) for column in columns])
+    cells = [
+        html.Tr([html.Td(text, className=_NUMBERS.get(column, "")) for column, text in zip(columns, row, strict=True)])
+        for row in rows
+    ]
+    return html.Table([html.Thead(heads), html.Tbody(cells)], className="plain")
 
 
 def _checked(report: Report) -> Any:  # noqa: ANN401
