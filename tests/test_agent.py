@@ -190,7 +190,7 @@ def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
 
 def test_run_says_where_devices_are_and_which_gpu_a_rank_has(agent, rank):
     rank.do("say(type='gpu', uuid='GPU-7')")
-    wait_for(lambda: "topology" in state(agent.out))
+    wait_for(lambda: (agent.out / "run/node=00000.json").exists() and "topology" in state(agent.out))
     rank.bye()
     agent.end()
     assert set(state(agent.out)["topology"]) == {"gpus", "nics"}
