@@ -137,7 +137,7 @@ def test_reducing_each_small_parameter_alone_costs_its_latency():
     """60 of 4 kB take 302 µs each; all at once 300 + 0.5 ns × 240 kB = 420 µs. Saved are 17.7 ms of a step of 116."""
     report = loop_over_parameters(60)
     (finding,) = of(report, "small_messages")
-    assert finding.title == "60 allreduce per step of 4 kB take 303 µs each, nearly all of it latency"
+    assert finding.title == "60 small allreduce per step, together 240 kB, take 303 µs each, most of it latency"
     assert finding.lost_ns_per_step == pytest.approx(60 * 302 * US - 420 * US, rel=0.02)
     assert finding.gain_fraction == pytest.approx(finding.lost_fraction)
     assert finding.where == "outside of forward and backward"

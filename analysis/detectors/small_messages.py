@@ -166,7 +166,7 @@ def _savings(runs: pl.DataFrame, known: pl.DataFrame, grid: StepGrid) -> list[_S
                 fewer=float((rows["count"] - 1).sum()) / steps,
                 count=len(of_op) / steps,
                 each_ns=float(np.median(of_op["ns"])),
-                each_bytes=float(np.median(of_op["size_bytes"])),
+                each_bytes=float(of_op["size_bytes"].to_numpy().mean()),
                 latency_ns=float(np.median(of_op["latency_ns"])),
                 rows=of_op.join(rows.sort("ns", descending=True).unique("rank", keep="first").select("run"), on="run"),
             )
@@ -177,10 +177,11 @@ def _savings(runs: pl.DataFrame, known: pl.DataFrame, grid: StepGrid) -> list[_S
 def _finding(saving: _Saving, lost: Estimate, grid: StepGrid, regions: pl.DataFrame | None) -> Finding:
     runs = saving.rows.group_by("rank", "run").agg(pl.col("start_ns").min(), pl.col("end_ns").max())
     fused = round(saving.count - saving.fewer)
+    together = bytes_text(saving.count * saving.each_bytes)
     return Finding(
         detector="small_messages",
-        title=f"{saving.count:.0f} {saving.op} per step of {bytes_text(saving.each_bytes)} take "
-        f"{duration(saving.each_ns)} each, nearly all of it latency",
+        title=f"{saving.count:.0f} small {saving.op} per step, together {together}, take "
+        f"{duration(saving.each_ns)} each, most of it latency",
         where=_place(runs, regions),
         advice=f"Send them as {counted(fused, 'operation')} per step: one flat buffer for all tensors, a larger "
         f"bucket_cap_mb, or stacked scalars. An operation takes {duration(saving.latency_ns)} before a byte moves.",
