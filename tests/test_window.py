@@ -1,0 +1,236 @@
+"""Deep windows and live stacks: real gloo jobs that are looked into while they run."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import rankscope
+from rankscope.analysis.windows import self_times
+from rankscope.collectors.windows import ask
+from rankscope.profiler.window import place
+
+pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+
+HEADER = """
+import os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    model(torch.ones(4, 8)).sum().backward()
+    time.sleep(0.01)
+    optimizer.step()
+"""
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+
+
+def trigger(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rankscope", "trigger", str(run), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def requests(run: Path) -> dict[int, dict]:
+    """What came of each request on node 0."""
+    answers = (run / "run").glob("window=*.node=00000.json")
+    return {int(path.name[7:11]): json.loads(path.read_bytes()) for path in answers}
+
+
+def script(tmp_path: Path, body: str) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(HEADER + textwrap.dedent(body))
+    return path
+
+
+def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
+    """Two ranks: steps 3 and 4, a window of both, one of rank 1 alone, stacks; the report has it, on the run's clock."""
+    train = script(
+        tmp_path,
+        """
+        def go_on():
+            more = torch.tensor(float(not Path(sys.argv[1]).exists()))
+            dist.all_reduce(more, dist.ReduceOp.MIN)
+            return bool(more)
+        while go_on():
+            step()
+        """,
+    )
+    run, stop = tmp_path / "run", tmp_path / "stop"
+    options = ["--out", str(run), "--no-report", "--profile-steps", "3-4", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "rankscope", "run", *options, str(train), str(stop)]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        wait_for(lambda: (run / "regions" / "rank=00001").exists())
+        both = trigger(run, "--steps", "2")
+        assert (both.returncode, both.stdout.startswith("2 steps of ranks 0,1 are in ")) == (0, True), both
+        alone = trigger(run, "--ranks", "1", "--steps", "1")
+        assert (alone.returncode, alone.stdout.startswith("1 steps of ranks 1 are in ")) == (0, True), alone
+        stacks = trigger(run, "--stacks")
+        assert stacks.returncode == 0
+        assert stacks.stdout.count("  MainThread") == 2
+        assert stacks.stdout.count(f"{train}:") >= 2
+        nobody = trigger(run, "--ranks", "7")
+        assert (nobody.returncode, nobody.stderr.count("\n")) == (2, 1)
+        assert "rank 7 does not write to this folder (ranks 0,1 do)" in nobody.stderr
+    finally:
+        stop.touch()
+        _, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert "no rank of" in trigger(run).stderr
+
+    trace = rankscope.open(run)
+    report = rankscope.diagnose(trace)
+    fixed, first, second = report.windows
+    assert (fixed.ranks, fixed.steps, fixed.reason) == ((0, 1), (3, 4), "--profile-steps")
+    assert (first.ranks, len(first.steps), second.ranks, len(second.steps)) == ((0, 1), 2, (1,), 1)
+    assert (first.folder, first.reason, first.kernels) == ("window-0002", "rankscope trigger", 0)
+    linear = next(operator for operator in first.operators if operator.name == "aten::addmm")
+    assert linear.calls_per_step == 2  # two linear layers
+    assert [gap.count for gap in report.gaps if "profiler" in gap.why and gap.table == "steps"] != []
+    assert not {finding.detector for finding in report.findings} & {"slow_rank", "uneven_work"}
+
+    # The profiler's call of DDP's all-reduce is the one that rankscope recorded.
+    window = rankscope.open(run / "window-0002")
+    said = window.table("regions").filter(pl.col("name") == "c10d::allreduce_").sort("rank", "start_ns").collect()
+    recorded = trace.table("collectives").select("rank", "start_ns", own_ns="start_ns").sort("start_ns").collect()
+    nearest = said.sort("start_ns").join_asof(
+        recorded, on="start_ns", by="rank", strategy="nearest", check_sortedness=False
+    )
+    away_ns = (nearest["own_ns"] - nearest["start_ns"]).abs()
+    assert len(said) >= 4
+    assert first.clock_error_ns is not None
+    assert away_ns.median() < first.clock_error_ns + 200_000  # the hook's own way to its clock
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """Runs a script as the only rank beside an agent; requests may be there before it begins."""
+
+    def record(body: str, *options: str, asked: list[dict]) -> tuple[subprocess.CompletedProcess[str], Path]:
+        run, name = tmp_path / "run", f"rankscope-test-{uuid.uuid4().hex}"
+        command = [sys.executable, "-m", "rankscope.collectors.agent", "--socket", name, "--out", str(run), *options]
+        agent = subprocess.Popen([*command, "--until-stdin-closes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert json.loads(agent.stdout.readline())["ready"]
+        for request in asked:
+            ask(run, {"kind": "window", "ranks": None, "steps": 2, "reason": "test"} | request)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = subprocess.run(
+            [sys.executable, str(script(tmp_path, body)), str(tmp_path)],
+            env=os.environ | rank | {"RANKSCOPE_AGENT": name, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        agent.stdin.close()
+        assert agent.wait(60) == 0
+        return done, run
+
+    return record
+
+
+def test_other_profilers_are_not_disturbed_and_failures_cost_the_window_only(one_rank, tmp_path):
+    """Steps 3, 4: a window. 10: the script profiles, refused. 20: the script begins to, thrown away. 30: nsys, refused.
+    36: cannot be saved. 44: the job ends within it, what there is counts."""
+    starts = [3, 10, 20, 30, 36, 44]
+    done, run = one_rank(
+        """
+        from torch.profiler import ProfilerActivity, profile, schedule
+        traces = Path(sys.argv[1])
+        def own(name, steps, plan):
+            with profile(activities=[ProfilerActivity.CPU], schedule=plan) as own:
+                for _ in range(steps):
+                    step()
+                    own.step()
+            own.export_chrome_trace(str(traces / name))
+        for _ in range(8): step()                                           # 0 to 7
+        own("first.json", 8, None)                                          # 8 to 15
+        for _ in range(3): step()                                           # 16 to 18
+        own("second.json", 9, schedule(wait=2, warmup=1, active=6))         # 19 to 27: it begins in ours
+        os.environ["NSYS_PROFILING_SESSION_ID"] = "1"
+        for _ in range(6): step()                                           # 28 to 33
+        del os.environ["NSYS_PROFILING_SESSION_ID"]
+        (traces / "run" / "window-0005" / ".rank0.pt.trace.json.part" / "taken").mkdir(parents=True)
+        for _ in range(12): step()                                          # 34 to 45
+        """,
+        asked=[{"first": first, "steps": 3 if first == 20 else 2} for first in starts],
+    )
+    assert done.returncode == 0, done.stderr
+    states = {number: answer["ranks"]["0"]["state"] for number, answer in requests(run).items()}
+    assert states == {
+        1: "recorded",
+        2: "refused",
+        3: "discarded",
+        4: "refused",
+        5: "failed",
+        6: "recorded",
+    }, requests(run)
+    for name in ("first.json", "second.json"):
+        steps = [e for e in json.loads((tmp_path / name).read_bytes())["traceEvents"] if "addmm" in e.get("name", "")]
+        assert len(steps) == 2 * (8 if name == "first.json" else 6)  # nothing of the script's own is lost
+    trace = rankscope.open(run)
+    gaps = [gap.why for gap in trace.gaps() if gap.table == "windows"]
+    assert len(gaps) == 4, gaps  # one for each that is not there
+    assert any("torch.profiler of the script's own" in why for why in gaps)
+    assert any("Nsight Systems" in why for why in gaps)
+    assert done.stderr.count("switched off") == 0
+    rows = trace.table("windows").collect()
+    assert rows["window"].to_list() == [1, 3, 5, 6]  # in these the profiler was on
+    assert (rows["stop_stall_ns"] <= rows["end_ns"] - rows["start_ns"]).all()
+    windows = rankscope.diagnose(trace).windows
+    assert [window.number for window in windows] == [1, 6]
+    assert windows[0].steps == (3, 4)
+    counts = {operator.name: operator.calls_per_step for operator in windows[0].operators}
+    assert counts["aten::addmm"] == 2
+
+
+def test_a_step_slower_than_the_others_opens_a_window_and_no_second_one(one_rank):
+    """Steps of about 10 ms, one of 400 ms: one window, 3 steps long."""
+    done, run = one_rank(
+        """
+        for i in range(160):
+            step()
+            time.sleep(0.4 if i in (40, 60) else 0)
+        """,
+        "--profile-slow",
+        "1",
+        asked=[],
+    )
+    assert done.returncode == 0, done.stderr
+    (window,) = rankscope.diagnose(rankscope.open(run)).windows
+    assert len(window.steps) == 3
+    assert window.reason.startswith("step ")
+    assert "x the usual on rank 0" in window.reason
+
+
+def test_clock_of_a_trace_from_spans_of_which_both_clocks_are_known():
+    """Spans began at 100 and 200 in the trace, between 1095 and 1115, 1190 and 1208: 990 to 1008 and 995 to 1015."""
+    assert place([100, 200], [[0, 1095, 1115], [1, 1190, 1208]]) == (1001, 7)
+
+
+def test_own_time_of_nested_operators():
+    """`a` takes 10 ns, 6 of them in `b`, which spends 2 in `c`; `d` comes after."""
+    rows = [("a", 0, 10), ("b", 2, 8), ("c", 3, 5), ("d", 10, 13)]
+    frame = pl.DataFrame(rows, schema=["name", "start_ns", "end_ns"], orient="row").with_columns(rank=0, thread=0)
+    own = self_times(frame)
+    assert dict(own.select("name", "self_ns").iter_rows()) == {"a": 4, "b": 4, "c": 2, "d": 3}
