@@ -176,6 +176,21 @@ def test_bursts_are_found_on_a_rank_that_is_always_a_little_behind_elsewhere():
     assert finding.lost_ns_per_step == pytest.approx(30 * MS, rel=0.05)
 
 
+def loaded(seed, sigma=25, lasts=0.95):
+    """`STEPS` values on a host where other load comes and goes: 95 % of it is still there a step later."""
+    rng, load, values = random.Random(seed), 0, []
+    for _ in range(STEPS):
+        load = lasts * load + (1 - lasts**2) ** 0.5 * rng.gauss(0, sigma)
+        values.append(180 + abs(load) + rng.gauss(0, 2))
+    return values
+
+
+@pytest.mark.parametrize("seed", [4, 20, 22, 34, 38, 57, 59])
+def test_load_that_lasts_on_one_of_two_hosts_is_not_a_slow_rank(seed):
+    """Of 60 such pairs these look slow where steps are taken for independent."""
+    assert slow(job({0: loaded(2 * seed), 1: loaded(2 * seed + 1)})) == []
+
+
 def test_one_long_hiccup_is_not_a_slow_rank():
     own = healthy()
     own[1][7] += 3000

@@ -5,7 +5,8 @@ compilation and checkpoints) is compared with the median of the other ranks that
 pipeline those of the same stage. A rank is slow if
 
 - it is above its peers in most judged steps (`persistence`) by at least `min_z` robust standard deviations of what
-  the peers differ among themselves, or its excess comes in bursts that hardly any other rank has;
+  the peers differ among themselves and of what its own steps, or stretches of steps, scatter; or its excess comes in
+  bursts that hardly any other rank has;
 - it costs at least `min_fraction` of the step, clear of its own scatter;
 - the peers really were blocked longer than this rank: the loss is no larger than that, within two standard
   deviations.
@@ -40,9 +41,9 @@ is one. Where all ranks are slow alike, there is no peer to tell it by.
 temperature, other processes, CPU pinning, memory pressure. Swap two hosts: what stays with the rank is the work,
 what moves with the host is the machine.
 
-**Source.** Robust z-score and persistence as in Greyhound; the last arriver waits for nobody as in TraceLens; the
-gain by replacing one worker's time as in ByteDance's what-if analysis of stragglers. Thresholds are measured on
-healthy jobs.
+**Source.** Robust z-score and persistence as in Greyhound; stretches of steps as in Schmeiser's batch means (1982);
+the last arriver waits for nobody as in TraceLens; the gain by replacing one worker's time as in ByteDance's what-if
+analysis of stragglers. Thresholds are measured on healthy jobs.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ from rankscope.analysis.timeline.own import (
     above_peers,
     estimate,
     estimates,
+    lasting_half_widths,
     over_occurrences,
     own_by_label,
 )
@@ -82,6 +84,7 @@ _TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the
 _BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by chance
 _ALIKE = 0.5  # of the judged one's excess: who has as much counts as slow like it
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
+_STRETCHES = 16  # steps from which there are four stretches of them or more
 _MIN_BURSTS = 4  # fewer are not told from chance
 _BURST_Z, _BURST_SHARE = (
     5,
@@ -317,9 +320,12 @@ def _holds(outer: pl.DataFrame, inner: pl.DataFrame) -> bool:
 def _least_apart(excess: Floats, min_z: float) -> tuple[Floats, Floats]:
     """Each rank's mean excess, and how large it must be, either way, to stand out.
 
-    That is `min_z` robust standard deviations of a healthy rank's mean: among the peers, or over the rank's own steps.
+    That is `min_z` robust standard deviations of a healthy rank's mean: among the peers, or over the rank's own steps,
+    one by one or, where there are enough of them, in stretches, since load on a machine lasts.
     """
     means, half_widths = estimates(excess, _TRIM)
+    if excess.shape[1] >= _STRETCHES:
+        half_widths = np.maximum(half_widths, lasting_half_widths(excess, _TRIM))
     if len(means) > _MANY:
         among = np.full(len(means), _deviation(means))
     else:

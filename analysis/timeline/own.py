@@ -23,6 +23,7 @@ __all__ = [
     "estimate",
     "estimates",
     "gain_ns",
+    "lasting_half_widths",
     "own_by_label",
     "step_grid",
     "sums",
@@ -145,6 +146,24 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
     winsorized = np.clip(ordered, kept[:, :1], kept[:, -1:])
     errors = winsorized.std(axis=1, ddof=1) / ((1 - 2 * cut / count) * count**0.5)
     return kept.mean(axis=1), half_width(errors, kept.shape[1])
+
+
+def lasting_half_widths(values: Floats, trim: float = 0.0) -> Floats:
+    """Half the 95 % interval around each row's mean where what happens to a step happens to the next ones too.
+
+    From the means of about as many stretches as each has steps; infinite where there are fewer than two.
+
+    Source: batch means, Schmeiser 1982.
+    """
+    count = values.shape[1]
+    stretches = int(count**0.5)
+    if stretches < 2:
+        return np.full(len(values), np.inf)
+    low, high = np.quantile(values, (trim, 1 - trim), axis=1, keepdims=True)
+    bounds = np.linspace(0, count, stretches + 1).astype(int)[:-1]
+    lengths = np.diff(bounds, append=count)
+    means = np.add.reduceat(np.clip(values, low, high), bounds, axis=1) / lengths
+    return half_width(means.std(axis=1, ddof=1) / stretches**0.5, stretches)
 
 
 def half_width(standard_error: Floats, count: int) -> Floats:
