@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,10 @@ __all__ = [
     "RunSide",
     "StepChange",
     "compare",
+    "in_order",
+    "mean_parts",
+    "mean_step",
+    "step_error",
 ]
 
 _OUTLYING = 5.0  # robust standard deviations from the usual change of a rank
@@ -202,29 +206,23 @@ def _parts(
     a: Report, of_a: Timeline, b: Report, of_b: Timeline
 ) -> tuple[StepChange, tuple[PartChange, ...], list[str]]:
     """The step, its parts where both runs have them of the same clock, and why not where they do not."""
-    step = StepChange(a_ns=_mean_step(a), b_ns=_mean_step(b), uncertainty_ns=_together(_of_steps(a), _of_steps(b)))
-    splits = digest.breakdown(a), digest.breakdown(b)
-    why = next(
-        (f"the steps of run {n} could not be cut into parts" for n, s in zip("AB", splits, strict=True) if not s.rows),
-        "",
-    )
+    step = StepChange(a_ns=mean_step(a), b_ns=mean_step(b), uncertainty_ns=_together(step_error(a), step_error(b)))
+    means = {"A": mean_parts(a), "B": mean_parts(b)}
+    why = next((f"the steps of run {name} could not be cut into parts" for name, of in means.items() if not of), "")
     if of_a.kernels.is_empty() != of_b.kernels.is_empty():
         of_device, of_host = ("B", "A") if of_a.kernels.is_empty() else ("A", "B")
         why = f"parts are those of the devices in {of_device} and of the host's main thread in {of_host}: not compared"
     if why:
         return step, (), [why]
-    means = [dict(zip(s.parts, rounded(s.sums, len(s.rows)), strict=True)) for s in splits]
     scatter = _of_parts(of_a), _of_parts(of_b)
-    known = [*(p for p in PART_ORDER if p in means[0] or p in means[1])]
-    names = known + sorted({*means[0], *means[1]} - set(known))
     parts = tuple(
         PartChange(
             part=part,
-            a_ns=means[0].get(part, 0),
-            b_ns=means[1].get(part, 0),
-            uncertainty_ns=_together(*(s.get(part, (0.0, 0))[0] if s else None for s in scatter)),
+            a_ns=means["A"].get(part, 0),
+            b_ns=means["B"].get(part, 0),
+            uncertainty_ns=_together(*(of.get(part, 0.0) if of else None for of in scatter)),
         )
-        for part in names
+        for part in in_order(*means.values())
     )
     exact = StepChange(
         a_ns=sum(p.a_ns for p in parts), b_ns=sum(p.b_ns for p in parts), uncertainty_ns=step.uncertainty_ns
@@ -232,26 +230,41 @@ def _parts(
     return exact, parts, []
 
 
-def _mean_step(report: Report) -> int:
+def mean_step(report: Report) -> int:
+    """ns of the mean judged step, over ranks."""
     lengths = [ns for of_rank in report.step_ns.values() for ns in of_rank]
     return round(statistics.fmean(lengths))
 
 
-def _of_steps(report: Report) -> float | None:
-    """95 % half width of the mean step."""
+def mean_parts(report: Report) -> dict[str, int]:
+    """ns of the mean judged step by part, over ranks, in the order in which parts are shown; empty: not cut up.
+
+    They sum to the mean step.
+    """
+    split = digest.breakdown(report)
+    return dict(zip(split.parts, rounded(split.sums, len(split.rows)), strict=True)) if split.rows else {}
+
+
+def in_order(*means: Mapping[str, int]) -> list[str]:
+    """All parts that one of them has, in the order in which parts are shown."""
+    used = {part for of in means for part in of}
+    return [*(part for part in PART_ORDER if part in used), *sorted(used - set(PART_ORDER))]
+
+
+def step_error(report: Report) -> float | None:
+    """95 % half width of the mean step, ns; None where there is only one."""
     shortest = min(map(len, report.step_ns.values()))
     lengths = np.array([of_rank[:shortest] for of_rank in report.step_ns.values()], np.float64)
     return estimate(lengths.mean(axis=0)).half_width_ns if shortest > 1 else None
 
 
-def _of_parts(timeline: Timeline) -> dict[str, tuple[float, float]]:
-    """By part the 95 % half width of its mean and the mean; empty where there are too few steps."""
+def _of_parts(timeline: Timeline) -> dict[str, float]:
+    """By part the 95 % half width of its mean; empty where there are too few steps."""
     judged = timeline.steps.filter("judged").select("rank", "step")
     grid = step_grid(timeline.breakdown.join(judged, on=["rank", "step"], how="semi"))
     if len(grid.steps) < 2:
         return {}
-    of = {part: estimate(values.mean(axis=0)) for part, values in grid.parts.items()}
-    return {part: (one.half_width_ns, one.ns) for part, one in of.items()}
+    return {part: estimate(values.mean(axis=0)).half_width_ns for part, values in grid.parts.items()}
 
 
 def _together(a: float | None, b: float | None) -> int | None:

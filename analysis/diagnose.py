@@ -43,10 +43,10 @@ from rankscope.analysis.timeline.links import judged_links
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
 from rankscope.analysis.timeline.whatif import BadFix, PipelineRerun, Rerun, rerun
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.trace import PathLike, Trace
 from rankscope.analysis.windows import windows_of
 
-__all__ = ["ask", "conclude", "diagnose", "report_on", "root_causes_first"]
+__all__ = ["ask", "conclude", "diagnose", "read_run", "report_on", "root_causes_first"]
 
 Tables = Mapping[str, pl.DataFrame]
 _Made = TypeVar("_Made")
@@ -105,6 +105,13 @@ _MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding 
 def diagnose(trace: Trace) -> Report:
     """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down."""
     return report_on(trace, build_timeline(trace))
+
+
+def read_run(path: PathLike) -> tuple[Report, Timeline]:
+    """The report and timeline of the run at this path. Raises BadInput."""
+    trace = Trace.open(path)
+    timeline = build_timeline(trace)
+    return report_on(trace, timeline), timeline
 
 
 def report_on(trace: Trace, timeline: Timeline) -> Report:

@@ -19,8 +19,6 @@ from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
     from rankscope.analysis.compare import Comparison, KernelChange, OperationChange
-    from rankscope.analysis.finding import Report
-    from rankscope.analysis.timeline.build import Timeline
 
 __all__ = ["command"]
 
@@ -34,26 +32,17 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     from rankscope.analysis.compare import NotComparable, compare
+    from rankscope.analysis.diagnose import read_run
 
     with clear_input_errors():
         try:
-            found = compare(*_read(a), *_read(b))
+            found = compare(*read_run(a), *read_run(b))
         except NotComparable as reason:
             raise RankscopeError(str(reason)) from None
     if json:
         _print_json(found)
     else:
         print("\n".join(_text(found)))
-
-
-def _read(path: Path) -> tuple[Report, Timeline]:
-    from rankscope.analysis.diagnose import report_on
-    from rankscope.analysis.timeline.build import build_timeline
-    from rankscope.analysis.trace import Trace
-
-    trace = Trace.open(path)
-    timeline = build_timeline(trace)
-    return report_on(trace, timeline), timeline
 
 
 def _print_json(found: Comparison) -> None:

@@ -1,0 +1,112 @@
+"""Say how a job scales: several runs of it, on different numbers of ranks.
+
+Step time and throughput against linear scaling of the run on fewest ranks, the efficiency of each run, and which parts
+of the step the rest went to. Weak scaling (each rank does the same work) or strong (all share the same work) is told
+from what a rank computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.profiler.columns import aligned
+from rankscope.profiler.errors import RankscopeError, clear_input_errors
+
+if TYPE_CHECKING:
+    from rankscope.analysis.scaling import Scaling
+
+__all__ = ["command"]
+
+
+def command(
+    run: Annotated[list[Path], typer.Argument(help="Runs of one job on different numbers of ranks, in any order.")],
+    weak: Annotated[bool, typer.Option("--weak", help="Each rank does the same work, whatever their number.")] = False,
+    strong: Annotated[bool, typer.Option("--strong", help="All ranks share the same work.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    from rankscope.analysis.diagnose import read_run
+    from rankscope.analysis.report.json_form import strict
+    from rankscope.analysis.scaling import NotScaling, scaling
+
+    if weak and strong:
+        raise RankscopeError("--weak or --strong, not both")
+    with clear_input_errors():
+        try:
+            found = scaling([read_run(path) for path in run], "weak" if weak else "strong" if strong else "")
+        except NotScaling as reason:
+            raise RankscopeError(str(reason)) from None
+    if json:
+        sys.stdout.write(strict({"schema_version": 1, **dataclasses.asdict(found)}))
+    else:
+        print("\n".join(_text(found)))
+
+
+def _text(found: Scaling) -> Iterable[str]:
+    from rankscope.analysis.report.quantities import percent
+    from rankscope.analysis.report.texts import part_label
+
+    base, *others = found.points
+    yield f"{found.kind.capitalize()} scaling ({found.why}), against {base.path} on {base.ranks} ranks"
+    yield from found.notes
+    yield f"\n{_runs(found)}"
+    for point in others:
+        grown = {part: ns for part, ns in point.lost.items() if ns > 0}
+        if point.lost_ns > 0 and grown:
+            part = max(grown, key=lambda name: grown[name])
+            yield f"{point.ranks} ranks: most of what is lost went to {part_label(part)}"
+    if base.lost:
+        yield f"\nBeyond linear, per step\n{_parts(found)}"
+    law = found.law
+    if law is None:
+        yield f"\nNo law: {found.no_law}."
+        return
+    what = "grows with the ranks" if found.kind == "weak" else "does not shrink with more ranks"
+    twice = 2 * found.points[-1].ranks
+    yield (
+        f"\n{law.name}: {percent(law.serial_fraction)} of the base's step {what}; it misses no efficiency by more than "
+        f"{law.misses:.2f}. On {twice} ranks it gives {percent(law.twice)} of linear."
+    )
+
+
+def _runs(found: Scaling) -> str:
+    from rankscope.analysis.report.quantities import duration, duration_with_error, percent
+
+    most = found.points[0].ranks
+    rows = [("run", "ranks", "nodes", "steps", "mean step", "linear", "speedup", "of", "efficiency")]
+    for point in found.points:
+        step = (
+            duration(point.step_ns) if point.error_ns is None else duration_with_error(point.step_ns, point.error_ns)
+        )
+        error = "" if point.efficiency_error is None else f" ± {100 * point.efficiency_error:.1f}"
+        rows.append(
+            (
+                Path(point.path).name,
+                *(str(n) for n in (point.ranks, point.nodes, point.steps)),
+                step,
+                duration(point.linear_ns),
+                f"{point.speedup:.2f}",
+                f"{point.ranks / most:.2f}",
+                percent(point.efficiency).replace(" %", f"{error} %"),
+            )
+        )
+    return aligned(rows, right=range(1, 9))
+
+
+def _parts(found: Scaling) -> str:
+    """One row per part, one column per run but the base. What is shown of a column adds up."""
+    from rankscope.analysis.report.quantities import scale_for
+    from rankscope.analysis.report.texts import part_label
+
+    scale = scale_for(max(point.step_ns for point in found.points))
+    points = found.points[1:]
+    names = list(dict.fromkeys(name for point in points for name in point.lost))
+    columns = [scale.row([point.lost.get(name, 0) for name in names]) for point in points]
+    head = ("", *(f"{point.ranks} ranks, {scale.unit}" for point in points))
+    rows = [(part_label(name), *(texts[i] for texts, _ in columns)) for i, name in enumerate(names)]
+    return aligned([head, *rows, ("sum", *(whole for _, whole in columns))], right=range(1, len(head)))
