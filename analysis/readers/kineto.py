@@ -113,6 +113,7 @@ _UNKNOWN_GROUP = ""
 _MAX_WORLD = 1 << 20  # what is beyond is no number of ranks
 
 Ints = NDArray[Any]
+_Calls = dict[str, Any]  # columns of collectives: arrays and lists
 _Frames = Iterator[tuple[int, pl.DataFrame]]  # each of a rank
 _Builder = Callable[[int | None], _Frames]  # in pieces of at most so many rows
 
@@ -180,7 +181,7 @@ class _Tables(Mapping[str, pl.DataFrame]):
 
 
 def _builders(
-    ranks: Mapping[int, _Capture], groups: Mapping[int, _Groups], collectives: Mapping[int, pl.DataFrame]
+    ranks: Mapping[int, _Capture], groups: Mapping[int, _Groups], collectives: Mapping[int, _Calls]
 ) -> dict[str, _Builder]:
     """How each table that has rows is made: rank after rank, large ones in pieces of at most so many rows."""
 
@@ -197,7 +198,7 @@ def _builders(
         "groups": of_each(lambda rank: groups[rank].frame()),
         "steps": of_each(lambda rank: _steps_frame(ranks[rank])),
         "regions": in_pieces(_regions_frames),
-        "collectives": of_each(lambda rank: collectives[rank]),
+        "collectives": of_each(lambda rank: _collectives_frame(collectives[rank], groups[rank])),
         "kernels": in_pieces(_kernels_frames),
         "launches": in_pieces(_launches_frames),
     }
@@ -809,7 +810,7 @@ class _Groups:
         return pl.DataFrame(rows, schema=schema | {"role": pl.String, "members": pl.String})
 
 
-def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
+def _collectives(capture: _Capture, groups: _Groups) -> _Calls:
     """One row per kernel of NCCL or RCCL, in order; `group` and `seq` as far as the file tells (null: it does not)."""
     used = np.zeros(len(capture.names), bool)
     for block in capture.device.blocks("name"):
@@ -846,26 +847,22 @@ def _collectives(capture: _Capture, groups: _Groups) -> pl.DataFrame:
         int(n) * size if ok and n >= 0 and size and op in ALL_TO_ALL_OPS else None
         for n, ok, (_, size), op in zip(meta["out_nelems"], known, dtypes, ops, strict=True)
     ]
-    seq = pl.Series(meta["seq"])
-    return pl.DataFrame(
-        {
-            "start_ns": host_start,
-            "issued_ns": host_end,
-            "end_ns": end,
-            "device_start_ns": start,
-            "group": names["group"],
-            "seq": seq.set((seq < 0) | (seq >= 1 << 32), None),
-            "op": ops,
-            "dtype": [name for name, _ in dtypes],
-            "is_async": pl.Series([None] * len(start), dtype=pl.Boolean),
-            "peer": _peers(ops, meta),
-            "tag": np.zeros(len(start), np.int64),
-            "size_bytes": pl.Series(sizes, dtype=pl.Int64),
-            "received_bytes": pl.Series(received, dtype=pl.Int64),
-            "thread": thread,
-            "number": np.arange(len(start)),
-        }
-    )
+    return {
+        "start_ns": host_start,
+        "issued_ns": host_end,
+        "end_ns": end,
+        "device_start_ns": start,
+        "group": np.array(names["group"], object),
+        "seq": np.where((meta["seq"] < 0) | (meta["seq"] >= 1 << 32), MISSING, meta["seq"]),
+        "op": ops,
+        "dtype": [name for name, _ in dtypes],
+        "peer": _peers(ops, meta),
+        "tag": np.zeros(len(start), np.int64),
+        "size_bytes": sizes,
+        "received_bytes": received,
+        "thread": thread,
+        "number": np.arange(len(start)),
+    }
 
 
 def _launch_of(known: Ints, correlation: Ints) -> Ints:
@@ -918,51 +915,51 @@ def _peers(ops: Sequence[str], meta: Mapping[str, Ints]) -> list[int]:
 
 
 def _number(
-    collectives: dict[int, pl.DataFrame],
+    collectives: Mapping[int, _Calls],
     groups: Mapping[int, _Groups],
     ranks: Mapping[int, _Capture],
     *,
     one_clock: bool,
 ) -> None:
-    """Give each row its `group_id` and `seq`. Where the files do not number, the sequences of all ranks are aligned."""
+    """Give each row its `seq` where the file does not: the sequences of all ranks are aligned."""
     everyone = _everyone(ranks)
-    for name in sorted({name for frame in collectives.values() for name in frame["group"].unique()}):
-        rows = {rank: frame.filter(pl.col("group") == name) for rank, frame in collectives.items()}
-        rows = {rank: frame for rank, frame in rows.items() if len(frame)}
-        if all(frame["seq"].null_count() == 0 for frame in rows.values()) and name != _UNKNOWN_GROUP:
+    by_group: dict[str, dict[int, Ints]] = {}
+    for rank, calls in collectives.items():
+        for name in set(calls["group"]):
+            by_group.setdefault(name, {})[rank] = np.flatnonzero(calls["group"] == name)
+    for name, rows in sorted(by_group.items()):
+        if name != _UNKNOWN_GROUP and all((collectives[rank]["seq"][at] != MISSING).all() for rank, at in rows.items()):
             continue
-        shifts = sequence.align(
-            {rank: _as_sequence(frame, codes) for codes in [_kinds(rows)] for rank, frame in rows.items()},
-            one_clock=one_clock,
-        )
+        codes: dict[tuple[Any, ...], int] = {}
+        sequences = {rank: _as_sequence(collectives[rank], at, codes) for rank, at in rows.items()}
+        shifts = sequence.align(sequences, one_clock=one_clock)
         if shifts is None:  # nothing is certain: no two ranks have a number in common
-            lengths = [len(frame) for frame in rows.values()]
+            lengths = [len(at) for at in rows.values()]
             shifts = dict(zip(rows, itertools.accumulate(lengths, initial=0), strict=False))
         elif name == _UNKNOWN_GROUP:
             for rank in rows:
                 groups[rank].members[name] = everyone
         for rank, shift in shifts.items():
-            of_group = pl.col("group") == name
-            collectives[rank] = collectives[rank].with_columns(
-                pl.when(of_group).then(of_group.cum_sum().cast(pl.Int64) - 1 + shift).otherwise("seq").alias("seq")
-            )
-    for rank, frame in collectives.items():
-        ids = {name: groups[rank].identity(name) for name in frame["group"].unique()}
-        of_name = pl.col("group").replace_strict(ids, return_dtype=pl.Int64).alias("group_id")
-        collectives[rank] = frame.with_columns(of_name).drop("group")
+            collectives[rank]["seq"][rows[rank]] = np.arange(len(rows[rank])) + shift
+
+
+def _as_sequence(calls: _Calls, at: Ints, codes: dict[tuple[Any, ...], int]) -> sequence.Sequence:
+    """These rows; `codes` are of the kinds on all ranks."""
+    kinds = ((calls["op"][i], calls["dtype"][i], calls["size_bytes"][i]) for i in at)
+    kind = np.array([codes.setdefault(key, len(codes)) for key in kinds], np.int64)
+    return sequence.Sequence(kind=kind, end_ns=calls["end_ns"][at])
+
+
+def _collectives_frame(calls: _Calls, groups: _Groups) -> pl.DataFrame:
+    identity = {name: groups.identity(name) for name in set(calls["group"])}
+    ids = pl.Series([identity[name] for name in calls["group"]], dtype=pl.Int64)
+    columns = {c: values for c, values in calls.items() if c != "group"}
+    types = {"size_bytes": pl.Int64, "received_bytes": pl.Int64, "op": pl.String, "dtype": pl.String, "peer": pl.Int64}
+    frame = pl.DataFrame(columns, schema_overrides=types)
+    return frame.with_columns(group_id=ids, seq=_or_null(calls["seq"], MISSING))
 
 
 def _everyone(ranks: Mapping[int, _Capture]) -> str:
     """The ranks of the job, as far as the files tell."""
     world = max((capture.world_size or 0 for capture in ranks.values()), default=0)
     return ranges(sorted({*ranks, *range(world)}))
-
-
-def _kinds(rows: Mapping[int, pl.DataFrame]) -> dict[tuple[Any, ...], int]:
-    kinds = {key for frame in rows.values() for key in frame.select("op", "dtype", "size_bytes").unique().iter_rows()}
-    return {key: code for code, key in enumerate(kinds)}
-
-
-def _as_sequence(frame: pl.DataFrame, codes: Mapping[tuple[Any, ...], int]) -> sequence.Sequence:
-    kind = np.array([codes[key] for key in frame.select("op", "dtype", "size_bytes").iter_rows()], np.int64)
-    return sequence.Sequence(kind=kind, end_ns=frame["end_ns"].to_numpy())
