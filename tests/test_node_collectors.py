@@ -62,6 +62,57 @@ def test_rdma_counts_words_of_four_bytes(node, read, tmp_path):
     assert read(rdma)["mlx5_0/1", "port_xmit_data_bytes"] == 8000
 
 
+@pytest.mark.parametrize(
+    ("driver", "files", "expected"),
+    [
+        (
+            "bnxt_re0",  # Broadcom
+            {"tx_bytes": 100, "rx_pkts": 7, "to_retransmits": 2, "seq_err_naks_rcvd": 3, "rx_ecn_marked_pkts": 4},
+            {
+                "port_xmit_data_bytes": 100,
+                "port_rcv_packets": 7,
+                "local_ack_timeout_err": 2,
+                "packet_seq_err": 3,
+                "np_ecn_marked_roce_packets": 4,
+            },
+        ),
+        (
+            "irdma0",  # Intel: bytes by protocol
+            {"ip4OutOctets": 60, "ip6OutOctets": 40, "RetransSegs": 5, "cnpHandled": 6, "RNR received": 7},
+            {"port_xmit_data_bytes": 100, "retransmits": 5, "rp_cnp_handled": 6, "rnr_nak_retry_err": 7},
+        ),
+        (
+            "rdmap0s6",  # EFA
+            {"rx_bytes": 9, "rx_drops": 1, "retrans_pkts": 2, "retrans_timeout_events": 3, "submitted_cmds": 99},
+            {"port_rcv_data_bytes": 9, "rx_drops": 1, "retransmits": 2, "local_ack_timeout_err": 3},
+        ),
+        (
+            "erdma_0",  # Alibaba, by the names of its own kernel
+            {"hw_tx_packets_cnt": 8, "hw_bps_limit_drop_cnt": 1, "hw_rx_pps_limit_drop_cnt": 2},
+            {"port_xmit_packets": 8, "limit_drops": 3},
+        ),
+    ],
+)
+def test_every_drivers_names_become_ours(node, read, tmp_path, driver, files, expected):
+    node.sys = tmp_path
+    for file, value in files.items():
+        put(tmp_path / f"class/infiniband/{driver}/ports/1/hw_counters/{file}", f"{value}\n")
+    assert read(rdma) == {(f"{driver}/1", name): value for name, value in expected.items()}
+
+
+def test_rdma_counters_never_fall(node, read, tmp_path, gaps):
+    """One counter begins anew at 32 bits, another is set back by somebody; a third stops where InfiniBand's do."""
+    node.sys = tmp_path
+    counters = tmp_path / "class/infiniband/mlx5_0/ports/1/counters"
+    for waits, packets, downed in ((2**32 - 10, 1000, 254), (5, 20, 255)):
+        put(counters / "port_xmit_wait", f"{waits}\n")
+        put(counters / "port_xmit_packets", f"{packets}\n")
+        put(counters / "link_downed", f"{downed}\n")
+        found = {name: value for (_, name), value in read(rdma).items()}
+    assert found == {"port_xmit_wait": 2**32 + 5, "port_xmit_packets": 1020}
+    assert gaps[-1] == ("rdma", "link_downed of mlx5_0/1 stands at its highest value: perfquery -R sets it back")
+
+
 def test_node_without_rdma_says_so(node, tmp_path):
     node.sys = tmp_path
     with pytest.raises(Unavailable, match="no RDMA device"):
@@ -302,6 +353,73 @@ def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
         "power_limit_w": 700,
         "temperature_c": 60,
     }
+
+
+def test_gpu_tells_links_errors_and_what_held_its_clock_down(node, read, gaps, monkeypatch):
+    """NVLink counts in KiB, slowdowns in ns, one of two links is up; an Xid 79 comes, then energy is gone."""
+    fields = {1: 2048, 2: 4096, 3: 5, 4: 1, 5: 2_500_000_000, 6: 1}
+    xids = [SimpleNamespace(device=0, eventData=79)]
+
+    def field_values(handle, asked):
+        ((field, link),) = asked
+        known = field in fields and (link == 2**32 - 1 or field > 2)  # the link's traffic is asked for all links
+        value = SimpleNamespace(ullVal=fields.get(field), uiVal=fields.get(field))
+        return (SimpleNamespace(nvmlReturn=0 if known else 3, value=value, valueType=1),)
+
+    def state(handle, link):
+        return (1, 0)[link] if link < 2 else refuse()
+
+    nvml = SimpleNamespace(
+        NVMLError=NvmlError,
+        NVML_SUCCESS=0,
+        NVML_VALUE_TYPE_UNSIGNED_INT=1,
+        NVML_NVLINK_MAX_LINKS=18,
+        NVML_VOLATILE_ECC=0,
+        NVML_MEMORY_ERROR_TYPE_CORRECTED=0,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
+        NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX=1,
+        NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX=2,
+        NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL=3,
+        NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL=99,
+        NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL=4,
+        NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL=99,
+        NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_POWER_CAP=5,
+        NVML_FI_DEV_REMAPPED_PENDING=6,
+        nvmlEventTypeXidCriticalError=8,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetIndex=lambda handle: handle,
+        nvmlDeviceGetFieldValues=field_values,
+        nvmlDeviceGetNvLinkState=state,
+        nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: 10 + kind,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 5000,
+        nvmlEventSetCreate=lambda: "events",
+        nvmlEventSetFree=lambda events: None,
+        nvmlDeviceRegisterEvents=lambda handle, kinds, events: None,
+        nvmlEventSetWait_v2=lambda events, timeout: xids.pop() if xids else refuse(),
+    )
+    monkeypatch.setattr(gpu, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5a1f")
+    expected = {
+        "energy_j": 5,
+        "nvlink_tx_bytes": 2048 * 1024,
+        "nvlink_rx_bytes": 4096 * 1024,
+        "nvlink_errors": 6,
+        "nvlinks_up": 1,
+        "ecc_corrected": 10,
+        "ecc_uncorrected": 11,
+        "remapped_rows_pending": 1,
+        "power_capped_s": 2.5,
+        "xid_errors": 1,
+    }
+    assert {name: value for (_, name), value in read(gpu).items()} == expected
+    assert gaps == [("gpu", "gpu0: the driver reports Xid 79; `dmesg` has its text")]
+    nvml.nvmlDeviceGetTotalEnergyConsumption = refuse
+    del expected["energy_j"]
+    assert {name: value for (_, name), value in read(gpu).items()} == expected
+    assert gaps[1:] == [("gpu", "energy_j of gpu0 cannot be read any more: Not Supported")]
 
 
 @pytest.mark.parametrize(

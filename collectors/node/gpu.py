@@ -3,8 +3,13 @@
 Device: `gpu0`, NVML's order. Momentary: `local_rank` (the one that uses it, if the node's ranks take the devices that
 `CUDA_VISIBLE_DEVICES` leaves in their order), `busy_fraction`, `memory_used_bytes`, `sm_clock_hz`, `sm_clock_max_hz`,
 `memory_clock_hz`, `power_w`, `power_limit_w`, `temperature_c`, `clock_event_reasons` (NVML's bit mask: 0x4 power cap,
-0x8 hardware slowdown, 0x20 thermal, 0x40 hardware thermal, 0x80 power brake). Cumulative: `energy_j`, `pcie_tx_bytes`,
-`pcie_rx_bytes`. A GPU has those that its driver offers.
+0x8 hardware slowdown, 0x20 thermal, 0x40 hardware thermal, 0x80 power brake), `power_limit_default_w`,
+`memory_temperature_c`, `pcie_generation`, `pcie_lanes` (some GPUs slow their link down when idle), `nvlinks_up`,
+`remapped_rows_pending`. Cumulative: `energy_j`, `pcie_tx_bytes`, `pcie_rx_bytes`, `pcie_replays`, `nvlink_tx_bytes`,
+`nvlink_rx_bytes`, `nvlink_errors` (CRC, replays, recoveries), `ecc_corrected`, `ecc_uncorrected` (since the driver was
+loaded), `xid_errors` (since the start; each is a row of `gaps` too, with its number). How long the clocks were held
+down: `power_capped_s`, `thermal_slowdown_s`, `hw_thermal_slowdown_s`, `power_brake_s`. A GPU has those that its driver
+offers.
 
 Source: NVML (nvidia-ml-py).
 """
@@ -21,11 +26,17 @@ from rankscope.collectors.node import Node, Sample, Unavailable
 
 tables = ("counters",)
 
+_KIB = 1024
+_ALL_LINKS = 2**32 - 1
+_XIDS_AT_ONCE = 100  # a GPU that has fallen off the bus may report without end
+
 _readings: list[tuple[str, str, Any, Callable[[Any], float]]] = []  # device, name, handle, read
 _local_ranks: dict[str, int] = {}
+_xids: _XidWatch | None = None
 
 
-def start(node: Node) -> None:  # noqa: ARG001
+def start(node: Node) -> None:
+    global _xids
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -35,21 +46,34 @@ def start(node: Node) -> None:  # noqa: ARG001
         for name, read in _READS.items():
             try:
                 read(handle)
-            except pynvml.NVMLError:
-                continue  # not offered by this GPU or driver
+            except (pynvml.NVMLError, AttributeError):
+                continue  # not offered by this GPU, driver or nvidia-ml-py
             _readings.append((f"gpu{index}", name, handle, read))
+    _xids = _XidWatch.begin(node)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     _local_ranks.update(_in_order(visible, pynvml.nvmlDeviceGetCount()))
 
 
-def sample(node: Node) -> Iterator[Sample]:  # noqa: ARG001
+def sample(node: Node) -> Iterator[Sample]:
     for device, local_rank in _local_ranks.items():
         yield "gpu", "local_rank", device, float(local_rank)
-    for device, name, handle, read in _readings:
-        yield "gpu", name, device, read(handle)
+    for reading in list(_readings):
+        device, name, handle, read = reading
+        try:
+            yield "gpu", name, device, read(handle)
+        except pynvml.NVMLError as error:
+            _readings.remove(reading)
+            node.gap("gpu", f"{name} of {device} cannot be read any more: {error}")
+    if _xids:
+        for device, count in _xids.read(node).items():
+            yield "gpu", "xid_errors", device, float(count)
 
 
 def stop() -> None:
+    global _xids
+    if _xids:
+        _xids.end()
+    _xids = None
     _readings.clear()
     _local_ranks.clear()
     pynvml.nvmlShutdown()
@@ -65,11 +89,88 @@ def _in_order(visible: str, count: int) -> dict[str, int]:
     return {f"gpu{int(word)}": place for place, word in enumerate(listed)}
 
 
-def _field(handle: Any, field: int) -> float:  # noqa: ANN401  (an opaque handle of NVML's)
-    (answer,) = pynvml.nvmlDeviceGetFieldValues(handle, [field])
+class _XidWatch:
+    """The driver's error events (Xid) of all GPUs, as they come."""
+
+    def __init__(self, events: Any, handles: dict[str, Any]) -> None:  # noqa: ANN401
+        self._events = events
+        self._handles = handles
+        self._counts = dict.fromkeys(handles, 0)
+
+    @classmethod
+    def begin(cls, node: Node) -> _XidWatch | None:
+        """None, and a gap, where no GPU's driver gives events."""
+        handles = {}
+        try:
+            events = pynvml.nvmlEventSetCreate()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+                handles[f"gpu{index}"] = handle
+        except (pynvml.NVMLError, AttributeError) as error:
+            node.gap("gpu", f"the driver's error events (Xid) are not seen: {error}")
+            return None
+        return cls(events, handles)
+
+    def read(self, node: Node) -> dict[str, int]:
+        """How many there were of each GPU since the start; each new one is told once."""
+        for _ in range(_XIDS_AT_ONCE):
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+            except pynvml.NVMLError:  # a timeout: there is none
+                break
+            device = self._device_of(event.device)
+            self._counts[device] += 1
+            node.gap("gpu", f"{device}: the driver reports Xid {event.eventData}; `dmesg` has its text")
+        return self._counts
+
+    def end(self) -> None:
+        pynvml.nvmlEventSetFree(self._events)
+
+    def _device_of(self, handle: Any) -> str:  # noqa: ANN401
+        index = pynvml.nvmlDeviceGetIndex(handle)
+        return f"gpu{index}"
+
+
+def _field(handle: Any, field: int, link: int = 0) -> float:  # noqa: ANN401  (an opaque handle of NVML's)
+    (answer,) = pynvml.nvmlDeviceGetFieldValues(handle, [(field, link)])
     if answer.nvmlReturn != pynvml.NVML_SUCCESS:
         raise pynvml.NVMLError(answer.nvmlReturn)
-    return float(answer.value.ullVal)
+    value = answer.value
+    return float(value.uiVal if answer.valueType == pynvml.NVML_VALUE_TYPE_UNSIGNED_INT else value.ullVal)
+
+
+def _total(handle: Any, *fields: int) -> float:  # noqa: ANN401
+    """The sum of those that the driver offers. Raises NVMLError if it offers none."""
+    values = []
+    for field in fields:
+        try:
+            values.append(_field(handle, field))
+        except pynvml.NVMLError as error:
+            refused = error
+    if not values:
+        raise refused
+    return sum(values)
+
+
+def _links_up(handle: Any) -> float:  # noqa: ANN401
+    states = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            states.append(pynvml.nvmlDeviceGetNvLinkState(handle, link))
+        except pynvml.NVMLError as error:  # no such link
+            refused = error
+    if not states:
+        raise refused
+    return float(sum(states))
+
+
+def _all_links(handle: Any, field: int) -> float:  # noqa: ANN401
+    return _field(handle, field, _ALL_LINKS) * _KIB
+
+
+def _ecc(handle: Any, kind: int) -> float:  # noqa: ANN401
+    return float(pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, pynvml.NVML_VOLATILE_ECC))
 
 
 # Not nvmlDeviceGetPcieThroughput: each call of it takes 20 ms.
@@ -86,4 +187,26 @@ _READS: dict[str, Callable[[Any], float]] = {
     "energy_j": lambda gpu: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
     "pcie_tx_bytes": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES),
     "pcie_rx_bytes": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES),
+    "power_limit_default_w": lambda gpu: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3,
+    "memory_temperature_c": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_MEMORY_TEMP),
+    "pcie_generation": lambda gpu: pynvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+    "pcie_lanes": lambda gpu: pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+    "pcie_replays": lambda gpu: pynvml.nvmlDeviceGetPcieReplayCounter(gpu),
+    "nvlinks_up": lambda gpu: _links_up(gpu),
+    "nvlink_tx_bytes": lambda gpu: _all_links(gpu, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
+    "nvlink_rx_bytes": lambda gpu: _all_links(gpu, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+    "nvlink_errors": lambda gpu: _total(
+        gpu,
+        pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+        pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+        pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+        pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+    ),
+    "ecc_corrected": lambda gpu: _ecc(gpu, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+    "ecc_uncorrected": lambda gpu: _ecc(gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+    "remapped_rows_pending": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_REMAPPED_PENDING),
+    "power_capped_s": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_POWER_CAP) / 1e9,
+    "thermal_slowdown_s": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN) / 1e9,
+    "hw_thermal_slowdown_s": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN) / 1e9,
+    "power_brake_s": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN) / 1e9,
 }
