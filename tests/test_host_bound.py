@@ -33,7 +33,7 @@ def tables(host_ms, *calls, step_ms=100):
         pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
         pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row"),
         pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row"),
-        pl.DataFrame(launches, {"rank": pl.Int64, **span, "name": pl.String}, orient="row"),
+        pl.DataFrame(launches, {"rank": pl.Int64, **span, "name": pl.String}, orient="row").with_columns(thread=0),
     )
 
 
@@ -74,7 +74,9 @@ def beside_communication(over_ms):
         table.group_by("rank", "step", "part").agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum()),
         table.filter(pl.col("end_ns") > pl.col("start_ns")),
         pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row"),
-        pl.DataFrame(schema={"rank": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64, "name": pl.String}),
+        pl.DataFrame(
+            schema={"rank": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64, "name": pl.String, "thread": int}
+        ),
     )
 
 

@@ -3,9 +3,9 @@
 **Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`).
 A kernel that only communicates meanwhile does not change that, if it still runs when the late work begins: nothing
 waited for it. What the busiest rank would be shorter without this time is the loss, reported above `min_fraction` of
-the step if the hosts of at least half of the ranks are late by a quarter of it. What the host did in these gaps is
-split into: asking the driver for memory, having just waited for the device (a synchronisation drains the queue), the
-launch calls themselves, and all else.
+the step if at least half of the ranks would hold the job up next, for a quarter of it or more: their devices idle as
+well, or their hosts launch for so long. What the host did in these gaps is split into: asking the driver for memory,
+having just waited for the device (a synchronisation drains the queue), the launch calls themselves, and all else.
 
 **Why it costs time.** The host normally queues work ahead of the device. When it falls behind, every microsecond of
 Python, of a driver call or of waiting for a result is a microsecond in which the device does nothing.
@@ -47,7 +47,9 @@ _TRIM = 0.1
 _MEMORY = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
 _SYNC = r"Synchronize$|^(cuda|hip)Memcpy$"
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
-_AS_LATE = 0.25  # of the loss: ranks whose hosts are late by that much would hold the job up next
+_AS_LATE = 0.25  # of the loss: who would hold the job up next for so long shares what makes the host slow
+_LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
+_SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
 _MUCH = 0.25  # share of the idle time from which a cause is worth its advice
 
 _ADVICE = {
@@ -73,10 +75,12 @@ def detect(
     beside = _late_beside_communication(phases, kernels)
     lost = _lost(grid, beside)
     late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
-    late = late_ns >= _AS_LATE * lost.ns
-    if not lost.clear or lost.ns < min_fraction * grid.step_ns or 2 * late.sum() < len(late):
+    quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
+    holds_up_ns = np.maximum(late_ns, _launching(grid, phases, launches) - quick_ns)
+    enough = 2 * (holds_up_ns >= _AS_LATE * lost.ns).sum() >= len(holds_up_ns)
+    if not lost.clear or lost.ns < min_fraction * grid.step_ns or not enough:
         return []
-    ranks = grid.only(late).ranks
+    ranks = grid.only(holds_up_ns > 0).ranks
     idle = phases.filter(pl.col("part") == "host")
     gaps = pl.concat([idle, beside.filter(pl.col("certain_ns") > 0).select(idle.columns)])
     gaps = gaps.filter(pl.col("rank").is_in(ranks)).sort("rank", "start_ns")
@@ -141,6 +145,26 @@ def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> p
             certain_ns=(pl.col("end_ns") - pl.col("start_ns")) * (pl.col("at_ns") < pl.col("over_ns")),
         )
     )
+
+
+def _launching(grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> Floats:
+    """ns per step and rank in which the host made one call soon after the other, without waiting for the device."""
+    seen = phases.group_by("rank").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
+    lasts = pl.col("end_ns") - pl.col("start_ns")
+    waits = pl.when(pl.col("name").str.contains(_SYNC) | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)
+    until_next = pl.col("start_ns").shift(-1) - pl.col("start_ns") - waits
+    of_thread = ["rank", "thread"]
+    spent = (
+        launches.join(seen, on="rank")
+        .filter(pl.col("start_ns") >= pl.col("first_ns"), pl.col("end_ns") <= pl.col("last_ns"))
+        .sort(*of_thread, "start_ns")
+        .select(*of_thread, until_next.over(of_thread).alias("ns"))
+        .filter(pl.col("ns") <= _SOON * pl.col("ns").median().over(of_thread))
+        .group_by("rank")
+        .agg(pl.col("ns").sum())
+    )
+    of_rank = dict(spent.iter_rows())
+    return np.array([of_rank.get(rank, 0) for rank in grid.ranks]) / len(grid.steps)
 
 
 def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:

@@ -23,7 +23,7 @@ _SCHEMAS = {
     for table in TABLES.values()
 }
 _FLOAT32 = 2
-_LAUNCH, _SYNC = "cudaLaunchKernel", "cudaStreamSynchronize"
+_LAUNCH = "cudaLaunchKernel"
 _UNIX_NS = 1_790_000_000_000_000_000
 _PING_EVERY_NS, _PINGS = 10e9, 10
 _SAMPLED_NS = 1e9
@@ -50,7 +50,7 @@ def write(log: Recording, folder: Path) -> Path:
     """The run folder. `folder` must not exist."""
     job, clocks = log.job, _Clocks(log.job)
     ranks = np.arange(job.ranks)
-    names = sorted({r["name"] for r in (*log.regions, *log.kernels)} | {_LAUNCH, _SYNC})
+    names = sorted({r["name"] for r in (*log.regions, *log.kernels)} | {_LAUNCH})
     hung = not np.isfinite(log.optimizer_end).all()
     end = np.concatenate([np.atleast_1d(c["start_ns"]) for c in log.collectives])
     end_ns = float(end[np.isfinite(end)].max()) + (_AFTER_A_HANG_NS if hung else 1e9)
@@ -145,9 +145,6 @@ def _device_tables(log: Recording, folder: Path, clocks: _Clocks, name_ids: dict
     kernels = _stacked(rows, "rank", "start_ns", "end_ns", "name_id", "work", "stream", "correlation")
     kernels["device"] = kernels["rank"] % GPUS
     calls = [r | {"start_ns": r["call_ns"], "end_ns": r["called_ns"], "name_id": name_ids[_LAUNCH]} for r in rows]
-    calls += [
-        r | {"name_id": name_ids[_SYNC], "correlation": i} for i, r in enumerate(log.syncs, start=len(log.kernels))
-    ]
     launches = _stacked(calls, "rank", "start_ns", "end_ns", "name_id", "correlation")
     launches["thread"] = np.zeros(len(launches["rank"]), int)
     for table, columns in (("kernels", kernels), ("launches", launches)):

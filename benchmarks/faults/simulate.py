@@ -16,7 +16,7 @@ clock. `inf` is "never": a rank that hangs is at `inf`, and so is whoever waits 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -48,6 +48,7 @@ _PREEMPTED, _PREEMPTED_NS = 0.002, 4 * _MS  # share of the stretches, and for ho
 _HICCUP, _HICCUP_NS = 0.002, 3 * _MS  # of a transfer
 _RTT = 90 * _US
 _PYTHON, _DRIVER = 10 * _US, 5 * _US  # of host time for one kernel: around the launch, and in it
+_QUEUE = 8  # kernels that may wait for a device, as many to these few as a thousand are to a model's
 _LATENCY = 4 * _US  # from the launch until a device that is idle begins
 _KERNELS = {"forward": 24, "backward": 48, "optimizer": 8}  # of one step
 
@@ -108,7 +109,6 @@ class Recording:
     regions: list[dict] = field(default_factory=list)
     collectives: list[dict] = field(default_factory=list)
     kernels: list[dict] = field(default_factory=list)  # with the host's call that launched each
-    syncs: list[dict] = field(default_factory=list)  # calls in which the host waits for its device
     groups: list[tuple[int, str, str, np.ndarray]] = field(default_factory=list)  # id, name, role, members
     traffic: list[tuple] = field(default_factory=list)  # end, rank, node, peer node, bytes, busy s, rtt s
     optimizer_end: np.ndarray = field(default_factory=lambda: np.empty(0))  # [step, rank]
@@ -448,9 +448,9 @@ def run(job: Job, can: Resources) -> Recording:
     return scheduler.log
 
 
-def step_ns(log: Recording, after: int = 5) -> float:
-    """Mean length of the job's steps after the first `after`, by the slowest rank's optimizer."""
-    ends = log.optimizer_end.max(axis=1)
+def step_ns(log: Recording) -> float:
+    """Mean length of the job's steps after its warm-up, by the slowest rank's optimizer."""
+    ends, after = log.optimizer_end.max(axis=1), log.job.warmup_steps
     return float((ends[-1] - ends[after - 1]) / (len(ends) - after))
 
 
@@ -474,7 +474,6 @@ def cut(log: Recording, steps: int) -> Recording:
         regions=begun(log.regions),
         collectives=begun(log.collectives),
         kernels=begun(log.kernels),
-        syncs=begun(log.syncs),
         traffic=[t for t in log.traffic if t[0] <= until],
         optimizer_end=log.optimizer_end[:steps],
     )
@@ -515,7 +514,7 @@ def _ddp(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[float]:
 
 
 def _ddp_gpu(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[float]:
-    """The host only launches; the device computes, and reduces on a second stream. A step ends with `.item()`."""
+    """The host only launches, at most `_QUEUE` kernels ahead; the device computes, and reduces on a second stream."""
     job, world = scheduler.job, _world(scheduler, team)
     device = _Device(team)
     shares = {"forward": job.compute_ns / 3, "backward": job.compute_ns * 2 / 3, "optimizer": job.optimizer_ns}
@@ -540,10 +539,6 @@ def _ddp_gpu(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[flo
                 team.region(kind, kind, start)
         team.region("optimizer", "AdamW#0", start)
         team.log.optimizer_end[team.step, team.ranks] = team.now
-        start = team.now
-        team.now = np.maximum(team.now, device.free) + 15 * _US
-        team.log.syncs.append({"rank": team.ranks, "start_ns": start, "end_ns": team.now})
-        team.region("sync", "item", start)
         team.end_step()
 
 
@@ -554,6 +549,7 @@ class _Device:
         self.team = team
         self.free = np.array(team.now)
         self.reduced = np.array(team.now)
+        self.queued = deque([self.free] * _QUEUE)
 
     def compute(self, kind: str, ns: float, count: int) -> None:
         """`count` kernels are launched, which at full speed take `ns` together. Some are long, most are short."""
@@ -570,9 +566,10 @@ class _Device:
         for one, call in zip(lasts, calls, strict=True):
             team.spend(call)  # Python, the dispatcher; then the call of the driver
             launch = team.now
-            team.spend(_DRIVER)
+            team.now = np.maximum(launch, self.queued.popleft()) + _DRIVER
             start = np.maximum(team.now + _LATENCY, self.free + 1 * _US)
             self.free = start + one
+            self.queued.append(start)
             self._row(launch, team.now, start, self.free, f"{kind}_kernel", "compute", 7)
 
     def reduce(self, comm: _Communicator, size: float) -> None:
