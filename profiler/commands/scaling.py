@@ -77,12 +77,12 @@ def _text(found: Scaling) -> Iterable[str]:
 def _runs(found: Scaling) -> str:
     from rankscope.analysis.report.quantities import duration, duration_with_error, percent
 
-    most = found.points[0].ranks
-    rows = [("run", "ranks", "nodes", "steps", "mean step", "linear", "speedup", "of", "efficiency")]
+    fewest = found.points[0].ranks
+    rows: list[tuple[str, ...]] = [
+        ("run", "ranks", "nodes", "steps", "mean step", "linear", "speedup", "of", "efficiency")
+    ]
     for point in found.points:
-        step = (
-            duration(point.step_ns) if point.error_ns is None else duration_with_error(point.step_ns, point.error_ns)
-        )
+        step = duration(point.step_ns) if point.error_ns is None else duration_with_error(point.step_ns, point.error_ns)
         error = "" if point.efficiency_error is None else f" ± {100 * point.efficiency_error:.1f}"
         rows.append(
             (
@@ -91,7 +91,7 @@ def _runs(found: Scaling) -> str:
                 step,
                 duration(point.linear_ns),
                 f"{point.speedup:.2f}",
-                f"{point.ranks / most:.2f}",
+                f"{point.ranks / fewest:.2f}",
                 percent(point.efficiency).replace(" %", f"{error} %"),
             )
         )
