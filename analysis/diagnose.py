@@ -64,6 +64,7 @@ _EMPTY = {
     "progress": "no state of a job that stands still was saved (PyTorch's flight recorder does)",
     "links": "no TCP traffic between nodes was recorded",
     "counters": "no counters of the nodes were recorded",
+    "memory": "no memory of the ranks was recorded",
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
 _CONSEQUENCES = {
@@ -73,8 +74,8 @@ _CONSEQUENCES = {
     "checkpoint_stall": ("pipeline_bubble",),
     "sync_point": ("host_bound", "slow_rank"),
     "throttling": ("slow_rank",),
-    "noisy_host": ("slow_rank",),
-    "memory_pressure": ("slow_rank", "host_bound", "sync_point"),
+    "noisy_host": ("slow_rank", "input_stall"),
+    "memory_pressure": ("slow_rank", "host_bound"),
     "slow_link": ("uneven_work", "exposed_communication", "low_bandwidth"),
     "low_bandwidth": ("exposed_communication",),
     "layer_mismatch": ("low_bandwidth", "exposed_communication"),
@@ -412,7 +413,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     }
     tables |= {"steps": steps, "ranks": timeline.ranks, "counters": timeline.counters}
     tables |= {"groups": timeline.groups, "progress": timeline.progress}
-    tables |= {"kernels": timeline.kernels, "launches": timeline.launches}
+    tables |= {"kernels": timeline.kernels, "launches": timeline.launches, "memory": timeline.memory}
     tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")
     tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
     return tables

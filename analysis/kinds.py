@@ -13,7 +13,17 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["COMMUNICATION", "COMPUTE", "DEVICE_CATEGORIES", "MEMORY", "OPS_BY_NAME", "device_work", "kernel_op"]
+__all__ = [
+    "COMMUNICATION",
+    "COMPUTE",
+    "DEVICE_CATEGORIES",
+    "MEMORY",
+    "MEMORY_CALLS",
+    "OPS_BY_NAME",
+    "WAITING_CALLS",
+    "device_work",
+    "kernel_op",
+]
 
 COMPUTE, COMMUNICATION, MEMORY = "compute", "communication", "memory"
 
@@ -21,6 +31,12 @@ COMPUTE, COMMUNICATION, MEMORY = "compute", "communication", "memory"
 _KERNELS = ("kernel", "Kernel")
 _COPIES = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
 DEVICE_CATEGORIES = _KERNELS + _COPIES
+
+# Calls of the host, as patterns: those that return when the device has caught up, and those that ask for memory.
+WAITING_CALLS = (
+    r"^((cuda|hip)(Stream|Device|Event|Ctx)|cu(Stream|Event|Ctx))Synchronize$|^(cuda|hip)Memcpy(WithStream)?$"
+)
+MEMORY_CALLS = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
 
 _COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|\bdeep_ep\b|\bep::", re.IGNORECASE)
 _NCCL_OP = re.compile(r"nccl(?:Dev)?(?:Kernel)?_?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)")

@@ -41,6 +41,8 @@ def tables(*calls, idle=(80, 100), ranks=2, launched=True):
                 ]
     # A last piece of work: else nothing would be late for the last gap.
     kernels += [(rank, STEPS * 100 * MS, STEPS * 100 * MS + 1, 0 if launched else None, 0) for rank in range(ranks)]
+    # The profiler's own, behind everything.
+    launches += [(rank, STEPS * 100 * MS, STEPS * 100 * MS + 1, "cudaDeviceSynchronize", 0) for rank in range(ranks)]
     span = {"start_ns": pl.Int64, "end_ns": pl.Int64}
     frames = (
         (parts, {"rank": pl.Int32, "step": pl.Int32, "part": pl.String, "ns": pl.Int64}),
@@ -103,7 +105,10 @@ def test_waiting_that_leaves_no_idle_device_costs_nothing():
     assert sync_point.detect(*tables(("cudaDeviceSynchronize", 10, 99), idle=(100, 100))) == []
 
 
-def test_trace_without_launches_is_not_judged():
+def test_trace_without_launches_or_any_call_that_waits_is_not_judged():
+    breakdown, phases, kernels, launches, _ = tables(("cudaLaunchKernel", 10, 80))
+    with pytest.raises(NotResolvable, match="no call that waits for a device"):
+        sync_point.detect(breakdown, phases, kernels, launches.filter(pl.col("name") == "cudaLaunchKernel"))
     with pytest.raises(NotResolvable, match="launched"):
         sync_point.detect(*tables(("cudaStreamSynchronize", 10, 80), launched=False))
 

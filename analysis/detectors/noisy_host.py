@@ -171,7 +171,7 @@ def _finding(hosts: _Hosts, slow: Finding, lost: dict[str, float], share: float)
         slow,
         share,
         detector="noisy_host",
-        title=f"{whose} {verb} {duration(lost[how])} per step {what}: {why}",
+        title=f"{whose} {verb} {duration(min(lost[how], slow.lost_ns_per_step))} per step {what}: {why}",
         where=named("node", nodes) if nodes else "the host",
         advice=advice,
         evidence=tuple(

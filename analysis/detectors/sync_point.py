@@ -23,13 +23,14 @@ ours: a lead that calls take away and late launches use up, never below zero (Li
 
 from __future__ import annotations
 
-import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.kinds import WAITING_CALLS
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.lead import host_gaps, job_loses, lost_lead
 from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -38,8 +39,6 @@ collectors = ()
 
 _LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
 _TRIM = 0.1
-_OWN_NS = 10_000  # what such a call takes although the device is done
-_WAITS = r"^((cuda|hip)(Stream|Device|Event|Ctx)|cu(Stream|Event|Ctx))Synchronize$|^(cuda|hip)Memcpy(WithStream)?$"
 
 # By the operator that waited: how it is written in a script.
 _WRITTEN = {
@@ -68,7 +67,7 @@ def detect(
 ) -> list[Finding]:
     """What the job loses because its hosts wait for their devices, as one finding."""
     grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
-    lost = estimate(_lost(grid, cost), _TRIM)
+    lost = estimate(job_loses(grid, cost), _TRIM)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
     ranks = grid.only(cost.mean(axis=1) >= lost.ns / 2).ranks
@@ -105,7 +104,7 @@ def resolution_ns(
 ) -> int:
     """The smallest idle time per step that would have been reported."""
     grid, _, cost = _costs(breakdown, phases, kernels, launches, min_ns)
-    return visible(grid, max(min_fraction * grid.step_ns, estimate(_lost(grid, cost), _TRIM).half_width_ns))
+    return visible(grid, max(min_fraction * grid.step_ns, estimate(job_loses(grid, cost), _TRIM).half_width_ns))
 
 
 def _costs(
@@ -114,65 +113,12 @@ def _costs(
     """The grid, the calls with the gaps that they cost, and what they cost, an array of (rank, step) in ns."""
     if kernels["launch_ns"].null_count() == len(kernels):
         raise NotResolvable("the trace does not hold the calls that launched the device's work")
+    calls = launches.filter(pl.col("name").str.contains(WAITING_CALLS))
+    if calls.is_empty():
+        raise NotResolvable("the trace holds no call that waits for a device, not even the profiler's own")
     grid = judged_grid(breakdown, _LEAST_STEPS)
-    costly = _costly(_gaps(phases, kernels), launches.filter(pl.col("name").str.contains(_WAITS)), min_ns)
+    costly = lost_lead(host_gaps(phases, kernels), calls, min_ns)
     return grid, costly, sums(grid, costly, "cost_ns")
-
-
-def _lost(grid: StepGrid, cost: Floats) -> Floats:
-    """ns per step by which the busiest rank would be shorter without these calls."""
-    return np.asarray(grid.busy.max(axis=0) - (grid.busy - cost).max(axis=0))
-
-
-def _gaps(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """(rank, step, gap_ns, next_ns): the time in which a device idles before work launched late, in order.
-
-    One row per step and gap, whatever its labels; without those at the end of which nothing begins.
-    """
-    host = phases.filter(pl.col("part") == "host").sort("rank", "start_ns")
-    new = (pl.col("rank") != pl.col("rank").shift()) | (pl.col("start_ns") != pl.col("end_ns").shift())
-    last = kernels.group_by("rank").agg(pl.col("start_ns").max().alias("last_ns"))
-    return (
-        host.group_by("rank", "step", new.fill_null(True).cum_sum().alias("gap"), maintain_order=True)
-        .agg(pl.col("start_ns").min().alias("gap_ns"), pl.col("end_ns").max().alias("next_ns"))
-        .join(last, on="rank", maintain_order="left")
-        .filter(pl.col("next_ns") <= pl.col("last_ns"))
-        .drop("gap", "last_ns")
-    )
-
-
-def _costly(gaps: pl.DataFrame, calls: pl.DataFrame, min_ns: int) -> pl.DataFrame:
-    """The gaps that a host without these calls would have covered, each with the last call before its end.
-
-    The columns of `gaps`, `cost_ns`, and the call's `start_ns`, `end_ns`, `thread` and `name`.
-    """
-    waited = (pl.col("end_ns") - pl.col("start_ns") - _OWN_NS).clip(lower_bound=0)
-    events = pl.concat(
-        [
-            calls.select("rank", at=pl.col("end_ns"), lead=waited),
-            gaps.select("rank", "gap_ns", at=pl.col("next_ns"), lead=pl.col("gap_ns") - pl.col("next_ns")),
-        ],
-        how="diagonal",
-    ).sort("rank", "at")
-    total = pl.col("lead").cum_sum()
-    left = (total - pl.min_horizontal(total.cum_min(), 0)).over("rank")
-    covered = events.with_columns(left=left).with_columns(
-        cost_ns=(pl.col("left").shift(1).over("rank").fill_null(0) - pl.col("left"))
-    )
-    covered = covered.filter(pl.col("gap_ns").is_not_null(), pl.col("cost_ns") >= min_ns)
-    ends = calls.filter(waited > 0).sort("end_ns").with_columns(returned_ns="end_ns")
-    return (
-        gaps.join(covered.select("rank", "gap_ns", "cost_ns"), on=["rank", "gap_ns"])
-        .sort("next_ns")
-        .join_asof(
-            ends.select("rank", "start_ns", "end_ns", "thread", "name", "returned_ns"),
-            left_on="next_ns",
-            right_on="returned_ns",
-            by="rank",
-            check_sortedness=False,
-        )
-        .sort("rank", "gap_ns")
-    )
 
 
 def _places(costly: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import polars as pl
 
@@ -53,6 +53,7 @@ class Timeline:
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
     | waits | rank, waited_ns: over all matched operations; ranks that have none are not in it |
     | counters | node, time_ns, source, name, device, value |
+    | memory | rank, time_ns, name, value |
     | groups | those of the schema |
     | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
     """
@@ -74,6 +75,7 @@ class Timeline:
     comparable: bool  # a step number means the same step on all ranks, as far as their collectives tell
     matched_fraction: float | None  # share of collective rows that are part of a whole operation; None: no rows
     gaps: list[Gap]
+    memory: pl.DataFrame = field(default_factory=pl.DataFrame)
 
 
 def build_timeline(trace: Trace) -> Timeline:
@@ -134,6 +136,7 @@ def build_timeline(trace: Trace) -> Timeline:
         breakdown=breakdown(cut, split),
         waits=collectives.drop_nulls("wait_ns").group_by("rank").agg(waited_ns=pl.col("wait_ns").sum()).sort("rank"),
         counters=counters,
+        memory=read("memory", "rank", "time_ns").select("rank", "time_ns", "name", "value"),
         groups=groups,
         ops=ops,
         progress=progress,

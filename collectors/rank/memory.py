@@ -18,6 +18,7 @@ _CUDA_STATS = {
     "allocated_bytes.all.current": "cuda_allocated_bytes",
     "allocated_bytes.all.peak": "cuda_allocated_peak_bytes",
     "reserved_bytes.all.current": "cuda_reserved_bytes",
+    "inactive_split_bytes.all.current": "cuda_inactive_split_bytes",
     "num_alloc_retries": "cuda_alloc_retries",
     "num_ooms": "cuda_ooms",
 }
@@ -37,6 +38,8 @@ def start(emit: Emit) -> None:
         if torch.cuda.is_initialized():
             stats = torch.cuda.memory_stats()
             readings |= {name: stats[key] for key, name in _CUDA_STATS.items() if key in stats}
+            device = torch.cuda.get_device_properties(torch.cuda.current_device())
+            readings["cuda_total_bytes"] = device.total_memory
         for name, value in readings.items():
             emit.ring.write(RecordType.MEMORY, 0, 0, emit.name(name), now, value, 0, 0, 0)
 
