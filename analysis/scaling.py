@@ -49,6 +49,7 @@ class Point:
     speedup: float
     lost_ns: int
     lost: dict[str, int]  # empty: the runs' steps could not be cut into parts alike
+    mostly: str  # the part that holds most of what is lost; empty: nothing is, clear of chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +180,21 @@ def _point(report: Report, base: Report, parts: dict[str, int], of_base: dict[st
         error_ns=error,
         linear_ns=linear_ns,
         efficiency=efficiency,
-        efficiency_error=efficiency * math.hypot((error or 0) / step_ns, (base_error or 0) / base_ns) if known else None,
+        efficiency_error=efficiency * math.hypot((error or 0) / step_ns, (base_error or 0) / base_ns)
+        if known
+        else None,
         speedup=efficiency * ranks / fewest,
         lost_ns=step_ns - linear_ns,
         lost=lost,
+        mostly=_mostly(lost) if step_ns - linear_ns > math.hypot(error or 0, base_error or 0) else "",
     )
+
+
+def _mostly(lost: dict[str, int]) -> str:
+    """The part that grew most. Compute beside communication and alone change places: they count as one."""
+    work = sum(lost.get(part, 0) for part in _WORK)
+    grown = {part: ns for part, ns in lost.items() if part not in _WORK} | {_WORK[0]: work}
+    return max(grown, key=lambda part: grown[part]) if lost else ""
 
 
 def _law(points: Sequence[Point], kind: str) -> tuple[Law | None, str]:

@@ -56,10 +56,8 @@ def _text(found: Scaling) -> Iterable[str]:
     yield from found.notes
     yield f"\n{_runs(found)}"
     for point in others:
-        grown = {part: ns for part, ns in point.lost.items() if ns > 0}
-        if point.lost_ns > 0 and grown:
-            part = max(grown, key=lambda name: grown[name])
-            yield f"{point.ranks} ranks: most of what is lost went to {part_label(part)}"
+        if point.mostly:
+            yield f"{point.ranks} ranks: most of what is lost went to {part_label(point.mostly)}"
     if base.lost:
         yield f"\nBeyond linear, per step\n{_parts(found)}"
     law = found.law
