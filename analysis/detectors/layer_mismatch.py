@@ -3,8 +3,8 @@
 **Signal.** In the sockets between two nodes the receiver's window was the limit for `min_limited` of the time in which
 data was under way, as the kernel counts it, and they send at least half of what the largest window that was offered
 allows: window / round trip. The loss is what ranks stand still for in collectives between nodes, times the limited
-share, times what would be saved at four fifths of the interfaces' speed, over the sockets that share it. Above
-`min_fraction` of the step it is reported.
+share; where the speed of the interfaces is known, without what the bytes take at four fifths of it, over the sockets
+that share it. Above `min_fraction` of the step it is reported.
 
 **Why it costs time.** A sender may have no more under way than the window; then it waits for a round trip. To fill a
 link, the window must hold bandwidth × round trip: 10 Gb/s over 20 ms are 25 MB, and Linux allows 6 MB by default.
@@ -31,7 +31,7 @@ from rankscope.analysis.finding import Finding
 from rankscope.analysis.report.quantities import bytes_text, duration, percent
 from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
 from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
-from rankscope.analysis.timeline.own import StepGrid, estimate
+from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -48,7 +48,7 @@ def detect(
     collectives: pl.DataFrame,
     ranks: pl.DataFrame,
     links: pl.DataFrame,
-    counters: pl.DataFrame,
+    counters: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.05,
     min_limited: float = 0.5,
@@ -70,15 +70,14 @@ def detect(
     allowed = worst["window_bytes"] / worst["rtt_s"]
     if worst["rate_bytes_per_s"] < _OF_THE_WINDOW * allowed:
         return []
-    speed = nic_speeds(counters).get(worst["node"])
-    if speed is None:
-        raise NotResolvable(f"between the nodes {said}, but what they could reach is not known: no interface's speed")
-    each = _ATTAINABLE * speed / worst["pairs"]
-    share = worst["rwnd_limited_s"] / worst["busy_s"] * max(0.0, 1 - worst["rate_bytes_per_s"] / each)
+    speed = None if counters is None else nic_speeds(counters).get(worst["node"])
+    share = worst["rwnd_limited_s"] / worst["busy_s"]
+    if speed is not None:
+        share *= max(0.0, 1 - worst["rate_bytes_per_s"] * worst["pairs"] / (_ATTAINABLE * speed))
     lost = estimate(share * exposed, _TRIM)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
-    return [_finding(worst, speed, rows, grid, share * exposed)]
+    return [_finding(worst, speed, rows, grid, lost)]
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
@@ -86,21 +85,21 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int
     return round(min_fraction * transfer_grid(breakdown).step_ns)
 
 
-def _finding(
-    worst: dict[str, Any], speed: float, rows: pl.DataFrame, grid: StepGrid, lost_ns: np.ndarray[Any, Any]
-) -> Finding:
-    window, rtt_ns = worst["window_bytes"], worst["rtt_s"] * 1e9
+def _finding(worst: dict[str, Any], speed: float | None, rows: pl.DataFrame, grid: StepGrid, lost: Estimate) -> Finding:
+    window, rtt_s = worst["window_bytes"], worst["rtt_s"]
     where = f"from node {worst['node']} to node {worst['peer_node']}"
-    lost = estimate(lost_ns, _TRIM)
+    limited = percent(worst["rwnd_limited_s"] / worst["busy_s"])
+    needed = f"{bytes_text(speed * rtt_s)} (bandwidth × round trip)" if speed else "bandwidth × round trip"
     return Finding(
         detector="layer_mismatch",
-        title=f"TCP's window is too small {where}: {bytes_text(window)} per round trip of {duration(rtt_ns)} allow "
-        f"{bytes_text(window / worst['rtt_s'])}/s per socket, the interface {bytes_text(speed)}/s",
+        title=f"TCP's window is too small {where}: {bytes_text(window)} per round trip of {duration(rtt_s * 1e9)} "
+        f"allow {bytes_text(window / rtt_s)}/s per socket, and are the limit {limited} of the time",
         where=where,
         advice=f"Raise net.core.rmem_max and the last number of net.ipv4.tcp_rmem on node {worst['peer_node']} to "
-        f"{bytes_text(speed * worst['rtt_s'])} (bandwidth × round trip), tcp_wmem on node {worst['node']}; or use more "
-        "sockets (NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS).",
+        f"{needed}, tcp_wmem on node {worst['node']}; or use more sockets (NCCL_NSOCKS_PERTHREAD, "
+        "NCCL_SOCKET_NTHREADS).",
         nodes=(worst["node"], worst["peer_node"]),
+        gain_why=None if speed else "the speed of the network interface was not recorded",
         evidence=longest_rows(rows, "collectives"),
-        **price(grid, lost, lost.ns),
+        **price(grid, lost, lost.ns if speed else None),
     )
