@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-LAYERS, ROWS, MICROBATCHES = 4, 32, 4
+LAYERS, ROWS, MICROBATCHES = 4, 16, 4
 SLOW = ("slow_rank", "sporadic_rank", "slow_node")
 BURSTS = 0.25  # share of the steps
 FIRST = 5  # no fault in the steps before

@@ -34,7 +34,7 @@ JOB = Path(__file__).with_name("job.py")
 ODDS = {"loud": 0.5, "quiet": 0.14, "masked": 0.065}  # what a fault is to add to the healthy step
 STEP_MS = {"ddp": 185, "fsdp2": 260, "tp": 240, "pp-1f1b": 310, "pp-gpipe": 325, "tp+pp": 290}  # without a fault
 EVERY = {"sporadic_rank": 4, "gc_stall": 5, "recompile": 4}  # it acts in one step of so many
-SETTLED = 6  # steps left out of means
+SETTLED = 2  # steps left out of means, as rankscope leaves them out
 LIMIT_S = 150
 
 
