@@ -42,6 +42,7 @@ from rankscope.analysis.timeline.host_graph import HostGraph
 from rankscope.analysis.timeline.links import judged_links
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
+from rankscope.analysis.timeline.utilisation import demand, utilisation
 from rankscope.analysis.timeline.whatif import BadFix, PipelineRerun, Rerun, rerun
 from rankscope.analysis.trace import PathLike, Trace
 from rankscope.analysis.windows import windows_of
@@ -61,6 +62,7 @@ _EMPTY = {
     "ops": "no operations of pipeline stages were recorded",
     "kernels": "no work of a device was recorded",
     "launches": "the calls that launch the device's work were not recorded",
+    "model": "how many FLOPs the model needs in a step is not known: rankscope report --flops-per-step gives them",
     "progress": "no state of a job that stands still was saved (PyTorch's flight recorder does)",
     "links": "no TCP traffic between nodes was recorded",
     "counters": "no counters of the nodes were recorded",
@@ -103,9 +105,13 @@ _LISTED = 20  # of the causes of waiting and of the critical path
 _MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
 
 
-def diagnose(trace: Trace) -> Report:
-    """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down."""
-    return report_on(trace, build_timeline(trace))
+def diagnose(trace: Trace, *, flops_per_step: float | None = None, peak_tflops: float | None = None) -> Report:
+    """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down.
+
+    `flops_per_step` are those that the model needs, on all ranks together; `peak_tflops` those of one device per second
+    (None: by its name).
+    """
+    return report_on(trace, build_timeline(trace), flops_per_step=flops_per_step, peak_tflops=peak_tflops)
 
 
 def read_run(path: PathLike) -> tuple[Report, Timeline]:
@@ -115,11 +121,14 @@ def read_run(path: PathLike) -> tuple[Report, Timeline]:
     return report_on(trace, timeline), timeline
 
 
-def report_on(trace: Trace, timeline: Timeline) -> Report:
-    """The report on a run whose timeline has been built."""
+def report_on(
+    trace: Trace, timeline: Timeline, *, flops_per_step: float | None = None, peak_tflops: float | None = None
+) -> Report:
+    """The report on a run whose timeline has been built; what the model needs as `diagnose` has it."""
     said = trace.table("gaps").collect()
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
-    report = conclude(timeline, addresses, said, trace.reader.cannot())
+    model = None if flops_per_step is None else demand(timeline.ranks, flops_per_step, peak_tflops)
+    report = conclude(timeline, addresses, said, trace.reader.cannot(), model)
     report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
     return replace(report, windows=windows_of(trace))
 
@@ -129,12 +138,16 @@ def conclude(
     addresses: Mapping[int, Iterable[str]],
     said: pl.DataFrame,
     cannot: Mapping[str, str],
+    model: pl.DataFrame | None = None,
 ) -> Report:
     """The report on a timeline.
 
-    `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow.
+    `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow; `model`
+    what it needs of the devices (`utilisation.demand`).
     """
     tables = _judged_only(timeline, addresses)
+    if model is not None:
+        tables["model"] = model
     reasons = _EMPTY | dict(cannot) | {gap.table: gap.why for gap in timeline.gaps if gap.table == "ops"}
     if not timeline.comparable:
         tables["breakdown"] = tables["breakdown"].clear()
@@ -173,6 +186,7 @@ def conclude(
         critical_path=_path(run, timeline),
         pipeline=_pipeline(tables["ops"]),
         fidelity=fidelity,
+        utilisation=None if model is None else utilisation(model, _mean_step_ns(tables["steps"])),
         gaps=(*timeline.gaps, *_incomplete(timeline.steps), *_left_out(run, timeline)),
         clocks=tuple(timeline.clocks),
         matched_fraction=timeline.matched_fraction,
@@ -433,6 +447,11 @@ def _summary(steps: pl.DataFrame) -> StepSummary:
         p90_ns=None if p90 is None else round(p90),
         source=steps["source"][0] if steps.height else "none",
     )
+
+
+def _mean_step_ns(judged: pl.DataFrame) -> float | None:
+    mean = (judged["end_ns"] - judged["start_ns"]).mean()
+    return None if mean is None else float(mean)  # type: ignore[arg-type] - polars' mean may be of any type
 
 
 def _mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:

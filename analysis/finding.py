@@ -22,6 +22,7 @@ __all__ = [
     "Report",
     "StepSummary",
     "StoodStill",
+    "Utilisation",
     "Wait",
     "Window",
 ]
@@ -252,6 +253,18 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Utilisation:
+    """MFU of the mean step, a fraction: FLOPs that the model needs in it over those of its devices at peak.
+
+    Both are of all ranks that were seen together; `peak_flops` is per second.
+    """
+
+    mfu: float
+    flops_per_step: float
+    peak_flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything the terminal, HTML and JSON forms show; they add nothing of their own."""
 
@@ -272,6 +285,7 @@ class Report:
     critical_path: tuple[PathPart, ...] = ()  # empty where the run cannot be replayed
     pipeline: Pipeline | None = None
     fidelity: Fidelity | None = None  # None: nothing was replayed
+    utilisation: Utilisation | None = None  # None: the model's FLOPs were not given, or a device's peak is not known
     windows: tuple[Window, ...] = ()
     gaps: tuple[Gap, ...] = ()
     clocks: tuple[Clock, ...] = ()

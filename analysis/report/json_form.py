@@ -46,6 +46,7 @@ def _as_object(report: Report) -> dict[str, Any]:
         "critical_path": [dataclasses.asdict(part) for part in report.critical_path],
         "pipeline": None if report.pipeline is None else dataclasses.asdict(report.pipeline),
         "fidelity": None if report.fidelity is None else dataclasses.asdict(report.fidelity),
+        "utilisation": None if report.utilisation is None else dataclasses.asdict(report.utilisation),
         "windows": [_window(window) for window in report.windows],
         "gaps": [dataclasses.asdict(gap) for gap in report.gaps],
         "clocks": [dataclasses.asdict(clock) for clock in report.clocks],

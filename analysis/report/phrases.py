@@ -59,6 +59,8 @@ def head_facts(report: Report) -> list[str]:
         facts.append(say("head.median", duration(steps.median_ns)))
     if steps.p90_ns is not None:
         facts.append(say("head.p90", duration(steps.p90_ns)))
+    if report.utilisation is not None:
+        facts.append(say("head.mfu", percent(report.utilisation.mfu), report.utilisation.peak_flops / 1e12 / len(report.ranks)))
     return [*facts, f"{say('source')}: {report.source}"]
 
 

@@ -123,6 +123,7 @@ _ENGLISH: dict[str, str] = {
     "head.steps.none": "no steps were judged",
     "head.median": "median step {0}",
     "head.p90": "90 % of steps within {0}",
+    "head.mfu": "MFU {0} of {1:.4g} TFLOP/s",
     "head.ranks": "{0} of {1}",
     "head.ranks.on": "{0}, on {1}",
     "head.ranks.none": "no ranks recorded",

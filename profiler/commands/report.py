@@ -27,6 +27,13 @@ def command(
     json: Annotated[str | None, typer.Option(help="Write the JSON report here; - is standard output.")] = None,
     pdf: Annotated[Path | None, typer.Option(help="Print the HTML report here, with the Chromium on PATH.")] = None,
     short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False,
+    flops_per_step: Annotated[
+        float | None,
+        typer.Option(min=0, help="FLOPs that the model needs in a step on all ranks together: 6 x parameters x tokens."),
+    ] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(min=1e-3, help="What one device can do per second. [default: by its name, bf16]")
+    ] = None,
 ) -> None:
     from rankscope.analysis.diagnose import diagnose
     from rankscope.analysis.readers import native
@@ -34,7 +41,7 @@ def command(
     from rankscope.analysis.trace import Trace
 
     with clear_input_errors():
-        report = diagnose(Trace.open(run))
+        report = diagnose(Trace.open(run), flops_per_step=flops_per_step, peak_tflops=peak_tflops)
     if json == "-":
         sys.stdout.write(json_form.render(report))
     else:
