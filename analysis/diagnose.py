@@ -450,8 +450,8 @@ def _summary(steps: pl.DataFrame) -> StepSummary:
 
 
 def _mean_step_ns(judged: pl.DataFrame) -> float | None:
-    mean = (judged["end_ns"] - judged["start_ns"]).mean()
-    return None if mean is None else float(mean)  # type: ignore[arg-type] - polars' mean may be of any type
+    mean: float | None = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item()
+    return mean
 
 
 def _mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:

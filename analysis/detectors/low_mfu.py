@@ -58,8 +58,8 @@ def detect(
     return [
         Finding(
             detector="low_mfu",
-            title=f"The devices compute {percent(share)} of the step and reach {percent(reach)} of their peak meanwhile; "
-            f"matrix products take {percent(products)} of that time",
+            title=f"The devices compute {percent(share)} of the step and reach {percent(reach)} of their peak "
+            f"meanwhile; matrix products take {percent(products)} of that time",
             where="matrix products" if products >= 0.5 else "kernels that are no matrix products",
             advice=_PRODUCTS if products >= 0.5 else _OTHERS,
             evidence=longest_rows(computing.filter(most), "kernels"),
@@ -87,7 +87,7 @@ _OTHERS = "Fuse them: torch.compile, fused attention, norms and optimizer; look 
 
 
 def _busy(breakdown: pl.DataFrame, kernels: pl.DataFrame, model: pl.DataFrame) -> tuple[StepGrid, Floats, Floats]:
-    """The grid of the ranks whose devices were seen, their time of computing by (rank, step), and what is needed at peak."""
+    """The grid of ranks whose devices were seen; by (rank, step) their time of computing and what is needed at peak."""
     seen = kernels["rank"].unique()
     grid = judged_grid(breakdown.filter(pl.col("rank").is_in(seen.implode())), FEW_STEPS)
     of_ranks = model.filter(pl.col("rank").is_in(list(grid.ranks))).sort("rank")

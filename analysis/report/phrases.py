@@ -60,7 +60,8 @@ def head_facts(report: Report) -> list[str]:
     if steps.p90_ns is not None:
         facts.append(say("head.p90", duration(steps.p90_ns)))
     if report.utilisation is not None:
-        facts.append(say("head.mfu", percent(report.utilisation.mfu), report.utilisation.peak_flops / 1e12 / len(report.ranks)))
+        peak = report.utilisation.peak_flops / 1e12 / len(report.ranks)
+        facts.append(say("head.mfu", percent(report.utilisation.mfu), peak))
     return [*facts, f"{say('source')}: {report.source}"]
 
 

@@ -29,7 +29,7 @@ def command(
     short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False,
     flops_per_step: Annotated[
         float | None,
-        typer.Option(min=0, help="FLOPs that the model needs in a step on all ranks together: 6 x parameters x tokens."),
+        typer.Option(min=1, help="FLOPs that the model needs in a step on all ranks: 6 x parameters x tokens."),
     ] = None,
     peak_tflops: Annotated[
         float | None, typer.Option(min=1e-3, help="What one device can do per second. [default: by its name, bf16]")
