@@ -28,6 +28,7 @@ KINDS = {
     "gc_stall": ("ddp", "ddp-gpu", "fsdp", "moe", "pp-1f1b"),
     "uneven_work": ("ddp", "fsdp"),
     "expert_imbalance": ("moe",),
+    "drift": ("ddp", "ddp-gpu", "fsdp", "tp", "moe"),
     "stage_imbalance": ("pp-1f1b", "pp-gpipe", "3d"),
     "exposed_communication": ("ddp",),
     "recompile": ("ddp", "fsdp", "moe"),
@@ -45,7 +46,7 @@ _PAIRS = (
 )
 _SEVERAL_NODES = ("slow_node", "slow_link")
 # A few steps do not show what these cost.
-_RANDOM = ("sporadic_rank", "gc_stall", "uneven_work", "expert_imbalance", "recompile")
+_RANDOM = ("sporadic_rank", "gc_stall", "uneven_work", "expert_imbalance", "recompile", "drift")
 _BURSTS = 0.25  # share of the steps
 _GC_EVERY = 5
 _MOST_EXPOSED = (0.22, 0.27)  # no more than backward can hide is lost by not hiding it
@@ -209,6 +210,10 @@ def _choose(kind: str, job: Job, rng: np.random.Generator, taken: set[int]) -> _
         size = job.ranks // stages_of(job)
         where = np.arange(stages_of(job)) == stage
         return _Fault(kind, tuple(range(stage * size, (stage + 1) * size)), (), where)
+    if kind == "drift":
+        ranks = (one,) if many < 0.5 else everybody
+        later = np.linspace(0, 1, job.steps)[:, np.newaxis]
+        return _Fault(kind, ranks if many < 0.5 else (), (), later * np.isin(np.arange(job.ranks), ranks))
     if kind == "expert_imbalance" and many < 0.5:  # one rank's experts are always popular
         return _Fault(kind, (one,), (), np.broadcast_to(np.arange(job.ranks) == one, always.shape) * 1.0)
     return _Fault(kind, (), (), rng.standard_normal((job.steps, job.ranks)))
@@ -235,6 +240,8 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
         match fault.kind:
             case "slow_rank" | "sporadic_rank" | "slow_node":
                 can.slowness = can.slowness * np.where(where, 1 + x, 1.0)
+            case "drift":
+                can.slowness = can.slowness * (1 + x * where[steps])
             case "slow_link":
                 can.nic = np.where(np.isin(np.arange(job.nodes), fault.nodes), can.nic / (1 + x), can.nic)
             case "input_stall":
