@@ -111,17 +111,16 @@ def algorithms(fit: Fit, moved: pl.DataFrame, interface_bytes_per_s: float | Non
     factor, models = bus_factor(fit.op, fit.ranks), costs(fit.op, fit.ranks)
     sizes = measured["size_bytes"].to_numpy().astype(np.float64)
     shown = np.geomspace(sizes[0] / 10, sizes[-1] * 10, _CURVE_POINTS)
-    curves = {"fitted": [fit.line.ns(size) for size in shown]}
-    of_ring = next(iter(models.values()))  # that of an all-to-all is its like
-    link = link_of(fit.line, of_ring)
-    curves |= {name: [cost.ns(size, link) for size in shown] for name, cost in models.items()}
+    as_fitted = next(iter(models))  # the ring; of an all-to-all what is like one
+    link = link_of(fit.line, models[as_fitted])
+    curves = {name: [cost.ns(size, link) for size in shown] for name, cost in models.items()}
     traces: list[dict[str, Any]] = [
         _curve("measured", sizes, factor * sizes / measured["ns"].to_numpy() * 1e9, mode="markers", color=colour(0))
     ]
     for number, (name, ns) in enumerate(curves.items()):
-        dash = "solid" if name == "fitted" else _DASHES[number % len(_DASHES)]
+        said, dash = (f"fitted, as {name}", "solid") if name == as_fitted else (name, _DASHES[number % len(_DASHES)])
         rate = factor * shown / np.array(ns) * 1e9
-        traces.append(_curve(name, shown, rate, mode="lines", color=colour(number), dash=dash))
+        traces.append(_curve(said, shown, rate, mode="lines", color=colour(number), dash=dash))
     if interface_bytes_per_s:
         edges, rate = shown[[0, -1]], np.full(2, interface_bytes_per_s)
         traces.append(_curve("network interface", edges, rate, mode="lines", color=_CEILING, dash="solid"))

@@ -9,7 +9,7 @@ from dash import dcc, html
 
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.quantities import bytes_text, duration, percent
-from rankscope.analysis.timeline.cost_model import faster_than_ring, transfers
+from rankscope.analysis.timeline.cost_model import bus_factor, faster_than_ring, transfers
 from rankscope.analysis.timeline.links import nic_speeds
 from rankscope.dashboard.figures import collectives as figures
 from rankscope.dashboard.page import Query, Shown, address, card, empty, heading, plot, quiet, table
@@ -82,9 +82,11 @@ def _algorithms(run: Run, query: Query) -> Any:  # noqa: ANN401
 
 
 def _said(fit: figures.Fit, moved: pl.DataFrame) -> str:
-    line = fit.line
-    rate = f"{bytes_text(1e9 / line.ns_per_byte)}/s" if line.ns_per_byte > 0 else "without limit"
-    said = f"{fit.op} in group {fit.group} of {fit.ranks} ranks: {duration(line.latency_ns)} latency, then {rate}"
+    line, factor = fit.line, bus_factor(fit.op, fit.ranks)
+    rate = f"{bytes_text(factor * 1e9 / line.ns_per_byte)}/s" if line.ns_per_byte > 0 else "no limit that was seen"
+    said = (
+        f"{fit.op} in group {fit.group} of {fit.ranks} ranks: {duration(line.latency_ns)} latency, busbw up to {rate}"
+    )
     half = f"; half of the time is latency at {bytes_text(line.half_bytes)}" if line.ns_per_byte > 0 else ""
     sizes = moved.filter(pl.col("op") == fit.op, pl.col("group_id") == fit.group_id)
     size = float(sizes.sort("ns")["size_bytes"][-1])
@@ -105,7 +107,7 @@ def _interface(run: Run, group_id: int) -> float | None:
 
 
 _CHOICES = 12
-_ALGORITHMS = "Dots: medians of what was measured. Broken lines: what each algorithm would reach if that was a ring."
+_ALGORITHMS = "Dots: medians of what was measured. Broken lines: what other algorithms would reach if that was a ring."
 _BUSBW = "Bytes over the busiest link per second, as nccl-tests counts them; from transfer alone, without waiting."
 _SPREAD = "From the first to the last rank's arrival. What grows towards the right are rare, late arrivals."
 
