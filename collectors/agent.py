@@ -30,6 +30,7 @@ import pyarrow as pa
 
 from rankscope.collectors import ping
 from rankscope.collectors.drain import Records, Ring, Threads, columns_by_table
+from rankscope.collectors.flight import FlightRecorder
 from rankscope.collectors.node import Sample
 from rankscope.collectors.sampler import Sampler
 from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, TABLES
@@ -89,6 +90,15 @@ class _Rank:
         if sum(map(len, self._records)) > RING_SLOTS:
             self.flush()
 
+    def take_flight(self, recorder: FlightRecorder) -> None:
+        """What torch's Flight Recorder has answered is among the rank's rows."""
+        while not recorder.rows.empty():
+            rows = recorder.rows.get()
+            self.tables.add("flight_records", {name: [row[name] for row in rows] for name in rows[0]})
+        while not recorder.gaps.empty():
+            why, count = recorder.gaps.get()
+            self.tables.gap("flight_records", why, source="flight_recorder", start_ns=clock(), count=count)
+
     def flush(self) -> None:
         """What was read is with the system, and what was lost is in `gaps`."""
         now_ns = clock()
@@ -147,6 +157,7 @@ class _Connection:
     pidfd: int = -1
     rank: _Rank | None = None
     report: dict[str, Any] = field(default_factory=dict)  # its entry in the run's JSON
+    flight: FlightRecorder | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message, if the process takes it now; a rank whose socket is full has ended or is about to."""
@@ -261,6 +272,8 @@ class Agent:
     def _flush(self, node: _NodeTables) -> None:
         for connection in self._connections:
             if connection.rank:
+                if connection.flight:
+                    connection.rank.take_flight(connection.flight)
                 connection.rank.flush()
         self._windows.work(node.index)
         self._take_samples(node)
@@ -334,6 +347,9 @@ class Agent:
         elif kind == "gpu":
             connection.report["gpu_uuid"] = str(message["uuid"])
             self._state_changed = True
+        elif kind == "flight_recorder":
+            connection.flight = FlightRecorder(str(message["folder"]))
+            connection.flight.start()
         elif kind == "nccl_ring":
             try:
                 connection.rank.add_nccl_ring(fds[0] if fds else -1)
@@ -393,6 +409,9 @@ class Agent:
             return
         self._windows.leave(rank.rank)
         rank.read(last=True)
+        if connection.flight:
+            connection.flight.finish()
+            rank.take_flight(connection.flight)
         if not connection.report["bye"]:
             why = (
                 why or f"rank {rank.rank} ended without a goodbye (killed or crashed); nothing after this was recorded"

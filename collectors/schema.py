@@ -291,13 +291,9 @@ TABLES: dict[str, Table] = {
             (
                 Column("start_ns", "int64", "ns", "When NCCL enqueued it."),
                 Column("call", "uint32", "", "Its number, unique in a rank's attempt."),
-                Column(
-                    "communicator", "int64", "", "NCCL's hash, equal on all ranks; null: not told.", nullable=True
-                ),
+                Column("communicator", "int64", "", "NCCL's hash, equal on all ranks; null: not told.", nullable=True),
                 Column("nccl_rank", "int32", "", "This rank's place in the communicator."),
-                Column(
-                    "nccl_size", "int32", "", "Ranks in the communicator; null: not told.", nullable=True
-                ),
+                Column("nccl_size", "int32", "", "Ranks in the communicator; null: not told.", nullable=True),
                 Column(
                     "seq",
                     "uint32",
@@ -357,10 +353,29 @@ TABLES: dict[str, Table] = {
                     "peer was late or the network slow.",
                     nullable=True,
                 ),
-                Column(
-                    "flush_wait_ns", "int64", "ns", "Receive: had come, not yet visible to the GPU.", nullable=True
-                ),
+                Column("flush_wait_ns", "int64", "ns", "Receive: had come, not yet visible to the GPU.", nullable=True),
                 Column("device_ns", "int64", "ns", "Kernel: its time on the device's own clock.", nullable=True),
+            ),
+        ),
+        Table(
+            "flight_records",
+            "One operation in torch's Flight Recorder, where the job uses NCCL; the agent asks the rank's server.",
+            "rank",
+            "start_ns",
+            (
+                Column("start_ns", "int64", "ns", "Enqueue; the host's unix time, converted when it was asked for."),
+                Column("record", "uint64", "", "Its number in the recorder."),
+                Column("group", "string", "", "torch's name of the group."),
+                Column("seq", "int64", "", "torch's own count in the group; those begun together share one."),
+                Column("is_p2p", "bool", "", "A send or a receive, counted apart from the collectives."),
+                Column("name", "string", "", "`nccl:all_reduce`, …"),
+                Column(
+                    "duration_ns",
+                    "int64",
+                    "ns",
+                    "How long it took on the device, with waiting for peers; null: not timed, or not ended.",
+                    nullable=True,
+                ),
             ),
         ),
         Table(

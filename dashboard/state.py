@@ -18,7 +18,7 @@ from rankscope.analysis.diagnose import report_on
 from rankscope.analysis.finding import Report
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
-from rankscope.analysis.timeline.nccl import nccl_waits
+from rankscope.analysis.timeline.nccl import nccl_durations, nccl_waits
 from rankscope.analysis.trace import BadInput, Trace
 from rankscope.analysis.windows import with_windows
 from rankscope.collectors.schema import TABLES
@@ -175,9 +175,10 @@ def _tables(trace: Trace, timeline: Timeline) -> dict[str, pl.DataFrame]:
     """Every table that has rows, all times on one clock."""
     found = {name: value for name in TABLES if isinstance(value := getattr(timeline, name, None), pl.DataFrame)}
     found |= {name: getattr(timeline, name) for name in ("phases", "breakdown", "waits")}
-    for name in ("memory", "clocks", "gaps", "nccl_calls", "nccl_events"):
+    for name in ("memory", "clocks", "gaps", "nccl_calls", "nccl_events", "flight_records"):
         found[name] = trace.table(name).pipe(apply_clocks, timeline.clocks).collect()
     found["nccl_waits"] = nccl_waits(timeline.collectives, found["nccl_calls"], found["nccl_events"])
+    found["flight_records"] = nccl_durations(timeline.collectives, timeline.groups, found["flight_records"])
     return {name: frame for name, frame in sorted(found.items()) if len(frame)}
 
 

@@ -1,11 +1,12 @@
-"""What NCCL's proxies waited for, operation by operation: the GPU, the peer, or the network."""
+"""What NCCL itself says of torch's operations: what its proxies waited for, and how long they took on the device."""
 
 from __future__ import annotations
 
 import polars as pl
 
-__all__ = ["NCCL_WAITS", "nccl_waits"]
+__all__ = ["NCCL_WAITS", "nccl_durations", "nccl_waits"]
 
+_CLOCK_NS = 2_000  # what the conversion of the recorder's unix time may be off: both clocks are slewed alike
 WAITS = ("gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns")
 NCCL_WAITS = pl.Schema(
     {
@@ -86,4 +87,32 @@ def nccl_waits(collectives: pl.DataFrame, calls: pl.DataFrame, events: pl.DataFr
         .sort("rank", "start_ns", "call")
         .select(NCCL_WAITS.names())
         .cast(NCCL_WAITS)
+    )
+
+
+def nccl_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
+    """`records` (the table `flight_records`) by rank and time, with `number` of the row in `collectives` that made it.
+
+    That is the operation of the record's group during whose call, give or take 2 µs for the clocks, the recorder took
+    it; null: NCCL alone saw it, as with other libraries. torch's own count does not join the two: operations that it
+    begins together share one number, and those of other libraries have numbers too.
+    """
+    key = ["rank", "attempt"] if "attempt" in records.columns else ["rank"]
+    names = groups.select(*key, "group_id", pl.col("name").alias("group")).unique([*key, "group_id"], keep="last")
+    made_by = collectives.join(names, on=[*key, "group_id"]).select(
+        *key, "group", "number", pl.col("start_ns").alias("torch_start_ns"), "issued_ns"
+    )
+    return (
+        records.with_columns(_at=pl.col("start_ns") + _CLOCK_NS)
+        .sort("_at")
+        .join_asof(
+            made_by.with_columns(pl.col("torch_start_ns").alias("_from")).sort("_from"),
+            left_on="_at",
+            right_on="_from",
+            by=[*key, "group"],
+            check_sortedness=False,
+        )
+        .with_columns(pl.when(pl.col("start_ns") <= pl.col("issued_ns") + _CLOCK_NS).then("number").alias("number"))
+        .drop("_at", "_from", "torch_start_ns", "issued_ns", strict=False)
+        .sort("rank", "start_ns")
     )

@@ -1,0 +1,184 @@
+"""torch's Flight Recorder: asked while the job runs, by a server that answers as torch's does and by torch's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+
+import polars as pl
+import pytest
+
+import rankscope
+from rankscope.analysis.timeline.nccl import nccl_durations
+from rankscope.collectors import flight
+
+
+class Server(socketserver.ThreadingUnixStreamServer):
+    """Torch's worker server: what it knows at GET /handler/, and the entries of the moment."""
+
+    daemon_threads = True
+    handlers = ("dump_traceback", "fr_trace_json")
+    entries: tuple[dict, ...] = ()
+
+    def handle_error(self, request, client_address):
+        pass  # the client has gone
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(self.server.handlers)
+
+    def do_POST(self):
+        assert self.path == "/handler/fr_trace_json"
+        self.answer({"version": "2.10", "entries": self.server.entries})
+
+    def answer(self, value):
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def address_string(self):
+        return ""
+
+    def log_message(self, *_):
+        pass
+
+
+def entry(number, state="completed", duration_ms=None):
+    """An all-reduce as NCCL's recorder has it; the operation `number` is the one `number` + 1 of its group."""
+    known = {"record_id": number, "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce"}
+    known |= {"collective_seq_id": number + 1, "p2p_seq_id": 0, "is_p2p": False, "state": state}
+    known |= {"time_created_ns": time.time_ns(), "retired": state == "completed"}
+    return known if duration_ms is None else known | {"duration_ms": duration_ms}
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """A server in a rank's folder, and a recorder that asks it every 0.05 s."""
+    monkeypatch.setattr(flight, "SHORTEST_S", 0.05)
+    monkeypatch.setattr(flight, "LONGEST_S", 0.05)
+    folder = tmp_path / "rank"
+    folder.mkdir()
+    server = Server(str(folder / flight.SOCKET), Answer)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    recorder = flight.FlightRecorder(str(folder))
+    yield server, recorder, folder
+    recorder.finish()
+    server.shutdown()
+    server.server_close()
+
+
+def rows(recorder, count):
+    """As soon as so many rows have come."""
+    found = []
+    while len(found) < count:
+        found += recorder.rows.get(timeout=10)
+    return [(row["record"], row["seq"], row["duration_ns"]) for row in found]
+
+
+def test_every_operation_is_a_row_once_it_has_ended(asked):
+    """Operation 1 is still running when it is first seen; later the recorder has dropped 0, which was seen."""
+    server, recorder, folder = asked
+    server.entries = (entry(0, duration_ms=1.5), entry(1, "started"))
+    recorder.start()
+    assert rows(recorder, 1) == [(0, 1, 1_500_000)]
+    server.entries = (entry(1, duration_ms=2.0), entry(2, duration_ms=0.25), entry(3, "scheduled"))
+    assert rows(recorder, 2) == [(1, 2, 2_000_000), (2, 3, 250_000)]
+    (folder / flight.LAST).write_text(json.dumps({"entries": [entry(3, "started"), entry(4, duration_ms=1.0)]}))
+    recorder.finish()
+    assert rows(recorder, 2) == [(3, 4, None), (4, 5, 1_000_000)]
+    assert recorder.gaps.empty()
+    assert not folder.exists()
+
+
+def test_what_was_overwritten_is_counted(asked):
+    """Operations 1 to 9 came and went between two answers, and operation 0 had not ended."""
+    server, recorder, _ = asked
+    server.entries = (entry(0, "started"),)
+    recorder.start()
+    time.sleep(0.2)
+    server.entries = (entry(10),)
+    assert rows(recorder, 1) == [(10, 11, None)]
+    why, count = recorder.gaps.get(timeout=5)
+    assert "TORCH_FR_BUFFER_SIZE" in why
+    assert count == 10
+
+
+def test_server_without_a_recorder_is_said(asked, monkeypatch):
+    monkeypatch.setattr(flight, "_GOING_S", 0)
+    server, recorder, _ = asked
+    server.handlers = ("ping",)
+    recorder.start()
+    why, count = recorder.gaps.get(timeout=5)
+    assert "knows none of" in why
+    assert count is None
+
+
+# On gloo torch's recorder has everything but times, and the collector would not ask it: here it is made to.
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+from rankscope.collectors import session
+from rankscope.collectors.rank import flight_recorder
+dist.all_reduce(torch.ones(4))
+flight_recorder.serve(session._session.emit)
+session._session.emit._stops["flight_recorder"] = flight_recorder.stop
+for _ in range(3):
+    dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+"""
+
+
+def test_jobs_recorder_is_in_its_run(tmp_path):
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "rankscope", "run", "--out", str(tmp_path / "run"), "--no-report"]
+    job = [*command, "--standalone", "--nproc-per-node", "1", str(tmp_path / "script.py")]
+    done = subprocess.run(job, env=os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    trace = rankscope.open(tmp_path / "run")
+    records = trace.table("flight_records").sort("record").collect()
+    assert records.select("group", "seq", "name", "duration_ns").rows() == [
+        ("0", seq, "gloo:all_reduce", None) for seq in range(1, 5)
+    ]
+    dispatched = trace.table("collectives").sort("start_ns").collect()
+    joined = nccl_durations(dispatched, trace.table("groups").collect(), records)
+    assert joined["number"].to_list() == dispatched["number"].to_list()
+
+
+def test_duration_is_that_of_the_operation_that_was_enqueued_then():
+    """Torch's operation 7 in group "0" is under way on the host from 1000 to 1050 µs, and 8 follows at 1060; the
+    recorder took one at 1020 µs in that group, one at 1030 µs in another, and one at 2000 µs, which is nobody's."""
+    us = 1000
+    dispatched = pl.DataFrame(
+        {
+            "rank": [0, 0],
+            "number": [7, 8],
+            "group_id": [42, 42],
+            "start_ns": [1000 * us, 1060 * us],
+            "issued_ns": [1050 * us, 1090 * us],
+        },
+        schema_overrides={"number": pl.UInt64, "rank": pl.Int32},
+    )
+    groups = pl.DataFrame(
+        {"rank": [0, 0], "group_id": [42, 43], "name": ["0", "1"]}, schema_overrides={"rank": pl.Int32}
+    )
+    records = pl.DataFrame(
+        {
+            "rank": [0, 0, 0],
+            "group": ["0", "1", "0"],
+            "start_ns": [1020 * us, 1030 * us, 2000 * us],
+            "duration_ns": [5, 6, 7],
+        },
+        schema_overrides={"rank": pl.Int32},
+    )
+    found = nccl_durations(dispatched, groups, records)
+    assert found.select("duration_ns", "number").rows() == [(5, 7), (6, None), (7, None)]
