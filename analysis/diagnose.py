@@ -67,6 +67,7 @@ _EMPTY = {
     "links": "no TCP traffic between nodes was recorded",
     "counters": "no counters of the nodes were recorded",
     "memory": "no memory of the ranks was recorded",
+    "gpus": "it was not recorded which GPU a rank uses",
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
 _CONSEQUENCES = {
@@ -428,6 +429,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     tables |= {"steps": steps, "ranks": timeline.ranks, "counters": timeline.counters}
     tables |= {"groups": timeline.groups, "progress": timeline.progress}
     tables |= {"kernels": timeline.kernels, "launches": timeline.launches, "memory": timeline.memory}
+    tables["gpus"] = timeline.gpus
     tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")
     tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
     return tables

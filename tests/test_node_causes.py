@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from test_cli import MS
 from test_whatif import record
@@ -29,17 +31,27 @@ def sampled(folder, readings):
                 part.add_row("counters", {"time_ns": index * EVERY_MS * MS} | where | {"value": float(value)})
         part.flush()
         part.close()
+        known = sorted({device for source, _, device in own if source == "gpu"})
+        tell(folder / f"run/node={node:05}.json", node, known)
     return rankscope.diagnose(rankscope.open(folder))
 
 
+def tell(file, node, known):
+    """Write down that the node's ranks use these GPUs, in their order."""
+    said = json.loads(file.read_text())
+    said["topology"] = {"gpus": [{"index": int(gpu[3:]), "uuid": f"GPU-{gpu}"} for gpu in known]}
+    said["ranks"] = [{"rank": node * len(known) + i, "gpu_uuid": f"GPU-{gpu}"} for i, gpu in enumerate(known)]
+    file.write_text(json.dumps(said))
+
+
 def gpus(clocks_ghz, reasons, busy=None, node=0):
-    """Readings of a node's GPUs, by local rank."""
+    """Readings of a node's GPUs."""
     found = {}
-    for local_rank, ghz in enumerate(clocks_ghz):
+    for index, ghz in enumerate(clocks_ghz):
         values = {"sm_clock_hz": [g * 1e9 for g in ghz] if isinstance(ghz, list) else ghz * 1e9}
-        values |= {"sm_clock_max_hz": 1.98e9, "clock_event_reasons": reasons.get(local_rank, 0)}
-        values |= {"busy_fraction": (busy or {}).get(local_rank, 0.95), "local_rank": local_rank}
-        found |= {(node, "gpu", name, f"gpu{local_rank}"): value for name, value in values.items()}
+        values |= {"sm_clock_max_hz": 1.98e9, "clock_event_reasons": reasons.get(index, 0)}
+        values["busy_fraction"] = (busy or {}).get(index, 0.95)
+        found |= {(node, "gpu", name, f"gpu{index}"): value for name, value in values.items()}
     return found
 
 
@@ -102,9 +114,10 @@ def test_low_clocks_without_a_loss_or_a_reason_are_silent(before, readings, tmp_
 def test_what_was_not_read_is_said(tmp_path):
     assert "no counters of the nodes were recorded" in reasons_of(_plain(tmp_path / "none"))["throttling"]
     on_cpu = sampled(record(tmp_path / "cpu", SLOW), {(0, "host", "load_1min", ""): 1})
-    assert "no GPU's clock was read" in reasons_of(on_cpu)["throttling"]
-    unknown = {key: value for key, value in gpus([1.8, 1.2], {1: THERMAL}).items() if key[2] != "local_rank"}
-    assert "local_rank was not recorded" in reasons_of(sampled(record(tmp_path / "old", SLOW), unknown))["throttling"]
+    assert "not recorded which GPU a rank uses" in reasons_of(on_cpu)["throttling"]
+    unknown = {key: value for key, value in gpus([1.8, 1.2], {1: THERMAL}).items() if key[2] != "clock_event_reasons"}
+    old = reasons_of(sampled(record(tmp_path / "old", SLOW), unknown))
+    assert "clock_event_reasons was not recorded" in old["throttling"]
 
 
 def _plain(folder):

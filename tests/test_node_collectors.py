@@ -316,7 +316,6 @@ def refuse(*_):
 
 def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
     """A made NVML with one GPU that knows no energy and no PCIe counters."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = SimpleNamespace(
         NVMLError=NvmlError,
         NVML_CLOCK_SM=1,
@@ -342,7 +341,6 @@ def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
     )
     monkeypatch.setattr(gpu, "pynvml", nvml)
     assert {name: value for (_, name), value in read(gpu).items()} == {
-        "local_rank": 0,
         "busy_fraction": 0.25,
         "memory_used_bytes": 4096,
         "sm_clock_hz": 1.5e9,
@@ -420,14 +418,6 @@ def test_gpu_tells_links_errors_and_what_held_its_clock_down(node, read, gaps, m
     del expected["energy_j"]
     assert {name: value for (_, name), value in read(gpu).items()} == expected
     assert gaps[1:] == [("gpu", "energy_j of gpu0 cannot be read any more: Not Supported")]
-
-
-@pytest.mark.parametrize(
-    ("visible", "local_ranks"),
-    [("", {"gpu0": 0, "gpu1": 1}), ("3,1", {"gpu3": 0, "gpu1": 1}), ("GPU-5a1f,GPU-77b0", {})],
-)
-def test_gpus_are_those_of_the_local_ranks_in_the_order_that_is_visible(visible, local_ranks):
-    assert gpu._in_order(visible, 2) == local_ranks
 
 
 def test_collector_that_fails_is_switched_off_alone(monkeypatch):

@@ -8,9 +8,8 @@ no more than the share of their own time by which the clock is lower, and above 
 
 **Why it costs time.** Most kernels take as much longer as the clock is lower, and all ranks wait for the slowest.
 
-**False alarms.** Which rank uses which GPU is taken from the order of the visible devices (`CUDA_VISIBLE_DEVICES`) and
-the ranks' place on their node; a script may choose otherwise. Clocks are read about once a second: a throttling of
-milliseconds is not seen. Where all GPUs are throttled alike there is none to compare with.
+**False alarms.** Clocks are read about once a second: a throttling of milliseconds is not seen. Where all GPUs are
+throttled alike there is none to compare with.
 
 **What to try.** Thermal: fans, dust, a blocked air path, the neighbours' exhaust, the inlet temperature. Power cap: the
 limit that `nvidia-smi -q -d POWER` shows, against the others. Power brake and hardware slowdown: power and cabling
@@ -46,11 +45,12 @@ _REASONS = {
     0x08: ("slowdown by the hardware", "look at its cooling and the node's power supply"),
     0x04: ("power cap", "compare its power limit with the others' (nvidia-smi -q -d POWER)"),
 }
-_NEEDED = ("sm_clock_hz", "clock_event_reasons", "busy_fraction", "local_rank")
+_NEEDED = ("sm_clock_hz", "clock_event_reasons", "busy_fraction")
 
 
 def detect(
     counters: pl.DataFrame,
+    gpus: pl.DataFrame,
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
     steps: pl.DataFrame,
@@ -63,8 +63,8 @@ def detect(
     min_fraction: float = 0.03,
 ) -> list[Finding]:
     """The slow ranks, or the slow nodes, whose GPUs are throttled."""
-    gpus = _gpus(counters, steps, ranks)
-    throttled = gpus.filter(pl.col("clock_hz") < (1 - min_drop) * pl.col("usual_hz"), pl.col("named") >= _MOSTLY)
+    clocks = _clocks(counters, gpus, steps)
+    throttled = clocks.filter(pl.col("clock_hz") < (1 - min_drop) * pl.col("usual_hz"), pl.col("named") >= _MOSTLY)
     if throttled.is_empty():
         return []
     try:
@@ -88,20 +88,20 @@ def detect(
 
 def resolution_ns(
     counters: pl.DataFrame,
+    gpus: pl.DataFrame,
     breakdown: pl.DataFrame,
     steps: pl.DataFrame,
-    ranks: pl.DataFrame,
     *,
     min_drop: float = 0.05,
     min_fraction: float = 0.03,
 ) -> int:
     """What a GPU that is just not throttled may cost, or the least that is reported."""
-    _gpus(counters, steps, ranks)
+    _clocks(counters, gpus, steps)
     grid = judged_grid(breakdown, 1)
     return round(max(min_drop * float(grid.own.mean()), min_fraction * grid.step_ns))
 
 
-def _gpus(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+def _clocks(counters: pl.DataFrame, gpus: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """One row per GPU of a rank: `rank node device clock_hz usual_hz named reasons first_ns last_ns`.
 
     `usual_hz` is the median of the other GPUs' mean clocks, `named` the share of the slow readings for which the driver
@@ -118,9 +118,8 @@ def _gpus(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> p
         readings = readings.with_columns(sm_clock_max_hz=0.0)
     reasons = pl.col("clock_event_reasons").cast(pl.Int64)
     at_work = readings.drop_nulls(_NEEDED).filter(pl.col("busy_fraction") >= _BUSY, (reasons & _IDLE) == 0)
-    of_rank = ranks.select("rank", pl.col("node").cast(pl.Int64), pl.col("local_rank").cast(pl.Int64))
-    by_gpu = pl.col("local_rank").cast(pl.Int64), pl.col("node").cast(pl.Int64), reasons.alias("bits")
-    at_work = at_work.with_columns(*by_gpu).join(of_rank, on=["node", "local_rank"])
+    by_gpu = pl.col("node").cast(pl.Int32), reasons.alias("bits")
+    at_work = at_work.with_columns(*by_gpu).join(gpus, on=["node", "device"])
     at_work = at_work.filter(pl.len().over("rank") >= _FEWEST)
     means = at_work.group_by("rank").agg(
         pl.col("sm_clock_hz").mean().alias("clock_hz"), pl.col("sm_clock_max_hz").max().alias("kind")

@@ -15,6 +15,7 @@ from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.profiled import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.progress import last_progress
+from rankscope.analysis.timeline.readings import gpus_of_ranks
 from rankscope.analysis.timeline.stages import stage_ops
 from rankscope.analysis.timeline.steps import (
     CAPTURE,
@@ -54,6 +55,7 @@ class Timeline:
     | waits | rank, waited_ns: over all matched operations; ranks that have none are not in it |
     | counters | node, time_ns, source, name, device, value |
     | memory | rank, time_ns, name, value |
+    | gpus | rank, node, device: the rank's GPU, as `counters` calls it |
     | groups | those of the schema |
     | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
     """
@@ -76,6 +78,7 @@ class Timeline:
     matched_fraction: float | None  # share of collective rows that are part of a whole operation; None: no rows
     gaps: list[Gap]
     memory: pl.DataFrame = field(default_factory=pl.DataFrame)
+    gpus: pl.DataFrame = field(default_factory=pl.DataFrame)
 
 
 def build_timeline(trace: Trace) -> Timeline:
@@ -137,6 +140,7 @@ def build_timeline(trace: Trace) -> Timeline:
         waits=collectives.drop_nulls("wait_ns").group_by("rank").agg(waited_ns=pl.col("wait_ns").sum()).sort("rank"),
         counters=counters,
         memory=read("memory", "rank", "time_ns").select("rank", "time_ns", "name", "value"),
+        gpus=gpus_of_ranks(trace.run),
         groups=groups,
         ops=ops,
         progress=progress,

@@ -1,10 +1,28 @@
-"""What the nodes' counters say about the judged steps."""
+"""What the nodes' counters say about the judged steps, and whose they are."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import polars as pl
 
-__all__ = ["during", "growth"]
+__all__ = ["during", "gpus_of_ranks", "growth"]
+
+
+def gpus_of_ranks(run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
+    """(rank, node, device): the GPU that each rank used, as the counters call it, where torch and the driver told.
+
+    `run` is the JSON of each node.
+    """
+    rows: dict[int, tuple[int, int, str]] = {}
+    for node, said in run.items():
+        index = {gpu["uuid"]: gpu["index"] for gpu in said.get("topology", {}).get("gpus", ()) if gpu.get("uuid")}
+        for entry in said.get("ranks", ()):  # a later attempt takes the place of an earlier one
+            if entry.get("gpu_uuid") in index:
+                rows[entry["rank"]] = entry["rank"], node, f"gpu{index[entry['gpu_uuid']]}"
+    schema = {"rank": pl.Int32, "node": pl.Int32, "device": pl.String}
+    return pl.DataFrame(list(rows.values()), schema, orient="row").sort("rank")
 
 
 def during(counters: pl.DataFrame, source: str, steps: pl.DataFrame) -> pl.DataFrame:

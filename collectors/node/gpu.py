@@ -1,7 +1,6 @@
 """NVIDIA GPUs: how busy, how fast, how hot, and why the clocks are not at their highest.
 
-Device: `gpu0`, NVML's order. Momentary: `local_rank` (the one that uses it, if the node's ranks take the devices that
-`CUDA_VISIBLE_DEVICES` leaves in their order), `busy_fraction`, `memory_used_bytes`, `sm_clock_hz`, `sm_clock_max_hz`,
+Device: `gpu0`, NVML's order. Momentary: `busy_fraction`, `memory_used_bytes`, `sm_clock_hz`, `sm_clock_max_hz`,
 `memory_clock_hz`, `power_w`, `power_limit_w`, `temperature_c`, `clock_event_reasons` (NVML's bit mask: 0x4 power cap,
 0x8 hardware slowdown, 0x20 thermal, 0x40 hardware thermal, 0x80 power brake), `power_limit_default_w`,
 `memory_temperature_c`, `pcie_generation`, `pcie_lanes` (some GPUs slow their link down when idle), `nvlinks_up`,
@@ -16,7 +15,6 @@ Source: NVML (nvidia-ml-py).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +29,6 @@ _ALL_LINKS = 2**32 - 1
 _XIDS_AT_ONCE = 100  # a GPU that has fallen off the bus may report without end
 
 _readings: list[tuple[str, str, Any, Callable[[Any], float]]] = []  # device, name, handle, read
-_local_ranks: dict[str, int] = {}
 _xids: _XidWatch | None = None
 
 
@@ -50,13 +47,9 @@ def start(node: Node) -> None:
                 continue  # not offered by this GPU, driver or nvidia-ml-py
             _readings.append((f"gpu{index}", name, handle, read))
     _xids = _XidWatch.begin(node)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    _local_ranks.update(_in_order(visible, pynvml.nvmlDeviceGetCount()))
 
 
 def sample(node: Node) -> Iterator[Sample]:
-    for device, local_rank in _local_ranks.items():
-        yield "gpu", "local_rank", device, float(local_rank)
     for reading in list(_readings):
         device, name, handle, read = reading
         try:
@@ -75,18 +68,7 @@ def stop() -> None:
         _xids.end()
     _xids = None
     _readings.clear()
-    _local_ranks.clear()
     pynvml.nvmlShutdown()
-
-
-def _in_order(visible: str, count: int) -> dict[str, int]:
-    """The local rank of each device; none where the devices are listed by another name than their number."""
-    if not visible:
-        return {f"gpu{index}": index for index in range(count)}
-    listed = visible.split(",")
-    if not all(word.strip().isdecimal() for word in listed):
-        return {}
-    return {f"gpu{int(word)}": place for place, word in enumerate(listed)}
 
 
 class _XidWatch:
