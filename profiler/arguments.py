@@ -93,7 +93,8 @@ def _hz(text: str) -> float:
 
 def _steps(text: str) -> tuple[int, int]:
     first, dash, last = text.partition("-")
-    steps = (int(first), int(last if dash else first)) if (first + last).isdecimal() and first else (0, 0)
+    numbers = [first, last if dash else first]
+    steps = (int(numbers[0]), int(numbers[1])) if all(map(str.isdecimal, numbers)) else (0, 0)
     if not 1 <= steps[0] <= steps[1]:
         raise RankscopeError(f"--profile-steps is as in 100-102, the first step being 0 and never in it; got {text}")
     return steps
