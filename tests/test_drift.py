@@ -69,6 +69,17 @@ def test_under_noise_its_cost_is_within_its_error():
     assert abs(finding.lost_ns_per_step - 10 * MS) < finding.uncertainty_ns < 3 * MS
 
 
+def test_lengths_that_vary_on_all_ranks_alike_do_not_hide_the_rank_that_falls_behind():
+    """Lengths scatter by 20 of 90 ms; rank 1's growth by 30 ms is not seen in the steps, only beyond its peers."""
+    alike = [random.Random(step).gauss(0, 20) for step in range(60)]
+    (finding,) = drift.detect(
+        *tables({"compute": lambda rank, step: 90 + alike[step] + (step / 2 if rank == 1 else 0)}), min_z=7
+    )
+    assert (finding.where, finding.ranks) == ("compute", (1,))
+    assert finding.title.startswith("Rank 1 takes longer and longer than its peers, by 29.5 ms more at the end")
+    assert finding.lost_ns_per_step == pytest.approx(29.5 / 2 * MS, rel=1e-6)
+
+
 def test_a_line_is_a_drift_and_a_shift_is_a_slowdown_never_both():
     line = tables({"compute": lambda rank, step: 90 + step})
     shift = tables({"compute": lambda rank, step: 90 if step < 35 else 140})

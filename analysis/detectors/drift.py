@@ -4,7 +4,9 @@
 mean is at least `min_fraction` of the step above its beginning, and the rise is `min_z` standard deviations clear of
 chance, where values that resemble the ones before count as fewer. The line must come closer to the steps than two
 levels do: a change at one step is `uniform_slowdown`. `where` is the part that grows most, `ranks` are those on which
-it grows by at least half of what the step does; where it does so on all, none is named.
+it grows by at least half of what the step does; where it does so on all, none is named. Where the steps' own scatter
+hides it, the same is asked of the rank that falls behind its peers most: lengths that vary on all ranks alike do not
+matter there.
 
 **Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a
 look at the first minutes finds a healthy job. The cost is what the steps take longer than the first ones did.
@@ -22,6 +24,9 @@ ours.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 import polars as pl
 
@@ -30,7 +35,7 @@ from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.report.texts import part_label
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid
+from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, above_peers
 from rankscope.analysis.timeline.trend import Trend, follows_line, longest_stretch, trend
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -50,27 +55,25 @@ def detect(
 ) -> list[Finding]:
     """Steps that creep up, as one finding."""
     grid = judged_grid(breakdown, min_steps)
-    lengths = _lengths(grid)
-    line = trend(lengths)
-    if line.growth / 2 < min_fraction * grid.step_ns or line.z < min_z:
-        return []
-    if not follows_line(lengths, longest_stretch(lengths, 1 + min_fraction)):
-        return []
-    where, ranks = _what_grows(grid, line)
-    on = f" on {named('rank', ranks)}" if ranks else ""
-    return [
-        Finding(
-            detector="drift",
-            title=f"Steps become longer throughout the run, from {duration(line.first)} to "
-            f"{duration(line.first + line.growth)} ({percent(line.growth / line.first)}); "
-            f"what grows is {part_label(where)}{on}",
-            where=where,
-            advice=_ADVICE.get(where, _ADVICE["compute"]),
-            ranks=ranks,
-            evidence=_first_and_last(steps, grid, ranks),
-            **price(grid, Estimate(line.growth / 2, line.half_width / 2), line.growth / 2),
-        )
-    ]
+    for seen in (_job(grid), *_falling_behind(grid)):
+        line = trend(seen.lengths)
+        if line.growth / 2 < min_fraction * grid.step_ns or line.z < min_z:
+            continue
+        if not follows_line(seen.lengths, longest_stretch(seen.lengths, 1 + min_fraction)):
+            continue
+        where, ranks = _what_grows(seen, line)
+        return [
+            Finding(
+                detector="drift",
+                title=_title(seen, line, where, ranks),
+                where=where,
+                advice=_ADVICE.get(where, _ADVICE["compute"]),
+                ranks=ranks,
+                evidence=_first_and_last(steps, grid, ranks),
+                **price(grid, Estimate(line.growth / 2, line.half_width / 2), line.growth / 2),
+            )
+        ]
+    return []
 
 
 def resolution_ns(
@@ -78,7 +81,7 @@ def resolution_ns(
 ) -> int:
     """What a drift costs per step that would just have been reported."""
     grid = judged_grid(breakdown, min_steps)
-    return round(max(min_fraction * grid.step_ns, min_z / 1.96 * trend(_lengths(grid)).half_width / 2))
+    return round(max(min_fraction * grid.step_ns, min_z / 1.96 * trend(_job(grid).lengths).half_width / 2))
 
 
 _ADVICE = {
@@ -93,21 +96,55 @@ _ADVICE = {
 }
 
 
-def _lengths(grid: StepGrid) -> Floats:
-    return np.asarray(grid.of(*grid.parts).mean(axis=0))
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Lengths by step, and what they are made of, by (rank, step); of the job, or of one rank beyond its peers."""
+
+    lengths: Floats
+    parts: dict[str, Floats]
+    ranks: tuple[int, ...]
+    beyond_peers: bool
 
 
-def _what_grows(grid: StepGrid, line: Trend) -> tuple[str, tuple[int, ...]]:
+def _job(grid: StepGrid) -> _Seen:
+    return _Seen(np.asarray(grid.of(*grid.parts).mean(axis=0)), grid.parts, grid.ranks, beyond_peers=False)
+
+
+def _falling_behind(grid: StepGrid) -> Iterator[_Seen]:
+    """The rank that takes longer and longer than its peers by most; the lengths are a usual step and that."""
+    if len(grid.ranks) < 2:
+        return
+    above = above_peers(grid.busy)
+    worst = int(_growth(above).argmax())
+    parts = {part: above_peers(values)[[worst]] for part, values in grid.parts.items()}
+    yield _Seen(grid.step_ns + above[worst], parts, (grid.ranks[worst],), beyond_peers=True)
+
+
+def _what_grows(seen: _Seen, line: Trend) -> tuple[str, tuple[int, ...]]:
     """The part that grows most, waiting last of all; and the ranks where it holds half of the growth, if not all."""
     # Where a peer is late, what computes beside communication and what computes alone change places.
-    parts = grid.parts | {"compute": grid.of("compute", "overlapped")}
+    together = sum((seen.parts[part] for part in ("compute", "overlapped") if part in seen.parts), np.zeros(1))
+    parts = seen.parts | ({"compute": together} if together.ndim > 1 else {})
     grown = {part: _growth(values) for part, values in parts.items() if part not in _SECONDARY}
-    causes = {part: values.max() for part, values in grown.items()}
-    where = max(causes, key=lambda part: causes[part], default="wait")
-    if causes.get(where, 0.0) < line.growth / 2:
-        return "wait", ()
+    where = max(grown, key=lambda part: float(grown[part].max()), default="wait")
+    if where not in grown or grown[where].max() < line.growth / 2:
+        return "wait", seen.ranks if seen.beyond_peers else ()
     here = grown[where] >= line.growth / 2
-    return where, () if here.all() else tuple(np.array(grid.ranks)[here].tolist())
+    everywhere = here.all() and not seen.beyond_peers
+    return where, () if everywhere else tuple(np.array(seen.ranks)[here].tolist())
+
+
+def _title(seen: _Seen, line: Trend, where: str, ranks: tuple[int, ...]) -> str:
+    if seen.beyond_peers:
+        return (
+            f"{named('Rank', ranks)} takes longer and longer than its peers, by {duration(line.growth)} more at the "
+            f"end of the run than at first; what grows is {part_label(where)}"
+        )
+    on = f" on {named('rank', ranks)}" if ranks else ""
+    return (
+        f"Steps become longer throughout the run, from {duration(line.first)} to {duration(line.first + line.growth)} "
+        f"({percent(line.growth / line.first)}); what grows is {part_label(where)}{on}"
+    )
 
 
 def _growth(values: Floats) -> Floats:
