@@ -8,7 +8,8 @@ no single rank is to blame for most of it (`persistence`).
 
 That is `max(own) - max(own - x)` per step. `x` is by how much a rank is above the mean of the step (and stage), less
 what noise makes of it: without uneven data the ranks would still differ, and by how much is told from how far forward
-and backward disagree. Where they do by 3 standard deviations, the smaller of what the two say is the data's.
+and backward disagree. Where they do by 3 standard deviations, the smaller of what the two say is the data's. What a
+rank clearly takes longer in all steps is not the data's.
 
 **Why it costs time.** Every step lasts as long as its longest rank. With random lengths the loss grows with the
 number of ranks, and no machine is to blame.
@@ -34,7 +35,7 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, peers_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Floats, Ints, StepGrid, estimate, own_by_label
+from rankscope.analysis.timeline.own import Floats, Ints, StepGrid, estimate, estimates, own_by_label
 from rankscope.analysis.timeline.roles import roles_of
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -42,6 +43,8 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 collectors = ("collectives", "backward")
 
 _DISAGREE = 3.0  # standard deviations between what forward and backward say: one of them was preempted
+_CLEARLY = 2.5  # half widths of a 95 % interval: a rank that is so clearly longer in all steps is slow, not unlucky
+_TRIM = 0.1
 
 
 def detect(
@@ -124,6 +127,8 @@ def _even(own: Floats, forward: Floats, backward: Floats, role: Ints) -> Floats:
     without = min(noise / max(_scatter(deviation), 1.0), 1.0)
     smaller = np.where(np.abs(said[0]) < np.abs(said[1]), *said)
     data = np.where(np.abs(difference) > _DISAGREE * _scatter(difference), smaller, deviation)
+    always, half_widths = estimates(deviation, _TRIM)
+    data = data - np.where(np.abs(always) > _CLEARLY * half_widths, always, 0.0)[:, np.newaxis]
     return np.asarray(own - (1 - without) * _beyond(data, role))
 
 
