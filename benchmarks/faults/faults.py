@@ -255,7 +255,8 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
             case "uneven_work":
                 can.tokens = can.tokens * _lengths(fault)
             case "even work":
-                can.tokens = can.tokens * _lengths(fault).mean(axis=1, keepdims=True)
+                even = (can.tokens * _lengths(fault)).mean(axis=1, keepdims=True)
+                can.tokens = np.broadcast_to(even, can.tokens.shape)
             case "expert_imbalance":
                 popular = np.exp(min(x, 3) * where[steps]).reshape(job.steps, -1, min(GPUS, job.ranks))
                 share = popular / popular.mean(axis=2, keepdims=True)
