@@ -370,6 +370,13 @@ def test_all_ranks_that_wait_for_input_are_one_finding():
     assert finding.fix == "input"
 
 
+def test_loaders_that_are_all_too_slow_are_one_finding_though_one_rank_waits_most():
+    """Rank 0 waits 30 ms in each step. The others' loaders get ahead meanwhile: they wait as long in 3 of 40 steps."""
+    waits = {rank: [1 + 30 * (rank == 0 or step % 13 == rank) for step in range(STEPS)] for rank in range(8)}
+    (finding,) = stalled(job({rank: [100] * STEPS for rank in range(8)}, input=waits))
+    assert (finding.ranks, finding.lost_ns_per_step) == (tuple(range(8)), 31 * MS)
+
+
 @pytest.mark.parametrize(("input_ms", "found"), [(3, 0), (4, 1)])
 def test_input_stall_speaks_from_3_percent_of_the_step(input_ms, found):
     """The step is 113 to 114 ms long."""

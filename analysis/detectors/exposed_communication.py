@@ -46,7 +46,7 @@ def detect(
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
     *,
-    min_fraction: float = 0.05,
+    min_fraction: float = 0.03,
     max_buckets: int = 8,
 ) -> list[Finding]:
     """What reducing the gradients during backward would hide, as one finding for all ranks."""
@@ -83,7 +83,7 @@ def resolution_ns(
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
     *,
-    min_fraction: float = 0.05,
+    min_fraction: float = 0.03,
 ) -> int:
     """The smallest loss per step that would have been reported."""
     grid, _, _ = _spans(breakdown, phases, regions, collectives)

@@ -3,7 +3,7 @@
 **Signal.** The input part of the step: the main thread is inside the data loader's `next()`. Ranks stand out when
 they spend `min_fraction` of the step more there than the median of their peers; all ranks of a node, or those that
 stall about as long, are one finding, and each step counts with the longest. Otherwise all ranks that spend more than
-that are named together.
+that are named together; so are all ranks where at least half of those that do not stand out wait as long now and then.
 
 **Why it costs time.** The main thread can launch nothing while it waits, and the other ranks wait for this one in
 the next collective.
@@ -38,6 +38,7 @@ collectors = ("input",)
 _ALWAYS = 0.9  # share of the steps above which a stall is there in every step
 _ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same reason
 _OF_NODE = 0.1  # the same, where all ranks of a node stall
+_TURNS, _HALF = 2, 0.5  # steps in which a rank must have waited as long, and share of the ranks that must
 _TRIM = 0.1
 
 
@@ -49,13 +50,29 @@ def detect(
     waited, least_ns = grid.of("input"), min_fraction * grid.step_ns
     excess = above_peers(waited)
     apart = [rows for rows in _alike(excess, _nodes(grid, ranks)) if _longest(excess[rows]).mean() >= least_ns]
-    if apart and 2 * sum(map(len, apart)) <= len(waited):
+    if apart and 2 * sum(map(len, apart)) <= len(waited) and not _take_turns(waited, apart):
         findings = [_finding(grid, regions, rows, _longest(excess[rows])) for rows in apart]
         return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
     means = [estimate(row) for row in waited]
     stalled = [row for row, mean in enumerate(means) if mean.clear and mean.ns >= least_ns]
-    # The mean over ranks and not the longest: where all stall, most of what one stalls longer is hidden.
-    return [_finding(grid, regions, stalled, waited[stalled].mean(axis=0))] if stalled else []
+    if not stalled:
+        return []
+    if _take_turns(waited, [stalled]):
+        stalled = list(range(len(waited)))
+    return [_finding(grid, regions, stalled, _longest(waited[stalled]))]
+
+
+def _take_turns(waited: Floats, stalled: list[list[int]]) -> bool:
+    """Whether half of the other ranks now and then wait as long: then all loaders are as slow, and some had luck.
+
+    While a rank waits for its batch, the others wait for it, and their loaders get ahead.
+    """
+    rows = [row for of_set in stalled for row in of_set]
+    others = np.delete(waited, rows, axis=0)
+    if not len(others):
+        return False
+    long_ns = np.median(_longest(waited[rows])) / 2
+    return bool(np.mean((others > long_ns).sum(axis=1) >= _TURNS) >= _HALF)
 
 
 def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
