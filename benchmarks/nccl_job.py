@@ -1,0 +1,51 @@
+"""A job for the checks in docs/gpu-checks.md: all-reduces of one size, by ranks that can share one GPU.
+
+    rankscope run --standalone --nproc-per-node 2 benchmarks/nccl_job.py --one-gpu
+
+With `--one-gpu` all ranks use device 0, and NCCL takes each for a node of its own: it then talks through sockets, as
+between nodes, which its proxies do. `--late 1:20` lets rank 1 come 20 ms late to each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="nccl")
+    parser.add_argument("--one-gpu", action="store_true")
+    parser.add_argument("--mib", type=float, default=64)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--late", default="-1:0", help="RANK:MILLISECONDS")
+    arguments = parser.parse_args()
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    late_rank, late_ms = map(float, arguments.late.split(":"))
+    if arguments.one_gpu:
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    device = torch.device("cpu")
+    if arguments.backend == "nccl":
+        device = torch.device("cuda", 0 if arguments.one_gpu else local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(arguments.backend)
+    tensor = torch.ones(int(arguments.mib * 2**20 / 4), device=device)
+    started = time.perf_counter()
+    for _ in range(arguments.steps):
+        if rank == late_rank:
+            time.sleep(late_ms / 1e3)
+        dist.all_reduce(tensor)
+        tensor.fill_(1)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    if rank == 0:
+        print(f"{(time.perf_counter() - started) / arguments.steps * 1e3:.3f} ms per step")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
