@@ -207,6 +207,23 @@ def finding(detector, lost, ranks=()):
     )
 
 
+def test_what_follows_from_a_consequence_is_kept_and_names_what_it_follows_from():
+    found = [finding("pipeline_bubble", 10), finding("slow_rank", 20), finding("stage_imbalance", 30)]
+    ordered = [(f.detector, f.caused_by) for f in root_causes_first(found)]
+    assert ordered == [
+        ("stage_imbalance", None),
+        ("slow_rank", "stage_imbalance"),
+        ("pipeline_bubble", "slow_rank"),
+    ]
+
+
+def test_a_rank_whose_experts_are_popular_is_slow_because_of_them_even_if_that_costs_more():
+    """Above its peers by up to twice as much as above the mean; by more than that it is slow of itself."""
+    for cost, cause in ((190, "expert_imbalance"), (210, None)):
+        found = root_causes_first([finding("slow_rank", cost, (2,)), finding("expert_imbalance", 100, (2,))])
+        assert {f.detector: f.caused_by for f in found}["slow_rank"] == cause
+
+
 def test_consequence_follows_its_cause_and_names_it():
     found = [
         finding("gc_stall", 20, (3,)),
