@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -130,6 +131,33 @@ def test_threads_lose_nothing_and_mix_nothing(play):
     assert joined.select((pl.col("start_ns_event") - pl.col("start_ns") == 4).all()).item()
 
 
+# Proxy operations of 16,384 + 100 that never stop, then one that does after another has: what has no place is counted.
+HANGING = """
+import ctypes as c, struct, sys
+library = c.CDLL(sys.argv[1])
+plugin = (c.c_void_p * 6).in_dll(library, "ncclProfiler_v7")
+start = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_void_p, c.c_void_p)(plugin[2])
+stop = c.CFUNCTYPE(c.c_int, c.c_void_p)(plugin[3])
+library.rankscope_nccl_ring()
+event = c.create_string_buffer(136)
+struct.pack_into("<QQi4x", event, 0, 8, 0, 0)
+handles = []
+for _ in range(16384 + 100):
+    handle = c.c_void_p()
+    start(None, c.addressof(handle), c.addressof(event))
+    handles.append(handle.value)
+print(library.rankscope_nccl_lost(), handles.count(None))
+stop(handles[0])
+start(None, c.addressof(handle), c.addressof(event))
+print(library.rankscope_nccl_lost(), handle.value == handles[0])
+"""
+
+
+def test_more_at_once_than_there_is_room_for_is_counted(plugin):
+    done = subprocess.run([sys.executable, "-c", HANGING, str(plugin)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["100 100", "100 True"]
+
+
 def test_own_plugin_of_the_user_is_left_alone(tmp_path):
     def elsewhere(**environment):
         return nccl_profiler.installed_elsewhere({"HOME": str(tmp_path), **environment}, root=tmp_path)
@@ -141,6 +169,26 @@ def test_own_plugin_of_the_user_is_left_alone(tmp_path):
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text("NCCL_DEBUG=WARN\nNCCL_PROFILER_PLUGIN=/opt/theirs.so\n")
     assert elsewhere() == str(tmp_path / "etc/nccl.conf")
+
+
+def test_job_finds_the_plugin_unless_the_user_has_one(plugin, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(plugin.parent.parent))
+    assert nccl_profiler.settings({}) == {"NCCL_PROFILER_PLUGIN": str(plugin)}
+    assert nccl_profiler.settings({"NCCL_PROFILER_PLUGIN": "inspector"}) == {}
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    assert nccl_profiler.settings({}) == {}
+
+
+def test_doctor_builds_the_plugin_and_says_where_it_is(tmp_path):
+    command = [sys.executable, "-m", "rankscope", "doctor", "--build-nccl-plugin", "--json"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (check,) = [check for check in json.loads(done.stdout) if check["name"] == "NCCL plugin"]
+    assert check["ok"]
+    assert check["detail"] == str(next((tmp_path / "rankscope").glob("libnccl-profiler-rankscope-*.so")))
+    refused = subprocess.run(command, env=environment | {"CC": "false"}, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("rankscope: the NCCL plugin was not built: false refused")
 
 
 def test_missing_compiler_is_said_in_one_line(monkeypatch, tmp_path):
