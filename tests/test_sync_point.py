@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import polars as pl
 import pytest
+from test_kineto import event, kernel, launch, opened
+from test_kineto import step as profiler_step
 
+import rankscope
 from rankscope.analysis.detectors import NotResolvable, sync_point
 from rankscope.analysis.diagnose import root_causes_first
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.timeline import build_timeline
+from rankscope.analysis.timeline.lead import host_gaps, lost_lead
+
+DATA = Path(__file__).parents[2] / "shared/data/kineto"
 
 MS = 1_000_000
 STEPS = 10
@@ -123,3 +132,57 @@ def test_a_late_host_follows_from_its_synchronisations_if_they_explain_half_of_i
         found = root_causes_first([finding("host_bound", 20), finding("sync_point", sync_ms)])
         assert [f.detector for f in found] == order
         assert found[1].caused_by == ("sync_point" if sync_ms == 12 else None)
+
+
+def test_item_in_a_profilers_trace_is_the_root_and_named_as_it_is_written(tmp_path):
+    """In each step of 100 ms the host waits in .item() until 80, and launches what comes next at 95."""
+    events = []
+    for number in range(8):
+        at = 100_000 * number  # µs
+        events += [
+            profiler_step(number, at, 100_000),
+            launch(at, 5, 2 * number),
+            kernel("gemm", at + 10, 79_990, 2 * number),
+            event("user_annotation", "log the loss", at + 500, 80_000),
+            event("cpu_op", "aten::item", at + 900, 79_200),
+            event("cpu_op", ITEM, at + 950, 79_100),
+            launch(at + 1_000, 79_010, 1000 + number, name="cudaStreamSynchronize"),
+            launch(at + 95_000, 5, 2 * number + 1),
+            kernel("gemm", at + 95_010, 4_990, 2 * number + 1),
+        ]
+    report = rankscope.diagnose(opened(tmp_path, events, distributedInfo={"rank": 0, "world_size": 1}))
+    root, *others = report.findings
+    assert (root.detector, root.where) == ("sync_point", f"log the loss, {ITEM}, cudaStreamSynchronize")
+    assert root.lost_ns_per_step == pytest.approx(15.01 * MS, abs=0.02 * MS)
+    assert [(f.detector, f.caused_by) for f in others] == [("host_bound", "sync_point")]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the public traces are not here (../shared/data/kineto)")
+def test_lead_of_a_real_job_is_that_of_a_plain_loop_over_its_calls_and_kernels():
+    """DLRM on 4 GPUs, rank 2: in each step one cudaStreamSynchronize of 21 to 33 ms takes the host's lead away."""
+    timeline = build_timeline(rankscope.open(DATA / "torchrec/sst_long_a2a_optimizer_5"))
+    kernels = timeline.kernels.filter(pl.col("rank") == 2)
+    waits = timeline.launches.filter(pl.col("rank") == 2, pl.col("name") == "cudaStreamSynchronize")
+    costly = lost_lead(host_gaps(timeline.phases.filter(pl.col("rank") == 2), kernels), waits, 0)
+    begins = timeline.steps.filter(pl.col("rank") == 2)["start_ns"].to_list()
+    assert costly.group_by("step").agg(pl.col("cost_ns").sum()).sort("step")["cost_ns"].to_list() == pytest.approx(
+        by_hand(kernels, waits, begins), abs=0.02 * MS
+    )
+
+
+def by_hand(kernels, waits, begins):
+    """ns per step that hosts without these calls would have been ahead, gap by gap."""
+    events = [(end, end - start - 10_000, None) for start, end in waits.select("start_ns", "end_ns").iter_rows()]
+    reached = kernels["start_ns"].min()
+    for start, end, launched in kernels.sort("start_ns").select("start_ns", "end_ns", "launch_ns").iter_rows():
+        if launched is not None and start > reached < launched:
+            events.append((start, 0, reached))
+        reached = max(reached, end)
+    lead, cost = 0, [0] * len(begins)
+    for at, waited, idle_since in sorted(events, key=lambda event: event[0]):
+        lead += max(waited, 0)
+        if idle_since is not None:
+            covered = min(lead, at - idle_since)
+            lead -= covered
+            cost[sum(begin <= idle_since for begin in begins) - 1] += covered
+    return cost
