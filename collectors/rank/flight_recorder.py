@@ -7,6 +7,7 @@ stays as the job has set it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -38,7 +39,8 @@ def start(emit: Emit) -> None:
             for group, name in list(sys.modules["torch.distributed.distributed_c10d"]._world.pg_names.items()):
                 if name not in timed:
                     timed.add(name)
-                    group._enable_collectives_timing()
+                    with contextlib.suppress(RuntimeError):  # a backend beside NCCL that has no timing
+                        group._enable_collectives_timing()
         elif not timed:
             timed.add("")
             why = "CUDA_DEVICE_MAX_CONNECTIONS=1: timing would keep NCCL from overlapping, so there are no durations"
