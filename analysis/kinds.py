@@ -33,8 +33,10 @@ _COPIES = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
 DEVICE_CATEGORIES = _KERNELS + _COPIES
 
 # Calls of the host, as patterns: those that return when the device has caught up, and those that ask for memory.
+# Nsight Systems writes `cudaStreamSynchronize_v3020`.
 WAITING_CALLS = (
-    r"^((cuda|hip)(Stream|Device|Event|Ctx)|cu(Stream|Event|Ctx))Synchronize$|^(cuda|hip)Memcpy(WithStream)?$"
+    r"^(((cuda|hip)(Stream|Device|Event|Ctx|Thread)|cu(Stream|Event|Ctx))Synchronize|(cuda|hip)Memcpy(WithStream)?)"
+    r"(_ptsz|_ptds|_spt)?(_v\d+)?$"
 )
 MEMORY_CALLS = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
 

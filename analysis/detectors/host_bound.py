@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price, visible
 from rankscope.analysis.finding import Finding
-from rankscope.analysis.kinds import COMMUNICATION
+from rankscope.analysis.kinds import COMMUNICATION, MEMORY_CALLS, WAITING_CALLS
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.device_phases import UNSEEN
@@ -44,8 +44,6 @@ collectors = ()
 
 _LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
 _TRIM = 0.1
-_MEMORY = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
-_SYNC = r"Synchronize$|^(cuda|hip)Memcpy$"
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
 _AS_LATE = 0.25  # of the loss: who would hold the job up next for so long shares what makes the host slow
 _LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
@@ -151,7 +149,7 @@ def _launching(grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> 
     """ns per step and rank in which the host made one call soon after the other, without waiting for the device."""
     seen = phases.group_by("rank").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
     lasts = pl.col("end_ns") - pl.col("start_ns")
-    waits = pl.when(pl.col("name").str.contains(_SYNC) | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)
+    waits = pl.when(pl.col("name").str.contains(WAITING_CALLS) | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)
     until_next = pl.col("start_ns").shift(-1) - pl.col("start_ns") - waits
     of_thread = ["rank", "thread"]
     spent = (
@@ -172,9 +170,9 @@ def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
     spent = dict.fromkeys(_ADVICE, 0.0)
     calls = launches.select(
         *("rank", "start_ns", "end_ns"),
-        kind=pl.when(pl.col("name").str.contains(_MEMORY))
+        kind=pl.when(pl.col("name").str.contains(MEMORY_CALLS))
         .then(pl.lit("memory"))
-        .when(pl.col("name").str.contains(_SYNC))
+        .when(pl.col("name").str.contains(WAITING_CALLS))
         .then(pl.lit("sync"))
         .when(pl.col("name").str.contains(_LAUNCH))
         .then(pl.lit("launch")),

@@ -30,6 +30,10 @@ PICTURES: dict[str, tuple[str, ...]] = {
     "gc_stall": ("gc",),
     "recompile": ("compile",),
     "checkpoint_stall": ("checkpoint",),
+    "sync_point": ("host",),
+    "memory_pressure": ("host",),
+    "throttling": _OWN_WORK,
+    "noisy_host": _OWN_WORK,
 }
 
 _ENGLISH: dict[str, str] = {
