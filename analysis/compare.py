@@ -12,7 +12,7 @@ import polars as pl
 from rankscope.analysis.finding import Finding, Report
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report import digest
-from rankscope.analysis.report.quantities import rounded
+from rankscope.analysis.report.quantities import percent, rounded
 from rankscope.analysis.report.texts import PART_ORDER
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.own import BLOCKED, estimate, step_grid
@@ -39,6 +39,7 @@ _OUTLYING = 5.0  # robust standard deviations from the usual change of a rank
 _WORTH = 0.01  # share of the step from which a change of a rank or of a finding's cost is one
 _LISTED_RANKS = 8
 _SCALE = 1.4826  # of a median absolute deviation
+_MATCHED = 0.99  # share of the operations below which it is said that some are left out
 _TOLD = ("command", "hostname", "rankscope", "torch", "python")
 
 
@@ -163,7 +164,7 @@ def compare(a: Report, of_a: Timeline, b: Report, of_b: Timeline) -> Comparison:
             raise NotComparable(f"run {name}, {report.path}, has no judged step, so there is nothing to compare")
     step, parts, no_parts = _parts(a, of_a, b, of_b)
     same_ranks = a.ranks == b.ranks
-    notes = [*_what_differs(a, b), *no_parts]
+    notes = [*_what_differs(a, b), *no_parts, *_unmatched(a, b)]
     if not same_ranks and len(a.ranks) > 1 and len(b.ranks) > 1:
         notes.append("ranks are not compared one by one, since the runs do not have the same ones")
     return Comparison(
@@ -173,7 +174,7 @@ def compare(a: Report, of_a: Timeline, b: Report, of_b: Timeline) -> Comparison:
         parts=parts,
         ranks=_ranks(a, b, step) if same_ranks and parts else (),
         findings=tuple(_findings(a, b, same_ranks=same_ranks)),
-        operations=_operations(of_a, of_b),
+        operations=_operations(of_a, of_b) if all(r.matched_fraction != 0 for r in (a, b)) else (),
         kernels=_kernels(of_a, of_b),
         notes=tuple(notes),
     )
@@ -200,6 +201,16 @@ def _what_differs(a: Report, b: Report) -> Iterator[str]:
         one, other = a.environment.get(name, ""), b.environment.get(name, "")
         if one != other and one and other:
             yield f"{name}: {one} in A, {other} in B"
+
+
+def _unmatched(a: Report, b: Report) -> Iterator[str]:
+    """What is left out of the communication, since its peers were not seen."""
+    for name, report in (("A", a), ("B", b)):
+        matched = report.matched_fraction
+        if matched == 0:
+            yield f"communication is not compared: none of {name}'s was matched on all its ranks"
+        elif matched is not None and matched < _MATCHED:
+            yield f"{percent(1 - matched)} of {name}'s communication was not matched on all its ranks and is left out"
 
 
 def _parts(

@@ -89,6 +89,17 @@ def test_a_job_on_more_ranks_is_compared_as_a_whole_and_that_is_said(healthy, tm
     assert found["notes"][-1].startswith("ranks are not compared one by one")
 
 
+def test_communication_whose_peers_were_not_recorded_is_not_said_to_be_gone(healthy, tmp_path):
+    """Of B only rank 0 is there: it still reduces, but nobody knows with whom."""
+    alone = tmp_path / "alone"
+    shutil.copytree(healthy, alone)
+    for folder in alone.glob("*/rank=0000[123]"):
+        shutil.rmtree(folder)
+    found = json.loads(diff(healthy, alone, "--json").stdout)
+    assert found["operations"] == []
+    assert "communication is not compared: none of B's was matched on all its ranks" in found["notes"]
+
+
 def test_a_run_without_steps_is_refused_in_one_line(healthy, tmp_path):
     empty = tmp_path / "empty"
     for name in ("run", "ranks", "strings"):
