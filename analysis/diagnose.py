@@ -80,7 +80,7 @@ _CONSEQUENCES = {
     "noisy_host": ("slow_rank", "input_stall", "drift"),
     "memory_pressure": ("slow_rank", "host_bound", "drift"),
     "slow_link": ("uneven_work", "exposed_communication", "low_bandwidth"),
-    "low_bandwidth": ("exposed_communication",),
+    "low_bandwidth": ("exposed_communication", "uniform_slowdown"),
     "layer_mismatch": ("low_bandwidth", "exposed_communication"),
     "small_messages": ("exposed_communication",),
     "stage_imbalance": ("slow_rank", "uneven_work"),
@@ -90,7 +90,10 @@ _CONSEQUENCES = {
 _MEASURED_OTHERWISE = ("drift", "expert_imbalance")
 # Causes that were seen at work need not explain all of what follows, only the larger part of it.
 # A rank with popular experts is up to twice as far above its peers as above the mean, which is what those cost.
-_SEEN_AT_WORK, _LARGER_PART = ("sync_point", "throttling", "noisy_host", "memory_pressure", "expert_imbalance"), 0.5
+_SEEN_AT_WORK, _LARGER_PART = (
+    ("sync_point", "throttling", "noisy_host", "memory_pressure", "expert_imbalance", "low_bandwidth"),
+    0.5,
+)
 _OF_A_DRIFT = {  # by the part that grows
     "input": ("input_stall",),
     "gc": ("gc_stall",),
@@ -98,6 +101,7 @@ _OF_A_DRIFT = {  # by the part that grows
     "host": ("host_bound",),
     "transfer": ("slow_link", "exposed_communication"),
 }
+_BOUNDED = ("slow_rank", "slow_link", "input_stall", "gc_stall", "recompile")  # by what mending brings in the replay
 _OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
@@ -157,7 +161,9 @@ def conclude(
         reasons["links"] = "all ranks that were seen run on one node"
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     run = _replayable(timeline, tables["links"])
-    findings, fidelity = _with_gains(root_causes_first(_as_replayed(found, run)), run)
+    findings, fidelity = _with_gains(
+        root_causes_first(_as_replayed(found, run, devices=len(timeline.kernels) > 0)), run
+    )
     costs = delays(timeline.phases, timeline.collectives)
     findings = tuple(replace(finding, stood_still=_stood_still(costs, finding)) for finding in findings)
     caused = caused_by_rank(costs)
@@ -349,16 +355,27 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
     return replace(finding, gain_fraction=share * finding.lost_fraction)
 
 
-def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable) -> list[Finding]:
-    """The findings: a single slow rank or node, and what makes it so, at no more than mending brings in the replay.
+def _as_replayed(
+    findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable, *, devices: bool
+) -> list[Finding]:
+    """The findings: what is alone of its kind, and what makes it so, at no more than mending brings in the replay.
 
-    What it takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
+    What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
     Of several that are slow, mending one alone may bring nothing, so that says nothing about what each costs.
+    Between the calls of a host that launches work for `devices`, the replay does not tell well what stops it.
     """
-    slow = [finding for finding in findings if finding.detector == "slow_rank" and finding.fix]
-    if len(slow) != 1 or isinstance(run, NotReplayable) or not slow[0].lost_ns_per_step:
-        return list(findings)
-    (one,) = slow
+    bounded = list(findings)
+    if isinstance(run, NotReplayable):
+        return bounded
+    for kind in ("slow_rank",) if devices else _BOUNDED:
+        of_kind = [finding for finding in findings if finding.detector == kind and finding.fix]
+        if len(of_kind) == 1 and of_kind[0].lost_ns_per_step:
+            bounded = _no_more_than(bounded, of_kind[0], run)
+    return bounded
+
+
+def _no_more_than(findings: Sequence[Finding], one: Finding, run: Rerun | PipelineRerun) -> list[Finding]:
+    """The findings, those with the fix of `one` at no more than it brings."""
     try:
         gain = run.gain(one.fix or "")
     except BadFix:

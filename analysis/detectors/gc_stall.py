@@ -34,6 +34,8 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("gc_pauses",)
 
+_LENGTH = pl.col("end_ns") - pl.col("start_ns")
+
 
 def detect(
     breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.01, min_ns: int = 1_000_000
@@ -45,8 +47,9 @@ def detect(
     lost = estimate(longest)
     if not lost.clear or lost.ns < max(min_fraction * grid.step_ns, min_ns):
         return []
-    per_rank = collecting.mean(axis=1)
-    ranks = tuple(rank for rank, mean in zip(grid.ranks, per_rank, strict=True) if mean >= per_rank.max() / 2)
+    # A device may still be busy, or wait for another rank, while its host collects: the cause is the same.
+    per_rank = regions.filter(pl.col("kind") == "gc").group_by("rank").agg(ns=_LENGTH.sum())
+    ranks = tuple(per_rank.filter(pl.col("ns") >= pl.col("ns").max() / 2)["rank"].sort().to_list())
     shows = longest > lost.ns / 2
     steps = tuple(np.array(grid.steps)[shows].tolist())
     return [
@@ -75,7 +78,7 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.01, min_ns
 
 def _generation(regions: pl.DataFrame) -> str:
     """The generation that takes most of the time, from names like `gc generation 2`."""
-    time_ns = (pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")
+    time_ns = _LENGTH.sum().alias("ns")
     names = regions.filter(pl.col("kind") == "gc").group_by("name").agg(time_ns).sort("ns", "name")
     generation = str(names["name"][-1]).removeprefix("gc generation ") if len(names) else ""
     return f" (generation {generation})" if generation.isdigit() else ""
