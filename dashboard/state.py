@@ -19,6 +19,7 @@ from rankscope.analysis.finding import Report
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl import nccl_durations, nccl_waits
+from rankscope.analysis.timeline.topology import rank_places
 from rankscope.analysis.trace import BadInput, Trace
 from rankscope.analysis.windows import with_windows
 from rankscope.collectors.schema import TABLES
@@ -179,6 +180,7 @@ def _tables(trace: Trace, timeline: Timeline) -> dict[str, pl.DataFrame]:
         found[name] = trace.table(name).pipe(apply_clocks, timeline.clocks).collect()
     found["nccl_waits"] = nccl_waits(timeline.collectives, found["nccl_calls"], found["nccl_events"])
     found["flight_records"] = nccl_durations(timeline.collectives, timeline.groups, found["flight_records"])
+    found["places"] = rank_places(trace.run)
     return {name: frame for name, frame in sorted(found.items()) if len(frame)}
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rankscope.analysis.timeline.topology import rank_places
 from rankscope.collectors import topology
 
 GPU, NIC = ("0x10de", "0x030200"), ("0x15b3", "0x020000")
@@ -131,3 +132,25 @@ def test_nvlinks_are_counted_by_where_they_lead(node):
         "gpu2",
         "0000:80:08.0; NUMA node 1; PCIe 32.0 GT/s x8 of 32.0 GT/s x16; nearest NIC mlx5_1 (PHB)",
     )
+
+
+def test_rank_is_joined_to_its_gpu_and_its_card(node):
+    """Rank 5's second attempt is on the GPU behind the slower link; rank 6 uses none, and node 1 told nothing."""
+    found = topology.read(node)
+    for gpu, uuid in zip(found["gpus"], ("GPU-a", "GPU-b", "GPU-c"), strict=True):
+        gpu["uuid"] = uuid
+    reports = [{"rank": 5, "gpu_uuid": "GPU-a"}, {"rank": 5, "gpu_uuid": "GPU-c"}, {"rank": 6}]
+    places = rank_places({0: {"topology": found, "ranks": reports}, 1: {"ranks": [{"rank": 7, "gpu_uuid": "GPU-a"}]}})
+    assert places.to_dicts() == [
+        {
+            "rank": 5,
+            "node": 0,
+            "gpu": "0000:80:08.0",
+            "numa_node": 1,
+            "pcie": "32.0 GT/s x8",
+            "pcie_max": "32.0 GT/s x16",
+            "nics": ["mlx5_1"],
+            "rails": [1],
+            "distance": "PHB",
+        }
+    ]
