@@ -262,6 +262,32 @@ def test_slow_communication_that_is_hidden_costs_nothing():
     assert "low_bandwidth" in healthy(job.report())
 
 
+def congested(factor, *, steps=42, first=20, end=34):
+    """Two nodes of two ranks reduce 75 MB after backward in 45 ms; from step 20 to 33 it takes longer."""
+    job = Job(4, per_node=2, groups=WORLD)
+    for step in range(steps):
+        job.work("forward", 20 * MS)
+        job.work("backward", 40 * MS)
+        job.reduce(["0"], 75 * MB, 45 * MS * (factor if first <= step < end else 1))
+        job.work("optimizer", 5 * MS)
+    return job.report()
+
+
+def test_steps_in_which_the_network_is_slower_are_the_cause_of_their_being_longer():
+    """14 of 40 judged steps reduce in 135 ms instead of 45: 31.5 ms per step, and no slowdown that is unexplained."""
+    report = congested(3)
+    (finding,) = of(report, "low_bandwidth")
+    assert finding.title.startswith("From step 20 to 33 transfers take 3.0 times as long as in the others: ")
+    assert re.search(r"bus bandwidth of 8\d\d MB/s, else at 2\.5\d? GB/s", finding.title)
+    assert finding.steps == tuple(range(20, 34))
+    assert finding.lost_ns_per_step == pytest.approx(14 * 90 / 40 * MS, rel=0.05)
+    assert [f.detector for f in report.findings if f.caused_by is None] == ["low_bandwidth"]
+
+
+def test_a_network_a_little_slower_for_a_while_is_not_named():
+    assert of(congested(1.3), "low_bandwidth") == []
+
+
 # ---- layers that do not fit each other
 
 

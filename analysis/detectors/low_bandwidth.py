@@ -1,15 +1,18 @@
 """Large collectives move their bytes more slowly than they should, and ranks stand still for it.
 
 **Signal.** Bus bandwidth, as nccl-tests counts it, of operations of 1 MB or more (and of 4 n½ where latency is known),
-from the arrival of the last rank on. Two measures of what it should be:
+from the arrival of the last rank on. Three measures of what it should be:
 
 - Groups that do the same (operation, size, number of ranks and of nodes), at least two others: a group is slow if it
   takes `min_ratio` times as long as they usually do, and longer than any of them in most steps.
 - The speed of the nodes' network interfaces, where it was recorded: what a node sends while its collectives with other
   nodes transfer, is less than 1 / `min_ratio` of it.
 
+- The run's other steps: in a stretch of at least `min_steps`, transfers take `min_change` times as long as the same
+  ones do in the others, and a rank-sum test puts them `min_z` standard deviations apart.
+
 The loss is the part of these transfers that ranks stand still for, times what would be saved at the bandwidth of the
-other groups, or at four fifths of the interface's. Above `min_fraction` of the step it is reported.
+other groups or steps, or at four fifths of the interface's. Above `min_fraction` of the step it is reported.
 
 **Why it costs time.** Communication that is not hidden behind computation lengthens the step by every byte.
 
@@ -40,7 +43,8 @@ from rankscope.analysis.report.quantities import bytes_text, percent
 from rankscope.analysis.timeline.cost_model import bus_factor, lines, transfers
 from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
 from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
-from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate
+from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate, over_occurrences
+from rankscope.analysis.timeline.trend import follows_line, longest_stretch, rank_sum_z
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -66,7 +70,7 @@ class _Slow:
     saved: float
     groups: tuple[str, ...]
     ranks: tuple[int, ...]
-    nodes: tuple[int, ...]
+    steps: tuple[int, ...] = ()
 
 
 def detect(
@@ -79,8 +83,11 @@ def detect(
     *,
     min_fraction: float = 0.05,
     min_ratio: float = 2.0,
+    min_change: float = 1.5,
+    min_steps: int = 10,
+    min_z: float = 5.0,
 ) -> list[Finding]:
-    """Name groups slower than others that do the same, and networks that are slower than their interfaces."""
+    """Name groups slower than others, networks slower than their interfaces, and steps in which all are slower."""
     grid = transfer_grid(breakdown)
     moved = _large(collectives, ranks)
     rows = with_exposed(collectives, phases).filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
@@ -92,10 +99,11 @@ def detect(
         moved = moved.filter(pl.col("nodes") == 1)
     alike, checked = _against_groups(moved, collectives, min_ratio)
     network, known = _against_interfaces(moved, ranks, collectives, counters, min_ratio)
+    stretch = _against_other_steps(moved, grid, min_change, min_steps, min_z)
     findings = []
-    for slow in [*alike, *network]:
+    for slow in [*alike, *network, *stretch]:
         of_it = rows.filter(pl.col("instance_id").is_in(slow.instances.implode()))
-        lost = _loss(of_it, grid, slow.ranks or grid.ranks, slow.saved)
+        lost = _loss(of_it, grid, slow.ranks or grid.ranks, slow.saved, slow.steps)
         if lost.clear and lost.ns >= min_fraction * grid.step_ns:
             findings.append(
                 Finding(
@@ -104,8 +112,8 @@ def detect(
                     where=slow.where,
                     advice=slow.advice,
                     ranks=slow.ranks,
-                    nodes=slow.nodes,
                     groups=slow.groups,
+                    steps=slow.steps,
                     evidence=longest_rows(of_it, "collectives"),
                     **price(grid, lost, lost.ns),
                 )
@@ -148,10 +156,12 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     return large.join(nodes_of_groups(collectives, ranks), on="group_id")
 
 
-def _loss(rows: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...], share: float) -> Estimate:
-    """What the median of these ranks stands still for per step, times the share."""
-    exposed = by_rank_and_step(rows, "exposed_ns", ranks, grid.steps)
-    return estimate(share * np.median(exposed, axis=0), _TRIM)
+def _loss(
+    rows: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...], share: float, steps: tuple[int, ...] = ()
+) -> Estimate:
+    """What the median of these ranks stands still for per step, times the share; of `steps` alone where given."""
+    exposed = share * np.median(by_rank_and_step(rows, "exposed_ns", ranks, grid.steps), axis=0)
+    return over_occurrences(exposed, np.isin(grid.steps, steps)) if steps else estimate(exposed, _TRIM)
 
 
 def _differ(links: pl.DataFrame) -> bool:
@@ -196,7 +206,6 @@ def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float, col
         saved=1 - others_ns / ns,
         groups=(name,),
         ranks=members,
-        nodes=(),
     )
 
 
@@ -242,9 +251,52 @@ def _against_interfaces(
             saved=1 - used / _ATTAINABLE,
             groups=tuple(between["group"].drop_nulls().unique().sort().to_list()),
             ranks=(),
-            nodes=(),
         )
     ], instances
+
+
+def _against_other_steps(
+    moved: pl.DataFrame, grid: StepGrid, min_change: float, min_steps: int, min_z: float
+) -> list[_Slow]:
+    """The stretch of steps in which transfers take longer than the same ones do in the others."""
+    same = ["op", "group_id", "size_bytes"]
+    steps = moved.filter(pl.col("step").is_in(grid.steps)).with_columns(
+        usual_ns=pl.col("ns").median().over(same), often=pl.col("step").n_unique().over(same)
+    )
+    steps = steps.filter(pl.col("often") >= _PERSISTENT * len(grid.steps))
+    by_step = steps.group_by("step").agg(pl.col("ns").sum() / pl.col("usual_ns").sum()).sort("step")
+    times = by_step["ns"].to_numpy()
+    if len(times) < 2 * min_steps:
+        return []
+    inside = longest_stretch(times, (1 + min_change) / 2)
+    if min(inside.sum(), (~inside).sum()) < min_steps or rank_sum_z(times, inside) < min_z:
+        return []
+    ratio = float(np.median(times[inside]) / np.median(times[~inside]))
+    if ratio < min_change or follows_line(times, inside):
+        return []
+    numbers = tuple(by_step["step"].to_numpy()[inside].tolist())
+    slow = steps.filter(pl.col("step").is_in(numbers))
+    most = slow.group_by([*same, "group", "group_size"]).agg(pl.col("ns").sum()).sort("ns").row(-1, named=True)
+    its = pl.all_horizontal(pl.col(name) == most[name] for name in same)
+    then, else_ = slow.filter(its), steps.filter(its, ~pl.col("step").is_in(numbers))
+    sent = bus_factor(most["op"], most["group_size"]) * most["size_bytes"] * 1e9
+    rates = [f"{bytes_text(sent / float(np.median(rows['ns'])))}/s" for rows in (then, else_)]
+    until = "" if inside[-1] else f" to {numbers[-1]}"
+    return [
+        _Slow(
+            title=f"From step {numbers[0]}{until} transfers take {ratio:.1f} times as long as in the others: "
+            f"{most['op']} of {bytes_text(most['size_bytes'])} in group {most['group']} runs at a bus bandwidth of "
+            f"{rates[0]}, else at {rates[1]}",
+            where=f"from step {numbers[0]}{until}",
+            advice=f"See what changed at step {numbers[0]}: other jobs on the network or the hosts, links that failed "
+            "over, retransmits and congestion in the nodes' counters before and after.",
+            instances=slow["instance_id"],
+            saved=1 - 1 / ratio,
+            groups=tuple(slow["group"].drop_nulls().unique().sort().to_list()),
+            ranks=(),
+            steps=numbers,
+        )
+    ]
 
 
 def _rate(rows: pl.DataFrame) -> float:

@@ -30,7 +30,7 @@ from rankscope.analysis.detectors import judged_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, estimate
-from rankscope.analysis.timeline.trend import follows_line, longest_stretch
+from rankscope.analysis.timeline.trend import follows_line, longest_stretch, rank_sum_z
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -49,7 +49,7 @@ def detect(
     grid = _enough(breakdown, min_steps, min_z)
     lengths = grid.of(*grid.parts).mean(axis=0)
     inside = longest_stretch(lengths, (1 + min_ratio) / 2)
-    if min(inside.sum(), (~inside).sum()) < min_steps or _rank_sum_z(lengths, inside) < min_z:
+    if min(inside.sum(), (~inside).sum()) < min_steps or rank_sum_z(lengths, inside) < min_z:
         return []
     usual, slow = np.median(lengths[~inside]), np.median(lengths[inside])
     grown = {part: _growth(values, inside) for part, values in grid.parts.items()}
@@ -87,13 +87,6 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_ratio: float = 1.1, min_steps:
 def _enough(breakdown: pl.DataFrame, min_steps: int, min_z: float) -> StepGrid:
     # Two halves of n steps without any overlap are √(3n² / 4(n + 1)) standard deviations apart.
     return judged_grid(breakdown, max(2 * min_steps, math.ceil(4 / 3 * min_z**2 + 1)))
-
-
-def _rank_sum_z(values: Floats, inside: NDArray[np.bool_]) -> float:
-    """How many standard deviations the ranks of the values inside lie above chance."""
-    ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1.0
-    m, n = int(inside.sum()), int((~inside).sum())
-    return float((ranks[inside].sum() - m * (m + n + 1) / 2) / (m * n * (m + n + 1) / 12) ** 0.5)
 
 
 def _growth(values: Floats, inside: NDArray[np.bool_]) -> float:

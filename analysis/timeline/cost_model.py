@@ -212,7 +212,7 @@ def fit_line(size_bytes: Floats, ns: Floats) -> Line | None:
         return None
     # The standard error of a median is 1.2533 times that of the mean; 1.4826 × MAD estimates the deviation.
     scatter = np.array([1.4826 * float(np.median(np.abs(ns[at] - np.median(ns[at])))) for at in bins])
-    known_to = np.maximum(1.2533 * scatter / np.sqrt([at.sum() for at in bins]), _MODEL_ERROR * usual)
+    known_to = np.maximum(1.2533 * scatter / np.sqrt([at.sum() for at in bins]), np.maximum(_MODEL_ERROR * usual, 1.0))
     weighted = np.stack([1 / known_to, size / known_to], axis=1)
     covariance = np.linalg.inv(weighted.T @ weighted)
     latency, rate = covariance @ weighted.T @ (usual / known_to)
@@ -220,7 +220,7 @@ def fit_line(size_bytes: Floats, ns: Floats) -> Line | None:
         latency, rate = 0.0, _through(size / known_to, usual / known_to)
     elif rate < 0:
         latency, rate = _through(1 / known_to, usual / known_to), 0.0
-    off = np.abs(latency + rate * size - usual) / usual
+    off = np.abs(latency + rate * size - usual) / np.maximum(usual, 1.0)
     return Line(
         latency_ns=float(latency),
         ns_per_byte=float(rate),

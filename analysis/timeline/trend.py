@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.timeline.own import Floats
 
-__all__ = ["Trend", "follows_line", "longest_stretch", "trend"]
+__all__ = ["Trend", "follows_line", "longest_stretch", "rank_sum_z", "trend"]
 
 _POINTS = 1000  # pairs are compared, so longer runs are drawn together first
 _CLIP = 2.0  # a step counts at most as this many medians, so that single hiccups make no stretch
@@ -73,6 +73,13 @@ def longest_stretch(lengths: Floats, ratio: float) -> NDArray[np.bool_]:
     inside = np.zeros(len(lengths), dtype=bool)
     inside[int(np.argmin(before[: end + 1])) : end + 1] = True
     return inside
+
+
+def rank_sum_z(values: Floats, inside: NDArray[np.bool_]) -> float:
+    """How many standard deviations the ranks of the values inside lie above chance."""
+    ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1.0
+    m, n = int(inside.sum()), int((~inside).sum())
+    return float((ranks[inside].sum() - m * (m + n + 1) / 2) / (m * n * (m + n + 1) / 12) ** 0.5)
 
 
 def _drawn_together(values: Floats) -> Floats:

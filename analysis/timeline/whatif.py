@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Fidelity
 from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.cost_model import fit_line
 from rankscope.analysis.timeline.device_graph import device_graph, first_steps
 from rankscope.analysis.timeline.graph import Floats, Ints, NotReplayable, replay
 from rankscope.analysis.timeline.host_graph import HostGraph, fidelity, graph_of, step_lengths
@@ -27,7 +28,6 @@ MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, pred
 _VANISHING = ("gc", "input", "compile", "checkpoint")
 _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
 _FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
-_SIZES_DIFFER = 1.5  # ratio of sizes from which latency and bandwidth can be told apart
 
 Bools = NDArray[np.bool_]
 
@@ -359,18 +359,14 @@ def _merged(buckets: pl.DataFrame, cap_bytes: float) -> Ints:
 
 
 def _latency_and_rate(size: Floats, ns: Floats) -> tuple[float, float]:
-    """α and 1 / B of α + S / B, through the median of each size. Raises `BadFix` where the sizes hardly differ.
+    """α and 1 / B of α + S / B. Raises `BadFix` where the sizes hardly differ.
 
     Source: the bucket model of DDP, Li et al. 2020.
     """
-    sizes = np.unique(size)
-    if sizes[-1] < _SIZES_DIFFER * sizes[0]:
+    line = fit_line(size, ns)
+    if line is None:
         raise BadFix("all buckets have about the same size, so what each costs beside its bytes is not known")
-    usual = np.array([np.median(ns[size == each]) for each in sizes])
-    rate, latency = np.polyfit(sizes, usual, 1)
-    if rate <= 0 or latency < 0:  # then all of it is in the bytes, or none
-        rate, latency = (float((usual / sizes).mean()), 0.0) if latency < 0 else (0.0, float(usual.mean()))
-    return float(latency), float(rate)
+    return line.latency_ns, line.ns_per_byte
 
 
 def _gain(fixes: tuple[str, ...], step_ns: float, saved_ns: Floats, fidelity: Fidelity) -> Gain:
