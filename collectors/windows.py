@@ -105,6 +105,7 @@ class Windows:
         """`fixed` are the first and last step of a window that is wanted in any case, `slow` how many slow steps may
         open one."""
         self._run = run
+        self._told_path = run.path  # it may be moved when ranks have been told where to save
         self._gap = gap
         self._row = row
         self._fixed = fixed
@@ -165,6 +166,9 @@ class Windows:
             self._node = node
             if self._fixed:
                 self._ask_fixed(*self._fixed)
+        if self._told_path != self._run.path:
+            self._told_path = self._run.path
+            self._tell_new_paths()
         for path in (self._run.path / "run").glob("window=*.json"):
             found = _REQUEST.fullmatch(path.name)
             if found and int(found[1]) not in self._requests:
@@ -299,6 +303,12 @@ class Windows:
 
     def _is_first_node(self) -> bool:
         return self._node is not None and self._node <= min(self._nodes(), default=self._node)
+
+    def _tell_new_paths(self) -> None:
+        for request in self._requests.values():
+            for rank in request.states if request.kind == "window" else ():
+                if rank in self._members and request.states[rank]["state"] == "asked":
+                    self._ask_rank(request, rank)
 
     def _ask_rank(self, request: _Request, rank: int) -> None:
         self._note(request, rank, "asked")

@@ -107,6 +107,9 @@ class _Placed:
     def pieces(self, name: str) -> Iterator[pl.DataFrame]:
         return (self._at_its_place(piece) for piece in self.reader.pieces(name))
 
+    def rows(self, name: str) -> int:
+        return self.reader.rows(name)
+
     def gaps(self) -> list[Gap]:
         return list(self.reader.gaps())
 

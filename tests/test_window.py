@@ -16,6 +16,7 @@ import pytest
 
 import rankscope
 from rankscope.analysis.windows import self_times
+from rankscope.collectors.rank.window import _Steps
 from rankscope.collectors.windows import ask
 from rankscope.profiler.window import place
 
@@ -46,6 +47,16 @@ def trigger(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+def standing_still(run: Path) -> set[int]:
+    """The ranks whose main thread is in `stand_still`, while all others are in an operation of `go_on`."""
+    done = trigger(run, "--stacks")
+    assert done.returncode == 0, done
+    ranks = {int(text.split(",")[0]): text.split("  MainThread\n")[1] for text in done.stdout.split("rank ")[1:]}
+    assert all("train.py" in stack for stack in ranks.values())
+    still = {rank for rank, stack in ranks.items() if " stand_still\n" in stack}
+    return still if all(" all_reduce\n" in ranks[rank] for rank in set(ranks) - still) else set()
+
+
 def requests(run: Path) -> dict[int, dict]:
     """What came of each request on node 0."""
     answers = (run / "run").glob("window=*.node=00000.json")
@@ -59,11 +70,16 @@ def script(tmp_path: Path, body: str) -> Path:
 
 
 def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
-    """Two ranks: steps 3 and 4, a window of both, one of rank 1 alone, stacks; the report has it, on the run's clock."""
+    """Two ranks: steps 3 and 4, a window of both, one of rank 1 alone, stacks; the report has it on the run's clock."""
     train = script(
         tmp_path,
         """
+        def stand_still():
+            while Path(sys.argv[1] + ".hang").exists():
+                time.sleep(0.1)
         def go_on():
+            if dist.get_rank() == 1:
+                stand_still()
             more = torch.tensor(float(not Path(sys.argv[1]).exists()))
             dist.all_reduce(more, dist.ReduceOp.MIN)
             return bool(more)
@@ -71,7 +87,7 @@ def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
             step()
         """,
     )
-    run, stop = tmp_path / "run", tmp_path / "stop"
+    run, stop, hang = (tmp_path / name for name in ("run", "stop", "stop.hang"))
     options = ["--out", str(run), "--no-report", "--profile-steps", "3-4", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-m", "rankscope", "run", *options, str(train), str(stop)]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -81,10 +97,9 @@ def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
         assert (both.returncode, both.stdout.startswith("2 steps of ranks 0,1 are in ")) == (0, True), both
         alone = trigger(run, "--ranks", "1", "--steps", "1")
         assert (alone.returncode, alone.stdout.startswith("1 steps of ranks 1 are in ")) == (0, True), alone
-        stacks = trigger(run, "--stacks")
-        assert stacks.returncode == 0
-        assert stacks.stdout.count("  MainThread") == 2
-        assert stacks.stdout.count(f"{train}:") >= 2
+        hang.touch()
+        wait_for(lambda: standing_still(run) == {1})
+        hang.unlink()
         nobody = trigger(run, "--ranks", "7")
         assert (nobody.returncode, nobody.stderr.count("\n")) == (2, 1)
         assert "rank 7 does not write to this folder (ranks 0,1 do)" in nobody.stderr
@@ -221,6 +236,20 @@ def test_a_step_slower_than_the_others_opens_a_window_and_no_second_one(one_rank
     assert len(window.steps) == 3
     assert window.reason.startswith("step ")
     assert "x the usual on rank 0" in window.reason
+
+
+def test_steps_are_counted_alike_whatever_the_optimizers_do():
+    """One optimizer; two in turn; a rare third; a discriminator that runs twice; the script's own word wins."""
+
+    def steps(ends: list[int | None]) -> list[int]:
+        counter = _Steps()
+        return [counter.done for end in ends if counter.ended(end)]
+
+    assert steps([7, 7, 7]) == [1, 2, 3]
+    assert steps([1, 2, 1, 2, 1, 2]) == [1, 2, 3]  # the first time nobody knows that 2 is to come
+    assert steps([1] * 30 + [9] + [1] * 2) == [*range(1, 33)]
+    assert steps([1, 1, 2, 1, 1, 2, 1, 1, 2])[-2:] == [2, 3]
+    assert steps([1, 1, None, 1, None]) == [1, 2, 1, 2]
 
 
 def test_clock_of_a_trace_from_spans_of_which_both_clocks_are_known():

@@ -34,6 +34,7 @@ _WATCHED_BY = {
 _HISTORY, _ENOUGH = 50, 20  # steps
 _SLOW_RATIO, _SLOW_MADS = 1.5, 10
 _RENEWED = 10  # steps between two looks at what is usual
+_RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one makes no steps
 _SAVING_S = 10.0  # an exiting rank waits no longer for its trace
 _MOST_FRAMES, _MOST_THREADS, _MOST_BYTES = 40, 64, 100_000
 
@@ -62,17 +63,15 @@ def stop() -> None:
 class _Steps:
     """Counts the steps that have ended on this rank, as every rank of the job does.
 
-    Once the script says `rankscope.step()`, that counts. Else the last optimizer that runs before the first one comes
-    again ends the step. What happens on other threads than the first does not count.
+    Once the script says `rankscope.step()`, that counts. Else a step has ended when every optimizer has run once more,
+    but for those that run less than once in 20 times. What happens on other threads than the first does not count.
     """
 
     def __init__(self) -> None:
         self.done = 0
         self._thread: int | None = None
         self._marked = False
-        self._first: int | None = None
-        self._last: int | None = None
-        self._anchor: int | None = None
+        self._runs: dict[int, int] = {}  # by optimizer
 
     def ended(self, optimizer: int | None) -> bool:
         """Whether a step has ended now."""
@@ -80,22 +79,17 @@ class _Steps:
             self._thread = threading.get_ident()
         if self._thread != threading.get_ident():
             return False
+        before = self.done
         if optimizer is None:
             if not self._marked:
-                self._marked, self.done = True, 0
-        elif self._marked or not self._is_anchor(optimizer):
-            return False
-        self.done += 1
-        return True
-
-    def _is_anchor(self, optimizer: int) -> bool:
-        if self._anchor is None:
-            if self._first is None:
-                self._first = optimizer
-            elif optimizer == self._first:
-                self._anchor, self.done = self._last, 1
-            self._last = optimizer
-        return self._anchor == optimizer
+                self._marked, before = True, 0
+            self.done = before + 1
+        elif not self._marked:
+            runs = self._runs
+            runs[optimizer] = runs.get(optimizer, 0) + 1
+            most = max(runs.values())
+            self.done = min(count for count in runs.values() if count * _RARE >= most)
+        return self.done > before
 
 
 class _Usual:
@@ -208,8 +202,13 @@ class _Windows:
     # ---- from the session's thread
 
     def ask(self, window: dict[str, Any]) -> None:
-        """The agent asks for a window; the next end of a step sees it."""
-        self._asked = sorted([*self._asked, window], key=lambda asked: int(asked["first"]))
+        """The agent asks for a window, or says again where its trace is to lie; the next end of a step sees it."""
+        current = self._window
+        if current is not None and current["id"] == window["id"]:
+            current["path"] = window["path"]
+            return
+        others = [asked for asked in self._asked if asked["id"] != window["id"]]
+        self._asked = sorted([*others, window], key=lambda asked: int(asked["first"]))
 
     def watch(self, _: dict[str, Any]) -> None:
         self._watching = True
@@ -397,7 +396,8 @@ class _Windows:
             self._give_back.append(undo)
 
     def _leave(self) -> None:
-        if self._window is not None and self._profile is not None:
+        forked = not self._emit.live
+        if self._window is not None and self._profile is not None and not forked:
             self._finish("the script started a profiler of its own, which was not disturbed")
 
     def _get_out_of_the_way(self) -> None:
