@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from rankscope.analysis.readers import kineto
+from rankscope.analysis.readers.native import read_rows
 from rankscope.analysis.timeline.clocks import TIME_COLUMNS
 from rankscope.analysis.trace import BadInput, Trace
+from rankscope.collectors.writer import write_sealed
 from rankscope.profiler.commands.import_ import write
 
 if TYPE_CHECKING:
@@ -65,9 +69,21 @@ def convert(folder: Path, described: Mapping[str, Any]) -> int:
     node = int(described["node"])
     placed = _Placed(reader=reader, clocks=clocks, node=node, run={node: known})
     rows = write(Trace(path=str(folder), source="kineto", run=placed.run, reader=placed), folder)
+    _copy_clocks(folder, node)
     for path in paths.values():
         Path(path).unlink()
     return rows
+
+
+def _copy_clocks(folder: Path, node: int) -> None:
+    """What relates the nodes' clocks so far lies with the window as well, where there are several."""
+    if len(list(folder.parent.glob("run/node=*.json"))) < 2:
+        return
+    place = Path("clocks") / f"node={node:05d}"
+    parts = [read_rows(path, closed=False)[0] for path in sorted((folder.parent / place).glob("*.arrow"))]
+    rows = [part for part in parts if part is not None]
+    if rows:
+        write_sealed(folder / place, "", pa.concat_tables(rows))
 
 
 def place(begins_ns: Sequence[int], marks: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -558,26 +558,36 @@ def test_two_nodes_find_each_other_share_a_folder_and_relate_their_clocks(two_no
 
 
 def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path, started):
-    """Rank 0 is in step 100, rank 1 in 101, of 10 ms: the first step is one that neither can have reached in 4 s."""
-    first, second = Agent(tmp_path / "first"), Agent(tmp_path / "second")
+    """Both were told of steps 900 and 901, rank 1 again when its run has moved. Rank 0 is in step 100, rank 1 in 101,
+    of 10 ms: the first step of the other window is one that neither can have reached in 4 s."""
+    fixed = ("--profile-steps", "[900, 901]")
+    first, second = Agent(tmp_path / "first", *fixed), Agent(tmp_path / "second", *fixed)
     started += [first, second]
     zero, one = Rank(first.name, world_size=2), Rank(second.name, rank=1, node=1, world_size=2)
     started += [zero, one]
+
+    def hears(rank: Rank) -> dict[str, object]:
+        rank.do(f"open({str(tmp_path / 'heard')!r}, 'w').write(agent.recv(4096).decode())")
+        return json.loads((tmp_path / "heard").read_text())
+
+    told = [hears(zero), hears(one)]
     one.do(f"say(type='peer', name={zero.reply['name']!r}, host='127.0.0.1', port={zero.reply['port']})")
-    wait_for((tmp_path / "first" / "run" / "node=00001.json").exists)
+    told.append(hears(one))
+    assert [(message["first"], Path(message["path"]).parents[1].name) for message in told] == [
+        (900, "first"),
+        (900, "second"),
+        (900, "first"),
+    ]
     zero.do("say(type='step', done=100, step_ns=10_000_000)")
     one.do("say(type='step', done=101, step_ns=10_000_000)")
     request = {"kind": "window", "ranks": None, "first": None, "steps": 2, "reason": "test"}
-    assert ask(tmp_path / "first", request) == 1
-    heard = [tmp_path / "zero", tmp_path / "one"]
-    for rank, file in zip((zero, one), heard, strict=True):
-        rank.do(f"open({str(file)!r}, 'w').write(agent.recv(4096).decode())")
-    windows = [json.loads(file.read_text()) for file in heard]
+    assert ask(tmp_path / "first", request) == 2
+    windows = [hears(zero), hears(one)]
     assert windows[0]["first"] == windows[1]["first"] > 101 + 400
-    assert [(window["type"], window["id"], window["steps"]) for window in windows] == [("window", 1, 2)] * 2
-    zero.do("say(type='window', id=1, state='refused', why='because')")
+    assert [(window["type"], window["id"], window["steps"]) for window in windows] == [("window", 2, 2)] * 2
+    zero.do("say(type='window', id=2, state='refused', why='because')")
     one.bye()
-    answers = [tmp_path / "first" / "run" / f"window=0001.node=0000{node}.json" for node in (0, 1)]
+    answers = [tmp_path / "first" / "run" / f"window=0002.node=0000{node}.json" for node in (0, 1)]
     wait_for(lambda: all(json.loads(path.read_text())["over"] for path in answers))
     of_ranks = [json.loads(path.read_text())["ranks"] for path in answers]
     assert of_ranks[0] == {"0": {"state": "refused", "why": "because"}}

@@ -19,8 +19,8 @@ checkpoint. There is no cost per step; `lost_fraction` is 1.
 **False alarms.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job stands
 still. A rank whose state was not saved is blamed only where nobody else can be.
 
-**What to try.** Look at the stacks of the named ranks (`py-spy dump`), their kernel log and device errors. If the host
-has nothing outstanding: data loading, checkpointing, a lock, an exception on one rank. If the device does not finish:
+**What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
+errors. If the host has nothing outstanding: data loading, checkpointing, a lock, an exception on one rank. If the device does not finish:
 hardware, or a kernel that does not end. Where ranks do different things: a branch that depends on the rank.
 
 **Source.** PyTorch's flight recorder analyser compares sequence numbers per group and stops there; following who waits
