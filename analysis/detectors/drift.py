@@ -35,7 +35,7 @@ from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.report.texts import part_label
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, above_peers
+from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid
 from rankscope.analysis.timeline.trend import Trend, follows_line, longest_stretch, trend
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -114,10 +114,14 @@ def _falling_behind(grid: StepGrid) -> Iterator[_Seen]:
     """The rank that takes longer and longer than its peers by most; the lengths are a usual step and that."""
     if len(grid.ranks) < 2:
         return
-    above = above_peers(grid.busy)
-    worst = int(_growth(above).argmax())
-    parts = {part: above_peers(values)[[worst]] for part, values in grid.parts.items()}
-    yield _Seen(grid.step_ns + above[worst], parts, (grid.ranks[worst],), beyond_peers=True)
+    busy = grid.busy
+    worst = int(_growth(busy - np.median(busy, axis=0)).argmax())
+
+    def beyond(values: Floats) -> Floats:
+        return np.asarray(values[worst] - np.median(np.delete(values, worst, axis=0), axis=0))
+
+    parts = {part: beyond(values)[np.newaxis] for part, values in grid.parts.items()}
+    yield _Seen(grid.step_ns + beyond(busy), parts, (grid.ranks[worst],), beyond_peers=True)
 
 
 def _what_grows(seen: _Seen, line: Trend) -> tuple[str, tuple[int, ...]]:
