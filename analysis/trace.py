@@ -52,6 +52,10 @@ class Reader(Protocol):
         """The same rows in pieces, each of them in order, so that no more than one needs to be in memory."""
         ...
 
+    def rows(self, name: str) -> int:
+        """How many rows the table has, without reading it; those of files that were cut may not count."""
+        ...
+
     def gaps(self) -> list[Gap]:
         """Everything known to be missing, what the collectors said and what the reader found."""
         ...

@@ -32,6 +32,7 @@ class FrameReader:
     missing: Sequence[Gap] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     large: Mapping[str, Callable[[], Iterator[pl.DataFrame]]] = field(default_factory=dict)
+    large_rows: Mapping[str, int] = field(default_factory=dict)
     run: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tables(self) -> tuple[str, ...]:
@@ -42,6 +43,9 @@ class FrameReader:
 
     def pieces(self, name: str) -> Iterator[pl.DataFrame]:
         return self.large[name]() if name in self.large else iter([self.read(name)])
+
+    def rows(self, name: str) -> int:
+        return self.large_rows[name] if name in self.large_rows else len(self.read(name))
 
     def gaps(self) -> list[Gap]:
         return list(self.missing)

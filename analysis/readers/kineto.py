@@ -66,7 +66,7 @@ _NO_STEPS = {
     "steps": "the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)"
 }
 _SNIFF = 1 << 16
-_LARGE, _PIECE = ("kernels", "launches", "regions"), 1 << 15  # tables handed over in pieces of so many rows
+_LARGE, _PIECE = ("kernels", "launches", "regions"), 1 << 14  # tables handed over in pieces of so many rows
 _MOST_AT_ONCE = 8  # files; more would wait for the interpreter
 _MAX_HEADER = 64 << 20  # groups of thousands of ranks are listed before the events
 _HEADER_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
@@ -147,7 +147,11 @@ def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) ->
     gaps += _missing_ranks(ranks)
     lacks = _CANNOT if "steps" in tables else _CANNOT | _NO_STEPS
     pieces = {name: functools.partial(tables.pieces, name, _PIECE) for name in tables if name in _LARGE}
-    return FrameReader(frames=tables, missing=tuple(gaps), lacks=lacks, large=pieces)
+    rows = {
+        "kernels": sum(len(c.device) for c in ranks.values()),
+        "launches": sum(len(c.launches) for c in ranks.values()),
+    }
+    return FrameReader(frames=tables, missing=tuple(gaps), lacks=lacks, large=pieces, large_rows=rows)
 
 
 class _Tables(Mapping[str, pl.DataFrame]):
@@ -710,13 +714,17 @@ def _threads(names: Sequence[str], spans: Rows, launches: Rows, operators: Rows)
     of appearance.
     """
     announces = np.array([bool(_STEP_NAME.match(name)) for name in names])
-    steps = [spans.where(announces.__getitem__, "name")["tid"]]
-    tables = ([rows["tid"] for rows in table.blocks("tid")] for table in (spans, launches, operators))
-    of_spans, of_launches, of_operators = tables
-    candidates = steps if len(steps[0]) else of_launches or of_spans
-    counts = sum((np.bincount(codes, minlength=len(names)) for codes in candidates), np.zeros(len(names), np.int64))
-    main = [int(counts.argmax())] if candidates else []
-    seen = map(_as_seen, itertools.chain(candidates, of_spans, of_launches, of_operators))
+    steps = spans.where(announces.__getitem__, "name")["tid"]
+
+    def threads_of(*tables: Rows) -> Iterator[Ints]:
+        return (rows["tid"] for table in tables for rows in table.blocks("tid"))
+
+    def candidates() -> Iterator[Ints]:
+        return iter([steps]) if len(steps) else threads_of(launches if len(launches) else spans)
+
+    counts = sum((np.bincount(codes, minlength=len(names)) for codes in candidates()), np.zeros(len(names), np.int64))
+    main = [int(counts.argmax())] if counts.any() else []
+    seen = map(_as_seen, itertools.chain(candidates(), threads_of(spans, launches, operators)))
     ordered = list(dict.fromkeys([*main, *itertools.chain.from_iterable(seen)]))
     number = np.zeros(max(ordered, default=0) + 1, np.uint16)
     number[ordered] = np.minimum(np.arange(len(ordered)), (1 << 16) - 1)

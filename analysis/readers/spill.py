@@ -16,7 +16,7 @@ from rankscope.analysis.trace import BadInput
 
 __all__ = ["BLOCK_ROWS", "Rows", "Spill", "joined"]
 
-BLOCK_ROWS = 1 << 14  # of a table that are in memory while it is filled
+BLOCK_ROWS = 1 << 13  # of a table that are in memory while it is filled
 _FIRST_ROOM = 1 << 10  # rows
 
 Ints = NDArray[Any]

@@ -82,7 +82,13 @@ class Timeline:
 
 
 def build_timeline(trace: Trace) -> Timeline:
-    """The trace's timeline. What could not be seen or settled is in `gaps`; nothing raises for lack of data."""
+    """The trace's timeline. What could not be seen or settled is in `gaps`; nothing raises for lack of data.
+
+    Raises `BadInput` where the memory of this machine is not enough.
+    """
+    from rankscope.analysis.memory import check_memory  # it knows the graph, which is made of timelines
+
+    check_memory(trace)
     ranks = trace.table("ranks").sort("rank").collect()
     clocks = _clocks(trace, [*trace.run, *ranks["node"].drop_nulls().to_list()])
 
