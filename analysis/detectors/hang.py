@@ -20,9 +20,9 @@ checkpoint. There is no cost per step; `lost_fraction` is 1.
 still. A rank whose state was not saved is blamed only where nobody else can be.
 
 **What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
-errors. If the host has nothing outstanding: data loading, checkpointing, a lock, an exception on one rank. If the device
-does not finish: hardware, or a kernel that does not end. Where ranks do different things: a branch that depends on the
-rank.
+errors. If the host has nothing outstanding: data loading, checkpointing, a lock, an exception on one rank. If the
+device does not finish: hardware, or a kernel that does not end. Where ranks do different things: a branch that depends
+on the rank.
 
 **Source.** PyTorch's flight recorder analyser compares sequence numbers per group and stops there; following who waits
 for whom across groups is what spares the healthy neighbours.
