@@ -652,7 +652,7 @@ def _fsdp(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[float]
 
 
 def _tp(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[float]:
-    """Layers are split within the node, gradients are reduced over nodes."""
+    """Layers are split within the node, gradients are reduced over nodes, each layer's while the next runs backward."""
     job = scheduler.job
     inside = _world(scheduler, team, min(GPUS, job.ranks), "tp")
     replicas = team.ranks.reshape(-1, min(GPUS, job.ranks)).T
@@ -665,12 +665,14 @@ def _tp(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[float]:
             yield from _split_layer(team, inside, job.compute_ns / 3 / job.layers)
         team.region("forward", "forward", start)
         start = team.now
+        pending = []
         for _ in range(job.layers):
             yield from _split_layer(team, inside, job.compute_ns * 2 / 3 / job.layers)
+            if data is not None:
+                pending.append(team.collective(data, "allreduce", job.gradient_bytes / GPUS / job.layers))
+                yield _first(team)
+        team.join(*pending)
         team.region("backward", "backward", start)
-        if data is not None:
-            team.wait(team.collective(data, "allreduce", job.gradient_bytes / GPUS))
-            yield _first(team)
         team.optimize()
         team.end_step()
 
