@@ -105,8 +105,8 @@ def detect(
             ranks=tuple(ranks),
             groups=tuple(group.name for group in guilty),
             evidence=_largest(collectives, worst, ranks),
-            fix="balance",
-            **price(grid, lost),
+            # What a fix brings is known from the stretches; `balance` would even out a label's whole time instead.
+            **price(grid, lost, lost.ns),
         )
     ]
 
