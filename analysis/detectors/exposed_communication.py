@@ -3,7 +3,8 @@
 **Signal.** Transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
 and takes 1 / k of the time that the gradients' communication took. The best k up to `max_buckets`, of 1 MiB or more
-each, is the measure; what is above it is the loss, reported above `min_fraction` of the step.
+each, is the measure; what is above it is the loss, reported above `min_fraction` of the step, or above
+`min_fraction_unhidden` where less than half of this communication is hidden and a step has one backward.
 
 **Why it costs time.** Backward makes the gradients of the last layers first. A bucket that is sent at once is hidden
 behind the rest of backward; one bucket for all (`bucket_cap_mb` too large, `no_sync`, a reduction by hand after
@@ -46,7 +47,8 @@ def detect(
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
     *,
-    min_fraction: float = 0.03,
+    min_fraction: float = 0.05,
+    min_fraction_unhidden: float = 0.03,
     max_buckets: int = 8,
 ) -> list[Finding]:
     """What reducing the gradients during backward would hide, as one finding for all ranks."""
@@ -56,7 +58,8 @@ def detect(
     saved = np.median(spans["exposed"] - left, axis=1)  # (buckets, step), of the median rank
     means = [estimate(np.maximum(of_buckets, 0.0), _TRIM) for of_buckets in saved]
     best = max(means, key=lambda mean: mean.ns)
-    if not best.clear or best.ns < min_fraction * grid.step_ns:
+    unhidden = np.median(spans["exposed"] - spans["hidden"]) > 0 and _one_backward(regions)
+    if not best.clear or best.ns < (min_fraction_unhidden if unhidden else min_fraction) * grid.step_ns:
         return []
     buckets = 1 + next(i for i, mean in enumerate(means) if mean.ns * _AS_GOOD >= best.ns)
     lost = means[buckets - 1]
@@ -83,11 +86,17 @@ def resolution_ns(
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
     *,
-    min_fraction: float = 0.03,
+    min_fraction: float = 0.05,
 ) -> int:
     """The smallest loss per step that would have been reported."""
     grid, _, _ = _spans(breakdown, phases, regions, collectives)
     return round(min_fraction * grid.step_ns)
+
+
+def _one_backward(regions: pl.DataFrame) -> bool:
+    """Whether most steps have one backward: no gradients accumulate, and there is no pipeline."""
+    main = regions.filter(pl.col("kind") == "backward", pl.col("thread") == _MAIN_THREAD)
+    return bool(main.group_by("rank", "step").len()["len"].median() == 1)
 
 
 def _spans(
