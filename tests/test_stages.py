@@ -141,6 +141,18 @@ def test_schedule_of_a_recorded_pipeline_and_its_bubble(parallel, tmp_path):
     assert {"stage_imbalance", "pipeline_bubble"} <= {check.detector for check in report.healthy}
 
 
+@pytest.mark.parametrize("slower", [1, 6])
+def test_transfers_that_any_schedule_needs_are_no_bubble_and_late_ones_are(slower, tmp_path):
+    """A stage on each of four nodes, 20 ms per microbatch: to send it on takes 1 ms, in a slow network card 6 ms."""
+    job = replace(JOB, ranks=32, compute_ns=118e6)
+    can = healthy_resources(job)
+    can.nic = np.where(np.arange(4) == 2, can.nic / slower, can.nic)
+    report = rankscope.diagnose(rankscope.open(write(run(job, can), tmp_path / "run")))
+    assert report.pipeline.excess["transfers"] == pytest.approx(0.04, abs=0.01)
+    late = [f.title for f in report.findings if f.detector == "pipeline_bubble"]
+    assert [title.endswith("mostly for late transfers") for title in late] == ([] if slower == 1 else [True])
+
+
 def test_long_stage_of_a_recorded_run_is_named_once(tmp_path):
     """Stage 2 is ranks 4 and 5: 22 ms per microbatch instead of 15."""
     report = rankscope.diagnose(record(tmp_path, JOB, long=2))

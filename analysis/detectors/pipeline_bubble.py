@@ -1,8 +1,9 @@
 """The pipeline idles more than its schedule must.
 
 **Signal.** The schedule is recognised from the order of forwards and backwards on each stage (1F1B, GPipe). Its
-bubble is known: (p - 1) / (m + p - 1) for p stages and m microbatches. The busiest stage's bubble is compared with
-that; more than `max_excess` above it, clear of its scatter over the steps, is reported, split by replay into transfers,
+bubble is known: (p - 1) / (m + p - 1) for p stages and m microbatches, and what transfers add to it if all take as long
+as those between the quickest pair of stages, by replay. The busiest stage's bubble is compared with that; more than
+`max_excess` above it, clear of its scatter over the steps, is reported, split by replay into slower transfers,
 microbatches and stages of unequal length, and what the trace does not show.
 
 Why the busiest stage: what the other stages idle beyond it is lack of work, see `stage_imbalance`.
@@ -26,7 +27,7 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import percent
-from rankscope.analysis.timeline.pipeline import measured_pipeline, steps_of_ops
+from rankscope.analysis.timeline.pipeline import TRANSFERS, measured_pipeline, steps_of_ops
 from rankscope.analysis.timeline.replay import NotReplayable
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -42,8 +43,8 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
         raise NotResolvable(str(reason)) from None
     if found.theory_fraction is None:
         raise NotResolvable("the schedule is neither 1F1B nor GPipe, so its bubble in theory is not known")
-    share = found.bubble[found.busiest_stage]
-    if share - found.theory_fraction <= max_excess:
+    share, needed = found.bubble[found.busiest_stage], found.theory_fraction + found.excess[TRANSFERS]
+    if share - needed <= max_excess:
         return []
     spans = steps_of_ops(ops).unique("step").sort("step")
     length = spans if steps is None else steps
@@ -53,13 +54,13 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
     if lost <= half_width:
         return []
     fraction = lost / median_ns
-    cause = max(found.excess, key=lambda part: found.excess[part])
+    cause = max(_ADVICE, key=lambda part: found.excess[part])
     return [
         Finding(
             detector="pipeline_bubble",
             severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
             title=f"The pipeline idles {percent(share)} of its time where {found.schedule} needs "
-            f"{percent(found.theory_fraction)}, mostly for {cause}",
+            f"{percent(needed)}, mostly for {cause}",
             where=f"stage {found.busiest_stage}",
             advice=_ADVICE[cause],
             lost_ns_per_step=round(lost),
@@ -84,7 +85,7 @@ def resolution_ns(ops: pl.DataFrame, *, max_excess: float = 0.03) -> int:
 _ADVICE = {
     "waiting for what is not recorded": "Record what the hosts do between the operations: the stages wait, but neither "
     "for transfers nor for each other's computation.",
-    "transfers": "Overlap sends and receives with computation, and look at the links between neighbouring stages.",
+    "late transfers": "Overlap sends and receives with computation, and look at the links between neighbouring stages.",
     "microbatches of unequal length": "Make the microbatches alike: pack or sort sequences by length.",
     "stages of unequal length": "Distribute the layers evenly over the stages.",
 }

@@ -19,6 +19,7 @@ __all__ = [
     "BACKWARD",
     "EXCESS",
     "FORWARD",
+    "TRANSFERS",
     "Key",
     "OpGrid",
     "communicates",
@@ -53,7 +54,12 @@ _ACROSS_REPLICAS = (_GATHER, _SCATTER, _CLIP)
 _TAIL = ("gc", "layernorm-grads-all-reduce", _EMBEDDING, _SCATTER, _CLIP, "optimizer")
 _KNOWN = (FORWARD, BACKWARD, *_PEER, _GATHER, *_TAIL)
 # What can keep the busiest stage idle for longer than the schedule must, in the order in which it is taken away.
-EXCESS = ("waiting for what is not recorded", "transfers", "microbatches of unequal length", "stages of unequal length")
+# Transfers as quick as between the quickest pair of stages are "transfers": no schedule does without them.
+TRANSFERS = "transfers"
+EXCESS = (
+    *("waiting for what is not recorded", "late transfers", TRANSFERS),
+    *("microbatches of unequal length", "stages of unequal length"),
+)
 _WORTH_SAYING = 0.001
 _COMPUTES = (FORWARD, BACKWARD, "gc", "optimizer")
 
@@ -312,7 +318,10 @@ def pipeline(ops: pl.DataFrame) -> Pipeline:
 
 
 def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
-    """The same, and for each step how much longer its computations took than they would without the excess, in ns."""
+    """The same, and for each step how much longer its computations took than they would without the excess, in ns.
+
+    Of the excess transfers as quick as any do not count there.
+    """
     grid = op_grid(ops.filter(pl.col("name").is_in([FORWARD, BACKWARD, *_PEER])))
     order = compute_order(grid.keys, np.median(grid.start_ns, axis=(1, 2)))
     if len(order) < 2:
@@ -328,8 +337,11 @@ def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
     bubble = {s: float(1 - (busy[s] / length)[middle].mean()) for s in busy}
     busiest = min(bubble, key=lambda stage: bubble[stage])
     excess: dict[str, float] = {}
+    longer: Floats = np.zeros_like(length)
     if theory is not None:
-        shares = [float(1 - (busy[busiest] / span)[middle].mean()) for span in (length, *_without_excess(grid, order))]
+        spans = _without_excess(grid, order)
+        longer = length - busy[busiest] / (1 - theory) - (spans[1] - spans[2])
+        shares = [float(1 - (busy[busiest] / span)[middle].mean()) for span in (length, *spans)]
         excess = {
             cause: before - after for cause, before, after in zip(EXCESS, shares, [*shares[1:], theory], strict=True)
         }
@@ -343,7 +355,7 @@ def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
         excess=excess,
         explanation=_explanation(name, theory, bubble, busiest, excess),
     )
-    return found, length - busy[busiest] / (1 - theory) if theory is not None else np.zeros_like(length)
+    return found, longer
 
 
 def _span(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> Floats:
@@ -358,6 +370,12 @@ def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Fl
     computes = np.zeros(len(grid.keys), dtype=bool)
     computes[[i for ops in order.values() for i in ops]] = True
     recorded = grid.duration_ns
+    hops: dict[tuple[int, str], list[int]] = {}
+    for i, key in enumerate(grid.keys):
+        if key.kind in ("forward-recv", "backward-recv"):  # a send may be over before
+            hops.setdefault((key.stage, key.kind), []).append(i)
+    quickest = min((float(np.median(recorded[ops])) for ops in hops.values()), default=0.0)
+    quick = np.where(computes[:, None, None], recorded, np.minimum(recorded, quickest))
     no_transfers = np.where(computes[:, None, None], recorded, 0.0)
     even = no_transfers.copy()
     for ops in order.values():
@@ -365,7 +383,7 @@ def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Fl
             rows = [i for i in ops if grid.keys[i].kind == kind]
             even[rows] = no_transfers[rows].mean(axis=0)
     spans = []
-    for durations in (recorded, no_transfers, even):
+    for durations in (recorded, quick, no_transfers, even):
         start, end = replay(grid.plan, durations)
         spans.append((end[computes].max(axis=0) - start[computes].min(axis=0)).mean(axis=1))
     return spans
