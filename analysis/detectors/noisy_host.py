@@ -7,7 +7,8 @@
 - their running time that the hypervisor gave away (steal), beyond the other nodes';
 - the time in which the node stood still for memory (swapping, pages read again), beyond the other nodes'.
 
-Reported where this explains at least `min_explained` of what the slow rank costs; the loss is what it explains.
+Reported where this explains at least `min_explained` of what the slow rank costs, and `min_fraction` of the step; the
+loss is what it explains.
 
 **Why it costs time.** A main thread that waits for a processor launches nothing, and all ranks wait for its rank.
 
@@ -73,6 +74,7 @@ def detect(
     groups: pl.DataFrame | None = None,
     *,
     min_explained: float = 0.5,
+    min_fraction: float = 0.03,
 ) -> list[Finding]:
     """The slow ranks, or the slow nodes, whose host explains most of what they take longer."""
     hosts = _hosts(counters, steps, ranks)
@@ -81,7 +83,7 @@ def detect(
     for slow in slow_rank.detect(breakdown, phases, steps, ranks, collectives, regions, groups):
         lost = _lost(hosts, grid, slow.ranks)
         share = min(1.0, sum(lost.values()) / slow.lost_ns_per_step)
-        if share >= min_explained:
+        if share >= min_explained and share * slow.lost_fraction >= min_fraction:
             found.append(_finding(hosts, slow, lost, share))
     return found
 
@@ -94,10 +96,12 @@ def resolution_ns(
     collectives: pl.DataFrame | None = None,
     regions: pl.DataFrame | None = None,
     groups: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
 ) -> int:
     """What a slow rank must cost to be seen: what makes none slow costs nothing."""
     _hosts(counters, steps, ranks)
-    return slow_rank.resolution_ns(breakdown, collectives, regions, groups)
+    return slow_rank.resolution_ns(breakdown, collectives, regions, groups, min_fraction=min_fraction)
 
 
 def _hosts(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> _Hosts:
