@@ -163,6 +163,8 @@ def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
         "ring.write(T.DONE, 0, 0, 0, 60, n, 0, 0, 0)",
         # send to rank 3 with tag 9, not known to be asynchronous, from another thread, never ends
         "ring.write(T.COLLECTIVE, 18, 5 | 2 << 8, 1, 70, 71, 42, 8, (3 + 1) << 32 | 9 << 16)",
+        # all-to-all that gives 3000 bytes to this rank, from the main thread, never ends
+        "ring.write(T.COLLECTIVE, 15, 2, 2, 72, 73, 42, 4096, 3000 << 16 | 1)",
         "ring.write(T.STEP, 0, 0, 0, 80, threading.get_ident(), 0, 0, 0)",
         "ring.write(T.MEMORY, 0, 0, 7, 90, 1000, 0, 0, 0)",
     )
@@ -174,8 +176,9 @@ def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
     assert table(run, "gaps", "rank=00000").rows() == [(1, 2, "memory", "memory", 3, "because")]
     assert table(run, "regions").rows() == [(10, 20, 1, 7, 0, 4, None), (30, 40, 2, 7, 1, None, None)]
     assert table(run, "collectives").rows() == [
-        (50, 51, 60, None, 42, 0, 1, 2, True, -1, 0, 4096, 0, 3),
-        (70, 71, None, None, 42, 1, 18, 5, None, 3, 9, 8, 65535, 5),
+        (50, 51, 60, None, 42, 0, 1, 2, True, -1, 0, 4096, None, 0, 3),
+        (70, 71, None, None, 42, 1, 18, 5, None, 3, 9, 8, None, 65535, 5),
+        (72, 73, None, None, 42, 2, 15, 2, False, -1, 0, 4096, 3000, 0, 6),
     ]
     assert table(run, "steps").rows() == [(80, 0, None)]
     assert table(run, "memory").rows() == [(90, 7, 1000)]
