@@ -213,7 +213,7 @@ class Windows:
     def _slow(self, rank: int, message: Mapping[str, Any]) -> None:
         """A step was slow: the first node's agent asks for a window, if it may."""
         may = self._slow_left > 0 and time.monotonic() - self._slow_since > _COOL_DOWN_S and self._is_first_node()
-        if not may or any(not request.over for request in self._requests.values()):
+        if not may:
             return
         self._slow_left -= 1
         self._slow_since = time.monotonic()
@@ -327,7 +327,10 @@ class Windows:
         """py-spy reads what a rank does that holds Python's lock; it neither stops nor changes the process."""
         member, py_spy = self._members.get(rank), shutil.which("py-spy")
         if member is None or py_spy is None:
-            why = f"no answer in {_ANSWER_S:.0f} s: code in C holds Python's lock; with py-spy installed it can be seen"
+            why = (
+                f"no answer in {_ANSWER_S:.0f} s: code in C holds Python's lock (py-spy, once installed, shows where), "
+            )
+            why += "or the collector 'window' is off"
             self._note(request, rank, "failed", why)
             return
         command = [py_spy, "dump", "--nonblocking", "--pid", str(member.pid)]

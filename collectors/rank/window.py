@@ -198,11 +198,15 @@ class _Windows:
         self._own_call = False
         self._give_back: list[Callable[[], None]] = []
         self._saving: threading.Thread | None = None
+        self._why_closed = ""
 
     # ---- from the session's thread
 
     def ask(self, window: dict[str, Any]) -> None:
         """The agent asks for a window, or says again where its trace is to lie; the next end of a step sees it."""
+        if self._why_closed:
+            self._say(window, "refused", why=self._why_closed)
+            return
         current = self._window
         if current is not None and current["id"] == window["id"]:
             current["path"] = window["path"]
@@ -243,7 +247,7 @@ class _Windows:
 
     def step(self, end_ns: int, optimizer: int | None) -> None:
         """Where a step has ended: a window may begin, go on or end."""
-        if not self._steps.ended(optimizer):
+        if self._why_closed or not self._steps.ended(optimizer):
             return
         done = self._steps.done
         if self._window is not None and self._profile is not None:
@@ -349,11 +353,12 @@ class _Windows:
                 self._finish(at_exit=True)
         finally:
             self._get_out_of_the_way()
-            waiting = [self._window] if self._window else []
-            for window in [*waiting, *self._asked]:
-                why = "the rank ended before" if not self._emit.live else "its collector was switched off"
-                self._say(window, "refused", why=why)
-            self._window, self._asked = None, []
+            self._why_closed = "the collector 'window' was switched off" if self._emit.live else "the job ended before"
+            if self._window is not None:
+                self._refuse(self._why_closed)
+            while self._asked:
+                self._window = self._asked.pop(0)
+                self._refuse(self._why_closed)
             if self._saving is not None:
                 self._saving.join(_SAVING_S)
 

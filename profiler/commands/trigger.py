@@ -139,16 +139,16 @@ def _answers(run: Path, number: int) -> tuple[int | None, Answers]:
 
 
 def _print_window(run: Path, number: int, steps: int, answers: Answers) -> None:
-    from rankscope.analysis.report.quantities import ranges
+    from rankscope.analysis.phrases import counted, named
 
     recorded = [rank for rank, answer in answers.items() if answer["state"] == "recorded"]
     if recorded:
         folder = run / folder_of(number)
-        print(f"{steps} steps of ranks {ranges(recorded)} are in {folder}; rankscope report {folder}")
+        print(f"{counted(steps, 'step')} of {named('rank', recorded)}: rankscope report {folder}")
     for why in sorted({answer.get("why") or answer["state"] for answer in answers.values()} - {"recorded", ""}):
         ranks = [r for r, a in answers.items() if (a.get("why") or a["state"]) == why and a["state"] != "recorded"]
         if ranks:
-            print(f"rank {ranges(ranks)}: {why}")
+            print(f"{named('rank', ranks)}: {why}")
 
 
 def _print_stacks(answers: Answers) -> None:
