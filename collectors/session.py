@@ -369,12 +369,12 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return
     try:
         given = dict(zip(("size", "rank", "ranks", "backend", "store", "name"), args, strict=False)) | kwargs
-        size, rank = int(args[0]), int(args[1])
+        size = int(args[0])
         if _session is None:
-            _session = _Session(rank, size, str(given["backend"]), given["store"])
+            _session = _Session(int(args[1]), size, str(given["backend"]), given["store"])
             os.register_at_fork(after_in_child=_leave_child)
             _session.start()
-        if hasattr(group, "group_name"):  # else this rank is no member
+        if hasattr(group, "group_name"):  # else this rank is no member, and has no number in it
             ranks = list(given["ranks"]) or list(range(size))
             backend = str(given["backend"] or "default")
             _session.emit.group(group.group_name, ranks, backend, str(group.group_desc or ""))

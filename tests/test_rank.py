@@ -100,6 +100,23 @@ def test_a_step_leaves_its_regions_and_collectives(tmp_path):
     assert (collectives["end_ns"] >= collectives["start_ns"]).all()
 
 
+def test_groups_after_one_that_this_rank_is_not_in_are_noted(tmp_path):
+    """Every rank makes every row and column of a mesh, also those of others."""
+    done, run = record(
+        tmp_path,
+        """
+        import torch.distributed.distributed_c10d as c10d
+        what = {"backend": "gloo", "store": c10d._get_default_store(), "timeout": c10d.default_pg_timeout}
+        made, _ = c10d._new_process_group_helper(1, None, [5], group_name="another's", **what)
+        assert made is dist.GroupMember.NON_GROUP_MEMBER
+        dist.new_group([0], group_desc="mine")
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rankscope" not in done.stderr
+    assert "mine" in table(run, "groups")["role"].to_list()
+
+
 def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
     """Python calls, object collectives, functional ones: one row each, sizes in bytes."""
     done, run = record(
