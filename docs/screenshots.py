@@ -1,6 +1,7 @@
 """Take the pictures of `docs/screenshots/`: python docs/screenshots.py RUN [PAGE=RUN …]
 
-Pages that RUN has nothing for take another one: `pipeline=TRACE kernels=TRACE what_if=TRACE`. Needs Chromium.
+Pages that RUN has nothing for take another one: `pipeline=TRACE kernels=TRACE what_if=TRACE`; `diff=RUN_B` compares RUN
+with that one. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ SETTLED_MS = 1500  # after the last request: for what is drawn in the next frame
 
 def main(first: str, *others: str) -> None:
     other = dict(word.split("=", 1) for word in others)
-    paths = list(dict.fromkeys([first, *other.values()]))
-    servers = {path: serve(Path(path)) for path in paths}
+    paths = {name: [Path(other.get(name, first))] for name in all_pages()}
+    for name, page in all_pages().items():
+        if getattr(page, "OF_TWO", False):
+            paths[name] = [Path(first), *paths.pop(name)]
+    shown = {name: of_page for name, of_page in paths.items() if len(set(of_page)) == len(of_page)}
+    servers = {key: serve(key) for key in dict.fromkeys(map(tuple, shown.values()))}
     FOLDER.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
-        for name in all_pages():
-            page.goto(servers[other.get(name, first)] + address(name))
+        for name, of_page in shown.items():
+            page.goto(servers[tuple(of_page)] + address(name))
             page.wait_for_selector("#page > *")
             page.wait_for_load_state("networkidle")
             page.wait_for_function("[...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))")
@@ -40,8 +45,8 @@ def main(first: str, *others: str) -> None:
         browser.close()
 
 
-def serve(path: Path) -> str:
-    state = State([path])
+def serve(paths: tuple[Path, ...]) -> str:
+    state = State(paths)
     state.start()
     state.wait(300)
     server = make_server("127.0.0.1", 0, create_app(state).server, threaded=True)
