@@ -383,7 +383,7 @@ def _judge(sums: _Sums, streams: _Streams, stream: Ints) -> _Places:
     cause[~whole | np.isinf(error)] = _NEVER
     shown = named.with_columns(
         instance_id=_where(whole, rank_of).cast(pl.UInt32),
-        unmatched=pl.Series(_REASONS).gather(why),
+        unmatched=_nulls(pl.String(), len(why)) if whole.all() else pl.Series(_REASONS).gather(why),
         transfer_ns=_where(whole, sums.transfer_ns),
         arrival_spread_ns=_where(resolved, spread),
     )
@@ -459,10 +459,20 @@ def _say(rows: _Rows, places: _Places, early_ns: Ints) -> pl.DataFrame:
     frame = rows.frame
     if moved is not None:
         frame = frame.with_columns(pl.col("end_ns") + pl.Series(moved))
-    return frame.hstack(places.shown[pl.Series(slot)]).hstack(said).select(*frame.columns, *MATCHED_COLUMNS)
+    of_slot, at = places.shown, pl.Series(slot)
+    empty = [column for column in of_slot.columns if of_slot[column].null_count() == len(of_slot)]
+    shown = of_slot.drop(empty)[at].with_columns(_nulls(of_slot.schema[c], len(slot)).alias(c) for c in empty)
+    return frame.hstack(shown).hstack(said).select(*frame.columns, *MATCHED_COLUMNS)
 
 
 def _where(known: Bools, values: NDArray[Any]) -> pl.Series:
     """The values, null where they are not known."""
     series = pl.Series(values)
-    return series if known.all() else series.set(pl.Series(~known), None)
+    if known.all():
+        return series
+    return series.set(pl.Series(~known), None) if known.any() else _nulls(series.dtype, len(values))
+
+
+def _nulls(kind: pl.DataType, rows: int) -> pl.Series:
+    """So many nulls, whose memory is not touched: fresh memory costs more than what is written to it."""
+    return pl.repeat(None, rows, dtype=kind, eager=True)
