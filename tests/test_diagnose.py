@@ -32,6 +32,9 @@ class Tables:
     def read(self, name):
         return self.frames[name]
 
+    def rows(self, name):
+        return len(self.frames[name])
+
     def gaps(self):
         return []
 
