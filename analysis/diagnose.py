@@ -135,7 +135,7 @@ def report_on(
     model = None if flops_per_step is None else demand(timeline.ranks, flops_per_step, peak_tflops)
     report = conclude(timeline, addresses, said, trace.reader.cannot(), model)
     report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
-    return replace(report, windows=windows_of(trace))
+    return replace(report, windows=windows_of(trace, lambda window: diagnose(window).verdict))
 
 
 def conclude(

@@ -249,6 +249,7 @@ class Window:
     start_stall_ns: int | None  # for how long it held the training at most, at its start and at its end
     stop_stall_ns: int | None
     kernels: int
+    verdict: str  # on what devices did in it, which only a window shows; empty where it has no device work
     operators: tuple[Operator, ...]  # the largest
 
 

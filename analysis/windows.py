@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +24,14 @@ _OTHER_THREADS = 1000  # a window numbers threads on its own; only the main one 
 _MAIN_THREAD = 0
 
 
-def windows_of(trace: Trace) -> tuple[Window, ...]:
-    """The run's windows, with the operators that took most of their steps."""
+def windows_of(trace: Trace, judge: Callable[[Trace], str]) -> tuple[Window, ...]:
+    """The run's windows, with the operators that took most of their steps, and what `judge` says of device work."""
     stalls = trace.table("windows").group_by("window").agg(pl.col("start_stall_ns", "stop_stall_ns").max()).collect()
     held = {number: (start_ns, stop_ns) for number, start_ns, stop_ns in stalls.iter_rows()}
     is_window = any("window" in launch for launch in trace.run.values())
     seen = [trace] if is_window else [Trace.open(folders) for folders in _folders(trace)]
-    return tuple(_window(window, held) for window in seen)
+    found = ((window, _window(window, held)) for window in seen)
+    return tuple(replace(w, verdict=judge(of)) if w.kernels and not is_window else w for of, w in found)
 
 
 def with_windows(timeline: Timeline, trace: Trace) -> Timeline:
@@ -95,6 +96,7 @@ def _window(trace: Trace, held: Mapping[int, tuple[int, int]]) -> Window:
         start_stall_ns=start_ns,
         stop_stall_ns=stop_ns,
         kernels=trace.reader.read("kernels").height,
+        verdict="",
         operators=_operators(trace.reader.read("regions"), int(launch["steps"])),
     )
 

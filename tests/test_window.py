@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,17 +12,22 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.windows import self_times
+from rankscope.analysis.timeline.build import build_timeline
+from rankscope.analysis.windows import self_times, with_windows
 from rankscope.collectors.rank.window import _Steps
+from rankscope.collectors.schema import REGION_KINDS
 from rankscope.collectors.windows import ask
-from rankscope.profiler.window import place
+from rankscope.collectors.writer import Partition, RunFolder
+from rankscope.profiler.window import convert, place
 
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 
+TRACES = Path(__file__).parent.parent.parent / "shared" / "data" / "kineto" / "torchrec" / "resnet18"
 HEADER = """
 import os, sys, time, torch, torch.distributed as dist
 from pathlib import Path
@@ -271,3 +277,50 @@ def test_own_time_of_nested_operators():
     frame = pl.DataFrame(rows, schema=["name", "start_ns", "end_ns"], orient="row").with_columns(rank=0, thread=0)
     own = self_times(frame)
     assert dict(own.select("name", "self_ns").iter_rows()) == {"a": 4, "b": 4, "c": 2, "d": 3}
+
+
+def a_run(folder: Path, *, steps: int, step_ns: int) -> Path:
+    """Rank 0 took steps of this length, the first from 0 on, and computes in them all."""
+    rank = Partition(RunFolder(folder), "rank=00000", "a0-")
+    said = {"hostname": "host", "device": "cuda", "torch": "2.13.0", "python": "3.11", "command": "train.py"}
+    rank.add_row("ranks", said | {"start_ns": 0, "local_rank": 0, "world_size": 2, "pid": 1, "node": 0})
+    rank.add("strings", {"name_id": [0], "name": ["SGD#0"]})
+    ends = np.arange(1, steps + 1) * step_ns
+    of_all = {column: np.zeros(steps, np.int64) for column in ("name_id", "thread")}
+    kind = np.full(steps, REGION_KINDS.index("optimizer"))
+    rank.add("regions", of_all | {"start_ns": ends - 1000, "end_ns": ends, "kind": kind})
+    rank.close()
+    (folder / "run").mkdir()
+    (folder / "run" / "node=00000.json").write_text('{"state": "closed"}')
+    return folder
+
+
+def test_device_work_of_a_window_is_judged_and_stays_out_of_the_runs_own_steps(tmp_path):
+    """A profiler's traces of 2 ranks and 3 steps become a window of a run: same verdict, on the run's clock."""
+    traces = [str(shutil.copyfile(trace, tmp_path / trace.name)) for trace in sorted(TRACES.glob("*.json"))]
+    if len(traces) != 2:
+        pytest.skip(f"no traces in {TRACES}")
+    own = rankscope.diagnose(rankscope.open(traces))
+    assert len(own.device) == 2
+    steps = rankscope.open(traces).table("steps").collect()
+    run = a_run(tmp_path / "run", steps=200, step_ns=50_000_000)
+    folder = run / "window-0001"
+    folder.mkdir()
+    shift = 2_000_000_000 - steps["start_ns"].min()
+    begins = {rank: steps.filter(pl.col("rank") == rank)["start_ns"].sort() + shift for rank in (0, 1)}
+    marks = {rank: [[i, ns - 4_000, ns + 6_000] for i, ns in enumerate(begins[rank])] for rank in (0, 1)}
+    ranks = {str(rank): {"path": traces[rank], "marks": marks[rank]} for rank in (0, 1)}
+    convert(folder, {"node": 0, "window": 1, "first_step": 40, "steps": 3, "reason": "test", "ranks": ranks})
+
+    assert rankscope.diagnose(rankscope.open(folder)).device == own.device
+    kernels = rankscope.open(folder).table("kernels").collect()
+    assert kernels["clock_error_ns"].unique().to_list() == [5_001]
+    assert abs(rankscope.open(folder).table("steps").collect()["start_ns"].min() - 2_000_000_000) == 1_000
+    trace = rankscope.open(run)
+    report = rankscope.diagnose(trace)
+    assert (report.windows[0].verdict, report.windows[0].kernels) == (own.verdict, len(kernels))
+    assert report.device == ()
+    assert report.steps.median_ns == 50_000_000
+    drawn = with_windows(build_timeline(trace), trace)
+    assert len(drawn.kernels) == len(kernels)
+    assert drawn.regions["start_ns"].is_between(0, 10_000_000_000).all()

@@ -177,8 +177,8 @@ def window_lines(report: Report, window: Window) -> list[str]:
     lines = [say("windows.what", window.number, steps, who(window.ranks), window.reason)]
     if window.start_stall_ns is not None and window.stop_stall_ns is not None:
         lines.append(say("windows.held", duration(window.start_stall_ns), duration(window.stop_stall_ns)))
-    if window.kernels:
-        lines.append(say("windows.device", window.kernels))
+    if window.verdict:
+        lines.append(say("windows.device", window.kernels, window.verdict))
     if not report.path.endswith(window.folder):
         lines.append(say("windows.more", report.path, window.folder))
     return lines

@@ -236,7 +236,7 @@ _ENGLISH: dict[str, str] = {
     "windows.what": "Window {0}: {1} of {2} ({3}).",
     "windows.held": "It held the training for up to {0} at its start and {1} at its end.",
     "windows.more": "All of it: rankscope report {0}/{1}",
-    "windows.device": "{0} rows of device work were recorded.",
+    "windows.device": "Of its {0} rows of device work: {1}",
     "windows.means": "Operators by the time of their own, without that of operators in them; mean per step over ranks.",
     "windows.time": "per step",
     "windows.calls": "calls",
