@@ -17,6 +17,7 @@ import polars as pl
 import pytest
 
 import rankscope
+from rankscope.analysis.report import html, terminal
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.windows import self_times, with_windows
 from rankscope.collectors.rank.window import _Steps
@@ -319,6 +320,10 @@ def test_device_work_of_a_window_is_judged_and_stays_out_of_the_runs_own_steps(t
     trace = rankscope.open(run)
     report = rankscope.diagnose(trace)
     assert (report.windows[0].verdict, report.windows[0].kernels) == (own.verdict, len(kernels))
+    for shown in (terminal.render(report, width=400), html.render(report)):
+        assert "Window 1: steps 40-42 of ranks 0,1 (test)." in shown
+        assert f"Of its {len(kernels)} rows of device work: The host is too slow" in shown
+        assert report.windows[0].operators[0].name in shown
     assert report.device == ()
     assert report.steps.median_ns == 50_000_000
     drawn = with_windows(build_timeline(trace), trace)
