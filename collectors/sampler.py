@@ -9,8 +9,6 @@ import time
 from queue import SimpleQueue
 from typing import cast
 
-import pynvml
-
 from rankscope.collectors import node as node_collectors
 from rankscope.collectors import topology
 from rankscope.collectors.node import Collector, Node, Sample, Unavailable
@@ -80,6 +78,8 @@ class Sampler(threading.Thread):
         try:
             found = topology.read(self.node.sys)
             if "gpu" in self._collectors:  # it has initialised NVML
+                import pynvml  # not above: without it, the other collectors still work
+
                 topology.add_driver_facts(found["gpus"], pynvml)
             self.topology = found
         except Exception as error:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankscope.collectors.schema import NCCL_EVENTS, OPS, RING_SLOTS, RecordType
+from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, RING_SLOTS, RecordType
 
 __all__ = ["EVENTS", "VARIABLE", "NotBuilt", "build", "built", "installed_elsewhere", "settings"]
 
@@ -25,6 +25,8 @@ _FLAGS = ("-std=c11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-
 _STAYS_LOADED = "-Wl,-z,nodelete"  # NCCL unloads it with its last communicator, while the agent still reads
 _NAMED = {
     **{f"OP_{op.upper()}": code for code, op in enumerate(OPS)},
+    **{f"ALGORITHM_{name.upper()}": code for code, name in enumerate(NCCL_ALGORITHMS)},
+    **{f"PROTOCOL_{name.upper()}": code for code, name in enumerate(NCCL_PROTOCOLS)},
     **{f"RECORD_{name}": code for name, code in vars(RecordType).items() if name.startswith("NCCL_")},
     **{f"SPAN_{kind.upper()}": NCCL_EVENTS.index(kind) for kind in ("kernel", "network")},
     "RING_SLOTS": RING_SLOTS,

@@ -8,7 +8,8 @@
    outlive their stop. Only what has to be remembered between start and stop, proxy operations and spans, has memory: a
    fixed pool, taken and given back without a lock. When it is empty, the event is not recorded, and counted.
 
-   RING_SLOTS, RECORD_… and OP_… come from collectors/schema.py, by the compiler's command line. */
+   RING_SLOTS and the codes (RECORD_…, OP_…, ALGORITHM_…, PROTOCOL_…, SPAN_…) come from collectors/schema.py, by the
+   compiler's command line. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -257,7 +258,7 @@ static void give_back(Operation *operation) {
 /* Communicators; a context is the place in here, plus 1. */
 static struct {
   uint64_t hash;
-  int rank, size;
+  int size;
   bool taken;
 } comms[COMMS];
 
@@ -268,13 +269,17 @@ static void *call_handle(uint32_t call) { return (void *)((uintptr_t)call << 3 |
 static unsigned kind_of(const void *handle) { return (uintptr_t)handle & KIND_BITS; }
 static void *untagged(void *handle) { return (void *)((uintptr_t)handle & ~(uintptr_t)KIND_BITS); }
 
+/* What has no place in the pool is not ours, and is not looked at. */
+static bool is_ours(void *handle) {
+  uintptr_t at = (uintptr_t)handle;
+  return at >= (uintptr_t)pool && at < (uintptr_t)(pool + POOL);
+}
+
 static uint32_t call_of(void *handle) {
-  if (!handle) return 0;
-  switch (kind_of(handle)) {
-  case IS_CALL: return (uint32_t)((uintptr_t)handle >> 3);
-  case IS_STEP: return ((Step *)untagged(handle))->operation->call;
-  default: return ((Operation *)handle)->call;
-  }
+  if (kind_of(handle) == IS_CALL) return (uint32_t)((uintptr_t)handle >> 3);
+  if (!is_ours(handle)) return 0;
+  if (kind_of(handle) == IS_STEP) return ((Step *)untagged(handle))->operation->call;
+  return ((Operation *)handle)->call;
 }
 
 /* ---- NCCL's words as the schema's codes */
@@ -303,10 +308,16 @@ static const Code OPERATIONS[] = {{"AllReduce", OP_ALLREDUCE},
                                   {"Send", OP_SEND},
                                   {"Recv", OP_RECV},
                                   {NULL, 0}};
-static const Code ALGORITHMS[] = {{"TREE", 1},      {"RING", 2}, {"COLLNET_DIRECT", 3}, {"COLLNET_CHAIN", 4}, {"NVLS", 5},
-                                  {"NVLS_TREE", 6}, {"PAT", 7},  {NULL, 0}};
-enum { ALGORITHM_COPY_ENGINE = 8 };
-static const Code PROTOCOLS[] = {{"LL", 1}, {"LL128", 2}, {"SIMPLE", 3}, {NULL, 0}};
+static const Code ALGORITHMS[] = {{"TREE", ALGORITHM_TREE},
+                                  {"RING", ALGORITHM_RING},
+                                  {"COLLNET_DIRECT", ALGORITHM_COLLNET_DIRECT},
+                                  {"COLLNET_CHAIN", ALGORITHM_COLLNET_CHAIN},
+                                  {"NVLS", ALGORITHM_NVLS},
+                                  {"NVLS_TREE", ALGORITHM_NVLS_TREE},
+                                  {"PAT", ALGORITHM_PAT},
+                                  {NULL, 0}};
+static const Code PROTOCOLS[] = {
+    {"LL", PROTOCOL_LL}, {"LL128", PROTOCOL_LL128}, {"SIMPLE", PROTOCOL_SIMPLE}, {NULL, 0}};
 static const Code BYTES[] = {{"ncclInt8", 1},     {"ncclChar", 1},    {"ncclUint8", 1},      {"ncclInt32", 4},
                              {"ncclInt", 4},      {"ncclUint32", 4},  {"ncclInt64", 8},      {"ncclUint64", 8},
                              {"ncclFloat16", 2},  {"ncclHalf", 2},    {"ncclFloat32", 4},    {"ncclFloat", 4},
@@ -353,7 +364,7 @@ static void *start_operation(int version, const Description *event) {
 
 static void *start_step(const Description *event) {
   Operation *operation = event->parent;
-  if (!operation || kind_of(operation) != IS_OPERATION || !operation->live) return NULL;
+  if (!is_ours(operation) || kind_of(operation) != IS_OPERATION || !operation->live) return NULL;
   Step *step = &operation->step[(unsigned)event->proxy_step.step % STEPS];
   if (step->live) {
     atomic_fetch_add_explicit(&lost, 1, memory_order_relaxed);
@@ -534,7 +545,7 @@ static int mask_from_environment(void) {
   return mask;
 }
 
-static int initialize(void **context, int *mask, uint64_t hash, int size, int rank) {
+static int initialize(void **context, int *mask, uint64_t hash, int size) {
   *context = NULL;
   bool has_ring = rankscope_nccl_ring() >= 0;
   pthread_mutex_lock(&setup);
@@ -545,7 +556,6 @@ static int initialize(void **context, int *mask, uint64_t hash, int size, int ra
     if (!comms[place].taken) {
       comms[place].taken = true;
       comms[place].hash = hash;
-      comms[place].rank = rank;
       comms[place].size = size;
       *context = (void *)(place + 1);
       break;
@@ -564,16 +574,16 @@ static int finalize(void *context) {
   return NCCL_SUCCESS;
 }
 
-static int init_v3(void **context, int *mask) { return initialize(context, mask, 0, 0, 0); }
+static int init_v3(void **context, int *mask) { return initialize(context, mask, 0, 0); }
 
 static int init_v4(void **context, int *mask, const char *name, uint64_t hash, int nodes, int size, int rank, Log log) {
-  (void)name, (void)nodes, (void)log;
-  return initialize(context, mask, hash, size, rank);
+  (void)name, (void)nodes, (void)rank, (void)log;
+  return initialize(context, mask, hash, size);
 }
 
 static int init_v5(void **context, uint64_t hash, int *mask, const char *name, int nodes, int size, int rank, Log log) {
-  (void)name, (void)nodes, (void)log;
-  return initialize(context, mask, hash, size, rank);
+  (void)name, (void)nodes, (void)rank, (void)log;
+  return initialize(context, mask, hash, size);
 }
 
 static int stop(void *handle) {
