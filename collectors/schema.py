@@ -380,7 +380,7 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "kernels",
-            "One span of device work. Not written by this version's collectors.",
+            "One span of device work. Of a recorded run only its deep windows have any.",
             "rank",
             "start_ns",
             (
@@ -402,7 +402,7 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "launches",
-            "The host call that launched device work. Not written by this version's collectors.",
+            "The host call that launched device work. Of a recorded run only its deep windows have any.",
             "rank",
             "start_ns",
             (_START, _END, _NAME, _THREAD, Column("correlation", "int64", "", "Joins the row to `kernels`.")),
