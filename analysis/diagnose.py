@@ -510,7 +510,7 @@ def _not_observed(timeline: Timeline) -> list[NotChecked]:
     devices = timeline.ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
     if not devices or len(timeline.kernels):
         return []
-    why = f"ranks run on {', '.join(devices)}; host time is recorded; what the device does, only in a deep window (`rankscope trigger`)"
+    why = f"ranks run on {', '.join(devices)}; what these do is recorded in deep windows only (`rankscope trigger`)"
     return [NotChecked(detector="device_time", why=why)]
 
 
