@@ -184,14 +184,8 @@ def test_a_grids_filters_and_order_are_applied_to_all_rows():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real job of two ranks, of which rank 1 is slow."""
-    folder = tmp_path_factory.mktemp("ui")
-    job = [ROOT / "examples/train_transformer.py", "--steps", "8", "--device-ms", "40", "--fault", "slow-rank"]
-    command = [RANKSCOPE, "run", "--standalone", "--nproc-per-node", "2", *job, "--fault-rank", "1"]
-    subprocess.run([str(word) for word in command], cwd=folder, check=True, capture_output=True, timeout=150)
-    (found,) = (folder / "runs").iterdir()
-    return found
+def run(slow_rank_1: Path) -> Path:
+    return slow_rank_1
 
 
 @pytest.fixture(scope="module")
