@@ -188,7 +188,7 @@ def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
     assert {peer for peer, *_ in table(run, "clocks").rows()} == {-1}
     assert state(run)["state"] == "closed"
     assert state(run)["ranks"] == [
-        {"rank": 0, "attempt": 0, "pid": rank.process.pid, "bye": True, "ended": True},
+        {"rank": 0, "attempt": 0, "pid": rank.process.pid, "bye": True, "ended": True, "world_size": 1},
     ]
 
 
