@@ -87,9 +87,9 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     return grid
 
 
-def transfer_grid(breakdown: pl.DataFrame) -> StepGrid:
+def transfer_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     """The same, for detectors that judge how long transfers take."""
-    grid = judged_grid(breakdown)
+    grid = judged_grid(breakdown, least)
     if not grid.blocked.any():
         raise NotResolvable("no rank was seen blocked on communication")
     if grid.of("unsplit").mean() > _MOST_UNSPLIT * grid.step_ns:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price
+from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_rows, price
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, sums
@@ -106,7 +106,7 @@ def _spans(
 
     `backward` reaches to its last computation; `hidden` and `exposed` is the gradients' communication before and after.
     """
-    grid = judged_grid(breakdown)
+    grid = judged_grid(breakdown, FEW_STEPS)
     if not grid.blocked.any():
         raise NotResolvable("no rank was seen blocked on communication")
     main = regions.filter(pl.col("thread") == _MAIN_THREAD)

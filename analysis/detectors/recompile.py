@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import judged_grid, longest_regions, price
+from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, price
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration
@@ -40,7 +40,7 @@ def detect(
     breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.02, min_steps: int = 2
 ) -> list[Finding]:
     """Name the ranks that compile in judged steps, in one finding."""
-    grid = judged_grid(breakdown)
+    grid = judged_grid(breakdown, FEW_STEPS)
     compiling = grid.of("compile")
     longest = compiling.max(axis=0)
     shows = longest > 0
@@ -69,7 +69,7 @@ def detect(
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.02) -> int:
     """The smallest mean compilation per step that would have been reported."""
-    return round(min_fraction * judged_grid(breakdown).step_ns)
+    return round(min_fraction * judged_grid(breakdown, FEW_STEPS).step_ns)
 
 
 def _commonest_reason(regions: pl.DataFrame) -> str:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, price, transfer_grid
+from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, price, transfer_grid, visible
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
@@ -104,14 +104,14 @@ def detect(
 def resolution_ns(breakdown: pl.DataFrame, ranks: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
     """The smallest loss by a slow link that would have been reported."""
     grid, transfer = _transfer(breakdown, ranks)
-    return round(max(min_fraction * grid.step_ns, transfer.half_width_ns))
+    return visible(grid, max(min_fraction * grid.step_ns, transfer.half_width_ns))
 
 
 def _transfer(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> tuple[StepGrid, Estimate]:
     """The grid, and the time per step in which a rank is blocked while bytes move (median over ranks)."""
     if ranks["node"].n_unique() < 2:
         raise NotResolvable("all ranks that were seen run on one node")
-    grid = transfer_grid(breakdown)
+    grid = transfer_grid(breakdown, FEW_STEPS)
     return grid, estimate(np.median(grid.of("transfer"), axis=0), 0.1)
 
 
