@@ -190,6 +190,7 @@ class _Windows:
         self._usual = _Usual()
         self._watching = False
         self._last_ns: int | None = None
+        self._heard: deque[dict[str, Any]] = deque()
         self._asked: list[dict[str, Any]] = []  # by first step
         self._window: dict[str, Any] | None = None  # the one that is prepared or records
         self._profile: _Profile | None = None
@@ -206,13 +207,8 @@ class _Windows:
         """The agent asks for a window, or says again where its trace is to lie; the next end of a step sees it."""
         if self._why_closed:
             self._say(window, "refused", why=self._why_closed)
-            return
-        current = self._window
-        if current is not None and current["id"] == window["id"]:
-            current["path"] = window["path"]
-            return
-        others = [asked for asked in self._asked if asked["id"] != window["id"]]
-        self._asked = sorted([*others, window], key=lambda asked: int(asked["first"]))
+        else:
+            self._heard.append(window)
 
     def watch(self, _: dict[str, Any]) -> None:
         self._watching = True
@@ -250,6 +246,7 @@ class _Windows:
         if self._why_closed or not self._steps.ended(optimizer):
             return
         done = self._steps.done
+        self._take_in()
         if self._window is not None and self._profile is not None:
             self._go_on(done)
         elif self._asked and done >= int(self._asked[0]["first"]) - 1:
@@ -259,6 +256,16 @@ class _Windows:
             self._measure(end_ns)
             return
         self._last_ns = None  # what a window touches is not usual
+
+    def _take_in(self) -> None:
+        """What was heard from the agent is among what is asked, or changes it."""
+        while self._heard:
+            heard = self._heard.popleft()
+            if self._window is not None and self._window["id"] == heard["id"]:
+                self._window["path"] = heard["path"]
+                continue
+            others = [asked for asked in self._asked if asked["id"] != heard["id"]]
+            self._asked = sorted([*others, heard], key=lambda asked: int(asked["first"]))
 
     def _measure(self, end_ns: int) -> None:
         last, self._last_ns = self._last_ns, end_ns
@@ -354,6 +361,7 @@ class _Windows:
         finally:
             self._get_out_of_the_way()
             self._why_closed = "the collector 'window' was switched off" if self._emit.live else "the job ended before"
+            self._take_in()
             if self._window is not None:
                 self._refuse(self._why_closed)
             while self._asked:
