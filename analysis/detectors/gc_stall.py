@@ -28,12 +28,13 @@ from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import estimate, over_occurrences
+from rankscope.analysis.timeline.own import Estimate, estimate, over_occurrences
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("gc_pauses",)
 
+_SEVERAL = 2  # steps
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
 
 
@@ -44,13 +45,15 @@ def detect(
     grid = judged_grid(breakdown, FEW_STEPS)
     collecting = grid.of("gc")
     longest = collecting.max(axis=0)
-    lost = estimate(longest)
+    shows = longest > longest.mean() / 2
+    # How sure their mean is, tell the collections themselves: one in five steps is as much a fact as one in each.
+    scatter = over_occurrences(longest, shows) if shows.sum() >= _SEVERAL else estimate(longest)
+    lost = Estimate(float(longest.mean()), scatter.half_width_ns)
     if not lost.clear or lost.ns < max(min_fraction * grid.step_ns, min_ns):
         return []
     # A device may still be busy, or wait for another rank, while its host collects: the cause is the same.
     per_rank = regions.filter(pl.col("kind") == "gc").group_by("rank").agg(ns=_LENGTH.sum())
     ranks = tuple(per_rank.filter(pl.col("ns") >= pl.col("ns").max() / 2)["rank"].sort().to_list())
-    shows = longest > lost.ns / 2
     steps = tuple(np.array(grid.steps)[shows].tolist())
     return [
         Finding(
@@ -64,7 +67,7 @@ def detect(
             steps=() if shows.all() else steps,
             evidence=longest_regions(regions, "gc", ranks),
             fix="gc",
-            **price(grid, over_occurrences(longest, longest > 0)),
+            **price(grid, lost),
         )
     ]
 
