@@ -236,11 +236,16 @@ def _costs(rows: list[Row], out: Callable[[str], None]) -> None:
 
 def _delays(rows: list[Row], out: Callable[[str], None]) -> None:
     timed = [r for r in rows if "delay" in r and r["case"]["dose"] == "loud" and r["case"]["kind"] != "hang"]
-    seen = [r["delay"] for r in timed if r["delay"] is not None]
-    if seen:
-        never = f"{len(timed) - len(seen)} not within {_LENGTHS[-1] - _WARMUP}"
-        out(f"\nloud faults, steps after warm-up until the right verdict ({len(timed)} runs)")
-        out(f"  median {np.median(seen):.0f}, p90 {np.quantile(seen, 0.9):.0f}; {never}")
+    if all(r["delay"] is None for r in timed):
+        return
+    out("\nloud faults, steps after warm-up until the right verdict")
+    out(f"{'kind':24}{'runs':>5}{'median':>8}{'p90':>7}{'later':>7}")
+    for kind in KINDS:
+        delays = [r["delay"] for r in timed if r["case"]["kind"] == kind]
+        seen = [delay for delay in delays if delay is not None]
+        if seen:
+            later = len(delays) - len(seen)
+            out(f"{kind:24}{len(delays):5}{np.median(seen):8.0f}{np.quantile(seen, 0.9):7.0f}{later:7}")
 
 
 def _two(rows: list[Row], out: Callable[[str], None]) -> None:
