@@ -404,6 +404,13 @@ def test_collections_every_fifth_step_are_found_with_rank_and_period():
     assert slow(tables) == []
 
 
+@pytest.mark.parametrize(("pauses_ms", "found"), [([200, 210], 1), ([200], 0), ([200, 40], 0)])
+def test_two_collections_that_are_alike_tell_more_than_one(pauses_ms, found):
+    at = dict(zip((7, 29), pauses_ms, strict=False))
+    gc = {3: [at.get(step, 0) for step in range(STEPS)]}
+    assert len(collecting(job({rank: [100] * STEPS for rank in range(4)}, gc=gc))) == found
+
+
 def test_ranks_that_collect_in_different_steps_cost_the_sum():
     """Each of 4 ranks collects for 50 ms in every 8th step, never together: 4 × 50 / 8 = 25 ms per step."""
     own = {rank: [100] * STEPS for rank in range(4)}
