@@ -72,6 +72,16 @@ def test_what_cannot_be_hidden_better_is_no_finding(buckets):
     assert exposed_communication.detect(*tables(*buckets, step_ms=400)) == []
 
 
+@pytest.mark.parametrize(
+    ("buckets", "found"),
+    [([(80, 100)], 1), ([(20, 45), (45, 70), (70, 100)], 0)],
+    ids=["nothing hidden", "most hidden"],
+)
+def test_4_percent_of_the_step_are_told_where_hardly_anything_is_hidden(buckets, found):
+    """20 of 400 ms come after backward both times; 16 of them would be hidden in 5 buckets."""
+    assert len(exposed_communication.detect(*tables(*buckets, step_ms=400))) == found
+
+
 def test_waiting_for_a_slow_peer_is_not_exposed_communication():
     assert exposed_communication.detect(*tables((80, 124), wait_ms=40)) == []
 
