@@ -460,12 +460,14 @@ def test_uneven_work_costs_what_the_data_make_of_it_and_not_the_noise():
         data = [rng.gauss(1, 0.05) for _ in range(STEPS)]
         forward[rank] = [100 * x + rng.gauss(0, 5) for x in data]
         own[rank] = [f + 100 * x + rng.gauss(0, 5) for f, x in zip(forward[rank], data, strict=True)]
-    assert uneven(job(own, forward=forward)) == []  # half of either part's variance is noise
-    (finding,) = uneven_work.detect(
-        *(job(own, forward=forward)[n] for n in ("breakdown", "phases", "steps")), min_correlation=0.3
-    )
-    noise = 1.42 * 50**0.5
-    assert finding.lost_ns_per_step == pytest.approx((1.42 * 150**0.5 - noise) * MS, rel=0.15)
+    tables = [job(own, forward=forward)[name] for name in ("breakdown", "phases", "steps")]
+    assert uneven_work.detect(*tables) == []  # half of either part's variance is noise
+    # Data of 12.2 ms would have been three fifths of it, and would have been seen.
+    noise = 50**0.5
+    seen_from = 1.42 * ((150 + noise**2) ** 0.5 - noise)
+    assert uneven_work.resolution_ns(*tables[:2]) == pytest.approx(seen_from * MS, rel=0.2)
+    (finding,) = uneven_work.detect(*tables, min_correlation=0.3)
+    assert finding.lost_ns_per_step == pytest.approx(1.42 * (150**0.5 - noise) * MS, rel=0.15)
 
 
 def test_uneven_without_correlation_of_forward_and_backward_is_noise():

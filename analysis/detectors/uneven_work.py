@@ -32,7 +32,7 @@ from collections.abc import Callable
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, peers_grid, price
+from rankscope.analysis.detectors import NotResolvable, peers_grid, price, visible
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Floats, Ints, StepGrid, estimate, estimates, own_by_label
@@ -90,10 +90,16 @@ def resolution_ns(
     groups: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
+    min_correlation: float = 0.6,
 ) -> int:
-    """The smallest imbalance that would have been reported."""
-    grid, _, longer = _imbalance(breakdown, phases, collectives, regions, groups)
-    return round(max(min_fraction * grid.step_ns, estimate(longer).half_width_ns))
+    """The smallest imbalance that would have been reported: what is smaller may hide in the noise."""
+    grid, forward, backward, role = _labelled(breakdown, phases, collectives, regions, groups)
+    said, noise = _halves(forward, backward, role)
+    # With as much noise in what each of the two says, uneven data of this scatter have the correlation.
+    data = _scatter(said[0] - said[1]) * (min_correlation / (1 - min_correlation) / 2) ** 0.5
+    deviation = _beyond(grid.own, role)
+    longest = deviation.max(axis=0).mean() / max(_scatter(deviation), 1.0)
+    return visible(grid, max(min_fraction * grid.step_ns, float(longest * (np.hypot(noise, data) - noise))))
 
 
 def _imbalance(
@@ -104,6 +110,19 @@ def _imbalance(
     groups: pl.DataFrame | None,
 ) -> tuple[StepGrid, float, Floats]:
     """The grid, how forward and backward go together, and how much longer uneven data make each step, ns."""
+    grid, forward, backward, role = _labelled(breakdown, phases, collectives, regions, groups)
+    longer = grid.own.max(axis=0) - _even(grid.own, forward, backward, role).max(axis=0)
+    return grid, _correlation(forward, backward, role), longer
+
+
+def _labelled(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    collectives: pl.DataFrame | None,
+    regions: pl.DataFrame | None,
+    groups: pl.DataFrame | None,
+) -> tuple[StepGrid, Floats, Floats, Ints]:
+    """The grid, forward and backward by (rank, step), and the role of each rank."""
     grid = peers_grid(breakdown)
     labels = own_by_label(phases, grid)
     if "forward" not in labels or "backward" not in labels:
@@ -111,19 +130,23 @@ def _imbalance(
     role = roles_of(grid.ranks, groups, regions, collectives)
     if len(np.unique(role)) == len(role):
         raise NotResolvable("each pipeline stage has one rank only, so no rank has a peer that does the same work")
-    forward, backward = labels["forward"], labels["backward"]
-    longer = grid.own.max(axis=0) - _even(grid.own, forward, backward, role).max(axis=0)
-    return grid, _correlation(forward, backward, role), longer
+    return grid, labels["forward"], labels["backward"], role
+
+
+def _halves(forward: Floats, backward: Floats, role: Ints) -> tuple[list[Floats], float]:
+    """What either says of how far the data are from the mean, ns of both together; and the noise of both together.
+
+    Noise that grows with the square root of time makes the two differ by so much more than it makes their sum scatter.
+    """
+    both = forward.mean() + backward.mean()
+    said = [_beyond(label, role) * both / label.mean() for label in (forward, backward)]
+    return said, float(_scatter(said[0] - said[1]) * (forward.mean() * backward.mean()) ** 0.5 / both)
 
 
 def _even(own: Floats, forward: Floats, backward: Floats, role: Ints) -> Floats:
     """Own time as it would be with even data, (rank, step) in ns: what ranks of a role do together stays the same."""
-    both = forward.mean() + backward.mean()
-    # Either of the two says how far the data are from the mean, for both together.
-    said = [_beyond(label, role) * both / label.mean() for label in (forward, backward)]
+    said, noise = _halves(forward, backward, role)
     difference, deviation = said[0] - said[1], _beyond(own, role)
-    # Noise that grows with the square root of time makes them differ by so much more than it makes own time differ.
-    noise = _scatter(difference) * (forward.mean() * backward.mean()) ** 0.5 / both
     without = min(noise / max(_scatter(deviation), 1.0), 1.0)
     smaller = np.where(np.abs(said[0]) < np.abs(said[1]), *said)
     data = np.where(np.abs(difference) > _DISAGREE * _scatter(difference), smaller, deviation)
