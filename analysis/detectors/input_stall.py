@@ -59,6 +59,8 @@ def detect(
         return []
     if _take_turns(waited, [stalled]):
         stalled = list(range(len(waited)))
+    elif 2 * len(stalled) > len(waited):  # then the loaders are to blame, and who stalls now and then is one of them
+        stalled = np.flatnonzero((waited >= least_ns).sum(axis=1) >= _TURNS).tolist()
     return [_finding(grid, regions, stalled, _longest(waited[stalled]))]
 
 
