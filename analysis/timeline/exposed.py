@@ -37,7 +37,7 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
         known = np.maximum(latest, 0)
         return np.asarray(np.where(latest >= 0, before[known] + np.minimum(at - start[known], length[known]), 0))
 
-    return np.maximum(until(placed(spans, "end_ns")) - until(placed(spans, "start_ns")), 0)
+    return np.asarray(np.maximum(until(placed(spans, "end_ns")) - until(placed(spans, "start_ns")), 0), np.int64)
 
 
 def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
