@@ -58,8 +58,8 @@ def device_graph(timeline: Timeline) -> HostGraph:
     - A kernel waits for its launch call to begin and for the kernel before it on its stream; one that communicates also
       for the last other kernel that its thread had launched (NCCL's stream waits for the current one). A kernel that
       none of these explains begins after the one on another stream that ended just before (inferred).
-    - A call that synchronises, or frees or copies and so may, ends after the last kernel launched before it that ended
-      until then, if it did not go on long after. So does the host between calls, if it did nothing for long and went on
+    - A call that synchronises, or frees or copies and so may, or a launch that takes long since the queue is full, ends
+      after the last kernel launched before it that ended until then, if it did not go on long after. So does the host between calls, if it did nothing for long and went on
       soon after the last kernel of a stream had ended: not every wait shows as a call (inferred).
     - A matched collective is an arrival on each rank, one transfer and an end on each rank. A kernel that communicates
       and has no partner counts with its waiting.
@@ -408,7 +408,7 @@ def _calls(launches: pl.DataFrame, kernels: pl.DataFrame, code: dict[str, int]) 
     row = np.where(row >= 0, outer[row], -1) if len(rows) else row
     launching = np.zeros(len(rows), bool)
     launching[row[row >= 0]] = True
-    synchronises = rows["_sync"].to_numpy()
+    synchronises = rows["_sync"].to_numpy() | (launching & (end - start >= _LONG_CALL_NS))
     kept = ~within & (launching | synchronises | (end - start >= _LONG_CALL_NS))
     number = np.cumsum(kept) - 1
     calls = _Calls(
