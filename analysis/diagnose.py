@@ -161,9 +161,7 @@ def conclude(
         reasons["links"] = "all ranks that were seen run on one node"
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     run = _replayable(timeline, tables["links"])
-    findings, fidelity = _with_gains(
-        root_causes_first(_as_replayed(found, run, devices=len(timeline.kernels) > 0)), run
-    )
+    findings, fidelity = _with_gains(root_causes_first(_as_replayed(found, run)), run)
     costs = delays(timeline.phases, timeline.collectives)
     findings = tuple(replace(finding, stood_still=_stood_still(costs, finding)) for finding in findings)
     caused = caused_by_rank(costs)
@@ -355,19 +353,16 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
     return replace(finding, gain_fraction=share * finding.lost_fraction)
 
 
-def _as_replayed(
-    findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable, *, devices: bool
-) -> list[Finding]:
+def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable) -> list[Finding]:
     """The findings: what is alone of its kind, and what makes it so, at no more than mending brings in the replay.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
     Of several that are slow, mending one alone may bring nothing, so that says nothing about what each costs.
-    Between the calls of a host that launches work for `devices`, the replay does not tell well what stops it.
     """
     bounded = list(findings)
     if isinstance(run, NotReplayable):
         return bounded
-    for kind in ("slow_rank",) if devices else _BOUNDED:
+    for kind in _BOUNDED:
         of_kind = [finding for finding in findings if finding.detector == kind and finding.fix]
         if len(of_kind) == 1 and of_kind[0].lost_ns_per_step:
             bounded = _no_more_than(bounded, of_kind[0], run)

@@ -59,8 +59,9 @@ def device_graph(timeline: Timeline) -> HostGraph:
       for the last other kernel that its thread had launched (NCCL's stream waits for the current one). A kernel that
       none of these explains begins after the one on another stream that ended just before (inferred).
     - A call that synchronises, or frees or copies and so may, or a launch that takes long since the queue is full, ends
-      after the last kernel launched before it that ended until then, if it did not go on long after. So does the host between calls, if it did nothing for long and went on
-      soon after the last kernel of a stream had ended: not every wait shows as a call (inferred).
+      after the last kernel launched before it that ended until then, if it did not go on long after. So does the host
+      between calls, if it did nothing for long and went on soon after the last kernel of a stream had ended: not every
+      wait shows as a call (inferred).
     - A matched collective is an arrival on each rank, one transfer and an end on each rank. A kernel that communicates
       and has no partner counts with its waiting.
     - A step ends when the work of each stream and thread that ended in it has.
