@@ -542,7 +542,7 @@ def test_links_that_are_alike_blame_no_node():
 
 
 def test_slow_link_that_costs_little_is_silent():
-    assert linked(all_pairs(3, [{0, 1}, {1, 2}]), transfer=4) == []
+    assert linked(all_pairs(3, [{0, 1}, {1, 2}]), transfer=3) == []
 
 
 @pytest.mark.parametrize(("slow_rate", "found"), [(60, 0), (45, 1)])

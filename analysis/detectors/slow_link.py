@@ -58,7 +58,7 @@ def detect(
     ranks: pl.DataFrame,
     steps: pl.DataFrame,
     *,
-    min_fraction: float = 0.05,
+    min_fraction: float = 0.03,
     min_ratio: float = 2.0,
 ) -> list[Finding]:
     """Name the node or the link that is slower than the others, if transfer costs the job time."""
@@ -101,7 +101,7 @@ def detect(
     ]
 
 
-def resolution_ns(breakdown: pl.DataFrame, ranks: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
+def resolution_ns(breakdown: pl.DataFrame, ranks: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
     """The smallest loss by a slow link that would have been reported."""
     grid, transfer = _transfer(breakdown, ranks)
     return visible(grid, max(min_fraction * grid.step_ns, transfer.half_width_ns))
