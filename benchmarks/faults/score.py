@@ -316,6 +316,7 @@ def run(wanted: Iterable[Case], results: Path | None, processes: int, **how: boo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK} seeds, few healthy jobs, few ranks")
+    parser.add_argument("--small", action="store_true", help="few ranks: 8 or 16, or 4 nodes")
     parser.add_argument("--seeds", type=_listed, help="only these, of whatever split: 0,2,4")
     parser.add_argument("--clean", type=int, default=600, help="healthy jobs, half of them for each split")
     parser.add_argument("--split", choices=("tune", "report", "both"), default="report")
@@ -327,7 +328,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     if args.case:
-        one(args.case, args.folder, small=args.quick)
+        one(args.case, args.folder, small=args.quick or args.small)
         return
     seeds, clean = (2 * _QUICK, 42) if args.quick and not args.seeds else (_SEEDS, args.clean)
     wanted = [c for c in cases(seeds, clean) if args.seeds or args.split in (c.split, "both")]
@@ -335,7 +336,7 @@ def main() -> None:
     wanted = [c for c in wanted if not args.seeds or str(c.seed) in args.seeds]
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()
-    rows = run(wanted, args.results, args.processes, delays=args.delays, small=args.quick)
+    rows = run(wanted, args.results, args.processes, delays=args.delays, small=args.quick or args.small)
     print(f"{len(rows)} runs of split {args.split}, {time.monotonic() - began:.0f} s")
     show(rows)
 
