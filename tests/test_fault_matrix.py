@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import rankscope
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 
+import real
 from faults import DOSES, Case, simulated
 from record import write
 from score import answer, nvrx, scores
@@ -153,3 +155,22 @@ def test_abstention_is_not_health():
     assert answer(_row(["slow_rank"])) == "healthy"
     assert answer(_row(["slow_rank"], not_checked=["slow_rank"])) == "not checked"
     assert answer(_row([])) == "healthy"
+
+
+def test_real_jobs_are_scored_against_the_same_jobs_without_their_fault(tmp_path, capsys):
+    """Rank 5 computes half of 90 ms longer; what was recorded without it is a healthy job."""
+    slow = healthy_resources(JOB)
+    slow.slowness = slow.slowness * np.where(np.arange(16) == 5, 1.5, 1.0)
+    logs = {"faulty": run(JOB, slow), "repaired": run(JOB, healthy_resources(JOB))}
+    for name, log in logs.items():
+        write(log, tmp_path / "slow_rank-ddp-loud-0" / name)
+    steps_ns = {name: np.diff(log.optimizer_end[:-1].max(axis=1)).tolist() for name, log in logs.items()}
+    job = {"kind": "slow_rank", "ranks": [5], "blamed": None, "nodes": 1}
+    truth = {"job": job, "dose": "loud", "seed": 0, "steps_ns": steps_ns}
+    (tmp_path / "slow_rank-ddp-loud-0" / "truth.json").write_text(json.dumps(truth))
+    real.score(tmp_path)
+    said = capsys.readouterr().out
+    assert "loud: 1 of 1 found, 1 with exactly those to blame" in said
+    assert "false alarms in 0 of 1 healthy jobs" in said
+    assert "predicted against real gain, 1 jobs: off by" in said
+    assert "1 within 2 points" in said
