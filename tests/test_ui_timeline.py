@@ -295,7 +295,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-LABELS, RULER, LINE = 168, 52, 18  # px, as in timeline.js
+LABELS, RULER, LINE, BELOW_RANK = 168, 52, 18, 4  # px, as in timeline.js
 in_a_browser = pytest.mark.skipif(
     BROWSER is None
     or sys.platform != "linux"
@@ -310,15 +310,21 @@ def run(slow_rank_1: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(run: Path) -> Iterator[str]:
+def state(run: Path) -> Any:
+    from rankscope.dashboard.state import State
+
+    held = State([run])
+    held.start()
+    held.wait(60)
+    return held
+
+
+@pytest.fixture(scope="module")
+def address(state: Any) -> Iterator[str]:
     from werkzeug.serving import make_server
 
     from rankscope.dashboard.app import create_app
-    from rankscope.dashboard.state import State
 
-    state = State([run])
-    state.start()
-    state.wait(60)
     serving = make_server("127.0.0.1", 0, create_app(state).server, threaded=True)
     thread = threading.Thread(target=serving.serve_forever, daemon=True)
     thread.start()
@@ -365,12 +371,12 @@ class Screen:
         start, end = self.page.evaluate("location.hash").lstrip("#").split("&")[0].split(",")
         return int(start), int(end)
 
-    def spot(self, line: int, t_ns: float) -> tuple[float, float]:
-        """Where on the page this moment of a line is."""
+    def spot(self, line: int, t_ns: float, open_above: int = 0) -> tuple[float, float]:
+        """Where on the page this moment of a line is, below so many unfolded ranks; line -1 has the steps' names."""
         box = self.page.locator(".rst canvas").bounding_box()
         t0, t1 = self.window()
         across = (t_ns - t0) / (t1 - t0) * (box["width"] - LABELS)
-        return box["x"] + LABELS + across, box["y"] + RULER + (line + 0.5) * LINE
+        return box["x"] + LABELS + across, box["y"] + RULER + (line + 0.5) * LINE + open_above * BELOW_RANK
 
     def colour(self, x: float, y: float) -> str:
         """The canvas's colour at this place of the page."""
@@ -380,6 +386,25 @@ class Screen:
             [round(x), round(y) + 5],  # below the names
         )
         return "#" + "".join(f"{value:02x}" for value in found)
+
+    def pixels(self, ink: str, x: float, y: float, width: int, height: int) -> int:
+        """How many of the canvas's pixels in this part of the page have this colour of the palette."""
+        return self.page.evaluate(
+            "([ink, x, y, w, h]) => { const c = document.querySelector('.rst canvas'), b = c.getBoundingClientRect();"
+            " const hex = getComputedStyle(document.documentElement).getPropertyValue('--' + ink).trim();"
+            " const wanted = parseInt(hex.slice(1), 16);"
+            " const copy = new OffscreenCanvas(w, h).getContext('2d', {willReadFrequently: true});"
+            " copy.drawImage(c, Math.round(b.left - x), Math.round(b.top - y));"
+            " const d = copy.getImageData(0, 0, w, h).data; let n = 0;"
+            " for (let i = 0; i < d.length; i += 4) n += (d[i] << 16 | d[i + 1] << 8 | d[i + 2]) === wanted;"
+            " return n; }",
+            [ink, round(x), round(y), width, height],
+        )
+
+    def leave(self) -> None:
+        """Take the pointer off the canvas, so that what it points at is no longer drawn."""
+        self.page.mouse.move(5, 5)
+        self.page.wait_for_timeout(150)
 
     def beside(self) -> str:
         return self.page.locator(".rst-side").inner_text()
@@ -480,15 +505,86 @@ def test_a_selection_is_summed_up(screen, truth):
     screen.page.wait_for_timeout(400)
     t0, t1 = screen.window()
     screen.page.keyboard.down("Shift")
-    screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.1))
+    screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.001))
     screen.page.mouse.down()
     screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.5))
-    screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.9))
+    screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.999))
     screen.page.mouse.up()
     screen.page.keyboard.up("Shift")
     screen.page.wait_for_function("document.querySelector('.rst-side').innerText.includes('main threads, 1 lane')")
-    assert "backward" in screen.beside()
-    assert "compute" in screen.beside()
+    computed = truth.phases.filter((pl.col("rank") == 0) & (pl.col("part") == "compute"))  # all of it lies inside
+    own_ns = computed.select(pl.col("end_ns") - pl.col("start_ns")).sum().item()
+    said = " ".join(screen.beside().split())
+    assert f"compute {own_ns / 1e9:,.3f} s" in said or f"compute {own_ns / 1e6:,.3f} ms" in said
+    assert f" backward {computed.filter(pl.col('label') == 'backward').height} " in said
+
+
+def lines_of(made: scene.Scene, rank: int) -> list[int]:
+    """The lanes of a rank, one per line."""
+    return [lane for track in made.tracks[rank] for lane in track.lanes]
+
+
+@in_a_browser
+def test_an_arrow_leads_from_the_late_rank_to_the_one_that_waited(screen, truth):
+    """Rank 1 comes last: at that moment there is a dot on its lane and a line up to the lane of rank 0."""
+    made = scene.build_scene(truth)
+    calls = truth.collectives.with_row_index()
+    waited = calls.filter((pl.col("rank") == 0) & (pl.col("wait_ns") > 0)).sort("wait_ns").row(-1, named=True)
+    (late,) = calls.filter((pl.col("instance_id") == waited["instance_id"]) & pl.col("is_last")).iter_rows(named=True)
+    assert late["rank"] == 1
+    above, below = (lines_of(made, rank) for rank in (0, 1))
+    lane_of = made.tables["collectives"].lane
+    from_line, to_line = len(above) + below.index(lane_of[late["index"]]), above.index(lane_of[waited["index"]])
+    arrival = waited["start_ns"] + waited["wait_ns"]
+    page = screen.page
+    page.locator(".rst canvas").focus()
+    page.mouse.click(*screen.spot(to_line, waited["start_ns"] + waited["wait_ns"] / 2))
+    page.wait_for_function("document.querySelector('.rst-side').innerText.includes('all its ranks')")
+    screen.do(lambda: page.keyboard.press("f"))
+    screen.leave()
+    dot_x, dot_y = screen.spot(from_line, arrival, open_above=1)
+    _, tip_y = screen.spot(to_line, arrival)
+
+    def drawn() -> tuple[int, int]:
+        dot = screen.pixels("accent", dot_x - 5, dot_y - 5, 11, 11)
+        return dot, screen.pixels("accent", dot_x - 4, tip_y + LINE, 9, round(dot_y - tip_y - 1.5 * LINE))
+
+    dot, line = drawn()
+    assert dot > 20
+    assert line > dot_y - tip_y - 1.5 * LINE - 20
+    page.keyboard.press("Escape")
+    page.wait_for_timeout(150)
+    assert drawn() == (0, 0)
+
+
+@in_a_browser
+def test_findings_are_marked_above_the_lanes_and_a_click_tells_what_was_found(screen, state):
+    finding = state.report("").findings[-1]
+    evidence = finding.evidence[-1]  # nothing is drawn over it
+    x, y = screen.spot(-1, evidence.start_ns)
+    y += 9 - RULER + LINE / 2  # the marks are 11 px high, at the top
+    screen.leave()
+    assert screen.pixels(finding.severity, x + 1, y - 5, 5, 10) == 50
+    screen.do(lambda: screen.page.mouse.click(x + 3, y))
+    assert finding.title in screen.beside()
+    assert evidence.note in screen.beside()
+    start, end = screen.window()
+    assert start < evidence.start_ns < evidence.end_ns < end
+
+
+@in_a_browser
+def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(screen, state, truth):
+    """In the judged steps the longest piece is rank 1's: a line below its lane, and none below rank 0's."""
+    judged = truth.steps.filter("judged")
+    pieces = state.critical_path("").filter(pl.col("start_ns") >= judged["start_ns"].min())
+    rank, start, end = pieces.sort(pl.col("end_ns") - pl.col("start_ns")).row(-1)
+    assert rank == 1
+    screen.leave()
+    line = len(lines_of(scene.build_scene(truth), 0))
+    x, y = screen.spot(line, (start + end) / 2, open_above=1)
+    assert screen.pixels("text", x, y + LINE / 2 - 3, 1, 4) >= 1
+    x, y = screen.spot(0, (start + end) / 2)
+    assert screen.pixels("text", x, y + LINE / 2 - 3, 1, 4) == 0
 
 
 @in_a_browser
