@@ -181,15 +181,18 @@ def _ints(asked: dict[str, Any], *names: str) -> tuple[int, ...]:
 
 
 def _json(said: object, status: int = 200) -> Response:
-    return _packed(json.dumps(said, separators=(",", ":")).encode(), "application/json", status)
+    return _packed(
+        json.dumps(said, separators=(",", ":")).encode(), "application/json", zlib.Z_DEFAULT_STRATEGY, status
+    )
 
 
 def _binary(data: bytes) -> Response:
-    return _packed(data, "application/octet-stream", 200)
+    # Runs only: on pictures that is smaller than a search for repeats, and faster.
+    return _packed(data, "application/octet-stream", zlib.Z_RLE, 200)
 
 
-def _packed(data: bytes, kind: str, status: int) -> Response:
-    packed = _gzip(data) if len(data) > 1000 else data
+def _packed(data: bytes, kind: str, strategy: int, status: int) -> Response:
+    packed = _gzip(data, strategy) if len(data) > 1000 else data
     response = Response(packed, status, mimetype=kind)
     if packed is not data:
         response.headers["Content-Encoding"] = "gzip"
@@ -197,7 +200,6 @@ def _packed(data: bytes, kind: str, status: int) -> Response:
     return response
 
 
-def _gzip(data: bytes) -> bytes:
-    """Runs only: on pictures that is smaller than a search for repeats, and faster."""
-    packer = zlib.compressobj(1, zlib.DEFLATED, 31, 9, zlib.Z_RLE)
+def _gzip(data: bytes, strategy: int) -> bytes:
+    packer = zlib.compressobj(1, zlib.DEFLATED, 31, 9, strategy)
     return packer.compress(data) + packer.flush()

@@ -501,15 +501,15 @@
       const query = new URLSearchParams(location.search);
       const [range, ...rest] = location.hash.slice(1).split("&");
       const kept = new URLSearchParams(rest.join("&"));
-      const numbers = (text) => (text ? text.split(",").filter(Boolean).map(Number).filter(Number.isInteger) : []);
+      const listed = (text, all) => (text === "all" ? all : text.split(",").filter(Boolean).map(Number).filter(Number.isInteger));
       const { groupings } = this.scene;
       this.by = Math.min(Math.max(Number(kept.get("by")) || 0, 0), groupings.length - 1);
       this.grouping.value = String(this.by);
       const few = this.ranks.size <= FEW_RANKS;
-      this.openRanks = new Set(kept.has("lanes") ? numbers(kept.get("lanes")) : few ? this.ranks.keys() : []);
-      const groups = groupings[this.by][1].length;
-      const many = this.ranks.size > MOST_OPEN && groups > 1;
-      this.foldedGroups = new Set(kept.has("fold") ? numbers(kept.get("fold")) : many ? Array.from({ length: groups }, (_, i) => i) : []);
+      this.openRanks = new Set(kept.has("lanes") ? listed(kept.get("lanes"), this.ranks.keys()) : few ? this.ranks.keys() : []);
+      const groups = groupings[this.by][1];
+      const many = this.ranks.size > MOST_OPEN && groups.length > 1;
+      this.foldedGroups = new Set(kept.has("fold") ? listed(kept.get("fold"), groups.keys()) : many ? groups.keys() : []);
       const ends = range.includes(",") ? range.split(",") : [query.get("t0"), query.get("t1")];
       let window_ = null;
       try {
@@ -536,7 +536,10 @@
     writeAddress() {
       if (this.stopped || !this.scene) return;
       const at = (t) => String(this.origin + BigInt(Math.round(t)));
-      const hash = `#${at(this.t0)},${at(this.t1)}&by=${this.by}&lanes=${[...this.openRanks].join(",")}&fold=${[...this.foldedGroups].join(",")}`;
+      const list = (chosen, count) => (chosen.size === count ? "all" : [...chosen].join(",")); // thousands would not fit
+      const [, groups] = this.scene.groupings[this.by];
+      const folds = `lanes=${list(this.openRanks, this.ranks.size)}&fold=${list(this.foldedGroups, groups.length)}`;
+      const hash = `#${at(this.t0)},${at(this.t1)}&by=${this.by}&${folds}`;
       // Dash looks at pushes only: a replaced address starts no callback.
       history.replaceState(history.state, "", location.pathname + location.search + hash);
     }
