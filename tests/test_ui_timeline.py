@@ -295,7 +295,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-LABELS, RULER, LINE, BELOW_RANK = 168, 52, 18, 4  # px, as in timeline.js
+LABELS, RULER, LINE, BELOW_RANK = 168, 52, 18, 4  # px, as in base.js and lanes.js
 in_a_browser = pytest.mark.skipif(
     BROWSER is None
     or sys.platform != "linux"

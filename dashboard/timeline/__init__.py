@@ -19,6 +19,9 @@ from rankscope.dashboard.timeline.server import ROUTES, register_routes
 
 __all__ = ["Source", "TimelineCanvas", "layout", "register"]
 
+# In the order in which they need each other.
+_SCRIPTS = ("base.js", "drawing.js", "server.js", "lanes.js", "panel.js", "input.js", "timeline.js")
+
 __version__ = "1"  # Dash asks for one where a script comes from; what it serves is told apart by the file's time
 
 
@@ -57,6 +60,7 @@ def layout(run: str, version: str) -> TimelineCanvas:
 
 
 def register(app: Dash, source: Source) -> None:
-    """Serve the canvas's script and data."""
-    app.scripts.append_script({"namespace": __name__, "relative_package_path": "timeline.js"})  # type: ignore[no-untyped-call]
+    """Serve the canvas's scripts and data."""
+    for script in _SCRIPTS:
+        app.scripts.append_script({"namespace": __name__, "relative_package_path": script})  # type: ignore[no-untyped-call]
     register_routes(app.server, source.scene, source.report, source.critical_path)

@@ -1,0 +1,30 @@
+// What the canvas's scripts share: measures, words and numbers. Loaded first; each of the others adds its part to the
+// class in timeline.js. Times are ns since the start of the run's picture, as plain numbers. On the run's own clock they
+// are beyond what a number counts exactly, so only the address, which holds such times, is read and written with BigInt.
+(function () {
+  "use strict";
+
+  const LABELS = 168; // px of the column of names
+  const RULER = 52; // px: findings, steps, times
+  const ROOMY = 18; // px of a lane's line, of which 2 stay empty
+  const RETRY_MS = 300;
+
+  function duration(ns) {
+    for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]]) {
+      if (Math.abs(ns) >= size) return `${ns / size >= 100 ? (ns / size).toFixed(0) : (ns / size).toPrecision(3)} ${unit}`;
+    }
+    return `${Math.round(ns)} ns`;
+  }
+
+  function make(tag, attributes, ...children) {
+    const element = document.createElement(tag);
+    for (const [key, value] of Object.entries(attributes || {})) {
+      if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+      else element.setAttribute(key, value);
+    }
+    element.append(...children);
+    return element;
+  }
+
+  window.rankscope_timeline = { LABELS, RULER, ROOMY, RETRY_MS, duration, make };
+})();

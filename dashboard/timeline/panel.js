@@ -1,0 +1,172 @@
+// What is told about events, selections, searches and findings, at the pointer and beside the picture.
+(function () {
+  "use strict";
+
+  const { LABELS, duration, make } = window.rankscope_timeline;
+
+  const NEAR_PX = 3; // how far from an event the pointer still means it
+  const HOVER_MS = 25;
+
+  const Panel = (Base) => class extends Base {
+    say(text) {
+      this.side.replaceChildren(make("p", { class: "rst-quiet", role: "status" }, text));
+    }
+
+    async eventAt(line, x) {
+      if (!line || line.lanes.length !== 1 || x < LABELS) return null;
+      const slack = Math.round((NEAR_PX / this.plot) * (this.t1 - this.t0));
+      return this.askJson("at", { lane: line.lanes[0], t: Math.floor(this.time(x)), slack });
+    }
+
+    hoverSoon() {
+      clearTimeout(this.hoverTimer);
+      this.hoverTimer = setTimeout(() => this.hover(), HOVER_MS);
+    }
+
+    async hover() {
+      const { pointer } = this;
+      if (!pointer || this.drag || this.stopped) return;
+      const line = this.lineAt(pointer.y);
+      if (pointer.y < 16) {
+        const mark = this.marks.filter((one) => pointer.x >= this.x(one.t0) - 2 && pointer.x <= Math.max(this.x(one.t1), this.x(one.t0) + 7) + 2).pop();
+        this.unhover();
+        if (mark) this.showTip(pointer, make("b", {}, mark.title), make("div", {}, mark.note));
+        return;
+      }
+      if (line && line.lanes.length > 1 && pointer.x >= LABELS) {
+        this.unhover();
+        this.showTip(pointer, make("b", {}, line.title), make("div", {}, `mean of ${line.lanes.length} ranks; click its name to unfold them`));
+        return;
+      }
+      const event = await this.eventAt(line, pointer.x).catch(() => null);
+      if (this.stopped || this.pointer !== pointer) return;
+      this.hovered = event;
+      if (!event) {
+        this.unhover();
+        return;
+      }
+      const facts = event.facts.filter(([word]) => ["what", "duration", "step", "size", "group", "waited for peers", "last to arrive", "not matched"].includes(word));
+      this.showTip(pointer, make("b", {}, event.name), make("div", { class: "rst-quiet" }, `rank ${event.rank}`),
+        ...facts.map(([word, text]) => make("div", {}, `${word}: ${text}`)),
+        ...(event.peers.length > 1 ? [make("div", { class: "rst-quiet" }, `${event.peers.length} ranks took part; click for all`)] : []));
+      this.redraw();
+    }
+
+    unhover() {
+      clearTimeout(this.hoverTimer);
+      this.hovered = null;
+      this.tip.hidden = true;
+      this.redraw();
+    }
+
+    showTip({ clientX, clientY }, ...content) {
+      this.tip.replaceChildren(...content);
+      this.tip.hidden = false;
+      const { offsetWidth: w, offsetHeight: h } = this.tip;
+      this.tip.style.left = `${clientX + 16 + w > window.innerWidth ? clientX - w - 12 : clientX + 16}px`;
+      this.tip.style.top = `${Math.max(4, Math.min(clientY + 16, window.innerHeight - h - 8))}px`;
+    }
+
+    tellEvent(event) {
+      const rows = event.facts.map(([word, text]) => make("tr", {}, make("th", {}, word), make("td", {}, text)));
+      const parts = [make("h3", {}, event.name), make("table", {}, make("tr", {}, make("th", {}, "rank"), make("td", {}, String(event.rank))), ...rows)];
+      if (event.peers.length) {
+        const first = Math.min(...event.peers.map((peer) => peer.start));
+        const unknown = event.peers.some((peer) => this.clockError(peer.rank) === null);
+        const errors = event.peers.map((peer) => this.clockError(peer.rank) || 0);
+        parts.push(make("h4", {}, "The same operation on all its ranks"),
+          make("table", {}, make("tr", {}, make("th", {}, "rank"), make("th", { class: "n" }, "arrived"), make("th", { class: "n" }, "waited")),
+            ...event.peers.map((peer) => make("tr", {}, make("td", {}, peer.last ? `${peer.rank}  ← last` : String(peer.rank)),
+              make("td", { class: "n" }, `+${duration(peer.start - first)}`), make("td", { class: "n" }, peer.waited)))));
+        if (unknown) parts.push(make("p", { class: "rst-quiet" }, "A node's clock is not known: arrivals on different nodes cannot be compared."));
+        else if (Math.max(...errors) > 0) parts.push(make("p", { class: "rst-quiet" }, `Arrivals on different nodes: ± ${duration(Math.max(...errors))}.`));
+      }
+      const button = make("button", { type: "button", onclick: () => this.zoomTo(event) }, "zoom to it (F)");
+      this.side.replaceChildren(...parts, make("p", {}, button));
+    }
+
+    async askSpent() {
+      const chosen = this.selection;
+      const lanes = [...new Set(chosen.lines.flatMap((line) => line.lanes))];
+      const [t0, t1] = [Math.floor(chosen.t0), Math.ceil(chosen.t1)];
+      const tables = await this.askJson("spent", { lanes, t0, t1 }).catch((error) => this.say(error.message));
+      if (!tables || this.selection !== chosen) return;
+      const parts = [make("h3", {}, `Selection: ${duration(t1 - t0)}`)];
+      for (const table of tables) {
+        parts.push(make("h4", {}, `${table.title}, ${table.lanes} ${table.lanes === 1 ? "lane" : "lanes"}`));
+        parts.push(make("table", {}, ...table.kinds.map((row) =>
+          make("tr", {}, make("td", {}, this.swatch(row.kind), row.label), make("td", { class: "n" }, row.time), make("td", { class: "n" }, row.share)))));
+        const head = ["count", "time", "mean", "longest"].map((word) => make("th", { class: "n" }, word));
+        parts.push(make("table", { class: "rst-names" }, make("tr", {}, ...head), ...table.names.flatMap((row) => [
+          make("tr", {}, make("td", { colspan: "4" }, this.swatch(row.kind), row.name)),
+          make("tr", {}, ...[row.count, row.time, row.mean, row.longest].map((text) => make("td", { class: "n" }, String(text)))),
+        ])));
+        if (table.more) parts.push(make("p", { class: "rst-quiet" }, `and ${table.more} names with less time`));
+      }
+      if (!tables.length) parts.push(make("p", { class: "rst-quiet" }, "No lane was selected."));
+      this.side.replaceChildren(...parts);
+    }
+
+    async find(number) {
+      const text = this.search.value.trim();
+      this.found = null;
+      this.matchNumber = null;
+      if (!text) {
+        this.count.textContent = "";
+        this.redraw();
+        return;
+      }
+      const said = await this.askJson("find", { text, number, after: Math.floor(this.t0) }).catch(() => null);
+      if (!said || this.search.value.trim() !== text) return;
+      this.count.textContent = said.count ? `${(said.number + 1).toLocaleString("en")} of ${said.count.toLocaleString("en")}` : "not found";
+      this.matchNumber = said.count ? said.number : null;
+      this.found = said.event;
+      if (!said.event) return this.redraw();
+      const { rank, lane, start, end } = said.event;
+      this.openRanks.delete(this.unfoldedBySearch);
+      this.unfoldedBySearch = undefined;
+      this.reveal(rank);
+      this.layOut();
+      if (!this.lineOfLane.has(lane)) { // in a folded rank
+        this.openRanks.add(rank);
+        this.unfoldedBySearch = rank;
+        this.layOut();
+      }
+      this.scrollTo(this.lineOfLane.get(lane));
+      const span = this.t1 - this.t0;
+      const tiny = ((end - start) / span) * this.plot < 4;
+      if (tiny || end - start > span) this.zoomTo({ start: start - 2 * (end - start), end: end + 2 * (end - start) });
+      else if (start < this.t0 || end > this.t1) this.show((start + end - span) / 2, (start + end + span) / 2);
+      this.tellEvent(said.event);
+      this.redraw();
+    }
+
+    nextMatch(by) {
+      this.find(this.matchNumber === null || this.matchNumber === undefined ? null : this.matchNumber + by);
+    }
+
+    openMark(mark) {
+      if (mark.rank !== null && this.ranks.has(mark.rank)) {
+        this.reveal(mark.rank);
+        this.layOut();
+        this.scrollTo(this.lineOfRank.get(mark.rank));
+      }
+      this.selection = { t0: mark.t0, t1: mark.t1, rank: mark.rank };
+      const room = (mark.t1 - mark.t0) * 0.5 || this.end * 0.01;
+      this.show(mark.t0 - room, mark.t1 + room);
+      this.side.replaceChildren(make("h3", {}, mark.title), make("p", {}, mark.note), make("p", { class: "rst-quiet" }, "The evidence is framed in the picture."));
+    }
+
+    hint() {
+      const keys = [["W S", "zoom in, out"], ["A D", "left, right"], ["Home 0", "judged steps, whole run"], ["F", "zoom to what is chosen"], ["/", "search"], ["N", "next match"], ["Esc", "choose nothing"]];
+      this.side.replaceChildren(
+        make("h3", {}, "How to read it"),
+        make("p", {}, "Each lane is a thread, group or stream of a rank. Zoomed out, a lane's height is shared by what happens there, in proportion to time; no kind is hidden."),
+        make("p", {}, "Click an event for its details and for arrows from the rank that came last to those that waited. Shift and drag to sum up a part of the picture. Click a name on the left to fold or unfold."),
+        make("table", {}, ...keys.map(([key, what]) => make("tr", {}, make("td", {}, make("kbd", {}, key)), make("td", {}, what)))),
+        make("p", { class: "rst-quiet" }, "The wheel zooms at the pointer, sideways it pans; over the names, or with Shift, it scrolls."));
+    }
+  };
+
+  Object.assign(window.rankscope_timeline, { Panel });
+})();
