@@ -9,6 +9,7 @@ import math
 import shutil
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -598,4 +599,52 @@ def test_an_address_with_evidence_opens_its_window(browser, address, truth):
         (step["start_ns"] - length / 2, step["end_ns"] + length / 2), abs=length / 50
     )
     page.close()
+    assert shown.complaints == []
+
+
+@in_a_browser
+def test_4096_ranks_open_folded_by_node(browser):
+    """Every rank of 512 nodes computes for 60 ms and waits for 40, three times: each node has one line, of the mean."""
+    from dash import Dash, html
+    from werkzeug.serving import make_server
+
+    from rankscope.analysis.report.palette import LIGHT, css_variables
+    from rankscope.dashboard import timeline
+
+    ranks = np.arange(4096)
+    start = np.tile([0, 60, 100, 160, 200, 260], len(ranks)) * 1_000_000
+    length = np.tile([60, 40] * 3, len(ranks)) * 1_000_000
+    phases = {"rank": np.repeat(ranks, 6), "part": ["compute", "wait"] * 3 * len(ranks), "label": "work"}
+    made = scene.build_scene(
+        timeline_of(
+            phases=pl.DataFrame(phases | {"start_ns": start, "end_ns": start + length}),
+            ranks=pl.DataFrame({"rank": ranks, "node": ranks // 8, "hostname": "here"}),
+        )
+    )
+    app = Dash("many", update_title=None)
+    style = f"<link rel=icon href='data:,'><style>:root {{ {css_variables(LIGHT)} }}</style>"
+    app.index_string = f"{style}{{%app_entry%}}{{%config%}}{{%scripts%}}{{%renderer%}}"
+    app.layout = html.Div(timeline.layout("", "1"))
+    only_lanes = types.SimpleNamespace(scene=lambda _: made, report=lambda _: None, critical_path=lambda _: None)
+    timeline.register(app, only_lanes)
+    serving = make_server("127.0.0.1", 0, app.server, threaded=True)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    shown = Screen(page, f"http://127.0.0.1:{serving.server_port}/")
+    page.wait_for_timeout(350)
+    assert page.evaluate("location.hash").endswith("lanes=&fold=all")
+    for ms, ink in ((30, "compute"), (80, "wait"), (230, "compute"), (280, "wait")):
+        x, y = shown.spot(0, ms * 1_000_000)
+        assert shown.pixels(ink, x, y, 1, 3) == 3
+    page.mouse.move(*shown.spot(0, 30_000_000))
+    page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('mean of 8 ranks')")
+    x, y = shown.spot(0, 0)
+    shown.do(lambda: page.mouse.click(x - LABELS / 2, y))
+    assert not page.evaluate("location.hash").endswith("fold=all")
+    page.reload()
+    page.wait_for_selector("#timeline[data-painted]")
+    page.mouse.move(*shown.spot(1, 30_000_000))
+    page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
+    page.close()
+    serving.shutdown()
     assert shown.complaints == []
