@@ -29,6 +29,7 @@ from score import answer, is_culprit, said
 from three_nodes import MASTER_PORT, network
 
 import rankscope
+from rankscope.analysis.finding import Finding
 
 JOB = Path(__file__).with_name("job.py")
 ODDS = {"loud": 0.5, "quiet": 0.14, "masked": 0.065}  # what a fault is to add to the healthy step
@@ -180,9 +181,17 @@ def judged(folder: Path) -> Iterator[dict]:
                 "name": f"{path.parent.name}/{name}",
                 "case": {"kind": job["kind"] if name == "faulty" else "clean", "dose": truth["dose"]},
                 "truth": [wrong] if name == "faulty" else [],
-                "found": [said(f) | {"gain_fraction": f.gain_fraction} for f in roots],
+                "step_ns": mean.get(name, 0.0),
+                "found": [said(f) | {"gain_ns": _gain_ns(f)} for f in roots],
                 "not_checked": [check.detector for check in report.not_checked],
             }
+
+
+def _gain_ns(finding: Finding) -> float | None:
+    """What the finding says a fix would gain per step; its shares are of the median step."""
+    if finding.gain_fraction is None or not finding.lost_fraction:
+        return None
+    return finding.gain_fraction / finding.lost_fraction * finding.lost_ns_per_step
 
 
 def score(folder: Path) -> None:
@@ -197,11 +206,12 @@ def score(folder: Path) -> None:
         (truth,), first = row["truth"], next(iter(row["found"]), None)
         print(f"{row['name']:52}{truth['cost_fraction']:10.1%}  {answer(row):24}", end="")
         if first and first["kind"] == truth["kind"]:
-            gain = first["gain_fraction"]
-            print(f"{'right' if is_culprit(first, truth) else 'wrong':>6}{first['cost_fraction']:8.1%}", end="")
-            if gain is not None and truth["cost_ns"]:
-                off.append(gain - truth["cost_fraction"])
-                print(f"{gain:8.1%}{off[-1]:+8.1%}", end="")
+            print(f"{'right' if is_culprit(first, truth) else 'wrong':>6}", end="")
+            if truth["cost_ns"]:
+                print(f"{first['cost_ns'] / row['step_ns']:8.1%}", end="")
+                if first["gain_ns"] is not None:
+                    off.append((first["gain_ns"] - truth["cost_ns"]) / row["step_ns"])
+                    print(f"{first['gain_ns'] / row['step_ns']:8.1%}{off[-1]:+8.1%}", end="")
         print()
     with_fault = [r for r in rows if r["truth"]]
     clean = [r for r in rows if not r["truth"]]
