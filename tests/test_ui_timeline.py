@@ -543,12 +543,13 @@ def test_an_arrow_leads_from_the_late_rank_to_the_one_that_waited(screen, truth)
     page.wait_for_function("document.querySelector('.rst-side').innerText.includes('all its ranks')")
     screen.do(lambda: page.keyboard.press("f"))
     screen.leave()
-    dot_x, dot_y = screen.spot(from_line, arrival, open_above=1)
-    _, tip_y = screen.spot(to_line, arrival)
+    dot_x, dot_y = screen.spot(from_line, late["start_ns"], open_above=1)
+    tip_x, tip_y = screen.spot(to_line, arrival)
+    left, width = min(dot_x, tip_x) - 4, round(abs(dot_x - tip_x)) + 9  # ends may be stamped ms late: then it slants
 
     def drawn() -> tuple[int, int]:
         dot = screen.pixels("accent", dot_x - 5, dot_y - 5, 11, 11)
-        return dot, screen.pixels("accent", dot_x - 4, tip_y + LINE, 9, round(dot_y - tip_y - 1.5 * LINE))
+        return dot, screen.pixels("accent", left, tip_y + LINE, width, round(dot_y - tip_y - 1.5 * LINE))
 
     dot, line = drawn()
     assert dot > 20

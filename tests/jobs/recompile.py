@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, FROM, WIDTH = 40, 15, 32
-COMPILE_S = 0.1
+COMPILE_S = 0.06
 
 
 def slow_backend(graph, _inputs):
