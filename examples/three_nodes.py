@@ -73,7 +73,8 @@ def network(count: int) -> Iterator[list[Node]]:
             sh(f"ip -n {node.namespace} link set lo up")
         yield nodes
     finally:
-        for node in nodes:
+        for node in nodes:  # what is left to the kernel goes some time after the namespace does
+            subprocess.run(["ip", "link", "del", node.link], stderr=subprocess.DEVNULL)
             subprocess.run(["ip", "netns", "del", node.namespace], stderr=subprocess.DEVNULL)
         subprocess.run(["ip", "link", "del", bridge], stderr=subprocess.DEVNULL)
 
