@@ -19,7 +19,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench-faults: $(INSTALLED)  ## the fault matrix: how often the verdict is right (hours; SIZE=--quick for minutes)
+bench-faults: $(INSTALLED)  ## the fault matrix: how often the verdict is right (an hour; SIZE=--quick for minutes)
 	$(BIN)/python benchmarks/faults/score.py $(SIZE)
 
 docs: $(INSTALLED)  ## what is generated from the code
