@@ -33,7 +33,7 @@ LAYERS, ROWS, MICROBATCHES = 4, 16, 4
 SLOW = ("slow_rank", "sporadic_rank", "slow_node")
 BURSTS = 0.25  # share of the steps
 FIRST = 5  # no fault in the steps before
-HANG_S = 6
+HANG_S = 15  # a job that stands still for less than 10 s is no hang
 
 
 class Work:
