@@ -28,9 +28,9 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
+from rankscope.analysis.timeline.exposed import with_exposed
 from rankscope.analysis.timeline.links import nodes_of_groups
-from rankscope.analysis.timeline.own import estimate
+from rankscope.analysis.timeline.own import estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -56,7 +56,7 @@ def detect(
     if between.is_empty():
         raise NotResolvable("no collectives of two levels, within nodes and then between them, were seen")
     alone = _alone(phases, inside, between)
-    taken = {level: by_rank_and_step(alone, level, grid.ranks, grid.steps) for level in ("inside", "between")}
+    taken = {level: sums(grid, alone, level) for level in ("inside", "between")}
     smaller = np.median(np.minimum(taken["inside"], taken["between"]), axis=0)
     lost = estimate((1 - 1 / pieces) * smaller, _TRIM)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:

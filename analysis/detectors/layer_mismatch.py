@@ -29,9 +29,9 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.report.quantities import bytes_text, duration, percent
-from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
+from rankscope.analysis.timeline.exposed import with_exposed
 from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
-from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate
+from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -57,7 +57,7 @@ def detect(
     grid = transfer_grid(breakdown)
     several = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
     rows = with_exposed(collectives, phases).filter(pl.col("group_id").is_in(several.implode()))
-    exposed = np.median(by_rank_and_step(rows, "exposed_ns", grid.ranks, grid.steps), axis=0)
+    exposed = np.median(sums(grid, rows, "exposed_ns"), axis=0)
     if estimate(exposed, _TRIM).ns < min_fraction * grid.step_ns:
         return []
     limited = busy_links(links).filter(pl.col("rwnd_limited_s") >= min_limited * pl.col("busy_s"))

@@ -41,9 +41,9 @@ from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import bytes_text, percent
 from rankscope.analysis.timeline.cost_model import bus_factor, lines, transfers
-from rankscope.analysis.timeline.exposed import by_rank_and_step, with_exposed
+from rankscope.analysis.timeline.exposed import with_exposed
 from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
-from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate, over_occurrences
+from rankscope.analysis.timeline.own import Estimate, StepGrid, by_rank_and_step, estimate, over_occurrences
 from rankscope.analysis.timeline.trend import follows_line, longest_stretch, rank_sum_z
 
 __all__ = ["collectors", "detect", "resolution_ns"]

@@ -32,8 +32,8 @@ from rankscope.analysis.finding import Finding
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import bytes_text, duration
 from rankscope.analysis.timeline.cost_model import Line, lines, transfers
-from rankscope.analysis.timeline.exposed import by_rank_and_step, spent, with_exposed
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, estimate
+from rankscope.analysis.timeline.exposed import spent, with_exposed
+from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, by_rank_and_step, estimate
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

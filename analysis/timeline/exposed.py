@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.timeline.own import Floats, Ints
+from rankscope.analysis.timeline.own import Ints
 
-__all__ = ["by_rank_and_step", "spent", "with_exposed"]
+__all__ = ["spent", "with_exposed"]
 
 
 def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> Ints:
@@ -56,12 +56,3 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
     reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
     alone = rows.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
     return rows.with_columns(exposed_ns=pl.Series(spent(phases, ("transfer",), alone), dtype=pl.Int64))
-
-
-def by_rank_and_step(rows: pl.DataFrame, column: str, ranks: Sequence[int], steps: Sequence[int]) -> Floats:
-    """The sums of a column of rows (rank, step, …) as an array of (rank, step); other ranks and steps are left out."""
-    known = rows.filter(pl.col("rank").is_in(ranks), pl.col("step").is_in(steps))
-    sums = np.zeros((len(ranks), len(steps)))
-    at = np.searchsorted(ranks, known["rank"]), np.searchsorted(steps, known["step"])
-    np.add.at(sums, at, known[column].to_numpy())
-    return sums

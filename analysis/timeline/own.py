@@ -8,6 +8,7 @@ how much the largest busy time shrinks without it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ __all__ = [
     "Estimate",
     "StepGrid",
     "above_peers",
+    "by_rank_and_step",
     "estimate",
     "estimates",
     "gain_ns",
@@ -106,11 +108,16 @@ def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:
 
 def sums(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:
     """Sum of the column, an array of (rank, step) over the grid's."""
-    values = np.zeros((len(grid.ranks), len(grid.steps)))
-    known = rows.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
-    at = np.searchsorted(grid.ranks, known["rank"]), np.searchsorted(grid.steps, known["step"])
-    np.add.at(values, at, known[column].to_numpy())
-    return values
+    return by_rank_and_step(rows, column, grid.ranks, grid.steps)
+
+
+def by_rank_and_step(rows: pl.DataFrame, column: str, ranks: Sequence[int], steps: Sequence[int]) -> Floats:
+    """The sums of a column of rows (rank, step, …) as an array of (rank, step); other ranks and steps are left out."""
+    known = rows.filter(pl.col("rank").is_in(ranks), pl.col("step").is_in(steps))
+    sums = np.zeros((len(ranks), len(steps)))
+    at = np.searchsorted(ranks, known["rank"]), np.searchsorted(steps, known["step"])
+    np.add.at(sums, at, known[column].to_numpy())
+    return sums
 
 
 @dataclass(frozen=True, slots=True)
