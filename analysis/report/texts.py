@@ -276,7 +276,7 @@ _ENGLISH: dict[str, str] = {
     "method.cost": "A finding's cost is what the job loses by it per judged step; ± is the 95 % half width over "
     "these steps. Costs of several findings may overlap, so they need not add up.",
     "method.gain": "The gain is the predicted shortening of the median step if that finding alone were mended: "
-    "the run is replayed with its fix put in (`rankscope whatif`).",
+    "the run is replayed with its fix put in (rankscope whatif).",
     "method.silence": "A check that lacks its data is listed as not checked. A healthy check says from which "
     "loss on it would have shown one.",
     "source": "source",
