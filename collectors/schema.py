@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "ALL_TO_ALL_OPS",
+    "DEVICE_MARKS",
     "DEVICE_WORK",
     "DTYPES",
     "NCCL_ALGORITHMS",
@@ -135,6 +136,7 @@ NCCL_ALGORITHMS = (
     "copy_engine",
 )
 NCCL_PROTOCOLS = ("unknown", "ll", "ll128", "simple")
+DEVICE_MARKS = ("backward_start", "backward_end", "optimizer_start", "optimizer_end", "step_end")
 NCCL_EVENTS = (
     "send",  # all that a proxy sent to one peer on one channel for one call
     "recv",
@@ -379,6 +381,33 @@ TABLES: dict[str, Table] = {
             ),
         ),
         Table(
+            "device_marks",
+            "A CUDA event that the rank put into its main thread's current stream where a phase begins or ends. What "
+            "lies between two marks is the device's time for that phase; what lies between the host's and the device's "
+            "time of one mark is how far the host was ahead: the depth of the launch queue.",
+            "rank",
+            "recorded_ns",
+            (
+                Column("recorded_ns", "int64", "ns", "When the host enqueued it."),
+                Column(
+                    "device_ns",
+                    "int64",
+                    "ns",
+                    "When the device came to it, on the node's monotonic clock; null: not seen.",
+                    nullable=True,
+                ),
+                Column(
+                    "clock_error_ns",
+                    "int64",
+                    "ns",
+                    "Error of the conversion from the device's clock; null: not known.",
+                    nullable=True,
+                ),
+                Column("mark", "uint8", "", "Position in DEVICE_MARKS."),
+                Column("device", "int32", "", "Index of the device."),
+            ),
+        ),
+        Table(
             "kernels",
             "One span of device work. Of a recorded run only its deep windows have any.",
             "rank",
@@ -531,6 +560,7 @@ class RecordType:
     DONE = 3
     STEP = 4
     MEMORY = 5
+    MARK = 6
     NCCL_CALL = 16
     NCCL_PROXY = 17
     NCCL_STEP = 18
@@ -546,6 +576,7 @@ class RecordType:
 # DONE        q0 end · q1 number of the COLLECTIVE record
 # STEP        q0 end · q1 thread ident
 # MEMORY      c name_id · q0 time · q1 value
+# MARK        a mark · c device · q0 recorded · q1 device time (0 not seen) · q2 clock error (-1 not known)
 # The plugin in nccl_profiler/ writes these, to a ring of its own:
 # NCCL_CALL   a op · b channels | algorithm << 8 | protocol << 12 · c call · q0 start · q1 communicator (0 not told)
 #             · q2 rank << 32 | size (0 not told) · q3 size_bytes (-1 not known) · q4 seq << 32 | peer + 1
