@@ -35,6 +35,7 @@ _TICK_NS = 1_000_000_000
 _PACKET_BYTES = 128 * 1024
 _STORE_KEY = "rankscope/agent"
 _USER = REGION_KINDS.index("user")
+_KINDS_BY_NAME = {kind: REGION_KINDS.index(kind) for kind in ("input", "checkpoint")}
 
 clock = time.perf_counter_ns
 
@@ -410,7 +411,11 @@ def step() -> None:
 
 
 class annotate:  # noqa: N801  (reads as a function, like torch's record_function)
-    """Names a span: `with rankscope.annotate("loss", microbatch=3, stage=1): …`. No effect where nothing records."""
+    """Names a span: `with rankscope.annotate("loss", microbatch=3, stage=1): …`. No effect where nothing records.
+
+    `annotate("input")` is time spent on fetching a batch, `annotate("checkpoint")` on saving: for loaders and formats of
+    the script's own, which no collector sees.
+    """
 
     __slots__ = ("_microbatch", "_name", "_stage", "_start")
 
@@ -426,4 +431,5 @@ class annotate:  # noqa: N801  (reads as a function, like torch's record_functio
     def __exit__(self, *exc: object) -> None:
         if _session is not None and _session.emit.live:
             emit = _session.emit
-            emit.region(_USER, emit.name(self._name), self._start, clock(), self._microbatch, self._stage)
+            kind = _KINDS_BY_NAME.get(self._name, _USER)
+            emit.region(kind, emit.name(self._name), self._start, clock(), self._microbatch, self._stage)

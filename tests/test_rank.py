@@ -75,17 +75,20 @@ def test_a_step_leaves_its_regions_and_collectives(tmp_path):
                 loss = model(x).sum()
             loss.backward()
             optimizer.step()
+            with rankscope.annotate("checkpoint"):
+                pass
             rankscope.step()
         """,
     )
     assert done.returncode == 0, done.stderr
     regions = table(run, "regions")
     kinds = [REGION_KINDS[k] for k in regions["kind"]]
-    assert {k: kinds.count(k) for k in ("forward", "backward", "optimizer", "input")} == {
+    assert {k: kinds.count(k) for k in ("forward", "backward", "optimizer", "input", "checkpoint")} == {
         "forward": 2,
         "backward": 2,
         "optimizer": 2,
         "input": 3,
+        "checkpoint": 2,
     }
     named = {row["name_id"]: row for row in regions.iter_rows(named=True)}
     strings = names(run)
