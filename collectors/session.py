@@ -413,8 +413,8 @@ def step() -> None:
 class annotate:  # noqa: N801  (reads as a function, like torch's record_function)
     """Names a span: `with rankscope.annotate("loss", microbatch=3, stage=1): …`. No effect where nothing records.
 
-    `annotate("input")` is time spent on fetching a batch, `annotate("checkpoint")` on saving: for loaders and formats of
-    the script's own, which no collector sees.
+    `annotate("input")` is time spent on fetching a batch, `annotate("checkpoint")` on saving: for loaders and
+    checkpoints of the script's own, which no collector sees.
     """
 
     __slots__ = ("_microbatch", "_name", "_stage", "_start")
