@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -31,7 +30,6 @@ __all__ = [
     "compare",
     "in_order",
     "mean_parts",
-    "mean_step",
     "step_error",
 ]
 
@@ -217,7 +215,9 @@ def _parts(
     a: Report, of_a: Timeline, b: Report, of_b: Timeline
 ) -> tuple[StepChange, tuple[PartChange, ...], list[str]]:
     """The step, its parts where both runs have them of the same clock, and why not where they do not."""
-    step = StepChange(a_ns=mean_step(a), b_ns=mean_step(b), uncertainty_ns=_together(step_error(a), step_error(b)))
+    step = StepChange(
+        a_ns=a.steps.mean_ns or 0, b_ns=b.steps.mean_ns or 0, uncertainty_ns=_together(step_error(a), step_error(b))
+    )
     means = {"A": mean_parts(a), "B": mean_parts(b)}
     why = next((f"the steps of run {name} could not be cut into parts" for name, of in means.items() if not of), "")
     if of_a.kernels.is_empty() != of_b.kernels.is_empty():
@@ -239,12 +239,6 @@ def _parts(
         a_ns=sum(p.a_ns for p in parts), b_ns=sum(p.b_ns for p in parts), uncertainty_ns=step.uncertainty_ns
     )
     return exact, parts, []
-
-
-def mean_step(report: Report) -> int:
-    """ns of the mean judged step, over ranks."""
-    lengths = [ns for of_rank in report.step_ns.values() for ns in of_rank]
-    return round(statistics.fmean(lengths))
 
 
 def mean_parts(report: Report) -> dict[str, int]:
@@ -322,7 +316,7 @@ def _findings(a: Report, b: Report, *, same_ranks: bool) -> Iterator[FindingChan
             left.remove(before)
             error = (before.uncertainty_ns**2 + finding.uncertainty_ns**2) ** 0.5
             change = abs(finding.lost_ns_per_step - before.lost_ns_per_step)
-            changed = change > max(error, _WORTH * (a.steps.median_ns or 0))
+            changed = change > max(error, _WORTH * (a.steps.mean_ns or 0))
             yield FindingChange(status="changed" if changed else "stays", a=before, b=finding)
         else:
             yield _one_sided(finding, a, "A")

@@ -191,7 +191,7 @@ def conclude(
         critical_path=_path(run, timeline),
         pipeline=_pipeline(tables["ops"]),
         fidelity=fidelity,
-        utilisation=None if model is None else utilisation(model, _mean_step_ns(tables["steps"])),
+        utilisation=None if model is None else utilisation(model, steps.mean_ns),
         gaps=(*timeline.gaps, *_incomplete(timeline.steps), *_left_out(run, timeline)),
         clocks=tuple(timeline.clocks),
         matched_fraction=timeline.matched_fraction,
@@ -451,21 +451,17 @@ def _summary(steps: pl.DataFrame) -> StepSummary:
     """How many steps there were, and how long the judged ones took."""
     judged = steps.filter("judged")
     length = judged["end_ns"] - judged["start_ns"]
-    median, p90 = length.median(), length.quantile(0.9)
+    mean, median, p90 = length.mean(), length.median(), length.quantile(0.9)
     aside = steps.filter(~pl.col("judged")).unique("step")["aside"]
     return StepSummary(
         count=judged["step"].n_unique(),
         warmup=int((aside == "warm-up").sum()),
         outliers=int((aside == "outlier").sum()),
+        mean_ns=None if mean is None else round(mean),
         median_ns=None if median is None else round(median),
         p90_ns=None if p90 is None else round(p90),
         source=steps["source"][0] if steps.height else "none",
     )
-
-
-def _mean_step_ns(judged: pl.DataFrame) -> float | None:
-    mean: float | None = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item()
-    return mean
 
 
 def _mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
@@ -550,8 +546,8 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> st
     first = findings[0]
     waiting = ranks - len(first.ranks)
     title = first.title
-    if steps.median_ns is not None and first.lost_ns_per_step:
-        title += f" ({percent(first.lost_fraction)} of the {duration(steps.median_ns)} step)"
+    if steps.mean_ns is not None and first.lost_ns_per_step:
+        title += f" ({percent(first.lost_fraction)} of the {duration(steps.mean_ns)} step)"
     if first.ranks and waiting and first.detector != "slow_link":
         title += f" and {counted(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for "
         title += "it" if len(first.ranks) == 1 else "them"
@@ -563,7 +559,7 @@ def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:
     """What may hide in the run's own noise, where that is much."""
     coarsest = max(healthy, key=lambda check: check.resolution_ns or 0)
     from_ns = coarsest.resolution_ns or 0
-    if not steps.median_ns or from_ns < _COARSE * steps.median_ns:
+    if not steps.mean_ns or from_ns < _COARSE * steps.mean_ns:
         return ""
     return f"; they vary so much that {coarsest.detector} below {duration(from_ns)} per step is not seen"
 

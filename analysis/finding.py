@@ -58,7 +58,7 @@ class Finding:
     """One thing that makes the job slow: who, where, what it costs, what a fix would bring.
 
     `lost_ns_per_step` is the mean over the steps judged, `uncertainty_ns` its 95 % half width;
-    fractions are of the median step, 0 to 1. A detector gives a finding its `fix`, as `rankscope whatif` takes it; the
+    fractions are of the mean step, 0 to 1. A detector gives a finding its `fix`, as `rankscope whatif` takes it; the
     gain comes from a replay with that fix, see `diagnose`.
     """
 
@@ -104,6 +104,7 @@ class StepSummary:
     count: int
     warmup: int
     outliers: int
+    mean_ns: int | None  # over ranks and judged steps: what shares are shares of
     median_ns: int | None
     p90_ns: int | None
     source: str  # "rankscope.step()" | "ProfilerStep" | "optimizer" | "none"

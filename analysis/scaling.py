@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.compare import in_order, mean_parts, mean_step, step_error
+from rankscope.analysis.compare import in_order, mean_parts, step_error
 from rankscope.analysis.finding import Report
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import duration, rounded
@@ -164,7 +164,7 @@ def _point(report: Report, base: Report, parts: dict[str, int], of_base: dict[st
     names = in_order(parts, of_base)
     linear = rounded([of_base.get(name, 0) * times for name in names], among)
     lost = {name: parts.get(name, 0) - ns for name, ns in zip(names, linear, strict=True)}
-    base_ns, step_ns = mean_step(base), mean_step(report)
+    base_ns, step_ns = base.steps.mean_ns or 0, report.steps.mean_ns or 0
     if parts:
         base_ns, step_ns = sum(of_base.values()), sum(parts.values())
     linear_ns = sum(linear) if parts else round(base_ns * times / among)

@@ -18,7 +18,7 @@ def render() -> str:
         "Generated from the modules in `analysis/detectors/` by `make docs`; edit those instead.",
         "Each judges the steps after warm-up, against the other ranks of the same run. A finding is worth saying if it "
         "is large enough (the thresholds below) and clear of its own scatter over the steps: a single hiccup never is. "
-        "Severity is high from 10 % of the median step, medium from 5 %. What a detector could not judge is in the "
+        "Severity is high from 10 % of the mean step, medium from 5 %. What a detector could not judge is in the "
         "report as not checked, with the reason; what is healthy comes with the smallest loss that would have been "
         "reported.",
         *(_page(name, module) for name, module in detectors().items()),

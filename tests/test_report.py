@@ -39,7 +39,7 @@ EMPTY = Report(
     ranks=(),
     world_size=None,
     nodes=(),
-    steps=StepSummary(count=0, warmup=0, outliers=0, median_ns=None, p90_ns=None, source="none"),
+    steps=StepSummary(count=0, warmup=0, outliers=0, mean_ns=None, median_ns=None, p90_ns=None, source="none"),
     findings=(),
     healthy=(),
     not_checked=(NotChecked(detector="slow_rank", why="no 'collectives' table"),),
@@ -80,7 +80,13 @@ def job(world: int = 4, culprit: int = 2, **changes: object) -> Report:
         world_size=world,
         nodes=(0,),
         steps=StepSummary(
-            count=10, warmup=2, outliers=1, median_ns=200 * MS, p90_ns=210 * MS, source="rankscope.step()"
+            count=10,
+            warmup=2,
+            outliers=1,
+            mean_ns=200 * MS,
+            median_ns=200 * MS,
+            p90_ns=210 * MS,
+            source="rankscope.step()",
         ),
         findings=(slow_rank(culprit),),
         healthy=(Healthy(detector="gc_stall", resolution_ns=800_000), Healthy(detector="recompile")),

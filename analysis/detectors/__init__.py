@@ -100,7 +100,7 @@ def transfer_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGri
 def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price:
     """What a finding costs that loses `lost` per step; `gain_ns` per step is for those that have no fix to replay.
 
-    Severity is high from 10 % of the median step, medium from 5 %.
+    Shares are of the mean step. Severity is high from 10 % of it, medium from 5 %.
     """
     fraction = lost.ns / grid.step_ns
     return Price(
@@ -133,7 +133,7 @@ def as_cause(
 
 
 def severity(fraction: float) -> str:
-    """How much it is to lose this fraction of the median step."""
+    """How much it is to lose this fraction of the step."""
     return "high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low"
 
 

@@ -48,12 +48,12 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
         return []
     spans = steps_of_ops(ops).unique("step").sort("step")
     length = spans if steps is None else steps
-    median_ns = float(np.median((length["end_ns"] - length["start_ns"]).to_numpy()))
+    mean_ns = float(np.mean((length["end_ns"] - length["start_ns"]).to_numpy()))
     lost = float(np.median(excess_ns))
     half_width = 1.96 * float(excess_ns.std()) / len(excess_ns) ** 0.5
     if lost <= half_width:
         return []
-    fraction = lost / median_ns
+    fraction = lost / mean_ns
     cause = max(_ADVICE, key=lambda part: found.excess[part])
     return [
         Finding(
@@ -79,7 +79,7 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
 def resolution_ns(ops: pl.DataFrame, *, max_excess: float = 0.03) -> int:
     """What the largest excess that is let pass costs per step."""
     steps = steps_of_ops(ops).unique("step")
-    return round(max_excess * float(np.median((steps["end_ns"] - steps["start_ns"]).to_numpy())))
+    return round(max_excess * float(np.mean((steps["end_ns"] - steps["start_ns"]).to_numpy())))
 
 
 _ADVICE = {

@@ -62,7 +62,7 @@ def detect(
     shares = {stage: whatif.share(_of_stage(grid, stage)) for stage in grid.stages}
     needed = max(min_share, min_saved / (whatif.slowdown - 1))
     long = [s for s in shares if shares[s] >= needed and _usually(grid, s, min_usual)]
-    findings = (_finding(grid, whatif, s, float(np.median(length))) for s in sorted(long, key=lambda s: -shares[s]))
+    findings = (_finding(grid, whatif, s, float(np.mean(length))) for s in sorted(long, key=lambda s: -shares[s]))
     return [f for f in findings if f.lost_ns_per_step > f.uncertainty_ns]
 
 

@@ -55,6 +55,8 @@ def head_facts(report: Report) -> list[str]:
             facts.append(say("head.steps.set_aside", steps.warmup, steps.outliers))
     else:
         facts.append(say("head.steps.none"))
+    if steps.mean_ns is not None:
+        facts.append(say("head.mean", duration(steps.mean_ns)))
     if steps.median_ns is not None:
         facts.append(say("head.median", duration(steps.median_ns)))
     if steps.p90_ns is not None:
@@ -109,7 +111,7 @@ def gain(report: Report, finding: Finding) -> str:
         return say("finding.gain.standstill")
     if finding.gain_fraction is None:
         return say("finding.gain.unknown", finding.gain_why or say("finding.gain.no_fix"))
-    time = duration(finding.gain_fraction * report.steps.median_ns) if report.steps.median_ns is not None else "?"
+    time = duration(finding.gain_fraction * report.steps.mean_ns) if report.steps.mean_ns is not None else "?"
     predicted = say("finding.gain.value", percent(finding.gain_fraction), time)
     replayed = say("finding.gain.replayed", finding.fix) if finding.fix and report.fidelity else ""
     return predicted + replayed
@@ -124,18 +126,18 @@ def resolution(report: Report, resolution_ns: int | None) -> str:
     """From which loss on a healthy check would have shown something."""
     if resolution_ns is None:
         return say("healthy.resolution.unknown")
-    if not report.steps.median_ns:
+    if not report.steps.mean_ns:
         return say("healthy.resolution", duration(resolution_ns))
-    share = percent(resolution_ns / report.steps.median_ns)
+    share = percent(resolution_ns / report.steps.mean_ns)
     return say("healthy.resolution.share", duration(resolution_ns), share)
 
 
 def healthy_items(report: Report) -> str:
     """The healthy checks, each with the smallest loss that it would have shown: a coarse check says little."""
-    median_ns = report.steps.median_ns
+    mean_ns = report.steps.mean_ns
     items = [
-        say("healthy.item", healthy.detector, percent(healthy.resolution_ns / median_ns))
-        if median_ns and healthy.resolution_ns is not None
+        say("healthy.item", healthy.detector, percent(healthy.resolution_ns / mean_ns))
+        if mean_ns and healthy.resolution_ns is not None
         else healthy.detector
         for healthy in report.healthy
     ]

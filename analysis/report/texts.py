@@ -125,7 +125,8 @@ _ENGLISH: dict[str, str] = {
     "head.steps": "steps judged: {0}",
     "head.steps.set_aside": "set aside: warm-up {0}, outliers {1}",
     "head.steps.none": "no steps were judged",
-    "head.median": "median step {0}",
+    "head.mean": "mean step {0}",
+    "head.median": "median {0}",
     "head.p90": "90 % of steps within {0}",
     "head.mfu": "MFU {0} of {1:.4g} TFLOP/s",
     "head.ranks": "{0} of {1}",
@@ -273,9 +274,9 @@ _ENGLISH: dict[str, str] = {
     "method.parts": "Each rank's step is cut into parts that do not overlap and that sum to the step.",
     "method.wait": "A collective can only move bytes once its last rank has arrived. What a rank spends in it "
     "before that is waiting, caused by the last rank; what it spends after that is transfer.",
-    "method.cost": "A finding's cost is what the job loses by it per judged step; ± is the 95 % half width over "
-    "these steps. Costs of several findings may overlap, so they need not add up.",
-    "method.gain": "The gain is the predicted shortening of the median step if that finding alone were mended: "
+    "method.cost": "A finding's cost is what the job loses by it per judged step, its share that of the mean judged "
+    "step; ± is the 95 % half width over these steps. Costs of several findings may overlap, so they need not add up.",
+    "method.gain": "The gain is the predicted shortening of the mean step if that finding alone were mended: "
     "the run is replayed with its fix put in (rankscope whatif).",
     "method.silence": "A check that lacks its data is listed as not checked. A healthy check says from which "
     "loss on it would have shown one.",

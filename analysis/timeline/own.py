@@ -47,11 +47,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepGrid:
-    """ns of each part, an array of (rank, step), over the steps that all of `ranks` have."""
+    """ns of each part, an array of (rank, step), over the steps that all of `ranks` have.
+
+    `step_ns` is the mean step of all ranks that were seen, also where the grid holds some of them only.
+    """
 
     ranks: tuple[int, ...]
     steps: tuple[int, ...]
     parts: dict[str, Floats]
+    step_ns: float
 
     def of(self, *parts: str) -> Floats:
         """Time per (rank, step) in `parts` together."""
@@ -63,7 +67,7 @@ class StepGrid:
     def only(self, rows: NDArray[np.bool_]) -> StepGrid:
         """The same of these rows."""
         ranks = tuple(rank for rank, kept in zip(self.ranks, rows, strict=True) if kept)
-        return StepGrid(ranks, self.steps, {part: values[rows] for part, values in self.parts.items()})
+        return StepGrid(ranks, self.steps, {part: values[rows] for part, values in self.parts.items()}, self.step_ns)
 
     @property
     def own(self) -> Floats:
@@ -76,11 +80,6 @@ class StepGrid:
     @property
     def blocked(self) -> Floats:
         return self.of(*BLOCKED)
-
-    @property
-    def step_ns(self) -> float:
-        """Median step."""
-        return float(np.median(self.of(*OWN, *_APART, *BLOCKED)))
 
 
 def step_grid(breakdown: pl.DataFrame) -> StepGrid:
@@ -96,7 +95,8 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
         index = np.searchsorted(ranks.to_numpy(), rows["rank"].to_numpy())
         np.add.at(values, (index, np.searchsorted(steps.to_numpy(), rows["step"].to_numpy())), rows["ns"].to_numpy())
         parts[str(part)] = values
-    return StepGrid(tuple(ranks.to_list()), tuple(steps.to_list()), parts)
+    step_ns = sum(float(values.sum()) for values in parts.values()) / max(len(ranks) * len(steps), 1)
+    return StepGrid(tuple(ranks.to_list()), tuple(steps.to_list()), parts, step_ns)
 
 
 def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:

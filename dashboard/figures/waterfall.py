@@ -46,8 +46,8 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
         _bar("ideal", "useful", "work only", said, useful, scale.row([round(useful * total)], divisor=ranks)[1])
     )
     best = max(report.findings, key=lambda finding: finding.gain_fraction or 0, default=None)
-    if best is not None and best.gain_fraction and report.steps.median_ns:
-        gained_ns = best.gain_fraction * report.steps.median_ns
+    if best is not None and best.gain_fraction and report.steps.mean_ns:
+        gained_ns = best.gain_fraction * report.steps.mean_ns
         left_ns = max(total / ranks - gained_ns, 0)
         label = f"finding {report.findings.index(best) + 1} mended"
         time = scale.row([round(left_ns)])[1]

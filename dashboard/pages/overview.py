@@ -56,7 +56,7 @@ def _verdict(report: Report) -> Any:  # noqa: ANN401
         warning = say("head.unreadable")
     elif missing:
         warning = say("head.missing", phrases.who(tuple(missing)))
-    rate = f"{1e9 / report.steps.median_ns:.3g} steps per second" if report.steps.median_ns else ""
+    rate = f"{1e9 / report.steps.mean_ns:.3g} steps per second" if report.steps.mean_ns else ""
     return html.Div(
         [
             html.Div(
