@@ -23,12 +23,14 @@ from rankscope.analysis.finding import (
     Part,
     PathPart,
     Pipeline,
+    Rate,
     Report,
     StepSummary,
     StoodStill,
     Wait,
 )
 from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.report.costs import cost_of, money_text
 from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.report.texts import part_label
 from rankscope.analysis.timeline.build import Timeline, build_timeline
@@ -110,13 +112,20 @@ _LISTED = 20  # of the causes of waiting and of the critical path
 _MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
 
 
-def diagnose(trace: Trace, *, flops_per_step: float | None = None, peak_tflops: float | None = None) -> Report:
+def diagnose(
+    trace: Trace,
+    *,
+    flops_per_step: float | None = None,
+    peak_tflops: float | None = None,
+    price: float | None = None,
+) -> Report:
     """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down.
 
     `flops_per_step` are those that the model needs, on all ranks together; `peak_tflops` those of one device per second
-    (None: by its name).
+    (None: by its name). `price` is that of an hour of one GPU, for ranks on CPUs of one rank.
     """
-    return report_on(trace, build_timeline(trace), flops_per_step=flops_per_step, peak_tflops=peak_tflops)
+    timeline = build_timeline(trace)
+    return report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
 
 
 def read_run(path: PathLike) -> tuple[Report, Timeline]:
@@ -127,13 +136,18 @@ def read_run(path: PathLike) -> tuple[Report, Timeline]:
 
 
 def report_on(
-    trace: Trace, timeline: Timeline, *, flops_per_step: float | None = None, peak_tflops: float | None = None
+    trace: Trace,
+    timeline: Timeline,
+    *,
+    flops_per_step: float | None = None,
+    peak_tflops: float | None = None,
+    price: float | None = None,
 ) -> Report:
-    """The report on a run whose timeline has been built; what the model needs as `diagnose` has it."""
+    """The report on a run whose timeline has been built; the rest as `diagnose` has it."""
     said = trace.table("gaps").collect()
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
     model = None if flops_per_step is None else demand(timeline.ranks, flops_per_step, peak_tflops)
-    report = conclude(timeline, addresses, said, trace.reader.cannot(), model)
+    report = conclude(timeline, addresses, said, trace.reader.cannot(), model, price)
     report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
     return replace(report, windows=windows_of(trace, lambda window: diagnose(window).verdict))
 
@@ -144,11 +158,12 @@ def conclude(
     said: pl.DataFrame,
     cannot: Mapping[str, str],
     model: pl.DataFrame | None = None,
+    price: float | None = None,
 ) -> Report:
     """The report on a timeline.
 
     `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow; `model`
-    what it needs of the devices (`utilisation.demand`).
+    what it needs of the devices (`utilisation.demand`); `price` that of an hour of a rank.
     """
     tables = _judged_only(timeline, addresses)
     if model is not None:
@@ -168,15 +183,17 @@ def conclude(
     steps = _summary(timeline.steps)
     seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
+    rate = Rate(ranks=world_size or len(seen), unit=_unit(timeline), price=price)
     return Report(
         path="",
         source="",
         verdict=_verdict(
-            findings, healthy, not_checked, steps, seen, world_size, tables["breakdown"], tables["phases"]
+            findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]
         ),
         ranks=seen,
         world_size=world_size,
         nodes=tuple(timeline.ranks["node"].unique().sort().to_list()),
+        rate=rate,
         steps=steps,
         findings=findings,
         healthy=tuple(healthy),
@@ -428,6 +445,12 @@ def _blind(module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) ->
     return f"collector {off['source'][0]}{where}: {off['why'][0]}"
 
 
+def _unit(timeline: Timeline) -> str:
+    """What an hour of a rank is called: ranks on devices, and those whose device's work was seen, use a GPU each."""
+    on_device = len(timeline.kernels) > 0 or (timeline.ranks["device"].drop_nulls() != "cpu").any()
+    return "GPU-hours" if on_device else "rank-hours"
+
+
 def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> dict[str, pl.DataFrame]:
     """The tables for the detectors, rows of judged steps only."""
     steps = timeline.steps.filter("judged")
@@ -520,6 +543,7 @@ def _verdict(
     steps: StepSummary,
     seen: tuple[int, ...],
     world_size: int | None,
+    rate: Rate,
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
 ) -> str:
@@ -527,7 +551,7 @@ def _verdict(
     missing = sorted(set(range(world_size or 0)) - set(seen))
     absent = f"; {named('rank', missing)} of {world_size} {_were(missing)} not recorded" if missing else ""
     if findings:
-        return f"{_headline(findings, steps, len(seen))}{absent}."
+        return f"{_headline(findings, steps, len(seen), rate)}{absent}."
     if not any(check.detector not in _NOT_OF_SPEED for check in healthy):
         seen_steps = (
             f"{counted(steps.warmup, 'step')} seen, all of them warm-up" if steps.warmup else "no step was seen"
@@ -541,7 +565,7 @@ def _verdict(
     )
 
 
-def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> str:
+def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int, rate: Rate) -> str:
     """The first finding, and how many more there are that do not follow from it."""
     first = findings[0]
     waiting = ranks - len(first.ranks)
@@ -551,6 +575,9 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int) -> st
     if first.ranks and waiting and first.detector != "slow_link":
         title += f" and {counted(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for "
         title += "it" if len(first.ranks) == 1 else "them"
+    money = cost_of(first, rate).lost_money_per_hour
+    if money is not None and rate.price is not None:
+        title += f"; it costs {money_text(money)} of {money_text(rate.ranks * rate.price)} an hour"
     more = sum(1 for finding in findings[1:] if finding.caused_by is None)
     return f"{title}; {counted(more, 'more finding')}" if more else title
 

@@ -19,6 +19,7 @@ __all__ = [
     "Part",
     "PathPart",
     "Pipeline",
+    "Rate",
     "Report",
     "StepSummary",
     "StoodStill",
@@ -267,6 +268,18 @@ class Utilisation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """What an hour of the job uses: as many `unit` ("GPU-hours" or "rank-hours") as the job has `ranks`.
+
+    `price` is that of one of them, in whatever the user counts in; None: not given.
+    """
+
+    ranks: int
+    unit: str
+    price: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything the terminal, HTML and JSON forms show; they add nothing of their own."""
 
@@ -276,6 +289,7 @@ class Report:
     ranks: tuple[int, ...]
     world_size: int | None
     nodes: tuple[int, ...]
+    rate: Rate
     steps: StepSummary
     findings: tuple[Finding, ...]
     healthy: tuple[Healthy, ...]

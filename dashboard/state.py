@@ -61,10 +61,11 @@ class Progress:
 class State:
     """The runs of one server. Reading is safe from any thread: what is held are frozen values, exchanged whole."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], *, price: float | None = None) -> None:
         keys = ["", *(str(number) for number in range(2, len(paths) + 1))]
         self._paths = dict(zip(keys, paths, strict=True))
         self._progress = {key: Progress(name=path.resolve().name) for key, path in self._paths.items()}
+        self._price = price  # of an hour of a rank, as `diagnose` has it
         self._ended = threading.Event()
         self._changed = threading.Condition()
 
@@ -139,7 +140,7 @@ class State:
             self._set(key, stage=2)
             with ThreadPoolExecutor(1) as beside:
                 scene = beside.submit(lambda: build_scene(with_windows(timeline, trace)))
-                report = report_on(trace, timeline)
+                report = report_on(trace, timeline, price=self._price)
                 run = Run(
                     key=key,
                     name=self._progress[key].name,

@@ -1,4 +1,4 @@
-"""The arguments of `run` and `exec`: rankscope's own options come first, the rest belongs to another program."""
+"""What arguments mean. Of `run` and `exec` rankscope's own options come first, the rest belongs to another program."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from pathlib import PurePath
 
 from rankscope.profiler.errors import RankscopeError
 
-__all__ = ["OWN_FLAGS", "OWN_VALUES", "Options", "node_rank", "program_name", "split", "torchrun_program"]
+__all__ = [
+    "OWN_FLAGS",
+    "OWN_VALUES",
+    "PRICE_HELP",
+    "Options",
+    "node_rank",
+    "parse_price",
+    "program_name",
+    "split",
+    "torchrun_program",
+]
 
 OWN_VALUES = ("--out", "--name", "--hz", "--profile-steps", "--profile-slow")
 OWN_FLAGS = ("--no-report", "--help")
+PRICE_HELP = "Price of an hour of one GPU (on CPUs, of one rank): findings then say what they cost in it."
 
 # torchrun's options that take no value. All others take one, which matters only for finding the script.
 _TORCHRUN_FLAGS = (
@@ -89,6 +100,19 @@ def _hz(text: str) -> float:
     if not 0 < hz <= 100:
         raise RankscopeError(f"--hz is how often per second the node's counters are read, above 0 to 100; got {text}")
     return hz
+
+
+def parse_price(text: str | None) -> float | None:
+    """The price of an hour, above 0; None where none was given."""
+    if text is None:
+        return None
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 < price < math.inf:
+        raise RankscopeError(f"--price is that of an hour of one GPU, a number above 0 as in 2.5; got {text}")
+    return price
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -131,6 +131,21 @@ def test_bad_input_is_one_line_and_2(command, run, tmp_path):
         assert said in done.stderr
 
 
+def test_price_of_an_hour_is_a_number_above_0(run):
+    for command in ("report", "ui"):
+        for price in ("0", "-1", "nan", "cheap"):
+            done = rankscope_(command, run, f"--price={price}")
+            assert (done.returncode, done.stdout) == (2, "")
+            assert done.stderr == (
+                f"rankscope: --price is that of an hour of one GPU, a number above 0 as in 2.5; got {price}\n"
+            )
+    assert json.loads(rankscope_("report", run, "--json", "-", "--price", "2.5").stdout)["rate"] == {
+        "ranks": 1,
+        "unit": "rank-hours",
+        "price": 2.5,
+    }
+
+
 def test_an_option_of_ours_among_torchruns_is_pointed_out():
     done = rankscope_("run", "--standalone", "--name", "x", "train.py")
     assert done.returncode == 2

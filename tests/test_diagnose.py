@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import polars as pl
+import pytest
 
 from rankscope.analysis.detectors import NotResolvable, detectors
 from rankscope.analysis.diagnose import ask, diagnose, root_causes_first
 from rankscope.analysis.finding import Finding, NotChecked
 from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.report import json_form, phrases
 from rankscope.analysis.trace import Trace
 from rankscope.collectors.schema import TABLES
 
@@ -86,6 +89,21 @@ def run(backward_ms, *, world_size=None, device="cpu", gaps=(), steps=STEPS, rec
 
 def not_checked(report):
     return {n.detector: n.why for n in report.not_checked}
+
+
+def test_a_finding_costs_hours_of_ranks_and_with_a_price_money():
+    """20 % of 2 ranks at 30 an hour is 12 of 60; 10 steps of 30 ms on 2 ranks are 600 ms, at 30 an hour 0.005."""
+    priced = diagnose(run({0: 40, 1: 70}), price=30.0)
+    assert priced.verdict.endswith("and 1 rank waits for it; it costs 12 of 60 an hour.")
+    assert phrases.cost(priced, priced.findings[0]) == (
+        "30.0 ± 0 ms per step (20 %), 300 ms in all: 0.000167 rank-hours; 12 of 60 an hour; 0.005 in the judged steps"
+    )
+    (finding,) = json.loads(json_form.render(priced))["findings"]
+    costs = [finding[f"lost_{what}"] for what in ("hours_per_hour", "hours_total", "money_per_hour", "money_total")]
+    assert costs == pytest.approx([0.4, 0.6 / 3600, 12, 0.005])
+    on_gpus = diagnose(run({0: 40, 1: 70}, device="NVIDIA H100"))
+    assert phrases.cost(on_gpus, on_gpus.findings[0]).endswith("300 ms in all: 0.000167 GPU-hours")
+    assert on_gpus.verdict.endswith("and 1 rank waits for it.")
 
 
 def test_slow_rank_of_a_run_is_the_verdict():

@@ -22,6 +22,7 @@ from rankscope.analysis.finding import (
     NotChecked,
     Part,
     PathPart,
+    Rate,
     Report,
     StepSummary,
     Wait,
@@ -39,6 +40,7 @@ EMPTY = Report(
     ranks=(),
     world_size=None,
     nodes=(),
+    rate=Rate(ranks=0, unit="rank-hours"),
     steps=StepSummary(count=0, warmup=0, outliers=0, mean_ns=None, median_ns=None, p90_ns=None, source="none"),
     findings=(),
     healthy=(),
@@ -79,6 +81,7 @@ def job(world: int = 4, culprit: int = 2, **changes: object) -> Report:
         ranks=tuple(range(world)),
         world_size=world,
         nodes=(0,),
+        rate=Rate(ranks=world, unit="GPU-hours"),
         steps=StepSummary(
             count=10,
             warmup=2,

@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rankscope.analysis.finding import Finding, Report, Window
+from rankscope.analysis.finding import Finding, Rate, Report, Window
+from rankscope.analysis.report.costs import cost_of
 
 __all__ = ["REPORT_SCHEMA_VERSION", "render", "strict"]
 
@@ -33,9 +34,10 @@ def _as_object(report: Report) -> dict[str, Any]:
         "ranks": list(report.ranks),
         "world_size": report.world_size,
         "nodes": list(report.nodes),
+        "rate": dataclasses.asdict(report.rate),
         "steps": dataclasses.asdict(report.steps),
         "verdict": report.verdict,
-        "findings": [_finding(finding) for finding in report.findings],
+        "findings": [_finding(finding, report.rate) for finding in report.findings],
         "healthy": [healthy.detector for healthy in report.healthy],
         "resolution": {healthy.detector: healthy.resolution_ns for healthy in report.healthy},
         "not_checked": [dataclasses.asdict(unchecked) for unchecked in report.not_checked],
@@ -55,10 +57,9 @@ def _as_object(report: Report) -> dict[str, Any]:
     }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(finding).items()
-    }
+def _finding(finding: Finding, rate: Rate) -> dict[str, Any]:
+    said = dataclasses.asdict(finding) | dataclasses.asdict(cost_of(finding, rate))
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
 
 
 def _window(window: Window) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rankscope.analysis.finding import REST, Clock, Evidence, Finding, Operator, PathPart, Report, Window
 from rankscope.analysis.phrases import counted
+from rankscope.analysis.report.costs import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
 from rankscope.analysis.report.texts import part_short, say
@@ -26,9 +27,6 @@ __all__ = [
     "who",
     "window_lines",
 ]
-
-
-_HOUR_NS = 3_600_000_000_000
 
 
 def one_or_many(kind: str, numbers: tuple[int, ...]) -> str:
@@ -76,14 +74,23 @@ def _recorded_ranks(report: Report) -> str:
     return say("head.ranks.on", named, one_or_many("node", report.nodes)) if report.nodes else named
 
 
-def cost(finding: Finding) -> str:
-    if _is_standstill(finding):
-        return say("finding.cost.standstill")
-    return say("finding.cost.value", cost_per_step(finding), duration(finding.lost_ns_total))
+def cost(report: Report, finding: Finding) -> str:
+    """Per step and in all, in time, in hours of GPUs (or ranks), and in money where their price is known."""
+    spent = cost_of(finding, report.rate)
+    said = [cost_per_step(finding)]
+    if spent.lost_hours_total is not None:
+        hours = _hours(report, spent.lost_hours_total)
+        said[0] = say("finding.cost.value", said[0], duration(finding.lost_ns_total), hours)
+    if report.rate.price is not None and spent.lost_money_per_hour is not None:
+        all_of_it = money_text(report.rate.ranks * report.rate.price)
+        said.append(say("finding.cost.money", money_text(spent.lost_money_per_hour), all_of_it))
+    if spent.lost_money_total is not None:
+        said.append(say("finding.cost.money.total", money_text(spent.lost_money_total)))
+    return "; ".join(said)
 
 
 def cost_per_step(finding: Finding) -> str:
-    if _is_standstill(finding):
+    if is_standstill(finding):
         return say("finding.cost.standstill")
     lost = duration_with_error(finding.lost_ns_per_step, finding.uncertainty_ns)
     return say("finding.cost.per_step", lost, percent(finding.lost_fraction))
@@ -96,18 +103,22 @@ def path_row(part: PathPart) -> tuple[str, str, str]:
     return say("path.all") if part.rank is None else str(part.rank), part_short(part.part), part.label
 
 
-def stood_still(finding: Finding) -> str | None:
+def stood_still(report: Report, finding: Finding) -> str | None:
     """Who stood still for the finding's ranks, and for how long."""
     found = finding.stood_still
     if found is None:
         return None
-    hours = say("finding.stood_still.hours", f"{found.ns / _HOUR_NS:.3g}")
+    hours = _hours(report, found.ns / HOUR_NS)
     return say("finding.stood_still.value", counted(len(found.ranks), "other rank"), duration(found.ns), hours)
+
+
+def _hours(report: Report, hours: float) -> str:
+    return f"{hours:.3g} {say(f'unit.{report.rate.unit}')}"
 
 
 def gain(report: Report, finding: Finding) -> str:
     """The predicted gain as a share and, where the step is known, as a time; and the fix that was replayed for it."""
-    if _is_standstill(finding):
+    if is_standstill(finding):
         return say("finding.gain.standstill")
     if finding.gain_fraction is None:
         return say("finding.gain.unknown", finding.gain_why or say("finding.gain.no_fix"))
@@ -115,11 +126,6 @@ def gain(report: Report, finding: Finding) -> str:
     predicted = say("finding.gain.value", percent(finding.gain_fraction), time)
     replayed = say("finding.gain.replayed", finding.fix) if finding.fix and report.fidelity else ""
     return predicted + replayed
-
-
-def _is_standstill(finding: Finding) -> bool:
-    """Whether the job does not get through its step at all, so that a cost per step means nothing."""
-    return finding.lost_fraction >= 1 and not finding.lost_ns_per_step
 
 
 def resolution(report: Report, resolution_ns: int | None) -> str:

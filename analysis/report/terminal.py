@@ -186,8 +186,8 @@ def _finding_facts(report: Report, finding: Finding) -> Table:
     if finding.steps:
         facts.append((say("finding.steps"), ranges(finding.steps)))
     facts += [
-        (say("finding.cost"), _text(cost(finding), "bold")),
-        *((say("finding.stood_still"), said) for said in [stood_still(finding)] if said),
+        (say("finding.cost"), _text(cost(report, finding), "bold")),
+        *((say("finding.stood_still"), said) for said in [stood_still(report, finding)] if said),
         (say("finding.gain"), gain(report, finding)),
         (say("finding.advice"), finding.advice),
     ]

@@ -79,7 +79,7 @@ def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -
         (say("finding.who"), phrases.who(finding.ranks, finding.nodes, finding.groups)),
         (say("finding.where"), finding.where),
         (say("finding.steps"), quantities.ranges(finding.steps)),
-        (say("finding.cost"), html.Strong(phrases.cost(finding))),
+        (say("finding.cost"), html.Strong(phrases.cost(run.report, finding))),
         (say("finding.gain"), phrases.gain(run.report, finding)),
         (say("finding.advice"), finding.advice),
         (say("finding.cause"), detector_name(finding.caused_by) if finding.caused_by else ""),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rankscope.profiler.arguments import PRICE_HELP, parse_price
 from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
@@ -34,14 +35,16 @@ def command(
     peak_tflops: Annotated[
         float | None, typer.Option(min=1e-3, help="What one device can do per second. [default: by its name, bf16]")
     ] = None,
+    price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
 ) -> None:
     from rankscope.analysis.diagnose import diagnose
     from rankscope.analysis.readers import native
     from rankscope.analysis.report import html, json_form, terminal
     from rankscope.analysis.trace import Trace
 
+    of_an_hour = parse_price(price)
     with clear_input_errors():
-        report = diagnose(Trace.open(run), flops_per_step=flops_per_step, peak_tflops=peak_tflops)
+        report = diagnose(Trace.open(run), flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=of_an_hour)
     if json == "-":
         sys.stdout.write(json_form.render(report))
     else:
