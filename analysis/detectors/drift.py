@@ -1,7 +1,7 @@
 """Steps become longer throughout the run, little by little.
 
 **Signal.** The line through the lengths of the judged steps (half of all pairs of steps are steeper than it) rises: its
-mean is at least `min_fraction` of the step above its beginning, and the rise is `min_z` standard deviations clear of
+mean is at least `min_fraction` of the step above what it is at the first recorded step, and the rise is `min_z` standard deviations clear of
 chance, where values that resemble the ones before count as fewer. The line must come closer to the steps than two
 levels do: a change at one step is `uniform_slowdown`. `where` is the part that grows most, `ranks` are those on which
 it grows by at least half of what the step does; where it does so on all, none is named. Where the steps' own scatter
@@ -9,7 +9,8 @@ hides it, the same is asked of the rank that falls behind its peers most: length
 matter there.
 
 **Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a
-look at the first minutes finds a healthy job. The cost is what the steps take longer than the first ones did.
+look at the first minutes finds a healthy job. The cost is what the steps take longer than the first one did, by the
+line; of single ranks no more than what the longest rank of each step is longer by theirs.
 
 **False alarms.** Work that grows by design: a curriculum of longer sequences, a growing batch. Silence on a short run
 says little: a creep of 1 % per hour is not seen in 10 minutes.
@@ -35,7 +36,7 @@ from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.report.texts import part_label
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid
+from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, gain_ns
 from rankscope.analysis.timeline.trend import Trend, follows_line, longest_stretch, trend
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -57,11 +58,12 @@ def detect(
     grid = judged_grid(breakdown, min_steps)
     for seen in (_job(grid), *_falling_behind(grid)):
         line = trend(seen.lengths)
-        if line.growth / 2 < min_fraction * grid.step_ns or line.z < min_z:
+        where, ranks = _what_grows(seen, line)
+        lost = _lost(grid, line, ranks)
+        if lost.ns < min_fraction * grid.step_ns or line.z < min_z:
             continue
         if not follows_line(seen.lengths, longest_stretch(seen.lengths, 1 + min_fraction)):
             continue
-        where, ranks = _what_grows(seen, line)
         return [
             Finding(
                 detector="drift",
@@ -70,7 +72,7 @@ def detect(
                 advice=_ADVICE.get(where, _ADVICE["compute"]),
                 ranks=ranks,
                 evidence=_first_and_last(steps, grid, ranks),
-                **price(grid, Estimate(line.growth / 2, line.half_width / 2), line.growth / 2),
+                **price(grid, lost, lost.ns),
             )
         ]
     return []
@@ -81,7 +83,8 @@ def resolution_ns(
 ) -> int:
     """What a drift costs per step that would just have been reported."""
     grid = judged_grid(breakdown, min_steps)
-    return round(max(min_fraction * grid.step_ns, min_z / 1.96 * trend(_job(grid).lengths).half_width / 2))
+    scatter = _lost(grid, trend(_job(grid).lengths)).half_width_ns
+    return round(max(min_fraction * grid.step_ns, min_z / 1.96 * scatter))
 
 
 _ADVICE = {
@@ -104,6 +107,24 @@ class _Seen:
     parts: dict[str, Floats]
     ranks: tuple[int, ...]
     beyond_peers: bool
+
+
+def _lost(grid: StepGrid, line: Trend, ranks: tuple[int, ...] = ()) -> Estimate:
+    """What the mean judged step takes longer than step 0 did: it grew through the warm-up too, which is not judged.
+
+    Where only some ranks grow, that is no more than what the longest rank of each step is longer by their lines: at
+    first others are, by chance.
+    """
+    since = np.array(grid.steps) / (grid.steps[-1] - grid.steps[0])
+    grown = Estimate(line.growth * float(since.mean()), line.half_width * float(since.mean()))
+    named = np.isin(grid.ranks, ranks)
+    if not named.any() or grown.ns <= 0:
+        return grown
+    busy, without = grid.busy, grid.busy
+    for row in np.flatnonzero(named):
+        without[row] -= trend(busy[row] - np.median(busy[~named], axis=0)).growth * since
+    paid = min(gain_ns(busy, without) / grown.ns, 1.0)
+    return Estimate(paid * grown.ns, paid * grown.half_width_ns)
 
 
 def _job(grid: StepGrid) -> _Seen:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from simulate import GPUS, Job, Recording, Resources, healthy_resources, run, stages_of, step_ns
+from simulate import GPUS, Job, Recording, Resources, healthy_resources, run, stages_of, step_ns, steps_ns
 
 __all__ = ["CLEAN", "CONFOUNDERS", "DOSES", "KINDS", "Case", "Truth", "cases", "simulated"]
 
@@ -81,6 +81,7 @@ class Truth:
     nodes: tuple[int, ...]
     cost_ns: float  # per step; of a hang 0
     cost_fraction: float  # of the step with all faults
+    acts: tuple[int, ...] = ()  # the steps that it makes longer by at least half of its cost
 
 
 def cases(seeds: int, clean: int) -> Iterator[Case]:
@@ -120,8 +121,10 @@ def simulated(case: Case, *, small: bool = False) -> tuple[Recording, tuple[Trut
     truths = []
     for fault in faults:
         others = [f for f in faults if f is not fault] + _left_of(fault)
-        cost = whole - step_ns(run(_without(job, fault), _planted(_without(job, fault), others)))
-        truths.append(Truth(fault.kind, fault.ranks, fault.nodes, cost, cost / whole))
+        without = run(_without(job, fault), _planted(_without(job, fault), others))
+        cost = whole - step_ns(without)
+        acts = np.flatnonzero(steps_ns(log) - steps_ns(without) >= cost / 2)
+        truths.append(Truth(fault.kind, fault.ranks, fault.nodes, cost, cost / whole, tuple(acts.tolist())))
     return log, tuple(truths)
 
 

@@ -39,7 +39,8 @@ NOTHING, NOT_CHECKED = "healthy", "not checked"
 _DETECTOR = {"sporadic_rank": "slow_rank", "slow_node": "slow_rank"}  # else the kind's own name
 _SEEDS, _QUICK = 40, 3  # seeds of each kind and dose, half of them for each split; of each split when quick
 _NVRX_SCORE = 0.75
-_WARMUP, _LENGTHS = 2, (4, 5, 6, 7, 8, 10, 12, 17, 22)
+_WARMUP, _LENGTHS = 2, (*range(4, 13), 14, 17, 22)  # steps, after which a recording is judged
+_ALARM_LENGTHS = (4, 5, 6, 8, 10, 14, 20)  # the same, of healthy jobs
 
 Row = dict[str, Any]
 
@@ -52,6 +53,7 @@ def judged(case: Case, *, delays: bool = False, small: bool = False) -> Row:
     loud = delays and case.dose == "loud" and case.kind not in ("hang", "drift")  # of a drift most is still to come
     return {
         "delay": _delay(log, asdict(truths[0])) if loud else None,
+        "early": _early_alarms(log) if delays and not truths else None,
         "case": asdict(case),
         "job": {"parallel": log.job.parallel, "ranks": log.job.ranks},
         "truth": [asdict(truth) for truth in truths],
@@ -72,13 +74,21 @@ def _report(log: Recording) -> Report:
     return report
 
 
-def _delay(log: Recording, truth: Row) -> int | None:
-    """Steps after the 2 of warm-up until a recording that ends there gets the right verdict; None: not in these."""
+def _delay(log: Recording, truth: Row) -> list[int] | None:
+    """Steps after the 2 of warm-up until a recording that ends there gets the right verdict, and in how many of them
+    the fault acted; None: not in these.
+    """
     for steps in _LENGTHS:
         first = [said(f) for f in _report(cut(log, steps)).findings[:1]]
         if any(f["kind"] == truth["kind"] and is_culprit(f, truth) for f in first):
-            return steps - _WARMUP
+            return [steps - _WARMUP, sum(_WARMUP <= step < steps for step in truth["acts"])]
     return None
+
+
+def _early_alarms(log: Recording) -> Row:
+    """What is found in recordings of so many steps."""
+    found = {steps: [said(f)["kind"] for f in _report(cut(log, steps)).findings] for steps in _ALARM_LENGTHS}
+    return {str(steps): kinds for steps, kinds in found.items() if kinds}
 
 
 def said(finding: Finding) -> Row:
@@ -238,14 +248,15 @@ def _delays(rows: list[Row], out: Callable[[str], None]) -> None:
     timed = [r for r in rows if "delay" in r and r["case"]["dose"] == "loud" and r["case"]["kind"] != "hang"]
     if all(r["delay"] is None for r in timed):
         return
-    out("\nloud faults, steps after warm-up until the right verdict")
-    out(f"{'kind':24}{'runs':>5}{'median':>8}{'p90':>7}{'later':>7}")
-    for kind in KINDS:
-        delays = [r["delay"] for r in timed if r["case"]["kind"] == kind]
-        seen = [delay for delay in delays if delay is not None]
-        if seen:
-            later = len(delays) - len(seen)
-            out(f"{kind:24}{len(delays):5}{np.median(seen):8.0f}{np.quantile(seen, 0.9):7.0f}{later:7}")
+    out("\nloud faults, steps after warm-up until the right verdict, and those among them in which the fault acted")
+    out(f"{'kind':24}{'runs':>5}{'median':>8}{'p90':>7}{'acted, median':>15}{'p90':>7}{'later':>7}")
+    for kind in (*KINDS, ""):
+        delays = [r["delay"] for r in timed if r["case"]["kind"] == kind or not kind]
+        seen = np.array([delay for delay in delays if delay is not None])
+        if len(seen):
+            median, p90 = np.median(seen, axis=0), np.quantile(seen, 0.9, axis=0)
+            told = f"{median[0]:8.0f}{p90[0]:7.1f}{median[1]:15.0f}{p90[1]:7.1f}"
+            out(f"{kind or 'all':24}{len(delays):5}{told}{len(delays) - len(seen):7}")
 
 
 def _two(rows: list[Row], out: Callable[[str], None]) -> None:
@@ -270,6 +281,12 @@ def _clean(rows: list[Row], out: Callable[[str], None]) -> None:
     for row in alarms:
         for found in row["found"]:
             out(f"  {_name(row)}: {found['kind']} {found['cost_fraction']:.1%}: {found['title']}")
+    early = [r for r in rows if r.get("early") is not None]
+    if early:
+        lengths = ", ".join(map(str, _ALARM_LENGTHS))
+        out(f"judged after {lengths} steps: {len(early)} runs, {sum(bool(r['early']) for r in early)} false alarms")
+        for row in filter(lambda r: r["early"], early):
+            out(f"  {_name(row)}: {row['early']}")
 
 
 def _baselines(rows: list[Row], clean: list[Row], out: Callable[[str], None]) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "run",
     "stages_of",
     "step_ns",
+    "steps_ns",
 ]
 
 GPUS = 8  # ranks of a node
@@ -198,6 +199,7 @@ class _Team:
         self.node = ranks // GPUS
         self.ready = np.array(self.now)  # the loader's next batch
         self.taken = [np.array(self.now), np.array(self.now)]
+        self.compiled = 0  # how often
 
     def spend(self, ns: np.ndarray | float) -> None:
         self.now = self.now + ns
@@ -242,11 +244,12 @@ class _Team:
     def stops(self) -> None:
         """What stops the main thread at the beginning of forward: compilation, garbage collection; or for ever."""
         for ns, kind, name in (
-            (self.can.compile_ns, "compile", "compile [0/0]"),
+            (self.can.compile_ns, "compile", f"compile [0/{self.compiled}]"),  # of one function, again and again
             (self.can.gc_ns, "gc", "gc generation 2"),
         ):
             here = ns[self.step, self.ranks]
             if here.any():
+                self.compiled += kind == "compile"
                 start = self.now
                 self.spend(here)
                 row = here >= _MS  # shorter collections are not recorded
@@ -448,10 +451,14 @@ def run(job: Job, can: Resources) -> Recording:
     return scheduler.log
 
 
+def steps_ns(log: Recording) -> np.ndarray:
+    """How long each step takes, by the slowest rank's optimizer."""
+    return np.diff(log.optimizer_end.max(axis=1), prepend=log.start.max())
+
+
 def step_ns(log: Recording) -> float:
-    """Mean length of the job's steps after its warm-up, by the slowest rank's optimizer."""
-    ends, after = log.optimizer_end.max(axis=1), log.job.warmup_steps
-    return float((ends[-1] - ends[after - 1]) / (len(ends) - after))
+    """Their mean after the job's warm-up."""
+    return float(steps_ns(log)[log.job.warmup_steps :].mean())
 
 
 def cut(log: Recording, steps: int) -> Recording:
