@@ -12,11 +12,13 @@ from pathlib import PurePath
 from rankscope.profiler.errors import RankscopeError
 
 __all__ = [
+    "LANG_HELP",
     "OWN_FLAGS",
     "OWN_VALUES",
     "PRICE_HELP",
     "Options",
     "node_rank",
+    "parse_language",
     "parse_price",
     "program_name",
     "split",
@@ -25,6 +27,7 @@ __all__ = [
 
 OWN_VALUES = ("--out", "--name", "--hz", "--profile-steps", "--profile-slow")
 OWN_FLAGS = ("--no-report", "--help")
+LANG_HELP = "Language of what is shown: en, or zh (Chinese). JSON stays English."
 PRICE_HELP = "Price of an hour of one GPU (on CPUs, of one rank): findings then say what they cost in it."
 
 # torchrun's options that take no value. All others take one, which matters only for finding the script.
@@ -100,6 +103,14 @@ def _hz(text: str) -> float:
     if not 0 < hz <= 100:
         raise RankscopeError(f"--hz is how often per second the node's counters are read, above 0 to 100; got {text}")
     return hz
+
+
+def parse_language(text: str) -> str:
+    from rankscope.analysis.language import LANGUAGES
+
+    if text not in LANGUAGES:
+        raise RankscopeError(f"--lang is {' or '.join(LANGUAGES)}; got {text}")
+    return text
 
 
 def parse_price(text: str | None) -> float | None:

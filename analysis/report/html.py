@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rankscope.analysis.finding import Finding, Report
+from rankscope.analysis.language import LANGUAGES, speaking, spoken
 from rankscope.analysis.report import digest, palette, phrases, quantities, svg, texts
 from rankscope.analysis.report.texts import say
 
@@ -23,9 +24,10 @@ _STEP_ROWS = 64
 _EVIDENCE = 4
 
 
-def render(report: Report) -> str:
-    """The whole page; everything that comes from the job is escaped."""
-    page = _environment().get_template("report.html.j2").render(_page(report))
+def render(report: Report, *, language: str = "en") -> str:
+    """The whole page, in one of `LANGUAGES`; everything that comes from the job is escaped."""
+    with speaking(language):
+        page = _environment().get_template("report.html.j2").render(_page(spoken(report)), lang=LANGUAGES[language])
     return page.encode("utf-8", "replace").decode("utf-8")  # a path may hold lone surrogates
 
 

@@ -21,7 +21,7 @@ class NoBrowser(Exception):  # noqa: N818
     """No browser could print the report; the message says why, and what to do instead."""
 
 
-def write_pdf(report: Report, path: Path) -> None:
+def write_pdf(report: Report, path: Path, *, language: str = "en") -> None:
     """Write the report to `path`, as the first Chromium on PATH prints it.
 
     Raises NoBrowser, and OSError if `path` cannot be written.
@@ -34,7 +34,7 @@ def write_pdf(report: Report, path: Path) -> None:
         )
     with tempfile.TemporaryDirectory(prefix="rankscope-pdf-") as folder:
         written, printed = Path(folder, "report.html"), Path(folder, "report.pdf")
-        written.write_text(html.render(report), encoding="utf-8")
+        written.write_text(html.render(report, language=language), encoding="utf-8")
         options = ["--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             options.append("--no-sandbox")  # root cannot have one

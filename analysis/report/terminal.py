@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankscope.analysis.finding import Blame, DevicePart, Finding, PathPart, Pipeline, Report, Wait
+from rankscope.analysis.language import speaking, spoken
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.phrases import (
     clock_error,
@@ -55,9 +56,20 @@ def wants_color(stream: TextIO) -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
-def render(report: Report, *, width: int = 100, color: bool = False) -> str:
+def render(report: Report, *, width: int = 100, color: bool = False, language: str = "en") -> str:
     """The full report, lines of at most `width` columns; without `color` it holds no escape sequence."""
-    blocks = [
+    with speaking(language):
+        return _print(_blocks(spoken(report)), width=width, color=color)
+
+
+def render_short(report: Report, *, width: int = 100, color: bool = False, language: str = "en") -> str:
+    """Verdict, the costliest findings, and one line each for time, what was checked, and the gaps."""
+    with speaking(language):
+        return _print(_short_blocks(spoken(report)), width=width, color=color)
+
+
+def _blocks(report: Report) -> list[RenderableType]:
+    return [
         _head(report),
         _heading("findings"),
         *_findings(report, report.findings),
@@ -81,11 +93,9 @@ def render(report: Report, *, width: int = 100, color: bool = False) -> str:
         _heading("environment"),
         _environment(report),
     ]
-    return _print(blocks, width=width, color=color)
 
 
-def render_short(report: Report, *, width: int = 100, color: bool = False) -> str:
-    """Verdict, the costliest findings, and one line each for time, what was checked, and the gaps."""
+def _short_blocks(report: Report) -> list[RenderableType]:
     blocks: list[RenderableType] = [_head(report)]
     if report.findings or not report.healthy:
         blocks += [Text(), *_findings(report, report.findings[:_SHORT_FINDINGS])]
@@ -95,7 +105,7 @@ def render_short(report: Report, *, width: int = 100, color: bool = False) -> st
     blocks += [Text(), _pairs([(say("time.step"), _time_in_a_line(report)), *_checked_in_lines(report)])]
     if report.gaps:
         blocks += [_text(say("gaps"), "bold"), *_gaps(report, limit=_SHORT_GAPS)]
-    return _print(blocks, width=width, color=color)
+    return blocks
 
 
 def _print(blocks: Iterable[RenderableType], *, width: int, color: bool) -> str:

@@ -1,6 +1,8 @@
-"""The report's words: everything a reader sees that the Report itself does not say, in one table per language."""
+"""The report's words: everything a reader sees that the Report itself does not say. `zh.py` has the Chinese."""
 
 from __future__ import annotations
+
+from rankscope.analysis.language import Text, spoken, translated
 
 __all__ = [
     "PART_ORDER",
@@ -8,6 +10,7 @@ __all__ = [
     "detector_name",
     "part_label",
     "part_meaning",
+    "part_name",
     "part_short",
     "say",
 ]
@@ -288,23 +291,28 @@ _ENGLISH: dict[str, str] = {
 
 
 def say(key: str, *values: object) -> str:
-    """The text of `key` with `values` put in. Values are not parsed again, whatever they contain."""
-    return _ENGLISH[key].format(*values)
+    """The text of `key` with `values` put in, in the language that is spoken. Values are not parsed again."""
+    return translated(_ENGLISH[key]).format(*map(spoken, values))
+
+
+def part_name(part: str) -> Text:
+    """A part of the step, for a text that is made before its language is known."""
+    return Text(_ENGLISH.get(f"part.{part}", part), {})
 
 
 def part_label(part: str) -> str:
-    return _ENGLISH.get(f"part.{part}", part)
+    return spoken(part_name(part))
 
 
 def part_short(part: str) -> str:
-    """At most 8 letters for the parts known here: the heading of a column."""
-    return _ENGLISH.get(f"part.{part}.short", part_label(part))
+    """At most 8 columns for the parts known here: the heading of a column."""
+    return translated(_ENGLISH.get(f"part.{part}.short", _ENGLISH.get(f"part.{part}", part)))
 
 
 def part_meaning(part: str) -> str:
-    return _ENGLISH.get(f"part.{part}.means", "")
+    return translated(_ENGLISH.get(f"part.{part}.means", ""))
 
 
 def detector_name(detector: str) -> str:
     """A detector in plain words: its file name, unless there are better ones."""
-    return _ENGLISH.get(f"detector.{detector}", detector.replace("_", " "))
+    return translated(_ENGLISH.get(f"detector.{detector}", detector.replace("_", " ")))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.profiler.arguments import PRICE_HELP, parse_price
+from rankscope.profiler.arguments import LANG_HELP, PRICE_HELP, parse_language, parse_price
 from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def command(
     peak_tflops: Annotated[
         float | None, typer.Option(min=1e-3, help="What one device can do per second. [default: by its name, bf16]")
     ] = None,
+    lang: Annotated[str, typer.Option(metavar="LANGUAGE", help=LANG_HELP)] = "en",
     price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
 ) -> None:
     from rankscope.analysis.diagnose import diagnose
@@ -42,7 +43,7 @@ def command(
     from rankscope.analysis.report import html, json_form, terminal
     from rankscope.analysis.trace import Trace
 
-    of_an_hour = parse_price(price)
+    of_an_hour, language = parse_price(price), parse_language(lang)
     with clear_input_errors():
         report = diagnose(Trace.open(run), flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=of_an_hour)
     if json == "-":
@@ -50,17 +51,17 @@ def command(
     else:
         width = min(shutil.get_terminal_size((100, 0)).columns, 120)
         render = terminal.render_short if short else terminal.render
-        print(render(report, width=width, color=terminal.wants_color(sys.stdout)))
+        print(render(report, width=width, color=terminal.wants_color(sys.stdout), language=language))
     if output:
-        _write(output, html.render(report))
+        _write(output, html.render(report, language=language))
     if json and json != "-":
         _write(Path(json), json_form.render(report))
     if pdf:
-        _print_to(pdf, report)
+        _print_to(pdf, report, language)
     if (
         not output and not json and not pdf and native.recognises(run[0])
     ):  # a folder of another tool's files stays as it is
-        _write_into(run[0], report)
+        _write_into(run[0], report, language)
 
 
 def _write(path: Path, text: str) -> None:
@@ -71,11 +72,11 @@ def _write(path: Path, text: str) -> None:
     print(f"{path}", file=sys.stderr)
 
 
-def _print_to(path: Path, report: Report) -> None:
+def _print_to(path: Path, report: Report, language: str) -> None:
     from rankscope.analysis.report.pdf import NoBrowser, write_pdf
 
     try:
-        write_pdf(report, path)
+        write_pdf(report, path, language=language)
     except NoBrowser as why:
         raise RankscopeError(str(why)) from None
     except OSError as error:
@@ -83,13 +84,13 @@ def _print_to(path: Path, report: Report) -> None:
     print(f"{path}", file=sys.stderr)
 
 
-def _write_into(folder: Path, report: Report) -> None:
+def _write_into(folder: Path, report: Report, language: str) -> None:
     """The run folder holds the report in both forms, if it can be written to."""
     from rankscope.analysis.report import html, json_form
 
     try:
         (folder / "report.json").write_text(json_form.render(report), encoding="utf-8")
-        (folder / "report.html").write_text(html.render(report), encoding="utf-8")
+        (folder / "report.html").write_text(html.render(report, language=language), encoding="utf-8")
     except OSError as error:
         print(f"rankscope: no report.html in {folder}: {error.strerror}; -o writes it elsewhere", file=sys.stderr)
     else:
