@@ -2,7 +2,8 @@
 
 A row of a lane holds events that do not overlap. Its strips hold the events of one kind each, with the time that they
 cover so far, so that what a kind covers of a pixel is two binary searches and a difference, however many events lie
-there. Times are ns since the start of the picture.
+there. Long strips also have that time at regular instants, for views in which many events share a pixel: these read
+next to nothing of the events, which may lie on disk. Times are ns since the start of the picture.
 """
 
 from __future__ import annotations
@@ -14,7 +15,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Event", "Row", "Strip", "event_at", "heights", "occupancy", "pack_rows", "strip", "tally", "view"]
+__all__ = [
+    "Event",
+    "Row",
+    "Samples",
+    "Strip",
+    "event_at",
+    "heights",
+    "level_sizes",
+    "occupancy",
+    "pack_rows",
+    "sample",
+    "sampled",
+    "strip",
+    "tally",
+    "view",
+]
 
 Ints = NDArray[np.int64]
 Indices = NDArray[np.uint32]
@@ -25,11 +41,28 @@ _RECTS = 3_000  # rectangles in one view: 13 bytes each
 _WIDTHS = (2, 6, 24)  # px from which an event becomes a rectangle: the least at which the view keeps to _RECTS
 _RASTER_BYTES = 330_000  # before packing, which makes a fifth of them
 _TICKS = 2**32 - 1
+_SAMPLED_FROM = 4_096  # events of a row
+_PER_BIN = 16  # events between two samples, on average
+_COARSER = 4  # times: each level of samples, over the one before
+_FEWEST_BINS = 1_000  # of a level
+_BINS_OF_PIXEL = 4  # at least: so no edge of a pixel moves by more than an eighth of it
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a strip covers up to every multiple of `bin_ns`; each level has every fourth sample of the one before.
+
+    `begun` is the number of events that have started before these instants; without levels where each takes time.
+    """
+
+    bin_ns: int
+    done: tuple[Ints, ...]
+    begun: tuple[Ints, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """The events of one kind in one row of a lane, in order of time."""
+    """The events of one kind in one row of a lane, in order of time. All strips of a row have samples, or none."""
 
     kind: int
     start: Ints
@@ -37,6 +70,7 @@ class Strip:
     source: Indices  # row of the table that the event comes from
     longest: int
     instants: bool  # some of the events take no time
+    samples: Samples | None = None
 
 
 Row = tuple[Strip, ...]
@@ -104,19 +138,81 @@ def occupancy(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]]:
     covered = np.empty((len(row), len(edges)), np.int64)
     instants = []
     for i, events in enumerate(row):
-        # "left": an event that starts on an edge belongs to the pixel that follows.
-        after = events.start.searchsorted(edges, "left")
-        last = after - 1
-        inside = edges - events.start.take(last, mode="clip")
-        inside += events.done.take(last, mode="clip")
-        np.minimum(inside, events.done.take(after), out=covered[i])
-        covered[i, : int(np.searchsorted(after, 1))] = 0  # before the first event
+        covered[i], begun = _covered(events, edges)
         if events.instants:
-            instants.append((i, np.diff(after) > 0))
+            instants.append((i, np.diff(begun) > 0))
     ns = np.diff(covered, axis=1)
     present = ns > 0
-    for i, begun in instants:
-        present[i] |= begun
+    for i, there in instants:
+        present[i] |= there
+    return ns, present
+
+
+def _covered(events: Strip, edges: Ints) -> tuple[Ints, Ints]:
+    """What the strip covers before each edge, and how many of its events start before it."""
+    # "left": an event that starts on an edge belongs to the pixel that follows.
+    after = events.start.searchsorted(edges, "left")
+    last = after - 1
+    inside = edges - events.start.take(last, mode="clip")
+    inside += events.done.take(last, mode="clip")
+    np.minimum(inside, events.done.take(after), out=inside)
+    inside[: int(np.searchsorted(after, 1))] = 0  # before the first event
+    return inside, after
+
+
+def level_sizes(bins: int) -> list[int]:
+    """How many samples each level has over so many bins."""
+    sizes = [bins + 1]
+    while bins % _COARSER == 0 and bins // _COARSER >= _FEWEST_BINS:
+        bins //= _COARSER
+        sizes.append(bins + 1)
+    return sizes
+
+
+def sample(row: Row, end: int) -> tuple[int, int, list[Samples]]:
+    """The samples of each strip up to `end`, their distance and the number of bins between; none of a short row."""
+    events = sum(len(one.start) for one in row)
+    if events < _SAMPLED_FROM:
+        return 0, 0, []
+    bins = events // _PER_BIN
+    coarsest = _COARSER ** max(0, int(np.log2(bins / _FEWEST_BINS) / np.log2(_COARSER)))
+    bins = -(-bins // coarsest) * coarsest
+    bin_ns = -(-end // bins)
+    edges = np.arange(bins + 1, dtype=np.int64) * bin_ns
+    levels = range(len(level_sizes(bins)))
+    made = []
+    for one in row:
+        done, begun = _covered(one, edges)
+        thin = [done[:: _COARSER**level] for level in levels]
+        made.append(Samples(bin_ns, tuple(thin), tuple(begun[:: _COARSER**level] for level in levels if one.instants)))
+    return bin_ns, bins, made
+
+
+def sampled(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]] | None:
+    """As `occupancy`, each edge moved to the nearest sample; None where a pixel has too few of them.
+
+    What is covered is given as the share of the moved pixel times the width of the pixel.
+    """
+    if not row or row[0].samples is None:
+        return None
+    known = row[0].samples
+    pixel_ns = (int(edges[-1]) - int(edges[0])) // (len(edges) - 1)
+    levels = [n for n in range(len(known.done)) if known.bin_ns * _COARSER**n * _BINS_OF_PIXEL <= pixel_ns]
+    if not levels:
+        return None
+    level, apart = levels[-1], known.bin_ns * _COARSER ** levels[-1]
+    nearest = (edges + apart // 2) // apart
+    at = np.clip(nearest, 0, len(known.done[level]) - 1)
+    wider = np.diff(edges) / (np.diff(nearest) * apart)
+    ns = np.empty((len(row), len(edges) - 1), np.int64)
+    present = np.empty(ns.shape, np.bool_)
+    for i, events in enumerate(row):
+        assert events.samples is not None
+        covered = np.diff(events.samples.done[level].take(at))
+        np.greater(covered, 0, out=present[i])
+        ns[i] = covered * wider
+        if events.instants:
+            present[i] |= np.diff(events.samples.begun[level].take(at)) > 0
     return ns, present
 
 
@@ -287,7 +383,7 @@ def _raster(rows: Sequence[Row], edges: Ints, levels: int) -> tuple[list[int], B
     covered: dict[int, Ints] = {}
     present: dict[int, NDArray[np.bool_]] = {}
     for row in rows:
-        for events, ns, there in zip(row, *occupancy(row, edges), strict=True):
+        for events, ns, there in zip(row, *(sampled(row, edges) or occupancy(row, edges)), strict=True):
             if events.kind in covered:
                 covered[events.kind] += ns
                 present[events.kind] |= there

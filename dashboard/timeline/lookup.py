@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import BLOCKED
 from rankscope.dashboard.timeline.lod import Ints, event_at, tally
-from rankscope.dashboard.timeline.scene import KINDS, Scene
+from rankscope.dashboard.timeline.scene import KINDS, Scene, Table
 
 __all__ = ["Matches", "describe", "find", "matches", "spent"]
 
@@ -50,29 +50,34 @@ def describe(scene: Scene, lane: int, t: int, slack: int) -> dict[str, Any] | No
 
 def _described(scene: Scene, name: str, source: int) -> dict[str, Any]:
     table = scene.tables[name]
-    row = table.frame.row(source, named=True)
-    start, end = int(table.start[source]), int(table.end[source])
-    what = "communication" if name == "collectives" else KINDS[table.kind[source]].label
+    rank, start, end = table.rank(source), int(table.start[source]), int(table.end[source])
+    kind = KINDS[table.kind[source]]
+    what = "communication" if name == "collectives" else kind.label
     facts = [["what", what], ["duration", _exact(end - start)], ["start", f"{start / 1e9:.6f} s"]]
-    if row.get("end_ns") is None:
+    if table.fact("open", source):
         facts[1] = ["duration", "its end was not seen"]
-    facts += [[word, str(row[column])] for column, word in _WORDS.items() if _says_something(row, column)]
-    if row.get("size_bytes") is not None:
-        facts.append(["size", _size(row["size_bytes"])])
-    if row.get("wait_ns") is not None:
-        facts += [["waited for peers", _exact(row["wait_ns"])], ["transfer", _exact(row["transfer_ns"])]]
-    if row.get("arrival_spread_ns") is not None:
-        facts.append(["first to last arrival", _exact(row["arrival_spread_ns"])])
+    facts += [
+        [word, str(table.fact(fact, source))] for fact, word in _WORDS.items() if _says_something(table, fact, source)
+    ]
+    size, wait, transfer, spread = (
+        table.fact(fact, source) for fact in ("size_bytes", "wait_ns", "transfer_ns", "arrival_spread_ns")
+    )
+    if isinstance(size, int):
+        facts.append(["size", _size(size)])
+    if isinstance(wait, int) and isinstance(transfer, int):
+        facts += [["waited for peers", _exact(wait)], ["transfer", _exact(transfer)]]
+    if isinstance(spread, int):
+        facts.append(["first to last arrival", _exact(spread)])
     operation = source if name == "collectives" else None
-    if name == "phases" and row["part"] in BLOCKED:
-        operation = _operation_of(scene, row["rank"], start, end)
+    if name == "phases" and kind.key in BLOCKED:
+        operation = _operation_of(scene, rank, start, end)
     peers = [] if operation is None else _peers(scene, operation)
     last = [peer["rank"] for peer in peers if peer["last"]]
     if last:
         facts.append(["last to arrive", ", ".join(f"rank {rank}" for rank in last)])
     return {
         "name": table.names[table.name[source]],
-        "rank": row["rank"],
+        "rank": rank,
         "facts": facts,
         "start": start,
         "end": end,
@@ -83,52 +88,49 @@ def _described(scene: Scene, name: str, source: int) -> dict[str, Any]:
     }
 
 
-def _says_something(row: Mapping[str, Any], column: str) -> bool:
-    value = row.get(column)
+def _says_something(table: Table, fact: str, source: int) -> bool:
+    value = table.fact(fact, source)
     if value is None or value in ("", "unknown"):
         return False
-    if column in ("peer", "tag"):
-        return int(row.get("peer", -1)) >= 0
-    return column != "thread" or value != 0
+    if fact in ("peer", "tag"):
+        peer = table.fact("peer", source)
+        return isinstance(peer, int) and peer >= 0
+    return fact != "thread" or value != 0
 
 
 def _operation_of(scene: Scene, rank: int, start: int, end: int) -> int | None:
     """The matched operation of this rank that shares most time with [start, end), as a row of the collectives."""
     table = scene.tables.get("collectives")
-    if table is None:
+    if table is None or "instance_id" not in table.facts:
         return None
-    of_rank = (table.frame["rank"] == rank).to_numpy()  # in order of rank: one stretch
-    first, last = np.searchsorted(np.cumsum(of_rank), (1, of_rank.sum()), "left")
-    mine = slice(int(first), int(last) + 1)
-    if not of_rank.any():
-        return None
+    mine = table.rows_of(rank)
     shared = np.minimum(table.end[mine], end) - np.maximum(table.start[mine], start)
-    shared[table.frame["instance_id"][mine].is_null().to_numpy()] = 0
-    best = int(shared.argmax())
-    return mine.start + best if shared[best] > 0 else None
+    shared[~table.known("instance_id", mine)] = 0
+    best = int(shared.argmax()) if len(shared) else 0
+    return mine.start + best if len(shared) and shared[best] > 0 else None
 
 
 def _peers(scene: Scene, operation: int) -> list[dict[str, Any]]:
     """One operation as all its ranks saw it, by arrival."""
     table = scene.tables["collectives"]
-    instance = table.frame["instance_id"][operation]
+    instance = table.fact("instance_id", operation)
     if instance is None:
         return []
-    sources = (table.frame["instance_id"] == instance).fill_null(False).arg_true().to_numpy()
-    rows = table.frame[sources].select("rank", "node", "wait_ns", "is_last")
-    peers = [
-        {
-            "rank": rank,
-            "node": node,
-            "lane": int(table.lane[source]),
-            "start": int(table.start[source]),
-            "end": int(table.end[source]),
-            "wait": wait,
-            "waited": "not known" if wait is None else duration(wait),
-            "last": bool(last),
-        }
-        for source, (rank, node, wait, last) in zip(sources, rows.iter_rows(), strict=True)
-    ]
+    peers = []
+    for source in np.flatnonzero(table.facts["instance_id"] == instance).tolist():
+        rank, wait = table.rank(source), table.fact("wait_ns", source)
+        peers.append(
+            {
+                "rank": rank,
+                "node": scene.nodes.get(rank, 0),
+                "lane": int(table.lane[source]),
+                "start": int(table.start[source]),
+                "end": int(table.end[source]),
+                "wait": wait,
+                "waited": duration(wait) if isinstance(wait, int) else "not known",
+                "last": bool(table.fact("is_last", source)),
+            }
+        )
     return sorted(peers, key=lambda peer: (peer["start"], peer["rank"]))
 
 

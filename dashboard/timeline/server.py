@@ -89,7 +89,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
         "origin": str(scene.origin_ns),
         "end": scene.end,
         "kinds": [[kind.label, kind.colour] for kind in KINDS],
-        "present": sorted({events.kind for lane in scene.lanes for events in lane.row}),
+        "present": scene.lanes.kinds(),
         "groupings": [[g.title, [[title, list(ranks)] for title, ranks in g.groups.items()]] for g in scene.groupings],
         "tracks": [
             [rank, [[track.title, list(track.lanes), track.hidden] for track in tracks]]
