@@ -1,9 +1,10 @@
 """How fast the timeline is: from a turn of the wheel to the painted frame, in a real browser, and what a view weighs.
 
-    python benchmarks/ui.py --events 1e6 1e7
+    python benchmarks/ui.py --events 1e6 1e7 1e8
 
-The run is made up: 64 ranks of one lane each, with phases of random lengths in steps. It is served by a process of its
-own, and looked at by Chromium on the same machine, at 1600 × 1120.
+The run is made up: 64 ranks of one lane each, with phases of random lengths in steps. One process makes and stores its
+lanes; another one opens and serves them; Chromium on the same machine looks at them, at 1600 × 1120. The largest needs
+12 GB of memory to be made, and 7 GB in TMPDIR.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import polars as pl
-import psutil
 from dash import Dash, html
 from playwright.sync_api import Page, sync_playwright
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -28,8 +30,9 @@ from rankscope.analysis.report.palette import LIGHT, css_variables
 from rankscope.analysis.timeline.breakdown import PARTS
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.dashboard import timeline
-from rankscope.dashboard.timeline.scene import Scene, build_scene
-from rankscope.dashboard.timeline.server import view
+from rankscope.dashboard.timeline.scene import Scene
+from rankscope.dashboard.timeline.server import packed, view
+from rankscope.dashboard.timeline.stored import FOLDER, build_or_store, fingerprint, load
 
 LANES = 64
 NAMES = 500
@@ -88,8 +91,10 @@ def made_up(events: int) -> Timeline:
 
 
 class OneRun:
-    def __init__(self, run: Timeline) -> None:
-        self._scene = build_scene(run)
+    def __init__(self, folder: Path) -> None:
+        scene = load(folder, fingerprint(folder))
+        assert scene is not None
+        self._scene = scene
 
     def scene(self, _: str) -> Scene:
         return self._scene
@@ -106,8 +111,8 @@ class Silent(WSGIRequestHandler):
         pass
 
 
-def serve(events: int, port: int) -> None:
-    run = OneRun(made_up(events))
+def serve(folder: Path, port: int) -> None:
+    run = OneRun(folder)
     app = Dash("timeline", update_title=None)
     app.index_string = (
         "<!doctype html><html><head>{%metas%}<link rel=icon href='data:,'>{%css%}<style>:root {"
@@ -119,14 +124,25 @@ def serve(events: int, port: int) -> None:
     make_server("127.0.0.1", port, app.server, threaded=True, request_handler=Silent).serve_forever()
 
 
-def on_the_server(events: int) -> None:
-    """CPU time of what the server does, without a browser."""
+def make(events: int, folder: Path) -> None:
+    """Stores the lanes as the first opening of a run does."""
     run = made_up(events)
+    before = memory("VmHWM")
     began = time.process_time()
-    scene = build_scene(run)
+    build_or_store(folder, fingerprint(folder), run)
+    took = time.process_time() - began
+    stored = sum(file.stat().st_size for file in (folder / FOLDER).iterdir())
     print(
-        f"  lanes are made in {time.process_time() - began:.2f} s of CPU, {psutil.Process().memory_info().rss >> 20} MB"
+        f"  lanes are made in {took:.1f} s of CPU, at most {memory('VmHWM')} MB held ({before} MB by the tables); "
+        f"{stored / 1e6:.0f} MB stored, {stored / events:.0f} bytes per event"
     )
+
+
+def on_the_server(folder: Path) -> None:
+    """CPU time of what the server does, without a browser."""
+    began = time.process_time()
+    scene = OneRun(folder).scene("")
+    print(f"  opened again in {1000 * (time.process_time() - began):.0f} ms of CPU")
     lanes = [[lane] for lane in range(LANES)]
     for share in (1, 0.1, 0.01, 0.001, 0.0001):
         span = int(scene.end * share)
@@ -135,14 +151,20 @@ def on_the_server(events: int) -> None:
         times = []
         for _ in range(5):
             began = time.process_time()
-            data = view(asked, scene)
+            data = packed(view(asked, scene))
             times.append(time.process_time() - began)
         ms = 1000 * statistics.median(times)
-        print(f"  1/{1 / share:<6.0f} of the run: {ms:5.1f} ms of CPU, {len(data) / 1e3:.0f} kB unpacked")
+        print(f"  1/{1 / share:<6.0f} of the run: {ms:5.1f} ms of CPU, {len(data) / 1e3:.0f} kB")
 
 
-def in_the_browser(events: int, port: int, zooms: int) -> None:
-    server = subprocess.Popen([sys.executable, __file__, "--serve", str(events), "--port", str(port)])
+def memory(what: str, pid: int | str = "self") -> int:
+    """MB, as Linux counts them."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(f"{what}:"))
+    return int(line.split()[1]) >> 10
+
+
+def in_the_browser(folder: Path, port: int, zooms: int) -> None:
+    server = subprocess.Popen([sys.executable, __file__, "--serve", str(folder), "--port", str(port)])
     try:
         wait_until_up(port)
         with sync_playwright() as playwright:
@@ -158,10 +180,9 @@ def in_the_browser(events: int, port: int, zooms: int) -> None:
             browser.close()
         times = sorted(entry["duration"] for entry in measured)
         sizes = sorted(entry["detail"]["bytes"] for entry in measured)
-        memory = psutil.Process(server.pid).memory_info().rss >> 20
-        print(
-            f"  first picture {first_ms:.0f} ms, lanes being made; {again_ms:.0f} ms once they are; server {memory} MB"
-        )
+        own, mapped = (memory(what, server.pid) for what in ("RssAnon", "RssFile"))
+        print(f"  first picture {first_ms:.0f} ms, page opened again {again_ms:.0f} ms")
+        print(f"  server: {own} MB of its own, {mapped} MB of files mapped")
         print(f"  zoom to paint, {len(times)} zooms: median {at(times, 0.5):.0f} ms, p95 {at(times, 0.95):.0f} ms")
         kb = [at(sizes, share) / 1e3 for share in (0.5, 0.95, 1)]
         print(f"  a view on the wire: median {kb[0]:.0f} kB, p95 {kb[1]:.0f} kB, most {kb[2]:.0f} kB")
@@ -206,19 +227,23 @@ def main() -> None:
     parser.add_argument("--events", type=float, nargs="+", default=[1e6, 1e7])
     parser.add_argument("--zooms", type=int, default=60)
     parser.add_argument("--port", type=int, default=8765)
-    parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
-        serve(int(chosen.serve), chosen.port)
+        serve(chosen.serve, chosen.port)
+        return
+    if chosen.make:
+        make(int(chosen.events[0]), chosen.make)
         return
     for events in chosen.events:
         print(f"{int(events):,} events in {LANES} lanes", flush=True)
-        subprocess.run(
-            [sys.executable, "-c", f"from ui import on_the_server; on_the_server({int(events)})"],
-            check=True,
-            cwd=sys.path[0],
-        )
-        in_the_browser(int(events), chosen.port, chosen.zooms)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "run").mkdir()
+            subprocess.run([sys.executable, __file__, "--make", name, "--events", str(events)], check=True)
+            on_the_server(folder)
+            in_the_browser(folder, chosen.port, chosen.zooms)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from flask import Response, redirect, request
 
 from rankscope.analysis.report import palette
 from rankscope.analysis.report.html import chart_styles
-from rankscope.dashboard.page import HOME, address, all_pages, empty, query_of
+from rankscope.dashboard.page import HOME, address, all_pages, empty, query_of, quiet
 from rankscope.dashboard.state import STAGES, Progress
 from rankscope.dashboard.state import State as Runs
 
@@ -158,7 +158,9 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
     if shown == now and progress.run and getattr(page, "KEEPS", False):
         return no_update, no_update, no_update, no_update
     if progress.run is None:
-        return _loading(progress), navigation, _run_names(runs, name, key), now
+        early = progress.scene is not None and hasattr(page, "early")
+        shown_now = page.early(key) if early else _loading(progress)
+        return shown_now, navigation, _run_names(runs, name, key), now
     return page.layout(progress.run, query), navigation, _run_names(runs, name, key), now
 
 
@@ -213,7 +215,7 @@ def _tick(runs: Runs, page: str, key: str, version: dict[str, str]) -> tuple[Any
 def _status(progress: Progress, page: str) -> Any:  # noqa: ANN401
     run = progress.run
     if run is None:
-        return None
+        return None if progress.scene is None else quiet(progress.error or f"{STAGES[progress.stage]} …")
     said = "" if page == HOME else run.report.verdict  # there it is the headline
     verdict = html.Div(said, className="verdict-line", title=said)
     if not run.running:

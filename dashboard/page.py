@@ -4,7 +4,8 @@ A page is a module of `pages/`; being in that folder is the registration. It has
 
 - `TITLE`, and `ORDER`, its place in the navigation,
 - `layout(run: Run, query: Query) -> Component`: the page of a run that is ready,
-- `register(app: Dash, state: State) -> None` if it has callbacks or routes of its own.
+- `register(app: Dash, state: State) -> None` if it has callbacks or routes of its own,
+- `early(key: str) -> Component` if it has something to show as soon as the run's lanes are there.
 
 Its address is `/` and the module's name. What a page shows is renewed when the run is, unless it says `KEEPS = True`;
 one that says `OF_TWO = True` is in the navigation where two runs are open.

@@ -24,6 +24,7 @@ from rankscope.analysis.trace import BadInput, Trace
 from rankscope.analysis.windows import with_windows
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.timeline.scene import Scene, build_scene
+from rankscope.dashboard.timeline.stored import build_or_store, fingerprint, load
 
 __all__ = ["STAGES", "Progress", "Run", "State"]
 
@@ -120,26 +121,31 @@ class State:
         seen = None
         rest_s = 0.0
         while not self._ended.wait(rest_s):
-            now = _fingerprint(path)
+            now = fingerprint(path)
             if now != seen:
                 seen, began = now, time.monotonic()
-                self._read(key)
+                self._read(key, now)
                 rest_s = max(_POLL_S, _REST * (time.monotonic() - began))
             loaded = self._progress[key].run
             may_begin = (path / "run").is_dir()  # a job that has just been started has no rank yet
             if not (may_begin if loaded is None else loaded.running):
                 return
 
-    def _read(self, key: str) -> None:
+    def _read(self, key: str, files: str) -> None:
+        """`files` is the fingerprint of what is there to be read."""
         path = self._paths[key]
         try:
             self._set(key, stage=0)
+            stored = load(path, files)
+            if stored is not None:
+                self._set(key, scene=stored)
             trace = Trace.open(path)
+            running = any(launch.get("state") == "running" for launch in trace.run.values())
             self._set(key, stage=1)
             timeline = build_timeline(trace)
             self._set(key, stage=2)
             with ThreadPoolExecutor(1) as beside:
-                scene = beside.submit(lambda: build_scene(with_windows(timeline, trace)))
+                scene = beside.submit(lambda: stored or _lanes(path, files, with_windows(timeline, trace), running))
                 report = report_on(trace, timeline, price=self._price)
                 run = Run(
                     key=key,
@@ -148,7 +154,7 @@ class State:
                     timeline=timeline,
                     report=report,
                     tables=_tables(trace, timeline),
-                    running=any(launch.get("state") == "running" for launch in trace.run.values()),
+                    running=running,
                     read_at=time.time(),
                 )
                 if self._progress[key].run is None:
@@ -167,10 +173,15 @@ class State:
         with self._changed:
             before = self._progress[key]
             # A run on screen stays there until the next one is ready: its stages are no news, nor are its lanes.
-            is_news = "scene" not in changes and (before.run is None or "stage" not in changes)
+            is_news = before.run is None or not changes.keys() & {"stage", "scene"}
             version = before.version + 1 if is_news else before.version
             self._progress[key] = replace(before, version=version, **changes)  # type: ignore[arg-type]
             self._changed.notify_all()
+
+
+def _lanes(path: Path, files: str, timeline: Timeline, running: bool) -> Scene:
+    """Those of a run that goes on would be of other tables when they are next looked for."""
+    return build_scene(timeline) if running else build_or_store(path, files, timeline)
 
 
 def _tables(trace: Trace, timeline: Timeline) -> dict[str, pl.DataFrame]:
@@ -183,15 +194,3 @@ def _tables(trace: Trace, timeline: Timeline) -> dict[str, pl.DataFrame]:
     found["flight_records"] = nccl_durations(timeline.collectives, timeline.groups, found["flight_records"])
     found["places"] = rank_places(trace.run)
     return {name: frame for name, frame in sorted(found.items()) if len(frame)}
-
-
-def _fingerprint(path: Path) -> tuple[int, int]:
-    """Changes when a file below the path does: number of bytes, and the latest change."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    stats = []
-    for file in files:
-        try:
-            stats.append(file.stat())
-        except OSError:  # gone since
-            continue
-    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)

@@ -9,7 +9,7 @@ from rankscope.dashboard.page import Query
 from rankscope.dashboard.state import Run
 from rankscope.dashboard.timeline import register
 
-__all__ = ["ORDER", "TITLE", "layout", "register"]
+__all__ = ["ORDER", "TITLE", "early", "layout", "register"]
 
 TITLE = "Timeline"
 ORDER = 2
@@ -17,3 +17,8 @@ ORDER = 2
 
 def layout(run: Run, _: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
     return timeline.layout(run.key, str(run.read_at))
+
+
+def early(key: str) -> Any:  # noqa: ANN401
+    """The page of a run whose lanes are stored, while it is being judged."""
+    return timeline.layout(key, "0")

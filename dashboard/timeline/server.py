@@ -17,12 +17,13 @@ from rankscope.dashboard.timeline import lod, lookup
 from rankscope.dashboard.timeline.lod import Indices, Row
 from rankscope.dashboard.timeline.scene import KINDS, Scene
 
-__all__ = ["ROUTES", "register_routes", "view"]
+__all__ = ["ROUTES", "packed", "register_routes", "view"]
 
 ROUTES = "/timeline-data"
 _MOST_PIXELS, _MOST_LEVELS = 8192, 128
 _SEARCHES = 8
 _PATH_PIECES = 3_000
+_PACKED_FROM = 1_000  # bytes
 
 
 class _Searches:
@@ -181,20 +182,26 @@ def _ints(asked: dict[str, Any], *names: str) -> tuple[int, ...]:
 
 
 def _json(said: object, status: int = 200) -> Response:
-    return _packed(
-        json.dumps(said, separators=(",", ":")).encode(), "application/json", zlib.Z_DEFAULT_STRATEGY, status
+    data = json.dumps(said, separators=(",", ":")).encode()
+    is_long = len(data) > _PACKED_FROM
+    return _answer(
+        _gzip(data, zlib.Z_DEFAULT_STRATEGY) if is_long else data, "application/json", status, gzipped=is_long
     )
 
 
-def _binary(data: bytes) -> Response:
+def packed(picture: bytes) -> bytes:
+    """A view as it goes over the wire."""
     # Runs only: on pictures that is smaller than a search for repeats, and faster.
-    return _packed(data, "application/octet-stream", zlib.Z_RLE, 200)
+    return _gzip(picture, zlib.Z_RLE)
 
 
-def _packed(data: bytes, kind: str, strategy: int, status: int) -> Response:
-    packed = _gzip(data, strategy) if len(data) > 1000 else data
-    response = Response(packed, status, mimetype=kind)
-    if packed is not data:
+def _binary(data: bytes) -> Response:
+    return _answer(packed(data), "application/octet-stream", 200, gzipped=True)
+
+
+def _answer(data: bytes, kind: str, status: int, *, gzipped: bool) -> Response:
+    response = Response(data, status, mimetype=kind)
+    if gzipped:
         response.headers["Content-Encoding"] = "gzip"
     response.headers["Cache-Control"] = "no-store"
     return response

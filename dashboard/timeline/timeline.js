@@ -129,6 +129,7 @@
       this.take(scene);
       this.by = Math.min(this.by, scene.groupings.length - 1);
       this.data = null;
+      this.path = null;
       this.layOut();
       if (atHome) this.show(...this.home);
       else if (whole) this.show(0, this.end);
