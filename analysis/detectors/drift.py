@@ -1,12 +1,12 @@
 """Steps become longer throughout the run, little by little.
 
 **Signal.** The line through the lengths of the judged steps (half of all pairs of steps are steeper than it) rises: its
-mean is at least `min_fraction` of the step above what it is at the first recorded step, and the rise is `min_z` standard deviations clear of
-chance, where values that resemble the ones before count as fewer. The line must come closer to the steps than two
-levels do: a change at one step is `uniform_slowdown`. `where` is the part that grows most, `ranks` are those on which
-it grows by at least half of what the step does; where it does so on all, none is named. Where the steps' own scatter
-hides it, the same is asked of the rank that falls behind its peers most: lengths that vary on all ranks alike do not
-matter there.
+mean is at least `min_fraction` of the step above what it is at the first recorded step, and the rise is `min_z`
+standard deviations clear of chance, where values that resemble the ones before count as fewer. The line must come
+closer to the steps than two levels do: a change at one step is `uniform_slowdown`. `where` is the part that grows most,
+`ranks` are those on which it grows by at least half of what the step does; where it does so on all, none is named.
+Where the steps' own scatter hides it, the same is asked of the rank that falls behind its peers most: lengths that vary
+on all ranks alike do not matter there.
 
 **Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a
 look at the first minutes finds a healthy job. The cost is what the steps take longer than the first one did, by the

@@ -4,9 +4,10 @@
 takes tokens to the experts, the next brings them back. What a rank computes between one that is uneven (the most over
 the mean above `min_uneven`) and the next one must grow with what it received: the correlation over ranks and steps,
 without each step's mean, is at least `min_correlation`. The cost is by how much the longest of these stretches would be
-shorter had all ranks of the group received the same, at the time per byte that the run itself shows; reported above
-`min_fraction` of the step. It is persistent where the same ranks get more all the time (at least `persistence` of the
-imbalance stays when each rank's bytes are averaged over the steps): these are named. Else all ranks of the group are.
+shorter had all ranks of the group received the same, at the time per byte that the run itself shows: added up over the
+step, in the group for which that takes longest before and after. Reported above `min_fraction` of the step. It is
+persistent where the same ranks get more all the time (at least `persistence` of the imbalance stays when each rank's
+bytes are averaged over the steps): these are named. Else all ranks of the group are.
 
 **Why it costs time.** The tokens can only go back when every expert has done with its own, so a layer takes as long as
 its most popular expert. No machine is at fault, though the rank looks slow.
@@ -33,7 +34,7 @@ from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_gri
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Floats, estimate
+from rankscope.analysis.timeline.own import Estimate, Floats, estimate
 from rankscope.collectors.schema import ALL_TO_ALL_OPS
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -45,13 +46,22 @@ _AMONG_MOST = 0.5  # of the largest excess, above which a rank is one of those t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The uneven all-to-alls of one group. `lost` is by step of the job, ns; `bytes` (rank, step): received in them."""
+    """The all-to-alls of one group. `bytes` (rank, step): received in the uneven ones.
+
+    By step of the job, ns: what is computed between them by the longest rank of each stretch, `measured` and `even`, as
+    it would be had all ranks received the same; the latter is the same where none is uneven.
+    """
 
     name: str
     ranks: tuple[int, ...]
     bytes: Floats
-    lost: Floats
+    measured: Floats
+    even: Floats
     correlation: float
+
+    @property
+    def lost_ns(self) -> float:
+        return float((self.measured - self.even).mean())
 
     @property
     def most_over_mean(self) -> float:
@@ -81,15 +91,15 @@ def detect(
 ) -> list[Finding]:
     """Experts that make the job wait, as one finding; groups in which that is so are named."""
     grid = judged_grid(breakdown)
-    groups = [g for g in _groups(collectives, grid.steps, min_uneven) if g.correlation >= min_correlation]
+    every = _groups(collectives, grid.steps, min_uneven)
+    groups = [group for group in every if group.correlation >= min_correlation]
     if not groups:
         return []
-    # Groups wait for each other at the end of a step at the latest: it lasts as long as the one that loses most.
-    lost = estimate(np.max([group.lost for group in groups], axis=0))
+    lost = _lost(every)
     if lost.ns < min_fraction * grid.step_ns or not lost.clear:
         return []
-    worst = max(groups, key=lambda group: float(group.lost.mean()))
-    guilty = [group for group in groups if group.lost.mean() >= _AMONG_MOST * worst.lost.mean()]
+    worst = max(groups, key=lambda group: group.lost_ns)
+    guilty = [group for group in groups if group.lost_ns >= _AMONG_MOST * worst.lost_ns]
     stays = worst.persistent_share >= persistence
     ranks = sorted({rank for group in guilty for rank in (group.popular() if stays else group.ranks)})
     uneven = f"{worst.most_over_mean:.1f} × the mean"
@@ -120,28 +130,27 @@ def resolution_ns(
 ) -> int:
     """The smallest cost that would have been reported."""
     grid = judged_grid(breakdown)
-    groups = _groups(collectives, grid.steps, min_uneven)
-    scatter = max((estimate(group.lost).half_width_ns for group in groups), default=0.0)
-    return round(max(min_fraction * grid.step_ns, scatter))
+    return round(max(min_fraction * grid.step_ns, _lost(_groups(collectives, grid.steps, min_uneven)).half_width_ns))
 
 
 _STAYS = "Place popular and unpopular experts on the same rank, or replicate the popular ones; see the router's bias."
 _CHANGES = "Balance the router (auxiliary loss or bias), use larger micro-batches, or a capacity factor."
 
 
+def _lost(groups: list[_Group]) -> Estimate:
+    """Groups wait for each other at the end of a step at the latest: it lasts as long as the one that takes longest."""
+    return estimate(np.max([group.measured for group in groups], axis=0) - np.max([g.even for g in groups], axis=0))
+
+
 def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> list[_Group]:
-    """What the uneven all-to-alls of each group cost. Raises NotResolvable where none can be judged."""
+    """What the all-to-alls of each group make it wait for. Raises NotResolvable where none can be judged."""
     if "received_bytes" not in collectives.columns or collectives["received_bytes"].null_count() == len(collectives):
         raise NotResolvable("no all-to-all was recorded, or not how many bytes each rank received")
     rows = _stretches(collectives).filter(pl.col("step").is_in(steps))
     if rows.is_empty():
         raise NotResolvable("the end of all-to-alls was not seen, so what is computed between them is not known")
-    found = []
-    for (name,), of_group in rows.group_by("group", maintain_order=True):
-        group = _judged(str(name), of_group, steps, min_uneven)
-        if group is not None:
-            found.append(group)
-    return found
+    by_group = rows.group_by("group", maintain_order=True)
+    return [_judged(str(name), of_group, steps, min_uneven) for (name,), of_group in by_group]
 
 
 def _stretches(collectives: pl.DataFrame) -> pl.DataFrame:
@@ -163,31 +172,33 @@ def _stretches(collectives: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _judged(name: str, rows: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> _Group | None:
-    """The group's uneven places; None where none is uneven in enough steps that all its ranks have."""
+def _judged(name: str, rows: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> _Group:
+    """The group's stretches; a place is uneven if it is in enough steps that all its ranks have."""
     ranks = tuple(rows["rank"].unique().sort().to_list())
-    total, lost = np.zeros((len(ranks), len(steps))), np.zeros(len(steps))
+    total, measured, even = np.zeros((len(ranks), len(steps))), np.zeros(len(steps)), np.zeros(len(steps))
     expected, found = [np.zeros(0)], [np.zeros(0)]  # own time of a rank beyond the mean of the step's
     for _, of_place in rows.group_by("place", maintain_order=True):
         received, own = (_array(of_place, value, ranks, steps) for value in ("received_bytes", "own_ns"))
         whole = np.isfinite(received).all(axis=0)
+        longest = np.nan_to_num(own).max(axis=0)
+        measured += longest
+        even += longest
         received, own = received[:, whole], own[:, whole]
         most_over_mean = received.max(axis=0) / np.maximum(received.mean(axis=0), 1.0)
         if whole.sum() < ENOUGH_STEPS or most_over_mean.mean() - 1 < min_uneven:
             continue
         x, y = received - received.mean(axis=0), own - own.mean(axis=0)
         per_byte = max(float((x * y).sum() / (x * x).sum()), 0.0)
-        lost[whole] += own.max(axis=0) - (own - per_byte * x).max(axis=0)
+        even[whole] += (own - per_byte * x).max(axis=0) - longest[whole]
         total[:, whole] += received
         expected.append((per_byte * x).ravel())
         found.append(y.ravel())
-    if len(found) == 1:
-        return None
     return _Group(
         name=name,
         ranks=ranks,
         bytes=total[:, total.any(axis=0)],
-        lost=lost,
+        measured=measured,
+        even=even,
         correlation=_correlation(np.concatenate(expected), np.concatenate(found)),
     )
 
