@@ -25,7 +25,7 @@ def each(value, step):
     return value[step % len(value)] if isinstance(value, list) else value
 
 
-def record(folder, before, after=0, *, transfer=10, gc=None, forgets=None, ranks_per_node=8):
+def record(folder, before, after=0, *, transfer=10, gc=None, late=None, forgets=None, ranks_per_node=8):
     """A run folder of a DDP job; all times in ms, a number or a list that is gone through again and again.
 
     Each step of rank r is a forward of `before[r]`, one all-reduce that is issued, `after[r]` more backward while it is
@@ -49,7 +49,7 @@ def record(folder, before, after=0, *, transfer=10, gc=None, forgets=None, ranks
                 add(("wait", busy, over))
             add(("optimizer", over, over + 10))
             if not (rank == 0 and step == forgets):
-                add((step, call, done))
+                add((step, call, done + (late or {}).get(rank, 0)))
             now[rank] = over + 10
     (folder / "run").mkdir(parents=True)
     for node in {rank // ranks_per_node for rank in before}:
@@ -185,6 +185,31 @@ def test_collection_on_the_slowest_rank_is_gained_and_on_another_is_not(tmp_path
     """30 of rank 1's 70 ms are garbage collection, and 20 of rank 0's 40, which nobody waits for."""
     run = run_of(record(tmp_path, {0: 40, 1: 70}, gc={0: 20, 1: 30}))
     assert step_ms(run.gain("gc")) == 60
+
+
+def test_end_that_was_written_down_when_the_collection_was_over_holds_up_no_other_operation(tmp_path):
+    """Rank 1 collects for 90 ms after each step, and only then says that the step's operation is over."""
+    run = run_of(record(tmp_path, {0: 40, 1: 130}, gc={1: 90}, late={1: 101}))
+    assert step_ms(run.gain("gc")) == 60
+
+
+def test_operations_that_ran_at_once_both_wait_for_the_last_rank(tmp_path):
+    """Rank 1 calls 30 ms after rank 0. The second operation is over on rank 0 before the first one is on rank 1."""
+    ranks = ([], [])
+    for step in range(STEPS):
+        begin = 100 * step
+        for rank, (rows, ends) in enumerate(zip(ranks, ((87, 84), (86, 87)), strict=True)):
+            call = begin + 40 + 30 * rank
+            rows += [("forward", begin, call), ("backward", call, begin + 87), ("optimizer", begin + 87, begin + 100)]
+            rows += [(2 * step + i, call + i, begin + end) for i, end in enumerate(ends)]
+            rows.append(("wait", call + 2, begin + 87))
+    (tmp_path / "run").mkdir(parents=True)
+    said = {"schema_version": SCHEMA_VERSION, "node": 0, "state": "closed", "launch": {}}
+    (tmp_path / "run/node=00000.json").write_text(json.dumps(said))
+    for rank, rows in enumerate(ranks):
+        write(tmp_path, rank, rows, world_size=2, node=0)
+    run = run_of(tmp_path)
+    assert (run.step_ns, step_ms(run.gain("rank:1"))) == (100 * MS, 70)
 
 
 def test_fix_that_a_run_does_not_allow_is_answered_with_those_it_does(tmp_path):

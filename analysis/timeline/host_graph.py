@@ -19,6 +19,7 @@ from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.breakdown import PARTS
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.graph import Floats, Graph, Ints, NotReplayable, assemble, replay
+from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.own import BLOCKED
 from rankscope.collectors.schema import P2P_OPS
 
@@ -196,14 +197,18 @@ def _assembled(
 
     # Operations.
     before = chains.node_before(arrival)
-    queue = _queue(seen)
-    began, freed = _begins(arrival, end, queue)
-    queued = freed >= 0
+    began, freed = _begins(arrival, end, _queue(seen))
     matched = dense >= 0
+    mutual = matched & seen["op"].is_in(MUTUAL_OPS).to_numpy()
+    together = mutual & (freed >= 0) & mutual[freed]  # queue as operations, not rank by rank
+    began, freed = np.where(together, arrival, began), np.where(together, _NONE, freed)
+    queued = freed >= 0
     # On one rank's clock, to compare ranks: without the place.
     local_began, local_end = began - row_place * keys.span, end - row_place * keys.span
     last_began = np.full(n_ops, -1)
     np.maximum.at(last_began, dense[matched], local_began[matched])
+    op, earlier_op, freed_at = _queued_operations(dense, local_end, mutual, seen["group_id"].to_numpy(), last_began)
+    last_began[op] = np.maximum(last_began[op], freed_at)
     # Whoever ended before the last one arrived did not wait for it: the root of a broadcast, a send that is buffered.
     joins = np.zeros(n_rows, dtype=bool)
     joins[matched] = local_end[matched] >= last_began[dense[matched]] - error_ns
@@ -213,6 +218,7 @@ def _assembled(
     durations[transfers] = transfer_ns
     ends = ends_at + np.arange(n_rows)
     tie(transfers[dense[matched]], before[matched])
+    tie(transfers[op], transfers[earlier_op])
     tie(transfers[dense[matched & queued]], ends_at + freed[matched & queued])
     tie(ends[joins], transfers[dense[joins]])
     done = np.zeros(n_rows, dtype=np.int64)
@@ -323,6 +329,24 @@ def _begins(arrival: Ints, end: Ints, queue: Ints) -> tuple[Ints, Ints]:
     same = (queue[earlier] == queue[later]) & (queue[later] >= 0) & (end[earlier] < end[later])
     freed[later[same]] = earlier[same]
     return np.where(freed >= 0, np.maximum(arrival, end[freed]), arrival), freed
+
+
+def _queued_operations(
+    instance: Ints, end: Ints, mutual: Bools, group: Ints, last_began: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Operations in which all give to all, the one of the group whose transfer was over before it, and when it was.
+
+    A transfer is over when the first rank says so: what the others took to say it holds no transfer up. Of two that
+    ran at once the one that ended first counts as the earlier one.
+    """
+    rows = np.flatnonzero(mutual)
+    rows = rows[np.lexsort((end[rows], instance[rows]))]
+    first = rows[np.diff(instance[rows], prepend=_NONE) != 0]
+    over = np.maximum(end[first], last_began[instance[first]])
+    order = np.lexsort((over, group[first]))
+    op, over, group = instance[first][order], over[order], group[first][order]
+    same = group[1:] == group[:-1]
+    return op[1:][same], op[:-1][same], over[:-1][same]
 
 
 def _latest_begun(instance: Ints, began: Ints, end: Ints, of: Bools, span: int) -> Ints:

@@ -36,6 +36,7 @@ ODDS = {"loud": 0.5, "quiet": 0.14, "masked": 0.065}  # what a fault is to add t
 STEP_MS = {"ddp": 185, "fsdp2": 260, "tp": 240, "pp-1f1b": 310, "pp-gpipe": 325, "tp+pp": 290}  # without a fault
 EVERY = {"sporadic_rank": 4, "gc_stall": 5, "recompile": 4}  # it acts in one step of so many
 SETTLED = 2  # steps left out of means, as rankscope leaves them out
+LAST = -1  # what a script does after its last optimizer is in no step of rankscope's, and in this one of its own
 LIMIT_S = 150
 
 
@@ -113,7 +114,7 @@ def record(folder: Path, seeds: list[int]) -> None:
                 steps_ns["repaired"] = _run(place, "repaired", repaired, job.nodes, None, all_mbit)
             truth = {"job": asdict(job), "dose": dose, "seed": seed, "steps_ns": steps_ns, "load": os.getloadavg()[1]}
             (place / "truth.json").write_text(json.dumps(truth))
-            took = {name: round(float(np.mean(ns[SETTLED:])) / 1e6, 1) for name, ns in steps_ns.items() if ns}
+            took = {name: round(float(np.mean(ns[SETTLED:LAST])) / 1e6, 1) for name, ns in steps_ns.items() if ns}
             print(f"{place.name:44}{took}", flush=True)
 
 
@@ -163,7 +164,7 @@ def judged(folder: Path) -> Iterator[dict]:
     for path in sorted(folder.glob("*/truth.json")):
         truth = json.loads(path.read_text())
         job, steps_ns = truth["job"], truth["steps_ns"]
-        mean = {name: float(np.mean(ns[SETTLED:])) for name, ns in steps_ns.items() if ns}
+        mean = {name: float(np.mean(ns[SETTLED:LAST])) for name, ns in steps_ns.items() if ns}
         cost = mean["faulty"] - mean["repaired"] if len(mean) == 2 else 0.0
         ranks = job["ranks"] if job["blamed"] is None else job["blamed"]
         several = job["kind"] in ("slow_node", "slow_link")
