@@ -462,7 +462,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
         if (frame := getattr(timeline, name)) is not None
     }
     tables |= {"steps": steps, "ranks": timeline.ranks, "counters": timeline.counters}
-    tables |= {"groups": timeline.groups, "progress": timeline.progress}
+    tables |= {"groups": timeline.groups, "progress": timeline.progress, "ras": timeline.ras}
     tables |= {"kernels": timeline.kernels, "launches": timeline.launches, "memory": timeline.memory}
     tables["gpus"] = timeline.gpus
     tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")

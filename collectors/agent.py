@@ -32,8 +32,9 @@ from rankscope.collectors import ping
 from rankscope.collectors.drain import Records, Ring, Threads, columns_by_table
 from rankscope.collectors.flight import FlightRecorder
 from rankscope.collectors.node import Sample
+from rankscope.collectors.ras import Ras
 from rankscope.collectors.sampler import Sampler
-from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, TABLES
+from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, TABLES, RecordType
 from rankscope.collectors.windows import Windows
 from rankscope.collectors.writer import Partition, RunFolder
 
@@ -72,6 +73,7 @@ class _Rank:
         self._threads = Threads(int(hello.get("main_thread", 0)))
         self._records: list[Records] = []
         self._flushed_ns = clock()
+        self.heard_ns: int | None = None  # when its last record came, once it has communicated
         texts = ("hostname", "device", "torch", "python", "command")
         numbers = ("start_ns", "local_rank", "world_size", "pid")
         row = {name: str(hello[name]) for name in texts} | {name: int(hello[name]) for name in numbers}
@@ -87,6 +89,8 @@ class _Rank:
             records = ring.read(clock(), last=last)
             if len(records):
                 self._records.append(records)
+                if self.heard_ns is not None or (records["type"] == RecordType.COLLECTIVE).any():
+                    self.heard_ns = clock()
         if sum(map(len, self._records)) > RING_SLOTS:
             self.flush()
 
@@ -199,6 +203,8 @@ class Agent:
         self._sampler = Sampler(frozenset(addresses), hz)
         self._pinger: ping.Pinger | None = None
         self._ping_trouble_told = False
+        self._ras = Ras(os.environ)
+        self._uses_nccl = "NCCL_RAS_ADDR" in os.environ
         self._started_ns = clock()
         self._state: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
@@ -278,6 +284,7 @@ class Agent:
         self._windows.work(node.index)
         self._take_samples(node)
         self._take_pings(node)
+        self._take_ras(node)
         node.tables.flush()
         if self._state_changed:
             self._write_state()
@@ -340,6 +347,7 @@ class Agent:
         elif kind == "group":
             columns = ("start_ns", "name", "backend", "role", "members")
             connection.rank.tables.add_row("groups", {c: message[c] for c in columns} | {"group_id": message["id"]})
+            self._uses_nccl |= "nccl" in str(message["backend"])
         elif kind == "gap":
             connection.rank.tables.add_row(
                 "gaps", {column.name: message[column.name] for column in TABLES["gaps"].columns}
@@ -449,6 +457,21 @@ class Agent:
             source, why, time_ns = self._sampler.gaps.get()
             node.tables.gap("counters", why, source=source, start_ns=time_ns)
 
+    def _take_ras(self, node: _NodeTables) -> None:
+        """Where the job stands still NCCL's RAS is asked, by node 0's agent: it speaks for all processes."""
+        heard = [c.rank.heard_ns for c in self._connections if c.rank and c.rank.heard_ns]
+        if node.index == 0 and self._uses_nccl and heard:
+            self._ras.look(max(heard), self._windows.step_ns)
+        while not self._ras.answers.empty():
+            time_ns, answer, rows = self._ras.answers.get()
+            with contextlib.suppress(OSError):
+                (self._run.path / "run" / "ras.txt").write_text(answer)
+            if rows:
+                columns: dict[str, list[object]] = {name: [row[name] for row in rows] for name in rows[0]}
+                node.tables.add("ras", columns | {"time_ns": [time_ns] * len(rows)})
+        while not self._ras.gaps.empty():
+            node.tables.gap("ras", self._ras.gaps.get(), source="ras", start_ns=clock())
+
     def _gap_of_rank(self, rank: int, why: str) -> None:
         for connection in self._connections:
             if connection.rank and connection.rank.rank == rank:
@@ -514,8 +537,10 @@ class Agent:
         self._sampler.finish()
         if self._pinger:
             self._pinger.finish()
+        self._ras.finish()
         self._take_samples(node)
         self._take_pings(node, ending=True)
+        self._take_ras(node)
         node.add_exchange(NO_PEER, ping.unix_anchor())
         node.tables.close()
 

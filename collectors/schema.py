@@ -28,6 +28,8 @@ __all__ = [
     "REGION_KINDS",
     "RING_SLOTS",
     "SCHEMA_VERSION",
+    "STILL_NS",
+    "STILL_STEPS",
     "TABLES",
     "Column",
     "RecordType",
@@ -147,6 +149,8 @@ NCCL_EVENTS = (
 )
 
 NO_PEER = -1
+# A job stands still when no rank has begun anything for so long, and for so many of its usual steps.
+STILL_NS, STILL_STEPS = 10_000_000_000, 5
 
 _START = Column("start_ns", "int64", "ns", "Start, on the node's monotonic clock.")
 _END = Column("end_ns", "int64", "ns", "End, on the node's monotonic clock.")
@@ -512,6 +516,30 @@ TABLES: dict[str, Table] = {
                 Column("name_id", "uint32", "", "Name with its unit, in `strings`."),
                 Column("device_id", "uint32", "", "Device, port, socket pair or process, in `strings`."),
                 Column("value", "float64", "by name", "Counters are cumulative, gauges are momentary."),
+            ),
+        ),
+        Table(
+            "ras",
+            "What NCCL's RAS said when the job stood still: one row for each rank of a communicator and operation, and "
+            "for each process that did not answer. The newest answer as it came is `run/ras.txt`.",
+            "node",
+            "time_ns",
+            (
+                Column("time_ns", "int64", "ns", "When it had answered."),
+                Column("communicator", "string", "", "NCCL's hash of the communicator; empty: a process in general."),
+                Column("size", "int32", "", "How many ranks the communicator has.", nullable=True),
+                Column("comm_rank", "int32", "", "Rank in it; null: the ranks not listed one by one.", nullable=True),
+                Column("pid", "int64", "", "Its process.", nullable=True),
+                Column("host", "string", "", "Address of the process's node; empty: not told."),
+                Column("operation", "string", "", "NCCL's word for it; `collective`: all kinds together; empty: none."),
+                Column("launched", "int64", "", "How many of them it has launched.", nullable=True),
+                Column(
+                    "state",
+                    "string",
+                    "",
+                    "`running`, `initialising`, `ending`, `aborted`, `error`; of those that said nothing "
+                    "`unresponsive`, `dead` (given up by RAS), `not a member` (of the communicator any more).",
+                ),
             ),
         ),
         Table(

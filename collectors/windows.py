@@ -126,6 +126,11 @@ class Windows:
             if request.asked and not request.over and request.wants(rank) and rank not in request.states:
                 self._ask_rank(request, rank)
 
+    @property
+    def step_ns(self) -> int:
+        """How long a step of the slowest rank usually takes; 0 where none is known."""
+        return max((member.step_ns for member in self._members.values()), default=0)
+
     def leave(self, rank: int) -> None:
         self._members.pop(rank, None)
         for request in self._requests.values():

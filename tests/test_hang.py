@@ -119,7 +119,7 @@ def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
     assert [(f.ranks, f.where) for f in found] == [((0,), "recv number 4 of pipeline")]
 
 
-def recorded(*rows, until, steps=()):
+def recorded(*rows, until, steps=(), said_late=False):
     """`last_progress` of a run of three ranks. A row is (rank, seq, start s, end s or None, whole)."""
     second = 1_000_000_000
     collectives = pl.DataFrame(
@@ -143,7 +143,7 @@ def recorded(*rows, until, steps=()):
     regions = pl.DataFrame({"start_ns": [], "end_ns": []}, schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
     counters = pl.DataFrame({"time_ns": [round(until * second)]})
     lengths = pl.DataFrame({"start_ns": [0 for _ in steps], "end_ns": [s * second for s in steps]})
-    return last_progress(collectives, regions, counters, lengths.cast(pl.Int64))
+    return last_progress(collectives, regions, counters, lengths.cast(pl.Int64), said_late=said_late)
 
 
 STUCK = ((0, 1, 0, 1, True), (1, 1, 0, 1, True), (2, 1, 0, 1, True), (0, 2, 2, None, False), (1, 2, 2, 14, False))
@@ -175,6 +175,43 @@ def test_operation_whose_end_was_lost_does_not_hold_its_rank():
     """The end of operation 1 was lost; operation 2 ended on all ranks, and then nothing was called for a minute."""
     lost = ((0, 1, 0, None, False), (1, 1, 0, 1, False), *((rank, 2, 2, 3, True) for rank in (0, 1)))
     assert recorded(*lost, until=63)["seq"].null_count() == 2
+
+
+NCCL = [(rank, seq, start, None, whole) for rank, seq, start, _, whole in STUCK]  # whose ends nobody sees
+
+
+def said_by_ras(*rows):
+    """What RAS said 14 s after the start. A row is (rank, launched, most, state)."""
+    columns = {"rank": pl.Int32, "launched": pl.Int64, "most": pl.Int64, "state": pl.String}
+    frame = pl.DataFrame(rows, columns, orient="row")
+    return frame.with_columns(communicator=pl.lit("cf26"), operation=pl.lit("AllReduce"), time_ns=14_000_000_000)
+
+
+def test_nccls_operations_are_outstanding_where_ras_says_that_a_rank_lags():
+    """Rank 2 has not called operation 2. Without RAS nobody knows whether 2 has ended, and no health is claimed."""
+    groups = state(groups=((ALL, "all", "0-2"),))["groups"]
+    alone = recorded(*NCCL, until=14.5)
+    assert held(alone) == [(0, 2, None, None), (1, 2, None, None), (2, 1, 1, None)]
+    with pytest.raises(NotResolvable, match="stood still at its end, and which operations had ended was not seen"):
+        hang.detect(alone, groups)
+    (found,) = hang.detect(recorded(*NCCL, until=14.5, said_late=True), groups, said_by_ras((2, 1, 2, "running")))
+    assert (found.ranks, found.title) == ((2,), "Rank 2 does not come to allreduce number 2 of all")
+    assert [(seen.table, seen.rank) for seen in found.evidence] == [("ras", 2), ("collectives", 0), ("collectives", 1)]
+    assert found.evidence[0].note == "NCCL's RAS: has launched AllReduce up to number 1, others up to 2"
+
+
+def test_nccl_job_that_ended_soon_was_not_hung():
+    progress = recorded(*NCCL, until=5)
+    assert held(progress) == [(0, 2, 2, None), (1, 2, 2, None), (2, 1, 1, None)]
+    assert hang.detect(progress, state(groups=((ALL, "all", "0-2"),))["groups"]) == []
+
+
+def test_process_that_does_not_answer_is_blamed_where_operations_tell_nothing():
+    """All ranks have called operation 5. RAS has given rank 3 up."""
+    tables = state(*((rank, ALL, 5, 5) for rank in range(4)))
+    (found,) = hang.detect(**tables, ras=said_by_ras((3, None, None, "dead")))
+    assert (found.ranks, found.title) == ((3,), "Rank 3 does not answer NCCL's RAS, and the job stands still")
+    assert [seen.note for seen in found.evidence] == ["NCCL's RAS: its process is dead"]
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the shared traces are not here")

@@ -13,6 +13,10 @@ In a recorded run an operation counts only if the job stood still for 10 s and f
 for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
 too; it is no culprit, since it waits itself.
 
+NCCL's operations have no ends in a recording. Node 0's agent asks NCCL's RAS when the job stands still: where it says
+that ranks have launched less than others, or do not answer, operations that not all members have called count as
+outstanding, and what it said is among the evidence. A process that does not answer is to blame if nobody else is.
+
 **Why it costs time.** Nothing is computed until the watchdog ends the job, and a restart costs the work since the last
 checkpoint. There is no cost per step; `lost_fraction` is 1.
 
@@ -20,18 +24,18 @@ checkpoint. There is no cost per step; `lost_fraction` is 1.
 still. A rank whose state was not saved is blamed only where nobody else can be.
 
 **What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
-errors. If the host has nothing outstanding: data loading, checkpointing, a lock, an exception on one rank. If the
-device does not finish: hardware, or a kernel that does not end. Where ranks do different things: a branch that depends
-on the rank.
+errors, and at what RAS said (`run/ras.txt`). If the host has nothing outstanding: data loading, checkpointing, a lock,
+an exception on one rank. If the device does not finish: hardware, or a kernel that does not end. Where ranks do
+different things: a branch that depends on the rank.
 
 **Source.** PyTorch's flight recorder analyser compares sequence numbers per group and stops there; following who waits
-for whom across groups is what spares the healthy neighbours.
+for whom across groups is what spares the healthy neighbours. NCCL user guide, "RAS".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -39,12 +43,14 @@ from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.timeline.matching import members_of
+from rankscope.analysis.timeline.ras import SILENT
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("collectives",)
 
+_SILENT_ADVICE = "See whether the process is stopped or has ended, and whether its node can be reached."
 _COUNTERPART = {"send": ("recv", "recv_any_source"), "recv": ("send",), "recv_any_source": ("send",)}
 
 
@@ -94,10 +100,14 @@ class _State:
     counts: Mapping[int, Mapping[int, _Count]]  # rank, group
 
 
-def detect(progress: pl.DataFrame, groups: pl.DataFrame) -> list[Finding]:
+def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | None = None) -> list[Finding]:
     """Name the ranks that the others wait for; nothing if no rank is held by anything."""
     state = _state(progress, groups)
     if not state.held:
+        if ras is not None and ras["state"].is_in(SILENT).any():
+            return [_silent(ras.filter(pl.col("state").is_in(SILENT)))]
+        if len(progress.filter(pl.col("enqueued").is_not_null() & pl.col("completed").is_null())):
+            raise NotResolvable("the job stood still at its end, and which operations had ended was not seen")
         members = {rank for group_id in progress["group_id"] for rank in state.members.get(group_id, ())}
         unseen = len(members - state.counts.keys())
         if unseen:
@@ -109,7 +119,7 @@ def detect(progress: pl.DataFrame, groups: pl.DataFrame) -> list[Finding]:
     findings = [*_circles(state, waits), *_culprits(state, waits)]
     if not findings:
         raise NotResolvable("operations are outstanding, but it cannot be told who waits for whom")
-    return findings
+    return findings if ras is None else [_with_ras(finding, ras) for finding in findings]
 
 
 def resolution_ns(progress: pl.DataFrame) -> int | None:  # noqa: ARG001 - what a detector must offer
@@ -301,6 +311,46 @@ def _finding(
             for rank, held in [*((r, state.held[r]) for r in ranks if r in state.held), *sorted(awaiting.items())][:8]
         ),
     )
+
+
+def _silent(ras: pl.DataFrame) -> Finding:
+    """Processes that do not answer, where all that was seen of the operations is the same on all ranks."""
+    ranks = tuple(ras["rank"].to_list())
+    return Finding(
+        detector="hang",
+        severity="high",
+        title=f"{_subject(ranks)} {_do(ranks)} not answer NCCL's RAS, and the job stands still",
+        where="the process",
+        advice=_SILENT_ADVICE,
+        ranks=ranks,
+        lost_ns_per_step=0,
+        lost_ns_total=0,
+        lost_fraction=1.0,
+        uncertainty_ns=0,
+        gain_fraction=1.0,
+        evidence=_said_by_ras(ras, ranks),
+    )
+
+
+def _with_ras(finding: Finding, ras: pl.DataFrame) -> Finding:
+    """The finding with what RAS said of its ranks before the rest of its evidence."""
+    said = _said_by_ras(ras, finding.ranks)
+    silent = set(ras.filter(pl.col("state").is_in(SILENT))["rank"].to_list())
+    advice = f"{_SILENT_ADVICE} {finding.advice}" if silent & set(finding.ranks) else finding.advice
+    return replace(finding, evidence=(*said, *finding.evidence), advice=advice)
+
+
+def _said_by_ras(ras: pl.DataFrame, ranks: Sequence[int]) -> tuple[Evidence, ...]:
+    rows = ras.filter(pl.col("rank").is_in(ranks)).unique("rank", keep="first", maintain_order=True).head(4)
+    evidence = []
+    for rank, state, operation, launched, most, time_ns in rows.select(
+        "rank", "state", "operation", "launched", "most", "time_ns"
+    ).iter_rows():
+        note = f"NCCL's RAS: has launched {operation} up to number {launched}, others up to {most}"
+        if state in SILENT:
+            note = f"NCCL's RAS: its process is {state}"
+        evidence.append(Evidence(table="ras", rank=rank, start_ns=time_ns, end_ns=time_ns, note=note))
+    return tuple(evidence)
 
 
 def _subject(ranks: Sequence[int]) -> str:

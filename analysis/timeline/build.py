@@ -14,7 +14,8 @@ from rankscope.analysis.timeline.device_phases import device_phases, with_launch
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.profiled import profiled_gaps, set_profiled_aside
-from rankscope.analysis.timeline.progress import last_progress
+from rankscope.analysis.timeline.progress import last_begun_ns, last_progress
+from rankscope.analysis.timeline.ras import late_ranks
 from rankscope.analysis.timeline.readings import gpus_of_ranks
 from rankscope.analysis.timeline.stages import stage_ops
 from rankscope.analysis.timeline.steps import (
@@ -57,6 +58,7 @@ class Timeline:
     | memory | rank, time_ns, name, value |
     | gpus | rank, node, device: the rank's GPU, as `counters` calls it |
     | groups | those of the schema |
+    | ras | rank, communicator, operation, launched, most, state, time_ns: as `ras.late_ranks` has it |
     | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
     """
 
@@ -79,6 +81,7 @@ class Timeline:
     gaps: list[Gap]
     memory: pl.DataFrame = field(default_factory=pl.DataFrame)
     gpus: pl.DataFrame = field(default_factory=pl.DataFrame)
+    ras: pl.DataFrame = field(default_factory=pl.DataFrame)
 
 
 def build_timeline(trace: Trace) -> Timeline:
@@ -113,8 +116,9 @@ def build_timeline(trace: Trace) -> Timeline:
         steps, incomparable = steps_of_ops(ops), []
     counters = read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value")
     progress = read("progress", "rank", "group_id")
+    late = late_ranks(read("ras", "node", "time_ns"), ranks, trace.run, last_begun_ns(collectives, regions) or 0)
     if trace.source == "native":  # what a rank did last is all there
-        progress = last_progress(collectives, regions, counters, steps)
+        progress = last_progress(collectives, regions, counters, steps, said_late=len(late) > 0)
     split = steps if "breakdown" not in trace.reader.cannot() else steps.filter(has_device)
     hosts, devices = split.filter(~has_device), split.filter(has_device)
     cut = pl.concat([phases(hosts, regions, collectives), device_phases(devices, kernels, regions, collectives)])
@@ -147,6 +151,7 @@ def build_timeline(trace: Trace) -> Timeline:
         counters=counters,
         memory=read("memory", "rank", "time_ns").select("rank", "time_ns", "name", "value"),
         gpus=gpus_of_ranks(trace.run),
+        ras=late,
         groups=groups,
         ops=ops,
         progress=progress,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.readers.native import schema_of
-from rankscope.collectors.schema import P2P_OPS
+from rankscope.collectors.schema import P2P_OPS, STILL_NS, STILL_STEPS
 
-__all__ = ["last_progress"]
-
-_STILL_NS = 10_000_000_000
-_STILL_STEPS = 5  # as many median steps without progress are a hang, if that is longer
+__all__ = ["last_begun_ns", "last_progress"]
 
 
 def last_progress(
-    collectives: pl.DataFrame, regions: pl.DataFrame, counters: pl.DataFrame, steps: pl.DataFrame
+    collectives: pl.DataFrame,
+    regions: pl.DataFrame,
+    counters: pl.DataFrame,
+    steps: pl.DataFrame,
+    *,
+    said_late: bool = False,
 ) -> pl.DataFrame:
     """The table `progress` of a recorded run: one row per rank and group that it used.
 
@@ -22,22 +24,28 @@ def last_progress(
     10 s, or for 5 median steps if that is longer, while the nodes' counters were still sampled. `collectives` is the
     matched table: an operation that all its ranks ended is not outstanding, however long it took. One that ended on
     some ranks only, after as long, was ended by what ended the job.
+
+    Of operations whose ends are never seen, as NCCL's, those count that some member has not called, if NCCL's RAS said
+    that a rank was late (`said_late`); else it is not known how far the rank was (`completed` is null).
     """
     numbered = collectives.with_columns(pl.col("op").is_in(P2P_OPS).alias("_p2p"))
     length_ns = steps["end_ns"] - steps["start_ns"]
     median_ns = length_ns.median()
-    still_ns = max(_STILL_NS, _STILL_STEPS * (median_ns if isinstance(median_ns, float) else 0))
+    still_ns = max(STILL_NS, STILL_STEPS * (median_ns if isinstance(median_ns, float) else 0))
     lasted = (pl.col("end_ns") - pl.col("start_ns")).fill_null(still_ns) >= still_ns
-    outstanding = pl.col("instance_id").is_null() & lasted & _its_end_would_have_been_seen()
-    marked = numbered.with_columns(
-        (outstanding & _stands_still(collectives, regions, counters, still_ns)).alias("_held")
-    )
+    outstanding = pl.col("instance_id").is_null() & lasted & _none_later_ended()
+    if not _stands_still(collectives, regions, counters, still_ns):
+        outstanding = pl.lit(False)
+    seen = pl.col("end_ns").is_not_null().any().over("op") | said_late
+    marked = numbered.with_columns((outstanding & seen).alias("_held"), (outstanding & ~seen).alias("_unknown"))
     counts = (
         marked.filter(~pl.col("_p2p"))
         .group_by("rank", "group_id")
         .agg(
             pl.col("seq").max().cast(pl.Int64).alias("enqueued"),
-            pl.col("seq").filter(~pl.col("_held")).max().cast(pl.Int64).fill_null(-1).alias("completed"),
+            pl.when(~pl.col("_unknown").any())
+            .then(pl.col("seq").filter(~pl.col("_held")).max().cast(pl.Int64).fill_null(-1))
+            .alias("completed"),
         )
     )
     held = marked.filter("_held").sort("start_ns").unique(["rank", "group_id"], keep="first", maintain_order=True)
@@ -51,14 +59,20 @@ def last_progress(
 
 def _stands_still(collectives: pl.DataFrame, regions: pl.DataFrame, counters: pl.DataFrame, still_ns: float) -> bool:
     """Whether the recording went on for that long after the last thing that any rank began."""
-    begun = [ns for ns in (collectives["start_ns"].max(), regions["start_ns"].max()) if isinstance(ns, int)]
+    begun_ns = last_begun_ns(collectives, regions)
     until = counters["time_ns"].max()
-    return bool(begun) and isinstance(until, int) and until - max(begun) >= still_ns
+    return begun_ns is not None and isinstance(until, int) and until - begun_ns >= still_ns
 
 
-def _its_end_would_have_been_seen() -> pl.Expr:
-    """Ends of this kind of operation are seen, and none of a later one with the same ranks was."""
+def last_begun_ns(collectives: pl.DataFrame, regions: pl.DataFrame) -> int | None:
+    """When any rank began anything for the last time."""
+    begun = [ns for ns in (collectives["start_ns"].max(), regions["start_ns"].max()) if isinstance(ns, int)]
+    return max(begun, default=None)
+
+
+def _none_later_ended() -> pl.Expr:
+    """No later operation with the same ranks ended on all of them."""
     same = ["rank", "group_id", "_p2p", pl.when("_p2p").then("peer"), pl.when("_p2p").then("tag")]
     whole = pl.col("instance_id").is_not_null()
     last_whole = pl.col("seq").filter(whole).max().over(same)
-    return (last_whole.is_null() | (pl.col("seq") > last_whole)) & pl.col("end_ns").is_not_null().any().over("op")
+    return last_whole.is_null() | (pl.col("seq") > last_whole)
