@@ -21,6 +21,7 @@ from typing import TypedDict
 import polars as pl
 
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Estimate, StepGrid, step_grid
@@ -73,7 +74,9 @@ def judged_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     """The breakdown by rank and step; not resolvable with fewer than `least` steps."""
     grid = step_grid(breakdown)
     if len(grid.steps) < least:
-        raise NotResolvable(f"{counted(len(grid.steps), 'judged step')}, at least {least} are needed")
+        raise NotResolvable(
+            text("{steps}, at least {least} are needed", steps=counted(len(grid.steps), "judged step"), least=least)
+        )
     return grid
 
 
@@ -81,9 +84,9 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     """The same, for detectors that compare ranks which wait for each other."""
     grid = judged_grid(breakdown, least)
     if len(grid.ranks) < 2:
-        raise NotResolvable("only one rank was seen, so there is no peer to compare it with")
+        raise NotResolvable(text("only one rank was seen, so there is no peer to compare it with"))
     if not grid.blocked.any():
-        raise NotResolvable("no rank was seen blocked on communication, so nobody is known to wait for anybody")
+        raise NotResolvable(text("no rank was seen blocked on communication, so nobody is known to wait for anybody"))
     return grid
 
 
@@ -91,9 +94,9 @@ def transfer_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGri
     """The same, for detectors that judge how long transfers take."""
     grid = judged_grid(breakdown, least)
     if not grid.blocked.any():
-        raise NotResolvable("no rank was seen blocked on communication")
+        raise NotResolvable(text("no rank was seen blocked on communication"))
     if grid.of("unsplit").mean() > _MOST_UNSPLIT * grid.step_ns:
-        raise NotResolvable("too much of the blocked time cannot be split into waiting and transfer")
+        raise NotResolvable(text("too much of the blocked time cannot be split into waiting and transfer"))
     return grid
 
 
@@ -141,7 +144,13 @@ def visible(grid: StepGrid, resolution_ns: float) -> int:
     """The resolution in whole ns; not resolvable where few steps differ so much that silence says nothing."""
     if len(grid.steps) < ENOUGH_STEPS and resolution_ns > _VISIBLE * grid.step_ns:
         seen = counted(len(grid.steps), "judged step")
-        raise NotResolvable(f"in {seen} nothing below {duration(resolution_ns)} per step could be told from chance")
+        raise NotResolvable(
+            text(
+                "in {seen} nothing below {resolution} per step could be told from chance",
+                seen=seen,
+                resolution=duration(resolution_ns),
+            )
+        )
     return round(resolution_ns)
 
 
@@ -155,6 +164,12 @@ def longest_rows(rows: pl.DataFrame, table: str) -> tuple[Evidence, ...]:
     length = pl.col("end_ns") - pl.col("start_ns")
     longest = rows.sort(length, descending=True).unique("rank", keep="first", maintain_order=True).sort("rank").head(4)
     return tuple(
-        Evidence(table=table, rank=rank, start_ns=start, end_ns=end, note=f"longest: {duration(end - start)}")
+        Evidence(
+            table=table,
+            rank=rank,
+            start_ns=start,
+            end_ns=end,
+            note=text("longest: {length}", length=duration(end - start)),
+        )
         for rank, start, end in longest.select("rank", "start_ns", "end_ns").iter_rows()
     )

@@ -28,6 +28,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_regions, price
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Floats, StepGrid, over_occurrences
@@ -56,8 +57,13 @@ def detect(
     return [
         Finding(
             detector="checkpoint_stall",
-            title=f"Saving a checkpoint ({call}) stops {named('rank', ranks)} for {duration(longest[shows].mean())} "
-            f"{every_nth(steps, len(shows))}",
+            title=text(
+                "Saving a checkpoint ({call}) stops {ranks} for {time} {often}",
+                call=call,
+                ranks=named("rank", ranks),
+                time=duration(longest[shows].mean()),
+                often=every_nth(steps, len(shows)),
+            ),
             where=call,
             advice=_advice(call, ranks, grid, grid.ranks[int(per_rank.argmax())]),
             ranks=ranks,
@@ -81,10 +87,14 @@ def _saving(breakdown: pl.DataFrame, min_times: int) -> tuple[StepGrid, Floats]:
     longest = saving.max(axis=0)
     times = int((longest > 0).sum())
     if not times:
-        raise NotResolvable("no call that saves a checkpoint was seen in the judged steps")
+        raise NotResolvable(text("no call that saves a checkpoint was seen in the judged steps"))
     if times < min_times:
-        seen = f"{len(grid.steps)} judged steps hold one checkpoint, of {duration(longest.max())}"
-        raise NotResolvable(f"{seen}: how often the job saves one cannot be told")
+        seen = text(
+            "{steps} judged steps hold one checkpoint, of {length}",
+            steps=len(grid.steps),
+            length=duration(longest.max()),
+        )
+        raise NotResolvable(text("{seen}: how often the job saves one cannot be told", seen=seen))
     return grid, saving
 
 
@@ -99,13 +109,18 @@ def _longest_call(regions: pl.DataFrame, ranks: tuple[int, ...]) -> str:
 
 def _advice(call: str, ranks: tuple[int, ...], grid: StepGrid, slowest: int) -> str:
     said = (
-        "An asynchronous save holds the rank while it copies the state to host memory: keep the stager and its pinned "
-        "memory from one checkpoint to the next."
+        text(
+            "An asynchronous save holds the rank while it copies the state to host memory: keep the stager and its "
+            "pinned memory from one checkpoint to the next."
+        )
         if _ASYNCHRONOUS in call
-        else "Use torch.distributed.checkpoint.async_save: it holds the ranks only while the state is copied."
+        else text("Use torch.distributed.checkpoint.async_save: it holds the ranks only while the state is copied.")
     )
     if len(ranks) > 1:
-        said += f" Rank {slowest} takes longest."
+        said += text(" Rank {slowest} takes longest.", slowest=slowest)
     elif len(grid.ranks) > 1:
-        said += f" Let each rank save its own shard, and compare where rank {slowest} writes to with the others."
-    return f"{said} Half as many checkpoints cost half."
+        said += text(
+            " Let each rank save its own shard, and compare where rank {slowest} writes to with the others.",
+            slowest=slowest,
+        )
+    return text("{said} Half as many checkpoints cost half.", said=said)

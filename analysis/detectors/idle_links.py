@@ -27,6 +27,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.exposed import with_exposed
 from rankscope.analysis.timeline.links import nodes_of_groups
@@ -54,7 +55,7 @@ def detect(
     grid = transfer_grid(breakdown)
     inside, between = _levels(with_exposed(collectives, phases), nodes_of_groups(collectives, ranks), min_bytes)
     if between.is_empty():
-        raise NotResolvable("no collectives of two levels, within nodes and then between them, were seen")
+        raise NotResolvable(text("no collectives of two levels, within nodes and then between them, were seen"))
     alone = _alone(phases, inside, between)
     taken = {level: sums(grid, alone, level) for level in ("inside", "between")}
     smaller = np.median(np.minimum(taken["inside"], taken["between"]), axis=0)
@@ -66,12 +67,22 @@ def detect(
     return [
         Finding(
             detector="idle_links",
-            title=f"Links take turns: the ranks stand still {times['inside']} per step while only {first} within nodes "
-            f"transfers, and {times['between']} while only {second} between nodes does",
-            where=f"{first}, then {second}",
-            advice=f"In {pieces} pieces, one level working while the other does, {percent(1 - 1 / pieces)} of the "
-            "shorter time would be hidden: smaller units for fully_shard, pieces on two streams, or one all-reduce "
-            "over all ranks.",
+            title=text(
+                "Links take turns: the ranks stand still {inside} per step while only {first} within "
+                "nodes transfers, and {between} while only {second} between nodes does",
+                inside=times["inside"],
+                first=first,
+                between=times["between"],
+                second=second,
+            ),
+            where=text("{first}, then {second}", first=first, second=second),
+            advice=text(
+                "In {pieces} pieces, one level working while the other does, {share} of the shorter time "
+                "would be hidden: smaller units for fully_shard, pieces on two streams, or one "
+                "all-reduce over all ranks.",
+                pieces=pieces,
+                share=percent(1 - 1 / pieces),
+            ),
             groups=tuple(pl.concat([inside["group"], between["group"]]).drop_nulls().unique().sort().to_list()),
             evidence=longest_rows(between, "collectives"),
             **price(grid, lost, lost.ns),

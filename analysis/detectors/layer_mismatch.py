@@ -28,6 +28,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import bytes_text, duration, percent
 from rankscope.analysis.timeline.exposed import with_exposed
 from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
@@ -64,9 +65,14 @@ def detect(
     if limited.is_empty():
         return []
     worst = limited.sort("rate_bytes_per_s").row(0, named=True)
-    said = f"the receiver's window is the limit {percent(worst['rwnd_limited_s'] / worst['busy_s'])} of the time"
+    said = text(
+        "the receiver's window is the limit {share} of the time",
+        share=percent(worst["rwnd_limited_s"] / worst["busy_s"]),
+    )
     if worst["window_bytes"] is None or not worst["rtt_s"]:
-        raise NotResolvable(f"between the nodes {said}, but its size was not recorded (Linux 5.4 tells it)")
+        raise NotResolvable(
+            text("between the nodes {said}, but its size was not recorded (Linux 5.4 tells it)", said=said)
+        )
     allowed = worst["window_bytes"] / worst["rtt_s"]
     if worst["rate_bytes_per_s"] < _OF_THE_WINDOW * allowed:
         return []
@@ -87,19 +93,35 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int
 
 def _finding(worst: dict[str, Any], speed: float | None, rows: pl.DataFrame, grid: StepGrid, lost: Estimate) -> Finding:
     window, rtt_s = worst["window_bytes"], worst["rtt_s"]
-    where = f"from node {worst['node']} to node {worst['peer_node']}"
+    where = text("from node {node} to node {peer}", node=worst["node"], peer=worst["peer_node"])
     limited = percent(worst["rwnd_limited_s"] / worst["busy_s"])
-    needed = f"{bytes_text(speed * rtt_s)} (bandwidth × round trip)" if speed else "bandwidth × round trip"
+    needed = (
+        text("{size} (bandwidth × round trip)", size=bytes_text(speed * rtt_s))
+        if speed
+        else text("bandwidth × round trip")
+    )
     return Finding(
         detector="layer_mismatch",
-        title=f"TCP's window is too small {where}: {bytes_text(window)} per round trip of {duration(rtt_s * 1e9)} "
-        f"allow {bytes_text(window / rtt_s)}/s per socket, and are the limit {limited} of the time",
+        title=text(
+            "TCP's window is too small {where}: {window} per round trip of {rtt} allow {rate}/s "
+            "per socket, and are the limit {limited} of the time",
+            where=where,
+            window=bytes_text(window),
+            rtt=duration(rtt_s * 1e9),
+            rate=bytes_text(window / rtt_s),
+            limited=limited,
+        ),
         where=where,
-        advice=f"Raise net.core.rmem_max and the last number of net.ipv4.tcp_rmem on node {worst['peer_node']} to "
-        f"{needed}, tcp_wmem on node {worst['node']}; or use more sockets (NCCL_NSOCKS_PERTHREAD, "
-        "NCCL_SOCKET_NTHREADS).",
+        advice=text(
+            "Raise net.core.rmem_max and the last number of net.ipv4.tcp_rmem on node {peer} to "
+            "{needed}, tcp_wmem on node {node}; or use more sockets (NCCL_NSOCKS_PERTHREAD, "
+            "NCCL_SOCKET_NTHREADS).",
+            peer=worst["peer_node"],
+            needed=needed,
+            node=worst["node"],
+        ),
         nodes=(worst["node"], worst["peer_node"]),
-        gain_why=None if speed else "the speed of the network interface was not recorded",
+        gain_why=None if speed else text("the speed of the network interface was not recorded"),
         evidence=longest_rows(rows, "collectives"),
         **price(grid, lost, lost.ns if speed else None),
     )

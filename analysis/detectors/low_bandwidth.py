@@ -38,6 +38,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import bytes_text, percent
 from rankscope.analysis.timeline.cost_model import bus_factor, lines, transfers
@@ -135,10 +136,14 @@ def _refuse(unchecked: pl.DataFrame, grid: StepGrid, min_fraction: float, apart:
     if left.ns < min_fraction * grid.step_ns:
         return
     op = unchecked.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns")["op"][-1]
-    why = "no other groups do the same, and the speed of the links was not recorded"
+    why = text("no other groups do the same, and the speed of the links was not recorded")
     raise NotResolvable(
-        f"{op} holds the ranks up for {percent(left.ns / grid.step_ns)} of the step, but "
-        + ("the links between the nodes differ, which slow_link judges" if apart else why)
+        text(
+            "{op} holds the ranks up for {lost} of the step, but {why}",
+            op=op,
+            lost=percent(left.ns / grid.step_ns),
+            why=text("the links between the nodes differ, which slow_link judges") if apart else why,
+        )
     )
 
 
@@ -197,11 +202,23 @@ def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float, col
     moved = bus_factor(op, int(own["group_size"][0])) * size
     members = tuple(collectives.filter(pl.col("group_id") == group)["rank"].unique().sort().to_list())
     return _Slow(
-        title=f"{op} of {bytes_text(size)} in group {name} ({named('rank', members)}) runs at a bus bandwidth of "
-        f"{bytes_text(moved / ns * 1e9)}/s, in other groups at {bytes_text(moved / others_ns * 1e9)}/s",
-        where=f"group {name}",
-        advice=f"Compare the links between {named('rank', members)} with those of the other groups: topology "
-        "(nvidia-smi topo -m), the transport that NCCL_DEBUG=INFO names, link errors, other load on their host.",
+        title=text(
+            "{op} of {size} in group {name} ({members}) runs at a bus bandwidth of {busbw}/s, in "
+            "other groups at {usual}/s",
+            op=op,
+            size=bytes_text(size),
+            name=name,
+            members=named("rank", members),
+            busbw=bytes_text(moved / ns * 1e9),
+            usual=bytes_text(moved / others_ns * 1e9),
+        ),
+        where=text("group {name}", name=name),
+        advice=text(
+            "Compare the links between {members} with those of the other groups: topology "
+            "(nvidia-smi topo -m), the transport that NCCL_DEBUG=INFO names, link errors, other load "
+            "on their host.",
+            members=named("rank", members),
+        ),
         instances=own["instance_id"],
         saved=1 - others_ns / ns,
         groups=(name,),
@@ -241,12 +258,21 @@ def _against_interfaces(
     ops = ", ".join(between["op"].unique().sort())
     return [
         _Slow(
-            title=f"Collectives between nodes ({ops}) send {bytes_text(rates[node])}/s, {percent(used)} of the "
-            f"{bytes_text(speeds[node])}/s of the network interfaces of node {node}",
-            where="between nodes",
-            advice="Check which interface is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA), RDMA instead "
-            "of sockets (NCCL_IB_DISABLE), more sockets (NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS), and the "
-            "network itself with iperf3 or nccl-tests.",
+            title=text(
+                "Collectives between nodes ({ops}) send {rate}/s, {used} of the {speed}/s of the "
+                "network interfaces of node {node}",
+                ops=ops,
+                rate=bytes_text(rates[node]),
+                used=percent(used),
+                speed=bytes_text(speeds[node]),
+                node=node,
+            ),
+            where=text("between nodes"),
+            advice=text(
+                "Check which interface is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA), RDMA instead "
+                "of sockets (NCCL_IB_DISABLE), more sockets (NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS), and the "
+                "network itself with iperf3 or nccl-tests."
+            ),
             instances=instances,
             saved=1 - used / _ATTAINABLE,
             groups=tuple(between["group"].drop_nulls().unique().sort().to_list()),
@@ -281,15 +307,27 @@ def _against_other_steps(
     then, else_ = slow.filter(its), steps.filter(its, ~pl.col("step").is_in(numbers))
     sent = bus_factor(most["op"], most["group_size"]) * most["size_bytes"] * 1e9
     rates = [f"{bytes_text(sent / float(np.median(rows['ns'])))}/s" for rows in (then, else_)]
-    until = "" if inside[-1] else f" to {numbers[-1]}"
+    until = "" if inside[-1] else text(" to {last}", last=numbers[-1])
     return [
         _Slow(
-            title=f"From step {numbers[0]}{until} transfers take {ratio:.1f} times as long as in the others: "
-            f"{most['op']} of {bytes_text(most['size_bytes'])} in group {most['group']} runs at a bus bandwidth of "
-            f"{rates[0]}, else at {rates[1]}",
-            where=f"from step {numbers[0]}{until}",
-            advice=f"See what changed at step {numbers[0]}: other jobs on the network or the hosts, links that failed "
-            "over, retransmits and congestion in the nodes' counters before and after.",
+            title=text(
+                "From step {first}{until} transfers take {ratio:.1f} times as long as in the others: "
+                "{op} of {size} in group {group} runs at a bus bandwidth of {busbw}, else at {usual}",
+                first=numbers[0],
+                until=until,
+                ratio=ratio,
+                op=most["op"],
+                size=bytes_text(most["size_bytes"]),
+                group=most["group"],
+                busbw=rates[0],
+                usual=rates[1],
+            ),
+            where=text("from step {first}{until}", first=numbers[0], until=until),
+            advice=text(
+                "See what changed at step {first}: other jobs on the network or the hosts, links that "
+                "failed over, retransmits and congestion in the nodes' counters before and after.",
+                first=numbers[0],
+            ),
             instances=slow["instance_id"],
             saved=1 - 1 / ratio,
             groups=tuple(slow["group"].drop_nulls().unique().sort().to_list()),

@@ -24,6 +24,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_rows, price, visible
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import percent
 from rankscope.analysis.timeline.own import Floats, StepGrid, estimate
 
@@ -58,9 +59,14 @@ def detect(
     return [
         Finding(
             detector="low_mfu",
-            title=f"The devices compute {percent(share)} of the step and reach {percent(reach)} of their peak "
-            f"meanwhile; matrix products take {percent(products)} of that time",
-            where="matrix products" if products >= 0.5 else "kernels that are no matrix products",
+            title=text(
+                "The devices compute {share} of the step and reach {reach} of their peak meanwhile; "
+                "matrix products take {products} of that time",
+                share=percent(share),
+                reach=percent(reach),
+                products=percent(products),
+            ),
+            where=text("matrix products") if products >= 0.5 else text("kernels that are no matrix products"),
             advice=_PRODUCTS if products >= 0.5 else _OTHERS,
             evidence=longest_rows(computing.filter(most), "kernels"),
             **price(grid, lost),
@@ -82,8 +88,8 @@ def resolution_ns(
     return visible(grid, max(min_fraction * grid.step_ns, scatter))
 
 
-_PRODUCTS = "See their types and sizes: bf16 instead of fp32, multiples of 64 and more, larger batches."
-_OTHERS = "Fuse them: torch.compile, fused attention, norms and optimizer; look at the longest by name."
+_PRODUCTS = text("See their types and sizes: bf16 instead of fp32, multiples of 64 and more, larger batches.")
+_OTHERS = text("Fuse them: torch.compile, fused attention, norms and optimizer; look at the longest by name.")
 
 
 def _busy(breakdown: pl.DataFrame, kernels: pl.DataFrame, model: pl.DataFrame) -> tuple[StepGrid, Floats, Floats]:
@@ -93,6 +99,8 @@ def _busy(breakdown: pl.DataFrame, kernels: pl.DataFrame, model: pl.DataFrame) -
     of_ranks = model.filter(pl.col("rank").is_in(list(grid.ranks))).sort("rank")
     unknown = of_ranks.filter(pl.col("peak_flops").is_null())["device"].unique().sort().to_list()
     if unknown:
-        raise NotResolvable(f"the peak of {', '.join(unknown)} is not known here: give --peak-tflops")
+        raise NotResolvable(
+            text("the peak of {devices} is not known here: give --peak-tflops", devices=", ".join(unknown))
+        )
     needed_ns = (of_ranks["flops"] / of_ranks["peak_flops"]).to_numpy()[:, None] * 1e9
     return grid, grid.of("compute", "overlapped"), needed_ns

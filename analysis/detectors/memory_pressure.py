@@ -29,6 +29,7 @@ import polars as pl
 from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, longest_rows, price, visible
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.kinds import MEMORY_CALLS
+from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.lead import host_gaps, job_loses, lost_lead
@@ -98,12 +99,18 @@ def _of_calls(
     return [
         Finding(
             detector="memory_pressure",
-            title=f"Asking the driver for memory ({', '.join(names)}) makes the devices of {named('rank', ranks)} idle "
-            f"for {duration(lost.ns)} per step",
+            title=text(
+                "Asking the driver for memory ({calls}) makes the devices of {ranks} idle for {lost} per step",
+                calls=", ".join(names),
+                ranks=named("rank", ranks),
+                lost=duration(lost.ns),
+            ),
             where=names[0],
-            advice="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, do not empty the cache in the loop, keep "
-            "sizes the same from step to step; if the device is nearly full, a smaller batch or activation "
-            "checkpointing.",
+            advice=text(
+                "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, do not empty the cache in the loop, keep "
+                "sizes the same from step to step; if the device is nearly full, a smaller batch or activation "
+                "checkpointing."
+            ),
             ranks=ranks,
             evidence=longest_rows(costly.select("rank", start_ns="gap_ns", end_ns="next_ns"), "kernels"),
             **price(grid, lost, lost.ns),
@@ -116,7 +123,7 @@ def _idle(
 ) -> tuple[StepGrid, pl.DataFrame, Floats]:
     """The grid, the gaps that hosts without these calls would have covered, and ns of them by (rank, step)."""
     if kernels["launch_ns"].null_count() == len(kernels):
-        raise NotResolvable("the trace does not hold the calls that launched the device's work")
+        raise NotResolvable(text("the trace does not hold the calls that launched the device's work"))
     grid = judged_grid(breakdown, _LEAST_STEPS)
     calls = launches.filter(pl.col("name").str.contains(MEMORY_CALLS))
     costly = lost_lead(host_gaps(phases, kernels), calls, _LEAST_GAP_NS)
@@ -126,7 +133,7 @@ def _idle(
 def _readings(memory: pl.DataFrame | None) -> pl.DataFrame:
     """The readings of the ranks' allocators; not resolvable where there are none."""
     if memory is None or memory.filter(pl.col("name") == _RETRIES).is_empty():
-        raise NotResolvable("no allocator of a device was seen; the ranks' own memory says nothing about it")
+        raise NotResolvable(text("no allocator of a device was seen; the ranks' own memory says nothing about it"))
     return memory
 
 
@@ -145,8 +152,13 @@ def _of_retries(
     return [
         Finding(
             detector="memory_pressure",
-            title=f"On {named('rank', ranks)} the allocator runs out of memory and asks the driver anew "
-            f"{every_nth(shown, len(when))}, which costs {duration(excess[most][when].mean())} each time",
+            title=text(
+                "On {ranks} the allocator runs out of memory and asks the driver anew {often}, which "
+                "costs {time} each time",
+                ranks=named("rank", ranks),
+                often=every_nth(shown, len(when)),
+                time=duration(excess[most][when].mean()),
+            ),
             where=_state(memory, rank),
             advice=_advice(memory, rank),
             ranks=ranks,
@@ -182,10 +194,18 @@ def _beyond_usual(grid: StepGrid, retried: Floats, memory: pl.DataFrame) -> Floa
         when = retried[row] > 0
         if (~when).sum() < ENOUGH_STEPS:
             counts = memory.filter(pl.col("rank") == grid.ranks[row], pl.col("name") == _RETRIES)["value"]
-            often = f"{counts[-1] - counts[0]} times in all"
+            often = text("{times} times in all", times=counts[-1] - counts[0])
             state = _state(memory, grid.ranks[row])
-            why = "in too few steps it did not, so what that costs is not known; a torch.profiler trace shows it"
-            raise NotResolvable(f"the allocator of rank {grid.ranks[row]} retried {often} ({state}): {why}")
+            why = text("in too few steps it did not, so what that costs is not known; a torch.profiler trace shows it")
+            raise NotResolvable(
+                text(
+                    "the allocator of rank {rank} retried {often} ({state}): {why}",
+                    rank=grid.ranks[row],
+                    often=often,
+                    state=state,
+                    why=why,
+                )
+            )
         usual = float(np.median(grid.own[row][~when]))
         excess[row, when] = grid.own[row][when] - usual
     return excess
@@ -196,9 +216,11 @@ def _state(memory: pl.DataFrame, rank: int) -> str:
     reserved, total, pieces = _highest(memory, rank)
     if not reserved:
         return "memory"
-    of_all = f" of {total / _GIB:.1f}" if total else ""
-    in_pieces = f", {pieces / _GIB:.1f} GiB of it in pieces" if pieces else ""
-    return f"{reserved / _GIB:.1f}{of_all} GiB reserved{in_pieces}"
+    of_all = text(" of {total:.1f}", total=total / _GIB) if total else ""
+    in_pieces = text(", {pieces:.1f} GiB of it in pieces", pieces=pieces / _GIB) if pieces else ""
+    return text(
+        "{reserved:.1f}{of_all} GiB reserved{in_pieces}", reserved=reserved / _GIB, of_all=of_all, in_pieces=in_pieces
+    )
 
 
 def _advice(memory: pl.DataFrame, rank: int) -> str:
@@ -206,12 +228,16 @@ def _advice(memory: pl.DataFrame, rank: int) -> str:
     said = []
     if reserved and pieces >= _MANY_PIECES * reserved:
         said.append(
-            f"{percent(pieces / reserved)} of what it keeps lies in pieces that are not used: set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and keep sizes the same from step to step."
+            text(
+                "{share} of what it keeps lies in pieces that are not used: set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and keep sizes the same from step to "
+                "step.",
+                share=percent(pieces / reserved),
+            )
         )
     if total and reserved >= _NEAR * total:
-        said.append("The device is nearly full: a smaller batch, activation checkpointing, or more shards.")
-    return " ".join(said) or "Do not empty the cache in the loop, and keep sizes the same from step to step."
+        said.append(text("The device is nearly full: a smaller batch, activation checkpointing, or more shards."))
+    return joined(" ", said) or text("Do not empty the cache in the loop, and keep sizes the same from step to step.")
 
 
 def _highest(memory: pl.DataFrame, rank: int) -> tuple[int, int, int]:

@@ -33,6 +33,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid, slow_rank
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import StepGrid
@@ -107,7 +108,7 @@ def resolution_ns(
 def _hosts(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> _Hosts:
     rows = during(counters, "host", steps)
     if rows.is_empty():
-        raise NotResolvable("no counter of a host was read during the judged steps")
+        raise NotResolvable(text("no counter of a host was read during the judged steps"))
     grown = growth(rows).with_columns(rate=pl.col("grown") * 1e9 / pl.col("over_ns"))
     of_rank = grown.with_columns(pl.col("device").str.extract(_RANK, 1).cast(pl.Int64).alias("rank")).drop_nulls("rank")
     of_node = grown.filter(pl.col("device") == "")
@@ -120,7 +121,9 @@ def _hosts(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> 
     busy, steal = by("node", of_node, "cpu_busy_s"), by("node", of_node, "cpu_steal_s")
     stalled = by("node", of_node, "memory_stalled_s")
     if not queued and not steal and not stalled:
-        raise NotResolvable("no counter was read twice in the judged steps that tells what a host takes from its ranks")
+        raise NotResolvable(
+            text("no counter was read twice in the judged steps that tells what a host takes from its ranks")
+        )
     of_group = by("node", of_node, "cgroup_throttled_s")
     throttled = {rank: of_group[node] for rank, node in node_of.items() if node in of_group}
     return _Hosts(
@@ -168,16 +171,21 @@ def _beyond(of: dict[int, float], nodes: set[int]) -> float:
 
 def _finding(hosts: _Hosts, slow: Finding, lost: dict[str, float], share: float) -> Finding:
     how = max(lost, key=lambda way: lost[way])
-    whose = f"{named('rank', slow.ranks).capitalize()}"
     nodes = sorted({hosts.node_of[rank] for rank in slow.ranks if rank in hosts.node_of})
     what, why, advice = _told(hosts, slow.ranks, nodes, how)
-    verb = "loses" if len(slow.ranks) == 1 else "lose"
     return as_cause(
         slow,
         share,
         detector="noisy_host",
-        title=f"{whose} {verb} {duration(min(lost[how], slow.lost_ns_per_step))} per step {what}: {why}",
-        where=named("node", nodes) if nodes else "the host",
+        title=text(
+            "{whose} {en_loses} {time} per step {what}: {why}",
+            whose=named("Rank", slow.ranks),
+            en_loses="loses" if len(slow.ranks) == 1 else "lose",
+            time=duration(min(lost[how], slow.lost_ns_per_step)),
+            what=what,
+            why=why,
+        ),
+        where=named("node", nodes) if nodes else text("the host"),
         advice=advice,
         evidence=tuple(
             Evidence(table="counters", node=node, start_ns=hosts.first_ns, end_ns=hosts.last_ns, note=why)
@@ -190,22 +198,33 @@ def _told(hosts: _Hosts, ranks: tuple[int, ...], nodes: list[int], how: str) -> 
     """What is lost, why, and what to do about it."""
     if how == _STOLEN:
         stolen = np.mean([hosts.stolen[node] for node in nodes])
-        why = f"the hypervisor gives {percent(float(stolen))} of its processors' time to others"
-        return "to other machines", why, "Use another machine, or one that is not shared."
+        why = text("the hypervisor gives {stolen} of its processors' time to others", stolen=percent(float(stolen)))
+        return text("to other machines"), why, text("Use another machine, or one that is not shared.")
     if how == _STALLED:
         stalled = np.mean([hosts.stalled[node] for node in nodes])
-        why = f"the node stands still for memory {percent(float(stalled))} of the time"
+        why = text("the node stands still for memory {stalled} of the time", stalled=percent(float(stalled)))
         return (
-            "to memory that is short",
+            text("to memory that is short"),
             why,
-            "Start fewer loader workers, or smaller ones; look at swap and page faults.",
+            text("Start fewer loader workers, or smaller ones; look at swap and page faults."),
         )
     throttled = float(np.mean([hosts.throttled.get(rank, 0.0) for rank in ranks]))
     queued = float(np.mean([hosts.queued[rank] for rank in ranks]))
     if throttled >= _MOSTLY * queued:
-        why = f"its control group is throttled {percent(min(throttled, 1.0))} of the time"
-        return "without a processor", why, "Raise the group's CPU limit, or start fewer threads and loader workers."
+        why = text("its control group is throttled {share} of the time", share=percent(min(throttled, 1.0)))
+        return (
+            text("without a processor"),
+            why,
+            text("Raise the group's CPU limit, or start fewer threads and loader workers."),
+        )
     used = {node: sum(cpus for rank, cpus in hosts.used.items() if hosts.node_of.get(rank) == node) for node in nodes}
     others = sum(max(0.0, hosts.busy.get(node, 0.0) - used[node]) for node in nodes)
-    why = f"processes that are no ranks, or are started by them, keep {others:.1f} processors of the node busy"
-    return "without a processor", why, "See what else runs there; pin it, and the ranks, to processors of their own."
+    why = text(
+        "processes that are no ranks, or are started by them, keep {others:.1f} processors of the node busy",
+        others=others,
+    )
+    return (
+        text("without a processor"),
+        why,
+        text("See what else runs there; pin it, and the ranks, to processors of their own."),
+    )

@@ -26,6 +26,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import percent
 from rankscope.analysis.timeline.pipeline import TRANSFERS, measured_pipeline, steps_of_ops
 from rankscope.analysis.timeline.replay import NotReplayable
@@ -42,7 +43,7 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
     except NotReplayable as reason:
         raise NotResolvable(str(reason)) from None
     if found.theory_fraction is None:
-        raise NotResolvable("the schedule is neither 1F1B nor GPipe, so its bubble in theory is not known")
+        raise NotResolvable(text("the schedule is neither 1F1B nor GPipe, so its bubble in theory is not known"))
     share, needed = found.bubble[found.busiest_stage], found.theory_fraction + found.excess[TRANSFERS]
     if share - needed <= max_excess:
         return []
@@ -59,9 +60,14 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
         Finding(
             detector="pipeline_bubble",
             severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
-            title=f"The pipeline idles {percent(share)} of its time where {found.schedule} needs "
-            f"{percent(needed)}, mostly for {cause}",
-            where=f"stage {found.busiest_stage}",
+            title=text(
+                "The pipeline idles {share} of its time where {schedule} needs {needed}, mostly for {cause}",
+                share=percent(share),
+                schedule=found.schedule,
+                needed=percent(needed),
+                cause=cause,
+            ),
+            where=text("stage {stage}", stage=found.busiest_stage),
             advice=_ADVICE[cause],
             lost_ns_per_step=round(lost),
             lost_ns_total=round(lost * len(excess_ns)),
@@ -69,7 +75,12 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
             uncertainty_ns=round(half_width),
             gain_fraction=fraction,
             evidence=tuple(
-                Evidence(table="ops", start_ns=start, end_ns=end, note=f"step {step}: {found.explanation}")
+                Evidence(
+                    table="ops",
+                    start_ns=start,
+                    end_ns=end,
+                    note=text("step {step}: {explanation}", step=step, explanation=found.explanation),
+                )
                 for step, start, end in spans.select("step", "start_ns", "end_ns").head(1).iter_rows()
             ),
         )
@@ -83,9 +94,13 @@ def resolution_ns(ops: pl.DataFrame, *, max_excess: float = 0.03) -> int:
 
 
 _ADVICE = {
-    "waiting for what is not recorded": "Record what the hosts do between the operations: the stages wait, but neither "
-    "for transfers nor for each other's computation.",
-    "late transfers": "Overlap sends and receives with computation, and look at the links between neighbouring stages.",
-    "microbatches of unequal length": "Make the microbatches alike: pack or sort sequences by length.",
-    "stages of unequal length": "Distribute the layers evenly over the stages.",
+    text("waiting for what is not recorded"): text(
+        "Record what the hosts do between the operations: the stages wait, but neither "
+        "for transfers nor for each other's computation."
+    ),
+    text("late transfers"): text(
+        "Overlap sends and receives with computation, and look at the links between neighbouring stages."
+    ),
+    text("microbatches of unequal length"): text("Make the microbatches alike: pack or sort sequences by length."),
+    text("stages of unequal length"): text("Distribute the layers evenly over the stages."),
 }

@@ -25,6 +25,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, price
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import over_occurrences
@@ -52,12 +53,18 @@ def detect(
     return [
         Finding(
             detector="recompile",
-            title=f"torch.compile compiles again in {counted(int(shows.sum()), 'step')} after warm-up, "
-            f"{duration(longest[shows].mean())} each, on {named('rank', ranks)}",
+            title=text(
+                "torch.compile compiles again in {steps} after warm-up, {time} each, on {ranks}",
+                steps=counted(int(shows.sum()), "step"),
+                time=duration(longest[shows].mean()),
+                ranks=named("rank", ranks),
+            ),
             where=reason or "compile",
-            advice=(f"The guard that failed most often: {reason}. " if reason else "")
-            + "Mark sizes that change with torch._dynamo.mark_dynamic, or pad to a few sizes; TORCH_LOGS=recompiles "
-            "prints every reason.",
+            advice=(text("The guard that failed most often: {reason}. ", reason=reason) if reason else "")
+            + text(
+                "Mark sizes that change with torch._dynamo.mark_dynamic, or pad to a few sizes; TORCH_LOGS=recompiles "
+                "prints every reason."
+            ),
             ranks=ranks,
             steps=() if shows.all() else tuple(np.array(grid.steps)[shows].tolist()),
             evidence=longest_regions(regions, "compile", ranks),

@@ -29,6 +29,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import bytes_text, duration
 from rankscope.analysis.timeline.cost_model import Line, lines, transfers
@@ -180,11 +181,20 @@ def _finding(saving: _Saving, lost: Estimate, grid: StepGrid, regions: pl.DataFr
     together = bytes_text(saving.count * saving.each_bytes)
     return Finding(
         detector="small_messages",
-        title=f"{saving.count:.0f} small {saving.op} per step, together {together}, take "
-        f"{duration(saving.each_ns)} each, most of it latency",
+        title=text(
+            "{count:.0f} small {op} per step, together {together}, take {each} each, most of it latency",
+            count=saving.count,
+            op=saving.op,
+            together=together,
+            each=duration(saving.each_ns),
+        ),
         where=_place(runs, regions),
-        advice=f"Send them as {counted(fused, 'operation')} per step: one flat buffer for all tensors, a larger "
-        f"bucket_cap_mb, or stacked scalars. An operation takes {duration(saving.latency_ns)} before a byte moves.",
+        advice=text(
+            "Send them as {fused} per step: one flat buffer for all tensors, a larger bucket_cap_mb, "
+            "or stacked scalars. An operation takes {latency} before a byte moves.",
+            fused=counted(fused, "operation"),
+            latency=duration(saving.latency_ns),
+        ),
         groups=saving.groups,
         evidence=longest_rows(runs, "collectives"),
         **price(grid, lost, lost.ns),
@@ -205,7 +215,7 @@ def _place(runs: pl.DataFrame, regions: pl.DataFrame | None) -> str:
         .last()
     )
     names = within["name"].mode().sort()
-    return str(names[0]) if len(within) * 2 > len(runs) else "outside of forward and backward"
+    return str(names[0]) if len(within) * 2 > len(runs) else text("outside of forward and backward")
 
 
 def _refuse_unknown(
@@ -224,4 +234,6 @@ def _refuse_unknown(
     )
     if len(many):
         op = many["op"].unique().sort()[0]
-        raise NotResolvable(f"the sizes of the {op} operations hardly differ, so latency cannot be told from bandwidth")
+        raise NotResolvable(
+            text("the sizes of the {op} operations hardly differ, so latency cannot be told from bandwidth", op=op)
+        )

@@ -36,6 +36,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, Key, OpGrid, communicates, op_grid
 from rankscope.analysis.timeline.replay import Floats, NotReplayable, WhatIf, ends, ideal
@@ -79,14 +80,17 @@ def _replayed(ops: pl.DataFrame, max_error: float) -> tuple[OpGrid, WhatIf]:
     except NotReplayable as reason:
         raise NotResolvable(str(reason)) from None
     if len(grid.stages) < 2:
-        raise NotResolvable("there is only one pipeline stage")
+        raise NotResolvable(text("there is only one pipeline stage"))
     own = grid.duration_ns
     whatif = WhatIf(grid.plan, own, ideal(own, grid.kinds, communicates))
     measured = float(grid.measured_ns.mean())
     error = abs(whatif.actual_step_ns - measured) / measured
     if error > max_error:
         raise NotResolvable(
-            f"a replay of the steps misses their length by {percent(error)}: something that takes time was not recorded"
+            text(
+                "a replay of the steps misses their length by {error}: something that takes time was not recorded",
+                error=percent(error),
+            )
         )
     return grid, whatif
 
@@ -114,11 +118,17 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Findin
     return Finding(
         detector="stage_imbalance",
         severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
-        title=f"Pipeline stage {stage} is too long: {duration(own)} per microbatch, the others {duration(others)}; "
-        f"the steps take {whatif.slowdown:.2f} × as long as balanced ones",
+        title=text(
+            "Pipeline stage {stage} is too long: {own} per microbatch, the others {others}; the "
+            "steps take {slowdown:.2f} × as long as balanced ones",
+            stage=stage,
+            own=duration(own),
+            others=duration(others),
+            slowdown=whatif.slowdown,
+        ),
         where=_where(grid, whatif, stage),
-        advice=f"Move layers from stage {stage} to the others"
-        + (": the last stage also computes the output layer and the loss." if stage == max(grid.stages) else "."),
+        advice=text("Move layers from stage {stage} to the others", stage=stage)
+        + (text(": the last stage also computes the output layer and the loss.") if stage == max(grid.stages) else "."),
         ranks=tuple(sorted({int(r) for i, key in enumerate(grid.keys) if key.stage == stage for r in grid.ranks[i]})),
         lost_ns_per_step=round(lost),
         lost_ns_total=round(lost * len(grid.steps)),
@@ -163,7 +173,7 @@ def _where(grid: OpGrid, whatif: WhatIf, stage: int) -> str:
     for i, key in enumerate(grid.keys):
         if key.stage == stage:
             per_kind[key.kind] = per_kind.get(key.kind, 0.0) + float(excess[i])
-    return f"stage {stage}, {max(per_kind, key=lambda kind: per_kind[kind])}"
+    return text("stage {stage}, {kind}", stage=stage, kind=max(per_kind, key=lambda kind: per_kind[kind]))
 
 
 def _longest(grid: OpGrid, stage: int) -> tuple[Evidence, ...]:
@@ -181,7 +191,12 @@ def _longest(grid: OpGrid, stage: int) -> tuple[Evidence, ...]:
                 rank=int(grid.ranks[ops[op], replica]),
                 start_ns=int(start + grid.start_ns[ops[op], middle, replica]),
                 end_ns=int(start + grid.end_ns[ops[op], middle, replica]),
-                note=f"longest {kind} of step {grid.steps[middle]}: {duration(float(length.max()))}",
+                note=text(
+                    "longest {kind} of step {step}: {length}",
+                    kind=kind,
+                    step=grid.steps[middle],
+                    length=duration(float(length.max())),
+                ),
             )
         )
     return tuple(rows)

@@ -28,6 +28,7 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.kinds import WAITING_CALLS
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.lead import host_gaps, job_loses, lost_lead
@@ -42,16 +43,16 @@ _TRIM = 0.1
 
 # By the operator that waited: how it is written in a script.
 _WRITTEN = {
-    "aten::item": ".item(), float(tensor) or `if tensor`",
-    "aten::_local_scalar_dense": ".item(), float(tensor) or `if tensor`",
+    "aten::item": text(".item(), float(tensor) or `if tensor`"),
+    "aten::_local_scalar_dense": text(".item(), float(tensor) or `if tensor`"),
     "aten::is_nonzero": "`if tensor`",
-    "aten::nonzero": "nonzero(), or an index that is a mask",
+    "aten::nonzero": text("nonzero(), or an index that is a mask"),
     "aten::masked_select": "masked_select()",
     "aten::unique": "unique()",
     "aten::_unique2": "unique()",
-    "aten::copy_": ".cpu() or .to() without non_blocking=True",
-    "aten::_to_copy": ".cpu() or .to() without non_blocking=True",
-    "aten::to": ".cpu() or .to() without non_blocking=True",
+    "aten::copy_": text(".cpu() or .to() without non_blocking=True"),
+    "aten::_to_copy": text(".cpu() or .to() without non_blocking=True"),
+    "aten::to": text(".cpu() or .to() without non_blocking=True"),
 }
 
 
@@ -81,11 +82,20 @@ def detect(
     return [
         Finding(
             detector="sync_point",
-            title=f"The host waits for the device {_times(count)} per step on {named('rank', ranks)}, and the device "
-            f"then {duration(lost.ns)} for the host",
+            title=text(
+                "The host waits for the device {often} per step on {ranks}, and the device then {lost} for the host",
+                often=_times(count),
+                ranks=named("rank", ranks),
+                lost=duration(lost.ns),
+            ),
             where=where,
-            advice=f"{percent(share)} of this comes after {_written(operator, call)}{f' in {place}' if place else ''}. "
-            "Take it out of the loop, or do it every n steps only; keep values on the device until they are needed.",
+            advice=text(
+                "{share} of this comes after {call}{place}. Take it out of the loop, or do it every n "
+                "steps only; keep values on the device until they are needed.",
+                share=percent(share),
+                call=_written(operator, call),
+                place=text(" in {place}", place=place) if place else "",
+            ),
             ranks=ranks,
             evidence=_longest(costly),
             **price(grid, lost, lost.ns),
@@ -112,10 +122,10 @@ def _costs(
 ) -> tuple[StepGrid, pl.DataFrame, Floats]:
     """The grid, the calls with the gaps that they cost, and what they cost, an array of (rank, step) in ns."""
     if kernels["launch_ns"].null_count() == len(kernels):
-        raise NotResolvable("the trace does not hold the calls that launched the device's work")
+        raise NotResolvable(text("the trace does not hold the calls that launched the device's work"))
     calls = launches.filter(pl.col("name").str.contains(WAITING_CALLS))
     if calls.is_empty():
-        raise NotResolvable("the trace holds no call that waits for a device, not even the profiler's own")
+        raise NotResolvable(text("the trace holds no call that waits for a device, not even the profiler's own"))
     grid = judged_grid(breakdown, _LEAST_STEPS)
     costly = lost_lead(host_gaps(phases, kernels), calls, min_ns)
     return grid, costly, sums(grid, costly, "cost_ns")
@@ -157,7 +167,7 @@ def _written(operator: str, call: str) -> str:
 
 
 def _times(count: float) -> str:
-    return f"{count:.3g} times" if round(count, 2) != 1 else "once"
+    return text("{count:.3g} times", count=count) if round(count, 2) != 1 else text("once")
 
 
 def _longest(costly: pl.DataFrame) -> tuple[Evidence, ...]:
@@ -165,7 +175,11 @@ def _longest(costly: pl.DataFrame) -> tuple[Evidence, ...]:
     rows = costly.sort("cost_ns", descending=True).unique("rank", keep="first", maintain_order=True).sort("rank")
     return tuple(
         Evidence(
-            table="kernels", rank=rank, start_ns=start, end_ns=end, note=f"costliest: {duration(cost)} after {name}"
+            table="kernels",
+            rank=rank,
+            start_ns=start,
+            end_ns=end,
+            note=text("costliest: {cost} after {name}", cost=duration(cost), name=name),
         )
         for rank, start, end, cost, name in rows.head(4)
         .select("rank", "start_ns", "next_ns", "cost_ns", "name")

@@ -25,6 +25,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid, slow_rank
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import percent
 from rankscope.analysis.timeline.readings import during
@@ -39,11 +40,11 @@ _MOSTLY = 0.5
 _FEWEST = 5  # readings of a GPU at work
 # NVML's bits: what it is, and what to do about it. The most telling first.
 _REASONS = {
-    0x40: ("thermal slowdown by the hardware", "look at its cooling"),
-    0x80: ("power brake", "look at the node's power supply and cabling"),
-    0x20: ("thermal slowdown by the driver", "look at its cooling"),
-    0x08: ("slowdown by the hardware", "look at its cooling and the node's power supply"),
-    0x04: ("power cap", "compare its power limit with the others' (nvidia-smi -q -d POWER)"),
+    0x40: (text("thermal slowdown by the hardware"), text("look at its cooling")),
+    0x80: (text("power brake"), text("look at the node's power supply and cabling")),
+    0x20: (text("thermal slowdown by the driver"), text("look at its cooling")),
+    0x08: (text("slowdown by the hardware"), text("look at its cooling and the node's power supply")),
+    0x04: (text("power cap"), text("compare its power limit with the others' (nvidia-smi -q -d POWER)")),
 }
 _NEEDED = ("sm_clock_hz", "clock_event_reasons", "busy_fraction")
 
@@ -70,7 +71,9 @@ def detect(
     try:
         slow = slow_rank.detect(breakdown, phases, steps, ranks, collectives, regions, groups)
     except NotResolvable as reason:
-        raise NotResolvable(f"{_which(throttled)}; what that costs is not known: {reason}") from None
+        raise NotResolvable(
+            text("{which}; what that costs is not known: {reason}", which=_which(throttled), reason=reason.args[0])
+        ) from None
     grid = judged_grid(breakdown, 1)
     own_ns = dict(zip(grid.ranks, grid.own.mean(axis=1), strict=True))
     found: list[Finding] = []
@@ -109,10 +112,10 @@ def _clocks(counters: pl.DataFrame, gpus: pl.DataFrame, steps: pl.DataFrame) -> 
     """
     rows = during(counters, "gpu", steps)
     if rows.is_empty():
-        raise NotResolvable("no GPU's clock was read during the judged steps")
+        raise NotResolvable(text("no GPU's clock was read during the judged steps"))
     lacking = [name for name in _NEEDED if name not in rows["name"].unique()]
     if lacking:
-        raise NotResolvable(f"the GPUs' {', '.join(lacking)} was not recorded")
+        raise NotResolvable(text("the GPUs' {counters} was not recorded", counters=", ".join(lacking)))
     readings = rows.pivot("name", index=["node", "device", "time_ns"], values="value", aggregate_function="last")
     if "sm_clock_max_hz" not in readings.columns:
         readings = readings.with_columns(sm_clock_max_hz=0.0)
@@ -125,7 +128,7 @@ def _clocks(counters: pl.DataFrame, gpus: pl.DataFrame, steps: pl.DataFrame) -> 
         pl.col("sm_clock_hz").mean().alias("clock_hz"), pl.col("sm_clock_max_hz").max().alias("kind")
     )
     if len(means) < 2:
-        raise NotResolvable("fewer than two GPUs were seen at work, so there is no other to compare a clock with")
+        raise NotResolvable(text("fewer than two GPUs were seen at work, so there is no other to compare a clock with"))
     others = means.join(means, on="kind", suffix="_other").filter(pl.col("rank") != pl.col("rank_other"))
     usual = others.group_by("rank").agg(pl.col("clock_hz_other").median().alias("usual_hz"))
     slowed = (pl.col("bits") & sum(_REASONS)) != 0
@@ -145,8 +148,18 @@ def _clocks(counters: pl.DataFrame, gpus: pl.DataFrame, steps: pl.DataFrame) -> 
 def _which(throttled: pl.DataFrame) -> str:
     """`gpu3 of node 1 runs at 1.10 GHz, the others at 1.75: power cap`, of the one that is lowest."""
     row = throttled.sort(pl.col("clock_hz") / pl.col("usual_hz"), "rank").row(0, named=True)
-    clocks = f"{row['clock_hz'] / 1e9:.2f} GHz, the others at {row['usual_hz'] / 1e9:.2f}"
-    return f"{row['device']} of node {row['node']} runs at {clocks}: {_reason(throttled)[0]}"
+    clocks = text(
+        "{clock:.2f} GHz, the others at {usual:.2f}",
+        clock=row["clock_hz"] / 1e9,
+        usual=row["usual_hz"] / 1e9,
+    )
+    return text(
+        "{device} of node {node} runs at {clocks}: {reason}",
+        device=row["device"],
+        node=row["node"],
+        clocks=clocks,
+        reason=_reason(throttled)[0],
+    )
 
 
 def _reason(throttled: pl.DataFrame) -> tuple[str, str]:
@@ -158,14 +171,25 @@ def _finding(slow: Finding, throttled: pl.DataFrame, share: float) -> Finding:
     reason, remedy = _reason(throttled)
     ratio = float((throttled["clock_hz"] / throttled["usual_hz"]).to_numpy().mean())
     whose = (
-        f"The GPU of {named('rank', slow.ranks)}"
+        text("The GPU of {ranks}", ranks=named("rank", slow.ranks))
         if len(slow.ranks) == 1
-        else f"The GPUs of {named('rank', slow.ranks)}"
+        else text("The GPUs of {ranks}", ranks=named("rank", slow.ranks))
     )
-    verb = "is" if len(slow.ranks) == 1 else "are"
-    where = ", ".join(f"{device} of node {node}" for node, device in throttled.select("node", "device").iter_rows())
+    where = joined(
+        ", ",
+        (
+            text("{device} of node {node}", device=device, node=node)
+            for node, device in throttled.select("node", "device").iter_rows()
+        ),
+    )
     evidence = tuple(
-        Evidence(table="counters", node=node, start_ns=first, end_ns=last, note=f"{device}: {clock / 1e9:.2f} GHz")
+        Evidence(
+            table="counters",
+            node=node,
+            start_ns=first,
+            end_ns=last,
+            note=text("{device}: {clock:.2f} GHz", device=device, clock=clock / 1e9),
+        )
         for node, first, last, device, clock in throttled.head(4)
         .select("node", "first_ns", "last_ns", "device", "clock_hz")
         .iter_rows()
@@ -174,9 +198,19 @@ def _finding(slow: Finding, throttled: pl.DataFrame, share: float) -> Finding:
         slow,
         share,
         detector="throttling",
-        title=f"{whose} {verb} throttled to {percent(ratio)} of the others' clock ({reason}), which makes "
-        f"{'it' if len(slow.ranks) == 1 else 'them'} slow",
+        title=text(
+            "{whose} {en_is} throttled to {ratio} of the others' clock ({reason}), which makes {en_it} slow",
+            whose=whose,
+            en_is="is" if len(slow.ranks) == 1 else "are",
+            ratio=percent(ratio),
+            reason=reason,
+            en_it="it" if len(slow.ranks) == 1 else "them",
+        ),
         where=where,
-        advice=f"{_which(throttled)}; {remedy}. Until then leave it out of the job: all ranks run at its pace.",
+        advice=text(
+            "{which}; {remedy}. Until then leave it out of the job: all ranks run at its pace.",
+            which=_which(throttled),
+            remedy=remedy,
+        ),
         evidence=evidence,
     )

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, price
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import OWN, Estimate, Floats, StepGrid, estimate
 from rankscope.analysis.timeline.trend import follows_line, longest_stretch, rank_sum_z
@@ -62,15 +63,25 @@ def detect(
     over = estimate(lengths[inside] - usual)
     slow_steps = tuple(np.array(grid.steps)[inside].tolist())
     begins, ends = slow_steps[0], slow_steps[-1]
-    until = "" if ends == grid.steps[-1] else f" to {ends}"
+    until = "" if ends == grid.steps[-1] else text(" to {ends}", ends=ends)
     return [
         Finding(
             detector="uniform_slowdown",
-            title=f"Steps from {begins}{until} take {duration(slow - usual)} ({percent(slow / usual - 1)}) longer than "
-            f"the others, on all ranks alike; what grew is {where}",
+            title=text(
+                "Steps from {begins}{until} take {time} ({share}) longer than the others, on all ranks "
+                "alike; what grew is {where}",
+                begins=begins,
+                until=until,
+                time=duration(slow - usual),
+                share=percent(slow / usual - 1),
+                where=where,
+            ),
             where=where,
-            advice=f"See what changed at step {begins}: clocks and power, other jobs on hosts and network, memory; "
-            "compare the nodes' counters before and after.",
+            advice=text(
+                "See what changed at step {begins}: clocks and power, other jobs on hosts and network, "
+                "memory; compare the nodes' counters before and after.",
+                begins=begins,
+            ),
             steps=slow_steps,
             evidence=_first_slow_step(steps, grid, begins),
             **price(grid, Estimate((slow - usual) * share, over.half_width_ns * share), (slow - usual) * share),
@@ -97,6 +108,12 @@ def _growth(values: Floats, inside: NDArray[np.bool_]) -> float:
 def _first_slow_step(steps: pl.DataFrame, grid: StepGrid, step: int) -> tuple[Evidence, ...]:
     rows = steps.filter(pl.col("rank") == grid.ranks[0], pl.col("step") == step)
     return tuple(
-        Evidence(table="steps", rank=grid.ranks[0], start_ns=start, end_ns=end, note=f"step {step}: the first slow one")
+        Evidence(
+            table="steps",
+            rank=grid.ranks[0],
+            start_ns=start,
+            end_ns=end,
+            note=text("step {step}: the first slow one", step=step),
+        )
         for start, end in rows.select("start_ns", "end_ns").iter_rows()
     )

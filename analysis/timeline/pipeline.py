@@ -12,6 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Pipeline
+from rankscope.analysis.language import joined, text
 from rankscope.analysis.timeline.replay import Floats, Group, NotReplayable, Plan, plan, replay, transfers
 from rankscope.analysis.timeline.steps import STEP_COLUMNS
 
@@ -55,10 +56,10 @@ _TAIL = ("gc", "layernorm-grads-all-reduce", _EMBEDDING, _SCATTER, _CLIP, "optim
 _KNOWN = (FORWARD, BACKWARD, *_PEER, _GATHER, *_TAIL)
 # What can keep the busiest stage idle for longer than the schedule must, in the order in which it is taken away.
 # Transfers as quick as between the quickest pair of stages are "transfers": no schedule does without them.
-TRANSFERS = "transfers"
+TRANSFERS = text("transfers")
 EXCESS = (
-    *("waiting for what is not recorded", "late transfers", TRANSFERS),
-    *("microbatches of unequal length", "stages of unequal length"),
+    *(text("waiting for what is not recorded"), text("late transfers"), TRANSFERS),
+    *(text("microbatches of unequal length"), text("stages of unequal length")),
 )
 _WORTH_SAYING = 0.001
 _COMPUTES = (FORWARD, BACKWARD, "gc", "optimizer")
@@ -395,13 +396,30 @@ def _explanation(
     """What the bubble is made of, in a sentence or two."""
     share = bubble[busiest]
     others = sum(idle for stage, idle in bubble.items() if stage != busiest) / (len(bubble) - 1)
-    more = f"the others idle {_tenths(others)}, since stage {busiest} has the most work"
+    more = text(
+        "the others idle {others}, since stage {stage} has the most work", others=_tenths(others), stage=busiest
+    )
     if theory is None:
-        return f"The schedule is neither 1F1B nor GPipe. Stage {busiest} idles {_tenths(share)}; {more}."
-    against = f"Stage {busiest} idles {_tenths(share)} where {name} needs {_tenths(theory)}"
-    causes = [f"{cause} {100 * part:+.1f} points" for cause, part in excess.items() if abs(part) >= _WORTH_SAYING]
-    made_of = f" ({', '.join(causes)})" if causes else ""
-    return f"{against}{made_of}; {more}."
+        return text(
+            "The schedule is neither 1F1B nor GPipe. Stage {stage} idles {share}; {more}.",
+            stage=busiest,
+            share=_tenths(share),
+            more=more,
+        )
+    causes = [
+        text("{cause} {points:+.1f} points", cause=cause, points=100 * part)
+        for cause, part in excess.items()
+        if abs(part) >= _WORTH_SAYING
+    ]
+    return text(
+        "Stage {stage} idles {share} where {schedule} needs {needed}{made_of}; {more}.",
+        stage=busiest,
+        share=_tenths(share),
+        schedule=name,
+        needed=_tenths(theory),
+        made_of=text(" ({causes})", causes=joined(", ", causes)) if causes else "",
+        more=more,
+    )
 
 
 def _tenths(fraction: float) -> str:
