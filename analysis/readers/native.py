@@ -16,6 +16,7 @@ from rankscope.analysis.finding import Gap
 from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
 from rankscope.collectors.schema import (
+    DEVICE_MARKS,
     DEVICE_WORK,
     DTYPES,
     NCCL_ALGORITHMS,
@@ -42,6 +43,7 @@ _CODES = {
     "event": (NCCL_EVENTS, "unknown"),
     "algorithm": (NCCL_ALGORITHMS, "unknown"),
     "protocol": (NCCL_PROTOCOLS, "unknown"),
+    "mark": (DEVICE_MARKS, "unknown"),
 }
 _ENDS_LATER = "completions"
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables

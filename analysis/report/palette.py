@@ -34,6 +34,7 @@ LIGHT = {
     "compile": "#4b3fa0",
     "checkpoint": "#999933",
     "other": "#8a929c",
+    "mixed": "#bbcc33",
     "unsplit": "#f0e442",
     "transfer": "#e69f00",
     "wait": "#d55e00",

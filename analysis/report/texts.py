@@ -19,7 +19,7 @@ __all__ = [
 PART_ORDER = (
     *("compute", "overlapped", "memory", "optimizer", "host", "input", "gc", "compile"),
     *("checkpoint", "other"),
-    *("unsplit", "transfer", "bubble", "wait"),
+    *("mixed", "unsplit", "transfer", "bubble", "wait"),
 )
 _OWN_WORK = PART_ORDER[:10]
 
@@ -66,6 +66,9 @@ _ENGLISH: dict[str, str] = {
     "part.checkpoint.means": "the main thread saves a checkpoint",
     "part.other": "other",
     "part.other.means": "none of the others",
+    "part.mixed": "compute or communication",
+    "part.mixed.short": "mixed",
+    "part.mixed.means": "a phase with communication: only a deep window tells compute, waiting and transfer apart",
     "part.unsplit": "unsplit communication",
     "part.unsplit.short": "unsplit",
     "part.unsplit.means": "stopped by communication whose peers were not recorded: waiting or transfer",

@@ -27,9 +27,9 @@ __all__ = [
     "phases",
 ]
 
-# A rank without device rows has no `memory` and no `host`, one with them no `optimizer`.
+# A rank without device rows has no `memory` and no `host`, one with them no `optimizer`; `mixed` is for marks alone.
 PARTS = (
-    *("compute", "overlapped", "memory", "wait", "bubble", "transfer", "unsplit"),
+    *("compute", "overlapped", "memory", "wait", "bubble", "transfer", "unsplit", "mixed"),
     *("input", "gc", "compile", "checkpoint", "host", "optimizer", "other"),
 )
 

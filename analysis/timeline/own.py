@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 __all__ = [
     "BLOCKED",
+    "MAYBE_BLOCKED",
+    "MIXED",
     "OWN",
     "Estimate",
     "StepGrid",
@@ -33,6 +35,8 @@ __all__ = [
 
 OWN = ("compute", "overlapped", "memory", "host", "optimizer", "other")
 BLOCKED = ("wait", "bubble", "transfer", "unsplit")
+MIXED = "mixed"  # computing, waiting or transferring: what a device's marks do not tell apart
+MAYBE_BLOCKED = (*BLOCKED, MIXED)
 _APART = ("input", "gc", "compile", "checkpoint")
 
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
@@ -80,6 +84,10 @@ class StepGrid:
     @property
     def blocked(self) -> Floats:
         return self.of(*BLOCKED)
+
+    @property
+    def maybe_blocked(self) -> Floats:
+        return self.of(*MAYBE_BLOCKED)
 
 
 def step_grid(breakdown: pl.DataFrame) -> StepGrid:

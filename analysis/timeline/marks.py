@@ -1,0 +1,302 @@
+"""What CUDA events tell of the devices: where steps end, how long phases take, how far the host is ahead.
+
+Five marks a step say nothing of single kernels: what that leaves open is a part of its own, or a bound. The meaning of
+each quantity is defined in docs/definitions.md, "On a device, by marks".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.finding import Gap
+from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.breakdown import (
+    AFTER_BACKWARD,
+    FORWARD,
+    PARTS,
+    PHASE_COLUMNS,
+    Grid,
+    Spans,
+    as_phases,
+    joined,
+)
+from rankscope.analysis.timeline.device import by_rank
+from rankscope.analysis.timeline.own import MIXED
+from rankscope.analysis.timeline.steps import MARKERS
+
+__all__ = ["EMPTY_NS", "MARK_COLUMNS", "by_marks", "mark_phases", "marked_steps"]
+
+EMPTY_NS = 50_000  # a device comes to a mark so soon only where it had nothing else to do: launching takes some 10 µs
+
+MARK_COLUMNS = {
+    **dict.fromkeys(("rank", "step"), pl.Int32),
+    **dict.fromkeys(("mark", "phase", "part"), pl.String),
+    **dict.fromkeys(("host_begin_ns", "recorded_ns", "begin_ns", "device_ns"), pl.Int64),
+    **dict.fromkeys(("ahead_ns", "idle_ns", "communication_ns", "clock_error_ns"), pl.Int64),
+}
+
+_AFTER_OPTIMIZER, _NOT_SEEN = "after the optimizer", "marks not seen"
+_PHASES = {  # what a mark closes
+    "backward_start": (FORWARD, "compute"),
+    "backward_end": ("backward", "compute"),
+    "optimizer_start": (AFTER_BACKWARD, "other"),
+    "optimizer_end": ("optimizer", "optimizer"),
+    "step_end": (_AFTER_OPTIMIZER, "other"),
+}
+_TRUSTED = 0.1  # a clock's error that is at most this share of what is judged does not matter
+_BESIDE_NS = 10_000_000  # so far apart are at most the end of a host's step and the mark that it enqueued there
+_MOST = 0.5  # share of a rank's steps that must have ended on its device, or the hosts' steps are taken
+_LITTLE = 0.01  # share of a phase: if all its communication together takes no longer, it is not told apart
+_MAIN_THREAD = 0
+_STOPS = ("checkpoint", "compile", "input", "gc")  # what stops the main thread; where several are true the last counts
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def marked_steps(steps: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, list[Gap]]:
+    """The steps as the devices go through them, the marks in order, and what is to be said of either.
+
+    A step ends when the device comes to the mark that the host enqueued where its own step ended; there the next one
+    begins. The first begins with the host's. Steps whose end was not seen are left out, and those that follow them.
+    `marks` (the table `device_marks`) serve if on every rank that has steps most of these have an end, by a clock whose
+    error is at most a tenth of the median step; if not, the hosts' steps stay, and there are no marks. Those of one
+    stream come in order: a device's time before that of an earlier mark is moved there.
+    """
+    marks = marks.sort("rank", "recorded_ns", maintain_order=True)
+    marks = marks.with_columns(pl.col("device_ns").cum_max().over("rank"))  # nulls stay
+    if marks["device_ns"].null_count() == len(marks) or steps.is_empty():
+        return steps, marks.clear(), []
+    ended = _with_device_ends(steps, marks)
+    why = _useless(ended, marks)
+    if why:
+        why += ": its marks are not used, and steps are those of the hosts"
+        return steps, marks.clear(), [Gap(table="device_marks", rank=None, node=None, count=None, why=why)]
+    follows = (pl.col("step") == pl.col("step").shift(1).over("rank") + 1).fill_null(value=False)
+    is_first = pl.int_range(pl.len()).over("rank") == 0
+    begin = pl.when(is_first).then("start_ns").when(follows).then(pl.col("_done").shift(1).over("rank"))
+    moved = ended.with_columns(begin.alias("start_ns"), pl.col("_done").alias("end_ns"))
+    whole = moved.filter(pl.col("start_ns") < pl.col("end_ns")).select(steps.columns)
+    lost = len(steps) - len(whole)
+    said = f"{counted(lost, 'step')} of single ranks left out, whose begin or end on the device was not seen"
+    return whole, marks, [Gap(table="device_marks", rank=None, node=None, count=lost, why=said)] if lost else []
+
+
+def _useless(ended: pl.DataFrame, marks: pl.DataFrame) -> str:
+    """Why marks tell nothing of these steps, as the begin of a sentence; empty if they do."""
+    seen = ended.group_by("rank").agg(pl.col("_done").is_not_null().mean().alias("seen"))
+    lacking = seen.filter(pl.col("seen") < _MOST)["rank"].sort().to_list()
+    if lacking:
+        return f"the device was not seen at the end of most steps of {named('rank', lacking)}"
+    errors = marks.drop_nulls("device_ns").group_by("rank").agg(pl.col("clock_error_ns").median())
+    length = (pl.col("end_ns") - pl.col("start_ns")).median().alias("step_ns")
+    clocks = ended.group_by("rank").agg(length).join(errors, on="rank").sort("rank")
+    vague = clocks.filter(~(pl.col("clock_error_ns") <= _TRUSTED * pl.col("step_ns")).fill_null(value=False))
+    if vague.is_empty():
+        return ""
+    worst = max(vague["clock_error_ns"].drop_nulls().to_list(), default=None)
+    how = "not known" if worst is None else f"only known to {duration(worst)}"
+    return f"the clock of the device of {named('rank', vague['rank'].to_list())} is {how}"
+
+
+def _with_device_ends(steps: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
+    """The steps, by rank and time, with `_done`: when the device came to the mark beside the end of each, else null."""
+    closing = pl.when(pl.col("source") == MARKERS).then(pl.lit("step_end")).otherwise(pl.lit("optimizer_end"))
+    ends = marks.select("rank", "mark", pl.col("recorded_ns").alias("_at"), pl.col("device_ns").alias("_done"))
+    joined_ends = steps.with_columns(closing.alias("mark"), pl.col("end_ns").alias("_at")).sort("_at")
+    return (
+        joined_ends.join_asof(
+            ends.sort("_at"),
+            on="_at",
+            by=["rank", "mark"],
+            strategy="nearest",
+            tolerance=_BESIDE_NS,
+            check_sortedness=False,
+        )
+        .drop("_at", "mark")
+        .sort("rank", "step")
+    )
+
+
+def by_marks(
+    marks: pl.DataFrame,
+    steps: pl.DataFrame,
+    hosts: pl.DataFrame,
+    regions: pl.DataFrame,
+    collectives: pl.DataFrame,
+) -> pl.DataFrame:
+    """The phases that marks close in `steps` (the devices'), by rank and time, with the columns of MARK_COLUMNS.
+
+    On the device a phase lasts from `begin_ns` to `device_ns`, where the mark before and this one lie; the host
+    enqueued the two at `host_begin_ns` and `recorded_ns`.
+    `ahead_ns`: how far the host was ahead at the end, the depth of its queue.
+    `idle_ns`: what the device stood idle at most. It had work until it came to the mark before, and had all of its work
+    when the host had enqueued this one.
+    `communication_ns`: the `duration_ns` of the operations that the host enqueued meanwhile, with waiting, whatever hid
+    it; null where that is not known.
+    `part`: the phase's own, or mixed where any rank communicates in that phase of the step for more than 1 % of it, or
+    for nobody knows how long. `hosts` are the hosts' steps.
+    """
+    index = pl.int_range(pl.len()).over("rank")
+    begun = hosts.group_by("rank").agg(pl.col("start_ns").min().alias("_begun"))
+    seen = (
+        marks.with_columns(index.alias("_index")).drop_nulls("device_ns").join(begun, on="rank", maintain_order="left")
+    )
+
+    def before(column: str) -> pl.Expr:
+        return pl.col(column).shift(1).over("rank").fill_null(pl.col("_begun"))
+
+    lost = pl.col("_index") - pl.col("_index").shift(1).over("rank").fill_null(-1) > 1
+    of_mark = pl.DataFrame([(m, *of) for m, of in _PHASES.items()], ["mark", "phase", "part"], orient="row")
+    spans = steps.select("rank", "step", pl.col("start_ns").alias("_start"), pl.col("end_ns").alias("device_ns"))
+    named_phases = seen.join(of_mark, on="mark", how="left", maintain_order="left").with_columns(
+        before("device_ns").alias("begin_ns"),
+        before("recorded_ns").alias("host_begin_ns"),
+        pl.when(lost).then(pl.lit(_NOT_SEEN)).otherwise("phase").alias("phase"),
+        pl.when(lost).then(pl.lit("other")).otherwise("part").alias("part"),
+    )
+    return (
+        named_phases.sort("device_ns", maintain_order=True)
+        .join_asof(spans.sort("device_ns"), on="device_ns", by="rank", strategy="forward", check_sortedness=False)
+        .filter(pl.col("device_ns") > pl.col("_start"))
+        .with_columns(pl.max_horizontal("begin_ns", "_start").alias("begin_ns"))
+        .sort("rank", "_index")
+        .pipe(_with_communication, regions, collectives)
+        .with_columns(
+            ahead_ns=(pl.col("device_ns") - pl.col("recorded_ns")).clip(lower_bound=0),
+            idle_ns=(pl.min_horizontal("recorded_ns", "device_ns") - pl.col("begin_ns")).clip(lower_bound=0),
+        )
+        .select(pl.col(c).cast(t) for c, t in MARK_COLUMNS.items())
+    )
+
+
+def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """The phases with `communication_ns`, and with `part` mixed where they communicate."""
+    took = (
+        pl.col("duration_ns") if "duration_ns" in collectives.columns else pl.lit(None, pl.Int64).alias("duration_ns")
+    )
+    calls = collectives.select("rank", pl.col("start_ns").alias("at"), took, is_call=True)
+    waits = regions.filter(pl.col("kind") == "wait", pl.col("thread") == _MAIN_THREAD)
+    rows = pl.concat(
+        [calls, waits.select("rank", pl.col("start_ns").alias("at"), duration_ns=0, is_call=False)],
+        how="vertical_relaxed",
+    )
+    begins = phases.select("rank", "_index", pl.col("host_begin_ns").alias("at"), "recorded_ns").sort("at")
+    is_call = pl.col("is_call")
+    # More waits than calls: what is waited for was enqueued in an earlier phase, and nobody knows how much is left.
+    untimed = pl.col("duration_ns").has_nulls() | (is_call.sum() < (~is_call).sum())
+    inside = (
+        rows.sort("at")
+        .join_asof(begins, on="at", by="rank", check_sortedness=False)
+        .filter(pl.col("at") < pl.col("recorded_ns"))
+        .group_by("rank", "_index")
+        .agg(pl.when(~untimed).then(pl.col("duration_ns").sum()).alias("communication_ns"), _calls=pl.len())
+    )
+    length = pl.col("device_ns") - pl.col("begin_ns")
+    much = pl.col("_calls").is_not_null() & ~(pl.col("communication_ns") <= _LITTLE * length).fill_null(value=False)
+    nth = pl.int_range(pl.len()).over("rank", "step", "phase")  # gradients may be accumulated over several backwards
+    return (
+        phases.join(inside, on=["rank", "_index"], how="left", maintain_order="left")
+        .with_columns(nth.alias("_nth"), much.alias("_much"))
+        .with_columns(
+            pl.when(pl.col("_much").any().over("step", "phase", "_nth"))
+            .then(pl.lit(MIXED))
+            .otherwise("part")
+            .alias("part"),
+            pl.when(pl.col("_calls").is_not_null()).then("communication_ns").otherwise(0).alias("communication_ns"),
+        )
+    )
+
+
+def mark_phases(marks: pl.DataFrame, steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
+    """The devices' time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
+
+    The rows of a step cover it without gap or overlap: each phase of `marks` (as `by_marks` has them) has its part and
+    is the label, but for the time in which the host's main thread was stopped (gc, input, compile, checkpoint) and the
+    device had run dry, see `_dry`.
+    """
+    stops = regions.filter(
+        pl.col("kind").is_in(_STOPS), pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns")
+    ).sort("rank", "start_ns", "end_ns", descending=[False, False, True])
+    labels = sorted({*PARTS, *marks["phase"].unique(), *stops["name"].unique()})
+    code = {label: number for number, label in enumerate(labels)}
+    of_stops, none = dict(by_rank(stops)), stops.clear()
+    of_steps = dict(by_rank(steps.sort("rank", "start_ns")))
+    frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
+    for rank, of_rank in by_rank(marks):
+        frames.append(as_phases(rank, _cut(of_rank, of_steps[rank], of_stops.get(rank, none), code), labels))
+    return pl.concat(frames)
+
+
+def _cut(
+    marks: pl.DataFrame, steps: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """step, position in PARTS, label, start and end of each phase of one rank."""
+    begin, end = marks["begin_ns"].to_numpy(), marks["device_ns"].to_numpy()
+    dry, dry_part = _dry(marks, stops, code)
+    grid = Grid([begin, end, dry.start, dry.end], int(steps["start_ns"][0]), int(steps["end_ns"][-1]))
+    lasts = end > begin
+    phase = np.flatnonzero(lasts)[np.searchsorted(begin[lasts], grid.start, side="right") - 1]
+    part = _codes(marks["part"], {name: number for number, name in enumerate(PARTS)})[phase]
+    label = _codes(marks["phase"], code)[phase]
+    at = np.searchsorted(dry.start, grid.start, side="right") - 1
+    is_dry = (at >= 0) & (grid.start < dry.end[at]) if len(dry.start) else np.zeros(len(at), bool)
+    part[is_dry], label[is_dry] = dry_part[at[is_dry]], dry.label[at[is_dry]]
+    step = np.searchsorted(steps["start_ns"].to_numpy(), grid.start, side="right") - 1
+    inside = grid.start < steps["end_ns"].to_numpy()[step]
+    return joined(steps["step"].to_numpy()[step], part, label, grid, inside)
+
+
+def _dry(marks: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]) -> tuple[Spans, Ints]:
+    """When one rank's device stood idle because its host was stopped; and the part that each of these is.
+
+    Taken that within a phase the host enqueues work evenly over the time in which it is not stopped, the device ran dry
+    when it had done the share that was enqueued before the stop. All the phase's work is taken to be as much as there
+    can be: what was enqueued after a stop, the device did after it. So this is the least idle time that is possible.
+    """
+    host_begin, host_end, begin, end = (
+        marks[c].to_numpy() for c in ("host_begin_ns", "recorded_ns", "begin_ns", "device_ns")
+    )
+    by_kind = [stops.filter(pl.col("kind") == kind) for kind in _STOPS]
+    spans = [
+        Spans(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy(), _codes(rows["name"], code)) for rows in by_kind
+    ]
+    edges = [host_begin, host_end, *(edge for s in spans for edge in (s.start, s.end))]
+    grid = Grid(edges, int(host_begin[0]), int(host_end[-1]))
+    part, label = np.full(len(grid.start), -1), np.zeros(len(grid.start), np.int64)
+    for kind, of_kind in zip(_STOPS, spans, strict=True):
+        where = grid.covered(of_kind)
+        part[where] = PARTS.index(kind)
+        label[where] = of_kind.innermost(grid.start[where], otherwise=0)
+    phase = np.searchsorted(host_begin, grid.start, side="right") - 1
+    at = np.flatnonzero((part >= 0) & (grid.start < host_end[phase]))
+    phase, start, stop = phase[at], grid.start[at], grid.end[at]
+    length = stop - start
+    first = np.searchsorted(phase, phase)  # of the stops of the same phase
+    so_far = np.cumsum(length) - length
+    launching = host_end - host_begin - np.bincount(phase, weights=length, minlength=len(begin))
+    enqueued = (start - host_begin[phase] - (so_far - so_far[first])) / np.maximum(launching[phase], 1)
+    after = np.maximum(1 - enqueued, 0)
+    stop = np.minimum(stop, end[phase])
+    work = (end - begin).astype(np.float64)
+    np.minimum.at(work, phase[after > 0], (end[phase] - stop)[after > 0] / after[after > 0])
+    dry = begin[phase] + enqueued * work[phase]  # had the device not stood idle before
+    idle = np.zeros(len(begin))
+    begins = stop.astype(np.float64)
+    nth = np.arange(len(at)) - first
+    for n in range(int(nth.max(initial=-1)) + 1):
+        these = nth == n
+        of = phase[these]
+        begins[these] = np.minimum(np.maximum(start[these], dry[these] + idle[of]), stop[these])
+        idle[of] += stop[these] - begins[these]
+    begins = np.ceil(begins).astype(np.int64)
+    known = stop - begins > marks["clock_error_ns"].fill_null(0).to_numpy()[phase] / _TRUSTED
+    return Spans(begins[known], stop[known], label[at][known]), part[at][known]
+
+
+def _codes(values: pl.Series, code: dict[str, int]) -> Ints:
+    codes: Ints = values.replace_strict(code, return_dtype=pl.Int64).to_numpy()
+    return codes
