@@ -159,6 +159,15 @@ def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:
     if RecordType.MEMORY in by_type:
         memory = by_type[RecordType.MEMORY]
         tables["memory"] = {"time_ns": memory["q0"], "name_id": memory["c"], "value": memory["q1"]}
+    if RecordType.MARK in by_type:
+        marks = by_type[RecordType.MARK]
+        tables["device_marks"] = {
+            "recorded_ns": marks["q0"],
+            "device_ns": np.ma.masked_equal(marks["q1"], 0),
+            "clock_error_ns": np.ma.masked_less(marks["q2"], 0),
+            "mark": marks["a"],
+            "device": marks["c"].astype(np.int32),
+        }
     if RecordType.NCCL_CALL in by_type:
         tables["nccl_calls"] = _nccl_calls(by_type[RecordType.NCCL_CALL])
     if by_type.keys() & {*_NCCL_WAITS, RecordType.NCCL_SPAN}:

@@ -26,7 +26,7 @@ from typing import Any
 from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.imports import after_import
 from rankscope.collectors.ring import Ring
-from rankscope.collectors.schema import REGION_KINDS, RecordType
+from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS, RecordType
 
 __all__ = ["Emit", "annotate", "on_group", "step"]
 
@@ -35,6 +35,7 @@ _TICK_NS = 1_000_000_000
 _PACKET_BYTES = 128 * 1024
 _STORE_KEY = "rankscope/agent"
 _USER = REGION_KINDS.index("user")
+_STEP_END = DEVICE_MARKS.index("step_end")
 _KINDS_BY_NAME = {kind: REGION_KINDS.index(kind) for kind in ("input", "checkpoint")}
 
 clock = time.perf_counter_ns
@@ -47,6 +48,7 @@ class Emit:
         self.live = True
         self.ring = ring
         self.region = ring.region
+        self.mark: Callable[[int], None] = lambda _: None  # `device_events` puts its own here: position in DEVICE_MARKS
         self.groups: dict[str, Group] = {}
         self.pending: set[int] = set()  # collectives whose completion torch will report to a callback of ours
         self._channel = channel
@@ -98,19 +100,27 @@ class Emit:
 
         return guarded
 
-    def around(self, collector: str, owner: Any, attribute: str, record: Callable[..., None]) -> Callable[[], None]:  # noqa: ANN401
-        """Replace `owner.attribute` by itself plus `record(start_ns, end_ns, args)`; return what undoes it.
+    def around(
+        self,
+        collector: str,
+        owner: Any,  # noqa: ANN401
+        attribute: str,
+        record: Callable[..., None],
+        before: Callable[[], None] = lambda: None,
+    ) -> Callable[[], None]:
+        """Replace `owner.attribute` by `before()`, itself and `record(start_ns, end_ns, args)`; return what undoes it.
 
         Once undone, a wrapper that somebody else has wrapped in turn only passes calls on.
         """
         original = owner.__dict__[attribute]
-        record = self.guard(collector, record)
+        record, before = self.guard(collector, record), self.guard(collector, before)
         active = True
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if not (active and self.live):
                 return original(*args, **kwargs)
             start = clock()
+            before()
             try:
                 return original(*args, **kwargs)
             finally:
@@ -405,6 +415,7 @@ def step() -> None:
     """Say that a training step ends here. Does nothing where rankscope does not record."""
     if _session is not None and _session.emit.live:
         now = clock()
+        _session.emit.mark(_STEP_END)
         _session.emit.ring.write(RecordType.STEP, 0, 0, 0, now, threading.get_ident(), 0, 0, 0)
         _session.emit.stepped(now, None)
         _session.emit.tick(now)

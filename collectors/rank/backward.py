@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rankscope.collectors.schema import REGION_KINDS
+from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 tables = ("regions",)
 
 _BACKWARD = REGION_KINDS.index("backward")
+_MARKS = DEVICE_MARKS.index("backward_start"), DEVICE_MARKS.index("backward_end")
 _undo: Callable[[], None] | None = None
 
 
@@ -22,9 +23,13 @@ def start(emit: Emit) -> None:
     name_id = emit.name("backward")
 
     def record(start_ns: int, end_ns: int, _: tuple[Any, ...]) -> None:
+        emit.mark(_MARKS[1])
         emit.region(_BACKWARD, name_id, start_ns, end_ns)
 
-    _undo = emit.around("backward", sys.modules["torch.autograd"], "backward", record)
+    def before() -> None:
+        emit.mark(_MARKS[0])
+
+    _undo = emit.around("backward", sys.modules["torch.autograd"], "backward", record, before)
 
 
 def stop() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from rankscope.collectors.schema import REGION_KINDS
+from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 tables = ("regions", "memory")
 
 _OPTIMIZER = REGION_KINDS.index("optimizer")
+_MARKS = DEVICE_MARKS.index("optimizer_start"), DEVICE_MARKS.index("optimizer_end")
 _removes: list[Callable[[], None]] = []
 
 clock = time.perf_counter_ns
@@ -33,6 +34,7 @@ def start(emit: Emit) -> None:
     def before(optimizer: Any, *_: Any) -> None:  # noqa: ANN401
         if emit.live:
             started[optimizer] = clock()
+            emit.mark(_MARKS[0])
 
     def after(optimizer: Any, *_: Any) -> None:  # noqa: ANN401
         start_ns = started.pop(optimizer, None)
@@ -42,6 +44,7 @@ def start(emit: Emit) -> None:
         if name_id is None:
             name_id = names[optimizer] = emit.name(f"{type(optimizer).__name__}#{len(names)}")
         end_ns = clock()
+        emit.mark(_MARKS[1])
         emit.region(_OPTIMIZER, name_id, start_ns, end_ns)
         emit.stepped(end_ns, name_id)
         emit.tick(end_ns)

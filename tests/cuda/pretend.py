@@ -1,0 +1,33 @@
+"""Makes torch take `driver.c` for CUDA in use: what a build with CUDA would say of it."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("driver.c")
+
+
+def build(folder: Path) -> Path:
+    """Compile the driver under the name that the real one has. Raises OSError or CalledProcessError."""
+    path = folder / "libcuda.so.1"
+    flags = ["-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["cc", *flags, str(SOURCE), "-o", str(path)], check=True)
+    return path
+
+
+def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctypes.CDLL:
+    """Load the driver and let torch seem to use it; `current_device` on what is returned can be set."""
+    import torch
+
+    driver = ctypes.CDLL(str(path))
+    driver.fake_truth.restype = ctypes.c_int64
+    driver.fake_work.argtypes = (ctypes.c_int64,)
+    driver.fake_set_up(ctypes.c_double(drift_ppm), connections)
+    driver.current_device = 0
+    torch.cuda.is_initialized = lambda: True
+    torch._C._cuda_getDevice = lambda: driver.current_device
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    torch._C._cuda_isCurrentStreamCapturing = lambda: bool(driver.fake_is_capturing())
+    return driver

@@ -1,0 +1,131 @@
+"""CUDA events without a GPU: a driver that is a queue on a clock of its own, under real jobs of real torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from rankscope.collectors.schema import DEVICE_MARKS
+
+pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build the driver with")
+
+HERE = Path(__file__).parent
+RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
+MS = 1_000_000
+STEPS = 10
+IN_A_STEP = list(DEVICE_MARKS)
+EVENTS = 1024
+
+
+@dataclass(frozen=True)
+class Job:
+    output: str
+    seconds: float
+    run: Path
+    truths: Path
+
+    def table(self, name: str, rank: int) -> pl.DataFrame:
+        return pl.concat([pl.read_ipc(part) for part in (self.run / name / f"rank={rank:05d}").glob("*.arrow")])
+
+    def marks(self, rank: int) -> pl.DataFrame:
+        """In the order in which they were put, with their names."""
+        names = pl.col("mark").replace_strict(dict(enumerate(DEVICE_MARKS)), return_dtype=pl.String)
+        return self.table("device_marks", rank).sort("recorded_ns").with_columns(names)
+
+    def steps(self, rank: int) -> pl.DataFrame:
+        """The marks beside the truth, and the step that each belongs to."""
+        marks = self.marks(rank).with_columns(true_ns=pl.Series(json.loads((self.truths / f"{rank}.json").read_text())))
+        return marks.with_columns(step=pl.int_range(pl.len()) // len(IN_A_STEP))
+
+    def gaps(self, rank: int) -> list[tuple[str, int | None]]:
+        rows = self.table("gaps", rank).filter(source="device_events")
+        return rows.select("why", "count").rows()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Job:
+    """Four ranks that differ: see `jobs/device_marks.py`."""
+    sys.path.insert(0, str(HERE / "cuda"))
+    from pretend import build
+
+    folder = tmp_path_factory.mktemp("device-marks")
+    words = [RANKSCOPE, "run", "--no-report", "--out", str(folder / "run"), "--standalone", "--nproc-per-node", "4"]
+    words += [str(HERE / "jobs/device_marks.py"), str(build(folder)), str(folder)]
+    # These two ask torch about a GPU that is not there.
+    environment = os.environ | {"RANKSCOPE_DISABLE": "device,memory"}
+    started = time.monotonic()
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return Job(done.stdout + done.stderr, time.monotonic() - started, folder / "run", folder)
+
+
+def test_every_rank_trains_to_its_end(job):
+    assert [rank for rank in range(3) if f"rank {rank} has trained" in job.output] == [0, 1, 2]
+
+
+def test_marks_say_how_long_the_device_took_for_a_phase(job):
+    """40 ms from the begin of backward to its end, and 10 ms of optimizer; a float of some ms is good to 1 µs."""
+    steps = job.steps(0)
+    assert steps["mark"].to_list()[: STEPS * len(IN_A_STEP)] == STEPS * IN_A_STEP
+    phases = steps.head(STEPS * len(IN_A_STEP)).pivot("mark", index="step", values=["device_ns", "clock_error_ns"])
+    for phase, ns in (("backward", 40 * MS), ("optimizer", 10 * MS)):
+        took = phases[f"device_ns_{phase}_end"] - phases[f"device_ns_{phase}_start"]
+        assert ((took - ns).abs() <= 2 * phases["clock_error_ns_step_end"].max()).all()
+        assert took.median() == pytest.approx(ns, rel=0.01)
+
+
+def test_marks_say_how_far_the_host_was_ahead(job):
+    """The host enqueues 70 ms of work at once and then waits: in the step in which the machine let it do so."""
+    depth = pl.col("device_ns") - pl.col("recorded_ns")
+    by_mark = job.steps(0).group_by("mark").agg(depth.max()).rows()
+    expected = {"backward_start": 20, "backward_end": 60, "optimizer_start": 60, "optimizer_end": 70, "step_end": 0}
+    assert {mark: ns / MS for mark, ns in by_mark} == {mark: pytest.approx(ms, abs=8) for mark, ms in expected.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_device_was_there_within_the_error(job, rank):
+    """Clocks that drift apart by 40 ppm; on rank 1 the clock's own events queue behind 70 ms of work."""
+    steps = job.steps(rank)
+    assert steps["device_ns"].null_count() == 0
+    assert ((steps["device_ns"] - steps["true_ns"]).abs() <= steps["clock_error_ns"]).all()
+    assert steps["clock_error_ns"].median() < (1 * MS, 5 * MS)[rank]
+    assert (steps["device_ns"] >= steps["recorded_ns"]).all()
+
+
+def test_nothing_is_marked_in_a_capture_nor_in_a_forked_child(job):
+    """The job itself asserts that the capture was not broken; after it one more step has its marks."""
+    assert job.steps(0)["mark"].to_list()[STEPS * len(IN_A_STEP) :] == IN_A_STEP
+
+
+def test_another_device_and_an_error_cost_marks_and_nothing_else(job):
+    """After 10 steps come 2 on another device, and 2 with an error that stays."""
+    assert job.steps(1).height == STEPS * len(IN_A_STEP)
+    assert job.table("steps", 1).height == 1 + STEPS + 2 + 2
+    (elsewhere, _), (failed, _) = job.gaps(1)
+    assert elsewhere == "the main thread computes on device 1: only marks of device 0, the first one used, are kept"
+    assert failed.startswith("collector switched off: RuntimeError: cuEvent")
+    assert failed.endswith(": unspecified launch failure (719)")
+
+
+def test_a_device_that_hangs_costs_marks_and_holds_up_nobody(job):
+    """1,500 marks after the hang: as many as there are events stay under way, the others are counted."""
+    marks = job.marks(2)
+    assert marks["device_ns"].is_null().sum() == marks["clock_error_ns"].is_null().sum() == EVENTS
+    ((why, count),) = job.gaps(2)
+    assert "no place for more" in why
+    assert count == 1500 - EVENTS
+
+
+def test_without_a_driver_one_line_says_so(job):
+    why = "collector switched off: RuntimeError: CUDA is in use, but this process has no driver loaded (libcuda.so.1)"
+    assert job.gaps(3) == [(why, None)]
