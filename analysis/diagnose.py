@@ -33,6 +33,7 @@ from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.costs import cost_of, money_text
 from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.report.texts import part_label
+from rankscope.analysis.timeline.arrivals import charged_to_last
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.critical_path import critical_path
 from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays, victims
@@ -179,7 +180,7 @@ def conclude(
     findings, fidelity = _with_gains(root_causes_first(_as_replayed(found, run)), run)
     costs = delays(timeline.phases, timeline.collectives)
     findings = tuple(replace(finding, stood_still=_stood_still(costs, finding)) for finding in findings)
-    caused = caused_by_rank(costs)
+    caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
     steps = _summary(timeline.steps)
     seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
@@ -201,7 +202,7 @@ def conclude(
         breakdown=_mean_parts(tables["breakdown"]),
         device=device_parts(timeline.kernels),
         waits=tuple(
-            Wait(rank=rank, waited_ns=ns, caused_ns=caused.get(rank, 0))
+            Wait(rank=rank, waited_ns=ns, caused_ns=caused.get(rank, 0) + to_last.get(rank, 0))
             for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
         ),
         blames=_blames(costs),

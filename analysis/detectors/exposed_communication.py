@@ -132,6 +132,7 @@ def _spans(
         pl.col("op").is_in(_REDUCTIONS),
         pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"),
         pl.col("wait_ns").is_not_null(),
+        pl.col("end_ns").is_not_null(),
     )
     begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))
     hidden = reductions.sort("rank", "start_ns").with_columns(

@@ -29,6 +29,12 @@ each of several steps: who is last most often need not be who costs most.
 that takes its host at least half of the loss longer than the others in each step: that time may be hidden behind
 work that was queued before. In so few steps nobody can tell whether it stays: below 10 % of the step it counts low.
 
+Where NCCL ran and no profiler, own time may not tell, and what counts is how long the others waited in the collectives
+that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all of its ranks
+are. The cost is at least the longest such wait of a step, and at most their sum: nobody saw what the others computed
+meanwhile. The lower number is reported, the title has both. If only the sum is above `min_fraction`, nothing is said
+of that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late.
+
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
 
@@ -55,12 +61,21 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, NotResolvable, peers_grid, price, visible
+from rankscope.analysis.detectors import (
+    ENOUGH_STEPS,
+    FEW_STEPS,
+    NotResolvable,
+    judged_grid,
+    peers_grid,
+    price,
+    visible,
+)
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import every_nth, named
-from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.arrivals import Arrivals, arrivals
+from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.arrivals import Arrivals, Lateness, arrivals, lateness
 from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 from rankscope.analysis.timeline.own import (
     Estimate,
@@ -84,6 +99,7 @@ _TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the
 _BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by chance
 _ALIKE = 0.5  # of the judged one's excess: who has as much counts as slow like it
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
+_LARGER_PART = 0.5
 _STRETCHES = 16  # steps from which there are four stretches of them or more
 _MIN_BURSTS = 4  # fewer are not told from chance
 _BURST_Z, _BURST_SHARE = (
@@ -141,6 +157,20 @@ class _Slow:
     last: tuple[int, int] | None = None  # how many collectives it began last, of how many; None: judged by own time
 
 
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """Ranks, several are those of a node, for which others wait: by how much at least, when, and at most per step."""
+
+    ranks: tuple[int, ...]
+    node: int | None
+    excess: Floats
+    when: Steps
+    least: Estimate
+    most_ns: float
+    last: int
+    operations: int
+
+
 def detect(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
@@ -149,13 +179,44 @@ def detect(
     collectives: pl.DataFrame | None = None,
     regions: pl.DataFrame | None = None,
     groups: pl.DataFrame | None = None,
+    proxies: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     persistence: float = 0.65,
     min_z: float = 5.0,
     min_share: float = 0.8,
 ) -> list[Finding]:
-    """Name the ranks and nodes whose own time is longer than their peers', the costliest first."""
+    """Name the ranks and nodes whose own time is longer than their peers', or who come late; the costliest first."""
+    waited_for = _waited_for(breakdown, collectives, ranks, regions)
+    try:
+        found = _by_own_time(
+            *(breakdown, phases, steps, ranks, collectives, regions, groups),
+            *(min_fraction, persistence, min_z, min_share),
+        )
+    except NotResolvable:
+        if not waited_for:
+            raise
+        found = []
+        _refuse_hidden(breakdown, waited_for, min_fraction, persistence, min_z)
+    for late in _late(breakdown, waited_for, min_fraction, persistence, min_z):
+        if not {rank for finding in found for rank in finding.ranks} & set(late.ranks):
+            found.append(_late_finding(breakdown, late, steps, proxies))
+    return sorted(found, key=lambda finding: -finding.lost_ns_per_step)
+
+
+def _by_own_time(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    steps: pl.DataFrame,
+    ranks: pl.DataFrame,
+    collectives: pl.DataFrame | None,
+    regions: pl.DataFrame | None,
+    groups: pl.DataFrame | None,
+    min_fraction: float,
+    persistence: float,
+    min_z: float,
+    min_share: float,
+) -> list[Finding]:
     grid, role, seen = _seen(breakdown, collectives, regions, groups)
     peers = _Peers(grid.own, grid.blocked, own_by_label(phases, grid), role)
     least_ns = min_fraction * grid.step_ns
@@ -175,7 +236,7 @@ def detect(
             slow = _latecomer(seen, slow, -above_peers(grid.blocked, role), by_label, min_share)
         slow = [replace(s, where=_places(s, grid, role, regions)) for s in slow]
     slow = [s for s in (*slow_nodes, *slow) if s.lost.clear and s.lost.ns >= least_ns]
-    return [_finding(grid, s, steps) for s in sorted(slow, key=lambda s: -s.lost.ns)]
+    return [_finding(grid, s, steps) for s in slow]
 
 
 def resolution_ns(
@@ -183,11 +244,34 @@ def resolution_ns(
     collectives: pl.DataFrame | None = None,
     regions: pl.DataFrame | None = None,
     groups: pl.DataFrame | None = None,
+    ranks: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     min_z: float = 5.0,
 ) -> int:
     """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
+    waited_for = _waited_for(breakdown, collectives, ranks, regions)
+    try:
+        own_ns = _resolution_of_own_time(breakdown, collectives, regions, groups, min_fraction, min_z)
+    except NotResolvable:
+        if not waited_for:
+            raise
+        own_ns = 0
+    if not waited_for:
+        return own_ns
+    grid = judged_grid(breakdown, FEW_STEPS)
+    noise_ns = max(float(_least_apart(above_peers(each.least), min_z)[1].max()) for each, _, _ in waited_for)
+    return max(own_ns, visible(grid, max(min_fraction * grid.step_ns, noise_ns)))
+
+
+def _resolution_of_own_time(
+    breakdown: pl.DataFrame,
+    collectives: pl.DataFrame | None,
+    regions: pl.DataFrame | None,
+    groups: pl.DataFrame | None,
+    min_fraction: float,
+    min_z: float,
+) -> int:
     grid, role, seen = _seen(breakdown, collectives, regions, groups)
     alone = sorted(set(breakdown["rank"]) - set(grid.ranks))
     if alone:
@@ -197,6 +281,140 @@ def resolution_ns(
     else:
         least_ns = float(_least_apart(above_peers(grid.own, role), min_z)[1].max())
     return visible(grid, max(min_fraction * grid.step_ns, least_ns))
+
+
+_Judged = tuple[Lateness, list[tuple[int, ...]], list[int | None]]  # with the ranks of each row, and its node
+
+
+def _waited_for(
+    breakdown: pl.DataFrame,
+    collectives: pl.DataFrame | None,
+    ranks: pl.DataFrame | None,
+    regions: pl.DataFrame | None,
+) -> list[_Judged]:
+    """How late nodes and ranks are, by NCCL's durations; empty where there are none."""
+    if collectives is None or "duration_ns" not in collectives.columns:
+        return []
+    grid = judged_grid(breakdown, FEW_STEPS)
+    each = lateness(collectives, grid, regions=regions)
+    if each is None:
+        return []
+    of_ranks: _Judged = (each, [(rank,) for rank in grid.ranks], [None] * len(grid.ranks))
+    node_of = {} if ranks is None else dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
+    node_of = {rank: node for rank, node in node_of.items() if rank in grid.ranks}
+    nodes = sorted(set(node_of.values()))
+    together = lateness(collectives, grid, node_of, regions) if set(node_of) == set(grid.ranks) else None
+    if len(nodes) < 2 or len(nodes) == len(node_of) or together is None:
+        return [of_ranks]
+    members = [tuple(rank for rank in grid.ranks if node_of[rank] == node) for node in nodes]
+    return [(together, members, [*nodes]), of_ranks]
+
+
+def _late(
+    breakdown: pl.DataFrame, waited_for: list[_Judged], min_fraction: float, persistence: float, min_z: float
+) -> list[_Late]:
+    """The nodes, then the other ranks, that the others wait for again and again."""
+    found: list[_Late] = []
+    for late, members, nodes in waited_for:
+        grid = judged_grid(breakdown, FEW_STEPS)
+        excess = above_peers(late.least)
+        shown = [_persistent(excess, {}, persistence, min_z), _bursts(grid, excess, persistence)]
+        for row, (_, when) in (pair for kind in shown for pair in kind.items()):
+            if {rank for other in found for rank in other.ranks} & set(members[row]):
+                continue
+            least = _mean(late.least[row], when)
+            most_ns = max(_mean(late.most[row], when).ns, least.ns)
+            if least.clear and least.ns >= min_fraction * grid.step_ns:
+                counts = int(late.last[row]), int(late.operations[row])
+                found.append(_Late(members[row], nodes[row], late.least[row], when, least, most_ns, *counts))
+    return found
+
+
+def _mean(values: Floats, when: Steps) -> Estimate:
+    return estimate(values, _TRIM) if when.all() else over_occurrences(values, when)
+
+
+def _refuse_hidden(
+    breakdown: pl.DataFrame, waited_for: list[_Judged], min_fraction: float, persistence: float, min_z: float
+) -> None:
+    """Not resolvable where others wait for a rank again and again, and only all waits together would cost much."""
+    if _late(breakdown, waited_for, min_fraction, persistence, min_z):
+        return
+    grid = judged_grid(breakdown, FEW_STEPS)
+    for late, members, _ in waited_for:
+        for row in _persistent(above_peers(late.most), {}, persistence, min_z):
+            most = estimate(late.most[row], _TRIM)
+            if most.clear and most.ns >= min_fraction * grid.step_ns:
+                raise NotResolvable(
+                    text(
+                        "{who} comes last to {last} of {operations} collectives and the others wait {least} per step "
+                        "for it, or {most} ({share} of the step) if no wait is hidden by computation, which was not "
+                        "recorded; rankscope trigger shows it",
+                        who=named("rank", members[row]),
+                        last=int(late.last[row]),
+                        operations=int(late.operations[row]),
+                        least=duration(estimate(late.least[row], _TRIM).ns),
+                        most=duration(most.ns),
+                        share=percent(most.ns / grid.step_ns),
+                    )
+                )
+
+
+def _late_finding(breakdown: pl.DataFrame, late: _Late, steps: pl.DataFrame, proxies: pl.DataFrame | None) -> Finding:
+    grid = judged_grid(breakdown, FEW_STEPS)
+    who = text("Node {node}", node=late.node) if late.node is not None else text("Rank {rank}", rank=late.ranks[0])
+    shown = tuple(np.array(grid.steps)[late.when].tolist())
+    layer = _guilty_layer(late, grid, proxies)
+    return Finding(
+        detector="slow_rank",
+        title=text(
+            "{who} is late: {layer} begins {last} of {operations} collectives last, at a cost of {cost} per step",
+            who=who,
+            layer={"GPU": text("its GPU"), "host": text("its host")}.get(layer, text("it")),
+            last=late.last,
+            operations=late.operations,
+            cost=_between(late.least.ns, late.most_ns),
+        ),
+        where={"GPU": text("before collectives, on its GPU"), "host": text("before collectives, on its host")}.get(
+            layer, text("before collectives")
+        ),
+        advice=text(
+            "See what only {ranks} does before its collectives: rankscope trigger records a few steps of it. Compare "
+            "its GPU (clocks, temperature, throttling) and its host with the others.",
+            ranks=named("rank", late.ranks),
+        ),
+        ranks=late.ranks,
+        nodes=() if late.node is None else (late.node,),
+        steps=() if late.when.all() else shown,
+        gain_why=text("what the others computed while they waited was not recorded"),
+        evidence=_typical_step(grid, late.ranks[0], late.excess, late.when, steps, text("that others waited for it")),
+        **price(grid, late.least),
+    )
+
+
+def _guilty_layer(late: _Late, grid: StepGrid, proxies: pl.DataFrame | None) -> str:
+    """What NCCL's proxies say of a late rank: "GPU", "host", or nothing.
+
+    Data had come and its GPU did not take them: its kernel began late. Else, those who send to it were not told where
+    to: it had not called NCCL. Each has to explain the larger part of the least that others waited.
+    """
+    if proxies is None or late.node is not None:
+        return ""
+    rank, least_ns = late.ranks[0], _LARGER_PART * late.least.ns * len(grid.steps)
+    of_call = ["rank", "call"]
+    received = proxies.filter(pl.col("rank") == rank, pl.col("event") == "recv")
+    sent_to = proxies.filter(pl.col("peer_rank") == rank, pl.col("event") == "send")
+    if received.group_by(of_call).agg(pl.col("gpu_wait_ns").max())["gpu_wait_ns"].sum() >= least_ns:
+        return "GPU"
+    of_sender = (
+        sent_to.group_by(of_call).agg(pl.col("peer_wait_ns").max()).group_by("rank").agg(pl.col("peer_wait_ns").sum())
+    )
+    return "host" if (of_sender["peer_wait_ns"] >= least_ns).any() else ""
+
+
+def _between(least_ns: float, most_ns: float) -> str:
+    least, most = duration(least_ns), duration(most_ns)
+    return least if least == most else text("{least} to {most}", least=least, most=most)
 
 
 def _seen(
@@ -413,6 +631,7 @@ def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
     shown = tuple(np.array(grid.steps)[slow.when].tolist())
     # Lateness is what the others would no longer wait for; the rank's own time, which a fix mends, does not show it.
     costs = price(grid, slow.lost, None if slow.last is None else slow.lost.ns)
+    how = text("longer than its peers") if slow.last is None else text("late in its collectives, added up")
     if slow.last is not None and costs["severity"] == "medium":
         costs["severity"] = "low"
     return Finding(
@@ -425,7 +644,7 @@ def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
         nodes=slow.nodes,
         steps=() if slow.when.all() else shown,
         fix=None if slow.last is not None else f"node:{slow.nodes[0]}" if slow.nodes else f"rank:{ranks[0]}",
-        evidence=_typical_step(grid, slow, steps),
+        evidence=_typical_step(grid, ranks[0], slow.excess, slow.when, steps, how),
         **costs,
     )
 
@@ -446,14 +665,15 @@ def _title(ranks: tuple[int, ...], slow: _Slow, steps: tuple[int, ...], severity
     return f"{subject} is slow: {pronoun} {how_much} than {'its' if one else 'their'} peers"
 
 
-def _typical_step(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> tuple[Evidence, ...]:
+def _typical_step(
+    grid: StepGrid, rank: int, excess: Floats, when: Steps, steps: pl.DataFrame, how: str
+) -> tuple[Evidence, ...]:
     """The step with the median excess among those where it shows."""
-    among = np.flatnonzero(slow.when)
-    column = among[np.argsort(slow.excess[among])[len(among) // 2]]
-    rank, step = grid.ranks[slow.rows[0]], grid.steps[column]
+    among = np.flatnonzero(when)
+    column = among[np.argsort(excess[among])[len(among) // 2]]
+    step = grid.steps[column]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)
-    how = "longer than its peers" if slow.last is None else "late in its collectives, added up"
-    note = f"step {step}: {duration(slow.excess[column])} {how}"
+    note = text("step {step}: {excess} {how}", step=step, excess=duration(excess[column]), how=how)
     return tuple(
         Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=note)
         for start, end in rows.select("start_ns", "end_ns").iter_rows()

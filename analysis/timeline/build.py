@@ -11,8 +11,8 @@ from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches
-from rankscope.analysis.timeline.marks import by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.matching import match_collectives
+from rankscope.analysis.timeline.nccl import with_durations
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.profiled import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.progress import last_begun_ns, last_progress
@@ -47,18 +47,18 @@ class Timeline:
     | ranks | those of the schema |
     | steps | rank, step, start_ns, end_ns, source, judged, aside (why not judged: "warm-up", "outlier", "incomplete" or
       "profiled"; else null) |
-    | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps) |
+    | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps); where NCCL
+      was recorded `duration_ns` on the device, which tells transfer and wait of an operation without an end |
     | regions | those of the schema, step (of the host) |
     | kernels | those of the schema and of `device_phases.with_launches` |
     | launches | those of the schema |
     | phases | rank, step, part, label, start_ns, end_ns, without gap or overlap: the device's time on ranks with
-      kernels or marks, the main thread's on the others |
+      kernels, the main thread's on the others |
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
     | waits | rank, waited_ns: over all matched operations; ranks that have none are not in it |
     | counters | node, time_ns, source, name, device, value |
     | memory | rank, time_ns, name, value |
     | gpus | rank, node, device: the rank's GPU, as `counters` calls it |
-    | marks | the phases that CUDA events close, as `marks.by_marks` has them; empty where they were not recorded |
     | groups | those of the schema |
     | ras | rank, communicator, operation, launched, most, state, time_ns: as `ras.late_ranks` has it |
     | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
@@ -83,7 +83,6 @@ class Timeline:
     gaps: list[Gap]
     memory: pl.DataFrame = field(default_factory=pl.DataFrame)
     gpus: pl.DataFrame = field(default_factory=pl.DataFrame)
-    marks: pl.DataFrame = field(default_factory=pl.DataFrame)
     ras: pl.DataFrame = field(default_factory=pl.DataFrame)
 
 
@@ -103,7 +102,9 @@ def build_timeline(trace: Trace) -> Timeline:
 
     regions = read("regions", "rank", "start_ns")
     groups = read("groups", "rank", "start_ns")
-    collectives = match_collectives(read("collectives", "rank", "start_ns"), groups, clocks)
+    records = read("flight_records", "rank", "start_ns")
+    called = with_durations(read("collectives", "rank", "start_ns"), groups, records)
+    collectives = match_collectives(called, groups, clocks)
     launches = read("launches", "rank", "start_ns")
     kernels = with_launches(read("kernels", "rank", "start_ns"), launches)
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives)
@@ -111,8 +112,7 @@ def build_timeline(trace: Trace) -> Timeline:
     if steps.is_empty():
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
         steps = whole_captures(*(table.filter(has_device) for table in tables))
-    regions, hosts_steps = in_steps(regions, steps), steps
-    steps, marks, of_marks = marked_steps(steps, _marks(trace, clocks))
+    regions = in_steps(regions, steps)
     steps = judge(pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)]), regions)
     steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
     ops = read("ops", "rank", "start_ns")
@@ -124,13 +124,11 @@ def build_timeline(trace: Trace) -> Timeline:
     if trace.source == "native":  # what a rank did last is all there
         progress = last_progress(collectives, regions, counters, steps, said_late=len(late) > 0)
     split = steps if "breakdown" not in trace.reader.cannot() else steps.filter(has_device)
-    marks = by_marks(marks, steps, hosts_steps, regions, collectives)
-    hosts, devices = split.filter(~has_device & marks.is_empty()), split.filter(has_device)
-    cut = pl.concat([phases(hosts, regions, collectives), device_phases(devices, kernels, regions, collectives)])
-    cut = cut if marks.is_empty() else mark_phases(marks, split, regions)
+    hosts, devices = split.filter(~has_device), split.filter(has_device)
+    timed = _on_a_clock(collectives)
+    cut = pl.concat([phases(hosts, regions, timed), device_phases(devices, kernels, regions, timed)])
     arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
-    enqueued_in = steps if marks.is_empty() else hosts_steps
-    placed = in_steps(collectives.with_columns(arrival), enqueued_in, at="_arrival_ns").drop("_arrival_ns")
+    placed = in_steps(collectives.with_columns(arrival), steps, at="_arrival_ns").drop("_arrival_ns")
     no_ops: list[Gap] = []
     if ops.is_empty():
         ops, no_ops = stage_ops(ranks, groups, regions, placed, cut, clocks)
@@ -138,8 +136,8 @@ def build_timeline(trace: Trace) -> Timeline:
         *trace.gaps(),
         *_clock_gaps(clocks),
         *_unmatched_gaps(collectives),
+        *_timing_gaps(records),
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
-        *of_marks,
         *profiled_gaps(steps),
         *incomparable,
         *_early_gaps(collectives),
@@ -163,19 +161,11 @@ def build_timeline(trace: Trace) -> Timeline:
         groups=groups,
         ops=ops,
         progress=progress,
-        marks=marks,
         clocks=clocks,
         comparable=not incomparable,
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
         gaps=gaps,
     )
-
-
-def _marks(trace: Trace, clocks: list[Clock]) -> pl.DataFrame:
-    """The table `device_marks` on the run's clock."""
-    times = {"recorded_ns": "start_ns", "device_ns": "end_ns"}
-    on_clock = trace.table("device_marks").rename(times).pipe(apply_clocks, clocks)
-    return on_clock.rename({name: column for column, name in times.items()}).collect()
 
 
 def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
@@ -188,6 +178,25 @@ def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
         trace.table(name).sort(order, maintain_order=True).collect() for name in ("collectives", "groups")
     )
     return clocks_by_causality(match_collectives(collectives, groups, clocks=()), clocks)
+
+
+def _on_a_clock(collectives: pl.DataFrame) -> pl.DataFrame:
+    """The rows without the waits of which only the length is known: nobody saw when they were."""
+    if "duration_ns" not in collectives.columns:
+        return collectives
+    return collectives.with_columns(pl.when(pl.col("end_ns").is_not_null()).then("wait_ns").alias("wait_ns"))
+
+
+def _timing_gaps(records: pl.DataFrame) -> list[Gap]:
+    """Said where torch's Flight Recorder has operations and not how long they took."""
+    if records.is_empty() or records["duration_ns"].is_not_null().any():
+        return []
+    why = (
+        "torch's Flight Recorder has no durations, so it is not known which rank comes late and how fast transfers "
+        "are; TORCH_NCCL_ENABLE_TIMING=1 gives them (with CUDA_DEVICE_MAX_CONNECTIONS=1 communication then overlaps "
+        "less: for a short run only), or rankscope trigger for a few steps"
+    )
+    return [Gap(table="flight_records", rank=None, node=None, count=len(records), why=why)]
 
 
 def _early_gaps(collectives: pl.DataFrame) -> list[Gap]:

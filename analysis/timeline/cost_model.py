@@ -157,7 +157,8 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
     One row per operation: instance_id, group_id, group, group_size, op, step, size_bytes, `ns`, and `alone`: no
     earlier operation of the group was under way on any of its ranks. `ns` begins when the last rank has arrived and the
     group's earlier operations have ended; of those that are not alone it can be too short, where a backend runs several
-    at once. Operations with a root are left out: what their ranks spend in them tells no transfer.
+    at once. Operations with a root are left out: what their ranks spend in them tells no transfer. Where only the
+    durations on the device are known, `ns` is the least of them, which begins when the stream reaches the operation.
     """
     arrival = pl.coalesce("device_start_ns", "start_ns")
     by_group = ["rank", "group_id"]
@@ -175,8 +176,8 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
         .agg(
             pl.col("group_id", "group", "group_size", "op", "step").first(),
             pl.col("size_bytes").max(),
-            ns=(pl.col("end_ns") - pl.max_horizontal("begin_ns", "free_ns")).min().clip(0),
-            alone=(pl.col("free_ns") <= pl.col("begin_ns")).all(),
+            ns=pl.coalesce(pl.col("end_ns") - pl.max_horizontal("begin_ns", "free_ns"), "transfer_ns").min().clip(0),
+            alone=((pl.col("free_ns") <= pl.col("begin_ns")) | pl.col("end_ns").is_null()).all(),
         )
         .filter(pl.col("size_bytes") > 0)
         .sort("instance_id")

@@ -199,7 +199,7 @@ class _Operations:
 
 
 def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Operations:
-    rows = collectives.filter(pl.col("instance_id").is_not_null()).select(
+    rows = collectives.filter(pl.col("instance_id").is_not_null(), pl.col("end_ns").is_not_null()).select(
         "rank", "group_id", "instance_id", "end_ns", pl.col("step").cast(pl.Int64),
         pl.coalesce("device_start_ns", "start_ns").alias("arrival_ns"),
         pl.col("wait_ns").fill_null(0).alias("waited_ns"),

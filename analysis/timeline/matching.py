@@ -72,6 +72,8 @@ def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: I
       of the group (both sides of a point-to-point) has exactly one row, with its end, and the same operation;
       `unmatched` then says why: "group unknown", "peer missing", "end missing", "operations differ".
     - `transfer_ns`: the least (end - start) over its ranks: the last arriver waits for nobody. Needs no common clock.
+      Where no rank's end was seen, the rows' `duration_ns` (a column that may be missing) are taken for (end - start),
+      if all have one; no clock tells anything of such an operation.
     - `wait_ns`: (end - start) - transfer_ns. For rooted operations at most the time until the last rank arrived,
       and null where the clocks leave that open by more than a tenth of (end - start).
       Where the device's start is known on all ranks, it is the time until the last one began there, if the clocks tell
@@ -131,6 +133,20 @@ class _Rows:
     arrival_ns: Ints
     end_ns: Ints
     by_device: Bools
+    duration_ns: Ints | None  # on the device, -1: not known; None: of no row
+
+    @property
+    def by_duration(self) -> Bools | None:
+        """Which rows have a duration and no end."""
+        return None if self.duration_ns is None else (self.end_ns == _NEVER) & (self.duration_ns >= 0)
+
+    @property
+    def own_ns(self) -> Ints:
+        """From the arrival to the end, far below 0 where that is not known."""
+        own, by_duration = self.end_ns - self.arrival_ns, self.by_duration
+        if by_duration is None or self.duration_ns is None:
+            return own
+        return np.where(by_duration, self.duration_ns, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +158,7 @@ class _Sums:
     same: Bools  # all rows have that code
     key: NDArray[np.uint64]
     by_device: Ints  # rows that began on a device
+    by_duration: Ints  # rows of which only the duration is known
     first_ns: Ints
     last_ns: Ints
     sent_ns: Ints
@@ -333,13 +350,15 @@ def _chunks(frame: pl.DataFrame, op: NDArray[np.uint8], slot: NDArray[np.uint32]
         end = part["end_ns"].fill_null(_NEVER).to_numpy()
         arrival = start if device.null_count() == len(part) else device.fill_null(start)
         rank = part["rank"].to_numpy()
-        yield _Rows(part, op[here], slot[here], rank, arrival.to_numpy(), end, device.is_not_null().to_numpy())
+        lasted = part["duration_ns"].fill_null(-1).to_numpy() if "duration_ns" in part.columns else None
+        yield _Rows(part, op[here], slot[here], rank, arrival.to_numpy(), end, device.is_not_null().to_numpy(), lasted)
 
 
 def _sum(chunks: list[_Rows], count: int) -> _Sums:
     packed, key = np.zeros(count, np.int64), np.zeros(count, np.uint64)
     rank_keys = _rank_key(np.arange(1 + max((rows.rank.max(initial=0) for rows in chunks), default=0)))
     code, by_device = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
+    timed = np.zeros(count, np.int64)
     first, transfer = np.full(count, np.iinfo(np.int64).max), np.full(count, np.iinfo(np.int64).max)
     last, sent = np.full(count, _NEVER), np.full(count, _NEVER)
     for rows in chunks:
@@ -349,14 +368,17 @@ def _sum(chunks: list[_Rows], count: int) -> _Sums:
         np.minimum.at(code, rows.slot, own_code)
         np.minimum.at(first, rows.slot, rows.arrival_ns)
         np.maximum.at(last, rows.slot, rows.arrival_ns)
-        np.minimum.at(transfer, rows.slot, rows.end_ns - rows.arrival_ns)
+        np.minimum.at(transfer, rows.slot, rows.own_ns)
         if rows.by_device.any():
             np.add.at(by_device, rows.slot, rows.by_device.astype(np.int64))
+        by_duration = rows.by_duration
+        if by_duration is not None:
+            np.add.at(timed, rows.slot, by_duration.astype(np.int64))
         sends = np.flatnonzero(rows.op == _CODE["send"])
         sent[rows.slot[sends]] = rows.arrival_ns[sends]
     total = packed % _ONE_ROW
     rows_seen = packed // _ONE_ROW
-    return _Sums(rows_seen, total, total == rows_seen * code, key, by_device, first, last, sent, transfer)
+    return _Sums(rows_seen, total, total == rows_seen * code, key, by_device, timed, first, last, sent, transfer)
 
 
 def _judge(sums: _Sums, streams: _Streams, stream: Ints) -> _Places:
@@ -366,7 +388,9 @@ def _judge(sums: _Sums, streams: _Streams, stream: Ints) -> _Places:
     no_group = ~is_p2p & named["group_size"].is_null().to_numpy()
     missing = (sums.rows != sides) | (sums.key != streams.key[stream])
     differ = np.where(is_p2p, sums.code != 1, ~sums.same)
-    is_open = sums.transfer_ns < _NEVER // 2
+    timed = sums.by_duration > 0
+    is_open = (sums.transfer_ns < _NEVER // 2) | (timed & (sums.by_duration < sums.rows))
+    error = np.where(timed, np.inf, error)  # when it began on a device is not known
     why = np.select([no_group, missing, differ, is_open], [1, 2, 3, 4], 0)
     whole = why == 0
     op = np.where(is_p2p, _CODE["send"], sums.code // np.maximum(sums.rows, 1))
@@ -417,7 +441,7 @@ def _without_wrong_ends(places: _Places, chunks: list[_Rows], early_ns: list[Int
     transfer = np.where(mended, np.iinfo(np.int64).max, places.transfer_ns)
     for rows, ns in pairs:
         here = np.flatnonzero(mended[rows.slot])
-        own = (rows.end_ns - rows.arrival_ns + np.where(rows.by_device, 0, ns))[here]
+        own = (rows.own_ns + np.where(rows.by_device, 0, ns))[here]
         np.minimum.at(transfer, rows.slot[here], own)
     shown = places.shown.with_columns(
         transfer_ns=pl.when(pl.col("instance_id").is_not_null()).then(pl.Series(transfer))
@@ -430,7 +454,7 @@ def _say(rows: _Rows, places: _Places, early_ns: Ints) -> pl.DataFrame:
     slot, arrival = rows.slot, rows.arrival_ns
     form = places.form[slot]
     moved = np.where(rows.by_device, 0, early_ns) if early_ns.any() else None
-    own = rows.end_ns - arrival
+    own = rows.own_ns
     if moved is not None:
         own += np.where(places.is_mended[slot], moved, 0)
     wait = own - places.transfer_ns[slot]

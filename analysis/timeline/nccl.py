@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-__all__ = ["NCCL_WAITS", "nccl_durations", "nccl_waits"]
+__all__ = ["NCCL_WAITS", "nccl_durations", "nccl_waits", "with_durations"]
 
 _CLOCK_NS = 2_000  # what the conversion of the recorder's unix time may be off: both clocks are slewed alike
 WAITS = ("gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns")
@@ -116,3 +116,17 @@ def nccl_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.
         .drop("_at", "_from", "torch_start_ns", "issued_ns", strict=False)
         .sort("rank", "start_ns")
     )
+
+
+def with_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
+    """The rows, in their order, with `duration_ns` on the device, as the Flight Recorder has it; without records as is.
+
+    Null where the recorder was not timed or has lost the record, and where an operation has several that are timed:
+    then none of them is the whole.
+    """
+    if records.is_empty():
+        return collectives
+    key = ["rank", "attempt", "number"] if "attempt" in records.columns else ["rank", "number"]
+    timed = nccl_durations(collectives, groups, records).drop_nulls(["number", "duration_ns"])
+    whole = timed.group_by(key).agg(pl.col("duration_ns").first(), pl.len()).filter(pl.col("len") == 1).drop("len")
+    return collectives.join(whole, on=key, how="left", maintain_order="left")

@@ -333,6 +333,7 @@ def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:
             pl.col("op") == "allreduce",
             pl.col("is_async"),
             pl.col("instance_id").is_not_null(),
+            pl.col("end_ns").is_not_null(),
             pl.col("size_bytes") > 0,
         )
         .sort("start_ns")

@@ -1,0 +1,144 @@
+"""Jobs on GPUs as they are recorded: no end of any collective, but how long each took on the device, by NCCL."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_diagnose import Tables
+
+from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.timeline.build import build_timeline
+from rankscope.analysis.trace import Trace
+from rankscope.collectors.schema import TABLES
+
+US, MS, MB = 1_000, 1_000_000, 1_000_000
+STEPS = 14  # the first 2 are warm-up
+FORWARD, BACKWARD, OPTIMIZER = 40 * MS, 80 * MS, 5 * MS
+
+
+class Job:
+    """Data-parallel training; times are ns. Hosts run ahead, and their steps are as long as the devices'.
+
+    Each bucket of a step is ready at the same time on all ranks, but for `late(rank, step)`, by which a rank's device
+    is late with its backward. A bucket is reduced in all `groups`; in each the operations queue on a stream, begin when
+    the last rank is there and take `takes(group)`.
+    """
+
+    def __init__(self, ranks=8, per_node=8, *, groups=None, buckets=4, late=None, takes=lambda group: 6 * MS, **more):
+        self.rows = {name: [] for name in TABLES}
+        self.ranks, self.buckets = range(ranks), buckets
+        self.node = {rank: rank // per_node for rank in self.ranks}
+        self.groups = dict(enumerate((groups or {"0": list(self.ranks)}).items()))
+        self.size = more.get("size", 25 * MB)
+        self.random = random.Random(more.get("seed", 0))
+        self.number = dict.fromkeys(self.ranks, 0)
+        for rank in self.ranks:
+            by = self.by(rank) | {"start_ns": 0}
+            self.rows["ranks"].append(by | {"local_rank": rank % per_node, "world_size": ranks, "device": "H100"})
+            for number, (name, members) in self.groups.items():
+                if rank in members:
+                    about = {"group_id": number, "name": name, "backend": "nccl", "role": ""}
+                    self.rows["groups"].append(by | about | {"members": ",".join(map(str, members))})
+        at = 0
+        for step in range(STEPS):
+            at = self.step(step, at, late or (lambda rank, step: 0), takes)
+
+    def by(self, rank):
+        return {"rank": rank, "node": self.node[rank], "attempt": 0}
+
+    def region(self, rank, kind, start, end):
+        span = {"start_ns": start, "end_ns": end, "kind": kind, "name": kind, "thread": 0}
+        self.rows["regions"].append(self.by(rank) | span)
+
+    def step(self, step, at, late, takes):
+        begun = {r: at + FORWARD + self.random.uniform(0, 0.4 * MS) + late(r, step) for r in self.ranks}
+        free = dict.fromkeys(self.groups, 0)
+        computed = {rank: begun[rank] + BACKWARD for rank in self.ranks}
+        for bucket in range(self.buckets):
+            for number, (name, members) in self.groups.items():
+                ready = {r: begun[r] + BACKWARD * (bucket + 1) / self.buckets for r in members}
+                begin = {r: max(ready[r], free[number]) for r in members}
+                lasts = takes(name) * self.random.uniform(0.98, 1.02)
+                end = free[number] = max(begin.values()) + lasts
+                for rank in members:
+                    self.operation(rank, number, step, bucket, at, end - begin[rank])
+                    self.proxies(rank, number, at, begin, lasts)
+        done = round(max(*free.values(), *computed.values()) + OPTIMIZER)
+        for rank in self.ranks:
+            self.region(rank, "forward", at, at + 10 * MS)
+            self.region(rank, "backward", at + 10 * MS, at + 20 * MS)
+            self.region(rank, "optimizer", done - MS, done)
+        return done
+
+    def operation(self, rank, group, step, bucket, at, lasts):
+        """The host calls it early in the step."""
+        start = at + 11 * MS + (bucket * len(self.groups) + group) * 100 * US
+        self.number[rank] += 1
+        call = {"start_ns": start, "issued_ns": start + 50 * US, "end_ns": None, "device_start_ns": None}
+        what = {"op": "allreduce", "dtype": "bfloat16", "is_async": True, "peer": -1, "tag": 0, "thread": 65535}
+        seq = step * self.buckets + bucket
+        row = {"group_id": group, "seq": seq, "size_bytes": self.size, "number": self.number[rank]}
+        self.rows["collectives"].append(self.by(rank) | call | what | row)
+        record = {"start_ns": start + 20 * US, "record": self.number[rank] - 1, "group": self.groups[group][0]}
+        record |= {"seq": seq + 1, "is_p2p": False, "name": "nccl:all_reduce", "duration_ns": round(lasts)}
+        self.rows["flight_records"].append(self.by(rank) | record)
+
+    def proxies(self, rank, group, at, begin, lasts):
+        pass
+
+    def trace(self):
+        return Trace(path="by hand", source="native", run={}, reader=Tables(self.rows))
+
+    def report(self):
+        return diagnose(self.trace())
+
+
+def late_by(ns, *ranks):
+    return lambda rank, step: ns if rank in ranks else 0
+
+
+def found(report):
+    return [(f.detector, f.ranks, f.nodes) for f in report.findings]
+
+
+def test_wait_and_transfer_of_an_operation_come_from_durations():
+    """Rank 1 begins its one bucket 20 ms late and waits for nobody; 6 ms are transfer. When that was nobody knows."""
+    job = Job(4, buckets=1, late=late_by(20 * MS, 1))
+    rows = build_timeline(job.trace()).collectives
+    assert rows["instance_id"].null_count() == 0
+    assert rows.filter(rank=1)["wait_ns"].to_list() == [0] * STEPS
+    assert rows.filter(rank=0)["wait_ns"].mean() == pytest.approx(20 * MS, rel=0.05)
+    assert rows["transfer_ns"].mean() == pytest.approx(6 * MS, rel=0.05)
+    assert rows.filter("is_last")["rank"].unique().to_list() == [1]
+    assert rows["arrival_spread_ns"].null_count() == len(rows)
+
+
+def test_healthy_job_has_no_finding_and_slow_rank_was_checked():
+    for ranks in (8, 16):
+        report = Job(ranks).report()
+        assert report.findings == ()
+        assert "slow_rank" in {check.detector for check in report.healthy}
+
+
+def test_rank_that_is_late_once_a_step_costs_what_the_others_wait():
+    report = Job(16, buckets=1, late=late_by(20 * MS, 5)).report()
+    (finding,) = report.findings
+    assert (finding.detector, finding.ranks, finding.fix) == ("slow_rank", (5,), None)
+    assert finding.lost_ns_per_step == pytest.approx(20 * MS, rel=0.05)
+    assert finding.title.startswith("Rank 5 is late: it begins 12 of 12 collectives last, at a cost of ")
+    assert finding.gain_fraction is None
+
+
+def test_lateness_in_each_of_several_operations_costs_between_the_longest_and_their_sum():
+    """Buckets are ready every 20 ms: in the first the others wait 20 ms, in the next three 14, as they queue 6 ms."""
+    report = Job(16, late=late_by(20 * MS, 5)).report()
+    (finding,) = report.findings
+    assert finding.lost_ns_per_step == pytest.approx(20 * MS, rel=0.05)
+    assert "20.0 to 6" in finding.title or "19." in finding.title
+    assert sum(w.caused_ns for w in report.waits) == sum(w.waited_ns for w in report.waits)
+
+
+def test_all_ranks_of_a_late_node_are_one_finding():
+    report = Job(16, late=late_by(20 * MS, *range(8, 16))).report()
+    assert found(report) == [("slow_rank", tuple(range(8, 16)), (1,))]
