@@ -11,6 +11,7 @@ from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches
+from rankscope.analysis.timeline.marks import by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl import with_durations
 from rankscope.analysis.timeline.pipeline import steps_of_ops
@@ -53,12 +54,13 @@ class Timeline:
     | kernels | those of the schema and of `device_phases.with_launches` |
     | launches | those of the schema |
     | phases | rank, step, part, label, start_ns, end_ns, without gap or overlap: the device's time on ranks with
-      kernels, the main thread's on the others |
+      kernels or marks, the main thread's on the others |
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
     | waits | rank, waited_ns: over all matched operations; ranks that have none are not in it |
     | counters | node, time_ns, source, name, device, value |
     | memory | rank, time_ns, name, value |
     | gpus | rank, node, device: the rank's GPU, as `counters` calls it |
+    | marks | the phases that CUDA events close, as `marks.by_marks` has them; empty where they were not recorded |
     | groups | those of the schema |
     | ras | rank, communicator, operation, launched, most, state, time_ns: as `ras.late_ranks` has it |
     | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
@@ -83,6 +85,7 @@ class Timeline:
     gaps: list[Gap]
     memory: pl.DataFrame = field(default_factory=pl.DataFrame)
     gpus: pl.DataFrame = field(default_factory=pl.DataFrame)
+    marks: pl.DataFrame = field(default_factory=pl.DataFrame)
     ras: pl.DataFrame = field(default_factory=pl.DataFrame)
 
 
@@ -112,7 +115,8 @@ def build_timeline(trace: Trace) -> Timeline:
     if steps.is_empty():
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
         steps = whole_captures(*(table.filter(has_device) for table in tables))
-    regions = in_steps(regions, steps)
+    regions, hosts_steps = in_steps(regions, steps), steps
+    steps, marks, of_marks = marked_steps(steps, _marks(trace, clocks))
     steps = judge(pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)]), regions)
     steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
     ops = read("ops", "rank", "start_ns")
@@ -124,11 +128,14 @@ def build_timeline(trace: Trace) -> Timeline:
     if trace.source == "native":  # what a rank did last is all there
         progress = last_progress(collectives, regions, counters, steps, said_late=len(late) > 0)
     split = steps if "breakdown" not in trace.reader.cannot() else steps.filter(has_device)
-    hosts, devices = split.filter(~has_device), split.filter(has_device)
+    marks = by_marks(marks, steps, hosts_steps, regions, collectives)
+    hosts, devices = split.filter(~has_device & marks.is_empty()), split.filter(has_device)
     timed = _on_a_clock(collectives)
     cut = pl.concat([phases(hosts, regions, timed), device_phases(devices, kernels, regions, timed)])
+    cut = cut if marks.is_empty() else mark_phases(marks, split, regions)
     arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
-    placed = in_steps(collectives.with_columns(arrival), steps, at="_arrival_ns").drop("_arrival_ns")
+    enqueued_in = steps if marks.is_empty() else hosts_steps
+    placed = in_steps(collectives.with_columns(arrival), enqueued_in, at="_arrival_ns").drop("_arrival_ns")
     no_ops: list[Gap] = []
     if ops.is_empty():
         ops, no_ops = stage_ops(ranks, groups, regions, placed, cut, clocks)
@@ -138,6 +145,7 @@ def build_timeline(trace: Trace) -> Timeline:
         *_unmatched_gaps(collectives),
         *_timing_gaps(records),
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
+        *of_marks,
         *profiled_gaps(steps),
         *incomparable,
         *_early_gaps(collectives),
@@ -161,11 +169,19 @@ def build_timeline(trace: Trace) -> Timeline:
         groups=groups,
         ops=ops,
         progress=progress,
+        marks=marks,
         clocks=clocks,
         comparable=not incomparable,
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
         gaps=gaps,
     )
+
+
+def _marks(trace: Trace, clocks: list[Clock]) -> pl.DataFrame:
+    """The table `device_marks` on the run's clock."""
+    times = {"recorded_ns": "start_ns", "device_ns": "end_ns"}
+    on_clock = trace.table("device_marks").rename(times).pipe(apply_clocks, clocks)
+    return on_clock.rename({name: column for column, name in times.items()}).collect()
 
 
 def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
