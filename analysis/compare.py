@@ -14,7 +14,7 @@ from rankscope.analysis.report import digest
 from rankscope.analysis.report.quantities import percent, rounded
 from rankscope.analysis.report.texts import PART_ORDER
 from rankscope.analysis.timeline.build import Timeline
-from rankscope.analysis.timeline.own import BLOCKED, estimate, step_grid
+from rankscope.analysis.timeline.own import MAYBE_BLOCKED, estimate, step_grid
 from rankscope.analysis.timeline.steps import in_steps
 
 __all__ = [
@@ -281,7 +281,7 @@ def _ranks(a: Report, b: Report, step: StepChange) -> tuple[RankChange, ...]:
     by_rank = [_by_rank(report) for report in (a, b)]
     parts = sorted({part for of in by_rank for row in of.values() for part in row})
     changes = np.array([[by_rank[1][r].get(p, 0) - by_rank[0][r].get(p, 0) for p in parts] for r in a.ranks])
-    busy = np.array([part not in BLOCKED for part in parts])
+    busy = np.array([part not in MAYBE_BLOCKED for part in parts])
     change = changes[:, busy].sum(axis=1)
     usual = float(np.median(change))
     beyond = np.abs(change - usual)
@@ -291,8 +291,8 @@ def _ranks(a: Report, b: Report, step: StepChange) -> tuple[RankChange, ...]:
     return tuple(
         RankChange(
             rank=a.ranks[i],
-            a_ns=sum(ns for part, ns in by_rank[0][a.ranks[i]].items() if part not in BLOCKED),
-            b_ns=sum(ns for part, ns in by_rank[1][a.ranks[i]].items() if part not in BLOCKED),
+            a_ns=sum(ns for part, ns in by_rank[0][a.ranks[i]].items() if part not in MAYBE_BLOCKED),
+            b_ns=sum(ns for part, ns in by_rank[1][a.ranks[i]].items() if part not in MAYBE_BLOCKED),
             usual_ns=round(usual),
             part=parts[int(unusual[i].argmax())],
         )

@@ -24,7 +24,7 @@ from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Estimate, StepGrid, step_grid
+from rankscope.analysis.timeline.own import MIXED, Estimate, StepGrid, step_grid
 
 __all__ = [
     "ENOUGH_STEPS",
@@ -85,7 +85,7 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     grid = judged_grid(breakdown, least)
     if len(grid.ranks) < 2:
         raise NotResolvable(text("only one rank was seen, so there is no peer to compare it with"))
-    if not grid.blocked.any():
+    if not grid.maybe_blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication, so nobody is known to wait for anybody"))
     return grid
 
@@ -93,6 +93,8 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
 def transfer_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     """The same, for detectors that judge how long transfers take."""
     grid = judged_grid(breakdown, least)
+    if grid.of(MIXED).any():
+        raise NotResolvable(text("CUDA events do not tell transfers from what the devices compute meanwhile"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
     if grid.of("unsplit").mean() > _MOST_UNSPLIT * grid.step_ns:

@@ -78,6 +78,7 @@ from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.arrivals import Arrivals, Lateness, arrivals, lateness
 from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 from rankscope.analysis.timeline.own import (
+    MIXED,
     Estimate,
     Floats,
     Ints,
@@ -100,6 +101,7 @@ _BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by 
 _ALIKE = 0.5  # of the judged one's excess: who has as much counts as slow like it
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
 _LARGER_PART = 0.5
+_MOST_MIXED = 0.1  # of the step: with more, silence is no proof of health
 _STRETCHES = 16  # steps from which there are four stretches of them or more
 _MIN_BURSTS = 4  # fewer are not told from chance
 _BURST_Z, _BURST_SHARE = (
@@ -218,7 +220,7 @@ def _by_own_time(
     min_share: float,
 ) -> list[Finding]:
     grid, role, seen = _seen(breakdown, collectives, regions, groups)
-    peers = _Peers(grid.own, grid.blocked, own_by_label(phases, grid), role)
+    peers = _Peers(grid.own, grid.maybe_blocked, own_by_label(phases, grid), role)
     least_ns = min_fraction * grid.step_ns
     slow_nodes: list[_Slow] = []
     if seen is None or len(grid.steps) >= ENOUGH_STEPS:
@@ -276,6 +278,10 @@ def _resolution_of_own_time(
     alone = sorted(set(breakdown["rank"]) - set(grid.ranks))
     if alone:
         raise NotResolvable(f"no other rank does the same work as {named('rank', alone)}: a pipeline stage of its own")
+    mixed = float(grid.of(MIXED).mean()) / grid.step_ns
+    if mixed > _MOST_MIXED:
+        why = "whether ranks compute or wait in {share} of the step, in phases with communication, CUDA events do not tell"
+        raise NotResolvable(text(why, share=percent(mixed)))
     if seen is not None and len(grid.steps) < ENOUGH_STEPS:
         least_ns = float(seen.margin.mean(axis=1).max())
     else:

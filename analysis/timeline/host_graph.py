@@ -95,6 +95,8 @@ def graph_of(timeline: Timeline) -> HostGraph:
         raise NotReplayable("no step was seen")
     if not timeline.comparable:
         raise NotReplayable("the ranks number their steps differently")
+    if len(timeline.marks):
+        raise NotReplayable("CUDA events do not tell what the devices waited for; a deep window does")
     if timeline.ranks["node"].n_unique() > 1:
         _check_clocks(timeline)
     bounds = phases.group_by("rank").agg(pl.col("start_ns").min().alias("_from"), pl.col("end_ns").max().alias("_to"))
