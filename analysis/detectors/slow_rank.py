@@ -280,8 +280,9 @@ def _resolution_of_own_time(
         raise NotResolvable(f"no other rank does the same work as {named('rank', alone)}: a pipeline stage of its own")
     mixed = float(grid.of(MIXED).mean()) / grid.step_ns
     if mixed > _MOST_MIXED:
-        why = "whether ranks compute or wait in {share} of the step, in phases with communication, CUDA events do not tell"
-        raise NotResolvable(text(why, share=percent(mixed)))
+        raise NotResolvable(
+            text("in {share} of the step CUDA events do not tell whether ranks compute or wait", share=percent(mixed))
+        )
     if seen is not None and len(grid.steps) < ENOUGH_STEPS:
         least_ns = float(seen.margin.mean(axis=1).max())
     else:
