@@ -75,6 +75,7 @@ def report(path: Path) -> None:
 
 
 def _batches(path: Path):
+    from rankscope.analysis.readers.flops import SHAPED
     from rankscope.analysis.readers.kineto import BRIEF, WHOLE, unpacked
     from rankscope.analysis.readers.scan import Scan, new_scanner, scan_events
 
@@ -84,7 +85,7 @@ def _batches(path: Path):
         while b'"traceEvents": [' not in begun:
             begun += source.read(1 << 16)
         events = begun[begun.index(b'"traceEvents": [') + len(b'"traceEvents": [') :]
-        yield from scan_events(new_scanner(WHOLE, BRIEF), source, events, Scan())
+        yield from scan_events(new_scanner(WHOLE, BRIEF, SHAPED), source, events, Scan())
 
 
 def measure(part: str, path: Path) -> None:

@@ -441,6 +441,20 @@ TABLES: dict[str, Table] = {
             (_START, _END, _NAME, _THREAD, Column("correlation", "int64", "", "Joins the row to `kernels`.")),
         ),
         Table(
+            "operators",
+            "A matrix product or attention, with the FLOPs that the shapes of its inputs say. Read from traces with "
+            "shapes, not recorded.",
+            "rank",
+            "start_ns",
+            (
+                _START,
+                _END,
+                _NAME,
+                _THREAD,
+                Column("flops", "int64", "FLOPs", "Null: the shapes are not those that it takes.", nullable=True),
+            ),
+        ),
+        Table(
             "ops",
             "One operation of a pipeline-parallel step, from a trace that knows operations only. Written by readers of "
             "such traces, not by collectors: of a recorded run the analysis makes it from regions and collectives.",

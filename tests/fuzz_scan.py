@@ -23,18 +23,28 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "analysis" / "readers" / "_scan.c"
 FLAGS = ("-shared", "-fPIC", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CATEGORIES = (b"kernel", b"cuda_runtime", b"gpu_memcpy"), (b"cpu_op", b"user_annotation")
-ROW_BYTES, META_BYTES = 48, 64
+CATEGORIES = (b"kernel", b"cuda_runtime", b"gpu_memcpy"), (b"cpu_op", b"user_annotation"), (b"aten::mm", b"k")
+ROW_BYTES, META_BYTES = 52, 64
 PIECES = [bytes([n]) for n in b'"\\{}[],:0123456789.eE-X \n\x00\xff']
-PIECES += [b'"Collective name"', b'"stream": ', b'"args": {', b'}, {"ph": "X", ', b'"correlation":', b"9" * 20]
+PIECES += [
+    b'"Collective name"',
+    b'"stream": ',
+    b'"args": {',
+    b'}, {"ph": "X", ',
+    b'"correlation":',
+    b"9" * 20,
+    b'"Input Dims": [',
+    b'"cat": "cpu_op"',
+]
 EVENTS = [
     {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1712195495519689.123, "dur": 0.002},
-    {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": -1, "tid": "t", "ts": 4203669604595.407, "dur": 12},
+    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": -1, "tid": "t", "ts": 4203669604595.407, "dur": 12},
     {"ph": "f", "id": 1, "pid": 1, "tid": -3, "ts": 1e15, "cat": "ac2g", "name": "ac2g", "bp": "e"},
 ]
 ARGUMENTS = [
     {"device": 0, "stream": 7, "correlation": 9, "grid": [1, 2, {"x": [3]}], "queued": "a{b"},
     {"Collective name": "allreduce", "In msg nelems": 8, "dtype": "Float", "Process Group Ranks": "[0, 1]", "Seq": 3},
+    {"External id": 1, "Input Dims": [[64, 32], [32, 8], []], "Ev Idx": 3},
     {"External id": 1, "Input Dims": [[1, "a]"], []], "Concrete Inputs": ["", "[1, 2]", "\\n"]},
 ]
 

@@ -430,7 +430,7 @@ def test_an_event_that_never_ends_does_not_swallow_the_others(tmp_path):
 # ---------------------------------------------------------------- the two scanners
 
 
-CATEGORIES = (b"kernel", b"cuda_runtime"), (b"cpu_op",)
+CATEGORIES = (b"kernel", b"cuda_runtime"), (b"cpu_op",), (b"aten::mm",)
 
 
 def both(data, cuts=()):
@@ -466,6 +466,9 @@ SEED = json.dumps(
     [
         kernel(ALLREDUCE, 1712195495519689.123, 0.002, 7, **meta(Seq=3)),
         event("cpu_op", "aten::add", 4203669604595.407, 12, **{"Input Dims": [[1, "a]"], {"b": 2}], "External id": 9}),
+        event(
+            "cpu_op", "aten::mm", 4203669604600.5, 12, **{"Input type": ["a", ""], "Input Dims": [[8, 4], [4, 2], []]}
+        ),
         {"ph": "f", "id": 1, "pid": 1, "tid": -3, "ts": 1e15, "cat": "ac2g", "name": "ac2g", "bp": "e"},
         event("python_function", 'a "quoted" \\ name', 1.5e3, 1),
         launch(1712195495519680, 3, 7),
@@ -493,6 +496,8 @@ PIECES = [
     b'"stream": 5',
     b'"Collective name":',
     b'"args": {',
+    b'"Input Dims": [[3], 4] ]',
+    b'"name": "aten::mm",',
     b"9" * 19,
 ]
 
@@ -542,8 +547,8 @@ def test_the_size_of_the_pieces_does_not_matter(monkeypatch, chunk):
     result = scan.Scan()
     scanner = scan.new_scanner(*CATEGORIES)
     batches = scan.scan_events(scanner, io.BytesIO(events), b"", result)
-    assert sum(len(batch.rows["ts"]) for batch in batches) == 80
-    assert (scanner.counts(), result.cut, result.trailer) == ((120, 0, 0, 0), False, b', "after": 1}')
+    assert sum(len(batch.rows["ts"]) for batch in batches) == 100
+    assert (scanner.counts(), result.cut, result.trailer) == ((140, 0, 0, 0), False, b', "after": 1}')
 
 
 def test_names_beyond_the_limit_share_one_code(monkeypatch):

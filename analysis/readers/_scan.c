@@ -24,7 +24,7 @@ typedef const uint8_t *Text;
 enum { NEED_MORE, FULL, CLOSED, LOST };                    /* why a scan ended */
 enum { EVENTS, MALFORMED, UNTIMED, UNNAMED, N_COUNTS };    /* what is counted */
 enum { TS, DUR, CORRELATION, N_LONG };                     /* int64 columns, then the int32 ones */
-enum { CAT, NAME, PID, TID, STREAM, DEVICE, N_SHORT };
+enum { CAT, NAME, PID, TID, STREAM, DEVICE, DIMS, N_SHORT };
 enum { IN_NELEMS, OUT_NELEMS, SEQ, SRC, DST, N_META_LONG };
 enum { ROW, COLLECTIVE, GROUP, RANKS, DESCRIPTION, DTYPE, N_META_SHORT };
 enum { UNWANTED, BRIEF, WHOLE }; /* what is read of a category's events */
@@ -66,6 +66,8 @@ typedef struct {
     int64_t counts[N_COUNTS];
     Category category[MAX_CATEGORIES];
     int n_categories;
+    Category shaped[MAX_CATEGORIES]; /* names of events whose shapes are read */
+    int n_shaped;
     int out_of_memory;
 } Scanner;
 
@@ -78,6 +80,7 @@ typedef struct {
     int64_t number[N_LONG];
     int64_t stream, device;
     Span text[4]; /* CAT, NAME, PID, TID */
+    Span dims;
     int64_t meta[N_META_LONG];
     Span meta_text[N_META_SHORT];
 } Event;
@@ -211,7 +214,8 @@ static int32_t intern_again(Scanner *scanner, int column, Span span)
 
 enum { ENDS_BARE = 1, NESTS = 2, BEGINS_KEY = 4 };
 static const uint8_t kinds[256] = {
-    ['C'] = BEGINS_KEY, ['c'] = BEGINS_KEY, ['d'] = BEGINS_KEY, ['s'] = BEGINS_KEY, /* those that `skim` looks for */
+    ['C'] = BEGINS_KEY, ['I'] = BEGINS_KEY, /* those that `skim` looks for */
+    ['c'] = BEGINS_KEY, ['d'] = BEGINS_KEY, ['s'] = BEGINS_KEY,
     ['\n'] = ENDS_BARE, [','] = ENDS_BARE, ['"'] = ENDS_BARE | NESTS, ['{'] = ENDS_BARE | NESTS, ['['] = ENDS_BARE | NESTS,
     ['}'] = ENDS_BARE | NESTS, [']'] = ENDS_BARE | NESTS,
 };
@@ -480,6 +484,10 @@ static inline void take_argument(Event *event, Span key, Span value, Text e)
         else if (IS("Dst Rank"))
             event->meta[DST] = number(value, 0, e);
         break;
+    case 10:
+        if (IS("Input Dims"))
+            event->dims = value;
+        break;
     case 11:
         if (IS("correlation"))
             event->number[CORRELATION] = number(value, 0, e);
@@ -513,14 +521,19 @@ static inline void take_argument(Event *event, Span key, Span value, Text e)
     }
 }
 
-static int wanted_of(const Scanner *scanner, Span cat)
+static int wanted_of(const Category *known, int count, Span text)
 {
-    for (int i = 0; cat.at && i < scanner->n_categories; i++) {
-        const Category *category = &scanner->category[i];
-        if (cat.size == category->size && are_same(cat.at, category->text, cat.size))
-            return category->wanted;
+    for (int i = 0; text.at && i < count; i++) {
+        if (text.size == known[i].size && are_same(text.at, known[i].text, text.size))
+            return known[i].wanted;
     }
     return UNWANTED;
+}
+
+/* Whether the shapes of the event's inputs are asked for. */
+static int is_shaped(const Scanner *scanner, const Event *event)
+{
+    return event->wanted == BRIEF && wanted_of(scanner->shaped, scanner->n_shaped, event->text[NAME]);
 }
 
 /* Whether the event is still wanted. */
@@ -534,7 +547,7 @@ static inline int take_member(const Scanner *scanner, Event *event, Span key, Sp
     } else if (key.size == 3) {
         if (IS("cat")) {
             event->text[CAT] = value;
-            return event->wanted = wanted_of(scanner, value);
+            return event->wanted = wanted_of(scanner->category, scanner->n_categories, value);
         }
         if (IS("dur"))
             event->number[DUR] = number(value, 3, e);
@@ -586,13 +599,34 @@ static int number_after(Text p, Text e, int64_t *into)
     return 1;
 }
 
+/* The list of numbers, and of lists of them, that follows the key before p; 0 if a value does that is another one. */
+static int numbers_after(Text p, Text e, Span *into)
+{
+    p = skip_space(p, e);
+    if (p >= e || *p != ':')
+        return 1; /* it is no key */
+    p = skip_space(p + 1, e);
+    if (p >= e || *p != '[')
+        return 0;
+    Text end = p;
+    while (end < e && (is_digit(*end) || is_space(*end) || *end == ',' || *end == '[' || *end == ']' || *end == '-'))
+        end++;
+    if (end >= e)
+        return 0;
+    while (*end != ']' && end > p)
+        end--;
+    *into = (Span){p, (size_t)(end + 1 - p)};
+    return end > p;
+}
+
 /* Past the brace that closes the object in which p lies, without a look at most of what is in it.
  *
  * NULL where that would not be safe, or not be right: with escapes, with a line break or a brace in a string (which
  * may be no string, but lie between two whose quotes are broken), with a collective's arguments. Of a `keys` that is
- * not NULL, the members that every kernel and launch has are taken. */
-static Text skim(Text p, Text e, Event *keys, int is_args)
+ * not NULL, the members that every kernel and launch has are taken; so are the shapes into a `shapes` that is not. */
+static Text skim(Text p, Text e, Event *keys, Span *shapes, int is_args)
 {
+    Span dims = shapes ? *shapes : (Span){0};
     int64_t depth = 1, correlation = keys ? keys->number[CORRELATION] : MISSING;
     int64_t stream = keys ? keys->stream : MISSING, device = keys ? keys->device : MISSING;
     int in_string = 0;
@@ -616,6 +650,8 @@ static Text skim(Text p, Text e, Event *keys, int is_args)
                     continue;
                 if (BEGINS(at, e, "\"Collective name\""))
                     return NULL;
+                if (depth == 1 && shapes && BEGINS(at, e, "\"Input Dims\"") && !numbers_after(at + 12, e, &dims))
+                    return NULL;
                 if (!keys || depth != 1)
                     continue;
                 if (BEGINS(at, e, "\"stream\"") && !number_after(at + 8, e, &stream))
@@ -634,6 +670,8 @@ static Text skim(Text p, Text e, Event *keys, int is_args)
                     keys->device = device;
                     keys->number[CORRELATION] = correlation;
                 }
+                if (shapes)
+                    *shapes = dims;
                 return at + 1;
             }
         }
@@ -680,7 +718,8 @@ static Outcome parse_members(const Scanner *scanner, Text *at, Text e, Event *ev
         if (!in_args && *p == '{' && IS("args")) {
             p++;
             after = event->wanted && !event->skimmed_args++
-                        ? skim(p, e, event->wanted == WHOLE ? event : NULL, 1)
+                        ? skim(p, e, event->wanted == WHOLE ? event : NULL,
+                               is_shaped(scanner, event) ? &event->dims : NULL, 1)
                         : NULL;
             if (after) {
                 p = after;
@@ -698,7 +737,7 @@ static Outcome parse_members(const Scanner *scanner, Text *at, Text e, Event *ev
             if (in_args) {
                 take_argument(event, key, value, e);
             } else if (!take_member(scanner, event, key, value, e) && !event->skimmed++ &&
-                       (after = skim(p, e, NULL, 0))) {
+                       (after = skim(p, e, NULL, NULL, 0))) {
                 *at = after;
                 return DONE;
             }
@@ -720,6 +759,7 @@ static Outcome parse_event(const Scanner *scanner, Text *at, Text e, Event *even
         event->number[i] = MISSING;
     event->stream = event->device = MISSING;
     memset(event->text, 0, sizeof event->text);
+    event->dims = (Span){0};
     Text p = *at + 1;
     Outcome outcome = parse_members(scanner, &p, e, event, 0);
     if (outcome == DONE)
@@ -767,6 +807,7 @@ static void store(Scanner *scanner, Columns *rows, Columns *metas, const Event *
         rows->shorts[i * n + row] = intern_again(scanner, i, event->text[i]);
     rows->shorts[STREAM * n + row] = as_short(event->stream);
     rows->shorts[DEVICE * n + row] = as_short(event->device);
+    rows->shorts[DIMS * n + row] = intern_again(scanner, DIMS, is_shaped(scanner, event) ? event->dims : (Span){0});
     if (!event->has_meta)
         return;
     int64_t meta = metas->rows++, m = metas->capacity;
@@ -782,6 +823,8 @@ static void free_scanner(PyObject *capsule)
     Scanner *scanner = PyCapsule_GetPointer(capsule, "rankscope.Scanner");
     for (int i = 0; i < scanner->n_categories; i++)
         free(scanner->category[i].text);
+    for (int i = 0; i < scanner->n_shaped; i++)
+        free(scanner->shaped[i].text);
     free(scanner->names.text);
     free(scanner->names.end);
     free(scanner->names.hash);
@@ -789,8 +832,8 @@ static void free_scanner(PyObject *capsule)
     free(scanner);
 }
 
-/* The categories' names are the scanner's; what was not taken has set an exception. */
-static int take_categories(Scanner *scanner, PyObject *names, int wanted)
+/* The names are the scanner's; what was not taken has set an exception. */
+static int take_names(Category *into, int *used, PyObject *names, int wanted)
 {
     Py_ssize_t count = PyTuple_Size(names);
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -798,8 +841,8 @@ static int take_categories(Scanner *scanner, PyObject *names, int wanted)
         Py_ssize_t size;
         if (PyBytes_AsStringAndSize(PyTuple_GetItem(names, i), &text, &size) < 0)
             return 0;
-        if (scanner->n_categories == MAX_CATEGORIES) {
-            PyErr_Format(PyExc_ValueError, "at most %d categories", MAX_CATEGORIES);
+        if (*used == MAX_CATEGORIES) {
+            PyErr_Format(PyExc_ValueError, "at most %d names", MAX_CATEGORIES);
             return 0;
         }
         uint8_t *copy = malloc(size ? (size_t)size : 1);
@@ -808,16 +851,16 @@ static int take_categories(Scanner *scanner, PyObject *names, int wanted)
             return 0;
         }
         memcpy(copy, text, (size_t)size);
-        scanner->category[scanner->n_categories++] = (Category){copy, (size_t)size, wanted};
+        into[(*used)++] = (Category){copy, (size_t)size, wanted};
     }
     return count >= 0;
 }
 
-/* new(whole, brief) -> scanner */
+/* new(whole, brief, shaped) -> scanner */
 static PyObject *new_scanner(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *whole, *brief;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &whole, &PyTuple_Type, &brief))
+    PyObject *whole, *brief, *shaped;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &whole, &PyTuple_Type, &brief, &PyTuple_Type, &shaped))
         return NULL;
     Scanner *scanner = calloc(1, sizeof *scanner);
     if (!scanner)
@@ -838,7 +881,9 @@ static PyObject *new_scanner(PyObject *Py_UNUSED(module), PyObject *args)
     names->slot = calloc(names->size * 2, sizeof *names->slot);
     if (!names->text || !names->end || !names->hash || !names->slot)
         PyErr_NoMemory();
-    else if (take_categories(scanner, whole, WHOLE) && take_categories(scanner, brief, BRIEF))
+    else if (take_names(scanner->category, &scanner->n_categories, whole, WHOLE) &&
+             take_names(scanner->category, &scanner->n_categories, brief, BRIEF) &&
+             take_names(scanner->shaped, &scanner->n_shaped, shaped, WHOLE))
         return capsule;
     Py_DECREF(capsule);
     return NULL;

@@ -30,6 +30,7 @@ from rankscope.analysis.finding import Gap
 from rankscope.analysis.kinds import DEVICE_CATEGORIES, OPS_BY_NAME, device_work, kernel_op
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.readers import sequence
+from rankscope.analysis.readers.flops import SHAPED, flops
 from rankscope.analysis.readers.frames import FrameReader, files_in, gap, shaped
 from rankscope.analysis.readers.scan import (
     META_COLUMNS,
@@ -205,6 +206,7 @@ def _builders(
         "collectives": of_each(lambda rank: _collectives_frame(collectives[rank], groups[rank])),
         "kernels": in_pieces(_kernels_frames),
         "launches": in_pieces(_launches_frames),
+        "operators": in_pieces(_operators_frames),
     }
     return {name: make for name, make in builders.items() if any(len(frame) for _, frame in make(_PIECE))}
 
@@ -407,6 +409,7 @@ class _Capture:
     launches: Rows
     spans: Rows
     operators: Rows  # the long ones
+    shaped: Rows  # those whose shapes tell their FLOPs
     device_metas: dict[str, Ints]
     operator_metas: dict[str, Ints]
     main_device: int | None  # the one that most rows are of
@@ -450,6 +453,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "launches": ("ts", "dur", "correlation", "name", "tid"),
     "spans": ("ts", "dur", "name", "tid"),
     "operators": ("ts", "dur", "name", "tid"),
+    "shaped": ("ts", "dur", "name", "tid", "dims"),
 }
 _META_KEPT = ("in_nelems", "out_nelems", "seq", "src", "dst", "collective", "group", "ranks", "description", "dtype")
 _ABOUT_KERNELS = {c: META_COLUMNS[c] for c in _META_KEPT} | {"row": "i8"}
@@ -462,8 +466,8 @@ def _read(label: str, source: _Source, spill: Spill, operators_from_ns: int) -> 
     if isinstance(header, str):
         return f"{label} {header}"
     before, begun = header
-    scanner, result = new_scanner(WHOLE, BRIEF), Scan()
-    device, launches, spans, operators = tables = [
+    scanner, result = new_scanner(WHOLE, BRIEF, SHAPED), Scan()
+    device, launches, spans, operators, shaped = tables = [
         Rows({c: ROW_COLUMNS[c] for c in columns}, spill) for columns in _KEPT.values()
     ]
     on_device, of_operators = [_no_rows(_ABOUT_KERNELS)], [_no_rows(_ABOUT_OPERATORS)]
@@ -490,7 +494,8 @@ def _read(label: str, source: _Source, spill: Spill, operators_from_ns: int) -> 
                 {c: batch.metas[c][in_op] for c in _META_KEPT}
                 | {c: batch.rows[c][at[in_op]] for c in ("ts", "dur", "tid")}
             )
-        chosen = (role == _DEVICE, role == _LAUNCH, role == _SPAN, long_operator)
+        has_shapes = (role == _OPERATOR) & (batch.rows["dims"] != NO_NAME)
+        chosen = (role == _DEVICE, role == _LAUNCH, role == _SPAN, long_operator, has_shapes)
         for table, columns, where in zip(tables, _KEPT.values(), chosen, strict=True):
             table.add({c: batch.rows[c][where] for c in columns})
     info, base = _information(before, result.trailer)
@@ -508,10 +513,11 @@ def _read(label: str, source: _Source, spill: Spill, operators_from_ns: int) -> 
         launches=launches,
         spans=spans,
         operators=operators,
+        shaped=shaped,
         device_metas=joined(on_device),
         operator_metas=about_operators,
         main_device=_main_device(device),
-        threads=_threads(names, spans, launches, operators),
+        threads=_threads(names, spans, launches, operators, shaped),
         found=_scan_problems(scanner.counts(), result, source.problem),
     )
 
@@ -709,7 +715,7 @@ def _launches_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFra
         yield frame.filter(pl.col("correlation") != MISSING)
 
 
-def _threads(names: Sequence[str], spans: Rows, launches: Rows, operators: Rows) -> Ints:
+def _threads(names: Sequence[str], spans: Rows, launches: Rows, *operators: Rows) -> Ints:
     """By code of a thread's name: 0 for the main thread, which announces the steps (else launches most), then in order
     of appearance.
     """
@@ -724,7 +730,7 @@ def _threads(names: Sequence[str], spans: Rows, launches: Rows, operators: Rows)
 
     counts = sum((np.bincount(codes, minlength=len(names)) for codes in candidates()), np.zeros(len(names), np.int64))
     main = [int(counts.argmax())] if counts.any() else []
-    seen = map(_as_seen, itertools.chain(candidates(), threads_of(spans, launches, operators)))
+    seen = map(_as_seen, itertools.chain(candidates(), threads_of(spans, launches, *operators)))
     ordered = list(dict.fromkeys([*main, *itertools.chain.from_iterable(seen)]))
     number = np.zeros(max(ordered, default=0) + 1, np.uint16)
     number[ordered] = np.minimum(np.arange(len(ordered)), (1 << 16) - 1)
@@ -760,6 +766,13 @@ def _steps_frame(capture: _Capture) -> pl.DataFrame:
     announces = np.array([bool(_STEP_NAME.search(name)) for name in capture.names])
     rows = capture.spans.where(announces.__getitem__, "name")
     return _spans_frame(capture, rows).select("start_ns", "end_ns", "thread")
+
+
+def _operators_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFrame]:
+    for rows in capture.shaped.in_time(most):
+        pairs, of_row = np.unique(np.stack([rows["name"], rows["dims"]]), axis=1, return_inverse=True)
+        done = [flops(capture.names[name], capture.names[dims]) for name, dims in pairs.T]
+        yield _spans_frame(capture, rows).with_columns(flops=pl.Series(done, dtype=pl.Int64).gather(of_row.ravel()))
 
 
 def _spans_frame(capture: _Capture, rows: Mapping[str, Ints]) -> pl.DataFrame:

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 # The columns and their order are the memory layout that both scanners write: all int64 ones, then all int32 ones.
-# `ts` and `dur` are ns. `cat` to `tid`, and `collective` to `dtype`, are codes of names.
+# `ts` and `dur` are ns. `cat` to `tid`, `dims` ("Input Dims" as it stands), `collective` to `dtype` are codes of names.
 ROW_COLUMNS = {
     "ts": "i8",
     "dur": "i8",
@@ -55,6 +55,7 @@ ROW_COLUMNS = {
     "tid": "i4",
     "stream": "i4",
     "device": "i4",
+    "dims": "i4",
 }
 # What only communication carries; `row` is the row in the batch that it belongs to.
 META_COLUMNS = {
@@ -143,13 +144,14 @@ class Scan:
     too_long: int = 0  # events given up since they did not end
 
 
-def new_scanner(whole: tuple[bytes, ...], brief: tuple[bytes, ...]) -> Scanner:
+def new_scanner(whole: tuple[bytes, ...], brief: tuple[bytes, ...], shaped: tuple[bytes, ...]) -> Scanner:
     """The fast scanner where it was built.
 
     Complete events of the categories `whole` become rows with all columns; those of `brief` without correlation,
-    stream and device, unless they are of a collective. All others are counted only.
+    stream and device, unless they are of a collective, and with dims if their name is in `shaped`. All others are
+    counted only.
     """
-    return _FastScanner(whole, brief) if _scan is not None else PythonScanner(whole, brief)
+    return _FastScanner(whole, brief, shaped) if _scan is not None else PythonScanner(whole, brief, shaped)
 
 
 def scan_events(scanner: Scanner, source: Source, begun: bytes, result: Scan) -> Iterator[Events]:
@@ -207,8 +209,8 @@ def _columns(columns: dict[str, str], block: bytearray, capacity: int) -> dict[s
 
 
 class _FastScanner:
-    def __init__(self, whole: tuple[bytes, ...], brief: tuple[bytes, ...]) -> None:
-        self._state = _scan.new(whole, brief)
+    def __init__(self, whole: tuple[bytes, ...], brief: tuple[bytes, ...], shaped: tuple[bytes, ...]) -> None:
+        self._state = _scan.new(whole, brief, shaped)
 
     def scan(
         self,
@@ -247,6 +249,7 @@ _NUMBER = re.compile(rb"(-?)([0-9]+)(?:\.([0-9]*))?(?:[eE]([+-]?)([0-9]+))?")
 _NO_SIGN = re.compile(rb'[^"{}\\]*')
 _PLAIN_STRING = re.compile(rb'"([^"{}\\\n]*)"')
 _COLON = re.compile(rb"[\x00-\x20]*:[\x00-\x20]*")
+_NUMBERS_IN_LISTS = re.compile(rb"\[[\[\]0-9,\x00-\x20-]*")
 _BARE_NUMBER = re.compile(rb'([-0-9][^,}\]"\n{\[]*)[,}\]"\n{\[]')
 _TEXTS = {b"cat": "cat", b"name": "name", b"pid": "pid", b"tid": "tid"}
 _NUMBERS = {b"ts": ("ts", 3), b"dur": ("dur", 3)}
@@ -266,9 +269,11 @@ _ARGUMENT_TEXTS = {
     b"Process Group Ranks": "ranks",
     b"Process Group Description": "description",
     b"dtype": "dtype",
+    b"Input Dims": "dims",
 }
 _ONLY_WHOLE = ("correlation", "stream", "device")
 _OF_WHOLE = tuple(name.encode() for name in _ONLY_WHOLE)
+_OF_SHAPED = (b"Input Dims",)
 _BRIEF, _WHOLE = 1, 2
 
 
@@ -287,7 +292,8 @@ class _DoubtError(Exception):
 class PythonScanner:
     """The reference, and what runs where the extension was not built."""
 
-    def __init__(self, whole: tuple[bytes, ...], brief: tuple[bytes, ...]) -> None:
+    def __init__(self, whole: tuple[bytes, ...], brief: tuple[bytes, ...], shaped: tuple[bytes, ...]) -> None:
+        self._shaped = frozenset(shaped)
         self._wanted: dict[bytes | None, int] = {**dict.fromkeys(brief, _BRIEF), **dict.fromkeys(whole, _WHOLE)}
         self._codes: dict[bytes, int] = {}
         self._name_bytes = 0
@@ -331,7 +337,7 @@ class PythonScanner:
             if n_rows == room[0] or n_metas == room[1]:
                 return n_rows, n_metas, used, FULL
             try:
-                event = _Event(self._wanted)
+                event = _Event(self._wanted, self._shaped)
                 at = event.parse(data, at, end)
             except (_MalformedError, _IncompleteError) as problem:
                 found = None if isinstance(problem, _IncompleteError) and not final else _next_event(data, at, end)
@@ -346,6 +352,8 @@ class PythonScanner:
                 continue
             if wanted == _BRIEF and "collective" not in row:
                 row = {name: value for name, value in row.items() if name not in _ONLY_WHOLE}
+            if not event.is_shaped():
+                row.pop("dims", None)
             if row.get("ts", MISSING) == MISSING or row.get("dur", MISSING) < 0:
                 self._untimed += 1
                 continue
@@ -397,9 +405,9 @@ def _next_event(data: bytearray, at: int, end: int) -> int | None:
 class _Event:
     """One event: its members by the columns' names. Of a key that is there twice the last value counts."""
 
-    def __init__(self, wanted: Mapping[bytes | None, int]) -> None:
+    def __init__(self, wanted: Mapping[bytes | None, int], shaped: frozenset[bytes]) -> None:
         self.members: dict[str, Any] = {}
-        self._wanted = wanted
+        self._wanted, self._shaped = wanted, shaped
         self._may_leave = self._may_skim = True  # each is tried once
 
     def parse(self, data: bytearray, at: int, end: int) -> int:
@@ -407,6 +415,10 @@ class _Event:
         if data[at] != 0x7B:  # {
             raise _MalformedError
         return self._parse_object(data, at + 1, end, in_args=False)
+
+    def is_shaped(self) -> bool:
+        """Whether the shapes of its inputs are asked for."""
+        return self._wanted.get(self.members.get("cat")) == _BRIEF and self.members.get("name") in self._shaped
 
     def _parse_object(self, data: bytearray, at: int, end: int, *, in_args: bool) -> int:
         key: bytes
@@ -454,18 +466,19 @@ class _Event:
         wanted = self._wanted.get(self.members.get("cat"))
         if wanted and self._may_skim:
             self._may_skim = False
-            numbers: dict[str, Any] = {}
+            found: dict[str, Any] = {}
             with contextlib.suppress(_DoubtError):
-                after = _skim(data, at, end, numbers, _OF_WHOLE if wanted == _WHOLE else ())
-                self.members |= numbers
+                keys = _OF_WHOLE if wanted == _WHOLE else _OF_SHAPED if self.is_shaped() else ()
+                after = _skim(data, at, end, found, keys)
+                self.members |= found
                 return after
         return self._parse_object(data, at, end, in_args=True)
 
 
 def _skim(
-    data: bytearray, at: int, end: int, numbers: dict[str, Any] | None = None, keys: tuple[bytes, ...] = ()
+    data: bytearray, at: int, end: int, members: dict[str, Any] | None = None, keys: tuple[bytes, ...] = ()
 ) -> int:
-    """Past the brace that closes the object in which `at` lies; into `numbers` its members of these keys.
+    """Past the brace that closes the object in which `at` lies; into `members` its members of these keys.
 
     Raises `_DoubtError` where the end may be another one, or a collective's arguments are passed and asked for.
     """
@@ -481,17 +494,29 @@ def _skim(
                 return at + 1
         else:
             found = _PLAIN_STRING.match(data, at, end)
-            if found is None or (numbers is not None and found[1] == b"Collective name"):
+            if found is None or (members is not None and found[1] == b"Collective name"):
                 raise _DoubtError
             at = found.end() - 1
-            if numbers is not None and depth == 1 and found[1] in keys:
+            if members is not None and depth == 1 and found[1] in keys:
                 colon = _COLON.match(data, at + 1, end)
                 if colon is not None:
-                    value = _BARE_NUMBER.match(data, colon.end(), end)
-                    if value is None:
-                        raise _DoubtError
-                    _take_argument(numbers, bytes(found[1]), bytes(value[1]).rstrip(_SPACES))
+                    value = _numbers_in_lists if keys is _OF_SHAPED else _bare_number
+                    _take_argument(members, bytes(found[1]), value(data, colon.end(), end))
         at += 1
+
+
+def _bare_number(data: bytearray, at: int, end: int) -> bytes:
+    found = _BARE_NUMBER.match(data, at, end)
+    if found is None:
+        raise _DoubtError
+    return bytes(found[1]).rstrip(_SPACES)
+
+
+def _numbers_in_lists(data: bytearray, at: int, end: int) -> bytes:
+    found = _NUMBERS_IN_LISTS.match(data, at, end)
+    if found is None or found.end() >= end or b"]" not in found[0]:
+        raise _DoubtError
+    return bytes(found[0][: found[0].rindex(b"]") + 1])
 
 
 def _past_space(data: bytearray, at: int, end: int) -> int:
