@@ -468,6 +468,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     tables["gpus"] = timeline.gpus
     tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")
     tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
+    tables["marks"] = timeline.marks.join(judged, on=["rank", "step"], how="semi")
     return tables
 
 

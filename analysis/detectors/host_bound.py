@@ -7,6 +7,11 @@ the step if at least half of the ranks would hold the job up next, for a quarter
 well, or their hosts launch for so long. What the host did in these gaps is split into: asking the driver for memory,
 having just waited for the device (a synchronisation drains the queue), the launch calls themselves, and all else.
 
+Without a profiler, CUDA events tell how far the host is ahead. While the device has work that was enqueued before, it
+does not wait for the host; so what it can idle at most in a phase is the time from its coming to the mark before until
+the host has enqueued the last of the phase's work. If that is below `min_fraction` of the step on each rank, the host
+is healthy. Else it is not judged, and said how far the host is ahead: what it costs only a deep window tells.
+
 **Why it costs time.** The host normally queues work ahead of the device. When it falls behind, every microsecond of
 Python, of a driver call or of waiting for a result is a microsecond in which the device does nothing.
 
@@ -33,9 +38,11 @@ from numpy.typing import NDArray
 from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price, visible
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.kinds import COMMUNICATION, MEMORY_CALLS, WAITING_CALLS
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.device_phases import UNSEEN
+from rankscope.analysis.timeline.marks import idle_at_most_ns, share_without_lead
 from rankscope.analysis.timeline.own import BLOCKED, Estimate, Floats, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -48,6 +55,7 @@ _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
 _AS_LATE = 0.25  # of the loss: who would hold the job up next for so long shares what makes the host slow
 _LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
 _SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
+_MOSTLY = 0.5  # share of steps
 _MUCH = 0.25  # share of the idle time from which a cause is worth its advice
 
 _ADVICE = {
@@ -63,12 +71,18 @@ _ADVICE = {
 def detect(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
-    kernels: pl.DataFrame,
-    launches: pl.DataFrame,
+    kernels: pl.DataFrame | None = None,
+    launches: pl.DataFrame | None = None,
+    marks: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
     """What the job loses because the hosts of at least half of the ranks are late, as one finding."""
+    if kernels is None:
+        _check_lead(breakdown, marks, min_fraction)
+        return []
+    if launches is None:
+        raise NotResolvable("the calls that launch the device's work were not recorded")
     grid = _launched(breakdown, kernels)
     beside = _late_beside_communication(phases, kernels)
     lost = _lost(grid, beside)
@@ -100,14 +114,50 @@ def detect(
 
 
 def resolution_ns(
-    breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, *, min_fraction: float = 0.03
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    kernels: pl.DataFrame | None = None,
+    marks: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
 ) -> int:
     """The smallest idle time per step that would have been reported; idle time of unknown launch may be the host's."""
+    if kernels is None:
+        return _check_lead(breakdown, marks, min_fraction)
     grid = _launched(breakdown, kernels)
     lost = _lost(grid, _late_beside_communication(phases, kernels))
     unseen = phases.filter(pl.col("part") == "other", pl.col("label") == UNSEEN)
     unseen_ns = unseen.select((pl.col("end_ns") - pl.col("start_ns")).sum()).item() / len(grid.ranks) / len(grid.steps)
     return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns, unseen_ns))
+
+
+def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fraction: float) -> int:
+    """What a device idles for want of work at most, ns per step. Not resolvable if that is much."""
+    if marks is None:
+        raise NotResolvable("no work of a device was recorded")
+    grid = judged_grid(breakdown)
+    idle_ns, least_ns = idle_at_most_ns(grid, marks), min_fraction * grid.step_ns
+    if idle_ns < least_ns:
+        return round(least_ns)
+    limited, most = share_without_lead(marks), percent(idle_ns / grid.step_ns)
+    if limited >= _MOSTLY:
+        raise NotResolvable(
+            text(
+                "the host is the limit in {limited} of the steps: it is not ahead of its device at any mark, be it slow "
+                "or waiting for the device (.item(), synchronize()); devices may stand idle for up to {most} of the "
+                "step, and what that costs a deep window tells: rankscope trigger RUN --steps 3",
+                limited=percent(limited),
+                most=most,
+            )
+        )
+    raise NotResolvable(
+        text(
+            "the host is {ahead} ahead of its device (median), less than it takes for a phase: devices may stand idle for "
+            "up to {most} of the step; whether they do a deep window tells: rankscope trigger RUN --steps 3",
+            ahead=duration(float(np.median(marks["ahead_ns"].to_numpy()))),
+            most=most,
+        )
+    )
 
 
 def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:

@@ -24,12 +24,12 @@ from rankscope.analysis.timeline.breakdown import (
     joined,
 )
 from rankscope.analysis.timeline.device import by_rank
-from rankscope.analysis.timeline.own import MIXED
+from rankscope.analysis.timeline.own import MIXED, StepGrid, sums
 from rankscope.analysis.timeline.steps import MARKERS
 
-__all__ = ["EMPTY_NS", "MARK_COLUMNS", "by_marks", "mark_phases", "marked_steps"]
+__all__ = ["MARK_COLUMNS", "by_marks", "idle_at_most_ns", "mark_phases", "marked_steps", "share_without_lead"]
 
-EMPTY_NS = 50_000  # a device comes to a mark so soon only where it had nothing else to do: launching takes some 10 µs
+_EMPTY_NS = 50_000  # a device comes to a mark so soon only where it had nothing else to do: launching takes some 10 µs
 
 MARK_COLUMNS = {
     **dict.fromkeys(("rank", "step"), pl.Int32),
@@ -100,6 +100,24 @@ def _useless(ended: pl.DataFrame, marks: pl.DataFrame) -> str:
     worst = max(vague["clock_error_ns"].drop_nulls().to_list(), default=None)
     how = "not known" if worst is None else f"only known to {duration(worst)}"
     return f"the clock of the device of {named('rank', vague['rank'].to_list())} is {how}"
+
+
+def idle_at_most_ns(grid: StepGrid, marks: pl.DataFrame) -> float:
+    """What the device that idles longest for want of work does so at most, ns per step: mean over the steps.
+
+    Without what it idles while the host's main thread is stopped; with the clock's error at each mark.
+    """
+    late = (pl.col("recorded_ns") + pl.col("clock_error_ns").fill_null(0) - pl.col("begin_ns")).clip(lower_bound=0)
+    rows = marks.with_columns(_ns=pl.min_horizontal(late, pl.col("device_ns") - pl.col("begin_ns")))
+    idle = np.maximum(sums(grid, rows, "_ns") - grid.of(*_STOPS), 0)
+    return float(idle.max(axis=0).mean())
+
+
+def share_without_lead(marks: pl.DataFrame) -> float:
+    """Share of the steps of all ranks in which the device was at no mark later than the host by more than 50 µs."""
+    is_empty = pl.col("ahead_ns") <= pl.max_horizontal(pl.lit(_EMPTY_NS), pl.col("clock_error_ns").fill_null(0))
+    steps = marks.group_by("rank", "step").agg(is_empty.all().alias("empty"))
+    return float(steps["empty"].to_numpy().mean())
 
 
 def _with_device_ends(steps: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
