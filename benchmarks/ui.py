@@ -31,7 +31,7 @@ from rankscope.analysis.timeline.breakdown import PARTS
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.dashboard import timeline
 from rankscope.dashboard.timeline.scene import Scene
-from rankscope.dashboard.timeline.server import packed, view
+from rankscope.dashboard.timeline.server import packed_view
 from rankscope.dashboard.timeline.stored import FOLDER, build_or_store, fingerprint, load
 
 LANES = 64
@@ -151,7 +151,7 @@ def on_the_server(folder: Path) -> None:
         times = []
         for _ in range(5):
             began = time.process_time()
-            data = packed(view(asked, scene))
+            data = packed_view(asked, scene)
             times.append(time.process_time() - began)
         ms = 1000 * statistics.median(times)
         print(f"  1/{1 / share:<6.0f} of the run: {ms:5.1f} ms of CPU, {len(data) / 1e3:.0f} kB")

@@ -30,8 +30,10 @@ def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray], dict[int, dict[int
     head = json.loads(data[4 : 4 + size])
     at, n, rects = 4 + size, head["rects"], {}
     for name, dtype in (("start", "<u4"), ("length", "<u4"), ("name", "<u2"), ("lane", "<u2"), ("kind", "u1")):
-        rects[name] = np.frombuffer(data, dtype, n, at)
-        at += n * np.dtype(dtype).itemsize
+        size = np.dtype(dtype).itemsize
+        rects[name] = np.frombuffer(data, "u1", n * size, at).reshape(size, n).T.copy().view(dtype).ravel()
+        at += n * size
+    rects["start"] = np.cumsum(rects["start"], dtype=np.uint32)
     rasters: dict[int, dict[int, np.ndarray]] = {}
     for lane, kinds, _ in head["rasters"]:
         for kind in kinds:

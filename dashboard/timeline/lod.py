@@ -40,7 +40,7 @@ _SCANNED = 20_000  # events in view up to which a lane is searched for those tha
 _RECTS = 3_000  # rectangles in one view: 13 bytes each
 _WIDTHS = (2, 6, 24)  # px from which an event becomes a rectangle: the least at which the view keeps to _RECTS
 _RASTER_BYTES = 330_000  # before packing, which makes a fifth of them
-_TICKS = 2**32 - 1
+_TICKS = 32  # of a pixel: how exactly rectangles are placed
 _SAMPLED_FROM = 4_096  # events of a row
 _PER_BIN = 16  # events between two samples, on average
 _COARSER = 4  # times: each level of samples, over the one before
@@ -272,28 +272,30 @@ def view(
     pixels: int,
     levels: int,
     names: Callable[[int, Indices], Sequence[str]],
+    coarser: int = 1,
 ) -> bytes:
     """What [t0, t1) of these lanes looks like on `pixels` columns: a JSON header, then typed arrays.
 
     A lane of several rows is their mean. `names(lane, sources)` names the events that become rectangles: those of a
     single row that are wide enough to be told apart. Each lane with an event that is no rectangle has a raster:
-    for each of its kinds one byte per bin, its height. A bin is one pixel, or some where the view would be too large.
-    The header says where everything lies:
-    `rects` many of u32 start and u32 duration in units of `tick` ns from t0, u16 name (in `names`), u16 lane, u8 kind;
-    then per entry of `rasters` (lane, kinds, levels) `bins` bytes for each kind.
+    for each of its kinds one byte per bin, its height. A bin is one pixel, or some where the view would be too large,
+    `coarser` times as many where it still is. The header says where everything lies: `rects` many of u32 start and u32
+    duration in units of `tick` ns from t0, u16 name (in `names`), u16 lane, u8 kind; then per entry of `rasters` (lane,
+    kinds, levels) `bins` bytes for each kind. So that they pack well, starts are told as differences, modulo 2^32, and
+    of each array the low bytes of all values come first, then the next ones.
     """
     visible = [[_visible(events, t0, t1) for row in rows for events in row] for rows in lanes]
     counts = np.array([sum(last - first for first, last in spans) for spans in visible], np.int64)
     rects = _wide_enough(lanes, visible, counts, t1 - t0, pixels)
     dense = np.flatnonzero(np.bincount(rects.lane, minlength=len(lanes)) < counts).tolist()
-    bins = _bins(sum(len({events.kind for row in lanes[i] for events in row}) for i in dense), pixels)
+    bins = _bins(sum(len({events.kind for row in lanes[i] for events in row}) for i in dense), pixels, coarser)
     edges = t0 + (np.arange(bins + 1, dtype=np.int64) * (t1 - t0)) // bins
     rasters, raster_bytes = [], []
     for i in dense:
-        kinds, tall, high = _raster(lanes[i], edges, levels)
+        kinds, tall, high = _raster(lanes[i], edges, levels, many=bool(counts[i] > _SCANNED))
         rasters.append([i, kinds, high])
         raster_bytes.append(tall.tobytes())
-    tick = -(-(t1 - t0) // _TICKS)
+    tick = max(1, (t1 - t0) // (pixels * _TICKS))
     start = (np.maximum(rects.start, t0) - t0) // tick
     end = -(-(np.minimum(rects.end, t1) - t0) // tick)
     lane_starts = np.flatnonzero(np.diff(rects.lane, prepend=-1))
@@ -314,21 +316,21 @@ def view(
         "rasters": rasters,
     }
     head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 4)  # typed arrays of 4 bytes start at a multiple of 4
     arrays = (
-        start.astype("<u4"),
+        np.diff(start, prepend=0).astype("<u4"),
         (end - start).astype("<u4"),
         np.array([table[name] for name in said], "<u2"),
         rects.lane.astype("<u2"),
         rects.kind.astype("u1"),
     )
-    return b"".join([len(head).to_bytes(4, "little"), head, *(a.tobytes() for a in arrays), *raster_bytes])
+    planes = (array.view("u1").reshape(len(array), array.itemsize).T.tobytes() for array in arrays)
+    return b"".join([len(head).to_bytes(4, "little"), head, *planes, *raster_bytes])
 
 
-def _bins(kinds: int, pixels: int) -> int:
+def _bins(kinds: int, pixels: int, coarser: int) -> int:
     """As many as there are pixels; of two or more pixels each where lanes with so many kinds would make too large a
     picture. Too dense to be told apart, they lose nothing that the eye can see."""
-    return -(-pixels // max(1, -(-kinds * pixels // _RASTER_BYTES)))
+    return -(-pixels // (coarser * max(1, -(-kinds * pixels // _RASTER_BYTES))))
 
 
 def tally(row: Row, t0: int, t1: int) -> Iterable[tuple[int, Indices, Ints]]:
@@ -376,14 +378,15 @@ def _wide_enough(
     return rects
 
 
-def _raster(rows: Sequence[Row], edges: Ints, levels: int) -> tuple[list[int], Bytes, int]:
+def _raster(rows: Sequence[Row], edges: Ints, levels: int, *, many: bool) -> tuple[list[int], Bytes, int]:
     """The kinds that these rows show in view, how high they stand in each bin on the mean of the rows, and of what
-    height: at least one level for each kind."""
+    height: at least one level for each kind. Where there are many events samples may do."""
     bin_ns = np.maximum(np.diff(edges), 1).astype(np.float64) * len(rows)
     covered: dict[int, Ints] = {}
     present: dict[int, NDArray[np.bool_]] = {}
     for row in rows:
-        for events, ns, there in zip(row, *(sampled(row, edges) or occupancy(row, edges)), strict=True):
+        shown = (sampled(row, edges) if many else None) or occupancy(row, edges)
+        for events, ns, there in zip(row, *shown, strict=True):
             if events.kind in covered:
                 covered[events.kind] += ns
                 present[events.kind] |= there

@@ -26,14 +26,18 @@
     const size = new DataView(buffer).getUint32(0, true);
     const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
     const n = head.rects;
+    const bytes = new Uint8Array(buffer);
     let at = 4 + size;
-    const take = (type) => {
-      const array = new type(buffer, at, n);
-      at += array.byteLength;
+    const take = (type) => { // low bytes of all values first
+      const array = new type(n);
+      for (let byte = 0; byte < type.BYTES_PER_ELEMENT; byte++, at += n) {
+        for (let i = 0; i < n; i++) array[i] |= bytes[at + i] << (8 * byte);
+      }
       return array;
     };
     const rects = { start: take(Uint32Array), length: take(Uint32Array), name: take(Uint16Array), lane: take(Uint16Array), kind: take(Uint8Array) };
-    return { head, rects, bytes: new Uint8Array(buffer, at) };
+    for (let i = 1; i < n; i++) rects.start[i] += rects.start[i - 1];
+    return { head, rects, bytes: bytes.subarray(at) };
   }
 
   const Server = (Base) => class extends Base {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import zlib
@@ -17,13 +18,14 @@ from rankscope.dashboard.timeline import lod, lookup
 from rankscope.dashboard.timeline.lod import Indices, Row
 from rankscope.dashboard.timeline.scene import KINDS, Scene
 
-__all__ = ["ROUTES", "packed", "register_routes", "view"]
+__all__ = ["ROUTES", "packed_view", "register_routes", "view"]
 
 ROUTES = "/timeline-data"
 _MOST_PIXELS, _MOST_LEVELS = 8192, 128
 _SEARCHES = 8
 _PATH_PIECES = 3_000
 _PACKED_FROM = 1_000  # bytes
+_MOST_BYTES, _COARSEST = 100_000, 4
 
 
 class _Searches:
@@ -71,13 +73,15 @@ def register_routes(
                 said = answer(asked, made)
             except _BadRequest as bad:
                 return _json({"error": str(bad)}, 400)
-            return _binary(said) if isinstance(said, bytes) else _json(said)
+            return (
+                _answer(said, "application/octet-stream", 200, gzipped=True) if isinstance(said, bytes) else _json(said)
+            )
 
         server.add_url_rule(f"{ROUTES}/{name}", f"timeline_{name}", handle, methods=["POST"])
 
     route("scene", lambda _, scene: _scene(scene))
     route("marks", lambda asked, scene: _marks(report(str(asked.get("run", ""))), scene))
-    route("view", lambda asked, scene: view(asked, scene))
+    route("view", lambda asked, scene: packed_view(asked, scene))
     route("at", lambda asked, scene: lookup.describe(scene, *_ints(asked, "lane", "t", "slack")))
     route("spent", lambda asked, scene: lookup.spent(scene, _lanes(asked), *_ints(asked, "t0", "t1")))
     route("find", lambda asked, scene: _find(asked, scene, searches))
@@ -122,7 +126,17 @@ def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
     return {"marks": marks}
 
 
-def view(asked: dict[str, Any], scene: Scene) -> bytes:
+def packed_view(asked: dict[str, Any], scene: Scene) -> bytes:
+    """The view as it goes over the wire, of no more than 100 kB: where it would be more, with fewer bins."""
+    for coarser in itertools.count(1):
+        # Runs only: on pictures that is smaller than a search for repeats, and faster.
+        packed = _gzip(view(asked, scene, coarser), zlib.Z_RLE)
+        if len(packed) <= _MOST_BYTES or coarser == _COARSEST:
+            break
+    return packed
+
+
+def view(asked: dict[str, Any], scene: Scene, coarser: int = 1) -> bytes:
     """The picture of a question: `t0`, `t1`, `pixels`, `levels`, and for each drawn lane the `lanes` behind it."""
     t0, t1, pixels, levels = _ints(asked, "t0", "t1", "pixels", "levels")
     if not (t0 < t1 and 1 <= pixels <= _MOST_PIXELS):
@@ -138,7 +152,7 @@ def view(asked: dict[str, Any], scene: Scene) -> bytes:
         table = tables[lane]
         return [] if table is None else [table.names[code] for code in table.name[sources]]
 
-    return lod.view(lanes, t0, t1, pixels, levels, names)
+    return lod.view(lanes, t0, t1, pixels, levels, names, coarser)
 
 
 def _find(asked: dict[str, Any], scene: Scene, searches: _Searches) -> dict[str, Any]:
@@ -187,16 +201,6 @@ def _json(said: object, status: int = 200) -> Response:
     return _answer(
         _gzip(data, zlib.Z_DEFAULT_STRATEGY) if is_long else data, "application/json", status, gzipped=is_long
     )
-
-
-def packed(picture: bytes) -> bytes:
-    """A view as it goes over the wire."""
-    # Runs only: on pictures that is smaller than a search for repeats, and faster.
-    return _gzip(picture, zlib.Z_RLE)
-
-
-def _binary(data: bytes) -> Response:
-    return _answer(packed(data), "application/octet-stream", 200, gzipped=True)
 
 
 def _answer(data: bytes, kind: str, status: int, *, gzipped: bool) -> Response:
