@@ -29,10 +29,11 @@ from rankscope.analysis.finding import (
     StoodStill,
     Wait,
 )
+from rankscope.analysis.language import Text, joined, text
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.costs import cost_of, money_text
 from rankscope.analysis.report.quantities import duration, percent, rounded
-from rankscope.analysis.report.texts import part_label
+from rankscope.analysis.report.texts import part_name
 from rankscope.analysis.timeline.arrivals import charged_to_last
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.critical_path import critical_path
@@ -56,21 +57,23 @@ Tables = Mapping[str, pl.DataFrame]
 _Made = TypeVar("_Made")
 
 _EMPTY = {
-    "breakdown": "no step was judged",
-    "phases": "no step was judged",
-    "steps": "no step was judged",
-    "ranks": "no rank was recorded",
-    "regions": "no regions were recorded",
-    "collectives": "no communication was recorded",
-    "ops": "no operations of pipeline stages were recorded",
-    "kernels": "no work of a device was recorded",
-    "launches": "the calls that launch the device's work were not recorded",
-    "model": "how many FLOPs the model needs in a step is not known: rankscope report --flops-per-step gives them",
-    "progress": "no state of a job that stands still was saved (PyTorch's flight recorder does)",
-    "links": "no TCP traffic between nodes was recorded",
-    "counters": "no counters of the nodes were recorded",
-    "memory": "no memory of the ranks was recorded",
-    "gpus": "it was not recorded which GPU a rank uses",
+    "breakdown": text("no step was judged"),
+    "phases": text("no step was judged"),
+    "steps": text("no step was judged"),
+    "ranks": text("no rank was recorded"),
+    "regions": text("no regions were recorded"),
+    "collectives": text("no communication was recorded"),
+    "ops": text("no operations of pipeline stages were recorded"),
+    "kernels": text("no work of a device was recorded"),
+    "launches": text("the calls that launch the device's work were not recorded"),
+    "model": text(
+        "how many FLOPs the model needs in a step is not known: rankscope report --flops-per-step gives them"
+    ),
+    "progress": text("no state of a job that stands still was saved (PyTorch's flight recorder does)"),
+    "links": text("no TCP traffic between nodes was recorded"),
+    "counters": text("no counters of the nodes were recorded"),
+    "memory": text("no memory of the ranks was recorded"),
+    "gpus": text("it was not recorded which GPU a rank uses"),
 }
 # What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
 _CONSEQUENCES = {
@@ -105,7 +108,7 @@ _OF_A_DRIFT = {  # by the part that grows
     "transfer": ("slow_link", "exposed_communication"),
 }
 _BOUNDED = ("slow_rank", "slow_link", "input_stall", "gc_stall", "recompile")  # by what mending brings in the replay
-_OUT_OF_STEP = "the ranks number their steps differently; call rankscope.step() at the end of each step"
+_OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
@@ -174,7 +177,7 @@ def conclude(
         tables["breakdown"] = tables["breakdown"].clear()
         reasons["breakdown"] = _OUT_OF_STEP
     if timeline.ranks["node"].n_unique() < 2:
-        reasons["links"] = "all ranks that were seen run on one node"
+        reasons["links"] = text("all ranks that were seen run on one node")
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     run = _replayable(timeline, tables["links"])
     findings, fidelity = _with_gains(root_causes_first(_as_replayed(found, run)), run)
@@ -242,9 +245,9 @@ def ask(
                 resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
-            not_checked.append(NotChecked(detector=name, why=_blind(module, said, unseen) or str(reason)))
+            not_checked.append(NotChecked(detector=name, why=_blind(module, said, unseen) or reason.args[0]))
         except Exception as error:  # one broken detector must not take the others' findings away
-            why = f"the detector failed: {type(error).__name__}: {error}"
+            why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)
             print(f"rankscope: detector '{name}': {why}", file=sys.stderr)
             not_checked.append(NotChecked(detector=name, why=why))
     return findings, healthy, not_checked
@@ -280,7 +283,7 @@ def _with_gains(
     if not any(finding.fix for finding in findings):
         return findings, None
     if isinstance(run, NotReplayable):
-        return tuple(replace(f, gain_why=str(run)) if f.fix else f for f in findings), None
+        return tuple(replace(f, gain_why=run.args[0]) if f.fix else f for f in findings), None
     return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity
 
 
@@ -296,7 +299,7 @@ def _tried(make: Callable[[], _Made]) -> _Made | NotReplayable:
     except NotReplayable as reason:
         return reason
     except Exception as error:  # a replay that breaks must not take the findings away
-        why = f"the replay failed: {type(error).__name__}: {error}"
+        why = text("the replay failed: {kind}: {error}", kind=type(error).__name__, error=error)
         print(f"rankscope: {why}", file=sys.stderr)
         return NotReplayable(why)
 
@@ -352,12 +355,16 @@ def _left_out(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) ->
     rows = len(timeline.kernels) + len(timeline.launches)
     if timeline.kernels.is_empty() or rows <= MOST_ROWS:
         return []
-    why = f"{rows:,} kernels and launches are too many to replay at once: "
     if isinstance(run, Rerun):
-        steps = counted(timeline.steps["step"].n_unique(), "step")
-        why += f"the critical path and gains are those of the first {run.host.steps['step'].n_unique()} of {steps}"
+        done = text(
+            "the critical path and gains are those of the first {first} of {steps}",
+            first=run.host.steps["step"].n_unique(),
+            steps=counted(timeline.steps["step"].n_unique(), "step"),
+        )
     else:
-        why += f"there is no critical path and no gain ({run if isinstance(run, NotReplayable) else 'a pipeline'})"
+        why_none = run.args[0] if isinstance(run, NotReplayable) else text("a pipeline")
+        done = text("there is no critical path and no gain ({why})", why=why_none)
+    why = text("{rows:,} kernels and launches are too many to replay at once: {done}", rows=rows, done=done)
     return [Gap(table="kernels", rank=None, node=None, count=None, why=why)]
 
 
@@ -366,7 +373,7 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
     try:
         gain_ns = run.gain(finding.fix).gain_ns
     except BadFix:
-        return replace(finding, gain_why=f"this run cannot be replayed with {finding.fix}")
+        return replace(finding, gain_why=text("this run cannot be replayed with {fix}", fix=finding.fix))
     share = min(max(gain_ns, 0.0) / finding.lost_ns_per_step, 1.0) if finding.lost_ns_per_step else 0.0
     return replace(finding, gain_fraction=share * finding.lost_fraction)
 
@@ -430,7 +437,7 @@ def _with_tables(function: Callable[..., Any], tables: Tables, reasons: Mapping[
     there = {p.name: tables[p.name] for p in wanted if p.name in tables and not tables[p.name].is_empty()}
     for p in wanted:
         if p.name not in there and p.default is inspect.Parameter.empty:
-            raise NotResolvable(reasons.get(p.name, f"the table '{p.name}' was not recorded"))
+            raise NotResolvable(reasons.get(p.name, text("the table '{name}' was not recorded", name=p.name)))
     return function(**there)
 
 
@@ -442,8 +449,9 @@ def _blind(module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) ->
     if off.is_empty():
         return next((unseen[name] for name in module.collectors if name in unseen), None)
     ranks = off["rank"].drop_nulls().unique().sort().to_list()
-    where = f" on {named('rank', ranks)}" if ranks else ""
-    return f"collector {off['source'][0]}{where}: {off['why'][0]}"
+    where = text(" on {ranks}", ranks=named("rank", ranks)) if ranks else ""
+    why = Text(off["why"][0], {})
+    return text("collector {collector}{where}: {why}", collector=off["source"][0], where=where, why=why)
 
 
 def _unit(timeline: Timeline) -> str:
@@ -459,7 +467,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     every = ("phases", "breakdown") if len(steps) == len(timeline.steps) else ()  # large, and of steps only: no copies
     tables = {
         name: frame if name in every else frame.join(judged, on=["rank", "step"], how="semi")
-        for name in ("collectives", "regions", "phases", "breakdown")
+        for name in ("collectives", "regions", "phases", "breakdown", "proxies")
         if (frame := getattr(timeline, name)) is not None
     }
     tables |= {"steps": steps, "ranks": timeline.ranks, "counters": timeline.counters}
@@ -517,7 +525,7 @@ def _pipeline(ops: pl.DataFrame) -> Pipeline | None:
 def _incomplete(steps: pl.DataFrame) -> list[Gap]:
     """The steps that were set aside because a rank lacks them."""
     count = steps.filter(pl.col("aside") == "incomplete")["step"].n_unique()
-    why = f"{counted(count, 'step')} not judged, since not all ranks have them"
+    why = text("{count} not judged, since not all ranks have them", count=counted(count, "step"))
     return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []
 
 
@@ -526,7 +534,10 @@ def _not_observed(timeline: Timeline) -> list[NotChecked]:
     devices = timeline.ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
     if not devices or len(timeline.kernels):
         return []
-    why = f"ranks run on {', '.join(devices)}; what these do is recorded in deep windows only (`rankscope trigger`)"
+    why = text(
+        "ranks run on {devices}; what these do is recorded in deep windows only (`rankscope trigger`)",
+        devices=", ".join(devices),
+    )
     return [NotChecked(detector="device_time", why=why)]
 
 
@@ -551,19 +562,33 @@ def _verdict(
 ) -> str:
     """One sentence."""
     missing = sorted(set(range(world_size or 0)) - set(seen))
-    absent = f"; {named('rank', missing)} of {world_size} {_were(missing)} not recorded" if missing else ""
-    if findings:
-        return f"{_headline(findings, steps, len(seen), rate)}{absent}."
-    if not any(check.detector not in _NOT_OF_SPEED for check in healthy):
-        seen_steps = (
-            f"{counted(steps.warmup, 'step')} seen, all of them warm-up" if steps.warmup else "no step was seen"
+    absent = (
+        text(
+            "; {missing} of {world} {en_were} not recorded",
+            missing=named("rank", missing),
+            world=world_size,
+            en_were="was" if len(missing) == 1 else "were",
         )
+        if missing
+        else ""
+    )
+    if findings:
+        return text("{headline}{absent}.", headline=_headline(findings, steps, len(seen), rate), absent=absent)
+    if not any(check.detector not in _NOT_OF_SPEED for check in healthy):
         why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
-        speed = f"annot judge: {why if steps.count else seen_steps}{_made_of(breakdown)}{_unexplained(phases)}{absent}."
-        return f"No rank hangs; c{speed}" if healthy and not steps.count else f"C{speed}"
-    judged = f"{counted(steps.count, 'judged step')} of {counted(len(seen), 'rank')}"
-    return (
-        f"No bottleneck found in {judged}{_unseen(healthy, steps)}{_blocked(breakdown)}{_unexplained(phases)}{absent}."
+        if not steps.count:
+            why = text("no step was seen")
+        if steps.warmup and not steps.count:
+            why = text("{steps} seen, all of them warm-up", steps=counted(steps.warmup, "step"))
+        more = joined("", (_made_of(breakdown), _unexplained(phases), absent))
+        if healthy and not steps.count:
+            return text("No rank hangs; cannot judge: {why}{more}.", why=why, more=more)
+        return text("Cannot judge: {why}{more}.", why=why, more=more)
+    return text(
+        "No bottleneck found in {steps} of {ranks}{more}.",
+        steps=counted(steps.count, "judged step"),
+        ranks=counted(len(seen), "rank"),
+        more=joined("", (_unseen(healthy, steps), _blocked(breakdown), _unexplained(phases), absent)),
     )
 
 
@@ -571,17 +596,27 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int, rate:
     """The first finding, and how many more there are that do not follow from it."""
     first = findings[0]
     waiting = ranks - len(first.ranks)
-    title = first.title
+    said = [first.title]
     if steps.mean_ns is not None and first.lost_ns_per_step:
-        title += f" ({percent(first.lost_fraction)} of the {duration(steps.mean_ns)} step)"
+        share, step = percent(first.lost_fraction), duration(steps.mean_ns)
+        said.append(text(" ({share} of the {step} step)", share=share, step=step))
     if first.ranks and waiting and first.detector != "slow_link":
-        title += f" and {counted(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for "
-        title += "it" if len(first.ranks) == 1 else "them"
+        said.append(
+            text(
+                " and {waiting} {en_wait} for {en_them}",
+                waiting=counted(waiting, "rank"),
+                en_wait="waits" if waiting == 1 else "wait",
+                en_them="it" if len(first.ranks) == 1 else "them",
+            )
+        )
     money = cost_of(first, rate).lost_money_per_hour
     if money is not None and rate.price is not None:
-        title += f"; it costs {money_text(money)} of {money_text(rate.ranks * rate.price)} an hour"
+        whole = money_text(rate.ranks * rate.price)
+        said.append(text("; it costs {money} of {whole} an hour", money=money_text(money), whole=whole))
     more = sum(1 for finding in findings[1:] if finding.caused_by is None)
-    return f"{title}; {counted(more, 'more finding')}" if more else title
+    if more:
+        said.append(text("; {findings}", findings=counted(more, "more finding")))
+    return joined("", said)
 
 
 def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:
@@ -590,14 +625,18 @@ def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:
     from_ns = coarsest.resolution_ns or 0
     if not steps.mean_ns or from_ns < _COARSE * steps.mean_ns:
         return ""
-    return f"; they vary so much that {coarsest.detector} below {duration(from_ns)} per step is not seen"
+    return text(
+        "; they vary so much that {detector} below {resolution} per step is not seen",
+        detector=coarsest.detector,
+        resolution=duration(from_ns),
+    )
 
 
 def _blocked(breakdown: pl.DataFrame) -> str:
     """How much communication blocks the ranks, where it is much: no finding does not mean that nothing is lost."""
     grid = step_grid(breakdown)
     share = float(grid.of(*BLOCKED).mean() / grid.step_ns)
-    return f"; communication blocks {percent(share)} of the step" if share >= _MUCH_BLOCKED else ""
+    return text("; communication blocks {share} of the step", share=percent(share)) if share >= _MUCH_BLOCKED else ""
 
 
 def _unexplained(phases: pl.DataFrame) -> str:
@@ -605,7 +644,7 @@ def _unexplained(phases: pl.DataFrame) -> str:
     length = pl.col("end_ns") - pl.col("start_ns")
     unknown = (pl.col("part") == "other") & pl.col("label").is_in([QUEUED, UNSEEN])
     share = phases.select(length.filter(unknown).sum() / length.sum()).item() or 0.0
-    much = f"; the devices stand idle {percent(share)} of the step, and the trace does not show why"
+    much = text("; the devices stand idle {share} of the step, and the trace does not show why", share=percent(share))
     return much if share >= _MUCH_BLOCKED else ""
 
 
@@ -616,9 +655,6 @@ def _made_of(breakdown: pl.DataFrame) -> str:
         return ""
     share = pl.col("ns").sum() / total
     parts = breakdown.group_by("part").agg(share).filter(pl.col("ns") >= _LARGE).sort("ns", "part", descending=True)
-    named_parts = (f"{percent(ns)} {part_label(part)}" for part, ns in parts.head(3).iter_rows())
-    return f"; the step is {', '.join(named_parts)}"
-
-
-def _were(numbers: Sequence[int]) -> str:
-    return "was" if len(numbers) == 1 else "were"
+    largest = parts.head(3).iter_rows()
+    shares = (text("{share} {part}", share=percent(ns), part=part_name(part)) for part, ns in largest)
+    return text("; the step is {parts}", parts=joined(", ", shares))

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import polars as pl
 
 from rankscope.analysis.finding import Clock, Gap
+from rankscope.analysis.language import Text, joined, text
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches
 from rankscope.analysis.timeline.marks import by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.matching import match_collectives
-from rankscope.analysis.timeline.nccl import with_durations
+from rankscope.analysis.timeline.nccl import proxies, with_durations
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.profiled import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.progress import last_begun_ns, last_progress
@@ -36,7 +37,7 @@ __all__ = ["Timeline", "build_timeline"]
 
 _AGREE = 0.9  # share of operations in the same step on all ranks, above which step numbers are comparable
 _FEW_STEPS = 3
-_NO_STEPS = "no optimizer ran and rankscope.step() was not called, so there are no steps; call it once per step"
+_NO_STEPS = text("no optimizer ran and rankscope.step() was not called, so there are no steps; call it once per step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class Timeline:
     | gpus | rank, node, device: the rank's GPU, as `counters` calls it |
     | marks | the phases that CUDA events close, as `marks.by_marks` has them; empty where they were not recorded |
     | groups | those of the schema |
+    | proxies | those of `nccl.PROXIES`, step |
     | ras | rank, communicator, operation, launched, most, state, time_ns: as `ras.late_ranks` has it |
     | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
     """
@@ -86,6 +88,7 @@ class Timeline:
     memory: pl.DataFrame = field(default_factory=pl.DataFrame)
     gpus: pl.DataFrame = field(default_factory=pl.DataFrame)
     marks: pl.DataFrame = field(default_factory=pl.DataFrame)
+    proxies: pl.DataFrame = field(default_factory=pl.DataFrame)
     ras: pl.DataFrame = field(default_factory=pl.DataFrame)
 
 
@@ -165,6 +168,9 @@ def build_timeline(trace: Trace) -> Timeline:
         counters=counters,
         memory=read("memory", "rank", "time_ns").select("rank", "time_ns", "name", "value"),
         gpus=gpus_of_ranks(trace.run),
+        proxies=in_steps(
+            proxies(read("nccl_calls", "rank", "start_ns"), read("nccl_events", "rank", "start_ns")), enqueued_in
+        ),
         ras=late,
         groups=groups,
         ops=ops,
@@ -207,7 +213,7 @@ def _timing_gaps(records: pl.DataFrame) -> list[Gap]:
     """Said where torch's Flight Recorder has operations and not how long they took."""
     if records.is_empty() or records["duration_ns"].is_not_null().any():
         return []
-    why = (
+    why = text(
         "torch's Flight Recorder has no durations, so it is not known which rank comes late and how fast transfers "
         "are; TORCH_NCCL_ENABLE_TIMING=1 gives them (with CUDA_DEVICE_MAX_CONNECTIONS=1 communication then overlaps "
         "less: for a short run only), or rankscope trigger for a few steps"
@@ -219,8 +225,8 @@ def _early_gaps(collectives: pl.DataFrame) -> list[Gap]:
     """What ended before its last rank arrived: how many, by how much at most, and what was done about it."""
     by_device = pl.col("device_start_ns").is_not_null()
     done = {
-        False: "clocks or stamps are wrong by that, and these ends were moved to that arrival",
-        True: "the devices' clocks are wrong by that, and times were left as they are",
+        False: text("clocks or stamps are wrong by that, and these ends were moved to that arrival"),
+        True: text("the devices' clocks are wrong by that, and times were left as they are"),
     }
     early = collectives.filter(pl.col("early_ns").is_not_null()).group_by(by_device.alias("by_device"))
     return [
@@ -229,7 +235,12 @@ def _early_gaps(collectives: pl.DataFrame) -> list[Gap]:
             rank=None,
             node=None,
             count=count,
-            why=f"{count} rows of operations end before their last rank arrived, by up to {worst} ns: {done[by]}",
+            why=text(
+                "{count} rows of operations end before their last rank arrived, by up to {worst} ns: {done}",
+                count=count,
+                worst=worst,
+                done=done[by],
+            ),
         )
         for by, count, worst in early.agg(pl.len(), pl.col("early_ns").max()).sort("by_device").iter_rows()
     ]
@@ -246,9 +257,10 @@ def _comparable_steps(
         same = agreement(steps, collectives)
     if same is None or same >= _AGREE:
         return steps, []
-    why = (
-        f"step numbers do not mean the same step on all ranks: only {same:.0%} of the collectives are in the same one; "
-        "call rankscope.step() at the end of each step"
+    why = text(
+        "step numbers do not mean the same step on all ranks: only {same:.0%} of the collectives "
+        "are in the same one; call rankscope.step() at the end of each step",
+        same=same,
     )
     return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)]
 
@@ -257,21 +269,28 @@ def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, why_none: str) -> list[
     if not len(steps):
         return [Gap(table="steps", rank=None, node=None, count=None, why=why_none)]
     if steps["source"][0] == CAPTURE:
-        why = f"{why_none}; the whole capture is taken as one step"
+        why = text("{why_none}; the whole capture is taken as one step", why_none=why_none)
         return [Gap(table="steps", rank=None, node=None, count=None, why=why)]
     without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()))
-    gaps = [Gap(table="steps", rank=rank, node=None, count=None, why=f"rank {rank} has no step") for rank in without]
+    gaps = [
+        Gap(table="steps", rank=rank, node=None, count=None, why=text("rank {rank} has no step", rank=rank))
+        for rank in without
+    ]
     judged = steps.filter("judged")["step"].n_unique()
     if judged < _FEW_STEPS:
-        why = f"only {judged} of {steps['step'].n_unique()} steps can be judged; record more"
+        why = text(
+            "only {judged} of {count} steps can be judged; record more",
+            judged=judged,
+            count=steps["step"].n_unique(),
+        )
         gaps.append(Gap(table="steps", rank=None, node=None, count=None, why=why))
     return gaps
 
 
 def _clock_gaps(clocks: list[Clock]) -> list[Gap]:
     how = {
-        "unix time": "its time comes from the hosts' unix time, with an error nobody knows",
-        "none": "its times were left as they are",
+        "unix time": text("its time comes from the hosts' unix time, with an error nobody knows"),
+        "none": text("its times were left as they are"),
     }
     return [
         Gap(
@@ -279,7 +298,11 @@ def _clock_gaps(clocks: list[Clock]) -> list[Gap]:
             rank=None,
             node=c.node,
             count=None,
-            why=f"no pings between node {c.node} and 0, nor operations that bind its clock: {how[c.source]}",
+            why=text(
+                "no pings between node {node} and 0, nor operations that bind its clock: {how}",
+                node=c.node,
+                how=how[c.source],
+            ),
         )
         for c in clocks
         if c.error_ns is None
@@ -295,7 +318,12 @@ def _unmatched_gaps(collectives: pl.DataFrame) -> list[Gap]:
             rank=None,
             node=None,
             count=count,
-            why=f"{count} of {len(collectives)} collectives were not matched across ranks: {reason}",
+            why=text(
+                "{count} of {all} collectives were not matched across ranks: {reason}",
+                count=count,
+                all=len(collectives),
+                reason=Text(reason, {}),
+            ),
         )
         for reason, count in reasons.iter_rows()
     ]
@@ -303,10 +331,14 @@ def _unmatched_gaps(collectives: pl.DataFrame) -> list[Gap]:
     if len(differing):
         first = differing.row(0, named=True)
         same_key = (pl.col("group_id") == first["group_id"]) & (pl.col("seq") == first["seq"])
-        said = ", ".join(
-            f"rank {rank} {op}" for rank, op in differing.filter(same_key).select("rank", "op").iter_rows()
+        of_rank = differing.filter(same_key).select("rank", "op").iter_rows()
+        said = joined(", ", (text("rank {rank} {op}", rank=rank, op=op) for rank, op in of_rank))
+        why = text(
+            "desynchronised: operation {seq} of group {group} is {said}",
+            seq=first["seq"],
+            group=first["group"],
+            said=said,
         )
-        why = f"desynchronised: operation {first['seq']} of group {first['group']} is {said}"
         gaps.append(Gap(table="collectives", rank=None, node=None, count=None, why=why))
     return gaps
 

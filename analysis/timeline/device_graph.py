@@ -16,6 +16,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
+from rankscope.analysis.language import text
 from rankscope.analysis.timeline.breakdown import NO_REGION, PARTS, Spans
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.device import by_rank
@@ -71,11 +72,11 @@ def device_graph(timeline: Timeline) -> HostGraph:
     """
     kernels, collectives = timeline.kernels, timeline.collectives
     if timeline.steps.is_empty():
-        raise NotReplayable("no step was seen")
+        raise NotReplayable(text("no step was seen"))
     if not timeline.comparable:
-        raise NotReplayable("the ranks number their steps differently")
+        raise NotReplayable(text("the ranks number their steps differently"))
     if any(c.error_ns is None for c in timeline.clocks) and timeline.ranks["node"].n_unique() > 1:
-        raise NotReplayable("the nodes' clocks could not be brought together")
+        raise NotReplayable(text("the nodes' clocks could not be brought together"))
     named = (timeline.regions["name"], timeline.launches["name"], collectives["op"])
     labels = sorted({LAUNCH, BETWEEN, NO_REGION, COMMUNICATION, *PARTS}.union(*(set(n.unique()) for n in named)))
     code = {label: i for i, label in enumerate(labels)}
@@ -131,7 +132,9 @@ def first_steps(timeline: Timeline) -> Timeline:
     kept = int(np.searchsorted(begun, MOST_ROWS, side="right"))
     first = steps.filter(pl.col("step").is_in(numbers[:kept]))
     if not kept or first.filter("judged")["step"].n_unique() < min(2, steps.filter("judged")["step"].n_unique()):
-        raise NotReplayable(f"a graph of two steps would have more than {MOST_ROWS:,} kernels and launches")
+        raise NotReplayable(
+            text("a graph of two steps would have more than {most:,} kernels and launches", most=MOST_ROWS)
+        )
     last = {rank: int(end[kept - 1]) for rank, end in ends.items()}
     return replace(
         timeline,

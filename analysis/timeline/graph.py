@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.analysis.language import text
+
 try:
     from rankscope.analysis.timeline import _replay
 except ImportError:  # it is built where there is a C compiler
@@ -99,7 +101,7 @@ def assemble(
     first, before = _rows(n, waits, waited_for)
     order = _topological(first, before)
     if len(order) < n:
-        raise NotReplayable(f"{n - len(order)} operations wait for each other in a circle")
+        raise NotReplayable(text("{n} operations wait for each other in a circle", n=n - len(order)))
     number = np.empty(n, dtype=np.int32)
     number[order] = np.arange(n)
     first, before = _rows(n, number[waits], number[waited_for])

@@ -15,6 +15,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Fidelity
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.breakdown import PARTS
 from rankscope.analysis.timeline.build import Timeline
@@ -92,11 +93,11 @@ def graph_of(timeline: Timeline) -> HostGraph:
     """The graph of a run whose main threads were recorded. Raises `NotReplayable`."""
     phases = timeline.phases.sort("rank", "start_ns")
     if phases.is_empty():
-        raise NotReplayable("no step was seen")
+        raise NotReplayable(text("no step was seen"))
     if not timeline.comparable:
-        raise NotReplayable("the ranks number their steps differently")
+        raise NotReplayable(text("the ranks number their steps differently"))
     if len(timeline.marks):
-        raise NotReplayable("CUDA events do not tell what the devices waited for; a deep window does")
+        raise NotReplayable(text("CUDA events do not tell what the devices waited for; a deep window does"))
     if timeline.ranks["node"].n_unique() > 1:
         _check_clocks(timeline)
     bounds = phases.group_by("rank").agg(pl.col("start_ns").min().alias("_from"), pl.col("end_ns").max().alias("_to"))
@@ -110,7 +111,7 @@ def graph_of(timeline: Timeline) -> HostGraph:
     latest = max(int(f["end_ns"].to_numpy().max()) for f in (phases, seen) if len(f))
     keys = _Keys(ranks, origin, latest - origin + 2)
     if len(ranks) * keys.span >= 2**62:
-        raise NotReplayable("the run is too long for so many ranks")
+        raise NotReplayable(text("the run is too long for so many ranks"))
     # Operations of which not all ranks are on a main thread's chain wait for nobody.
     whole = pl.col("instance_id").is_not_null() & (
         pl.len().over("instance_id") == pl.when(pl.col("op").is_in(P2P_OPS)).then(2).otherwise("group_size")
@@ -126,10 +127,10 @@ def _check_clocks(timeline: Timeline) -> None:
     errors = [clock.error_ns for clock in timeline.clocks]
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
-        raise NotReplayable("the nodes' clocks could not be brought together")
+        raise NotReplayable(text("the nodes' clocks could not be brought together"))
     step_ns = float(np.median((timeline.steps["end_ns"] - timeline.steps["start_ns"]).to_numpy()))
     if max(known, default=0) > _CLOCK_ERROR * step_ns:
-        raise NotReplayable(f"the nodes' clocks are only known to {duration(max(known))}")
+        raise NotReplayable(text("the nodes' clocks are only known to {error}", error=duration(max(known))))
 
 
 def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
@@ -429,7 +430,7 @@ def fidelity(host: HostGraph) -> Fidelity:
         sums += length[chosen].sum(), measured.sum()
     error = np.concatenate(errors)
     if host.steps.filter("judged")["step"].n_unique() < 2:
-        raise NotReplayable("with fewer than two judged steps a replay cannot be checked")
+        raise NotReplayable(text("with fewer than two judged steps a replay cannot be checked"))
     return Fidelity(
         steps=len(error),
         median_error=float(np.median(error)),

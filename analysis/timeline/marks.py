@@ -11,6 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Gap
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.breakdown import (
@@ -73,7 +74,7 @@ def marked_steps(steps: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFrame
     ended = _with_device_ends(steps, marks)
     why = _useless(ended, marks)
     if why:
-        why += ": its marks are not used, and steps are those of the hosts"
+        why += text(": its marks are not used, and steps are those of the hosts")
         return steps, marks.clear(), [Gap(table="device_marks", rank=None, node=None, count=None, why=why)]
     follows = (pl.col("step") == pl.col("step").shift(1).over("rank") + 1).fill_null(value=False)
     is_first = pl.int_range(pl.len()).over("rank") == 0
@@ -81,7 +82,9 @@ def marked_steps(steps: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFrame
     moved = ended.with_columns(begin.alias("start_ns"), pl.col("_done").alias("end_ns"))
     whole = moved.filter(pl.col("start_ns") < pl.col("end_ns")).select(steps.columns)
     lost = len(steps) - len(whole)
-    said = f"{counted(lost, 'step')} of single ranks left out, whose begin or end on the device was not seen"
+    said = text(
+        "{lost} of single ranks left out, whose begin or end on the device was not seen", lost=counted(lost, "step")
+    )
     return whole, marks, [Gap(table="device_marks", rank=None, node=None, count=lost, why=said)] if lost else []
 
 
@@ -90,7 +93,7 @@ def _useless(ended: pl.DataFrame, marks: pl.DataFrame) -> str:
     seen = ended.group_by("rank").agg(pl.col("_done").is_not_null().mean().alias("seen"))
     lacking = seen.filter(pl.col("seen") < _MOST)["rank"].sort().to_list()
     if lacking:
-        return f"the device was not seen at the end of most steps of {named('rank', lacking)}"
+        return text("the device was not seen at the end of most steps of {lacking}", lacking=named("rank", lacking))
     errors = marks.drop_nulls("device_ns").group_by("rank").agg(pl.col("clock_error_ns").median())
     length = (pl.col("end_ns") - pl.col("start_ns")).median().alias("step_ns")
     clocks = ended.group_by("rank").agg(length).join(errors, on="rank").sort("rank")
@@ -98,8 +101,8 @@ def _useless(ended: pl.DataFrame, marks: pl.DataFrame) -> str:
     if vague.is_empty():
         return ""
     worst = max(vague["clock_error_ns"].drop_nulls().to_list(), default=None)
-    how = "not known" if worst is None else f"only known to {duration(worst)}"
-    return f"the clock of the device of {named('rank', vague['rank'].to_list())} is {how}"
+    how = text("not known") if worst is None else text("only known to {error}", error=duration(worst))
+    return text("the clock of the device of {ranks} is {how}", ranks=named("rank", vague["rank"].to_list()), how=how)
 
 
 def idle_at_most_ns(grid: StepGrid, marks: pl.DataFrame) -> float:

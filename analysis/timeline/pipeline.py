@@ -146,12 +146,12 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
     """The table `ops` as arrays, with its plan. Raises `NotReplayable`."""
     unknown = sorted(set(ops["name"].unique()) - set(_KNOWN))
     if unknown:
-        raise NotReplayable(f"it is not known what operations of type {unknown[0]} wait for")
+        raise NotReplayable(text("it is not known what operations of type {kind} wait for", kind=unknown[0]))
     if ops["chunk"].fill_null(0).max() != 0:
-        raise NotReplayable("stages with several model chunks (interleaved schedules) cannot be replayed yet")
+        raise NotReplayable(text("stages with several model chunks (interleaved schedules) cannot be replayed yet"))
     absent = sorted(set(range(ops["stage"].to_numpy().max() + 1)) - set(ops["stage"].unique()))
     if absent:
-        raise NotReplayable(f"no operations of stage {absent[0]} were recorded")
+        raise NotReplayable(text("no operations of stage {stage} were recorded", stage=absent[0]))
     by = ["stage", "name", "seq"]
     names = ops.select(by).unique().sort(by)
     lanes = [ops["step"].unique().sort(), ops["replica"].unique().sort()]
@@ -165,7 +165,7 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
     usual = np.median(count, axis=(1, 2)) == 1
     whole = (count == usual[:, None, None]).all(axis=(0, 2))
     if not whole.any():
-        raise NotReplayable("no two steps consist of the same operations")
+        raise NotReplayable(text("no two steps consist of the same operations"))
     first = placed.group_by("_step").agg(pl.col("start_ns").min()).sort("_step")["start_ns"].to_numpy()
     start, end = np.zeros(shape), np.zeros(shape)
     start[at] = placed["start_ns"].to_numpy() - first[at[1]]
@@ -326,7 +326,7 @@ def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
     grid = op_grid(ops.filter(pl.col("name").is_in([FORWARD, BACKWARD, *_PEER])))
     order = compute_order(grid.keys, np.median(grid.start_ns, axis=(1, 2)))
     if len(order) < 2:
-        raise NotReplayable("there is only one pipeline stage")
+        raise NotReplayable(text("there is only one pipeline stage"))
     letters = {s: ["F" if grid.keys[i].kind == FORWARD else "B" for i in ops] for s, ops in order.items()}
     name = schedule(letters)
     microbatches = max(sequence.count("F") for sequence in letters.values())

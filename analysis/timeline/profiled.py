@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.finding import Gap
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 
 __all__ = ["PROFILED", "profiled_gaps", "set_profiled_aside"]
@@ -33,5 +34,5 @@ def set_profiled_aside(steps: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFra
 def profiled_gaps(steps: pl.DataFrame) -> list[Gap]:
     """How many steps that is."""
     count = steps.filter(pl.col("aside") == PROFILED)["step"].n_unique()
-    why = f"{counted(count, 'step')} not judged, since a deep window's profiler was at work in them"
+    why = text("{count} not judged, since a deep window's profiler was at work in them", count=counted(count, "step"))
     return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.analysis.language import text
 from rankscope.analysis.timeline.graph import NotReplayable
 
 __all__ = ["Group", "NotReplayable", "Plan", "WhatIf", "ends", "ideal", "plan", "replay", "step_ns", "transfers"]
@@ -66,7 +67,7 @@ def plan(before: Mapping[int, Iterable[int]], groups: Iterable[Group], ops: int)
             if not waits[follower]:
                 ready.append(follower)
     if len(order) < len(all_groups):
-        raise NotReplayable(f"{len(all_groups) - len(order)} operations wait for each other in a circle")
+        raise NotReplayable(text("{n} operations wait for each other in a circle", n=len(all_groups) - len(order)))
     return Plan(tuple(tuple(dict.fromkeys(before.get(op, ()))) for op in range(ops)), tuple(order))
 
 

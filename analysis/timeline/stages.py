@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import polars as pl
 
 from rankscope.analysis.finding import Clock, Gap
+from rankscope.analysis.language import text
 from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.own import BLOCKED
@@ -58,7 +59,7 @@ def stage_ops(
         ops = pl.concat([computed, transferred.drop("peer")], how="diagonal_relaxed")
         replica = _replicas(transferred.select("rank", "peer").unique().rows())
     except NotReplayable as reason:
-        return nothing, [Gap(table="ops", rank=None, node=None, count=None, why=str(reason))]
+        return nothing, [Gap(table="ops", rank=None, node=None, count=None, why=reason.args[0])]
     placed = pl.DataFrame(replica, {"rank": pl.Int32, "replica": pl.Int32}, orient="row")
     ops = ops.join(placed, on="rank").join(
         ranks.select("rank", "node", "attempt").unique("rank"), on="rank", how="left"
@@ -109,16 +110,20 @@ def _computations(regions: pl.DataFrame, collectives: pl.DataFrame, phases: pl.D
 def _check_devices(ranks: pl.DataFrame) -> None:
     devices = ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
     if devices:
-        raise NotReplayable(f"the stages compute on {', '.join(devices)}, and when they do was not recorded")
+        raise NotReplayable(
+            text("the stages compute on {devices}, and when they do was not recorded", devices=", ".join(devices))
+        )
 
 
 def _with_stages(computed: pl.DataFrame, held: Mapping[int, Role]) -> pl.DataFrame:
     """With the one stage that each rank holds."""
     if any(len(stages) > 1 for stages in held.values()):
-        raise NotReplayable("stages with several model chunks (interleaved schedules) cannot be replayed yet")
+        raise NotReplayable(text("stages with several model chunks (interleaved schedules) cannot be replayed yet"))
     absent = sorted(set(computed["rank"].unique()) - held.keys())
     if absent:
-        raise NotReplayable(f"the pipeline stage of rank {absent[0]} is not known: nothing it sent was recorded")
+        raise NotReplayable(
+            text("the pipeline stage of rank {rank} is not known: nothing it sent was recorded", rank=absent[0])
+        )
     stages = [(rank, stage) for rank, (stage,) in held.items()]
     placed = pl.DataFrame(stages, {"rank": pl.Int32, "stage": pl.Int32}, orient="row")
     return computed.join(placed, on="rank", maintain_order="left")
@@ -129,7 +134,9 @@ def _check_schedule(computed: pl.DataFrame) -> None:
     forwards = (pl.col("name") == FORWARD).sum()
     split = computed.group_by("rank", "step").agg((forwards * 2 != pl.len()).alias("split"))["split"]
     if split.sum() > _SPLIT * len(split):
-        raise NotReplayable("schedules without one backward for each forward (zero bubble) cannot be replayed yet")
+        raise NotReplayable(
+            text("schedules without one backward for each forward (zero bubble) cannot be replayed yet")
+        )
 
 
 def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[Clock]) -> None:
@@ -139,12 +146,20 @@ def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[
     errors = [clock.error_ns for clock in clocks if clock.node in nodes]
     unknown = [clock.node for clock in clocks if clock.node in nodes and clock.error_ns is None]
     if unknown:
-        raise NotReplayable(f"the clock of node {unknown[0]} is not known, so stages of two nodes cannot be compared")
+        raise NotReplayable(
+            text(
+                "the clock of node {node} is not known, so stages of two nodes cannot be compared",
+                node=unknown[0],
+            )
+        )
     error_ns = sum(sorted((e for e in errors if e is not None), reverse=True)[:2])
     usual_ns = computed.filter(pl.col("name") == FORWARD).select((pl.col("end_ns") - pl.col("start_ns")).median())
     if error_ns > _CLOCKS_TELL * (usual_ns.item() or 0):
         raise NotReplayable(
-            f"clocks of two nodes may be {error_ns / 1e3:.0f} µs apart, more than a tenth of a microbatch's forward"
+            text(
+                "clocks of two nodes may be {error:.0f} µs apart, more than a tenth of a microbatch's forward",
+                error=error_ns / 1e3,
+            )
         )
 
 
@@ -167,7 +182,7 @@ def _transfers(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
         .with_columns(pl.format("{}-{}", "_way", "_end").alias("name"))
     )
     if between.is_empty():
-        raise NotReplayable("no sends and receives between the stages were recorded on both sides")
+        raise NotReplayable(text("no sends and receives between the stages were recorded on both sides"))
     first_ns = pl.col("start_ns").min().over("step")
     free = computed.sort("rank", "start_ns").select(
         *("rank", "step", "seq"),

@@ -11,6 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Fidelity
+from rankscope.analysis.language import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.cost_model import fit_line
 from rankscope.analysis.timeline.device_graph import device_graph, first_steps
@@ -284,7 +285,13 @@ def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:
 def _trusted(run: Rerun | PipelineRerun) -> Rerun | PipelineRerun:
     error = run.fidelity.median_error
     if error > MAX_ERROR:
-        raise NotReplayable(f"a replay misses the steps by {100 * error:.1f} %, more than {100 * MAX_ERROR:.0f} %")
+        raise NotReplayable(
+            text(
+                "a replay misses the steps by {error:.1f} %, more than {most:.0f} %",
+                error=100 * error,
+                most=100 * MAX_ERROR,
+            )
+        )
     return run
 
 
