@@ -10,6 +10,7 @@ import polars as pl
 __all__ = [
     "LINKS",
     "busy_links",
+    "busy_time",
     "judged_links",
     "link_rates",
     "links",
@@ -34,6 +35,8 @@ LINKS = pl.Schema(
         "rwnd_limited_s": pl.Float64,
         "window_bytes": pl.Float64,
         "pairs": pl.Int64,
+        "since_ns": pl.Int64,
+        "until_ns": pl.Int64,
     }
 )
 _COUNTED = ("bytes_sent", "busy_s", "retransmits", "rwnd_limited_s")
@@ -48,7 +51,8 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
     `sent_bytes` / `busy_s` is what one socket gets through while it sends, however rarely it does. `rtt_s` is the
     mean round trip, weighted by the bytes that were sent at it; `min_rtt_s` the shortest that any socket ever saw.
     In `rwnd_limited_s` of the busy time the receiver's window was the limit; `window_bytes` is the largest that one
-    offered. `pairs` of a rank and an address sent something. Addresses that no node has are left out.
+    offered. `pairs` of a rank and an address sent something. Addresses that no node has are left out. All that is from
+    `since_ns`, null where a socket is new, to `until_ns`.
 
     Source: Linux `tcp_info`, RFC 4898.
     """
@@ -85,6 +89,8 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
             pl.col("rwnd_limited_s").sum(),
             pl.col("window_bytes").max(),
             pl.col("device").filter(sent > 0).n_unique().alias("pairs"),
+            pl.when(~pl.col("since_ns").has_nulls()).then(pl.col("since_ns").min()).alias("since_ns"),
+            pl.col("time_ns").max().alias("until_ns"),
         )
         .filter(pl.col("sent_bytes") > 0)
         .sort("node", "peer_node")
@@ -146,6 +152,22 @@ def pair_rates(busy: pl.DataFrame) -> dict[tuple[int, int], float]:
         pair = (min(node, peer), max(node, peer))
         pairs[pair] = min(rate, pairs.get(pair, rate))
     return pairs
+
+
+def busy_time(links: pl.DataFrame, nodes: tuple[int, ...]) -> tuple[float, int, int]:
+    """For how long, ns, the links of one node, or between two, had data under way, in the direction that had it longer.
+
+    Second and third, between which times on the run's clock; 0 stands for its beginning.
+    """
+    outward = pl.col("node") == nodes[0]
+    inward = pl.col("peer_node") == nodes[0]
+    if len(nodes) == 2:
+        outward, inward = outward & (pl.col("peer_node") == nodes[1]), inward & (pl.col("node") == nodes[1])
+    ways = [busy_links(links).filter(way) for way in (outward, inward)]
+    busy_s = max(float(way["busy_s"].sum()) for way in ways)
+    both = pl.concat(ways)
+    since = both.select(pl.when(~pl.col("since_ns").has_nulls()).then(pl.col("since_ns").min())).item()
+    return busy_s * 1e9, since or 0, both.select(pl.col("until_ns").max()).item() or 0
 
 
 def link_rates(links: pl.DataFrame, nodes: tuple[int, ...]) -> tuple[float, float] | None:

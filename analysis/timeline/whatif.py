@@ -17,7 +17,7 @@ from rankscope.analysis.timeline.cost_model import fit_line
 from rankscope.analysis.timeline.device_graph import device_graph, first_steps
 from rankscope.analysis.timeline.graph import Floats, Ints, NotReplayable, replay
 from rankscope.analysis.timeline.host_graph import HostGraph, fidelity, graph_of, step_lengths
-from rankscope.analysis.timeline.links import link_rates
+from rankscope.analysis.timeline.links import busy_time, link_rates
 from rankscope.analysis.timeline.own import OWN
 from rankscope.analysis.timeline.pipeline import communicates, op_grid
 from rankscope.analysis.timeline.replay import WhatIf, ends, ideal
@@ -187,7 +187,11 @@ class Rerun:
         return duration * factor
 
     def _healthy_link(self, argument: str, duration: Floats) -> Floats | None:
-        """Transfers that cross the link take the share that its bytes would need elsewhere."""
+        """Transfers that cross the link take the time less that its bytes would save elsewhere.
+
+        What a transfer takes beside them, among the ranks of a node and between two messages, stays: the link has
+        nothing under way then.
+        """
         found = re.fullmatch(r"node(\d+)(?:-node(\d+))?", argument)
         nodes = tuple(int(n) for n in found.groups() if n is not None) if found else ()
         rates = link_rates(self.links, nodes) if nodes else None
@@ -202,8 +206,11 @@ class Rerun:
         has[instance[(node == nodes[1]) if len(nodes) == 2 else (node != nodes[0])], 1] = True
         crosses = (graph.rank < 0) & (graph.instance >= 0)
         crosses[crosses] = has[graph.instance[crosses]].all(axis=1)
-        factor: Floats = np.where(crosses, min(rates[0] / rates[1], 1.0), 1.0)
-        return duration * factor
+        busy_ns, since_ns, until_ns = busy_time(self.links, nodes)
+        seen = crosses & (graph.end_ns > since_ns) & (graph.end_ns <= until_ns)
+        busy = min(busy_ns / max(float(graph.duration_ns[seen].sum()), 1.0), 1.0)
+        saved = busy * (1 - min(rates[0] / rates[1], 1.0))
+        return np.asarray(duration * np.where(crosses, 1 - saved, 1.0))
 
     # ---- DDP's buckets
 
