@@ -143,17 +143,17 @@ def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fractio
     if limited >= _MOSTLY:
         raise NotResolvable(
             text(
-                "the host is the limit in {limited} of the steps: it is never ahead of its device, be it slow or waiting "
-                "for it (.item(), synchronize()); devices may stand idle for up to {most} of the step, and what that "
-                "costs a deep window tells: rankscope trigger RUN --steps 3",
+                "the host is the limit in {limited} of the steps: it is never ahead of its device, be it slow or "
+                "waiting for it (.item(), synchronize()); devices may stand idle for up to {most} of the step, and what "
+                "that costs a deep window tells: rankscope trigger RUN --steps 3",
                 limited=percent(limited),
                 most=most,
             )
         )
     raise NotResolvable(
         text(
-            "the host is {ahead} ahead of its device (median), less than its phases take: devices may stand idle for up "
-            "to {most} of the step; whether they do a deep window tells: rankscope trigger RUN --steps 3",
+            "the host is {ahead} ahead of its device (median), less than its phases take: devices may stand idle for "
+            "up to {most} of the step; whether they do a deep window tells: rankscope trigger RUN --steps 3",
             ahead=duration(float(np.median(marks["ahead_ns"].to_numpy()))),
             most=most,
         )

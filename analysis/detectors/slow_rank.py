@@ -35,6 +35,8 @@ are. The cost is at least the longest such wait of a step, and at most their sum
 meanwhile. The lower number is reported, the title has both. If only the sum is above `min_fraction`, nothing is said
 of that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late.
 
+CUDA events tell own time in phases without communication; there the costlier of the two is reported.
+
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
 
@@ -78,6 +80,7 @@ from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.arrivals import Arrivals, Lateness, arrivals, lateness
 from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 from rankscope.analysis.timeline.own import (
+    APART,
     MIXED,
     Estimate,
     Floats,
@@ -201,8 +204,11 @@ def detect(
         found = []
         _refuse_hidden(breakdown, waited_for, min_fraction, persistence, min_z)
     for late in _late(breakdown, waited_for, min_fraction, persistence, min_z):
-        if not {rank for finding in found for rank in finding.ranks} & set(late.ranks):
-            found.append(_late_finding(breakdown, late, steps, proxies))
+        same = [finding for finding in found if set(finding.ranks) & set(late.ranks)]
+        if all(late.least.ns - late.least.half_width_ns > finding.lost_ns_per_step for finding in same):
+            where = {"where": same[0].where} if same else {}
+            found = [finding for finding in found if finding not in same]
+            found.append(replace(_late_finding(breakdown, late, steps, proxies), **where))
     return sorted(found, key=lambda finding: -finding.lost_ns_per_step)
 
 
@@ -278,7 +284,7 @@ def _resolution_of_own_time(
     alone = sorted(set(breakdown["rank"]) - set(grid.ranks))
     if alone:
         raise NotResolvable(f"no other rank does the same work as {named('rank', alone)}: a pipeline stage of its own")
-    mixed = float(grid.of(MIXED).mean()) / grid.step_ns
+    mixed = _mixed_fraction(breakdown)
     if mixed > _MOST_MIXED:
         raise NotResolvable(
             text("in {share} of the step CUDA events do not tell whether ranks compute or wait", share=percent(mixed))
@@ -306,6 +312,7 @@ def _waited_for(
     each = lateness(collectives, grid, regions=regions)
     if each is None:
         return []
+    each = _without_stops(each, grid, [(rank,) for rank in grid.ranks])
     of_ranks: _Judged = (each, [(rank,) for rank in grid.ranks], [None] * len(grid.ranks))
     node_of = {} if ranks is None else dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
     node_of = {rank: node for rank, node in node_of.items() if rank in grid.ranks}
@@ -314,7 +321,23 @@ def _waited_for(
     if len(nodes) < 2 or len(nodes) == len(node_of) or together is None:
         return [of_ranks]
     members = [tuple(rank for rank in grid.ranks if node_of[rank] == node) for node in nodes]
-    return [(together, members, [*nodes]), of_ranks]
+    return [(_without_stops(together, grid, members), members, [*nodes]), of_ranks]
+
+
+def _without_stops(late: Lateness, grid: StepGrid, members: list[tuple[int, ...]]) -> Lateness:
+    """The lateness without what input, garbage collection and the like make of it, where CUDA events tell that."""
+    if not grid.of(MIXED).any():
+        return late
+    stopped = np.maximum(above_peers(grid.of(*APART)), 0)
+    row_of = {rank: row for row, rank in enumerate(grid.ranks)}
+    by_row = np.array([stopped[[row_of[rank] for rank in ranks]].min(axis=0) for ranks in members])
+    return replace(late, least=np.maximum(late.least - by_row, 0), most=np.maximum(late.most - by_row, 0))
+
+
+def _mixed_fraction(breakdown: pl.DataFrame) -> float:
+    """Share of the step in which CUDA events do not tell whether ranks compute or wait."""
+    grid = judged_grid(breakdown, 1)
+    return float(grid.of(MIXED).mean()) / grid.step_ns
 
 
 def _late(

@@ -28,6 +28,7 @@ from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import percent
+from rankscope.analysis.timeline.own import MIXED
 from rankscope.analysis.timeline.readings import during
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -75,7 +76,8 @@ def detect(
             text("{which}; what that costs is not known: {reason}", which=_which(throttled), reason=reason.args[0])
         ) from None
     grid = judged_grid(breakdown, 1)
-    own_ns = dict(zip(grid.ranks, grid.own.mean(axis=1), strict=True))
+    worked = grid.own + grid.of(MIXED)  # a rank that the others wait for hardly waits itself
+    own_ns = dict(zip(grid.ranks, worked.mean(axis=1), strict=True))
     found: list[Finding] = []
     for finding in slow:
         mine = throttled.filter(pl.col("rank").is_in(finding.ranks))

@@ -16,6 +16,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 __all__ = [
+    "APART",
     "BLOCKED",
     "MAYBE_BLOCKED",
     "MIXED",
@@ -37,7 +38,7 @@ OWN = ("compute", "overlapped", "memory", "host", "optimizer", "other")
 BLOCKED = ("wait", "bubble", "transfer", "unsplit")
 MIXED = "mixed"  # computing, waiting or transferring: what a device's marks do not tell apart
 MAYBE_BLOCKED = (*BLOCKED, MIXED)
-_APART = ("input", "gc", "compile", "checkpoint")
+APART = ("input", "gc", "compile", "checkpoint")
 
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
 _T_95 = (
@@ -79,7 +80,7 @@ class StepGrid:
 
     @property
     def busy(self) -> Floats:
-        return self.of(*OWN, *_APART)
+        return self.of(*OWN, *APART)
 
     @property
     def blocked(self) -> Floats:
