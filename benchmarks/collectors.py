@@ -3,7 +3,8 @@
     python benchmarks/collectors.py --rounds 5
 
 Times are CPU time of the whole process per call (gloo's threads included), the median over the rounds. The group has
-one rank, so that nothing is waited for.
+one rank, so that nothing is waited for. The last two rows are with the tests' CUDA driver, which costs next to nothing:
+a mark of `device_marks` needs a C compiler here, and no GPU.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ def measure() -> dict[str, float]:
 
     import rankscope
     from rankscope.collectors.ring import Ring
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/cuda"))
+    from pretend import build, pretend
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -89,6 +93,19 @@ def measure() -> dict[str, float]:
         for _ in range(20):
             call()
     results = {name: cpu_ns_per_call(call, calls) for name, (call, calls) in loops.items()}
+
+    with tempfile.TemporaryDirectory() as folder:
+        pretend(build(Path(folder)))
+    rankscope.step()  # the collector begins
+    time.sleep(0.5)
+
+    def second_of_marks() -> None:
+        for _ in range(20):
+            rankscope.step()
+            time.sleep(0.05)
+
+    results["rankscope.step, with CUDA"] = cpu_ns_per_call(rankscope.step, 100)  # fewer than there are events
+    results["a second of 20 such steps, else idle"] = cpu_ns_per_call(second_of_marks, 1)
     dist.destroy_process_group()
     return results
 

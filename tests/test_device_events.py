@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +28,6 @@ EVENTS = 1024
 @dataclass(frozen=True)
 class Job:
     output: str
-    seconds: float
     run: Path
     truths: Path
 
@@ -61,12 +58,9 @@ def job(tmp_path_factory) -> Job:
     folder = tmp_path_factory.mktemp("device-marks")
     words = [RANKSCOPE, "run", "--no-report", "--out", str(folder / "run"), "--standalone", "--nproc-per-node", "4"]
     words += [str(HERE / "jobs/device_marks.py"), str(build(folder)), str(folder)]
-    # These two ask torch about a GPU that is not there.
-    environment = os.environ | {"RANKSCOPE_DISABLE": "device,memory"}
-    started = time.monotonic()
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return Job(done.stdout + done.stderr, time.monotonic() - started, folder / "run", folder)
+    return Job(done.stdout, folder / "run", folder)
 
 
 def test_every_rank_trains_to_its_end(job):
@@ -74,14 +68,12 @@ def test_every_rank_trains_to_its_end(job):
 
 
 def test_marks_say_how_long_the_device_took_for_a_phase(job):
-    """40 ms from the begin of backward to its end, and 10 ms of optimizer; a float of some ms is good to 1 µs."""
+    """40 ms from the begin of backward to its end, and 10 ms of optimizer, but where the host was late."""
     steps = job.steps(0)
     assert steps["mark"].to_list()[: STEPS * len(IN_A_STEP)] == STEPS * IN_A_STEP
-    phases = steps.head(STEPS * len(IN_A_STEP)).pivot("mark", index="step", values=["device_ns", "clock_error_ns"])
-    for phase, ns in (("backward", 40 * MS), ("optimizer", 10 * MS)):
-        took = phases[f"device_ns_{phase}_end"] - phases[f"device_ns_{phase}_start"]
-        assert ((took - ns).abs() <= 2 * phases["clock_error_ns_step_end"].max()).all()
-        assert took.median() == pytest.approx(ns, rel=0.01)
+    came = steps.head(STEPS * len(IN_A_STEP)).pivot("mark", index="step", values="device_ns")
+    assert (came["backward_end"] - came["backward_start"]).median() == pytest.approx(40 * MS, rel=0.001)
+    assert (came["optimizer_end"] - came["optimizer_start"]).median() == pytest.approx(10 * MS, rel=0.001)
 
 
 def test_marks_say_how_far_the_host_was_ahead(job):

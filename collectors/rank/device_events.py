@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 tables = ("device_marks",)
 
-PERIOD_S = 0.25
+PERIOD_S = 0.5
 EVENTS = 1024  # marks that are under way, or were seen since the last look
 _LAST_S = 0.3  # an exiting rank waits no longer for its last marks
 _DRIFT = 10_000  # clocks drift apart by less than one part in so many

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 SOURCE = Path(__file__).with_name("driver.c")
 
@@ -27,6 +28,9 @@ def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctyp
     driver.fake_set_up(ctypes.c_double(drift_ppm), connections)
     driver.current_device = 0
     torch.cuda.is_initialized = lambda: True
+    torch.cuda.current_device = lambda: driver.current_device
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=None, total_memory=80 << 30)
+    torch.cuda.memory_stats = dict
     torch._C._cuda_getDevice = lambda: driver.current_device
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch._C._cuda_isCurrentStreamCapturing = lambda: bool(driver.fake_is_capturing())
