@@ -77,10 +77,10 @@ class Sampler(threading.Thread):
     def _read_topology(self) -> None:
         try:
             found = topology.read(self.node.sys)
-            if "gpu" in self._collectors:  # it has initialised NVML
-                import pynvml  # not above: without it, the other collectors still work
+            if "gpu" in self._collectors:  # it has initialised the driver's library
+                from rankscope.collectors.node import gpu  # not above: without NVML, the other collectors still work
 
-                topology.add_driver_facts(found["gpus"], pynvml)
+                gpu.add_driver_facts(found["gpus"])
             self.topology = found
         except Exception as error:
             self._gap("topology", f"where this node's devices are was not seen: {type(error).__name__}: {error}")

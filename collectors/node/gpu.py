@@ -1,6 +1,6 @@
-"""NVIDIA GPUs: how busy, how fast, how hot, and why the clocks are not at their highest.
+"""GPUs: how busy, how fast, how hot, and why the clocks are not at their highest. For AMD's see `collectors/amd.py`.
 
-Device: `gpu0`, NVML's order. Momentary: `busy_fraction`, `memory_used_bytes`, `sm_clock_hz`, `sm_clock_max_hz`,
+Device: `gpu0`, the driver's order. Momentary: `busy_fraction`, `memory_used_bytes`, `sm_clock_hz`, `sm_clock_max_hz`,
 `memory_clock_hz`, `power_w`, `power_limit_w`, `temperature_c`, `clock_event_reasons` (NVML's bit mask: 0x4 power cap,
 0x8 hardware slowdown, 0x20 thermal, 0x40 hardware thermal, 0x80 power brake), `power_limit_default_w`,
 `memory_temperature_c`, `pcie_generation`, `pcie_lanes` (some GPUs slow their link down when idle), `nvlinks_up`,
@@ -10,16 +10,18 @@ loaded), `xid_errors` (since the start; each is a row of `gaps` too, with its nu
 down: `power_capped_s`, `thermal_slowdown_s`, `hw_thermal_slowdown_s`, `power_brake_s`. A GPU has those that its driver
 offers.
 
-Source: NVML (nvidia-ml-py).
+Source: NVML (nvidia-ml-py), AMD SMI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pynvml
 
+from rankscope.collectors import topology
+from rankscope.collectors.amd import AmdGpus
 from rankscope.collectors.node import Node, Sample, Unavailable
 
 tables = ("counters",)
@@ -30,14 +32,18 @@ _XIDS_AT_ONCE = 100  # a GPU that has fallen off the bus may report without end
 
 _readings: list[tuple[str, str, Any, Callable[[Any], float]]] = []  # device, name, handle, read
 _xids: _XidWatch | None = None
+_amd: AmdGpus | None = None  # where there is no NVIDIA GPU
 
 
 def start(node: Node) -> None:
-    global _xids
+    global _xids, _amd
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise Unavailable(f"no NVIDIA GPU can be read: {error}") from None
+        _amd = AmdGpus.begin(node)
+        if _amd is None:
+            raise Unavailable(f"no NVIDIA GPU can be read: {error}") from None
+        return
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         for name, read in _READS.items():
@@ -50,6 +56,8 @@ def start(node: Node) -> None:
 
 
 def sample(node: Node) -> Iterator[Sample]:
+    if _amd:
+        yield from _amd.sample(node)
     for reading in list(_readings):
         device, name, handle, read = reading
         try:
@@ -63,12 +71,24 @@ def sample(node: Node) -> Iterator[Sample]:
 
 
 def stop() -> None:
-    global _xids
+    global _xids, _amd
+    if _amd:
+        _amd.end()
+        _amd = None
+        return
     if _xids:
         _xids.end()
     _xids = None
     _readings.clear()
     pynvml.nvmlShutdown()
+
+
+def add_driver_facts(gpus: Iterable[topology.Device]) -> None:
+    """What the driver knows of these is with them. The collector must have started."""
+    if _amd:
+        _amd.add_driver_facts(gpus)
+    else:
+        topology.add_driver_facts(gpus, pynvml)
 
 
 class _XidWatch:
