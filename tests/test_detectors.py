@@ -521,7 +521,7 @@ def all_pairs(nodes, slow_pairs, healthy_rate=100, slow_rate=10):
 
 def linked(table, transfer=60, nodes=3):
     tables = job({rank: noisy(100, seed=rank) for rank in range(2 * nodes)}, transfer=transfer)
-    return slow_link.detect(tables["breakdown"], table, tables["ranks"], tables["steps"])
+    return slow_link.detect(tables["breakdown"], tables["ranks"], tables["steps"], table)
 
 
 def test_node_of_which_all_links_are_slow_is_named():

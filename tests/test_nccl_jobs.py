@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_diagnose import Tables
+from test_diagnose import Tables, not_checked
 
 from rankscope.analysis.diagnose import diagnose
 from rankscope.analysis.timeline.build import build_timeline
@@ -32,7 +32,8 @@ class Job:
         self.groups = dict(enumerate((groups or {"0": list(self.ranks)}).items()))
         self.size = more.get("size", 25 * MB)
         self.random = random.Random(more.get("seed", 0))
-        self.number = dict.fromkeys(self.ranks, 0)
+        self.wire = more.get("wire")  # ns in which the network has the data of one operation, by rank and peer
+        self.number, self.calls = dict.fromkeys(self.ranks, 0), dict.fromkeys(self.ranks, 0)
         for rank in self.ranks:
             by = self.by(rank) | {"start_ns": 0}
             self.rows["ranks"].append(by | {"local_rank": rank % per_node, "world_size": ranks, "device": "H100"})
@@ -85,7 +86,28 @@ class Job:
         self.rows["flight_records"].append(self.by(rank) | record)
 
     def proxies(self, rank, group, at, begin, lasts):
-        pass
+        """One channel: a ring, of which the plugin tells what goes to other nodes and comes from there."""
+        if self.wire is None:
+            return
+        name, members = self.groups[group]
+        self.calls[rank] += 1
+        place = members.index(rank)
+        by = self.by(rank) | {"start_ns": at + 11 * MS, "call": self.calls[rank]}
+        about = {"communicator": group, "nccl_rank": place, "nccl_size": len(members), "op": "allreduce", "peer": -1}
+        self.rows["nccl_calls"].append(by | about | {"size_bytes": self.size, "channels": 1})
+        for event, step in (("send", 1), ("recv", -1)):
+            other = (place + step) % len(members)
+            peer = members[other]
+            if self.node[peer] == self.node[rank]:
+                continue
+            none = dict.fromkeys(("gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns"), 0)
+            waits = {"network_wait_ns": self.wire(rank, peer)}
+            if event == "recv":  # what its peer sent early lies there until the kernel begins
+                early = begin[rank] - min(begin.values())
+                waits = {"gpu_wait_ns": early, "network_wait_ns": max(begin.values()) - begin[rank] + lasts}
+            end = by["start_ns"] + 30 * MS
+            what = {"event": event, "channel": 0, "peer": other, "size_bytes": self.size, "end_ns": end}
+            self.rows["nccl_events"].append(by | none | what | {k: round(v) for k, v in waits.items()})
 
     def trace(self):
         return Trace(path="by hand", source="native", run={}, reader=Tables(self.rows))
@@ -142,3 +164,57 @@ def test_lateness_in_each_of_several_operations_costs_between_the_longest_and_th
 def test_all_ranks_of_a_late_node_are_one_finding():
     report = Job(16, late=late_by(20 * MS, *range(8, 16))).report()
     assert found(report) == [("slow_rank", tuple(range(8, 16)), (1,))]
+
+
+# ---- the network
+
+
+def rails(nodes=2, per_node=8):
+    """Each rank reduces with those of its place in the other nodes, through a card of its own."""
+    return {f"rail{r}": [r + per_node * n for n in range(nodes)] for r in range(per_node)}
+
+
+def slow_from(*ranks, factor=3):
+    """The network needs 6 ms for what a rank sends in an operation, three times as long from these."""
+    return lambda rank, peer: 6 * MS * (factor if rank in ranks else 1)
+
+
+def of(report, detector):
+    return [finding for finding in report.findings if finding.detector == detector]
+
+
+def test_gpu_that_comes_late_is_the_guilty_layer():
+    report = Job(16, late=late_by(20 * MS, 5), groups=rails(), wire=slow_from()).report()
+    (finding,) = report.findings
+    assert (finding.detector, finding.ranks, finding.where) == ("slow_rank", (5,), "before collectives, on its GPU")
+    assert finding.title.startswith("Rank 5 is late: its GPU begins 48 of 48 collectives last, at a cost of ")
+
+
+def test_healthy_network_is_no_finding():
+    report = Job(24, groups=rails(3), wire=slow_from()).report()
+    assert report.findings == ()
+    assert {"slow_rank", "slow_link"} <= {check.detector for check in report.healthy}
+
+
+def test_node_whose_link_runs_at_a_third_is_named_from_what_proxies_sent():
+    """What node 1 sends and what is sent to it takes 18 ms for 25 MB, elsewhere 6 ms."""
+    on_1 = lambda rank, peer: 6 * MS * (3 if 1 in (rank // 8, peer // 8) else 1)  # noqa: E731
+    report = Job(32, groups=rails(4), wire=on_1, takes=lambda group: 18 * MS).report()
+    (finding,) = of(report, "slow_link")
+    assert finding.nodes == (1,)
+    assert finding.title.startswith("The link of node 1 is slow (1.39 GB/s against 4.17 GB/s elsewhere)")
+
+
+def test_of_two_nodes_the_slower_direction_is_named():
+    report = Job(16, groups=rails(), wire=slow_from(*range(8, 16)), takes=lambda group: 18 * MS).report()
+    (finding,) = of(report, "slow_link")
+    assert finding.nodes == (0, 1)
+    assert finding.caused_by is None
+
+
+def test_one_card_of_eight_is_named_by_the_way_that_is_slow():
+    slow = lambda group: 18 * MS if group == "rail3" else 6 * MS  # noqa: E731
+    report = Job(16, groups=rails(), wire=slow_from(11), takes=slow).report()
+    (finding,) = of(report, "slow_link")
+    assert finding.ranks == (11, 3)
+    print(finding, [(f.detector, f.caused_by, f.title) for f in report.findings], not_checked(report))

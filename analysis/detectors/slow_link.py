@@ -1,9 +1,16 @@
-"""The link of one node, or between two nodes, is slower than the other links.
+"""The link of one node, or between two nodes, or a network card is slower than the others.
 
 **Signal.** Blocked time in transfer, after the last rank has arrived, is above `min_fraction` of the step, and the
 sockets between some nodes get through less than 1 / `min_ratio` of the bytes per busy second that they do between
 others. A node is named when all of its links are slow and those among the other nodes are not; otherwise the link
 between two nodes is. With two nodes there is one link only, and it is named where one of its directions is slow.
+
+Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
+is free of late peers and late GPUs, and works with RDMA. Besides nodes, single ranks are compared, which send through
+cards of their own: a card is named where all of its links are slow and those among the others are not, else the one
+way. Where how long ranks stand still was not recorded, transfers between nodes bound the loss: at least the last one of
+a step is waited for, at most all are. The lower number is reported, the title has the upper one, which must be above
+`min_fraction`.
 
 **Why it costs time.** A collective is as fast as the slowest link it uses, so all ranks get slower at once, and
 each one's own view shows nothing but long communication. A slow rank is different: its own communication is the
@@ -29,90 +36,201 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, price, transfer_grid, visible
+from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, price, transfer_grid, visible
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.links import busy_links, pair_rates
+from rankscope.analysis.report.quantities import bytes_text, duration, percent
+from rankscope.analysis.timeline.exposed import transfer_bounds
+from rankscope.analysis.timeline.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
+from rankscope.analysis.timeline.nccl import sends
 from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("collectives", "tcp")
 
+_TRAFFIC = 0.05  # a way with less than this share of the busiest one's bytes says nothing about its speed
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 
 
 @dataclass(frozen=True, slots=True)
 class _Slow:
-    """The nodes named (one: all of its links; two: the link between them) and the rates that show it."""
+    """The nodes named (one: all of its links; two: the link between them) and the rates that show it.
+
+    With `ranks` their cards are named, not the nodes': one, all of its links; two, the way from one to the other.
+    """
 
     nodes: tuple[int, ...]
     rate: float
     healthy_rate: float
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """What transfers hold a rank up per step (median over ranks), and at most, where that was not recorded."""
+
+    grid: StepGrid
+    ns: Estimate
+    most_ns: float | None
+
+    @property
+    def bound_ns(self) -> float:
+        return self.ns.ns if self.most_ns is None else self.most_ns
 
 
 def detect(
     breakdown: pl.DataFrame,
-    links: pl.DataFrame,
     ranks: pl.DataFrame,
     steps: pl.DataFrame,
+    links: pl.DataFrame | None = None,
+    collectives: pl.DataFrame | None = None,
+    proxies: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     min_ratio: float = 2.0,
 ) -> list[Finding]:
-    """Name the node or the link that is slower than the others, if transfer costs the job time."""
-    grid, transfer = _transfer(breakdown, ranks)
-    busy = busy_links(links)
+    """Name the node, the link or the card that is slower than the others, if transfer costs the job time."""
+    transfer = _transfer(breakdown, ranks, collectives)
+    sent = None if proxies is None else sends(proxies)
+    by_nccl = sent is not None and len(sent) > 0
+    seen = links_of_sends(sent) if sent is not None and by_nccl else links
+    if seen is None:
+        raise NotResolvable(text("no TCP traffic between nodes was recorded, nor what NCCL's proxies sent"))
+    busy = busy_links(seen)
     if busy.is_empty():
-        raise NotResolvable("no traffic between nodes was seen in TCP sockets")
+        raise NotResolvable(text("no traffic between nodes was seen in TCP sockets"))
+    grid = transfer.grid
     slow = _slow_node(busy, min_ratio) or _slow_pair(busy, min_ratio)
+    if slow is None and sent is not None and by_nccl:
+        slow = _slow_card(sent, min_ratio)
     if slow is None:
-        if len(pair_rates(busy)) == 1 and transfer.ns >= min_fraction * grid.step_ns:
+        if len(pair_rates(busy)) == 1 and transfer.bound_ns >= min_fraction * grid.step_ns:
             raise NotResolvable(
-                f"the one link between the nodes is alike in both directions; transfer takes {duration(transfer.ns)} "
-                f"({percent(transfer.ns / grid.step_ns)}) of the step, but no other link tells what would be normal"
+                text(
+                    "the one link between the nodes is alike in both directions; transfer takes {transfer} ({share}) "
+                    "of the step, but no other link tells what would be normal",
+                    transfer=duration(transfer.bound_ns),
+                    share=percent(transfer.bound_ns / grid.step_ns),
+                )
             )
         return []
     share = 1 - slow.rate / slow.healthy_rate
-    lost = Estimate(transfer.ns * share, transfer.half_width_ns * share + _MODEL_ERROR * transfer.ns * share)
-    if not lost.clear or lost.ns < min_fraction * grid.step_ns:
+    error = 0.0 if transfer.most_ns is not None else _MODEL_ERROR * transfer.ns.ns * share
+    lost = Estimate(transfer.ns.ns * share, transfer.ns.half_width_ns * share + error)
+    if (transfer.most_ns is None and not lost.clear) or share * transfer.bound_ns < min_fraction * grid.step_ns:
         return []
-    rates = f"{slow.rate / 1e6:.0f} MB/s against {slow.healthy_rate / 1e6:.0f} MB/s"
-    one = len(slow.nodes) == 1
-    what = f"node {slow.nodes[0]}" if one else f"the link between node {slow.nodes[0]} and node {slow.nodes[1]}"
-    subject = f"The link of {what}" if one else what[0].upper() + what[1:]
-    return [
-        Finding(
-            detector="slow_link",
-            title=f"{subject} is slow ({rates} elsewhere): "
-            f"all ranks are blocked {duration(transfer.ns)} per step while bytes move",
-            where=what,
-            advice=f"Compare interface, link speed and error counters of {named('node', slow.nodes)} with the others "
-            "(ethtool); look for other traffic, shaping, or a wrong GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME.",
-            ranks=tuple(ranks.filter(pl.col("node").is_in(slow.nodes))["rank"].unique().sort().to_list())
-            if one
-            else (),
-            nodes=slow.nodes,
-            evidence=_evidence(links, slow, steps),
-            fix=f"link:{'-'.join(f'node{node}' for node in slow.nodes)}",
-            **price(grid, lost),
-        )
-    ]
+    return [_finding(slow, transfer, lost, share, ranks, _evidence(seen, slow, steps, sent))]
 
 
-def resolution_ns(breakdown: pl.DataFrame, ranks: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
+def resolution_ns(
+    breakdown: pl.DataFrame,
+    ranks: pl.DataFrame,
+    collectives: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
+) -> int:
     """The smallest loss by a slow link that would have been reported."""
-    grid, transfer = _transfer(breakdown, ranks)
-    return visible(grid, max(min_fraction * grid.step_ns, transfer.half_width_ns))
+    transfer = _transfer(breakdown, ranks, collectives)
+    return visible(transfer.grid, max(min_fraction * transfer.grid.step_ns, transfer.ns.half_width_ns))
 
 
-def _transfer(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> tuple[StepGrid, Estimate]:
-    """The grid, and the time per step in which a rank is blocked while bytes move (median over ranks)."""
+def _transfer(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None) -> _Transfer:
+    """The time per step in which a rank is blocked while bytes move, or its bounds where only durations are known."""
     if ranks["node"].n_unique() < 2:
-        raise NotResolvable("all ranks that were seen run on one node")
+        raise NotResolvable(text("all ranks that were seen run on one node"))
+    if collectives is not None and "duration_ns" in collectives.columns:
+        grid = judged_grid(breakdown, FEW_STEPS)
+        across = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
+        instances = collectives.filter(pl.col("group_id").is_in(across.implode()))["instance_id"].drop_nulls()
+        least, most = transfer_bounds(collectives, grid, instances)
+        if most.any():
+            return _Transfer(grid, estimate(least, 0.1), estimate(most, 0.1).ns)
     grid = transfer_grid(breakdown, FEW_STEPS)
-    return grid, estimate(np.median(grid.of("transfer"), axis=0), 0.1)
+    return _Transfer(grid, estimate(np.median(grid.of("transfer"), axis=0), 0.1), None)
+
+
+def _finding(
+    slow: _Slow,
+    transfer: _Transfer,
+    lost: Estimate,
+    share: float,
+    ranks: pl.DataFrame,
+    evidence: tuple[Evidence, ...],
+) -> Finding:
+    one, other = (*slow.nodes, *slow.nodes)[:2]
+    is_node = len(slow.nodes) == 1
+    if slow.ranks:
+        way = [text("rank {rank} (node {node})", rank=r, node=n) for r, n in zip(slow.ranks, slow.nodes, strict=True)]
+        what = (
+            text("the network card of {rank}", rank=way[0])
+            if len(way) == 1
+            else text("the network from {rank} to {peer}", rank=way[0], peer=way[1])
+        )
+    else:
+        what = text("the link of node {node}", node=one)
+        if not is_node:
+            what = text("the link between node {node} and node {peer}", node=one, peer=other)
+    if transfer.most_ns is None:
+        cost = text("all ranks are blocked {transfer} per step while bytes move", transfer=duration(transfer.ns.ns))
+    else:
+        cost = text(
+            "transfers between nodes take {transfer} per step, up to {lost} of it for this",
+            transfer=duration(transfer.most_ns),
+            lost=duration(share * transfer.most_ns),
+        )
+    of_node = tuple(ranks.filter(pl.col("node").is_in(slow.nodes))["rank"].unique().sort().to_list())
+    seen_blocked = transfer.most_ns is None
+    return Finding(
+        detector="slow_link",
+        title=text(
+            "{what} is slow ({rate}/s against {usual}/s elsewhere): {cost}",
+            what=what[0].upper() + what[1:],
+            rate=bytes_text(slow.rate),
+            usual=bytes_text(slow.healthy_rate),
+            cost=cost,
+        ),
+        where=what,
+        advice=text(
+            "Compare interface, link speed and error counters of {nodes} with the others (ethtool); look for other "
+            "traffic, shaping, or a wrong GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME.",
+            nodes=named("node", sorted(set(slow.nodes))),
+        ),
+        ranks=slow.ranks or (of_node if is_node else ()),
+        nodes=tuple(sorted(set(slow.nodes))),
+        evidence=evidence,
+        fix="link:" + "-".join(f"node{node}" for node in slow.nodes) if seen_blocked and not slow.ranks else None,
+        gain_why=None if seen_blocked else text("for how long ranks stand still for transfers was not recorded"),
+        **price(transfer.grid, lost),
+    )
+
+
+def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
+    """The rank all of whose links are slow, of few that are; else the one way that is."""
+    ways = sent.filter(pl.col("busy_s") > 0, pl.col("sent_bytes") >= _TRAFFIC * pl.col("sent_bytes").max())
+    ways = ways.with_columns(rate=pl.col("sent_bytes") / pl.col("busy_s"))
+    usual = ways["rate"].median()
+    if not isinstance(usual, float):
+        return None
+    slow, healthy = ways.filter(pl.col("rate") * min_ratio <= usual), ways.filter(pl.col("rate") * min_ratio > usual)
+    if slow.is_empty() or len(slow) >= len(healthy):
+        return None
+    rate, healthy_rate = float(slow["rate"].to_numpy().mean()), float(np.median(healthy["rate"].to_numpy()))
+    ends = [{row["rank"], row["peer_rank"]} for row in slow.iter_rows(named=True)]
+    fast = {*healthy["rank"], *healthy["peer_rank"]}
+    shared = sorted(set.intersection(*ends) - fast)
+    node_of = {
+        **dict(sent.select("rank", "node").iter_rows()),
+        **dict(sent.select("peer_rank", "peer_node").iter_rows()),
+    }
+    if len(shared) == 1 and len(slow) > 1:
+        return _Slow((node_of[shared[0]],), rate, healthy_rate, (shared[0],))
+    worst = slow.sort("rate").row(0, named=True)
+    if any(end != ends[0] for end in ends):
+        return None
+    way = (worst["rank"], worst["peer_rank"])
+    return _Slow((node_of[way[0]], node_of[way[1]]), rate, healthy_rate, way)
 
 
 def _slow_node(busy: pl.DataFrame, min_ratio: float) -> _Slow | None:
@@ -141,19 +259,36 @@ def _slow_pair(busy: pl.DataFrame, min_ratio: float) -> _Slow | None:
     return _Slow(pair, pairs[pair], float(np.median(others)))
 
 
-def _evidence(links: pl.DataFrame, slow: _Slow, steps: pl.DataFrame) -> tuple[Evidence, ...]:
-    """Each direction that starts at a named node, over the judged steps."""
+def _evidence(links: pl.DataFrame, slow: _Slow, steps: pl.DataFrame, sent: pl.DataFrame | None) -> tuple[Evidence, ...]:
+    """Each direction that starts at a named node or rank, over the judged steps."""
     start_ns, end_ns = steps["start_ns"].min(), steps["end_ns"].max()
-    rows = links.filter(pl.col("node").is_in(slow.nodes)).select("node", "peer_node", "rate_bytes_per_s", "rtt_s")
     assert isinstance(start_ns, int)
     assert isinstance(end_ns, int)
+    span = {"start_ns": start_ns, "end_ns": end_ns}
+    if slow.ranks and sent is not None:
+        ways = sent.filter(pl.col("rank").is_in(slow.ranks), pl.col("busy_s") > 0)
+        rates = ways.select("rank", "peer_rank", pl.col("sent_bytes") / pl.col("busy_s"))
+        return tuple(
+            Evidence(
+                table="nccl_events",
+                rank=rank,
+                note=text("to rank {peer}: {rate}/s while the network has data", peer=peer, rate=bytes_text(rate)),
+                **span,
+            )
+            for rank, peer, rate in rates.iter_rows()
+        )
+    rows = links.filter(pl.col("node").is_in(slow.nodes)).select("node", "peer_node", "rate_bytes_per_s", "rtt_s")
     return tuple(
         Evidence(
-            table="counters",
+            table="counters" if rtt is not None else "nccl_events",
             node=node,
-            start_ns=start_ns,
-            end_ns=end_ns,
-            note=f"to node {peer}: {rate / 1e6:.0f} MB/s while it sends, round trip {duration((rtt or 0) * 1e9)}",
+            note=text(
+                "to node {peer}: {rate}/s while it sends{round_trip}",
+                peer=peer,
+                rate=bytes_text(rate),
+                round_trip="" if rtt is None else text(", round trip {time}", time=duration(rtt * 1e9)),
+            ),
+            **span,
         )
         for node, peer, rate, rtt in rows.iter_rows()
     )

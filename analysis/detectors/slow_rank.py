@@ -202,13 +202,14 @@ def detect(
         if not waited_for:
             raise
         found = []
-        _refuse_hidden(breakdown, waited_for, min_fraction, persistence, min_z)
     for late in _late(breakdown, waited_for, min_fraction, persistence, min_z):
         same = [finding for finding in found if set(finding.ranks) & set(late.ranks)]
         if all(late.least.ns - late.least.half_width_ns > finding.lost_ns_per_step for finding in same):
             where = {"where": same[0].where} if same else {}
             found = [finding for finding in found if finding not in same]
             found.append(replace(_late_finding(breakdown, late, steps, proxies), **where))
+    if not found:
+        _refuse_hidden(breakdown, waited_for, min_fraction, persistence, min_z)
     return sorted(found, key=lambda finding: -finding.lost_ns_per_step)
 
 
@@ -368,10 +369,8 @@ def _refuse_hidden(
     breakdown: pl.DataFrame, waited_for: list[_Judged], min_fraction: float, persistence: float, min_z: float
 ) -> None:
     """Not resolvable where others wait for a rank again and again, and only all waits together would cost much."""
-    if _late(breakdown, waited_for, min_fraction, persistence, min_z):
-        return
-    grid = judged_grid(breakdown, FEW_STEPS)
     for late, members, _ in waited_for:
+        grid = judged_grid(breakdown, FEW_STEPS)
         for row in _persistent(above_peers(late.most), {}, persistence, min_z):
             most = estimate(late.most[row], _TRIM)
             if most.clear and most.ns >= min_fraction * grid.step_ns:

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.timeline.own import Ints
+from rankscope.analysis.timeline.own import Floats, Ints, StepGrid, sums
 
-__all__ = ["spent", "with_exposed"]
+__all__ = ["spent", "transfer_bounds", "with_exposed"]
 
 
 def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> Ints:
@@ -56,3 +56,16 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
     reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
     alone = rows.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
     return rows.with_columns(exposed_ns=pl.Series(spent(phases, ("transfer",), alone), dtype=pl.Int64))
+
+
+def transfer_bounds(collectives: pl.DataFrame, grid: StepGrid, instances: pl.Series) -> tuple[Floats, Floats]:
+    """For how long, by step in ns, transfers of these operations without ends held up the median rank: least and most.
+
+    At most all of their transfers. At least that of the step's last operation, if it is one of them: after it nothing
+    is computed that it could hide behind.
+    """
+    rows = collectives.filter(pl.col("end_ns").is_null(), pl.col("transfer_ns").is_not_null())
+    is_last = pl.col("start_ns") == pl.col("start_ns").max().over("rank", "step")
+    rows = rows.with_columns(is_last.alias("is_latest")).filter(pl.col("instance_id").is_in(instances.implode()))
+    least, most = (np.median(sums(grid, of, "transfer_ns"), axis=0) for of in (rows.filter("is_latest"), rows))
+    return least, most

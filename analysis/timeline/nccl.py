@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-__all__ = ["NCCL_WAITS", "nccl_durations", "nccl_waits", "with_durations"]
+__all__ = ["NCCL_WAITS", "PROXIES", "nccl_durations", "nccl_waits", "proxies", "sends", "with_durations"]
 
 _CLOCK_NS = 2_000  # what the conversion of the recorder's unix time may be off: both clocks are slewed alike
 WAITS = ("gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns")
@@ -18,6 +18,17 @@ NCCL_WAITS = pl.Schema(
         "start_ns": pl.Int64,
         "end_ns": pl.Int64,
         "sent_bytes": pl.Int64,
+        **dict.fromkeys(WAITS, pl.Int64),
+    }
+)
+PROXIES = pl.Schema(
+    {
+        **dict.fromkeys(("rank", "node"), pl.Int32),
+        **dict.fromkeys(("start_ns", "end_ns"), pl.Int64),
+        "event": pl.String,
+        "call": pl.UInt32,
+        **dict.fromkeys(("peer_rank", "peer_node"), pl.Int32),
+        "size_bytes": pl.Int64,
         **dict.fromkeys(WAITS, pl.Int64),
     }
 )
@@ -130,3 +141,42 @@ def with_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.
     timed = nccl_durations(collectives, groups, records).drop_nulls(["number", "duration_ns"])
     whole = timed.group_by(key).agg(pl.col("duration_ns").first(), pl.len()).filter(pl.col("len") == 1).drop("len")
     return collectives.join(whole, on=key, how="left", maintain_order="left")
+
+
+def proxies(calls: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
+    """One row per `send` and `recv` in `events`, by rank and time, with the rank and the node of the peer.
+
+    Peers are places in a communicator; null where no recorded rank had that place, or NCCL did not tell the
+    communicator. What a proxy did for another process is left out.
+    """
+    if calls.is_empty() or events.is_empty():
+        return PROXIES.to_frame()
+    key = ["rank", "attempt", "call"] if "attempt" in calls.columns else ["rank", "call"]
+    places = calls.drop_nulls("communicator").select(
+        "communicator", peer="nccl_rank", peer_rank="rank", peer_node="node"
+    )
+    return (
+        events.filter(pl.col("event").is_in(["send", "recv"]), pl.col("call").is_not_null())
+        .join(calls.select(*key, "communicator"), on=key)
+        .join(places.unique(["communicator", "peer"], keep="last"), on=["communicator", "peer"], how="left")
+        .sort("rank", "start_ns")
+        .select(PROXIES.names())
+        .cast(PROXIES)
+    )
+
+
+def sends(proxies: pl.DataFrame) -> pl.DataFrame:
+    """What each rank sent to each rank of another node: rank, node, peer_rank, peer_node, sent_bytes, busy_s.
+
+    `busy_s` is the time in which the network had data, summed over the channels, so that sent_bytes / busy_s is what
+    one channel gets through. Rows without a size or that wait are left out.
+    """
+    ends = ["rank", "node", "peer_rank", "peer_node"]
+    across = proxies.filter(pl.col("event") == "send", pl.col("peer_node") != pl.col("node"))
+    across = across.drop_nulls(["size_bytes", "network_wait_ns"])
+    return (
+        across.group_by(ends)
+        .agg(sent_bytes=pl.col("size_bytes").sum().cast(pl.Float64), busy_s=pl.col("network_wait_ns").sum() / 1e9)
+        .filter(pl.col("sent_bytes") > 0)
+        .sort(ends)
+    )
