@@ -105,6 +105,7 @@ def detect(
     slow = _slow_node(busy, min_ratio) or _slow_pair(busy, min_ratio)
     if slow is None and sent is not None and by_nccl:
         slow = _slow_card(sent, min_ratio)
+        transfer = _transfer(breakdown, ranks, collectives, slow.ranks) if slow is not None else transfer
     if slow is None:
         if len(pair_rates(busy)) == 1 and transfer.bound_ns >= min_fraction * grid.step_ns:
             raise NotResolvable(
@@ -136,17 +137,23 @@ def resolution_ns(
     return visible(transfer.grid, max(min_fraction * transfer.grid.step_ns, transfer.ns.half_width_ns))
 
 
-def _transfer(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None) -> _Transfer:
-    """The time per step in which a rank is blocked while bytes move, or its bounds where only durations are known."""
+def _transfer(
+    breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None, of: tuple[int, ...] = ()
+) -> _Transfer:
+    """The time per step in which a rank is blocked while bytes move, or its bounds where only durations are known.
+
+    Of the median rank, or of that of these.
+    """
     if ranks["node"].n_unique() < 2:
         raise NotResolvable(text("all ranks that were seen run on one node"))
     if collectives is not None and "duration_ns" in collectives.columns:
         grid = judged_grid(breakdown, FEW_STEPS)
         across = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
-        instances = collectives.filter(pl.col("group_id").is_in(across.implode()))["instance_id"].drop_nulls()
-        least, most = transfer_bounds(collectives, grid, instances)
-        if most.any():
-            return _Transfer(grid, estimate(least, 0.1), estimate(most, 0.1).ns)
+        bounds = transfer_bounds(collectives.with_columns(counted=pl.col("group_id").is_in(across.implode())), grid)
+        mine = np.isin(grid.ranks, of or grid.ranks)
+        least, most = (estimate(np.median(bound[mine], axis=0), 0.1) for bound in bounds)
+        if most.ns:
+            return _Transfer(grid, least, most.ns)
     grid = transfer_grid(breakdown, FEW_STEPS)
     return _Transfer(grid, estimate(np.median(grid.of("transfer"), axis=0), 0.1), None)
 

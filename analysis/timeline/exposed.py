@@ -58,14 +58,13 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
     return rows.with_columns(exposed_ns=pl.Series(spent(phases, ("transfer",), alone), dtype=pl.Int64))
 
 
-def transfer_bounds(collectives: pl.DataFrame, grid: StepGrid, instances: pl.Series) -> tuple[Floats, Floats]:
-    """For how long, by step in ns, transfers of these operations without ends held up the median rank: least and most.
+def transfer_bounds(collectives: pl.DataFrame, grid: StepGrid) -> tuple[Floats, Floats]:
+    """By (rank, step), for how many ns transfers of operations without ends, `counted`, held the rank up: least, most.
 
     At most all of their transfers. At least that of the step's last operation, if it is one of them: after it nothing
     is computed that it could hide behind.
     """
     rows = collectives.filter(pl.col("end_ns").is_null(), pl.col("transfer_ns").is_not_null())
     is_last = pl.col("start_ns") == pl.col("start_ns").max().over("rank", "step")
-    rows = rows.with_columns(is_last.alias("is_latest")).filter(pl.col("instance_id").is_in(instances.implode()))
-    least, most = (np.median(sums(grid, of, "transfer_ns"), axis=0) for of in (rows.filter("is_latest"), rows))
-    return least, most
+    rows = rows.with_columns(is_last.alias("is_latest")).filter("counted")
+    return sums(grid, rows.filter("is_latest"), "transfer_ns"), sums(grid, rows, "transfer_ns")
