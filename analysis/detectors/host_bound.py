@@ -144,8 +144,8 @@ def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fractio
         raise NotResolvable(
             text(
                 "the host is the limit in {limited} of the steps: it is never ahead of its device, be it slow or "
-                "waiting for it (.item(), synchronize()); devices may stand idle for up to {most} of the step, and what "
-                "that costs a deep window tells: rankscope trigger RUN --steps 3",
+                "waiting for it (.item(), synchronize()); devices may stand idle for up to {most} of the step, and "
+                "what that costs a deep window tells: rankscope trigger RUN --steps 3",
                 limited=percent(limited),
                 most=most,
             )

@@ -205,9 +205,9 @@ def detect(
     for late in _late(breakdown, waited_for, min_fraction, persistence, min_z):
         same = [finding for finding in found if set(finding.ranks) & set(late.ranks)]
         if all(late.least.ns - late.least.half_width_ns > finding.lost_ns_per_step for finding in same):
-            where = {"where": same[0].where} if same else {}
+            one = _late_finding(breakdown, late, steps, proxies)
             found = [finding for finding in found if finding not in same]
-            found.append(replace(_late_finding(breakdown, late, steps, proxies), **where))
+            found.append(replace(one, where=same[0].where) if same else one)
     if not found:
         _refuse_hidden(breakdown, waited_for, min_fraction, persistence, min_z)
     return sorted(found, key=lambda finding: -finding.lost_ns_per_step)
