@@ -28,6 +28,11 @@ from rankscope.profiler.window import convert, place
 
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 
+THREE_NODES = Path(__file__).parents[1] / "examples/three_nodes.py"
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))),
+    reason="network namespaces need root, ip and unshare",
+)
 TRACES = Path(__file__).parent.parent.parent / "shared" / "data" / "kineto" / "torchrec" / "resnet18"
 HEADER = """
 import os, sys, time, torch, torch.distributed as dist
@@ -138,6 +143,56 @@ def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
     assert len(said) >= 4
     assert first.clock_error_ns is not None
     assert away_ns.median() < first.clock_error_ns + 200_000  # the hook's own way to its clock
+
+
+@needs_namespaces
+def test_a_trigger_reaches_the_ranks_of_all_nodes(tmp_path):
+    """Two nodes with networks of their own, one clock 5 s ahead, one folder: both record the same two steps."""
+    train = script(
+        tmp_path,
+        """
+        more = torch.ones(1)
+        while more:
+            step()
+            more = torch.tensor(float(not Path(sys.argv[1]).exists()))
+            dist.all_reduce(more, dist.ReduceOp.MIN)
+        """,
+    )
+    stop = tmp_path / "stop"
+    launcher = [THREE_NODES, "--nodes", "2", "--skewed-node", "1", "--skew-s", "5", "--"]
+    recorded = [
+        Path(sys.executable).with_name("rankscope"),
+        "run",
+        "--out",
+        tmp_path / "run",
+        "--no-report",
+        train,
+        stop,
+    ]
+    command = [str(word) for word in (sys.executable, *launcher, *recorded)]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def shared() -> list[Path]:
+        return [run for run in tmp_path.glob("run*") if len(list(run.glob("regions/rank=*"))) == 2]
+
+    try:
+        wait_for(shared)
+        (run,) = shared()
+        done = trigger(run, "--steps", "2")
+        assert (done.returncode, done.stdout.startswith("2 steps of ranks 0,1: ")) == (0, True), done
+        stacks = trigger(run, "--stacks")
+        assert all(f"rank {rank}, in step" in stacks.stdout for rank in (0, 1)), stacks
+    finally:
+        stop.touch()
+        _, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    answers = [json.loads((run / "run" / f"window=0001.node=0000{node}.json").read_bytes()) for node in (0, 1)]
+    assert answers[0]["first"] == answers[1]["first"]
+    assert [set(answer["ranks"]) for answer in answers] == [{"0"}, {"1"}]  # each node's agent asked its own
+    rows = rankscope.open(run).table("windows").collect()
+    assert sorted(rows.select("rank", "node", "first_step", "steps").rows()) == [
+        (rank, rank, answers[0]["first"], 2) for rank in (0, 1)
+    ]
 
 
 @pytest.fixture
