@@ -44,6 +44,7 @@ from rankscope.analysis.timeline.device_phases import QUEUED, UNSEEN
 from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.host_graph import HostGraph
 from rankscope.analysis.timeline.links import judged_links
+from rankscope.analysis.timeline.marks import lead_of, phase_times
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
 from rankscope.analysis.timeline.utilisation import demand, utilisation
@@ -204,6 +205,8 @@ def conclude(
         not_checked=(*not_checked, *_not_observed(timeline)),
         breakdown=_mean_parts(tables["breakdown"]),
         device=device_parts(timeline.kernels),
+        phases=phase_times(tables["marks"]),
+        lead=lead_of(tables["breakdown"], tables["marks"]),
         waits=tuple(
             Wait(rank=rank, waited_ns=ns, caused_ns=caused.get(rank, 0) + to_last.get(rank, 0))
             for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
@@ -532,7 +535,7 @@ def _incomplete(steps: pl.DataFrame) -> list[Gap]:
 def _not_observed(timeline: Timeline) -> list[NotChecked]:
     """What this version cannot see of these ranks."""
     devices = timeline.ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
-    if not devices or len(timeline.kernels):
+    if not devices or len(timeline.kernels) or len(timeline.marks):
         return []
     why = text(
         "ranks run on {devices}; what these do is recorded in deep windows only (`rankscope trigger`)",

@@ -14,10 +14,12 @@ __all__ = [
     "Finding",
     "Gap",
     "Healthy",
+    "Lead",
     "NotChecked",
     "Operator",
     "Part",
     "PathPart",
+    "PhaseTime",
     "Pipeline",
     "Rate",
     "Report",
@@ -131,6 +133,34 @@ class DevicePart:
     memory_ns: int
     overlap_ns: int
     exposed_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """A device's mean time per judged step in one phase, from CUDA events; a rank's phases sum to its mean step.
+
+    `communication_ns_per_step` is what NCCL's operations of the phase took together, hidden or not; None: not known.
+    `ahead_ns`: how far the host was ahead where the phase ended, median.
+    """
+
+    rank: int
+    phase: str
+    ns_per_step: int
+    communication_ns_per_step: int | None
+    ahead_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lead:
+    """How far hosts are ahead of their devices, by CUDA events in the judged steps.
+
+    `ahead_ns` is the median over all marks, `without_fraction` the share of steps in which there is no lead at any of
+    them, `idle_fraction` what a device idles for want of work at most, as a share of the step.
+    """
+
+    ahead_ns: int
+    without_fraction: float
+    idle_fraction: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +326,8 @@ class Report:
     not_checked: tuple[NotChecked, ...]
     breakdown: tuple[Part, ...]
     device: tuple[DevicePart, ...] = ()
+    phases: tuple[PhaseTime, ...] = ()  # with `lead` only where CUDA events were recorded
+    lead: Lead | None = None
     waits: tuple[Wait, ...] = ()
     blames: tuple[Blame, ...] = ()  # the largest, by `blocked_ns`
     critical_path: tuple[PathPart, ...] = ()  # empty where the run cannot be replayed

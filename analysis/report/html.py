@@ -69,6 +69,8 @@ def _environment() -> Environment:
         stood_still=phrases.stood_still,
         who=phrases.who,
         window_lines=phrases.window_lines,
+        lead_line=phrases.lead_line,
+        phase_rows=phrases.phase_rows,
         swatch=svg.swatch,
     )
     return environment
@@ -126,7 +128,7 @@ def _time(report: Report, split: digest.Breakdown) -> _Time:
         caption = say("time.per_rank.columns", svg.COLUMNS_IN_A_ROW)
     if marked:
         caption = f"{caption} {say('time.per_rank.marked', phrases.who(tuple(marked)), number)}".strip()
-    whose = "time.mean.device" if report.device else "time.mean"
+    whose = "time.mean.device" if report.device else "time.mean.marks" if report.phases else "time.mean"
     return _Time(
         caption=say(whose, phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
         bar=svg.mean_bar(split),

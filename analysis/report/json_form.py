@@ -43,6 +43,8 @@ def _as_object(report: Report) -> dict[str, Any]:
         "not_checked": [dataclasses.asdict(unchecked) for unchecked in report.not_checked],
         "breakdown": [dataclasses.asdict(part) for part in report.breakdown],
         "device": [dataclasses.asdict(part) for part in report.device],
+        "phases": [dataclasses.asdict(phase) for phase in report.phases],
+        "lead": None if report.lead is None else dataclasses.asdict(report.lead),
         "waits": [dataclasses.asdict(wait) for wait in report.waits],
         "blames": [dataclasses.asdict(blame) for blame in report.blames],
         "critical_path": [dataclasses.asdict(part) for part in report.critical_path],

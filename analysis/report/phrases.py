@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from rankscope.analysis.finding import REST, Clock, Evidence, Finding, Operator, PathPart, Report, Window
+import statistics
+from collections.abc import Sequence
+
+from rankscope.analysis.finding import (
+    REST,
+    Clock,
+    Evidence,
+    Finding,
+    Lead,
+    Operator,
+    PathPart,
+    PhaseTime,
+    Report,
+    Window,
+)
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.costs import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.report.digest import GapGroup
@@ -19,14 +33,49 @@ __all__ = [
     "head_facts",
     "healthy_items",
     "no_finding",
+    "lead_line",
     "one_or_many",
     "operator_row",
     "path_row",
+    "phase_rows",
     "resolution",
     "stood_still",
     "who",
     "window_lines",
 ]
+
+
+_MUCH_IDLE, _MOSTLY = 0.03, 0.5  # as host_bound judges: shares of the step, of the steps
+
+
+def lead_line(lead: Lead) -> str:
+    """Who is the limit, host or device, as far as CUDA events tell."""
+    ahead, idle = duration(lead.ahead_ns), percent(lead.idle_fraction)
+    if lead.idle_fraction < _MUCH_IDLE:
+        return say("lead.device", ahead, idle)
+    if lead.without_fraction >= _MOSTLY:
+        return say("lead.host", percent(lead.without_fraction), idle)
+    return say("lead.open", ahead, idle)
+
+
+def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
+    """One row per phase, in their order: its name, mean, least and most over ranks, communication, how far ahead."""
+    rows: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(phase.phase for phase in phases):
+        of_ranks = [phase for phase in phases if phase.phase == name]
+        least, most = (f(of_ranks, key=lambda phase: phase.ns_per_step) for f in (min, max))
+        took = [phase.communication_ns_per_step for phase in of_ranks]
+        known = [ns for ns in took if ns is not None]
+        rows.append(
+            (
+                name,
+                duration(statistics.mean(phase.ns_per_step for phase in of_ranks)),
+                *(say("phases.of_rank", duration(phase.ns_per_step), phase.rank) for phase in (least, most)),
+                duration(statistics.mean(known)) if len(known) == len(took) else say("phases.communication.unknown"),
+                duration(statistics.median(phase.ahead_ns for phase in of_ranks)),
+            )
+        )
+    return rows
 
 
 def one_or_many(kind: str, numbers: tuple[int, ...]) -> str:

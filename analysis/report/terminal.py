@@ -23,10 +23,12 @@ from rankscope.analysis.report.phrases import (
     gap_extent,
     head_facts,
     healthy_items,
+    lead_line,
     no_finding,
     one_or_many,
     operator_row,
     path_row,
+    phase_rows,
     resolution,
     stood_still,
     who,
@@ -81,6 +83,7 @@ def _blocks(report: Report) -> list[RenderableType]:
         *_path(digest.main_path(report.critical_path)),
         *_pipeline(report.pipeline),
         *_device(report.device),
+        *_phases(report),
         *_windows(report),
         _heading("healthy"),
         _healthy(report),
@@ -243,7 +246,7 @@ def _time(report: Report) -> list[RenderableType]:
     for part, time, share in zip(split.parts, times, percents, strict=True):
         bar = "█" * round(float(share or 0) / 100 * _SHARE_BAR)
         summary.add_row(part_label(part), time, share, bar, _text(part_meaning(part), "dim"))
-    whose = "time.mean.device" if report.device else "time.mean"
+    whose = "time.mean.device" if report.device else "time.mean.marks" if report.phases else "time.mean"
     summary.add_row(say("time.total"), total, "100.0" if percents[0] else "", "", "", style="bold")
     return [
         _text(say(whose, who(tuple(split.rows)), f"{total} {scale.unit}"), "dim"),
@@ -337,6 +340,15 @@ def _device(device: Sequence[DevicePart]) -> list[RenderableType]:
     blocks = [_heading("device"), _text(say("device.means"), "dim"), table]
     hidden = {part.rank for part in device} - {part.rank for part in shown}
     return [*blocks, _text(say("device.hidden", who(tuple(hidden))), "dim")] if hidden else blocks
+
+
+def _phases(report: Report) -> list[RenderableType]:
+    if report.lead is None:
+        return []
+    table = _table(*(say(f"phases.{column}") for column in ("phase", "mean", "least", "most", "communication", "ahead")))
+    for row in phase_rows(report.phases):
+        table.add_row(*map(_text, row))
+    return [_heading("phases"), _text(lead_line(report.lead)), _text(say("phases.means"), "dim"), table]
 
 
 def _windows(report: Report) -> list[RenderableType]:

@@ -10,10 +10,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.finding import Gap
+from rankscope.analysis.finding import Gap, Lead, PhaseTime
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted, named
-from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.report.quantities import duration, rounded
 from rankscope.analysis.timeline.breakdown import (
     AFTER_BACKWARD,
     FORWARD,
@@ -25,10 +25,19 @@ from rankscope.analysis.timeline.breakdown import (
     joined,
 )
 from rankscope.analysis.timeline.device import by_rank
-from rankscope.analysis.timeline.own import MIXED, StepGrid, sums
+from rankscope.analysis.timeline.own import MIXED, StepGrid, step_grid, sums
 from rankscope.analysis.timeline.steps import MARKERS
 
-__all__ = ["MARK_COLUMNS", "by_marks", "idle_at_most_ns", "mark_phases", "marked_steps", "share_without_lead"]
+__all__ = [
+    "MARK_COLUMNS",
+    "by_marks",
+    "idle_at_most_ns",
+    "lead_of",
+    "mark_phases",
+    "marked_steps",
+    "phase_times",
+    "share_without_lead",
+]
 
 _EMPTY_NS = 50_000  # a device comes to a mark so soon only where it had nothing else to do: launching takes some 10 µs
 
@@ -121,6 +130,41 @@ def share_without_lead(marks: pl.DataFrame) -> float:
     is_empty = pl.col("ahead_ns") <= pl.max_horizontal(pl.lit(_EMPTY_NS), pl.col("clock_error_ns").fill_null(0))
     steps = marks.group_by("rank", "step").agg(is_empty.all().alias("empty"))
     return float(steps["empty"].to_numpy().mean())
+
+
+def phase_times(marks: pl.DataFrame) -> tuple[PhaseTime, ...]:
+    """The phases of these marks, which are of judged steps only, by rank, in their order in the step."""
+    length = (pl.col("device_ns") - pl.col("begin_ns")).sum()
+    took = pl.when(pl.col("communication_ns").is_not_null().all()).then(pl.col("communication_ns").sum())
+    found: list[PhaseTime] = []
+    for (rank,), rows in marks.group_by("rank", maintain_order=True):
+        ahead = pl.col("ahead_ns").median()
+        phases = rows.group_by("phase", maintain_order=True).agg(length.alias("ns"), took.alias("took"), ahead)
+        steps = rows["step"].n_unique()
+        means = rounded(phases["ns"].to_list(), steps)
+        found += [
+            PhaseTime(
+                rank=rank,
+                phase=phase,
+                ns_per_step=mean,
+                communication_ns_per_step=None if ns is None else round(ns / steps),
+                ahead_ns=round(ahead_ns),
+            )
+            for mean, (phase, ns, ahead_ns) in zip(means, phases.select("phase", "took", "ahead_ns").rows(), strict=True)
+        ]
+    return tuple(found)
+
+
+def lead_of(breakdown: pl.DataFrame, marks: pl.DataFrame) -> Lead | None:
+    """How far hosts are ahead in the judged steps; None where there are no marks."""
+    if marks.is_empty() or breakdown.is_empty():
+        return None
+    grid = step_grid(breakdown)
+    return Lead(
+        ahead_ns=round(float(np.median(marks["ahead_ns"].to_numpy()))),
+        without_fraction=share_without_lead(marks),
+        idle_fraction=idle_at_most_ns(grid, marks) / grid.step_ns,
+    )
 
 
 def _with_device_ends(steps: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
