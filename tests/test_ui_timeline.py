@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import itertools
 import json
@@ -9,8 +10,10 @@ import math
 import shutil
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.analysis.trace import Trace
-from rankscope.dashboard.timeline import lod, lookup, scene, server
+from rankscope.analysis.trace import BadInput, Trace
+from rankscope.dashboard.timeline import lod, lookup, scene, server, stored
 
 
 def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray], dict[int, dict[int, np.ndarray]]]:
@@ -282,6 +285,131 @@ def timeline_of(**frames: pl.DataFrame) -> Timeline:
     rest = {field: pl.DataFrame() for field in Timeline.__dataclass_fields__}
     values = {"clocks": [], "gaps": [], "comparable": True, "matched_fraction": None}
     return Timeline(**(rest | known | frames | values))
+
+
+# ---------------------------------------------------------------- many events
+
+
+def many_phases(ranks: int = 2, each: int = 20_000) -> Timeline:
+    """Phases of 600 ns every 1000 ns, of which every hundredth is input, each rank 100 ns after the one before."""
+    start = np.concatenate([np.arange(each, dtype=np.int64) * 1000 + 100 * rank for rank in range(ranks)])
+    part = np.where(np.arange(ranks * each) % 100 == 0, "input", "compute")
+    phases = {"rank": np.repeat(np.arange(ranks), each), "part": part, "start_ns": start, "end_ns": start + 600}
+    return timeline_of(phases=pl.DataFrame(phases).with_columns(label=pl.lit("work"), step=pl.lit(3)))
+
+
+def test_samples_move_edges_by_an_eighth_of_a_pixel_at_most_and_lose_nothing():
+    """Random events, some without duration: each pixel is exact for edges within 1/8 of it, and so is the sum."""
+    row, events = random_row(3, count=5_000, kinds=3)
+    end = max(end for _, _, end in events)
+    bin_ns, _, samples = lod.sample(row, end)
+    row = tuple(replace(strip, samples=own) for strip, own in zip(row, samples, strict=True))
+    edges = np.linspace(-200, end + 200, 41).astype(np.int64)
+    covered, present = lod.sampled(row, edges)
+    width = np.diff(edges)[0]
+    assert 4 * bin_ns <= width
+    moved = (edges + bin_ns // 2) // bin_ns * bin_ns
+    assert abs(moved - edges).max() <= width / 8
+    exact, there = lod.occupancy(row, moved)
+    assert present.tolist() == there.tolist()
+    assert covered == pytest.approx(exact * np.diff(edges) / np.diff(moved), abs=1)
+    assert exact.sum() == sum(end - start for _, start, end in events)
+
+
+def test_a_long_lane_looks_the_same_by_samples_as_by_its_events_and_hides_no_kind():
+    """60 % of each pixel is covered, one percent of it by input: of 12 levels 7 and 1."""
+    made = scene.build_scene(many_phases(each=100_000))
+    (strip, *_) = made.lanes[0].row
+    assert strip.samples is not None
+    _, _, rasters = unpack(server.view({"t0": 0, "t1": 10**8, "pixels": 250, "levels": 12, "lanes": [[0]]}, made))
+    compute, rare = (next(i for i, kind in enumerate(scene.KINDS) if kind.key == key) for key in ("compute", "input"))
+    assert set(rasters[0][compute].tolist()) == {7}
+    assert set(rasters[0][rare].tolist()) == {1}
+
+
+def test_no_view_weighs_more_than_100_kb():
+    """64 lanes of six kinds at random, which do not pack: a bin is as many pixels as it takes."""
+    rng = np.random.default_rng(0)
+    rank = np.repeat(np.arange(64), 3_000)
+    start = np.tile(np.arange(3_000) * 1_000, 64) + rng.integers(0, 400, len(rank))
+    part = np.array(["compute", "wait", "transfer", "input", "optimizer", "other"])[rng.integers(0, 6, len(rank))]
+    phases = {"rank": rank, "start_ns": start, "end_ns": start + rng.integers(0, 600, len(rank)), "part": part}
+    made = scene.build_scene(timeline_of(phases=pl.DataFrame(phases).with_columns(label=pl.lit("work"))))
+    for pixels in (1_300, 2_300, 8_000):
+        asked = {"t0": 0, "t1": made.end, "pixels": pixels, "levels": 24, "lanes": [[lane] for lane in range(64)]}
+        packed = server.packed_view(asked, made)
+        head, _, rasters = unpack(gzip.decompress(packed))
+        assert len(packed) <= 100_000
+        assert head["bins"] > 300
+        assert all(len(rasters[lane]) == 6 for lane in range(64))
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder, in a world in which every run is a large one."""
+    monkeypatch.setattr(stored, "_STORED_FROM", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/node=00000.json").write_text("{}")
+    (tmp_path / "phases").mkdir()
+    (tmp_path / "phases/part.arrow").write_text("rows")
+    return tmp_path
+
+
+def answers(made: scene.Scene) -> list[object]:
+    """What the page asks of a run."""
+    lanes = [[lane] for lane in range(len(made.lanes))]
+    views = [(0, made.end), (made.end // 3, made.end // 2)]
+    pictures = [
+        server.view({"t0": t0, "t1": t1, "pixels": 300, "levels": 12, "lanes": lanes}, made) for t0, t1 in views
+    ]
+    events = [lookup.describe(made, lane, made.end // 3, made.end) for lane in range(len(made.lanes))]
+    found = lookup.matches(made, "a")
+    return [pictures, events, lookup.spent(made, range(len(lanes)), 0, made.end), found.source.tolist(), made.tracks]
+
+
+def test_stored_lanes_are_those_that_were_made(large):
+    files = stored.fingerprint(large)
+    opened = stored.build_or_store(large, files, many_phases())
+    assert not opened.lanes[0].row[0].start.flags.writeable  # a file, mapped
+    assert answers(stored.load(large, files)) == answers(opened) == answers(scene.build_scene(many_phases()))
+    assert stored.fingerprint(large) == files
+
+
+def test_lanes_of_other_tables_or_torn_ones_are_not_used(large, tmp_path_factory):
+    files = stored.fingerprint(large)
+    stored.build_or_store(large, files, many_phases())
+    (large / "phases/part.arrow").write_text("more rows")
+    grown = stored.fingerprint(large)
+    assert grown != files
+    assert stored.load(large, grown) is None
+    stored.build_or_store(large, grown, many_phases(3))
+    assert sorted(stored.load(large, grown).tracks) == [0, 1, 2]
+    other = tmp_path_factory.mktemp("other")
+    shutil.copytree(large, other, dirs_exist_ok=True, copy_function=shutil.copy)  # as new files
+    assert stored.load(other, stored.fingerprint(other)) is None
+    values = large / stored.FOLDER / "event.start"
+    values.write_bytes(values.read_bytes()[:-8])
+    assert stored.load(large, grown) is None
+    assert sorted(stored.build_or_store(large, grown, many_phases(3)).tracks) == [0, 1, 2]
+    assert stored.load(large, grown) is not None
+    (large / stored.FOLDER / "lanes.json").write_text("{")
+    assert stored.load(large, grown) is None
+
+
+def test_a_run_that_grew_while_it_was_read_is_not_stored(large):
+    files = stored.fingerprint(large)
+    (large / "phases/part.arrow").write_text("more rows")
+    made = stored.build_or_store(large, files, many_phases())
+    assert sorted(made.tracks) == [0, 1]
+    assert sorted(path.name for path in large.iterdir()) == ["phases", "run"]
+
+
+def test_where_nothing_can_be_written_lanes_stay_in_memory_and_it_is_said(large, caplog):
+    (large / stored.FOLDER).write_text("in the way")
+    made = stored.build_or_store(large, stored.fingerprint(large), many_phases())
+    assert sorted(made.tracks) == [0, 1]
+    assert "are kept in memory" in caplog.text
+    assert sorted(path.name for path in large.iterdir()) == ["lanes", "phases", "run"]
 
 
 # ---------------------------------------------------------------- in a browser
@@ -568,7 +696,7 @@ def test_findings_are_marked_above_the_lanes_and_a_click_tells_what_was_found(sc
     x, y = screen.spot(-1, evidence.start_ns)
     y += 9 - RULER + LINE / 2  # the marks are 11 px high, at the top
     screen.leave()
-    assert screen.pixels(finding.severity, x + 1, y - 5, 5, 10) == 50
+    assert screen.pixels(finding.severity, x + 1, y - 5, 2, 10) == 20  # a wide one bears its title after 4 px
     screen.do(lambda: screen.page.mouse.click(x + 3, y))
     assert finding.title in screen.beside()
     assert evidence.note in screen.beside()
@@ -647,6 +775,43 @@ def test_4096_ranks_open_folded_by_node(browser):
     page.reload()
     page.wait_for_selector("#timeline[data-painted]")
     page.mouse.move(*shown.spot(1, 30_000_000))
+    page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
+    page.close()
+    serving.shutdown()
+    assert shown.complaints == []
+
+
+@in_a_browser
+def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(browser, run, truth, tmp_path, monkeypatch):
+    """Here it never is: this machine lost the memory that it had when the lanes were stored."""
+    from werkzeug.serving import make_server
+
+    from rankscope.dashboard.app import create_app
+    from rankscope.dashboard.state import State
+
+    def too_large(_: Trace) -> Timeline:
+        raise BadInput("there is not enough memory")
+
+    monkeypatch.setattr(stored, "_STORED_FROM", 1)
+    again = shutil.copytree(run, tmp_path / "again")
+    first = State([again])
+    first.start()
+    first.wait(60)
+    deadline = time.monotonic() + 60
+    while first.scene("") is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    monkeypatch.setattr("rankscope.dashboard.state.build_timeline", too_large)
+    second = State([again])
+    second.start()
+    second.wait(60)
+    assert answers(second.scene("")) == answers(first.scene("")) == answers(scene.build_scene(truth))
+    serving = make_server("127.0.0.1", 0, create_app(second).server, threaded=True)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    shown = Screen(page, f"http://127.0.0.1:{serving.server_port}/timeline")
+    page.get_by_text("there is not enough memory").wait_for()
+    page.wait_for_function("location.hash.includes(',')")
+    page.mouse.move(*shown.spot(0, sum(shown.window()) / 2))
     page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
     page.close()
     serving.shutdown()

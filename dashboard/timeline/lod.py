@@ -272,14 +272,14 @@ def view(
     pixels: int,
     levels: int,
     names: Callable[[int, Indices], Sequence[str]],
-    coarser: int = 1,
+    coarser: int = 0,
 ) -> bytes:
     """What [t0, t1) of these lanes looks like on `pixels` columns: a JSON header, then typed arrays.
 
     A lane of several rows is their mean. `names(lane, sources)` names the events that become rectangles: those of a
     single row that are wide enough to be told apart. Each lane with an event that is no rectangle has a raster:
     for each of its kinds one byte per bin, its height. A bin is one pixel, or some where the view would be too large,
-    `coarser` times as many where it still is. The header says where everything lies: `rects` many of u32 start and u32
+    and `coarser` more where it still is. The header says where everything lies: `rects` many of u32 start and u32
     duration in units of `tick` ns from t0, u16 name (in `names`), u16 lane, u8 kind; then per entry of `rasters` (lane,
     kinds, levels) `bins` bytes for each kind. So that they pack well, starts are told as differences, modulo 2^32, and
     of each array the low bytes of all values come first, then the next ones.
@@ -330,7 +330,7 @@ def view(
 def _bins(kinds: int, pixels: int, coarser: int) -> int:
     """As many as there are pixels; of two or more pixels each where lanes with so many kinds would make too large a
     picture. Too dense to be told apart, they lose nothing that the eye can see."""
-    return -(-pixels // (coarser * max(1, -(-kinds * pixels // _RASTER_BYTES))))
+    return -(-pixels // (max(1, -(-kinds * pixels // _RASTER_BYTES)) + coarser))
 
 
 def tally(row: Row, t0: int, t1: int) -> Iterable[tuple[int, Indices, Ints]]:

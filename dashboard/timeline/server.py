@@ -128,7 +128,7 @@ def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
 
 def packed_view(asked: dict[str, Any], scene: Scene) -> bytes:
     """The view as it goes over the wire, of no more than 100 kB: where it would be more, with fewer bins."""
-    for coarser in itertools.count(1):
+    for coarser in itertools.count():
         # Runs only: on pictures that is smaller than a search for repeats, and faster.
         packed = _gzip(view(asked, scene, coarser), zlib.Z_RLE)
         if len(packed) <= _MOST_BYTES or coarser == _COARSEST:
@@ -136,7 +136,7 @@ def packed_view(asked: dict[str, Any], scene: Scene) -> bytes:
     return packed
 
 
-def view(asked: dict[str, Any], scene: Scene, coarser: int = 1) -> bytes:
+def view(asked: dict[str, Any], scene: Scene, coarser: int = 0) -> bytes:
     """The picture of a question: `t0`, `t1`, `pixels`, `levels`, and for each drawn lane the `lanes` behind it."""
     t0, t1, pixels, levels = _ints(asked, "t0", "t1", "pixels", "levels")
     if not (t0 < t1 and 1 <= pixels <= _MOST_PIXELS):
