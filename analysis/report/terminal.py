@@ -345,7 +345,8 @@ def _device(device: Sequence[DevicePart]) -> list[RenderableType]:
 def _phases(report: Report) -> list[RenderableType]:
     if report.lead is None:
         return []
-    table = _table(*(say(f"phases.{column}") for column in ("phase", "mean", "least", "most", "communication", "ahead")))
+    columns = ("phase", "mean", "least", "most", "communication", "ahead")
+    table = _table(*(say(f"phases.{column}") for column in columns))
     for row in phase_rows(report.phases):
         table.add_row(*map(_text, row))
     return [_heading("phases"), _text(lead_line(report.lead)), _text(say("phases.means"), "dim"), table]

@@ -147,8 +147,8 @@ _ENGLISH: dict[str, str] = {
     # time
     "time": "Where a step's time goes",
     "time.mean": "mean over {0}; mean step {1}",
-    "time.mean.marks": "mean over {0}; mean step {1}; what the devices took for their phases, and while they had nothing "
-    "to do what stopped the host",
+    "time.mean.marks": "mean over {0}; mean step {1}; what the devices' phases took, and while they had no work what "
+    "stopped the host",
     "time.mean.device": "mean over {0}; mean step {1}; what the devices did, and while they idled what the host did",
     "time.none": "No step could be split into its parts: this needs steps and what the ranks did in them.",
     "time.step": "step",
@@ -232,8 +232,8 @@ _ENGLISH: dict[str, str] = {
     "phases.of_rank": "{0} ({1})",
     "lead.device": "The device is the limit: hosts are {0} ahead (median), and for want of work a device idles {1} of "
     "the step at most.",
-    "lead.host": "The host is the limit in {0} of the steps, in which it is never ahead of its device. Devices may idle "
-    "for up to {1} of the step; what that costs a deep window tells: rankscope trigger RUN --steps 3",
+    "lead.host": "The host is the limit in {0} of the steps: it is never ahead of its device, be it slow or waiting. "
+    "Devices may idle for up to {1} of the step; what that costs a deep window tells: rankscope trigger RUN --steps 3",
     "lead.open": "Hosts are {0} ahead (median), less than their phases take. Devices may idle for up to {1} of the "
     "step; whether they do a deep window tells: rankscope trigger RUN --steps 3",
     # device

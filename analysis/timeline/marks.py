@@ -141,7 +141,7 @@ def phase_times(marks: pl.DataFrame) -> tuple[PhaseTime, ...]:
         ahead = pl.col("ahead_ns").median()
         phases = rows.group_by("phase", maintain_order=True).agg(length.alias("ns"), took.alias("took"), ahead)
         steps = rows["step"].n_unique()
-        means = rounded(phases["ns"].to_list(), steps)
+        rows_of_phases = phases.select("phase", "took", "ahead_ns").rows()
         found += [
             PhaseTime(
                 rank=rank,
@@ -150,7 +150,7 @@ def phase_times(marks: pl.DataFrame) -> tuple[PhaseTime, ...]:
                 communication_ns_per_step=None if ns is None else round(ns / steps),
                 ahead_ns=round(ahead_ns),
             )
-            for mean, (phase, ns, ahead_ns) in zip(means, phases.select("phase", "took", "ahead_ns").rows(), strict=True)
+            for mean, (phase, ns, ahead_ns) in zip(rounded(phases["ns"].to_list(), steps), rows_of_phases, strict=True)
         ]
     return tuple(found)
 
