@@ -289,12 +289,15 @@ class Window:
 class Utilisation:
     """MFU of the mean step, a fraction: FLOPs that the model needs in it over those of its devices at peak.
 
-    Both are of all ranks that were seen together; `peak_flops` is per second.
+    Both are of all ranks that were seen together; `peak_flops` is per second. Where `counted` is given, the FLOPs were
+    not, but are those that operators did by the shapes of their inputs (HFU): these operators have this share of the
+    time that the devices spend on products. What is missing makes it a lower bound.
     """
 
     mfu: float
     flops_per_step: float
     peak_flops: float
+    counted: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

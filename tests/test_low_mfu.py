@@ -47,6 +47,7 @@ def test_mfu_is_flops_over_what_all_devices_could_do_in_the_mean_step(folder):
         "mfu": pytest.approx(20e12 / (400e12 * step_s), rel=1e-3),
         "flops_per_step": 20e12,
         "peak_flops": 400e12,
+        "counted": None,
     }
     assert said["findings"] == []
     assert "low_mfu" in said["healthy"]

@@ -1,7 +1,8 @@
 """Devices are busy, and get little done: far from the FLOPs that they could do in that time.
 
-**Signal.** The FLOPs that the model needs in a step are given (`rankscope report --flops-per-step`), and so is the
-devices' peak, else taken from their names (dense bf16). Devices compute for at least `min_busy` of the step, and in
+**Signal.** The FLOPs that the model needs in a step are given (`rankscope report --flops-per-step`), or the trace holds
+the shapes of operators that launched at least 90 % of the time of all matrix products. So is the devices' peak, else it
+is taken from their names (dense bf16). Devices compute for at least `min_busy` of the step, and in
 that time reach less than `min_reach` of their peak. The cost is what they compute beyond the time that the same FLOPs
 take at `usual` of the peak, as large models reach it; reported above `min_fraction` of the step.
 
@@ -27,12 +28,11 @@ from rankscope.analysis.finding import Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import percent
 from rankscope.analysis.timeline.own import Floats, StepGrid, estimate
+from rankscope.analysis.timeline.utilisation import PRODUCTS
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ()
-
-_MULTIPLIES = r"(?i)gemm|nvjet|cutlass|cublas|matmul|wgmma|hmma|Cijk_|conv|flash|fmha|attention"
 
 
 def detect(
@@ -53,7 +53,7 @@ def detect(
         return []
     length = pl.col("end_ns") - pl.col("start_ns")
     computing = kernels.filter(pl.col("work") == "compute")
-    multiplies = pl.col("name").str.contains(_MULTIPLIES)
+    multiplies = pl.col("name").str.contains(PRODUCTS)
     products = computing.select(length.filter(multiplies).sum() / length.sum()).item() or 0.0
     most = multiplies if products >= 0.5 else ~multiplies
     return [

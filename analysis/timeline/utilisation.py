@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import polars as pl
 
 from rankscope.analysis.finding import Utilisation
+from rankscope.analysis.timeline.device import by_rank
 
-__all__ = ["demand", "peak_tflops", "utilisation"]
+__all__ = ["PRODUCTS", "count_flops", "demand", "peak_tflops", "utilisation"]
+
+_HALF = 0.5  # share of the products' time; a bound from less says nothing
+# Names of kernels that multiply matrices, convolve or attend.
+PRODUCTS = (
+    r"(?i)gemm|nvjet|cutlass|cublas|matmul|wgmma|hmma|Cijk_|triton_tem"
+    r"|conv(_|\d|ol|fwd|bwd)|fprop|dgrad|wgrad|flash|fmha|attention"
+)
 
 # Dense bf16 (V100: fp16) of one device as torch counts them, by name. The first that matches counts.
 # Source: the vendors' data sheets; AMD's MI200 series shows each of its two dies as a device.
@@ -52,12 +61,60 @@ def demand(ranks: pl.DataFrame, flops_per_step: float, peak: float | None) -> pl
     )
 
 
-def utilisation(needs: pl.DataFrame, step_ns: float | None) -> Utilisation | None:
-    """MFU of the mean step; None where no step or a device's peak is not known.
+def count_flops(
+    ranks: pl.DataFrame, operators: pl.DataFrame, kernels: pl.DataFrame, steps: pl.DataFrame, peak: float | None
+) -> tuple[pl.DataFrame, float]:
+    """As `demand`, with the mean FLOPs of the operators of judged steps; and how far they can be trusted.
 
-    Source: PaLM (2022), appendix B: FLOPs that the model needs, not those that are done, over those at peak.
+    That is the least share, over ranks, of the time of kernels that multiply which these operators launched: kernels of
+    captured graphs, convolutions and a model's own are not counted. An operator is part of the step in which its first
+    kernel began. A rank without shapes has 0 of both.
+    """
+    with_shapes, of_kernels = dict(by_rank(operators)), dict(by_rank(kernels.filter(pl.col("work") == "compute")))
+    found = {
+        rank: _counted_on(with_shapes[rank], of_kernels[rank], rows)
+        if rank in with_shapes and rank in of_kernels
+        else (0.0, 0.0)
+        for rank, rows in by_rank(steps.filter("judged").sort("rank", "start_ns"))
+    }
+    needs = demand(ranks.filter(pl.col("rank").is_in(list(found))), 0.0, peak)
+    flops = pl.Series([found[rank][0] for rank in needs["rank"]], dtype=pl.Float64)
+    return needs.with_columns(flops=flops), min((share for _, share in found.values()), default=0.0)
+
+
+def _counted_on(operators: pl.DataFrame, kernels: pl.DataFrame, steps: pl.DataFrame) -> tuple[float, float]:
+    """Of one rank: mean FLOPs of a step, and the share of its products' time that they are of."""
+    spans = operators.drop_nulls("flops").select(
+        pl.col("start_ns").alias("launch_ns"),
+        pl.col("thread").alias("launch_thread"),
+        pl.col("end_ns").alias("until_ns"),
+        "flops",
+        operator=pl.int_range(pl.len()),
+    )
+    launched = (
+        kernels.drop_nulls("launch_ns")
+        .sort("launch_ns")
+        .join_asof(spans.sort("launch_ns"), on="launch_ns", by="launch_thread", check_sortedness=False)
+        .filter(pl.col("launch_ns") <= pl.col("until_ns"))
+    )
+    of_products = pl.col("end_ns").sub(pl.col("start_ns")).filter(pl.col("name").str.contains(PRODUCTS)).sum()
+    in_all, in_counted = (frame.select(of_products).item() for frame in (kernels, launched))
+    begun = launched.group_by("operator").agg(pl.col("start_ns").min(), pl.col("flops").first())
+    begins, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
+    step = np.searchsorted(begins, begun["start_ns"].to_numpy(), "right") - 1
+    in_step = (step >= 0) & (begun["start_ns"].to_numpy() < ends[step])
+    return float(begun["flops"].filter(pl.Series(in_step)).sum()) / len(steps), in_counted / in_all if in_all else 0.0
+
+
+def utilisation(needs: pl.DataFrame, step_ns: float | None, counted: float | None) -> Utilisation | None:
+    """MFU of the mean step; None where no step or a device's peak is not known, or less than half was counted.
+
+    `counted`: the FLOPs are those of operators, which so large a share of the products' time is of; then it is HFU.
+    Source: PaLM (2022), appendix B: FLOPs that the model needs (HFU: those that are done) over those at peak.
     """
     if not step_ns or needs.is_empty() or needs["peak_flops"].null_count():
         return None
+    if counted is not None and counted < _HALF:
+        return None
     flops, peak = float(needs["flops"].sum()), float(needs["peak_flops"].sum())
-    return Utilisation(mfu=flops / (peak * step_ns / 1e9), flops_per_step=flops, peak_flops=peak)
+    return Utilisation(mfu=flops / (peak * step_ns / 1e9), flops_per_step=flops, peak_flops=peak, counted=counted)
