@@ -33,9 +33,10 @@ import polars as pl
 
 from rankscope.analysis.detectors import judged_grid, price
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.report.texts import part_label
+from rankscope.analysis.report.texts import part_name
 from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, gain_ns
 from rankscope.analysis.timeline.trend import Trend, follows_line, longest_stretch, trend
 
@@ -88,14 +89,18 @@ def resolution_ns(
 
 
 _ADVICE = {
-    "compute": "Compare the first and the last steps: clocks and temperature, memory that fills up or fragments, "
-    "Python lists that grow (losses kept with their graph, metrics).",
-    "input": "See what the loader does later that it did not do at first: a cache that runs full, longer files, "
-    "storage that others use.",
-    "gc": "Objects pile up from step to step: look for lists and caches that grow; gc.freeze() after warm-up.",
-    "compile": "Compilations become more frequent: see which guards fail (TORCH_LOGS=recompiles).",
-    "transfer": "Compare the first and the last transfers: other traffic, retransmits, sizes that grow.",
-    "wait": "Ranks drift apart, and not always the same is late: compare their own time in the last steps.",
+    "compute": text(
+        "Compare the first and the last steps: clocks and temperature, memory that fills up or fragments, "
+        "Python lists that grow (losses kept with their graph, metrics)."
+    ),
+    "input": text(
+        "See what the loader does later that it did not do at first: a cache that runs full, longer files, "
+        "storage that others use."
+    ),
+    "gc": text("Objects pile up from step to step: look for lists and caches that grow; gc.freeze() after warm-up."),
+    "compile": text("Compilations become more frequent: see which guards fail (TORCH_LOGS=recompiles)."),
+    "transfer": text("Compare the first and the last transfers: other traffic, retransmits, sizes that grow."),
+    "wait": text("Ranks drift apart, and not always the same is late: compare their own time in the last steps."),
 }
 
 
@@ -161,14 +166,21 @@ def _what_grows(seen: _Seen, line: Trend) -> tuple[str, tuple[int, ...]]:
 
 def _title(seen: _Seen, line: Trend, where: str, ranks: tuple[int, ...]) -> str:
     if seen.beyond_peers:
-        return (
-            f"{named('Rank', ranks)} takes longer and longer than its peers, by {duration(line.growth)} more at the "
-            f"end of the run than at first; what grows is {part_label(where)}"
+        return text(
+            "{ranks} {en_takes} longer and longer than {en_its} peers, by {growth} more at the end of the run "
+            "than at first; what grows is {where}",
+            ranks=named("Rank", ranks),
+            growth=duration(line.growth),
+            where=part_name(where),
         )
-    on = f" on {named('rank', ranks)}" if ranks else ""
-    return (
-        f"Steps become longer throughout the run, from {duration(line.first)} to {duration(line.first + line.growth)} "
-        f"({percent(line.growth / line.first)}); what grows is {part_label(where)}{on}"
+    on = text(" on {ranks}", ranks=named("rank", ranks)) if ranks else ""
+    return text(
+        "Steps become longer throughout the run, from {first} to {last} ({growth}); what grows is {where}{on}",
+        first=duration(line.first),
+        last=duration(line.first + line.growth),
+        growth=percent(line.growth / line.first),
+        where=part_name(where),
+        on=on,
     )
 
 
@@ -185,6 +197,12 @@ def _first_and_last(steps: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...])
     rank = (ranks or grid.ranks)[0]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step").is_in([grid.steps[0], grid.steps[-1]])).sort("step")
     return tuple(
-        Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=f"step {step}: {duration(end - start)}")
+        Evidence(
+            table="steps",
+            rank=rank,
+            start_ns=start,
+            end_ns=end,
+            note=text("step {step}: {length}", step=step, length=duration(end - start)),
+        )
         for step, start, end in rows.select("step", "start_ns", "end_ns").iter_rows()
     )

@@ -32,6 +32,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, price
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Estimate, Floats, estimate
@@ -102,15 +103,24 @@ def detect(
     guilty = [group for group in groups if group.lost_ns >= _AMONG_MOST * worst.lost_ns]
     stays = worst.persistent_share >= persistence
     ranks = sorted({rank for group in guilty for rank in (group.popular() if stays else group.ranks)})
-    uneven = f"{worst.most_over_mean:.1f} × the mean"
-    usual = f"{named('rank', ranks)} always {'receives' if len(ranks) == 1 else 'receive'}"
-    who = usual if stays else "now one rank, now another receives"
+    uneven = text("{ratio:.1f} × the mean", ratio=worst.most_over_mean)
+    usual = text(
+        "{ranks} always {en_receive}",
+        ranks=named("rank", ranks),
+        en_receive="receives" if len(ranks) == 1 else "receive",
+    )
+    who = usual if stays else text("now one rank, now another receives")
     return [
         Finding(
             detector="expert_imbalance",
-            title=f"All-to-alls (experts) are uneven: {who} {uneven}, "
-            f"and the others wait {duration(lost.ns)} per step for what is computed with that",
-            where="between all-to-alls",
+            title=text(
+                "All-to-alls (experts) are uneven: {who} {uneven}, and the others wait {lost} per step "
+                "for what is computed with that",
+                who=who,
+                uneven=uneven,
+                lost=duration(lost.ns),
+            ),
+            where=text("between all-to-alls"),
             advice=_STAYS if stays else _CHANGES,
             ranks=tuple(ranks),
             groups=tuple(group.name for group in guilty),
@@ -133,8 +143,10 @@ def resolution_ns(
     return round(max(min_fraction * grid.step_ns, _lost(_groups(collectives, grid.steps, min_uneven)).half_width_ns))
 
 
-_STAYS = "Place popular and unpopular experts on the same rank, or replicate the popular ones; see the router's bias."
-_CHANGES = "Balance the router (auxiliary loss or bias), use larger micro-batches, or a capacity factor."
+_STAYS = text(
+    "Place popular and unpopular experts on the same rank, or replicate the popular ones; see the router's bias."
+)
+_CHANGES = text("Balance the router (auxiliary loss or bias), use larger micro-batches, or a capacity factor.")
 
 
 def _lost(groups: list[_Group]) -> Estimate:
@@ -145,10 +157,10 @@ def _lost(groups: list[_Group]) -> Estimate:
 def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> list[_Group]:
     """What the all-to-alls of each group make it wait for. Raises NotResolvable where none can be judged."""
     if "received_bytes" not in collectives.columns or collectives["received_bytes"].null_count() == len(collectives):
-        raise NotResolvable("no all-to-all was recorded, or not how many bytes each rank received")
+        raise NotResolvable(text("no all-to-all was recorded, or not how many bytes each rank received"))
     rows = _stretches(collectives).filter(pl.col("step").is_in(steps))
     if rows.is_empty():
-        raise NotResolvable("the end of all-to-alls was not seen, so what is computed between them is not known")
+        raise NotResolvable(text("the end of all-to-alls was not seen, so what is computed between them is not known"))
     by_group = rows.group_by("group", maintain_order=True)
     return [_judged(str(name), of_group, steps, min_uneven) for (name,), of_group in by_group]
 
@@ -222,7 +234,9 @@ def _largest(collectives: pl.DataFrame, group: _Group, ranks: list[int]) -> tupl
     )
     most = rows.sort("received_bytes", descending=True).unique("rank", keep="first", maintain_order=True)
     return tuple(
-        Evidence(table="collectives", rank=rank, start_ns=start, end_ns=end, note=f"received {size:,} bytes")
+        Evidence(
+            table="collectives", rank=rank, start_ns=start, end_ns=end, note=text("received {size:,} bytes", size=size)
+        )
         for rank, start, end, size in most.drop_nulls("end_ns")
         .sort("rank")
         .select("rank", "start_ns", "end_ns", "received_bytes")

@@ -26,6 +26,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_rows, price
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, sums
 
@@ -68,12 +69,20 @@ def detect(
     return [
         Finding(
             detector="exposed_communication",
-            title=f"Of {duration(communication)} per step for reducing gradients, {duration(exposed)} come after "
-            "backward and block all ranks",
+            title=text(
+                "Of {communication} per step for reducing gradients, {exposed} come after backward and block all ranks",
+                communication=duration(communication),
+                exposed=duration(exposed),
+            ),
             where="after backward",
-            advice=f"In {buckets} buckets, each sent while backward goes on, {percent(1 - lost.ns / exposed)} of that "
-            f"would be left: set bucket_cap_mb to about {size_mb:.2g} in DistributedDataParallel; where gradients are "
-            "reduced by hand, do it layer by layer from hooks.",
+            advice=text(
+                "In {buckets} buckets, each sent while backward goes on, {share} of that would be left: "
+                "set bucket_cap_mb to about {size_mb:.2g} in DistributedDataParallel; where gradients "
+                "are reduced by hand, do it layer by layer from hooks.",
+                buckets=buckets,
+                share=percent(1 - lost.ns / exposed),
+                size_mb=size_mb,
+            ),
             evidence=longest_rows(rows, "collectives"),
             **price(grid, lost, lost.ns),
         )
@@ -108,11 +117,11 @@ def _spans(
     """
     grid = judged_grid(breakdown, FEW_STEPS)
     if not grid.blocked.any():
-        raise NotResolvable("no rank was seen blocked on communication")
+        raise NotResolvable(text("no rank was seen blocked on communication"))
     main = regions.filter(pl.col("thread") == _MAIN_THREAD)
     backward = _bounds(main.filter(pl.col("kind") == "backward"), "backward_ns", "returned_ns")
     if backward.is_empty():
-        raise NotResolvable("no backward was recorded")
+        raise NotResolvable(text("no backward was recorded"))
     # The last backward counts: with gradients accumulated over several, only that one reduces.
     update = _bounds(main.filter(pl.col("kind") == "optimizer"), "update_ns", "updated_ns")
     window = backward.join(update, on=["rank", "step"])
@@ -149,7 +158,7 @@ def _spans(
         .fill_null(0)
     )
     if per_step.is_empty() or per_step["bytes"].sum() == 0:
-        raise NotResolvable("no reduction of gradients was seen between backward and optimizer")
+        raise NotResolvable(text("no reduction of gradients was seen between backward and optimizer"))
     return grid, exposed, {name: sums(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
 
 

@@ -26,6 +26,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, price, visible
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Estimate, estimate, over_occurrences
@@ -58,11 +59,18 @@ def detect(
     return [
         Finding(
             detector="gc_stall",
-            title=f"Garbage collection{_generation(regions)} stops {named('rank', ranks)} for "
-            f"{duration(longest[shows].mean())} {every_nth(steps, len(shows))}",
+            title=text(
+                "Garbage collection{generation} stops {ranks} for {time} {often}",
+                generation=_generation(regions),
+                ranks=named("rank", ranks),
+                time=duration(longest[shows].mean()),
+                often=every_nth(steps, len(shows)),
+            ),
             where="gc",
-            advice="Collect once after warm-up and gc.freeze(), or gc.disable() and gc.collect() on all ranks in "
-            "the same step; look for gc.collect() in the loop.",
+            advice=text(
+                "Collect once after warm-up and gc.freeze(), or gc.disable() and gc.collect() on all ranks in "
+                "the same step; look for gc.collect() in the loop."
+            ),
             ranks=ranks,
             steps=() if shows.all() else steps,
             evidence=longest_regions(regions, "gc", ranks),
@@ -84,4 +92,4 @@ def _generation(regions: pl.DataFrame) -> str:
     time_ns = _LENGTH.sum().alias("ns")
     names = regions.filter(pl.col("kind") == "gc").group_by("name").agg(time_ns).sort("ns", "name")
     generation = str(names["name"][-1]).removeprefix("gc generation ") if len(names) else ""
-    return f" (generation {generation})" if generation.isdigit() else ""
+    return text(" (generation {generation})", generation=generation) if generation.isdigit() else ""

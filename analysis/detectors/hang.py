@@ -41,6 +41,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.ras import SILENT
@@ -50,7 +51,7 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("collectives",)
 
-_SILENT_ADVICE = "See whether the process is stopped or has ended, and whether its node can be reached."
+_SILENT_ADVICE = text("See whether the process is stopped or has ended, and whether its node can be reached.")
 _COUNTERPART = {"send": ("recv", "recv_any_source"), "recv": ("send",), "recv_any_source": ("send",)}
 
 
@@ -88,7 +89,7 @@ class _Held:
         )
 
     def __str__(self) -> str:
-        return f"{self.op} number {self.seq} of {self.group.name}"
+        return text("{op} number {seq} of {name}", op=self.op, seq=self.seq, name=self.group.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +108,22 @@ def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | Non
         if ras is not None and ras["state"].is_in(SILENT).any():
             return [_silent(ras.filter(pl.col("state").is_in(SILENT)))]
         if len(progress.filter(pl.col("enqueued").is_not_null() & pl.col("completed").is_null())):
-            raise NotResolvable("the job stood still at its end, and which operations had ended was not seen")
+            raise NotResolvable(text("the job stood still at its end, and which operations had ended was not seen"))
         members = {rank for group_id in progress["group_id"] for rank in state.members.get(group_id, ())}
         unseen = len(members - state.counts.keys())
         if unseen:
             raise NotResolvable(
-                f"{counted(unseen, 'rank')} of {len(members)} left no state, and the others are not held"
+                text(
+                    "{unseen} of {members} left no state, and the others are not held",
+                    unseen=counted(unseen, "rank"),
+                    members=len(members),
+                )
             )
         return []
     waits = {rank: _waits_for(state, rank) for rank in state.held}
     findings = [*_circles(state, waits), *_culprits(state, waits)]
     if not findings:
-        raise NotResolvable("operations are outstanding, but it cannot be told who waits for whom")
+        raise NotResolvable(text("operations are outstanding, but it cannot be told who waits for whom"))
     return findings if ras is None else [_with_ras(finding, ras) for finding in findings]
 
 
@@ -129,7 +134,7 @@ def resolution_ns(progress: pl.DataFrame) -> int | None:  # noqa: ARG001 - what 
 def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
     p2p = set(progress.filter("is_p2p")["group_id"].to_list())
     known = {
-        group_id: _Group(group_id, role or f"group {name}", tuple(members_of(members)), group_id in p2p)
+        group_id: _Group(group_id, role or text("group {name}", name=name), tuple(members_of(members)), group_id in p2p)
         for group_id, name, role, members in groups.select("group_id", "name", "role", "members").iter_rows()
     }
     held: dict[int, _Held] = {}
@@ -206,19 +211,34 @@ def _culprits(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Findin
             stuck.setdefault((held.group.id, held.seq) if held.op not in P2P_OPS else (rank, held.seq), []).append(rank)
     findings = []
     if absent:
-        title = f"{_subject(absent)} left no state, and the others wait for {_them(absent)}"
-        findings.append(_finding(state, waits, absent, title, "Find out whether the process still lives."))
+        title = text(
+            "{subject} left no state, and the others wait for {en_them}",
+            subject=_subject(absent),
+            en_them=_them(absent),
+        )
+        findings.append(_finding(state, waits, absent, title, text("Find out whether the process still lives.")))
     if idle:
         awaited_in = _most_awaited(state, waits, idle)
-        title = f"{_subject(idle)} {_do(idle)} not come to {awaited_in}"
-        advice = f"Look at the host's stacks of {named('rank', idle)}: nothing is outstanding on the device."
+        title = text(
+            "{subject} {en_do} not come to {awaited_in}", subject=_subject(idle), en_do=_do(idle), awaited_in=awaited_in
+        )
+        advice = text(
+            "Look at the host's stacks of {idle}: nothing is outstanding on the device.", idle=named("rank", idle)
+        )
         findings.append(_finding(state, waits, idle, title, advice))
     alone = [rank for ranks in stuck.values() for rank in ranks if _others_finished(state, rank)]
     if alone:
         where = state.held[alone[0]]
-        title = f"{_subject(alone)} {_do(alone)} not finish {where.op}, which {_their(alone)} peers finished"
-        advice = (
-            f"Check the devices of {named('rank', alone)}: Xid errors, ECC, links; then the kernel that was running."
+        title = text(
+            "{subject} {en_do} not finish {op}, which {en_their} peers finished",
+            subject=_subject(alone),
+            en_do=_do(alone),
+            op=where.op,
+            en_their=_their(alone),
+        )
+        advice = text(
+            "Check the devices of {alone}: Xid errors, ECC, links; then the kernel that was running.",
+            alone=named("rank", alone),
         )
         findings.append(_finding(state, waits, alone, title, advice))
     for ranks in stuck.values():
@@ -236,11 +256,17 @@ def _together(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequenc
         rarest = min(set(kinds.values()), key=lambda op: (list(kinds.values()).count(op), op))
         odd = [rank for rank in ranks if kinds[rank] == rarest]
         usual = next(op for op in kinds.values() if op != rarest)
-        title = f"{_subject(odd)} {_do(odd, 'does', 'do')} {rarest} where the others do {usual}: desynchronised"
-        advice = "Look for a branch that depends on the rank, its data or its batch size."
+        title = text(
+            "{subject} {en_do} {rarest} where the others do {usual}: desynchronised",
+            subject=_subject(odd),
+            en_do=_do(odd, "does", "do"),
+            rarest=rarest,
+            usual=usual,
+        )
+        advice = text("Look for a branch that depends on the rank, its data or its batch size.")
         return _finding(state, waits, odd, title, advice)
-    title = f"All of {named('rank', ranks)} are in {held}, and none finishes"
-    advice = "Check the links and devices between these ranks: the operation was started everywhere."
+    title = text("All of {ranks} are in {held}, and none finishes", ranks=named("rank", ranks), held=held)
+    advice = text("Check the links and devices between these ranks: the operation was started everywhere.")
     return _finding(state, waits, ranks, title, advice)
 
 
@@ -252,9 +278,15 @@ def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding
     for circle in sorted(circles, key=min):
         if all(waits[rank] <= circle for rank in circle):
             ranks = sorted(circle)
-            title = f"{_subject(ranks)} wait for each other: deadlock"
-            each = "; ".join(f"rank {rank} is in {state.held[rank]}" for rank in ranks[:4])
-            findings.append(_finding(state, waits, ranks, title, f"Order the operations alike on all ranks: {each}."))
+            title = text("{subject} wait for each other: deadlock", subject=_subject(ranks))
+            each = joined(
+                "; ", (text("rank {rank} is in {held}", rank=rank, held=state.held[rank]) for rank in ranks[:4])
+            )
+            findings.append(
+                _finding(
+                    state, waits, ranks, title, text("Order the operations alike on all ranks: {each}.", each=each)
+                )
+            )
     return findings
 
 
@@ -306,7 +338,7 @@ def _finding(
                 rank=rank,
                 start_ns=held.start_ns,
                 end_ns=held.start_ns,
-                note=f"waits in {held}" if rank in victims else f"is held in {held}",
+                note=text("waits in {held}", held=held) if rank in victims else text("is held in {held}", held=held),
             )
             for rank, held in [*((r, state.held[r]) for r in ranks if r in state.held), *sorted(awaiting.items())][:8]
         ),
@@ -319,8 +351,12 @@ def _silent(ras: pl.DataFrame) -> Finding:
     return Finding(
         detector="hang",
         severity="high",
-        title=f"{_subject(ranks)} {_do(ranks)} not answer NCCL's RAS, and the job stands still",
-        where="the process",
+        title=text(
+            "{subject} {en_do} not answer NCCL's RAS, and the job stands still",
+            subject=_subject(ranks),
+            en_do=_do(ranks),
+        ),
+        where=text("the process"),
         advice=_SILENT_ADVICE,
         ranks=ranks,
         lost_ns_per_step=0,
@@ -336,7 +372,7 @@ def _with_ras(finding: Finding, ras: pl.DataFrame) -> Finding:
     """The finding with what RAS said of its ranks before the rest of its evidence."""
     said = _said_by_ras(ras, finding.ranks)
     silent = set(ras.filter(pl.col("state").is_in(SILENT))["rank"].to_list())
-    advice = f"{_SILENT_ADVICE} {finding.advice}" if silent & set(finding.ranks) else finding.advice
+    advice = joined(" ", (_SILENT_ADVICE, finding.advice)) if silent & set(finding.ranks) else finding.advice
     return replace(finding, evidence=(*said, *finding.evidence), advice=advice)
 
 
@@ -346,15 +382,20 @@ def _said_by_ras(ras: pl.DataFrame, ranks: Sequence[int]) -> tuple[Evidence, ...
     for rank, state, operation, launched, most, time_ns in rows.select(
         "rank", "state", "operation", "launched", "most", "time_ns"
     ).iter_rows():
-        note = f"NCCL's RAS: has launched {operation} up to number {launched}, others up to {most}"
+        note = text(
+            "NCCL's RAS: has launched {operation} up to number {launched}, others up to {most}",
+            operation=operation,
+            launched=launched,
+            most=most,
+        )
         if state in SILENT:
-            note = f"NCCL's RAS: its process is {state}"
+            note = text("NCCL's RAS: its process is {state}", state=state)
         evidence.append(Evidence(table="ras", rank=rank, start_ns=time_ns, end_ns=time_ns, note=note))
     return tuple(evidence)
 
 
 def _subject(ranks: Sequence[int]) -> str:
-    return f"{named('rank', ranks).capitalize()}"
+    return named("Rank", ranks)
 
 
 def _do(ranks: Sequence[int], one: str = "does", many: str = "do") -> str:

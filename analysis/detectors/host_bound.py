@@ -3,8 +3,9 @@
 **Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`).
 A kernel that only communicates meanwhile does not change that, if it still runs when the late work begins: nothing
 waited for it. What the busiest rank would be shorter without this time is the loss, reported above `min_fraction` of
-the step if at least half of the ranks would hold the job up next, for a quarter of it or more: their devices idle as
-well, or their hosts launch for so long. What the host did in these gaps is split into: asking the driver for memory,
+the step if it is not one rank's: half of it would stay with that rank's host quick, or at least half of the ranks would
+hold the job up next, for a quarter of it or more: their devices idle as well, or their hosts launch for so long. What
+the host did in these gaps is split into: asking the driver for memory,
 having just waited for the device (a synchronisation drains the queue), the launch calls themselves, and all else.
 
 Without a profiler, CUDA events tell how far the host is ahead. While the device has work that was enqueued before, it
@@ -38,7 +39,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price, visible
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.kinds import COMMUNICATION, MEMORY_CALLS, WAITING_CALLS
-from rankscope.analysis.language import text
+from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.device_phases import UNSEEN
@@ -50,8 +51,8 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 collectors = ()
 
 _LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
-_TRIM = 0.1
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
+_STAYS = 0.5  # share of the loss that is there without the rank that makes most of it: hosts take turns
 _AS_LATE = 0.25  # of the loss: who would hold the job up next for so long shares what makes the host slow
 _LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
 _SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
@@ -59,12 +60,18 @@ _MOSTLY = 0.5  # share of steps
 _MUCH = 0.25  # share of the idle time from which a cause is worth its advice
 
 _ADVICE = {
-    "memory": "ask the driver for memory (cudaMalloc, cudaFree): set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
-    "do not empty the cache in the loop, keep sizes the same",
-    "sync": "come after the host waited for the device: take .item(), .cpu(), printing of tensors and "
-    "synchronize() out of the loop",
-    "launch": "are launch calls: fewer and larger kernels (torch.compile, CUDA graphs, fused optimizer, larger batch)",
-    "other": "are Python and framework code between launches: torch.compile, CUDA graphs, less work per operator",
+    "memory": text(
+        "ask the driver for memory (cudaMalloc, cudaFree): set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
+        "do not empty the cache in the loop, keep sizes the same"
+    ),
+    "sync": text(
+        "come after the host waited for the device: take .item(), .cpu(), printing of tensors and "
+        "synchronize() out of the loop"
+    ),
+    "launch": text(
+        "are launch calls: fewer and larger kernels (torch.compile, CUDA graphs, fused optimizer, larger batch)"
+    ),
+    "other": text("are Python and framework code between launches: torch.compile, CUDA graphs, less work per operator"),
 }
 
 
@@ -82,14 +89,14 @@ def detect(
         _check_lead(breakdown, marks, min_fraction)
         return []
     if launches is None:
-        raise NotResolvable("the calls that launch the device's work were not recorded")
+        raise NotResolvable(text("the calls that launch the device's work were not recorded"))
     grid = _launched(breakdown, kernels)
     beside = _late_beside_communication(phases, kernels)
-    lost = _lost(grid, beside)
+    lost, stays = _lost(grid, beside)
     late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
     quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
     holds_up_ns = np.maximum(late_ns, _launching(grid, phases, launches) - quick_ns)
-    enough = 2 * (holds_up_ns >= _AS_LATE * lost.ns).sum() >= len(holds_up_ns)
+    enough = stays >= _STAYS or 2 * (holds_up_ns >= _AS_LATE * lost.ns).sum() >= len(holds_up_ns)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns or not enough:
         return []
     ranks = grid.only(holds_up_ns > 0).ranks
@@ -102,13 +109,18 @@ def detect(
     return [
         Finding(
             detector="host_bound",
-            title=f"The host is too slow for the device on {named('rank', ranks)}: it stands idle "
-            f"{duration(lost.ns)} per step before work that was launched late",
+            title=text(
+                "The host is too slow for the device on {ranks}: it stands idle {lost} per step before "
+                "work that was launched late",
+                ranks=named("rank", ranks),
+                lost=duration(lost.ns),
+            ),
             where=str(where[-1]) if len(where) else "the step",
             advice=_advice(causes),
             ranks=ranks,
             evidence=longest_rows(gaps, "kernels"),
-            **price(grid, lost, lost.ns),
+            fix="host",
+            **price(grid, lost),
         )
     ]
 
@@ -125,7 +137,7 @@ def resolution_ns(
     if kernels is None:
         return _check_lead(breakdown, marks, min_fraction)
     grid = _launched(breakdown, kernels)
-    lost = _lost(grid, _late_beside_communication(phases, kernels))
+    lost, _ = _lost(grid, _late_beside_communication(phases, kernels))
     unseen = phases.filter(pl.col("part") == "other", pl.col("label") == UNSEEN)
     unseen_ns = unseen.select((pl.col("end_ns") - pl.col("start_ns")).sum()).item() / len(grid.ranks) / len(grid.steps)
     return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns, unseen_ns))
@@ -134,7 +146,7 @@ def resolution_ns(
 def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fraction: float) -> int:
     """What a device idles for want of work at most, ns per step. Not resolvable if that is much."""
     if marks is None:
-        raise NotResolvable("no work of a device was recorded")
+        raise NotResolvable(text("no work of a device was recorded"))
     grid = judged_grid(breakdown)
     idle_ns, least_ns = idle_at_most_ns(grid, marks), min_fraction * grid.step_ns
     if idle_ns < least_ns:
@@ -162,15 +174,22 @@ def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fractio
 
 def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
     if kernels["launch_ns"].null_count() == len(kernels):
-        raise NotResolvable("the trace does not hold the calls that launched the device's work")
+        raise NotResolvable(text("the trace does not hold the calls that launched the device's work"))
     return judged_grid(breakdown, _LEAST_STEPS)
 
 
-def _lost(grid: StepGrid, beside: pl.DataFrame) -> Estimate:
-    """What the busiest rank would be shorter per step with quick hosts."""
-    alone = sums(grid, beside, "certain_ns")
-    busy = grid.busy + alone
-    return estimate(busy.max(axis=0) - (busy - alone - grid.of("host")).max(axis=0), _TRIM)
+def _lost(grid: StepGrid, beside: pl.DataFrame) -> tuple[Estimate, float]:
+    """What the busiest rank would be shorter per step with quick hosts; the share that stays if only one gets quick.
+
+    The mean over all steps: hosts that are late now and then take turns, and the job waits for each.
+    """
+    late = grid.of("host") + sums(grid, beside, "certain_ns")
+    busy = grid.busy + sums(grid, beside, "certain_ns")
+    lost = busy.max(axis=0) - (busy - late).max(axis=0)
+    ordered = np.sort(busy, axis=0)
+    others = np.where(busy == ordered[-1], ordered[-2:][0], ordered[-1])
+    stays = lost.mean() - (busy.max(axis=0) - np.maximum(others, busy - late)).mean(axis=1).max()
+    return estimate(lost), float(stays / max(lost.mean(), 1.0))
 
 
 def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
@@ -279,5 +298,7 @@ def _drained(start: Floats, end: Floats, calls: Mapping[str, pl.DataFrame]) -> N
 def _advice(causes: Mapping[str, float]) -> str:
     """What to do about each cause that matters, the greatest first."""
     ordered = sorted(causes, key=lambda cause: -causes[cause])
-    said = [f"{percent(causes[c])} {_ADVICE[c]}" for c in ordered if causes[c] >= _MUCH] or [_ADVICE[ordered[0]]]
-    return f"Of this time {'; '.join(said)}."
+    said = [
+        text("{share} {cause}", share=percent(causes[c]), cause=_ADVICE[c]) for c in ordered if causes[c] >= _MUCH
+    ] or [_ADVICE[ordered[0]]]
+    return text("Of this time {causes}.", causes=joined("; ", said))

@@ -27,6 +27,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_regions, price, visible
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Floats, StepGrid, above_peers, estimate
@@ -113,7 +114,7 @@ def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fractio
 
 def _with_input(breakdown: pl.DataFrame, regions: pl.DataFrame) -> StepGrid:
     if regions.filter(pl.col("kind") == "input").is_empty():
-        raise NotResolvable("no data loader was seen; time spent on input counts as the ranks' own")
+        raise NotResolvable(text("no data loader was seen; time spent on input counts as the ranks' own"))
     return judged_grid(breakdown, FEW_STEPS)
 
 
@@ -125,16 +126,21 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floa
     always = bool(shows.mean() >= _ALWAYS)
     if always:  # then single hiccups need not be taken for part of it
         lost = estimate(stall, _TRIM)
-    often = "" if always else f", {every_nth(steps, len(shows))}"
-    advice = (
+    often = "" if always else text(", {often}", often=every_nth(steps, len(shows)))
+    advice = text(
         "Raise num_workers and prefetch_factor, keep the workers (persistent_workers=True), decode outside of the loop."
     )
     if len(rows) < len(grid.ranks):
-        advice += f" Compare storage and host of {named('rank', ranks)} with the others."
+        advice += text(" Compare storage and host of {ranks} with the others.", ranks=named("rank", ranks))
     return Finding(
         detector="input_stall",
-        title=f"{named('rank', ranks).capitalize()} {'waits' if len(ranks) == 1 else 'wait'} "
-        f"{duration(lost.ns)} per step for the next batch{often}",
+        title=text(
+            "{ranks} {en_wait} {lost} per step for the next batch{often}",
+            ranks=named("Rank", ranks),
+            en_wait="waits" if len(ranks) == 1 else "wait",
+            lost=duration(lost.ns),
+            often=often,
+        ),
         where="input",
         advice=advice,
         ranks=ranks,

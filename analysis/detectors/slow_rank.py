@@ -284,7 +284,9 @@ def _resolution_of_own_time(
     grid, role, seen = _seen(breakdown, collectives, regions, groups)
     alone = sorted(set(breakdown["rank"]) - set(grid.ranks))
     if alone:
-        raise NotResolvable(f"no other rank does the same work as {named('rank', alone)}: a pipeline stage of its own")
+        raise NotResolvable(
+            text("no other rank does the same work as {alone}: a pipeline stage of its own", alone=named("rank", alone))
+        )
     mixed = _mixed_fraction(breakdown)
     if mixed > _MOST_MIXED:
         raise NotResolvable(
@@ -460,7 +462,9 @@ def _seen(
     role = roles_of(grid.ranks, groups, regions, collectives)
     has_peers = np.bincount(role)[role] > 1
     if not has_peers.any():
-        raise NotResolvable("each pipeline stage has one rank only, so no rank has a peer that does the same work")
+        raise NotResolvable(
+            text("each pipeline stage has one rank only, so no rank has a peer that does the same work")
+        )
     seen = arrivals(collectives, grid.only(has_peers)) if collectives is not None else None
     grid = grid if seen is not None else peers_grid(breakdown, FEW_STEPS)
     return grid.only(has_peers), role[has_peers], seen
@@ -667,8 +671,12 @@ def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
         detector="slow_rank",
         title=_title(ranks, slow, shown, costs["severity"]),
         where=slow.where,
-        advice=f"See what only {named('rank', ranks)} does in {slow.where}. Compare the host with the others: clock "
-        "speed, temperature, other processes, CPU pinning.",
+        advice=text(
+            "See what only {ranks} does in {where}. Compare the host with the others: clock speed, "
+            "temperature, other processes, CPU pinning.",
+            ranks=named("rank", ranks),
+            where=slow.where,
+        ),
         ranks=ranks,
         nodes=slow.nodes,
         steps=() if slow.when.all() else shown,
@@ -679,19 +687,35 @@ def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
 
 
 def _title(ranks: tuple[int, ...], slow: _Slow, steps: tuple[int, ...], severity: str) -> str:
+    cost = duration(slow.lost.ns)
     if slow.last is not None:
-        little, small = ("a little ", "small ") if severity == "low" else ("", "")
-        often = f"it begins {slow.last[0]} of {slow.last[1]} collectives last"
-        return f"Rank {ranks[0]} is {little}late: {often}, at a {small}cost of {duration(slow.lost.ns)} per step"
-    one = len(ranks) == 1
-    subject = f"Node {slow.nodes[0]}" if slow.nodes else f"Rank {ranks[0]}"
-    pronoun = "it computes" if one else f"{named('rank', ranks)} compute"
-    if slow.when.all():
-        how_much = f"{duration(slow.lost.ns)} longer per step"
-    else:
-        each_ns = slow.lost.ns * len(slow.when) / len(steps)
-        how_much = f"{duration(each_ns)} longer {every_nth(steps, len(slow.when))}"
-    return f"{subject} is slow: {pronoun} {how_much} than {'its' if one else 'their'} peers"
+        (last, operations), rank = slow.last, ranks[0]
+        often = text("it begins {last} of {operations} collectives last", last=last, operations=operations)
+        if severity == "low":
+            return text(
+                "Rank {rank} is a little late: {often}, at a small cost of {cost} per step",
+                rank=rank,
+                often=often,
+                cost=cost,
+            )
+        return text("Rank {rank} is late: {often}, at a cost of {cost} per step", rank=rank, often=often, cost=cost)
+    subject = text("Node {node}", node=slow.nodes[0]) if slow.nodes else text("Rank {rank}", rank=ranks[0])
+    each = cost if slow.when.all() else duration(slow.lost.ns * len(slow.when) / len(steps))
+    often = text("per step") if slow.when.all() else every_nth(steps, len(slow.when))
+    if len(ranks) == 1:
+        return text(
+            "{subject} is slow: it computes {time} longer {often} than its peers",
+            subject=subject,
+            time=each,
+            often=often,
+        )
+    return text(
+        "{subject} is slow: {ranks} compute {time} longer {often} than their peers",
+        subject=subject,
+        ranks=named("rank", ranks),
+        time=each,
+        often=often,
+    )
 
 
 def _typical_step(

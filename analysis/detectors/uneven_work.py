@@ -34,6 +34,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, peers_grid, price, visible
 from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Floats, Ints, StepGrid, estimate, estimates, own_by_label
 from rankscope.analysis.timeline.roles import roles_of
@@ -70,10 +71,15 @@ def detect(
     return [
         Finding(
             detector="uneven_work",
-            title=f"The work is uneven: the longest rank of a step, not always the same one, computes "
-            f"{duration(lost.ns)} longer than with even work",
-            where="forward and backward",
-            advice="Give every rank batches of equal cost: bucket by length, or pack sequences to a token budget.",
+            title=text(
+                "The work is uneven: the longest rank of a step, not always the same one, computes "
+                "{lost} longer than with even work",
+                lost=duration(lost.ns),
+            ),
+            where=text("forward and backward"),
+            advice=text(
+                "Give every rank batches of equal cost: bucket by length, or pack sequences to a token budget."
+            ),
             ranks=grid.ranks,
             evidence=_widest_step(grid, steps),
             fix="balance",
@@ -126,10 +132,12 @@ def _labelled(
     grid = peers_grid(breakdown)
     labels = own_by_label(phases, grid)
     if "forward" not in labels or "backward" not in labels:
-        raise NotResolvable("forward and backward are not told apart, so uneven data cannot be told from noise")
+        raise NotResolvable(text("forward and backward are not told apart, so uneven data cannot be told from noise"))
     role = roles_of(grid.ranks, groups, regions, collectives)
     if len(np.unique(role)) == len(role):
-        raise NotResolvable("each pipeline stage has one rank only, so no rank has a peer that does the same work")
+        raise NotResolvable(
+            text("each pipeline stage has one rank only, so no rank has a peer that does the same work")
+        )
     return grid, labels["forward"], labels["backward"], role
 
 
@@ -193,6 +201,12 @@ def _widest_step(grid: StepGrid, steps: pl.DataFrame) -> tuple[Evidence, ...]:
     rank, step = grid.ranks[int(grid.own[:, column].argmax())], grid.steps[column]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)
     return tuple(
-        Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=f"step {step}: this rank is the longest")
+        Evidence(
+            table="steps",
+            rank=rank,
+            start_ns=start,
+            end_ns=end,
+            note=text("step {step}: this rank is the longest", step=step),
+        )
         for start, end in rows.select("start_ns", "end_ns").iter_rows()
     )
