@@ -33,7 +33,8 @@ Row = dict[str, Any]
 class Ras:
     """Asks once each time that the job stands still.
 
-    `answers` fills with (time_ns, text, rows of the table `ras`), `gaps` with one line, once.
+    `answers` fills with (time_ns, text, rows of the table `ras`: none if the text is not understood), `gaps` with one
+    line, once.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -69,12 +70,22 @@ class Ras:
             if where is None:
                 self._fail("NCCL_RAS_ENABLE=0 switches it off")
                 return
-            answer = ask(*where)
-            self.answers.put((time.perf_counter_ns(), answer, understood(answer)))
+            answer, now_ns = ask(*where), time.perf_counter_ns()
         except ConnectionRefusedError:
             self._fail("nothing listens at its address: NCCL is older than 2.24, or NCCL_RAS_ADDR differs in the ranks")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            self._fail(f"{type(error).__name__}: {error}")
+        except TimeoutError:
+            self._fail("it is silent")
+        except (OSError, ValueError) as error:
+            self._fail(str(error))
+        else:
+            self.answers.put((now_ns, answer, self._rows(answer)))
+
+    def _rows(self, answer: str) -> list[Row]:
+        try:
+            return understood(answer)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            self._fail(f"its answer, run/ras.txt, is not understood: {error!r}")
+            return []
 
     def _fail(self, why: str) -> None:
         if self._may_fail:
@@ -92,14 +103,12 @@ def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 def ask(host: str, port: int) -> str:
     """What RAS answers. Raises OSError or ValueError."""
-    silent: TimeoutError | None = None
     for _ in range(_ATTEMPTS):
         # All processes of a node listen on one port, and the system chooses who gets a connection: it may be stopped.
         with socket.create_connection((host, port), _GREETING_S) as channel, channel.makefile("rb") as lines:
             try:
                 greeting = _say(channel, lines, "CLIENT PROTOCOL 2")
-            except TimeoutError as error:
-                silent = error
+            except TimeoutError:
                 continue
             if not greeting.startswith("SERVER PROTOCOL"):
                 raise ValueError(f"what answers is not RAS: {greeting[:80]!r}")
@@ -109,7 +118,7 @@ def ask(host: str, port: int) -> str:
             channel.sendall(b"VERBOSE STATUS\n")
             answer: bytes = lines.read(_MOST_BYTES)
             return answer.decode(errors="replace")
-    raise silent or TimeoutError
+    raise TimeoutError
 
 
 def _say(channel: socket.socket, lines: Any, command: str) -> str:  # noqa: ANN401 - a buffered reader of the channel
@@ -122,7 +131,7 @@ def understood(answer: str) -> list[Row]:
     if answer.lstrip().startswith("{"):
         return [row for said in json.loads(answer)["communicators"] for row in _of_json(said)]
     if "Communicators..." not in answer:
-        raise ValueError(f"its answer is not understood: {answer[:80]!r}")
+        raise ValueError("neither JSON nor the text of NCCL's client")
     return list(_of_text(answer))
 
 

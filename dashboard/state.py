@@ -188,7 +188,7 @@ def _tables(trace: Trace, timeline: Timeline) -> dict[str, pl.DataFrame]:
     """Every table that has rows, all times on one clock."""
     found = {name: value for name in TABLES if isinstance(value := getattr(timeline, name, None), pl.DataFrame)}
     found |= {name: getattr(timeline, name) for name in ("phases", "breakdown", "waits")}
-    for name in ("memory", "clocks", "gaps", "nccl_calls", "nccl_events", "flight_records"):
+    for name in ("memory", "clocks", "gaps", "nccl_calls", "nccl_events", "flight_records", "ras"):
         found[name] = trace.table(name).pipe(apply_clocks, timeline.clocks).collect()
     found["nccl_waits"] = nccl_waits(timeline.collectives, found["nccl_calls"], found["nccl_events"])
     found["flight_records"] = nccl_durations(timeline.collectives, timeline.groups, found["flight_records"])
