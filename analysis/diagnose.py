@@ -36,6 +36,7 @@ from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.report.texts import part_name
 from rankscope.analysis.timeline.arrivals import charged_to_last
 from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.critical_path import critical_path
 from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays, victims
 from rankscope.analysis.timeline.device import device_parts
@@ -47,7 +48,7 @@ from rankscope.analysis.timeline.links import judged_links
 from rankscope.analysis.timeline.marks import lead_of, phase_times
 from rankscope.analysis.timeline.own import BLOCKED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
-from rankscope.analysis.timeline.utilisation import demand, utilisation
+from rankscope.analysis.timeline.utilisation import count_flops, demand, utilisation
 from rankscope.analysis.timeline.whatif import BadFix, PipelineRerun, Rerun, rerun
 from rankscope.analysis.trace import PathLike, Trace
 from rankscope.analysis.windows import windows_of
@@ -68,7 +69,7 @@ _EMPTY = {
     "kernels": text("no work of a device was recorded"),
     "launches": text("the calls that launch the device's work were not recorded"),
     "model": text(
-        "how many FLOPs the model needs in a step is not known: rankscope report --flops-per-step gives them"
+        "how many FLOPs a step needs is not known: give --flops-per-step, or record the trace with record_shapes=True"
     ),
     "progress": text("no state of a job that stands still was saved (PyTorch's flight recorder does)"),
     "links": text("no TCP traffic between nodes was recorded"),
@@ -113,6 +114,7 @@ _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.st
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
+_COUNTED = 0.9  # share of the products' time from which on the FLOPs that shapes tell are those of the step
 _LISTED = 20  # of the causes of waiting and of the critical path
 _MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
 
@@ -151,7 +153,11 @@ def report_on(
     """The report on a run whose timeline has been built; the rest as `diagnose` has it."""
     said = trace.table("gaps").collect()
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
-    model = None if flops_per_step is None else demand(timeline.ranks, flops_per_step, peak_tflops)
+    if flops_per_step is not None:
+        model: tuple[pl.DataFrame, float | None] = demand(timeline.ranks, flops_per_step, peak_tflops), None
+    else:
+        operators = trace.table("operators").pipe(apply_clocks, timeline.clocks).collect()
+        model = count_flops(timeline.ranks, operators, timeline.kernels, timeline.steps, peak_tflops)
     report = conclude(timeline, addresses, said, trace.reader.cannot(), model, price)
     report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
     return replace(report, windows=windows_of(trace, lambda window: diagnose(window).verdict))
@@ -162,18 +168,25 @@ def conclude(
     addresses: Mapping[int, Iterable[str]],
     said: pl.DataFrame,
     cannot: Mapping[str, str],
-    model: pl.DataFrame | None = None,
-    price: float | None = None,
+    model: tuple[pl.DataFrame, float | None],
+    price: float | None,
 ) -> Report:
     """The report on a timeline.
 
     `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow; `model`
-    what it needs of the devices (`utilisation.demand`); `price` that of an hour of a rank.
+    what it needs of the devices, and how far that was counted (`utilisation.demand`, `count_flops`); `price` that of an
+    hour of a rank.
     """
     tables = _judged_only(timeline, addresses)
-    if model is not None:
-        tables["model"] = model
+    needs, share = model
+    if share is None or share >= _COUNTED:
+        tables["model"] = needs
     reasons = _EMPTY | dict(cannot) | {gap.table: gap.why for gap in timeline.gaps if gap.table == "ops"}
+    if share and "model" not in tables:
+        reasons["model"] = text(
+            "shapes tell the FLOPs of {share} of the time of matrix products only: give --flops-per-step",
+            share=percent(share),
+        )
     if not timeline.comparable:
         tables["breakdown"] = tables["breakdown"].clear()
         reasons["breakdown"] = _OUT_OF_STEP
@@ -215,7 +228,7 @@ def conclude(
         critical_path=_path(run, timeline),
         pipeline=_pipeline(tables["ops"]),
         fidelity=fidelity,
-        utilisation=None if model is None else utilisation(model, steps.mean_ns),
+        utilisation=utilisation(needs, steps.mean_ns, share),
         gaps=(*timeline.gaps, *_incomplete(timeline.steps), *_left_out(run, timeline)),
         clocks=tuple(timeline.clocks),
         matched_fraction=timeline.matched_fraction,

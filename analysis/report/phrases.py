@@ -110,7 +110,9 @@ def head_facts(report: Report) -> list[str]:
         facts.append(say("head.p90", duration(steps.p90_ns)))
     if report.utilisation is not None:
         peak = report.utilisation.peak_flops / 1e12 / len(report.ranks)
-        facts.append(say("head.mfu", percent(report.utilisation.mfu), peak))
+        share = report.utilisation.counted
+        key = "mfu" if share is None else "hfu" if share >= 0.9 else "hfu.least"
+        facts.append(say(f"head.{key}", percent(report.utilisation.mfu), peak, percent(share or 0.0)))
     return [*facts, f"{say('source')}: {report.source}"]
 
 

@@ -138,6 +138,8 @@ _ENGLISH: dict[str, str] = {
     "head.median": "median {0}",
     "head.p90": "90 % of steps within {0}",
     "head.mfu": "MFU {0} of {1:.4g} TFLOP/s",
+    "head.hfu": "HFU {0} of {1:.4g} TFLOP/s by the shapes of operators",
+    "head.hfu.least": "HFU at least {0} of {1:.4g} TFLOP/s: shapes tell {2} of the time of products",
     "head.ranks": "{0} of {1}",
     "head.ranks.on": "{0}, on {1}",
     "head.ranks.none": "no ranks recorded",
