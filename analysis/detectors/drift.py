@@ -170,6 +170,8 @@ def _title(seen: _Seen, line: Trend, where: str, ranks: tuple[int, ...]) -> str:
             "{ranks} {en_takes} longer and longer than {en_its} peers, by {growth} more at the end of the run "
             "than at first; what grows is {where}",
             ranks=named("Rank", ranks),
+            en_takes="takes" if len(ranks) == 1 else "take",
+            en_its="its" if len(ranks) == 1 else "their",
             growth=duration(line.growth),
             where=part_name(where),
         )
