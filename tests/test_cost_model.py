@@ -23,9 +23,9 @@ from rankscope.analysis.timeline.exposed import with_exposed
 US, MB = 1_000, 1_000_000
 COLUMNS = (
     *("rank", "group_id", "group", "group_size", "op", "step", "instance_id"),
-    *("start_ns", "device_start_ns", "end_ns", "size_bytes", "wait_ns"),
+    *("start_ns", "device_start_ns", "end_ns", "size_bytes", "wait_ns", "transfer_ns"),
 )
-TYPES = (pl.Int64, pl.Int64, pl.String, pl.UInt32, pl.String, pl.Int64, pl.UInt32, *[pl.Int64] * 5)
+TYPES = (pl.Int64, pl.Int64, pl.String, pl.UInt32, pl.String, pl.Int64, pl.UInt32, *[pl.Int64] * 6)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def rows(*spans, op="allreduce", size=MB, wait=0):
     """Rows of two ranks in one group; rank 1 arrives with rank 0. `spans` are (start, end) in µs, one per operation."""
     return pl.DataFrame(
         [
-            (rank, 7, "dp", 2, op, 0, i, start * US, None, end * US, size, wait * US)
+            (rank, 7, "dp", 2, op, 0, i, start * US, None, end * US, size, wait * US, (end - start - wait) * US)
             for rank in (0, 1)
             for i, (start, end) in enumerate(spans)
         ],

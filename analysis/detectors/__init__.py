@@ -24,6 +24,7 @@ from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.exposed import is_bounded
 from rankscope.analysis.timeline.own import MIXED, Estimate, StepGrid, step_grid
 
 __all__ = [
@@ -90,9 +91,16 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     return grid
 
 
-def transfer_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
-    """The same, for detectors that judge how long transfers take."""
+def transfer_grid(
+    breakdown: pl.DataFrame, least: int = ENOUGH_STEPS, collectives: pl.DataFrame | None = None
+) -> StepGrid:
+    """The same, for detectors that judge how long transfers take.
+
+    With `collectives` also where only their durations are known, which bound what ranks stand still (`held_up`).
+    """
     grid = judged_grid(breakdown, least)
+    if collectives is not None and is_bounded(collectives):
+        return grid
     if grid.of(MIXED).any():
         raise NotResolvable(text("CUDA events do not tell transfers from what the devices compute meanwhile"))
     if not grid.blocked.any():
@@ -164,14 +172,20 @@ def longest_regions(regions: pl.DataFrame, kind: str, ranks: tuple[int, ...]) ->
 def longest_rows(rows: pl.DataFrame, table: str) -> tuple[Evidence, ...]:
     """The longest of the rows on each of their first four ranks, to be shown in `table`."""
     length = pl.col("end_ns") - pl.col("start_ns")
-    longest = rows.sort(length, descending=True).unique("rank", keep="first", maintain_order=True).sort("rank").head(4)
+    if "duration_ns" in rows.columns:  # of an operation whose end nobody saw its call is shown
+        length = pl.coalesce(length, "duration_ns")
+        rows = rows.with_columns(pl.coalesce("end_ns", "issued_ns").alias("end_ns"))
+    rows = rows.with_columns(length.alias("_length_ns"))
+    longest = (
+        rows.sort("_length_ns", descending=True).unique("rank", keep="first", maintain_order=True).sort("rank").head(4)
+    )
     return tuple(
         Evidence(
             table=table,
             rank=rank,
             start_ns=start,
             end_ns=end,
-            note=text("longest: {length}", length=duration(end - start)),
+            note=text("longest: {length}", length=duration(length_ns)),
         )
-        for rank, start, end in longest.select("rank", "start_ns", "end_ns").iter_rows()
+        for rank, start, end, length_ns in longest.select("rank", "start_ns", "end_ns", "_length_ns").iter_rows()
     )

@@ -30,7 +30,7 @@ from rankscope.analysis.detectors import NotResolvable, longest_rows, price, tra
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import bytes_text, duration, percent
-from rankscope.analysis.timeline.exposed import with_exposed
+from rankscope.analysis.timeline.exposed import held_up, is_bounded
 from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
 from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate, sums
 
@@ -55,10 +55,10 @@ def detect(
     min_limited: float = 0.5,
 ) -> list[Finding]:
     """Name the direction between two nodes whose window holds it back the most."""
-    grid = transfer_grid(breakdown)
+    grid = transfer_grid(breakdown, collectives=collectives)
     several = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
-    rows = with_exposed(collectives, phases).filter(pl.col("group_id").is_in(several.implode()))
-    exposed = np.median(sums(grid, rows, "exposed_ns"), axis=0)
+    rows = held_up(collectives, phases).filter(pl.col("group_id").is_in(several.implode()))
+    exposed, least = (np.median(sums(grid, rows, column), axis=0) for column in ("exposed_ns", "least_ns"))
     if estimate(exposed, _TRIM).ns < min_fraction * grid.step_ns:
         return []
     limited = busy_links(links).filter(pl.col("rwnd_limited_s") >= min_limited * pl.col("busy_s"))
@@ -80,15 +80,17 @@ def detect(
     share = worst["rwnd_limited_s"] / worst["busy_s"]
     if speed is not None:
         share *= max(0.0, 1 - worst["rate_bytes_per_s"] * worst["pairs"] / (_ATTAINABLE * speed))
-    lost = estimate(share * exposed, _TRIM)
-    if not lost.clear or lost.ns < min_fraction * grid.step_ns:
+    most = estimate(share * exposed, _TRIM)
+    if not most.clear or most.ns < min_fraction * grid.step_ns:
         return []
-    return [_finding(worst, speed, rows, grid, lost)]
+    return [_finding(worst, speed, rows, grid, estimate(share * least, _TRIM))]
 
 
-def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
+def resolution_ns(
+    breakdown: pl.DataFrame, collectives: pl.DataFrame | None = None, *, min_fraction: float = 0.05
+) -> int:
     """The smallest loss per step that would have been reported."""
-    return round(min_fraction * transfer_grid(breakdown).step_ns)
+    return round(min_fraction * transfer_grid(breakdown, collectives=collectives).step_ns)
 
 
 def _finding(worst: dict[str, Any], speed: float | None, rows: pl.DataFrame, grid: StepGrid, lost: Estimate) -> Finding:
@@ -100,6 +102,9 @@ def _finding(worst: dict[str, Any], speed: float | None, rows: pl.DataFrame, gri
         if speed
         else text("bandwidth × round trip")
     )
+    why = None if speed else text("the speed of the network interface was not recorded")
+    if is_bounded(rows):
+        why = text("for how long ranks stand still for transfers was not recorded")
     return Finding(
         detector="layer_mismatch",
         title=text(
@@ -121,7 +126,7 @@ def _finding(worst: dict[str, Any], speed: float | None, rows: pl.DataFrame, gri
             node=worst["node"],
         ),
         nodes=(worst["node"], worst["peer_node"]),
-        gain_why=None if speed else text("the speed of the network interface was not recorded"),
+        gain_why=why,
         evidence=longest_rows(rows, "collectives"),
-        **price(grid, lost, lost.ns if speed else None),
+        **price(grid, lost, lost.ns if why is None else None),
     )

@@ -40,10 +40,11 @@ from rankscope.analysis.detectors import NotResolvable, longest_rows, price, tra
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import bytes_text, percent
+from rankscope.analysis.report.quantities import bytes_text, duration, percent
 from rankscope.analysis.timeline.cost_model import bus_factor, lines, transfers
-from rankscope.analysis.timeline.exposed import with_exposed
+from rankscope.analysis.timeline.exposed import held_up, is_bounded
 from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
+from rankscope.analysis.timeline.nccl import sends
 from rankscope.analysis.timeline.own import Estimate, StepGrid, by_rank_and_step, estimate, over_occurrences
 from rankscope.analysis.timeline.trend import follows_line, longest_stretch, rank_sum_z
 
@@ -81,6 +82,7 @@ def detect(
     ranks: pl.DataFrame,
     counters: pl.DataFrame | None = None,
     links: pl.DataFrame | None = None,
+    proxies: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.05,
     min_ratio: float = 2.0,
@@ -89,13 +91,14 @@ def detect(
     min_z: float = 5.0,
 ) -> list[Finding]:
     """Name groups slower than others, networks slower than their interfaces, and steps in which all are slower."""
-    grid = transfer_grid(breakdown)
+    grid = transfer_grid(breakdown, collectives=collectives)
+    bounded = is_bounded(collectives)
     moved = _large(collectives, ranks)
-    rows = with_exposed(collectives, phases).filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
+    rows = held_up(collectives, phases).filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
     whole = _loss(rows, grid, grid.ranks, 1.0)
     if whole.ns < min_fraction * grid.step_ns:
         return []
-    apart = links is not None and _differ(links)
+    apart = (links is not None and _differ(links)) or (proxies is not None and _differ(sends(proxies)))
     if apart:
         moved = moved.filter(pl.col("nodes") == 1)
     alike, checked = _against_groups(moved, collectives, min_ratio)
@@ -104,19 +107,24 @@ def detect(
     findings = []
     for slow in [*alike, *network, *stretch]:
         of_it = rows.filter(pl.col("instance_id").is_in(slow.instances.implode()))
-        lost = _loss(of_it, grid, slow.ranks or grid.ranks, slow.saved, slow.steps)
-        if lost.clear and lost.ns >= min_fraction * grid.step_ns:
+        most, lost = (
+            _loss(of_it, grid, slow.ranks or grid.ranks, slow.saved, slow.steps, column)
+            for column in ("exposed_ns", "least_ns")
+        )
+        if most.clear and most.ns >= min_fraction * grid.step_ns:
+            title = text("{title}: up to {most} longer per step", title=slow.title, most=duration(most.ns))
             findings.append(
                 Finding(
                     detector="low_bandwidth",
-                    title=slow.title,
+                    title=title if bounded else slow.title,
                     where=slow.where,
                     advice=slow.advice,
                     ranks=slow.ranks,
                     groups=slow.groups,
                     steps=slow.steps,
                     evidence=longest_rows(of_it, "collectives"),
-                    **price(grid, lost, lost.ns),
+                    gain_why=text("for how long ranks stand still for transfers was not recorded") if bounded else None,
+                    **price(grid, lost, None if bounded else lost.ns),
                 )
             )
     if not findings:
@@ -125,9 +133,11 @@ def detect(
     return findings
 
 
-def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
+def resolution_ns(
+    breakdown: pl.DataFrame, collectives: pl.DataFrame | None = None, *, min_fraction: float = 0.05
+) -> int:
     """The smallest loss per step that would have been reported."""
-    return round(min_fraction * transfer_grid(breakdown).step_ns)
+    return round(min_fraction * transfer_grid(breakdown, collectives=collectives).step_ns)
 
 
 def _refuse(unchecked: pl.DataFrame, grid: StepGrid, min_fraction: float, apart: bool) -> None:
@@ -137,14 +147,11 @@ def _refuse(unchecked: pl.DataFrame, grid: StepGrid, min_fraction: float, apart:
         return
     op = unchecked.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns")["op"][-1]
     why = text("no other groups do the same, and the speed of the links was not recorded")
-    raise NotResolvable(
-        text(
-            "{op} holds the ranks up for {lost} of the step, but {why}",
-            op=op,
-            lost=percent(left.ns / grid.step_ns),
-            why=text("the links between the nodes differ, which slow_link judges") if apart else why,
-        )
-    )
+    why = text("the links between the nodes differ, which slow_link judges") if apart else why
+    lost = percent(left.ns / grid.step_ns)
+    if is_bounded(unchecked):
+        raise NotResolvable(text("{op} takes {lost} of the step, but {why}", op=op, lost=lost, why=why))
+    raise NotResolvable(text("{op} holds the ranks up for {lost} of the step, but {why}", op=op, lost=lost, why=why))
 
 
 def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
@@ -162,10 +169,15 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
 
 
 def _loss(
-    rows: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...], share: float, steps: tuple[int, ...] = ()
+    rows: pl.DataFrame,
+    grid: StepGrid,
+    ranks: tuple[int, ...],
+    share: float,
+    steps: tuple[int, ...] = (),
+    column: str = "exposed_ns",
 ) -> Estimate:
     """What the median of these ranks stands still for per step, times the share; of `steps` alone where given."""
-    exposed = share * np.median(by_rank_and_step(rows, "exposed_ns", ranks, grid.steps), axis=0)
+    exposed = share * np.median(by_rank_and_step(rows, column, ranks, grid.steps), axis=0)
     return over_occurrences(exposed, np.isin(grid.steps, steps)) if steps else estimate(exposed, _TRIM)
 
 
@@ -240,10 +252,10 @@ def _against_interfaces(
         return [], nothing
     speeds = nic_speeds(counters)
     taking_part = (
-        collectives.select("instance_id", "rank", "end_ns")
+        collectives.select("instance_id", "rank", "group_id", "end_ns")
         .join(ranks.select("rank", "node").unique("rank"), on="rank")
         .group_by("instance_id", "node")
-        .agg(pl.col("end_ns").max())
+        .agg(pl.col("group_id").first(), pl.col("end_ns").max())
         .join(between.select("instance_id", "op", "group_size", "size_bytes", "ns"), on="instance_id")
     )
     nodes = taking_part["node"].unique().sort().to_list()
@@ -338,10 +350,18 @@ def _against_other_steps(
 
 
 def _rate(rows: pl.DataFrame) -> float:
-    """Bytes per second that a node sends while any of these transfers is under way, each by a ring."""
+    """Bytes per second that a node sends while any of these transfers is under way, each by a ring.
+
+    Where nobody saw when they were, what it would be if those of all groups were at once.
+    """
+    if rows["end_ns"].null_count():
+        return sum(_sent(of) / float(of["ns"].to_numpy().sum()) * 1e9 for _, of in rows.group_by("group_id"))
     spans = rows.select(start_ns=pl.col("end_ns") - pl.col("ns"), end_ns="end_ns").sort("start_ns")
     reached = pl.col("end_ns").cum_max().shift(1).fill_null(spans["start_ns"][0])
     busy_ns = spans.select((pl.col("end_ns") - pl.max_horizontal("start_ns", reached)).clip(0).sum()).item()
+    return _sent(rows) / float(busy_ns) * 1e9
+
+
+def _sent(rows: pl.DataFrame) -> float:
     sizes = rows.group_by("op", "group_size").agg(pl.col("size_bytes").sum())
-    sent = sum(bus_factor(op, ranks) * size for op, ranks, size in sizes.iter_rows())
-    return float(sent / busy_ns * 1e9)
+    return float(sum(bus_factor(op, ranks) * size for op, ranks, size in sizes.iter_rows()))

@@ -36,21 +36,20 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, price, transfer_grid, visible
+from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, price, transfer_grid, visible
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import bytes_text, duration, percent
-from rankscope.analysis.timeline.exposed import transfer_bounds
+from rankscope.analysis.timeline.exposed import held_up, is_bounded
 from rankscope.analysis.timeline.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
 from rankscope.analysis.timeline.nccl import sends
-from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate
+from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("collectives", "tcp")
 
-_TRAFFIC = 0.05  # a way with less than this share of the busiest one's bytes says nothing about its speed
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 
 
@@ -146,15 +145,15 @@ def _transfer(
     """
     if ranks["node"].n_unique() < 2:
         raise NotResolvable(text("all ranks that were seen run on one node"))
-    if collectives is not None and "duration_ns" in collectives.columns:
-        grid = judged_grid(breakdown, FEW_STEPS)
+    grid = transfer_grid(breakdown, FEW_STEPS, collectives)
+    if collectives is not None and is_bounded(collectives):
         across = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
-        bounds = transfer_bounds(collectives.with_columns(counted=pl.col("group_id").is_in(across.implode())), grid)
+        rows = held_up(collectives, breakdown.clear()).filter(pl.col("group_id").is_in(across.implode()))
         mine = np.isin(grid.ranks, of or grid.ranks)
-        least, most = (estimate(np.median(bound[mine], axis=0), 0.1) for bound in bounds)
-        if most.ns:
-            return _Transfer(grid, least, most.ns)
-    grid = transfer_grid(breakdown, FEW_STEPS)
+        least, most = (
+            estimate(np.median(sums(grid, rows, column)[mine], axis=0), 0.1) for column in ("least_ns", "exposed_ns")
+        )
+        return _Transfer(grid, least, most.ns)
     return _Transfer(grid, estimate(np.median(grid.of("transfer"), axis=0), 0.1), None)
 
 
@@ -215,29 +214,21 @@ def _finding(
 
 def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
     """The rank all of whose links are slow, of few that are; else the one way that is."""
-    ways = sent.filter(pl.col("busy_s") > 0, pl.col("sent_bytes") >= _TRAFFIC * pl.col("sent_bytes").max())
-    ways = ways.with_columns(rate=pl.col("sent_bytes") / pl.col("busy_s"))
-    usual = ways["rate"].median()
-    if not isinstance(usual, float):
-        return None
-    slow, healthy = ways.filter(pl.col("rate") * min_ratio <= usual), ways.filter(pl.col("rate") * min_ratio > usual)
+    ways, rate = busy_links(sent), pl.col("rate_bytes_per_s")
+    slow = ways.filter(rate * min_ratio <= rate.median())
+    healthy = ways.filter(rate * min_ratio > rate.median())
     if slow.is_empty() or len(slow) >= len(healthy):
         return None
-    rate, healthy_rate = float(slow["rate"].to_numpy().mean()), float(np.median(healthy["rate"].to_numpy()))
-    ends = [{row["rank"], row["peer_rank"]} for row in slow.iter_rows(named=True)]
-    fast = {*healthy["rank"], *healthy["peer_rank"]}
-    shared = sorted(set.intersection(*ends) - fast)
-    node_of = {
-        **dict(sent.select("rank", "node").iter_rows()),
-        **dict(sent.select("peer_rank", "peer_node").iter_rows()),
-    }
-    if len(shared) == 1 and len(slow) > 1:
-        return _Slow((node_of[shared[0]],), rate, healthy_rate, (shared[0],))
-    worst = slow.sort("rate").row(0, named=True)
-    if any(end != ends[0] for end in ends):
+    slow_rate, healthy_rate = (float(np.median(of["rate_bytes_per_s"].to_numpy())) for of in (slow, healthy))
+    ends = [(row["rank"], row["peer_rank"]) for row in slow.iter_rows(named=True)]
+    node_of = dict([*sent.select("rank", "node").iter_rows(), *sent.select("peer_rank", "peer_node").iter_rows()])
+    shared = set.intersection(*map(set, ends)) - {*healthy["rank"], *healthy["peer_rank"]}
+    if len(shared) == 1:
+        (rank,) = shared
+        return _Slow((node_of[rank],), slow_rate, healthy_rate, (rank,))
+    if len({frozenset(way) for way in ends}) > 1:
         return None
-    way = (worst["rank"], worst["peer_rank"])
-    return _Slow((node_of[way[0]], node_of[way[1]]), rate, healthy_rate, way)
+    return _Slow((node_of[ends[0][0]], node_of[ends[0][1]]), slow_rate, healthy_rate, ends[0])
 
 
 def _slow_node(busy: pl.DataFrame, min_ratio: float) -> _Slow | None:
@@ -273,8 +264,7 @@ def _evidence(links: pl.DataFrame, slow: _Slow, steps: pl.DataFrame, sent: pl.Da
     assert isinstance(end_ns, int)
     span = {"start_ns": start_ns, "end_ns": end_ns}
     if slow.ranks and sent is not None:
-        ways = sent.filter(pl.col("rank").is_in(slow.ranks), pl.col("busy_s") > 0)
-        rates = ways.select("rank", "peer_rank", pl.col("sent_bytes") / pl.col("busy_s"))
+        rates = sent.filter(pl.col("rank").is_in(slow.ranks)).select("rank", "peer_rank", "rate_bytes_per_s")
         return tuple(
             Evidence(
                 table="nccl_events",

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.timeline.own import Floats, Ints, StepGrid, sums
+from rankscope.analysis.timeline.own import Ints
 
-__all__ = ["spent", "transfer_bounds", "with_exposed"]
+__all__ = ["held_up", "is_bounded", "spent", "with_exposed"]
 
 
 def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> Ints:
@@ -58,13 +58,23 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
     return rows.with_columns(exposed_ns=pl.Series(spent(phases, ("transfer",), alone), dtype=pl.Int64))
 
 
-def transfer_bounds(collectives: pl.DataFrame, grid: StepGrid) -> tuple[Floats, Floats]:
-    """By (rank, step), for how many ns transfers of operations without ends, `counted`, held the rank up: least, most.
+def is_bounded(collectives: pl.DataFrame) -> bool:
+    """Whether operations have durations and no ends, so that nobody saw what ranks did while they transferred."""
+    if "duration_ns" not in collectives.columns:
+        return False
+    return bool(collectives.select((pl.col("end_ns").is_null() & pl.col("transfer_ns").is_not_null()).any()).item())
 
-    At most all of their transfers. At least that of the step's last operation, if it is one of them: after it nothing
-    is computed that it could hide behind.
+
+def held_up(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
+    """As `with_exposed`, or bounds of it: rows with `exposed_ns`, for how long a transfer held the rank up at most,
+    and `least_ns`.
+
+    Where operations have durations only, that is at most all of the transfer. At least it is that of the step's last
+    operation, after which nothing is computed that it could hide behind, and nothing of the others.
     """
+    if not is_bounded(collectives):
+        return with_exposed(collectives, phases).with_columns(least_ns=pl.col("exposed_ns"))
     rows = collectives.filter(pl.col("end_ns").is_null(), pl.col("transfer_ns").is_not_null())
-    is_last = pl.col("start_ns") == pl.col("start_ns").max().over("rank", "step")
-    rows = rows.with_columns(is_last.alias("is_latest")).filter("counted")
-    return sums(grid, rows.filter("is_latest"), "transfer_ns"), sums(grid, rows, "transfer_ns")
+    is_latest = pl.col("start_ns") == pl.col("start_ns").max().over("rank", "step")
+    least = pl.when(is_latest).then("transfer_ns").otherwise(0)
+    return rows.with_columns(exposed_ns=pl.col("transfer_ns"), least_ns=least)

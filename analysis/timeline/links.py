@@ -102,11 +102,12 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
 
 def links_of_sends(sends: pl.DataFrame) -> pl.DataFrame:
     """The same columns from what NCCL's proxies sent (`nccl.sends`); what only TCP tells is null."""
-    rate = pl.col("sent_bytes") / pl.col("busy_s")
-    pairs = sends.group_by("node", "peer_node").agg(
-        pl.col("sent_bytes", "busy_s").sum(), pl.len().cast(pl.Int64).alias("pairs")
+    known = (
+        sends.group_by("node", "peer_node")
+        .agg(pl.col("sent_bytes", "busy_s").sum(), pl.len().cast(pl.Int64).alias("pairs"))
+        .with_columns(rate_bytes_per_s=pl.col("sent_bytes") / pl.col("busy_s"))
+        .sort("node", "peer_node")
     )
-    known = pairs.filter(pl.col("busy_s") > 0).with_columns(rate_bytes_per_s=rate).sort("node", "peer_node")
     absent = [pl.lit(None).alias(name) for name in LINKS.names() if name not in known.columns]
     return known.with_columns(absent).select(LINKS.names()).cast(LINKS)
 

@@ -166,10 +166,11 @@ def proxies(calls: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
 
 
 def sends(proxies: pl.DataFrame) -> pl.DataFrame:
-    """What each rank sent to each rank of another node: rank, node, peer_rank, peer_node, sent_bytes, busy_s.
+    """What each rank sent to each rank of another node: rank, node, peer_rank, peer_node, sent_bytes, busy_s, and
+    rate_bytes_per_s.
 
-    `busy_s` is the time in which the network had data, summed over the channels, so that sent_bytes / busy_s is what
-    one channel gets through. Rows without a size or that wait are left out.
+    `busy_s` is the time in which the network had data, summed over the channels, so that the rate is what one channel
+    gets through. Rows without a size or that wait are left out.
     """
     ends = ["rank", "node", "peer_rank", "peer_node"]
     across = proxies.filter(pl.col("event") == "send", pl.col("peer_node") != pl.col("node"))
@@ -177,6 +178,7 @@ def sends(proxies: pl.DataFrame) -> pl.DataFrame:
     return (
         across.group_by(ends)
         .agg(sent_bytes=pl.col("size_bytes").sum().cast(pl.Float64), busy_s=pl.col("network_wait_ns").sum() / 1e9)
-        .filter(pl.col("sent_bytes") > 0)
+        .filter(pl.col("sent_bytes") > 0, pl.col("busy_s") > 0)
+        .with_columns(rate_bytes_per_s=pl.col("sent_bytes") / pl.col("busy_s"))
         .sort(ends)
     )
