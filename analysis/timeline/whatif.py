@@ -26,7 +26,7 @@ from rankscope.analysis.timeline.roles import role_codes, roles
 __all__ = ["MAX_ERROR", "BadFix", "Gain", "PipelineRerun", "Rerun", "rerun"]
 
 MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
-_VANISHING = ("gc", "input", "compile", "checkpoint")
+_VANISHING = ("gc", "input", "compile", "checkpoint", "host")
 _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
 _FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
 
