@@ -19,6 +19,7 @@ from rankscope.analysis.finding import (
     Finding,
     Gap,
     Healthy,
+    Lead,
     NotChecked,
     Part,
     PathPart,
@@ -46,7 +47,7 @@ from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.host_graph import HostGraph
 from rankscope.analysis.timeline.links import judged_links
 from rankscope.analysis.timeline.marks import lead_of, phase_times
-from rankscope.analysis.timeline.own import BLOCKED, step_grid
+from rankscope.analysis.timeline.own import BLOCKED, MIXED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
 from rankscope.analysis.timeline.utilisation import count_flops, demand, utilisation
 from rankscope.analysis.timeline.whatif import BadFix, PipelineRerun, Rerun, rerun
@@ -198,7 +199,7 @@ def conclude(
     costs = delays(timeline.phases, timeline.collectives)
     findings = tuple(replace(finding, stood_still=_stood_still(costs, finding)) for finding in findings)
     caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
-    steps = _summary(timeline.steps)
+    steps, lead = _summary(timeline.steps), lead_of(tables["breakdown"], tables["marks"])
     seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
     rate = Rate(ranks=world_size or len(seen), unit=_unit(timeline), price=price)
@@ -206,7 +207,7 @@ def conclude(
         path="",
         source="",
         verdict=_verdict(
-            findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]
+            findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"], lead
         ),
         ranks=seen,
         world_size=world_size,
@@ -219,7 +220,7 @@ def conclude(
         breakdown=_mean_parts(tables["breakdown"]),
         device=device_parts(timeline.kernels),
         phases=phase_times(tables["marks"]),
-        lead=lead_of(tables["breakdown"], tables["marks"]),
+        lead=lead,
         waits=tuple(
             Wait(rank=rank, waited_ns=ns, caused_ns=caused.get(rank, 0) + to_last.get(rank, 0))
             for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
@@ -575,6 +576,7 @@ def _verdict(
     rate: Rate,
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
+    lead: Lead | None,
 ) -> str:
     """One sentence."""
     missing = sorted(set(range(world_size or 0)) - set(seen))
@@ -604,7 +606,10 @@ def _verdict(
         "No bottleneck found in {steps} of {ranks}{more}.",
         steps=counted(steps.count, "judged step"),
         ranks=counted(len(seen), "rank"),
-        more=joined("", (_unseen(healthy, steps), _blocked(breakdown), _unexplained(phases), absent)),
+        more=joined(
+            "",
+            (_unseen(healthy, steps), _blocked(breakdown), _unexplained(phases), _left_open(breakdown, lead), absent),
+        ),
     )
 
 
@@ -653,6 +658,26 @@ def _blocked(breakdown: pl.DataFrame) -> str:
     grid = step_grid(breakdown)
     share = float(grid.of(*BLOCKED).mean() / grid.step_ns)
     return text("; communication blocks {share} of the step", share=percent(share)) if share >= _MUCH_BLOCKED else ""
+
+
+def _left_open(breakdown: pl.DataFrame, lead: Lead | None) -> str:
+    """What CUDA events leave open of the devices' time, where it is much."""
+    if lead is None:
+        return ""
+    said = []
+    if lead.idle_fraction >= _MUCH_BLOCKED:
+        said.append(
+            text(
+                "; devices may stand idle for up to {share} of the step, which a deep window tells: rankscope trigger RUN "
+                "--steps 3",
+                share=percent(lead.idle_fraction),
+            )
+        )
+    grid = step_grid(breakdown)
+    mixed = float(grid.of(MIXED).mean() / grid.step_ns)
+    if mixed >= _MUCH_BLOCKED:
+        said.append(text("; in {share} of it compute and communication are not told apart", share=percent(mixed)))
+    return joined("", said)
 
 
 def _unexplained(phases: pl.DataFrame) -> str:

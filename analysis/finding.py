@@ -154,12 +154,12 @@ class PhaseTime:
 class Lead:
     """How far hosts are ahead of their devices, by CUDA events in the judged steps.
 
-    `ahead_ns` is the median over all marks, `without_fraction` the share of steps in which there is no lead at any of
-    them, `idle_fraction` what a device idles for want of work at most, as a share of the step.
+    `ahead_ns` is the median over all marks. Of the step, `paced_fraction` is the share in which the host has no lead, be
+    it slow or waiting for its device, and `idle_fraction` what a device idles for want of work at most.
     """
 
     ahead_ns: int
-    without_fraction: float
+    paced_fraction: float
     idle_fraction: float
 
 

@@ -11,7 +11,8 @@ having just waited for the device (a synchronisation drains the queue), the laun
 Without a profiler, CUDA events tell how far the host is ahead. While the device has work that was enqueued before, it
 does not wait for the host; so what it can idle at most in a phase is the time from its coming to the mark before until
 the host has enqueued the last of the phase's work. If that is below `min_fraction` of the step on each rank, the host
-is healthy. Else it is not judged, and said how far the host is ahead: what it costs only a deep window tells.
+is healthy. Else it is not judged, and said in how much of the step the host sets the pace, or how far it is ahead: what
+it costs only a deep window tells.
 
 **Why it costs time.** The host normally queues work ahead of the device. When it falls behind, every microsecond of
 Python, of a driver call or of waiting for a result is a microsecond in which the device does nothing.
@@ -43,7 +44,7 @@ from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.device_phases import UNSEEN
-from rankscope.analysis.timeline.marks import idle_at_most_ns, share_without_lead
+from rankscope.analysis.timeline.marks import idle_at_most_ns, paced_by_host
 from rankscope.analysis.timeline.own import BLOCKED, Estimate, Floats, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -56,7 +57,7 @@ _STAYS = 0.5  # share of the loss that is there without the rank that makes most
 _AS_LATE = 0.25  # of the loss: who would hold the job up next for so long shares what makes the host slow
 _LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
 _SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
-_MOSTLY = 0.5  # share of steps
+_MOSTLY = 0.5  # of the step
 _MUCH = 0.25  # share of the idle time from which a cause is worth its advice
 
 _ADVICE = {
@@ -151,14 +152,14 @@ def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fractio
     idle_ns, least_ns = idle_at_most_ns(grid, marks), min_fraction * grid.step_ns
     if idle_ns < least_ns:
         return round(least_ns)
-    limited, most = share_without_lead(marks), percent(idle_ns / grid.step_ns)
-    if limited >= _MOSTLY:
+    paced, most = paced_by_host(marks), percent(idle_ns / grid.step_ns)
+    if paced >= _MOSTLY:
         raise NotResolvable(
             text(
-                "the host is the limit in {limited} of the steps: it is never ahead of its device, be it slow or "
+                "the host sets the pace in {paced} of the step: its device has nothing left to do, be the host slow or "
                 "waiting for it (.item(), synchronize()); devices may stand idle for up to {most} of the step, and "
                 "what that costs a deep window tells: rankscope trigger RUN --steps 3",
-                limited=percent(limited),
+                paced=percent(paced),
                 most=most,
             )
         )

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-_MUCH_IDLE, _MOSTLY = 0.03, 0.5  # as host_bound judges: shares of the step, of the steps
+_MUCH_IDLE, _MOSTLY = 0.03, 0.5  # of the step, as host_bound judges
 
 
 def lead_line(lead: Lead) -> str:
@@ -53,8 +53,8 @@ def lead_line(lead: Lead) -> str:
     ahead, idle = duration(lead.ahead_ns), percent(lead.idle_fraction)
     if lead.idle_fraction < _MUCH_IDLE:
         return say("lead.device", ahead, idle)
-    if lead.without_fraction >= _MOSTLY:
-        return say("lead.host", percent(lead.without_fraction), idle)
+    if lead.paced_fraction >= _MOSTLY:
+        return say("lead.host", percent(lead.paced_fraction), idle)
     return say("lead.open", ahead, idle)
 
 
@@ -63,6 +63,8 @@ def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name in dict.fromkeys(phase.phase for phase in phases):
         of_ranks = [phase for phase in phases if phase.phase == name]
+        if not any(phase.ns_per_step for phase in of_ranks):
+            continue
         least, most = (f(of_ranks, key=lambda phase: phase.ns_per_step) for f in (min, max))
         took = [phase.communication_ns_per_step for phase in of_ranks]
         known = [ns for ns in took if ns is not None]

@@ -35,8 +35,8 @@ __all__ = [
     "lead_of",
     "mark_phases",
     "marked_steps",
+    "paced_by_host",
     "phase_times",
-    "share_without_lead",
 ]
 
 _EMPTY_NS = 50_000  # a device comes to a mark so soon only where it had nothing else to do: launching takes some 10 µs
@@ -125,11 +125,16 @@ def idle_at_most_ns(grid: StepGrid, marks: pl.DataFrame) -> float:
     return float(idle.max(axis=0).mean())
 
 
-def share_without_lead(marks: pl.DataFrame) -> float:
-    """Share of the steps of all ranks in which the device was at no mark later than the host by more than 50 µs."""
-    is_empty = pl.col("ahead_ns") <= pl.max_horizontal(pl.lit(_EMPTY_NS), pl.col("clock_error_ns").fill_null(0))
-    steps = marks.group_by("rank", "step").agg(is_empty.all().alias("empty"))
-    return float(steps["empty"].to_numpy().mean())
+def paced_by_host(marks: pl.DataFrame) -> float:
+    """Share of the time, over ranks and steps, in which the host had no lead.
+
+    In phases at whose end the device has nothing left to do but communicate, that is the time from its coming to the
+    mark before until the host has enqueued this one. The host is slow then, or has waited for its device.
+    """
+    at_once = pl.max_horizontal(pl.lit(_EMPTY_NS), pl.col("clock_error_ns").fill_null(0))
+    ends_dry = pl.col("ahead_ns") <= at_once + pl.col("communication_ns").fill_null(0)
+    paced, length = pl.col("idle_ns").filter(ends_dry).sum(), (pl.col("device_ns") - pl.col("begin_ns")).sum()
+    return float(marks.select(paced / length).item() or 0.0)
 
 
 def phase_times(marks: pl.DataFrame) -> tuple[PhaseTime, ...]:
@@ -162,7 +167,7 @@ def lead_of(breakdown: pl.DataFrame, marks: pl.DataFrame) -> Lead | None:
     grid = step_grid(breakdown)
     return Lead(
         ahead_ns=round(float(np.median(marks["ahead_ns"].to_numpy()))),
-        without_fraction=share_without_lead(marks),
+        paced_fraction=paced_by_host(marks),
         idle_fraction=idle_at_most_ns(grid, marks) / grid.step_ns,
     )
 
