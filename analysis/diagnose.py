@@ -668,15 +668,14 @@ def _left_open(breakdown: pl.DataFrame, lead: Lead | None) -> str:
     if lead.idle_fraction >= _MUCH_BLOCKED:
         said.append(
             text(
-                "; devices may stand idle for up to {share} of the step, which a deep window tells: rankscope trigger RUN "
-                "--steps 3",
+                "; devices may stand idle for up to {share} of the step, which rankscope trigger RUN --steps 3 tells",
                 share=percent(lead.idle_fraction),
             )
         )
     grid = step_grid(breakdown)
     mixed = float(grid.of(MIXED).mean() / grid.step_ns)
     if mixed >= _MUCH_BLOCKED:
-        said.append(text("; in {share} of it compute and communication are not told apart", share=percent(mixed)))
+        said.append(text("; in {share} of the step compute and communication are not told apart", share=percent(mixed)))
     return joined("", said)
 
 

@@ -154,8 +154,8 @@ class PhaseTime:
 class Lead:
     """How far hosts are ahead of their devices, by CUDA events in the judged steps.
 
-    `ahead_ns` is the median over all marks. Of the step, `paced_fraction` is the share in which the host has no lead, be
-    it slow or waiting for its device, and `idle_fraction` what a device idles for want of work at most.
+    `ahead_ns` is the median over all marks. Of the step, `paced_fraction` is the share in which the host has no lead,
+    be it slow or waiting for its device, and `idle_fraction` what a device idles for want of work at most.
     """
 
     ahead_ns: int

@@ -235,8 +235,8 @@ _ENGLISH: dict[str, str] = {
     "lead.device": "The device is the limit: hosts are {0} ahead (median), and for want of work a device idles {1} of "
     "the step at most.",
     "lead.host": "The host sets the pace in {0} of the step: its device has nothing left to do, be the host slow or "
-    "waiting for it. Devices may idle for up to {1} of the step; what that costs a deep window tells: rankscope trigger "
-    "RUN --steps 3",
+    "waiting for it. Devices may idle for up to {1} of the step; what that costs a deep window tells: rankscope "
+    "trigger RUN --steps 3",
     "lead.open": "Hosts are {0} ahead (median), less than their phases take. Devices may idle for up to {1} of the "
     "step; whether they do a deep window tells: rankscope trigger RUN --steps 3",
     # device
