@@ -15,14 +15,18 @@ STEPS = 10
 DATA = Path(__file__).parents[2] / "shared/data/kineto"
 
 
-def tables(host_ms, *calls, step_ms=100):
-    """Steps of 100 ms that end with an idle device, `host_ms` by rank; `calls`: (name, start, end) in each."""
+def tables(host_ms, *calls, step_ms=100, in_turn=False):
+    """Steps of 100 ms that end with an idle device, `host_ms` by rank; `calls`: (name, start, end) in each.
+
+    `in_turn`: in each step one rank only, the next one, for which the others wait.
+    """
     parts, phases, kernels, launches = [], [], [], []
     for rank, ms in enumerate(host_ms):
         for step in range(STEPS):
             begin, dry, end = (round(x * MS) for x in (step * step_ms, (step + 1) * step_ms - ms, (step + 1) * step_ms))
-            parts += [(rank, step, "compute", dry - begin), (rank, step, "host", end - dry)]
-            phases += [(rank, step, "compute", "forward", begin, dry), (rank, step, "host", "aten::loss", dry, end)]
+            part = "wait" if in_turn and step % len(host_ms) != rank else "host"
+            parts += [(rank, step, "compute", dry - begin), (rank, step, part, end - dry)]
+            phases += [(rank, step, "compute", "forward", begin, dry), (rank, step, part, "aten::loss", dry, end)]
             kernels.append((rank, begin, dry, begin, "compute"))
             launches += [
                 (rank, round((step * step_ms + first) * MS), round((step * step_ms + last) * MS), name)
@@ -91,6 +95,12 @@ def test_a_collective_that_still_runs_when_late_work_begins_does_not_hide_the_ho
 @pytest.mark.parametrize("host_ms", [[2.9] * 4, [300, 5, 5, 5], [0] * 4], ids=["below 3 %", "one rank only", "none"])
 def test_healthy_or_one_ranks_own_is_silent(host_ms):
     assert host_bound.detect(*tables(host_ms, step_ms=400 if max(host_ms) > 100 else 100)) == []
+
+
+def test_hosts_that_are_late_in_turn_cost_the_job_each_time():
+    """Each of 10 devices idles 2 ms per step, and the job waits for one in each: mending one host brings a tenth."""
+    (finding,) = host_bound.detect(*tables([20] * 10, in_turn=True))
+    assert (len(finding.ranks), finding.lost_ns_per_step, finding.fix) == (10, 20 * MS, "host")
 
 
 def test_trace_without_launches_is_not_judged():
