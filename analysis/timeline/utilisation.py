@@ -53,7 +53,7 @@ def demand(ranks: pl.DataFrame, flops_per_step: float, peak: float | None) -> pl
     `peak` in TFLOP/s holds for all devices; None: by their names.
     """
     seen = ranks.unique("rank", keep="last").sort("rank")
-    world = max([len(seen), *seen["world_size"].drop_nulls().to_list()])
+    world = max([1, len(seen), *seen["world_size"].drop_nulls().to_list()])
     peaks = [peak if peak is not None else peak_tflops(device or "") for device in seen["device"]]
     return seen.select("rank", "device").with_columns(
         pl.lit(flops_per_step / world).alias("flops"),
