@@ -2,8 +2,10 @@
 
 **Signal.** Blocked time in transfer, after the last rank has arrived, is above `min_fraction` of the step, and the
 sockets between some nodes get through less than 1 / `min_ratio` of the bytes per busy second that they do between
-others. A node is named when all of its links are slow and those among the other nodes are not; otherwise the link
-between two nodes is. With two nodes there is one link only, and it is named where one of its directions is slow.
+others. Among 16 other links or more, which tell how much links differ by chance, 1 / `min_ratio_of_many` is enough, if
+that is `min_z` robust standard deviations below them: on many nodes most of a transfer is latency. A node is named when
+all of its links are slow and those among the other nodes are not; otherwise the link between two nodes is. With two
+nodes there is one link only, and it is named where one of its directions is slow.
 
 Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
 is free of late peers and late GPUs, and works with RDMA. Besides nodes, single ranks are compared, which send through
@@ -24,13 +26,14 @@ compare with.
 other traffic on it, for a wrong interface (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`) and for shaping; retransmits
 point at a cable or a switch port.
 
-**Source.** Slow links by aligned arrivals and long transfers: Greyhound. Locating by intersection of the slow
-edges. Busy time and round trips: Linux `tcp_info`. Thresholds were measured between network namespaces with a
-shaped link.
+**Source.** Slow links by aligned arrivals and long transfers: Greyhound. Their 1.2 for links that many others are
+compared with. Locating by intersection of the slow edges. Busy time and round trips: Linux `tcp_info`. Thresholds were
+measured between network namespaces with a shaped link.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,12 +47,13 @@ from rankscope.analysis.report.quantities import bytes_text, duration, percent
 from rankscope.analysis.timeline.exposed import held_up, is_bounded
 from rankscope.analysis.timeline.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
 from rankscope.analysis.timeline.nccl import sends
-from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate, sums
+from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate, robust_deviation, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("collectives", "tcp")
 
+_MANY = 16  # links tell how much healthy ones differ
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 
 
@@ -89,6 +93,8 @@ def detect(
     *,
     min_fraction: float = 0.03,
     min_ratio: float = 2.0,
+    min_ratio_of_many: float = 1.2,
+    min_z: float = 5.0,
 ) -> list[Finding]:
     """Name the node, the link or the card that is slower than the others, if transfer costs the job time."""
     transfer = _transfer(breakdown, ranks, collectives)
@@ -101,7 +107,13 @@ def detect(
     if busy.is_empty():
         raise NotResolvable(text("no traffic between nodes was seen in TCP sockets"))
     grid = transfer.grid
-    slow = _slow_node(busy, min_ratio) or _slow_pair(busy, min_ratio)
+
+    def slower(rate: float, others: list[float]) -> bool:
+        usual = float(np.median(others))
+        by_chance = min_z * robust_deviation(np.array(others)) if len(others) >= _MANY else np.inf
+        return usual >= min_ratio * rate or (usual >= min_ratio_of_many * rate and usual - rate >= by_chance)
+
+    slow = _slow_node(busy, slower) or _slow_pair(busy, slower)
     if slow is None and sent is not None and by_nccl:
         slow = _slow_card(sent, min_ratio)
         transfer = _transfer(breakdown, ranks, collectives, slow.ranks) if slow is not None else transfer
@@ -231,28 +243,28 @@ def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
     return _Slow((node_of[ends[0][0]], node_of[ends[0][1]]), slow_rate, healthy_rate, ends[0])
 
 
-def _slow_node(busy: pl.DataFrame, min_ratio: float) -> _Slow | None:
+def _slow_node(busy: pl.DataFrame, slower: Callable[[float, list[float]], bool]) -> _Slow | None:
     """The node of which even the fastest link is slower than those among the others."""
     pairs = pair_rates(busy)
     candidates = []
     for node in sorted({node for pair in pairs for node in pair}):
         of_node = [rate for pair, rate in pairs.items() if node in pair]
         among_others = [rate for pair, rate in pairs.items() if node not in pair]
-        if len(of_node) > 1 and among_others and float(np.median(among_others)) >= min_ratio * max(of_node):
+        if len(of_node) > 1 and among_others and slower(max(of_node), among_others):
             candidates.append(_Slow((node,), float(np.median(of_node)), float(np.median(among_others))))
     return max(candidates, key=lambda slow: slow.healthy_rate / slow.rate, default=None)
 
 
-def _slow_pair(busy: pl.DataFrame, min_ratio: float) -> _Slow | None:
+def _slow_pair(busy: pl.DataFrame, slower: Callable[[float, list[float]], bool]) -> _Slow | None:
     """The pair of nodes whose link is slower than those of all other pairs; of two nodes, than its other direction."""
     pairs = pair_rates(busy)
     if len(pairs) == 1 and len(busy) == 2:
         slow, healthy = sorted(busy["rate_bytes_per_s"])
         pair = next(iter(pairs))
-        return _Slow(pair, slow, healthy) if healthy >= min_ratio * slow else None
+        return _Slow(pair, slow, healthy) if slower(slow, [healthy]) else None
     pair = min(pairs, key=lambda p: pairs[p])
     others = [rate for p, rate in pairs.items() if p != pair]
-    if not others or float(np.median(others)) < min_ratio * pairs[pair]:
+    if not others or not slower(pairs[pair], others):
         return None
     return _Slow(pair, pairs[pair], float(np.median(others)))
 

@@ -92,6 +92,7 @@ from rankscope.analysis.timeline.own import (
     lasting_half_widths,
     over_occurrences,
     own_by_label,
+    robust_deviation,
 )
 from rankscope.analysis.timeline.roles import roles_of
 
@@ -578,15 +579,10 @@ def _least_apart(excess: Floats, min_z: float) -> tuple[Floats, Floats]:
     if excess.shape[1] >= _STRETCHES:
         half_widths = np.maximum(half_widths, lasting_half_widths(excess, _TRIM))
     if len(means) > _MANY:
-        among = np.full(len(means), _deviation(means))
+        among = np.full(len(means), robust_deviation(means))
     else:
-        among = np.array([_deviation(np.delete(means, row)) for row in range(len(means))])
+        among = np.array([robust_deviation(np.delete(means, row)) for row in range(len(means))])
     return means, min_z * np.maximum(among, half_widths / 1.96)
-
-
-def _deviation(values: Floats) -> float:
-    """Robust standard deviation."""
-    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
 def _persistent(excess: Floats, by_label: dict[str, Floats], persistence: float, min_z: float) -> dict[int, _Shown]:
@@ -608,7 +604,7 @@ def _persistent(excess: Floats, by_label: dict[str, Floats], persistence: float,
 
 def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Shown]:
     """The rank whose excess comes in bursts, in fewer steps, if hardly any other rank has bursts."""
-    burst = excess > max(0.1 * grid.step_ns, _BURST_Z * _deviation(excess))
+    burst = excess > max(0.1 * grid.step_ns, _BURST_Z * robust_deviation(excess))
     cost = np.where(burst, excess, 0.0).sum(axis=1)
     row = int(cost.argmax())
     if cost[row] == 0 or cost[row] < _BURST_SHARE * cost.sum():

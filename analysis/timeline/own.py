@@ -30,6 +30,7 @@ __all__ = [
     "gain_ns",
     "lasting_half_widths",
     "own_by_label",
+    "robust_deviation",
     "step_grid",
     "sums",
 ]
@@ -217,6 +218,11 @@ def _above_others(values: Floats) -> Floats:
     low = ordered[left + (position <= left), columns]
     high = ordered[right + (position <= right), columns]
     return np.asarray(values - (low + high) / 2)
+
+
+def robust_deviation(values: Floats) -> float:
+    """Of normal scatter its standard deviation; a few that are far out do not matter."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
 def gain_ns(busy: Floats, without: Floats) -> float:
