@@ -28,6 +28,7 @@ def tables(host_ms, *calls, step_ms=100, in_turn=False):
             parts += [(rank, step, "compute", dry - begin), (rank, step, part, end - dry)]
             phases += [(rank, step, "compute", "forward", begin, dry), (rank, step, part, "aten::loss", dry, end)]
             kernels.append((rank, begin, dry, begin, "compute"))
+            kernels += [(rank, dry, end, begin, "communication")] * (part == "wait")
             launches += [
                 (rank, round((step * step_ms + first) * MS), round((step * step_ms + last) * MS), name)
                 for name, first, last in calls
