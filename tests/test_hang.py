@@ -197,7 +197,7 @@ def test_nccls_operations_are_outstanding_where_ras_says_that_a_rank_lags():
     (found,) = hang.detect(recorded(*NCCL, until=14.5, said_late=True), groups, said_by_ras((2, 1, 2, "running")))
     assert (found.ranks, found.title) == ((2,), "Rank 2 does not come to allreduce number 2 of all")
     assert [(seen.table, seen.rank) for seen in found.evidence] == [("ras", 2), ("collectives", 0), ("collectives", 1)]
-    assert found.evidence[0].note == "NCCL's RAS: has launched AllReduce up to number 1, others up to 2"
+    assert found.evidence[0].note == "NCCL's RAS: has launched 1 AllReduce, others up to 2"
 
 
 def test_nccl_job_that_ended_soon_was_not_hung():

@@ -342,5 +342,5 @@ def test_a_job_that_hangs_is_asked_about_and_the_report_has_what_ras_said(server
     assert (finding["detector"], finding["ranks"]) == ("hang", [1])
     first, *others = finding["evidence"]
     assert (first["table"], first["rank"]) == ("ras", 1)
-    assert first["note"] == "NCCL's RAS: has launched AllReduce up to number 5, others up to 6"
+    assert first["note"] == "NCCL's RAS: has launched 5 AllReduce, others up to 6"
     assert [(seen["table"], seen["rank"]) for seen in others] == [("collectives", 0)]

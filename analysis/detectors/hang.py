@@ -383,7 +383,7 @@ def _said_by_ras(ras: pl.DataFrame, ranks: Sequence[int]) -> tuple[Evidence, ...
         "rank", "state", "operation", "launched", "most", "time_ns"
     ).iter_rows():
         note = text(
-            "NCCL's RAS: has launched {operation} up to number {launched}, others up to {most}",
+            "NCCL's RAS: has launched {launched} {operation}, others up to {most}",
             operation=operation,
             launched=launched,
             most=most,
