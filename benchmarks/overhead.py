@@ -1,10 +1,11 @@
 """What recording costs a training job: pairs of jobs, one under torchrun and one under `rankscope run`, in turns.
 
     python benchmarks/overhead.py --pairs 30
+    python benchmarks/overhead.py --pairs 30 --ranks 1 --job benchmarks/gpu_step.py
 
-The job is `examples/train_transformer.py`, which reads its own clocks after every step. Of each job the mean over all
-ranks and all steps after the warm-up counts (and the median step, which a busy machine disturbs less); of the pairs the
-mean difference, with its 95 % interval (Student's t).
+The job is `examples/train_transformer.py`, or another that reads its own clocks after every step. Of each job the mean
+over all ranks and all steps after the warm-up counts (and the median step, which a busy machine disturbs less); of the
+pairs the mean difference, with its 95 % interval (Student's t).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ QUANTITIES = ("step time", "main thread's CPU", "process's CPU", "median step")
 def measure(launcher: list[str], args: argparse.Namespace) -> np.ndarray:
     """Run one job; each of QUANTITIES per step, ms."""
     with tempfile.TemporaryDirectory() as folder:
-        job = [str(SCRIPT), "--parallel", args.parallel, "--steps", str(args.steps), "--timings", "timings"]
+        job = [*args.job, "--steps", str(args.steps), "--timings", "timings"]
         subprocess.run(
             [*launcher, "--nproc-per-node", str(args.ranks), *job], cwd=folder, check=True, capture_output=True
         )
@@ -52,7 +53,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=10, help="steps at the start of each job that do not count")
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--job", nargs=argparse.REMAINDER, help="another script, with its options; goes last")
     args = parser.parse_args()
+    name = Path(args.job[0]).stem if args.job else args.parallel
+    args.job = [Path(args.job[0]).resolve(), *args.job[1:]] if args.job else [SCRIPT, "--parallel", args.parallel]
 
     pairs = []
     for number in range(args.pairs):
@@ -65,13 +69,11 @@ def main() -> None:
 
     plain, recorded = np.array(pairs).transpose(1, 0, 2)
     mean, half_width = (recorded - plain).mean(axis=0), half_width_95(recorded - plain)
-    print(
-        f"{args.parallel}, {args.ranks} ranks, {args.pairs} pairs, steps {args.warmup + 1} to {args.steps}; ms per step"
-    )
+    print(f"{name}, {args.ranks} ranks, {args.pairs} pairs, steps {args.warmup + 1} to {args.steps}; ms per step")
     print(f"{'':20}{'without':>10}{'with':>10}{'difference':>12}{'95 %':>9}{'of the step':>13}")
-    for i, name in enumerate(QUANTITIES):
+    for i, quantity in enumerate(QUANTITIES):
         print(
-            f"{name:20}{plain[:, i].mean():10.3f}{recorded[:, i].mean():10.3f}{mean[i]:+12.3f}{half_width[i]:>9.3f}"
+            f"{quantity:20}{plain[:, i].mean():10.3f}{recorded[:, i].mean():10.3f}{mean[i]:+12.3f}{half_width[i]:>9.3f}"
             f"{mean[i] / plain[:, 0].mean():+12.2%} ± {half_width[i] / plain[:, 0].mean():.2%}"
         )
 

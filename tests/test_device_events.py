@@ -14,10 +14,11 @@ import pytest
 
 from rankscope.collectors.schema import DEVICE_MARKS
 
-pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build the driver with")
 
 HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / "cuda"), str(HERE.parent / "benchmarks")]
 RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
 MS = 1_000_000
 STEPS = 10
@@ -52,7 +53,6 @@ class Job:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> Job:
     """Four ranks that differ: see `jobs/device_marks.py`."""
-    sys.path.insert(0, str(HERE / "cuda"))
     from pretend import build
 
     folder = tmp_path_factory.mktemp("device-marks")
@@ -121,3 +121,32 @@ def test_a_device_that_hangs_costs_marks_and_holds_up_nobody(job):
 def test_without_a_driver_one_line_says_so(job):
     why = "collector switched off: RuntimeError: CUDA is in use, but this process has no driver loaded (libcuda.so.1)"
     assert job.gaps(3) == [(why, None)]
+
+
+# ---------------------------------------------------------------- what checks the marks on a real GPU
+
+
+def test_a_mark_belongs_between_the_kernels_launched_before_and_after_it():
+    """Launched at 10 and 20, run 100-150 and 160-200: a mark recorded at 15 belongs to 150-160."""
+    from device_clock import outside
+
+    columns = ("rank", "stream", "work", "launched_ns", "start_ns", "end_ns")
+    kernels = pl.DataFrame([(0, 7, 0, 10, 100, 150), (0, 7, 0, 20, 160, 200)], schema=columns, orient="row")
+    marks = pl.DataFrame({"rank": [0] * 5, "recorded_ns": 15, "device_ns": [140, 150, 160, 165, None]})
+    placed = outside(marks, kernels).sort("device_ns")
+    assert placed["outside_ns"].to_list() == [10, 0, 0, 5]
+
+
+def test_flops_counted_by_hand_are_those_that_torch_counts():
+    """But for attention, which torch counts in full and the model needs by half: 2 layers × 6 × 64 × 32² × 2 rows."""
+    import gpu_step
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    size = gpu_step.SIZES["tiny"]
+    tokens = torch.randint(size.vocabulary, (size.batch, size.length + 1))
+    model = gpu_step.Model(size)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        stamps = gpu_step.train(model, tokens, steps=1, warmup=1)
+    assert len(stamps) == 2
+    assert counter.get_total_flops() == size.flops_per_step() + 2 * 6 * 64 * 32**2 * 2
