@@ -12,7 +12,7 @@ from rankscope.analysis.language import Text, joined, text
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches
-from rankscope.analysis.timeline.marks import by_marks, mark_phases, marked_steps
+from rankscope.analysis.timeline.marks import MARK_COLUMNS, by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl import proxies, with_durations
 from rankscope.analysis.timeline.pipeline import steps_of_ops
@@ -87,7 +87,7 @@ class Timeline:
     gaps: list[Gap]
     memory: pl.DataFrame = field(default_factory=pl.DataFrame)
     gpus: pl.DataFrame = field(default_factory=pl.DataFrame)
-    marks: pl.DataFrame = field(default_factory=pl.DataFrame)
+    marks: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=MARK_COLUMNS))
     proxies: pl.DataFrame = field(default_factory=pl.DataFrame)
     ras: pl.DataFrame = field(default_factory=pl.DataFrame)
 

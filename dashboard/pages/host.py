@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import polars as pl
 from dash import html
 
+from rankscope.analysis.report.phrases import lead_line
 from rankscope.dashboard.figures import host as figures
 from rankscope.dashboard.figures.kernels import launch_delays
-from rankscope.dashboard.page import Query, Shown, card, empty, heading, plot, table
+from rankscope.dashboard.page import Query, Shown, card, empty, heading, plot, quiet, table
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = "Host", 60
 
 _MEANING = (
     "What keeps the host from its work: fetching input, garbage collection, compilation, checkpoints, "
-    "launching too late."
+    "launching too late. And how far it is ahead of its device."
 )
 _ROWS = 200
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     timeline = run.timeline
-    judged = timeline.breakdown.join(timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
+    judged, marks = (
+        frame.join(timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
+        for frame in (timeline.breakdown, timeline.marks)
+    )
     delays = launch_delays(timeline.kernels)
     if judged.is_empty() and timeline.regions.is_empty() and delays.is_empty():
         why = run.trace.reader.cannot().get("breakdown", "Nothing of what the host did was recorded.")
@@ -34,6 +39,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             heading(TITLE, _MEANING),
             card("Over the judged steps", over_steps),
             card("By rank, mean per judged step", table(figures.by_rank(judged), _RANKS)) if len(judged) else None,
+            *_of_devices(run, marks),
             card("From launch to start on the device", table(delays, _DELAYS), note=_DELAY) if len(delays) else None,
             card(
                 "What the host's threads did, the longest first",
@@ -45,6 +51,29 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     )
 
 
+def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
+    """What CUDA events tell: how far the host is ahead, and what the devices' phases took."""
+    if run.report.lead is None:
+        return []
+    return [
+        card("How far the host is ahead of its device", plot(figures.ahead_over_steps(marks)), note=_AHEAD),
+        quiet(lead_line(run.report.lead)),
+        card("What the devices' phases took", plot(figures.phases_over_steps(marks)), note=_PHASES),
+        card("Phases by rank, mean per judged step", table(figures.phases_by_rank(marks), _OF_PHASES)),
+    ]
+
+
+_AHEAD = (
+    "Mean over ranks, where phases end: the work that is enqueued and not done. At 0 the device waits for the host."
+)
+_PHASES = "Mean over ranks, between CUDA events: kernels, gaps between them and waiting in one."
+_OF_PHASES = {
+    "rank": Shown("rank"),
+    "phase": Shown("phase"),
+    "ns": Shown("device time", "time"),
+    "least_ns": Shown("host ahead, least", "time"),
+    "median_ns": Shown("host ahead, median", "time"),
+}
 _DELAY = "Long: the device has work queued up. Short: it waits for the host."
 _RANKS = {
     "rank": Shown("rank"),
