@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from simulate import GPUS, Job, Recording, Resources, healthy_resources, run, stages_of, step_ns, steps_ns
 
-__all__ = ["CLEAN", "CONFOUNDERS", "DOSES", "KINDS", "Case", "Truth", "cases", "simulated"]
+__all__ = ["CLEAN", "CONFOUNDERS", "DOSES", "KINDS", "NCCL_KINDS", "Case", "Truth", "cases", "simulated"]
 
 DOSES = {"loud": (0.30, 0.40), "quiet": (0.10, 0.15), "masked": (0.03, 0.08)}
 CLEAN = "clean"
@@ -34,6 +34,8 @@ KINDS = {
     "recompile": ("ddp", "fsdp", "moe"),
     "hang": ("ddp", "fsdp", "tp", "moe", "pp-1f1b", "3d"),
 }
+# Those that are planted in jobs as they are always recorded on GPUs, without a profiler.
+NCCL_KINDS = ("slow_rank", "sporadic_rank", "slow_node", "input_stall", "gc_stall", "uneven_work", "drift", "recompile")
 CONFOUNDERS = ("none", "lengths", "warm-up", "slow alike", "numa", "checkpoint", "lost records")
 _PARALLELS = ("ddp", "ddp-gpu", "fsdp", "tp", "moe", "pp-1f1b", "pp-gpipe", "3d")
 _PAIRS = (
@@ -96,11 +98,14 @@ def cases(seeds: int, clean: int) -> Iterator[Case]:
             yield Case(CLEAN, CONFOUNDERS[number // 2 % len(CONFOUNDERS)], number)
 
 
-def simulated(case: Case, *, small: bool = False) -> tuple[Recording, tuple[Truth, ...]]:
-    """The recording of the case, and what is true of it. `small` jobs have at most 16 ranks, or 4 nodes."""
+def simulated(case: Case, *, small: bool = False, nccl: bool = False) -> tuple[Recording, tuple[Truth, ...]]:
+    """The recording of the case, and what is true of it. `small` jobs have at most 16 ranks, or 4 nodes.
+
+    `nccl`: of a job on GPUs, as it is recorded without a profiler.
+    """
     rng = np.random.default_rng([case.seed, *case.kind.encode(), *case.dose.encode()])
     kinds = [] if case.kind == CLEAN else case.kind.split("+")
-    job = _job(case, kinds, rng, small)
+    job = _job(case, kinds, rng, small, ("ddp-nccl",) if nccl else _PARALLELS)
     faults: list[_Fault] = []
     for kind in kinds:
         # Two faults on one node could not be told apart by anybody.
@@ -137,8 +142,8 @@ class _Fault:
     strength: float = 0.0
 
 
-def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool) -> Job:
-    fitting = [p for p in _PARALLELS if all(p in KINDS[k] for k in kinds)]
+def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool, parallels: tuple[str, ...]) -> Job:
+    fitting = [p for p in parallels if p == "ddp-nccl" or all(p in KINDS[k] for k in kinds)]
     parallel = str(rng.choice(fitting))
     sizes = [8, 16] if small else [8, 16, 32, 64]
     if parallel in ("pp-1f1b", "pp-gpipe"):

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 GPUS = 8  # ranks of a node
-PARALLELS = ("ddp", "ddp-gpu", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
+PARALLELS = ("ddp", "ddp-gpu", "ddp-nccl", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
 
 _US, _MS = 1e3, 1e6
 _ALPHA_NODE, _ALPHA_NET = 8 * _US, 40 * _US  # latency of one hop
@@ -110,6 +110,7 @@ class Recording:
     regions: list[dict] = field(default_factory=list)
     collectives: list[dict] = field(default_factory=list)
     kernels: list[dict] = field(default_factory=list)  # with the host's call that launched each
+    marks: list[dict] = field(default_factory=list)  # CUDA events at the ends of phases
     groups: list[tuple[int, str, str, np.ndarray]] = field(default_factory=list)  # id, name, role, members
     traffic: list[tuple] = field(default_factory=list)  # end, rank, node, peer node, bytes, busy s, rtt s
     optimizer_end: np.ndarray = field(default_factory=lambda: np.empty(0))  # [step, rank]
@@ -481,6 +482,7 @@ def cut(log: Recording, steps: int) -> Recording:
         regions=begun(log.regions),
         collectives=begun(log.collectives),
         kernels=begun(log.kernels),
+        marks=[m for m in log.marks if m["recorded_ns"].max() <= until],
         traffic=[t for t in log.traffic if t[0] <= until],
         optimizer_end=log.optimizer_end[:steps],
     )
@@ -531,6 +533,8 @@ def _ddp_gpu(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[flo
             start = team.now
             if kind == "forward":
                 team.stops()
+            else:
+                device.mark(f"{kind}_start")
             pieces = job.buckets if kind == "backward" else 1
             for _ in range(pieces):
                 device.compute(kind, ns / pieces, _KERNELS[kind] // pieces)
@@ -542,6 +546,8 @@ def _ddp_gpu(scheduler: _Scheduler, team: _Team, _: list[_Team]) -> Iterator[flo
                     device.reduce(world, job.gradient_bytes)
                     yield _first(team)
                 device.join()
+            if kind != "forward":
+                device.mark(f"{kind}_end")
             if kind != "optimizer":
                 team.region(kind, kind, start)
         team.region("optimizer", "AdamW#0", start)
@@ -590,6 +596,11 @@ class _Device:
 
     def join(self) -> None:
         self.free = np.maximum(self.free, self.reduced)
+
+    def mark(self, name: str) -> None:
+        now, ranks = self.team.now, self.team.ranks
+        row = {"rank": ranks, "recorded_ns": now, "device_ns": np.maximum(self.free, now + _LATENCY), "mark": name}
+        self.team.log.marks.append(row)
 
     def _row(
         self,
@@ -780,6 +791,7 @@ def _schedule(parallel: str, stage: int, stages: int, microbatches: int) -> list
 _PROGRAMS = {
     "ddp": _ddp,
     "ddp-gpu": _ddp_gpu,
+    "ddp-nccl": _ddp_gpu,  # the same, recorded without a profiler
     "fsdp": _fsdp,
     "tp": _tp,
     "moe": _moe,
