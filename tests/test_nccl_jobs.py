@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import polars as pl
 import pytest
 from test_diagnose import Tables, not_checked
 
@@ -18,15 +19,17 @@ FORWARD, BACKWARD, OPTIMIZER = 40 * MS, 80 * MS, 5 * MS
 
 
 class Job:
-    """Data-parallel training; times are ns. Hosts run ahead, and their steps are as long as the devices'.
+    """Training; times are ns. Hosts run ahead, and their steps are as long as the devices'.
 
     Each bucket of a step is ready at the same time on all ranks, but for `late(rank, step)`, by which a rank's device
     is late with its backward. A bucket is reduced in all `groups`; in each the operations queue on a stream, begin when
-    the last rank is there and take `takes(group)`.
+    the last rank is there and take `takes(group)`. Those within a node are waited for, as all are with `late_each`.
     """
 
     def __init__(self, ranks=8, per_node=8, *, groups=None, buckets=4, late=None, takes=lambda group: 6 * MS, **more):
         self.rows = {name: [] for name in TABLES}
+        self.at_once = "late_each" in more  # all is in forward and waits for each operation, to which ranks are late
+        self.late_each = more.get("late_each")
         self.ranks, self.buckets = range(ranks), buckets
         self.node = {rank: rank // per_node for rank in self.ranks}
         self.groups = dict(enumerate((groups or {"0": list(self.ranks)}).items()))
@@ -52,20 +55,26 @@ class Job:
         span = {"start_ns": start, "end_ns": end, "kind": kind, "name": kind, "thread": 0}
         self.rows["regions"].append(self.by(rank) | span)
 
+    def node_of(self, members):
+        return {self.node[rank] for rank in members}
+
     def step(self, step, at, late, takes):
         begun = {r: at + FORWARD + self.random.uniform(0, 0.4 * MS) + late(r, step) for r in self.ranks}
-        free = dict.fromkeys(self.groups, 0)
+        free, held = dict.fromkeys(self.groups, 0), dict.fromkeys(self.ranks, at)
         computed = {rank: begun[rank] + BACKWARD for rank in self.ranks}
         for bucket in range(self.buckets):
             for number, (name, members) in self.groups.items():
-                ready = {r: begun[r] + BACKWARD * (bucket + 1) / self.buckets for r in members}
+                ready = {r: max(begun[r] + BACKWARD * (bucket + 1) / self.buckets, held[r]) for r in members}
+                if self.at_once:
+                    ready = {r: held[r] + BACKWARD / self.buckets + self.late_each(r, step) for r in members}
                 begin = {r: max(ready[r], free[number]) for r in members}
                 lasts = takes(name) * self.random.uniform(0.98, 1.02)
                 end = free[number] = max(begin.values()) + lasts
                 for rank in members:
                     self.operation(rank, number, step, bucket, at, end - begin[rank])
                     self.proxies(rank, number, at, begin, lasts)
-        done = round(max(*free.values(), *computed.values()) + OPTIMIZER)
+                    held[rank] = end if self.at_once or len(self.node_of(members)) == 1 else held[rank]
+        done = round(max(*held.values(), *free.values(), *computed.values()) + OPTIMIZER)
         for rank in self.ranks:
             self.region(rank, "forward", at, at + 10 * MS)
             self.region(rank, "backward", at + 10 * MS, at + 20 * MS)
@@ -74,7 +83,7 @@ class Job:
 
     def operation(self, rank, group, step, bucket, at, lasts):
         """The host calls it early in the step."""
-        start = at + 11 * MS + (bucket * len(self.groups) + group) * 100 * US
+        start = at + (1 if self.at_once else 11) * MS + (bucket * len(self.groups) + group) * 100 * US
         self.number[rank] += 1
         call = {"start_ns": start, "issued_ns": start + 50 * US, "end_ns": None, "device_start_ns": None}
         what = {"op": "allreduce", "dtype": "bfloat16", "is_async": True, "peer": -1, "tag": 0, "thread": 65535}
@@ -89,7 +98,7 @@ class Job:
         """One channel: a ring, of which the plugin tells what goes to other nodes and comes from there."""
         if self.wire is None:
             return
-        name, members = self.groups[group]
+        _, members = self.groups[group]
         self.calls[rank] += 1
         place = members.index(rank)
         by = self.by(rank) | {"start_ns": at + 11 * MS, "call": self.calls[rank]}
@@ -166,6 +175,56 @@ def test_all_ranks_of_a_late_node_are_one_finding():
     assert found(report) == [("slow_rank", tuple(range(8, 16)), (1,))]
 
 
+def test_a_rank_a_little_behind_in_many_buckets_is_neither_named_nor_called_healthy():
+    """1.5 ms of a 131 ms step, in 40 operations 2 ms apart: it costs 1 %, though all waits together are 30 %."""
+    report = Job(16, buckets=40, late=late_by(1.5 * MS, 5), takes=lambda group: 0.1 * MS).report()
+    assert report.findings == ()
+    assert not_checked(report)["slow_rank"].startswith(
+        "rank 5 comes last to 480 of 480 collectives and the others wait 1."
+    )
+
+
+def test_each_wait_of_reductions_whose_result_is_wanted_at_once_counts():
+    """Tensor parallelism: 40 reductions in forward, and rank 5 is 0.5 ms late in each. That costs 20 ms."""
+    job = Job(8, buckets=40, takes=lambda group: 0.1 * MS, late_each=late_by(0.5 * MS, 5))
+    (finding,) = job.report().findings
+    assert (finding.detector, finding.ranks) == ("slow_rank", (5,))
+    assert finding.lost_ns_per_step == pytest.approx(20 * MS, rel=0.15)
+
+
+def test_rank_that_is_late_because_others_are_is_not_named():
+    """Rank 5 holds up its node in the groups within it; so all of that node come late to those between nodes."""
+    nodes = {"node0": list(range(8)), "node1": list(range(8, 16))}
+    report = Job(16, groups=nodes | rails(), late=late_by(20 * MS, 5)).report()
+    assert found(report) == [("slow_rank", (5,), ())]
+
+
+def test_rank_that_is_late_now_and_then_is_told_with_its_steps():
+    job = Job(8, buckets=1, late=lambda rank, step: 60 * MS if rank == 2 and step % 3 == 0 else 0)
+    (finding,) = job.report().findings
+    assert (finding.ranks, finding.steps) == ((2,), (3, 6, 9, 12))
+    assert finding.lost_ns_per_step == pytest.approx(20 * MS, rel=0.05)
+
+
+def test_operation_of_which_a_rank_lost_its_record_is_unmatched_and_counted():
+    job = Job(4, buckets=1)
+    job.rows["flight_records"] = [r for r in job.rows["flight_records"] if (r["rank"], r["record"]) != (2, 5)]
+    timeline = build_timeline(job.trace())
+    assert timeline.collectives.filter(pl.col("instance_id").is_null())["unmatched"].to_list() == ["end missing"] * 4
+    assert f"4 of {4 * STEPS} collectives were not matched across ranks: end missing" in {g.why for g in timeline.gaps}
+
+
+def test_recorder_without_timing_says_what_to_do():
+    job = Job(4)
+    for record in job.rows["flight_records"]:
+        record["duration_ns"] = None
+    report = job.report()
+    assert report.findings == ()
+    assert "nobody is known to wait for anybody" in not_checked(report)["slow_rank"]
+    (why,) = (gap.why for gap in report.gaps if gap.table == "flight_records")
+    assert "TORCH_NCCL_ENABLE_TIMING=1" in why
+
+
 # ---- the network
 
 
@@ -217,4 +276,29 @@ def test_one_card_of_eight_is_named_by_the_way_that_is_slow():
     report = Job(16, groups=rails(), wire=slow_from(11), takes=slow).report()
     (finding,) = of(report, "slow_link")
     assert finding.ranks == (11, 3)
-    print(finding, [(f.detector, f.caused_by, f.title) for f in report.findings], not_checked(report))
+    assert finding.title.startswith(
+        "The network from rank 11 (node 1) to rank 3 (node 0) is slow (1.39 GB/s against 4.17 GB/s elsewhere): "
+        "transfers between nodes take 7"
+    )
+    assert finding.lost_ns_per_step == pytest.approx(
+        12 * MS, rel=0.05
+    )  # of the last of four buckets, 18 ms, two thirds
+    assert found(report) == [("slow_link", (11, 3), (0, 1))]
+
+
+def test_without_the_plugin_the_slow_rail_is_told_by_its_group():
+    slow = lambda group: 18 * MS if group == "rail3" else 6 * MS  # noqa: E731
+    report = Job(16, groups=rails(), takes=slow).report()
+    (finding,) = report.findings
+    assert (finding.detector, finding.groups, finding.ranks) == ("low_bandwidth", ("rail3",), (3, 11))
+    assert "in group rail3 (ranks 3,11) runs at a bus bandwidth of 1.39 GB/s, in other groups at 4.1" in finding.title
+    assert "48." in finding.title.split("up to")[1] or "47." in finding.title.split("up to")[1]
+    assert finding.gain_fraction is None
+
+
+def test_two_nodes_linked_alike_at_a_third_are_not_called_healthy():
+    """Nothing says what would be normal: neither another link nor the cards' speed."""
+    report = Job(16, groups=rails(), wire=slow_from(*range(16)), takes=lambda group: 18 * MS).report()
+    assert report.findings == ()
+    assert "alike in both directions; transfer takes 7" in not_checked(report)["slow_link"]
+    assert "no other groups do the same" not in not_checked(report).get("low_bandwidth", "")
