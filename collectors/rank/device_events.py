@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.schema import RecordType
@@ -136,7 +137,6 @@ class _Marks:
         self._thread: threading.Thread | None = None
         self._ready = False
         self._stopping = threading.Event()
-        self._driver: _Driver
         self._context: int
         self._device: int
         self._stream: int  # of the anchors
@@ -144,6 +144,10 @@ class _Marks:
         self._under_way: deque[tuple[int, int, int]] = deque()  # event, when it was recorded, what it marks
         self._elsewhere: set[int] = set()
         self._lost = self._told = 0
+
+    @cached_property
+    def _driver(self) -> _Driver:
+        return _Driver()
 
     # ---- on the training's threads
 
@@ -177,8 +181,10 @@ class _Marks:
         if not self._torch.cuda.is_initialized():
             return
         if self._torch.version.hip:
-            raise RuntimeError("on AMD another thread's look at an event breaks the capture of graphs")
-        self._driver = _Driver()
+            why = "no marks on AMD: there a look at an event from another thread breaks the capture of graphs"
+            self._emit.gap("device_marks", "device_events", why)
+            self.close()
+            return
         self._context = self._driver.made("cuCtxGetCurrent", ctypes.c_void_p)
         if not self._context:
             return
