@@ -33,7 +33,10 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         why = run.trace.reader.cannot().get("breakdown", "Nothing of what the host did was recorded.")
         return html.Div([heading(TITLE, _MEANING), empty("Nothing of the host", why)])
     no_parts = run.trace.reader.cannot().get("breakdown", "No step was judged, so none could be split into parts.")
-    over_steps = plot(figures.over_steps(judged)) if len(judged) else empty("No steps to show", no_parts)
+    over_steps = empty("No steps to show", no_parts)
+    if len(judged):
+        taken = judged.filter(pl.col("part").is_in(figures.PARTS))["ns"].sum() > 0
+        over_steps = plot(figures.over_steps(judged)) if taken else quiet("None of these took any time.")
     return html.Div(
         [
             heading(TITLE, _MEANING),
@@ -56,8 +59,12 @@ def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
     if run.report.lead is None:
         return []
     return [
-        card("How far the host is ahead of its device", plot(figures.ahead_over_steps(marks)), note=_AHEAD),
-        quiet(lead_line(run.report.lead)),
+        card(
+            "How far the host is ahead of its device",
+            quiet(lead_line(run.report.lead)),
+            plot(figures.ahead_over_steps(marks)),
+            note=_AHEAD,
+        ),
         card("What the devices' phases took", plot(figures.phases_over_steps(marks)), note=_PHASES),
         card("Phases by rank, mean per judged step", table(figures.phases_by_rank(marks), _OF_PHASES)),
     ]
