@@ -377,6 +377,19 @@ def test_loaders_that_are_all_too_slow_are_one_finding_though_one_rank_waits_mos
     assert (finding.ranks, finding.lost_ns_per_step) == (tuple(range(8)), 31 * MS)
 
 
+@pytest.mark.parametrize(
+    ("slow", "named"), [((1, 3, 6), range(8)), ((4, 6, 7), (4, 5, 6, 7)), ((4, 6), (4, 6)), ((5,), (5,))]
+)
+def test_ranks_that_wait_now_and_then_speak_for_what_they_share(slow, named):
+    """They wait 30 ms in turn, in no step together; ranks 0 to 3 and 4 to 7 are on a node each."""
+    turns = [slow[step % len(slow)] if step % 4 else None for step in range(STEPS)]
+    waits = {rank: [1 + 30 * (rank == turn) for turn in turns] for rank in range(8)}
+    tables = job({rank: [100] * STEPS for rank in range(8)}, input=waits)
+    nodes = pl.DataFrame({"rank": range(8), "node": [0] * 4 + [1] * 4})
+    (finding,) = input_stall.detect(tables["breakdown"], tables["regions"], nodes)
+    assert finding.ranks == tuple(named)
+
+
 @pytest.mark.parametrize(("input_ms", "found"), [(3, 0), (4, 1)])
 def test_input_stall_speaks_from_3_percent_of_the_step(input_ms, found):
     """The step is 113 to 114 ms long."""

@@ -3,7 +3,8 @@
 **Signal.** The input part of the step: the main thread is inside the data loader's `next()`. Ranks stand out when
 they spend `min_fraction` of the step more there than the median of their peers; all ranks of a node, or those that
 stall about as long, are one finding, and each step counts with the longest. Otherwise all ranks that spend more than
-that are named together; so are all ranks where at least half of those that do not stand out wait as long now and then.
+that are named together. Loaders with workers are ahead, so that slow ones make a rank wait in some steps only, and with
+luck in none: where three ranks or more wait as long now and then, what they share is named, their node or all ranks.
 
 **Why it costs time.** The main thread can launch nothing while it waits, and the other ranks wait for this one in
 the next collective.
@@ -39,7 +40,7 @@ collectors = ("input",)
 _ALWAYS = 0.9  # share of the steps above which a stall is there in every step
 _ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same reason
 _OF_NODE = 0.1  # the same, where all ranks of a node stall
-_TURNS, _HALF = 2, 0.5  # steps in which a rank must have waited as long, and share of the ranks that must
+_TURNS, _SEVERAL = 2, 3  # steps in which a rank must have waited as long, and ranks that must
 _TRIM = 0.1
 
 
@@ -49,33 +50,36 @@ def detect(
     """Name the ranks that wait for input: those that stand out, together where they stall alike, or else all."""
     grid = _with_input(breakdown, regions)
     waited, least_ns = grid.of("input"), min_fraction * grid.step_ns
-    excess = above_peers(waited)
-    apart = [rows for rows in _alike(excess, _nodes(grid, ranks)) if _longest(excess[rows]).mean() >= least_ns]
-    if apart and 2 * sum(map(len, apart)) <= len(waited) and not _take_turns(waited, apart):
-        findings = [_finding(grid, regions, rows, _longest(excess[rows])) for rows in apart]
-        return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
+    excess, nodes = above_peers(waited), _nodes(grid, ranks)
+    apart = [rows for rows in _alike(excess, nodes) if _longest(excess[rows]).mean() >= least_ns]
+    if apart and 2 * sum(map(len, apart)) <= len(waited):
+        shared = _shared(waited, sorted(row for rows in apart for row in rows), least_ns, nodes)
+        if shared is None:
+            findings = [_finding(grid, regions, rows, _longest(excess[rows])) for rows in apart]
+            return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
+        return [_finding(grid, regions, shared, _longest((waited if len(shared) == len(waited) else excess)[shared]))]
     means = [estimate(row) for row in waited]
     stalled = [row for row, mean in enumerate(means) if mean.clear and mean.ns >= least_ns]
     if not stalled:
         return []
-    if _take_turns(waited, [stalled]):
-        stalled = list(range(len(waited)))
-    elif 2 * len(stalled) > len(waited):  # then the loaders are to blame, and who stalls now and then is one of them
-        stalled = np.flatnonzero((waited >= least_ns).sum(axis=1) >= _TURNS).tolist()
+    stalled = _shared(waited, stalled, least_ns, nodes) or stalled
     return [_finding(grid, regions, stalled, _longest(waited[stalled]))]
 
 
-def _take_turns(waited: Floats, stalled: list[list[int]]) -> bool:
-    """Whether half of the other ranks now and then wait as long: then all loaders are as slow, and some had luck.
+def _shared(waited: Floats, stalled: list[int], least_ns: float, nodes: list[list[int]]) -> list[int] | None:
+    """The rows whose loaders are slow for one reason: all of a node, else all; None where few ranks stall.
 
-    While a rank waits for its batch, the others wait for it, and their loaders get ahead.
+    Loaders with workers are ahead, and get further ahead while another rank waits for its batch: slow ones show in
+    some steps only, and on a rank with luck in none. Where several ranks wait now and then, what they share is slow.
     """
-    rows = [row for of_set in stalled for row in of_set]
-    others = np.delete(waited, rows, axis=0)
-    if not len(others):
-        return False
-    long_ns = np.median(_longest(waited[rows])) / 2
-    return bool(np.mean((others > long_ns).sum(axis=1) >= _TURNS) >= _HALF)
+    longest = _longest(waited[stalled])
+    long_ns = max(least_ns, np.median(longest[longest >= least_ns]) / 2)
+    waits = (waited >= long_ns).sum(axis=1)
+    now_and_then = np.flatnonzero((waits >= _TURNS) & (waits < _ALWAYS * waited.shape[1]))
+    if len(now_and_then) < _SEVERAL:
+        return None
+    rows = {*now_and_then.tolist(), *stalled}
+    return next((of_node for of_node in nodes if rows <= set(of_node)), list(range(len(waited))))
 
 
 def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
