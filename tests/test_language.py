@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
+from rankscope.analysis.detectors import detectors
 from rankscope.analysis.report import texts
 from rankscope.analysis.report.zh import CHINESE
 
@@ -17,6 +18,7 @@ CODE = sorted(path for folder in ("analysis", "dashboard") for path in (ROOT / f
 def templates() -> Iterator[str]:
     """What `text`, `counted` and `named` are called with anywhere, and the report's own words."""
     yield from texts._ENGLISH.values()
+    yield from map(texts.detector_name, detectors())
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):

@@ -127,7 +127,8 @@ def _time(report: Report, split: digest.Breakdown) -> _Time:
         chart = svg.rank_columns(split, marked)
         caption = say("time.per_rank.columns", svg.COLUMNS_IN_A_ROW)
     if marked:
-        caption = f"{caption} {say('time.per_rank.marked', phrases.who(tuple(marked)), number)}".strip()
+        said = say("time.per_rank.marked", phrases.who(tuple(marked)), number)
+        caption = texts.together(" ", (caption, said)) if caption else said
     whose = "time.mean.device" if report.device else "time.mean.marks" if report.phases else "time.mean"
     return _Time(
         caption=say(whose, phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
@@ -176,7 +177,7 @@ def _steps(report: Report) -> list[_Chart]:
     line, per_point = svg.step_chart(step_ns, points=_STEP_POINTS)
     caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
     if per_point > 1:
-        caption = f"{caption} {say('steps.binned', per_point)}"
+        caption = texts.together(" ", (caption, say("steps.binned", per_point)))
     charts = [_Chart(chart=line, caption=caption)]
     if len(step_ns) > 1:
         median = statistics.median(ns for row in step_ns.values() for ns in row)

@@ -21,7 +21,7 @@ from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.costs import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
-from rankscope.analysis.report.texts import part_short, say
+from rankscope.analysis.report.texts import part_short, say, together
 
 __all__ = [
     "clock_error",
@@ -91,8 +91,8 @@ def who(ranks: tuple[int, ...], nodes: tuple[int, ...] = (), groups: tuple[str, 
     if nodes:
         named.append(one_or_many("node", nodes))
     if groups:
-        named.append(say("who.group" if len(groups) == 1 else "who.groups", ", ".join(groups)))
-    return "; ".join(named) or say("who.all")
+        named.append(say("who.group" if len(groups) == 1 else "who.groups", together(", ", groups)))
+    return together("; ", named) or say("who.all")
 
 
 def head_facts(report: Report) -> list[str]:
@@ -115,7 +115,7 @@ def head_facts(report: Report) -> list[str]:
         share = report.utilisation.counted
         key = "mfu" if share is None else "hfu" if share >= 0.9 else "hfu.least"
         facts.append(say(f"head.{key}", percent(report.utilisation.mfu), peak, percent(share or 0.0)))
-    return [*facts, f"{say('source')}: {report.source}"]
+    return [*facts, say("source", report.source)]
 
 
 def _recorded_ranks(report: Report) -> str:
@@ -139,7 +139,7 @@ def cost(report: Report, finding: Finding) -> str:
         said.append(say("finding.cost.money", money_text(spent.lost_money_per_hour), all_of_it))
     if spent.lost_money_total is not None:
         said.append(say("finding.cost.money.total", money_text(spent.lost_money_total)))
-    return "; ".join(said)
+    return together("; ", said)
 
 
 def cost_per_step(finding: Finding) -> str:
@@ -200,7 +200,7 @@ def healthy_items(report: Report) -> str:
         else healthy.detector
         for healthy in report.healthy
     ]
-    return ", ".join(items) or say("healthy.none")
+    return together(", ", items) or say("healthy.none")
 
 
 def no_finding(report: Report) -> str:
@@ -215,13 +215,13 @@ def evidence(seen: Evidence) -> str:
         () if seen.node is None else (seen.node,),
     )
     when = say("finding.evidence.at", f"{seen.start_ns / 1e9:.6f}", duration(seen.end_ns - seen.start_ns))
-    return ", ".join(text for text in (seen.table, concerned, when, seen.note) if text)
+    return together(", ", (text for text in (seen.table, concerned, when, seen.note) if text))
 
 
 def gap_extent(group: GapGroup) -> str:
     """Where and, if that is known, how many rows, in words."""
     concerned = who(group.ranks, group.nodes) if group.ranks or group.nodes else say("gaps.everywhere")
-    return concerned if group.count is None else f"{concerned}, {say('gaps.rows', group.count)}"
+    return concerned if group.count is None else together(", ", (concerned, say("gaps.rows", group.count)))
 
 
 def clock_error(clock: Clock) -> str:

@@ -40,6 +40,7 @@ from rankscope.analysis.report.texts import (
     part_meaning,
     part_short,
     say,
+    together,
 )
 
 __all__ = ["render", "render_short", "wants_color"]
@@ -165,7 +166,7 @@ def _table(*columns: str, text_columns: Sequence[int] = (0,)) -> Table:
 def _head(report: Report) -> RenderableType:
     lines = [_text(f"{say('title')}  {report.path}", "dim"), _text(report.verdict, "bold")]
     facts = head_facts(report)
-    lines.append(_text("; ".join(facts), "dim"))
+    lines.append(_text(together("; ", facts), "dim"))
     missing = digest.missing_ranks(report)
     if not report.ranks and not report.steps.count:
         lines.append(_text(say("head.unreadable"), "yellow"))
@@ -230,7 +231,7 @@ def _time_in_a_line(report: Report) -> str:
 def _checked_in_lines(report: Report) -> list[tuple[str, str]]:
     lines = [(say("healthy"), healthy_items(report))]
     if report.not_checked:
-        names = ", ".join(unchecked.detector for unchecked in report.not_checked)
+        names = together(", ", (unchecked.detector for unchecked in report.not_checked))
         lines.append((say("not_checked"), say("not_checked.short", names)))
     return lines
 
@@ -260,7 +261,7 @@ def _per_rank(report: Report, split: digest.Breakdown) -> list[RenderableType]:
     scale = scale_for(split.longest_ns)
     table = _table(say("time.rank"), *(part_short(part) for part in split.parts), say("time.step"))
     table.padding = (0, 1, 0, 0)
-    caption = f"{say('time.per_rank')}: {say('time.per_rank.unit', scale.unit)}. {say('time.adds_up')}"
+    caption = say("time.per_rank.caption", scale.unit)
     if len(split.rows) <= _ALL_RANKS:
         for rank, row in split.rows.items():
             _add_rank(table, str(rank), *scale.row(row), shares(row))
@@ -325,7 +326,7 @@ def _path(path: Sequence[PathPart]) -> list[RenderableType]:
 
 
 def _wait_items(waits: Iterable[Wait]) -> str:
-    return ", ".join(say("waits.item", wait.rank, duration(wait.waited_ns)) for wait in waits)
+    return together(", ", (say("waits.item", wait.rank, duration(wait.waited_ns)) for wait in waits))
 
 
 def _device(device: Sequence[DevicePart]) -> list[RenderableType]:

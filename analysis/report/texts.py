@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rankscope.analysis.language import Text, spoken, translated
+from collections.abc import Iterable
+
+from rankscope.analysis.language import Text, joined, spoken, translated
 
 __all__ = [
     "PART_ORDER",
@@ -13,6 +15,7 @@ __all__ = [
     "part_name",
     "part_short",
     "say",
+    "together",
 ]
 
 # A rank's own work first and waiting last: the late rank is the one whose own work is long and whose waiting is short.
@@ -122,8 +125,8 @@ _ENGLISH: dict[str, str] = {
     "finding.evidence.more": "and {0} more places, in the JSON form",
     "finding.evidence.at": "at {0} s of the run's clock, for {1}",
     "finding.error": "± is the 95 % half width over the judged steps",
-    "finding.picture": "{0} per step, one column per rank",
-    "finding.picture.own": "own work (all but communication) per step, one column per rank",
+    "finding.picture": "{0} per step, one column per rank.",
+    "finding.picture.own": "own work (all but communication) per step, one column per rank.",
     "finding.picture.numbers": "Marked: {0}, {1}. Dashed: median of the others, {2}.",
     "finding.picture.spread": "From {0} to {1}.",
     "severity.high": "high",
@@ -161,10 +164,10 @@ _ENGLISH: dict[str, str] = {
     "time.share": "%",
     "time.rank": "rank",
     "time.per_rank": "Each rank",
-    "time.per_rank.unit": "{0} per step, and % of the rank's step",
+    "time.per_rank.caption": "Each rank: {0} per step, and % of the rank's step. "
+    "The parts of each row sum to its step.",
     "time.per_rank.columns": "One column per rank, as high as its mean step; colours as above; {0} ranks in a row.",
     "time.per_rank.marked": "Marked: {0}, finding {1}.",
-    "time.adds_up": "The parts of each row sum to its step.",
     "time.mean_row": "mean",
     "time.min_row": "least",
     "time.median_row": "median",
@@ -313,13 +316,18 @@ _ENGLISH: dict[str, str] = {
     "the run is replayed with its fix put in (rankscope whatif).",
     "method.silence": "A check that lacks its data is listed as not checked. A healthy check says from which "
     "loss on it would have shown one.",
-    "source": "source",
+    "source": "source: {0}",
 }
 
 
 def say(key: str, *values: object) -> str:
     """The text of `key` with `values` put in, in the language that is spoken. Values are not parsed again."""
     return translated(_ENGLISH[key]).format(*map(spoken, values))
+
+
+def together(separator: str, said: Iterable[str]) -> str:
+    """What `separator.join` gives, with the separator of the language that is spoken."""
+    return spoken(joined(separator, said))
 
 
 def part_name(part: str) -> Text:

@@ -11,7 +11,7 @@ from dash import dcc, html
 
 from rankscope.analysis.finding import Evidence, Finding, Report
 from rankscope.analysis.report import digest, phrases, quantities, svg
-from rankscope.analysis.report.texts import detector_name, part_label, part_meaning, say
+from rankscope.analysis.report.texts import detector_name, part_label, part_meaning, say, together
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
 from rankscope.dashboard.page import Query, address, card, facts, quiet
@@ -210,7 +210,7 @@ def _steps(report: Report) -> list[Any]:
     line, per_point = svg.step_chart(step_ns, points=_STEP_POINTS)
     caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
     if per_point > 1:
-        caption = f"{caption} {say('steps.binned', per_point)}"
+        caption = together(" ", (caption, say("steps.binned", per_point)))
     return [Chart(line, title=say("steps")), quiet(caption)]
 
 
