@@ -194,7 +194,7 @@ def _finding(
         cost = text("all ranks are blocked {transfer} per step while bytes move", transfer=duration(transfer.ns.ns))
     else:
         cost = text(
-            "transfers between nodes take {transfer} per step, up to {lost} of it for this",
+            "transfers between nodes take {transfer} per step, up to {lost} more than at that rate",
             transfer=duration(transfer.most_ns),
             lost=duration(share * transfer.most_ns),
         )

@@ -334,12 +334,14 @@ class _Drawn:
     kind: pl.Expr
     name: pl.Expr
     start: pl.Expr | None = None
+    end: pl.Expr | None = None
     middle: pl.Expr | None = None
     then: pl.Expr | None = None
 
     @property
     def times(self) -> dict[str, pl.Expr]:
-        return {"start_ns": pl.col("start_ns") if self.start is None else self.start, "end_ns": pl.col("end_ns")}
+        start = pl.col("start_ns") if self.start is None else self.start
+        return {"start_ns": start, "end_ns": pl.col("end_ns") if self.end is None else self.end}
 
     @property
     def columns(self) -> dict[str, pl.Expr]:
@@ -364,12 +366,14 @@ def _regions(_: pl.DataFrame) -> _Drawn:
 
 
 def _collectives(_: pl.DataFrame) -> _Drawn:
-    """Waiting and transfer of an operation apart, where they are known."""
+    """Waiting and transfer of an operation apart, where they are known, and when; where only how long, its call."""
     start = pl.coalesce("device_start_ns", "start_ns")
-    known = pl.col("wait_ns").is_not_null()
+    known = pl.col("wait_ns").is_not_null() & pl.col("end_ns").is_not_null()
+    called = pl.col("transfer_ns").is_not_null()
     return _Drawn(
         track=pl.format("group {}", pl.coalesce("group", pl.lit("unknown"))),
         start=start,
+        end=pl.coalesce("end_ns", pl.when(called).then("issued_ns")),
         middle=pl.when(known).then(pl.min_horizontal(start + pl.col("wait_ns"), "end_ns")),
         kind=pl.when(known).then(_CODE["wait"]).otherwise(_CODE["unsplit"]),
         then=pl.lit(_CODE["transfer"]),
