@@ -132,6 +132,7 @@ def recorded(*rows, until, steps=(), said_late=False):
                 "start_ns": round(start * second),
                 "end_ns": None if end is None else round(end * second),
                 "instance_id": seq if whole else None,
+                "group_size": 3,
                 "peer": -1,
                 "tag": 0,
                 "size_bytes": 8,
@@ -142,7 +143,7 @@ def recorded(*rows, until, steps=(), said_late=False):
     )
     regions = pl.DataFrame({"start_ns": [], "end_ns": []}, schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
     counters = pl.DataFrame({"time_ns": [round(until * second)]})
-    lengths = pl.DataFrame({"start_ns": [0 for _ in steps], "end_ns": [s * second for s in steps]})
+    lengths = pl.DataFrame({"start_ns": [0 for _ in steps], "end_ns": [round(s * second) for s in steps]})
     return last_progress(collectives, regions, counters, lengths.cast(pl.Int64), said_late=said_late)
 
 
@@ -169,6 +170,15 @@ def test_recorded_run_that_ended_soon_or_has_long_steps_was_not_hung():
     slow = (STUCK, 14.5, (4, 4))
     for rows, until, steps in (soon, slow):
         assert recorded(*rows, until=until, steps=steps)["seq"].null_count() == 3
+
+
+def test_timeout_of_2_seconds_was_a_hang_if_a_rank_never_came():
+    """Operation 2 failed on ranks 0 and 1 after 2 s, which are 20 steps of 0.1 s, or 4 of 0.5 s."""
+    failed = (*STUCK[:3], (0, 2, 2, 4, False), (1, 2, 2, 4, False))
+    assert held(recorded(*failed, until=4.1, steps=(0.1, 0.1))) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
+    assert recorded(*failed, until=4.1, steps=(0.5, 0.5))["seq"].null_count() == 3
+    all_came = (*failed, (2, 2, 2, None, False))  # its end may only have been lost
+    assert recorded(*all_came, until=4.1, steps=(0.1, 0.1))["seq"].null_count() == 3
 
 
 def test_operation_whose_end_was_lost_does_not_hold_its_rank():

@@ -9,7 +9,8 @@ for nobody themselves, are to blame:
 - held in an operation that others have finished: the device, or its link, does not finish it;
 - all ranks in the same operation, and none finishes it: the transport, or a desync if they do not do the same thing.
 
-In a recorded run an operation counts only if the job stood still for 10 s and for 5 steps at its end. Ranks that wait
+In a recorded run an operation counts only if the job stood still for 10 s and for 5 steps at its end; 1 s and 5 steps
+are enough where an operation that needs all its ranks ended though one never came to it: it failed. Ranks that wait
 for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
 too; it is no culprit, since it waits itself.
 

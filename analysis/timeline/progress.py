@@ -5,9 +5,12 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.collectors.schema import P2P_OPS, STILL_NS, STILL_STEPS
 
 __all__ = ["last_begun_ns", "last_progress"]
+
+_FAILED_NS = 1_000_000_000  # instead of STILL_NS, where an operation is known to have failed
 
 
 def last_progress(
@@ -23,7 +26,8 @@ def last_progress(
     Operations count as outstanding only if the job stood still at the end of the recording: no rank began anything for
     10 s, or for 5 median steps if that is longer, while the nodes' counters were still sampled. `collectives` is the
     matched table: an operation that all its ranks ended is not outstanding, however long it took. One that ended on
-    some ranks only, after as long, was ended by what ended the job.
+    some ranks only, after as long, was ended by what ended the job. Where one ended that cannot without a rank that
+    never came to it, it failed, by a timeout or with that rank: then 1 s is enough.
 
     Of operations whose ends are never seen, as NCCL's, those count that some member has not called, if NCCL's RAS said
     that a rank was late (`said_late`); else it is not known how far the rank was (`completed` is null).
@@ -31,7 +35,9 @@ def last_progress(
     numbered = collectives.with_columns(pl.col("op").is_in(P2P_OPS).alias("_p2p"))
     length_ns = steps["end_ns"] - steps["start_ns"]
     median_ns = length_ns.median()
-    still_ns = max(STILL_NS, STILL_STEPS * (median_ns if isinstance(median_ns, float) else 0))
+    steps_ns = STILL_STEPS * (median_ns if isinstance(median_ns, float) else 0)
+    failed = steps_ns > 0 and _has_failed(numbered, max(_FAILED_NS, steps_ns))
+    still_ns = max(_FAILED_NS if failed else STILL_NS, steps_ns)
     lasted = (pl.col("end_ns") - pl.col("start_ns")).fill_null(still_ns) >= still_ns
     outstanding = pl.col("instance_id").is_null() & lasted & _none_later_ended()
     if not _stands_still(collectives, regions, counters, still_ns):
@@ -62,6 +68,15 @@ def _stands_still(collectives: pl.DataFrame, regions: pl.DataFrame, counters: pl
     begun_ns = last_begun_ns(collectives, regions)
     until = counters["time_ns"].max()
     return begun_ns is not None and isinstance(until, int) and until - begun_ns >= still_ns
+
+
+def _has_failed(numbered: pl.DataFrame, after_ns: float) -> bool:
+    """Whether an operation ended, after so long, to which a rank never came that it cannot end without."""
+    all_recorded = pl.col("rank").n_unique().over("group_id") == pl.col("group_size")
+    came = pl.len().over("group_id", "seq", "op") == pl.col("group_size")
+    lasted = pl.col("end_ns") - pl.col("start_ns") >= after_ns
+    unlike = pl.col("op").is_in(MUTUAL_OPS) & all_recorded & ~came & lasted & _none_later_ended()
+    return bool(numbered.select(unlike.any()).item())
 
 
 def last_begun_ns(collectives: pl.DataFrame, regions: pl.DataFrame) -> int | None:
