@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,11 @@ def cpu_ns_per_call(call: Callable[[], object], calls: int) -> float:
     return statistics.median(times)
 
 
+def cpu_ns_of(thread: int | None) -> int:
+    """CPU time that a thread of this process has had."""
+    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0])
+
+
 def measure() -> dict[str, float]:
     """CPU time per call of everything that rankscope hooks into, ns, in this process."""
     import torch
@@ -45,6 +51,7 @@ def measure() -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     import rankscope
+    from rankscope.collectors import session
     from rankscope.collectors.ring import Ring
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests/cuda"))
@@ -99,16 +106,16 @@ def measure() -> dict[str, float]:
     else:
         with tempfile.TemporaryDirectory() as folder:
             pretend(build(Path(folder)))
-    rankscope.step()  # the collector begins
+    rankscope.step()  # marks begin
     time.sleep(0.5)
-
-    def second_of_marks() -> None:
-        for _ in range(20):
-            rankscope.step()
-            time.sleep(0.05)
-
-    results["rankscope.step, with CUDA"] = cpu_ns_per_call(rankscope.step, 100)  # fewer than there are events
-    results["a second of 20 such steps, else idle"] = cpu_ns_per_call(second_of_marks, 1)
+    mark = session._session.emit.mark if session._session else lambda _: None
+    results["a mark of device_marks"] = cpu_ns_per_call(lambda: mark(0), 100)  # fewer than there are events
+    looking = [thread.native_id for thread in threading.enumerate() if thread.name == "rankscope-device"]
+    before = sum(map(cpu_ns_of, looking))
+    for _ in range(100):
+        mark(0)
+        time.sleep(0.05)
+    results["the thread that sees 20 marks, per second"] = (sum(map(cpu_ns_of, looking)) - before) / 5
     dist.destroy_process_group()
     return results
 
