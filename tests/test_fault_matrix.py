@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 import real
 from faults import DOSES, Case, simulated
 from record import write
-from score import answer, nvrx, scores
+from score import answer, nvrx, scores, show
 from simulate import PARALLELS, Job, healthy_resources, run, step_ns
 
 JOB = Job(parallel="ddp", ranks=16, steps=14, compute_ns=90e6)
@@ -149,6 +149,20 @@ def test_verdicts_are_counted_as_a_classifiers():
     ]
     runs, precision, recall, f1, culprit = scores(rows, "slow_rank")
     assert (runs, precision, recall, f1, culprit) == (4, pytest.approx(2 / 3), 0.5, pytest.approx(4 / 7), 0.5)
+
+
+def test_a_fault_that_costs_nothing_is_left_out_and_counted(capsys):
+    rows = [_row(["slow_rank"], ("slow_rank", 1)), _row(["slow_rank"])]
+    case = {"kind": "slow_rank", "dose": "loud", "seed": 0}
+    for row, fraction in zip(rows, (0.1, 0.002), strict=True):
+        row["truth"][0] |= {"cost_fraction": fraction, "cost_ns": fraction * 1e8}
+        row |= {"case": case, "job": {"parallel": "ddp", "ranks": 8}, "nvrx": [], "hta": []}
+        for found in row["found"]:
+            found |= {"cost_fraction": 0.1, "cost_ns": 1e7}
+    show(rows)
+    said = capsys.readouterr().out
+    assert "costs less than 1% of the step: 1 runs (slow_rank/loud/0 (ddp, 8 ranks): healthy)" in said
+    assert "slow_rank                   1      1.00    1.00   1.00" in said
 
 
 def test_abstention_is_not_health():

@@ -39,6 +39,7 @@ NOTHING, NOT_CHECKED = "healthy", "not checked"
 _DETECTOR = {"sporadic_rank": "slow_rank", "slow_node": "slow_rank"}  # else the kind's own name
 _SEEDS, _QUICK = 40, 3  # seeds of each kind and dose, half of them for each split; of each split when quick
 _NVRX_SCORE = 0.75
+_NO_COST = 0.01  # share of the step below which a planted fault is none
 _WARMUP, _LENGTHS = 2, (*range(4, 13), 14, 17, 22)  # steps, after which a recording is judged
 _ALARM_LENGTHS = (4, 5, 6, 8, 10, 14, 20)  # the same, of healthy jobs
 
@@ -191,7 +192,7 @@ def _match(row: Row, kind: str) -> Row | None:
 
 def show(rows: list[Row], out: Callable[[str], None] = print) -> None:
     """All tables."""
-    single = [r for r in rows if len(r["truth"]) == 1]
+    single = _with_a_cost([r for r in rows if len(r["truth"]) == 1], out)
     clean = [r for r in rows if not r["truth"]]
     for dose in DOSES:
         some = [r for r in single if r["case"]["dose"] == dose]
@@ -203,6 +204,17 @@ def show(rows: list[Row], out: Callable[[str], None] = print) -> None:
     _two(rows, out)
     _clean(clean, out)
     _baselines(single, clean, out)
+
+
+def _with_a_cost(rows: list[Row], out: Callable[[str], None]) -> list[Row]:
+    """The rows whose fault costs something; what costs nothing is no fault. The others are counted."""
+    kept = [r for r in rows if r["truth"][0]["kind"] == "hang" or r["truth"][0]["cost_fraction"] >= _NO_COST]
+    left = [f"{_name(r)}: {answer(r)}" for r in rows if r not in kept]
+    if left:
+        out(
+            f"\nleft out, a fault that costs less than {_NO_COST:.0%} of the step: {len(left)} runs ({', '.join(left)})"
+        )
+    return kept
 
 
 def _table(rows: list[Row], dose: str, out: Callable[[str], None]) -> None:
