@@ -165,6 +165,13 @@ def test_bursts_of_one_rank_are_found_and_their_steps_named():
     assert "every 5th step" in finding.title
 
 
+@pytest.mark.parametrize(("bursts_ms", "found"), [([300, 310], 1), ([300], 0), ([300, 80], 0)])
+def test_two_bursts_that_are_alike_tell_a_rank_from_chance(bursts_ms, found):
+    at = dict(zip((2, 7), bursts_ms, strict=False))
+    own = {rank: [180] * 10 for rank in range(3)} | {3: [180 + at.get(step, 0) for step in range(10)]}
+    assert [(f.ranks, f.steps) for f in slow(job(own))] == [((3,), (2, 7))] * found
+
+
 def test_bursts_are_found_on_a_rank_that_is_always_a_little_behind_elsewhere():
     """Rank 3: forward takes 150 ms longer in every 5th step, backward half a ms longer in each."""
     own = {rank: [180.0] * STEPS for rank in range(4)}
@@ -424,6 +431,14 @@ def test_two_collections_that_are_alike_tell_more_than_one(pauses_ms, found):
     assert len(collecting(job({rank: [100] * STEPS for rank in range(4)}, gc=gc))) == found
 
 
+@pytest.mark.parametrize(("ms", "found"), [(100, 1), (40, 0)])
+def test_one_collection_is_its_own_evidence_where_it_takes_a_tenth_of_all_time(ms, found):
+    """Of 5 steps of 110 ms one takes 100 longer; how often it comes back is not known: 20 ms more or less."""
+    own = {rank: [100] * 5 for rank in range(4)}
+    findings = collecting(job(own, gc={3: [0, 0, ms, 0, 0]}))
+    assert [(f.ranks, f.lost_ns_per_step, f.uncertainty_ns) for f in findings] == [((3,), 20 * MS, 20 * MS)] * found
+
+
 def test_ranks_that_collect_in_different_steps_cost_the_sum():
     """Each of 4 ranks collects for 50 ms in every 8th step, never together: 4 × 50 / 8 = 25 ms per step."""
     own = {rank: [100] * STEPS for rank in range(4)}
@@ -561,6 +576,14 @@ def test_slow_link_that_costs_little_is_silent():
 @pytest.mark.parametrize(("slow_rate", "found"), [(60, 0), (45, 1)])
 def test_slow_link_speaks_from_half_the_rate_of_the_others(slow_rate, found):
     assert len(linked(all_pairs(3, [{0, 1}, {1, 2}], slow_rate=slow_rate))) == found
+
+
+@pytest.mark.parametrize(("scatter", "found"), [(2, 1), (20, 0)])
+def test_among_many_links_one_is_slow_if_it_is_clear_of_their_scatter(scatter, found):
+    """A ring of 20 nodes: of its 20 links the two of node 7 get through 70 MB/s, the others about 100."""
+    rng = random.Random(0)
+    rates = {(a, (a + 1) % 20): 70 if 7 in (a, a + 1) else 100 + rng.gauss(0, scatter) for a in range(20)}
+    assert [f.nodes for f in linked(edges(rates), nodes=20)] == [(7,)] * found
 
 
 def test_two_nodes_are_judged_by_their_two_directions_only():

@@ -56,6 +56,20 @@ def test_compute_that_grows_by_20_percent_costs_a_tenth_of_the_first_step():
     assert [seen.note for seen in finding.evidence] == ["step 0: 100 ms", "step 59: 120 ms"]
 
 
+def test_what_grew_before_the_first_judged_step_is_lost_too():
+    """Judged are steps 10 to 59: on average step 34.5, at half a ms more in each."""
+    breakdown, steps = tables({"compute": lambda _, step: 90 + step / 2})
+    (finding,) = drift.detect(*(frame.filter(pl.col("step") >= 10) for frame in (breakdown, steps)))
+    assert finding.lost_ns_per_step == pytest.approx(34.5 / 2 * MS, rel=1e-6)
+
+
+def test_of_one_rank_it_costs_what_it_is_beyond_the_others():
+    """Rank 2 takes 80 ms at first and 1 more in each step, the others 90: from step 10 on they wait for it."""
+    (finding,) = drift.detect(*tables({"compute": lambda rank, step: 80 + step if rank == 2 else 90}))
+    assert finding.ranks == (2,)
+    assert finding.lost_ns_per_step == pytest.approx(sum(range(50)) / 60 * MS, rel=0.02)
+
+
 def test_ranks_on_which_it_grows_are_named_and_waiting_is_not_what_grows():
     (finding,) = drift.detect(
         *tables({"compute": lambda *_: 90, "input": lambda rank, step: 1 + (step / 2 if rank == 2 else 0)})

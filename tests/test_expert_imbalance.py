@@ -58,6 +58,16 @@ def test_a_rank_with_popular_experts_costs_what_the_mean_would_spare():
     assert finding.evidence[0].note == "received 13,000,000 bytes"
 
 
+def test_what_another_group_takes_anyway_is_no_loss():
+    """Its group's longest would go from 36 to 18 ms, but the other group takes 30: 6 are lost."""
+    popular, usual = tables(lambda _: [1, 1, 13, 1]), tables(lambda _: [4, 4, 4, 4], usual_ms=22)
+    others = [frame.with_columns(pl.col("rank") + 4) for frame in usual]
+    others[1] = others[1].with_columns(group=pl.lit("ep1"))
+    (finding,) = expert_imbalance.detect(*(pl.concat(both) for both in zip(popular, others, strict=True)))
+    assert (finding.ranks, finding.groups) == ((2,), ("ep",))
+    assert finding.lost_ns_per_step == pytest.approx(6 * MS, rel=1e-6)
+
+
 def test_where_now_one_now_another_receives_more_all_ranks_are_named():
     (finding,) = expert_imbalance.detect(*tables(lambda step: np.roll([1, 1, 13, 1], step)))
     assert finding.ranks == (0, 1, 2, 3)

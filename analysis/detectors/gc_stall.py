@@ -2,7 +2,8 @@
 
 **Signal.** The gc part of the step, from `gc.callbacks`, where it is not hidden behind blocked communication. Each
 step counts with its longest collection over the ranks, since ranks that collect in different steps stop the job
-each time. Reported above `min_fraction` of the step and `min_ns` per step.
+each time. Reported above `min_fraction` of the step and `min_ns` per step. A collection is its own evidence: one that
+takes `min_fraction_once` of all judged time is reported, though nobody knows yet how often it comes back.
 
 **Why it costs time.** A full collection visits every object of the process. The main thread launches nothing
 meanwhile, and all ranks wait for it in the next collective; with N ranks that collect at different times the job
@@ -35,12 +36,16 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("gc_pauses",)
 
-_SEVERAL = 2  # steps
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
 
 
 def detect(
-    breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.01, min_ns: int = 1_000_000
+    breakdown: pl.DataFrame,
+    regions: pl.DataFrame,
+    *,
+    min_fraction: float = 0.01,
+    min_fraction_once: float = 0.10,
+    min_ns: int = 1_000_000,
 ) -> list[Finding]:
     """Name the ranks whose collections stop the job, in one finding."""
     grid = judged_grid(breakdown, FEW_STEPS)
@@ -48,9 +53,9 @@ def detect(
     longest = collecting.max(axis=0)
     shows = longest > longest.mean() / 2
     # How sure their mean is, tell the collections themselves: one in five steps is as much a fact as one in each.
-    scatter = over_occurrences(longest, shows) if shows.sum() >= _SEVERAL else estimate(longest)
-    lost = Estimate(float(longest.mean()), scatter.half_width_ns)
-    if not lost.clear or lost.ns < max(min_fraction * grid.step_ns, min_ns):
+    lost = Estimate(float(longest.mean()), over_occurrences(longest, shows).half_width_ns)
+    once = longest.max() >= min_fraction_once * len(longest) * grid.step_ns
+    if not (lost.clear or once) or lost.ns < max(min_fraction * grid.step_ns, min_ns):
         return []
     # A device may still be busy, or wait for another rank, while its host collects: the cause is the same.
     per_rank = regions.filter(pl.col("kind") == "gc").group_by("rank").agg(ns=_LENGTH.sum())

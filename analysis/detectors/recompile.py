@@ -1,14 +1,16 @@
 """torch.compile compiles again while the job trains, and the ranks stand still meanwhile.
 
 **Signal.** Compilations on the main thread in at least `min_steps` judged steps, so after warm-up, that take more than
-`min_fraction` of all judged time. Each step counts with its longest compilation over the ranks.
+`min_fraction` of all judged time. Each step counts with its longest compilation over the ranks. One step is enough
+where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once` of that time.
 
 **Why it costs time.** A compiled graph holds for what its guards saw: shapes, types, values of Python variables. When
 one changes, the code is compiled anew, which takes seconds on the host; the device runs dry, and all ranks wait for the
 one that compiles. A graph break splits a graph into several, each of which is compiled again.
 
 **False alarms.** A first compilation that comes late (an evaluation, a phase of training with other shapes) is paid
-once; it is reported only if it happens in several steps. Compilations in other threads or processes are not seen.
+once; it is reported only if it happens in several steps. So is what makes sizes dynamic, in a short recording.
+Compilations in other threads or processes are not seen.
 
 **What to try.** Read the reason that is named: for a size that changes, `torch._dynamo.mark_dynamic` or
 `torch.compile(dynamic=True)`, or pad to a few sizes; for a Python number, make it a tensor. `TORCH_LOGS=recompiles`
@@ -34,18 +36,26 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ("compile",)
 
+_SECOND = r"^compile \S*/[1-9]"
 _REASON = r"^compile \S+: (?:\S+/\S+: )?(.+)$"
 
 
 def detect(
-    breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.02, min_steps: int = 2
+    breakdown: pl.DataFrame,
+    regions: pl.DataFrame,
+    *,
+    min_fraction: float = 0.02,
+    min_fraction_once: float = 0.10,
+    min_steps: int = 2,
 ) -> list[Finding]:
     """Name the ranks that compile in judged steps, in one finding."""
     grid = judged_grid(breakdown, FEW_STEPS)
     compiling = grid.of("compile")
     longest = compiling.max(axis=0)
     shows = longest > 0
-    if shows.sum() < min_steps or longest.mean() < min_fraction * grid.step_ns:
+    several = shows.sum() >= min_steps
+    least = min_fraction if several else min_fraction_once
+    if not (several or _again(regions)) or longest.mean() < least * grid.step_ns or not shows.any():
         return []
     per_rank = compiling.mean(axis=1)
     ranks = tuple(rank for rank, mean in zip(grid.ranks, per_rank, strict=True) if mean >= per_rank.max() / 2)
@@ -77,6 +87,11 @@ def detect(
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.02) -> int:
     """The smallest mean compilation per step that would have been reported."""
     return round(min_fraction * judged_grid(breakdown, FEW_STEPS).step_ns)
+
+
+def _again(regions: pl.DataFrame) -> bool:
+    """Whether code was compiled that had been compiled before, as `compile 0/1` says."""
+    return bool(regions.filter(pl.col("kind") == "compile")["name"].str.contains(_SECOND).any())
 
 
 def _commonest_reason(regions: pl.DataFrame) -> str:

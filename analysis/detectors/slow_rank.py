@@ -107,7 +107,7 @@ _MANY = 16  # with more ranks, leaving the judged one out does not change how mu
 _LARGER_PART = 0.5
 _MOST_MIXED = 0.1  # of the step: with more, silence is no proof of health
 _STRETCHES = 16  # steps from which there are four stretches of them or more
-_MIN_BURSTS = 4  # fewer are not told from chance
+_MIN_BURSTS = 2  # one may be anything; that two are alike tells them from chance
 _BURST_Z, _BURST_SHARE = (
     5,
     0.8,

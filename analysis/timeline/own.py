@@ -190,9 +190,12 @@ def half_width(standard_error: Floats, count: int) -> Floats:
 
 
 def over_occurrences(values: Floats, when: NDArray[np.bool_]) -> Estimate:
-    """Mean of `values` over all steps, 0 where not `when`; the half width is of what happened, not of how often."""
+    """Mean of `values` over all steps, 0 where not `when`; the half width is of what happened, not of how often.
+
+    Of what happened once it is the mean itself, one more or one less, so that it is not clear of zero.
+    """
     times, steps = int(when.sum()), len(when)
-    each = estimate(values[when])
+    each = estimate(values[when]) if times > 1 else Estimate(*2 * (float(values[when].sum()),))
     return Estimate(each.ns * times / steps, each.half_width_ns * times / steps)
 
 
