@@ -12,19 +12,21 @@ import dash_mantine_components as dmc
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Response, redirect, request
 
+from rankscope.analysis.language import LANGUAGES, language, speak, spoken, text
 from rankscope.analysis.report import palette
 from rankscope.analysis.report.html import chart_styles
-from rankscope.dashboard.page import HOME, address, all_pages, empty, query_of, quiet
+from rankscope.dashboard.page import HOME, address, all_pages, empty, in_language, query_of, quiet, run_in_language
 from rankscope.dashboard.state import STAGES, Progress
 from rankscope.dashboard.state import State as Runs
 
 __all__ = ["create_app"]
 
+_COOKIE = "rankscope-language"
 _TICK_MS = 700
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 _INDEX = """<!DOCTYPE html>
-<html lang="en">
+<html lang="LANGUAGE">
 <head>
 {%metas%}
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -45,9 +47,18 @@ HATCHES
 </html>"""
 
 
-def create_app(runs: Runs, *, token: str = "", host: str = "localhost") -> Dash:
-    """The app on these runs. With a token, only who has it sees anything; without, only this machine's browsers do."""
-    app = Dash(
+class _App(Dash):
+    def interpolate_index(self, *args: Any, **parts: Any) -> Any:  # noqa: ANN401 - as Dash has it
+        page = super().interpolate_index(*args, **parts)  # type: ignore[no-untyped-call]
+        return page.replace("LANGUAGE", LANGUAGES[language()], 1)
+
+
+def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: str = "en") -> Dash:
+    """The app on these runs. With a token, only who has it sees anything; without, only this machine's browsers do.
+
+    A browser that asked for `?lang=zh` is answered in it from then on, the others in `lang`.
+    """
+    app = _App(
         __name__, title="rankscope", update_title="", suppress_callback_exceptions=True, include_pages_meta=False
     )
     app.scripts.config.serve_locally = True
@@ -61,6 +72,7 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost") -> Dash:
     )
     app.layout = lambda: _frame(runs)
     _guard(app, token, {*_LOCAL, host})
+    _speak(app, lang)
     app.callback(
         Output("page", "children"),
         Output("navigation", "children"),
@@ -105,7 +117,7 @@ def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
                 darkIcon=html.Span("☾"),
                 variant="subtle",
                 color="gray",
-                **{"aria-label": "Light or dark"},
+                **{"aria-label": spoken(text("Light or dark"))},
             ),
         ],
         className="header",
@@ -115,7 +127,7 @@ def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
     )
     shell = dmc.AppShell(
         [
-            html.A("Skip to the page", href="#page", className="skip"),
+            html.A(spoken(text("Skip to the page")), href="#page", className="skip"),
             dmc.AppShellHeader(header),
             dmc.AppShellNavbar(html.Nav(id="navigation"), p="xs"),
             dmc.AppShellMain(html.Main(id="page", tabIndex="-1")),
@@ -135,7 +147,10 @@ def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
             shell,
         ],
         defaultColorScheme="auto",
-        theme={"fontFamily": 'system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif'},
+        theme={
+            "fontFamily": 'system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", "PingFang SC", '
+            '"Microsoft YaHei", "Noto Sans CJK SC", "Source Han Sans SC", sans-serif'
+        },
     )
 
 
@@ -151,8 +166,12 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
     page = all_pages().get(name)
     navigation = _navigation(name, key, len(runs.keys))
     if key not in runs.keys or page is None:
-        what = f"No run “{key}” was opened here." if key not in runs.keys else f"There is no page “{name}”."
-        return empty("Nothing here", what), navigation, None, None
+        what = (
+            text("No run “{key}” was opened here.", key=key)
+            if key not in runs.keys
+            else text("There is no page “{name}”.", name=name)
+        )
+        return in_language(empty(text("Nothing here"), what)), navigation, None, None
     progress = runs.progress(key)
     now = [name, key, search or "", "ready" if progress.run else "loading"]
     if shown == now and progress.run and getattr(page, "KEEPS", False):
@@ -161,12 +180,17 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
         early = progress.scene is not None and hasattr(page, "early")
         shown_now = page.early(key) if early else _loading(progress)
         return shown_now, navigation, _run_names(runs, name, key), now
-    return page.layout(progress.run, query), navigation, _run_names(runs, name, key), now
+    return (
+        in_language(page.layout(run_in_language(progress.run, language()), query)),
+        navigation,
+        _run_names(runs, name, key),
+        now,
+    )
 
 
 def _navigation(current: str, run: str, opened: int) -> list[Any]:
     return [
-        dmc.NavLink(label=page.TITLE, href=address(name, run), active=name == current, className="nav-link")
+        dmc.NavLink(label=spoken(page.TITLE), href=address(name, run), active=name == current, className="nav-link")
         for name, page in all_pages().items()
         if opened > 1 or not getattr(page, "OF_TWO", False)
     ]
@@ -185,15 +209,25 @@ def _run_names(runs: Runs, page: str, current: str) -> Any:  # noqa: ANN401
 def _loading(progress: Progress) -> Any:  # noqa: ANN401
     """What is being done; or, if it failed, why."""
     if progress.error:
-        return dmc.Alert(progress.error, title=f"{progress.name} cannot be shown", color="red", variant="light")
+        return dmc.Alert(
+            progress.error,
+            title=spoken(text("{name} cannot be shown", name=progress.name)),
+            color="red",
+            variant="light",
+        )
     stages = [
         html.Li(
-            f"{text} …" if i == progress.stage else text, className=("done", "now", "later")[_order(i, progress.stage)]
+            f"{said} …" if i == progress.stage else said, className=("done", "now", "later")[_order(i, progress.stage)]
         )
-        for i, text in enumerate(STAGES)
+        for i, said in enumerate(map(spoken, STAGES))
     ]
     return html.Div(
-        [dmc.Loader(size="sm"), html.Div([html.H1(f"Opening {progress.name}"), html.Ol(stages, className="stages")])],
+        [
+            dmc.Loader(size="sm"),
+            html.Div(
+                [html.H1(spoken(text("Opening {name}", name=progress.name))), html.Ol(stages, className="stages")]
+            ),
+        ],
         className="loading",
     )
 
@@ -216,12 +250,14 @@ def _status(progress: Progress, page: str) -> Any:  # noqa: ANN401
     run = progress.run
     if run is None:
         return None if progress.scene is None else quiet(progress.error or f"{STAGES[progress.stage]} …")
-    said = "" if page == HOME else run.report.verdict  # there it is the headline
+    said = "" if page == HOME else spoken(run.report.verdict)  # there it is the headline
     verdict = html.Div(said, className="verdict-line", title=said)
     if not run.running:
         return verdict
     read_at = time.strftime("%H:%M:%S", time.localtime(run.read_at))
-    badge = dmc.Badge(f"still running · as of {read_at}", variant="dot", color="blue", className="badge")
+    badge = dmc.Badge(
+        spoken(text("still running · as of {time}", time=read_at)), variant="dot", color="blue", className="badge"
+    )
     return html.Div([badge, verdict], className="status")
 
 
@@ -250,6 +286,22 @@ def _guard(app: Dash, token: str, hosts: set[str]) -> None:
         return response
 
     app.server.after_request(seal)
+
+
+def _speak(app: Dash, usual: str) -> None:
+    """Answer each request in the language of its address, else in that of its cookie, else in the usual one."""
+
+    def choose() -> None:
+        asked = request.args.get("lang", request.cookies.get(_COOKIE, ""))
+        speak(asked if asked in LANGUAGES else usual)
+
+    def keep(response: Response) -> Response:
+        if request.args.get("lang") in LANGUAGES:
+            response.set_cookie(_COOKIE, language(), samesite="Strict")
+        return response
+
+    app.server.before_request(choose)
+    app.server.after_request(keep)
 
 
 _ASK = """<!doctype html><html lang="en"><title>rankscope</title>

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -26,8 +26,11 @@ import dash_ag_grid as dag
 import dash_mantine_components as dmc
 import polars as pl
 from dash import dcc, html
+from dash.development.base_component import Component
 
+from rankscope.analysis.language import Text, speaking, spoken
 from rankscope.dashboard import pages
+from rankscope.dashboard.state import Run
 
 __all__ = [
     "HOME",
@@ -39,9 +42,11 @@ __all__ = [
     "empty",
     "facts",
     "heading",
+    "in_language",
     "plot",
     "query_of",
     "quiet",
+    "run_in_language",
     "table",
 ]
 
@@ -58,6 +63,26 @@ def all_pages() -> dict[str, ModuleType]:
     """Every page by name, in the order of the navigation."""
     found = [import_module(f"{pages.__name__}.{module.name}") for module in pkgutil.iter_modules(pages.__path__)]
     return {page.__name__.rpartition(".")[2]: page for page in sorted(found, key=lambda page: int(page.ORDER))}
+
+
+def in_language(page: Any) -> Any:  # noqa: ANN401 - a component, or what holds some
+    """The page with its texts in the language that is spoken."""
+    if isinstance(page, Component):
+        for name, value in page.to_plotly_json()["props"].items():  # type: ignore[no-untyped-call]
+            setattr(page, name, in_language(value))
+        return page
+    if isinstance(page, dict):
+        return {name: in_language(value) for name, value in page.items()}
+    if isinstance(page, (list, tuple)) and page and not isinstance(page[0], (int, float)):
+        return type(page)(in_language(value) for value in page)
+    return spoken(page) if isinstance(page, Text) else page
+
+
+@lru_cache(maxsize=8)
+def run_in_language(run: Run, language: str) -> Run:
+    """The run with its report in this language. The same one each time, since pages keep what they made of it."""
+    with speaking(language):
+        return replace(run, report=spoken(run.report))
 
 
 def address(page: str, run: str = "", **query: object) -> str:

@@ -16,6 +16,7 @@ import polars as pl
 
 from rankscope.analysis.diagnose import report_on
 from rankscope.analysis.finding import Report
+from rankscope.analysis.language import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl import nccl_durations, nccl_waits
@@ -28,7 +29,7 @@ from rankscope.dashboard.timeline.stored import build_or_store, fingerprint, loa
 
 __all__ = ["STAGES", "Progress", "Run", "State"]
 
-STAGES = ("Reading the run", "Matching operations and cutting up the steps", "Judging")
+STAGES = (text("Reading the run"), text("Matching operations and cutting up the steps"), text("Judging"))
 _POLL_S = 2.0  # how often a run that goes on is looked at
 _REST = 3.0  # times the last analysis took, between two of them
 

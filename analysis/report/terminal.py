@@ -391,7 +391,7 @@ def _gaps(report: Report, *, limit: int | None) -> list[RenderableType]:
     groups = digest.gap_groups(report)
     if not groups:
         return [_text(say("gaps.none"))]
-    table = _pairs((group.table, f"{gap_extent(group)}: {group.why}") for group in groups[:limit])
+    table = _pairs((group.table, say("gaps.where", gap_extent(group), group.why)) for group in groups[:limit])
     if limit is None or len(groups) <= limit:
         return [table]
     return [table, _text(say("gaps.more", len(groups) - limit, len(groups)), "dim")]

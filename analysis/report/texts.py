@@ -286,6 +286,7 @@ _ENGLISH: dict[str, str] = {
     "gaps.who": "where",
     "gaps.count": "rows missing",
     "gaps.count.unknown": "unknown",
+    "gaps.where": "{0}: {1}",
     "gaps.everywhere": "everywhere",
     "gaps.rows": "{0} rows missing",
     "gaps.more": "and {0} more, of {1} in all: see the full report",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.cost_model import Line, bus_factor, busbw, costs, lines, link_of
 from rankscope.collectors.schema import P2P_OPS
@@ -76,7 +77,7 @@ def bandwidth(found: pl.DataFrame) -> Figure | None:
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": f"group {name}" if name is not None else "other groups",
+                "name": text("group {name}", name=name) if name is not None else text("other groups"),
                 "x": rows["size_bytes"].to_list(),
                 "y": rows["busbw_bytes_per_s"].to_list(),
                 "marker": {"color": colour(number), "size": 9, "opacity": 0.8, "symbol": number % 8},
@@ -84,8 +85,8 @@ def bandwidth(found: pl.DataFrame) -> Figure | None:
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
-    x = log_axis("size of the largest tensor", known["size_bytes"].to_list(), bytes_text)
-    y = log_axis("busbw, median", known["busbw_bytes_per_s"].to_list(), lambda rate: f"{bytes_text(rate)}/s")
+    x = log_axis(text("size of the largest tensor"), known["size_bytes"].to_list(), bytes_text)
+    y = log_axis(text("busbw, median"), known["busbw_bytes_per_s"].to_list(), lambda rate: f"{bytes_text(rate)}/s")
     return figure(traces, x=x, y=y)
 
 
@@ -118,7 +119,11 @@ def algorithms(fit: Fit, moved: pl.DataFrame, interface_bytes_per_s: float | Non
         _curve("measured", sizes, factor * sizes / measured["ns"].to_numpy() * 1e9, mode="markers", color=colour(0))
     ]
     for number, (name, ns) in enumerate(curves.items()):
-        said, dash = (f"fitted, as {name}", "solid") if name == as_fitted else (name, _DASHES[number % len(_DASHES)])
+        said, dash = (
+            (text("fitted, as {name}", name=name), "solid")
+            if name == as_fitted
+            else (name, _DASHES[number % len(_DASHES)])
+        )
         rate = factor * shown / np.array(ns) * 1e9
         traces.append(_curve(said, shown, rate, mode="lines", color=colour(number), dash=dash))
     if interface_bytes_per_s:
@@ -127,8 +132,8 @@ def algorithms(fit: Fit, moved: pl.DataFrame, interface_bytes_per_s: float | Non
     rates = [value for trace in traces for value in trace["y"]]
     return figure(
         traces,
-        x=log_axis("size of the largest tensor", shown.tolist(), bytes_text),
-        y=log_axis("busbw", rates, lambda rate: f"{bytes_text(rate)}/s"),
+        x=log_axis(text("size of the largest tensor"), shown.tolist(), bytes_text),
+        y=log_axis(text("busbw"), rates, lambda rate: f"{bytes_text(rate)}/s"),
     )
 
 
@@ -170,7 +175,7 @@ def arrival_spread(collectives: pl.DataFrame) -> Figure | None:
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": f"group {name}",
+                "name": text("group {name}", name=name),
                 "x": list(range(101)),
                 "y": [max(ns, 1) for ns in at],
                 "line": {
@@ -182,8 +187,8 @@ def arrival_spread(collectives: pl.DataFrame) -> Figure | None:
                 "hovertemplate": f"group {name}: %{{x}} % of its operations within %{{text}}<extra></extra>",
             }
         )
-    x = axis("% of the group's operations", range=[0, 100])
-    y = log_axis("last minus first arrival", [value for trace in traces for value in trace["y"]], duration)
+    x = axis(text("% of the group's operations"), range=[0, 100])
+    y = log_axis(text("last minus first arrival"), [value for trace in traces for value in trace["y"]], duration)
     return figure(traces, x=x, y=y)
 
 

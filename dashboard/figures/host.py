@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from rankscope.analysis.language import text
 from rankscope.analysis.report.palette import LIGHT
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.report.texts import part_label
@@ -53,7 +54,7 @@ def _stacked(rows: pl.DataFrame, shown: Mapping[str, tuple[str, str]]) -> Figure
                 }
             )
     highest = per_bar.group_by("step").agg(pl.col("ns").sum())["ns"].quantile(0.99) or 1.0
-    y = time_axis("mean per rank", highest)
+    y = time_axis(text("mean per rank"), highest)
     return figure(traces, x=_steps_axis(every), y=y, barmode="stack", bargap=0.15, showlegend=True)
 
 
@@ -65,7 +66,7 @@ def ahead_over_steps(marks: pl.DataFrame) -> Figure:
         {
             "type": "scatter",
             "mode": "lines",
-            "name": f"end of {name}",
+            "name": text("end of {name}", name=name),
             "x": first_of.gather(points["step"]).to_list(),
             "y": points["ns"].to_list(),
             "line": {"color": colour(number)},
@@ -76,7 +77,7 @@ def ahead_over_steps(marks: pl.DataFrame) -> Figure:
         if len(points := per_point.filter(pl.col("name") == name))
     ]
     highest = max(per_point["ns"].to_list(), default=1.0)
-    return figure(traces, x=_steps_axis(every), y=time_axis("host ahead", highest), showlegend=True)
+    return figure(traces, x=_steps_axis(every), y=time_axis(text("host ahead"), highest), showlegend=True)
 
 
 def _in_bars(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.Series, int]:
@@ -89,7 +90,7 @@ def _in_bars(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.Series, int]:
 
 
 def _steps_axis(every: int) -> dict[str, Any]:
-    return axis(f"step (each point is the mean of {every})" if every > 1 else "step")
+    return axis(text("step (each point is the mean of {every})", every=every) if every > 1 else text("step"))
 
 
 def by_rank(breakdown: pl.DataFrame) -> pl.DataFrame:

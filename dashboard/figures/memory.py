@@ -6,6 +6,7 @@ from typing import Any
 
 import polars as pl
 
+from rankscope.analysis.language import text
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
 __all__ = ["by_rank", "lines"]
@@ -39,7 +40,7 @@ def lines(memory: pl.DataFrame, name: str, origin_ns: int) -> Figure:
     y = axis(
         "", range=[max(low - margin, 0), high + margin], tickvals=marks, ticktext=[_written(name, m) for m in marks]
     )
-    return figure(traces, x=axis("s since the first reading"), y=y, showlegend=True)
+    return figure(traces, x=axis(text("s since the first reading")), y=y, showlegend=True)
 
 
 def by_rank(memory: pl.DataFrame) -> pl.DataFrame:

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from rankscope.analysis.language import text
 from rankscope.analysis.report.palette import LIGHT
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD
@@ -96,9 +97,9 @@ def chart(rows: pl.DataFrame, longest_ns: int) -> Figure:
             }
         )
     stages = rows["stage"].unique().sort().to_list()
-    y = axis("stage", autorange="reversed", tickvals=stages, ticktext=[str(stage) for stage in stages])
+    y = axis(text("stage"), autorange="reversed", tickvals=stages, ticktext=[str(stage) for stage in stages])
     return figure(
-        traces, x=time_axis("since the step's first computation", longest_ns), y=y, barmode="overlay", bargap=0.25
+        traces, x=time_axis(text("since the step's first computation"), longest_ns), y=y, barmode="overlay", bargap=0.25
     )
 
 

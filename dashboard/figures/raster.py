@@ -9,17 +9,18 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.language import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.own import OWN
 
 __all__ = ["MISSING", "QUANTITIES", "Grid", "Picture", "View", "cell", "grid", "picture", "rank_order"]
 
 QUANTITIES = {
-    "own": "own work: all but communication, input, garbage collection and compilation",
-    "step": "step time",
-    "wait": "waiting for peers",
-    "transfer": "transfer",
-    "last": "how often the rank came last",
+    "own": text("own work"),
+    "step": text("step time"),
+    "wait": text("waiting for peers"),
+    "transfer": text("transfer"),
+    "last": text("how often the rank came last"),
 }
 _PARTS = {"own": OWN, "wait": ("wait", "bubble"), "transfer": ("transfer",)}
 MISSING = 255

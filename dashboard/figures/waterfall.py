@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rankscope.analysis.finding import Report
+from rankscope.analysis.language import text
 from rankscope.analysis.report.digest import Breakdown
 from rankscope.analysis.report.quantities import duration, scale_for, shares
 from rankscope.analysis.report.texts import part_label, part_meaning
@@ -39,20 +40,27 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
     scale = scale_for(total / ranks)
     times, whole = scale.row(sums, divisor=ranks)
     bars = list(_parts(split.parts, sums, times))
-    bars.append(_bar("sum", "step", "mean step", "the parts above add up to it", 1.0, whole, "100.0"))
+    bars.append(_bar("sum", "step", text("mean step"), text("the parts above add up to it"), 1.0, whole, "100.0"))
     useful = sum(ns for part, ns in zip(split.parts, sums, strict=True) if part in USEFUL) / total
-    said = "if nothing but work were left: no waiting, no transfer that is not hidden, no overhead"
+    said = text("if nothing but work were left: no waiting, no transfer that is not hidden, no overhead")
     bars.append(
-        _bar("ideal", "useful", "work only", said, useful, scale.row([round(useful * total)], divisor=ranks)[1])
+        _bar("ideal", "useful", text("work only"), said, useful, scale.row([round(useful * total)], divisor=ranks)[1])
     )
     best = max(report.findings, key=lambda finding: finding.gain_fraction or 0, default=None)
     if best is not None and best.gain_fraction and report.steps.mean_ns:
         gained_ns = best.gain_fraction * report.steps.mean_ns
         left_ns = max(total / ranks - gained_ns, 0)
-        label = f"finding {report.findings.index(best) + 1} mended"
+        label = text("finding {number} mended", number=report.findings.index(best) + 1)
         time = scale.row([round(left_ns)])[1]
         bars.append(
-            _bar("ideal", "mended", label, f"predicted: {duration(gained_ns)} less", left_ns * ranks / total, time)
+            _bar(
+                "ideal",
+                "mended",
+                label,
+                text("predicted: {gained} less", gained=duration(gained_ns)),
+                left_ns * ranks / total,
+                time,
+            )
         )
     return bars, scale.unit
 

@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 from dash import dcc, html
 
+from rankscope.analysis.language import joined, text
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.quantities import bytes_text, duration, percent
 from rankscope.analysis.timeline.cost_model import bus_factor, faster_than_ring, transfers
@@ -15,9 +16,9 @@ from rankscope.dashboard.figures import collectives as figures
 from rankscope.dashboard.page import Query, Shown, address, card, empty, heading, plot, quiet, table
 from rankscope.dashboard.state import Run
 
-TITLE, ORDER = "Collectives", 40
+TITLE, ORDER = text("Collectives"), 40
 
-_MEANING = (
+_MEANING = text(
     "Transfer is an operation's time once its last rank has arrived; waiting is what ranks spend in it before that."
 )
 _ROWS = 200
@@ -26,49 +27,59 @@ _ROWS = 200
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
     rows = run.timeline.collectives
     if rows.is_empty():
-        why = run.trace.reader.cannot().get("collectives", "No communication between ranks was recorded.")
-        return html.Div([heading(TITLE, _MEANING), empty("No collectives", why)])
+        why = run.trace.reader.cannot().get("collectives", text("No communication between ranks was recorded."))
+        return html.Div([heading(TITLE, _MEANING), empty(text("No collectives"), why)])
     found = figures.kinds(rows)
     if found.is_empty():
         reasons = [group.why for group in digest.gap_groups(run.report) if group.table == "collectives"]
-        why = f"{len(rows):,} rows were recorded, but no operation could be put together from all its ranks."
-        return html.Div([heading(TITLE, _MEANING), empty("No whole operation", why, "; ".join(reasons))])
+        why = text(
+            "{rows:,} rows were recorded, but no operation could be put together from all its ranks.", rows=len(rows)
+        )
+        return html.Div([heading(TITLE, _MEANING), empty(text("No whole operation"), why, joined("; ", reasons))])
     matched = run.timeline.matched_fraction
     said = (
-        f"{percent(matched)} of the {len(rows):,} rows were matched on all their ranks" if matched is not None else ""
+        text("{matched} of the {rows:,} rows were matched on all their ranks", matched=percent(matched), rows=len(rows))
+        if matched is not None
+        else ""
     )
     bandwidth, spread = figures.bandwidth(found), figures.arrival_spread(rows)
-    no_size = "The sizes of the operations were not recorded, or none took time."
-    no_clock = "Arrivals of different nodes cannot be compared: their clocks are not known well enough."
+    no_size = text("The sizes of the operations were not recorded, or none took time.")
+    no_clock = text("Arrivals of different nodes cannot be compared: their clocks are not known well enough.")
     return html.Div(
         [
-            heading(TITLE, f"{_MEANING} {said}."),
+            heading(TITLE, text("{meaning} {said}.", meaning=_MEANING, said=said) if said else _MEANING),
             html.Div(
                 [
-                    card("Bandwidth by size", plot(bandwidth) if bandwidth else quiet(no_size), note=_BUSBW),
-                    card("How far apart ranks arrive", plot(spread) if spread else quiet(no_clock), note=_SPREAD),
+                    card(text("Bandwidth by size"), plot(bandwidth) if bandwidth else quiet(no_size), note=_BUSBW),
+                    card(text("How far apart ranks arrive"), plot(spread) if spread else quiet(no_clock), note=_SPREAD),
                 ],
                 className="columns",
             ),
             _algorithms(run, query),
-            card("Groups, the longest waits first", table(figures.by_group(rows).head(_ROWS), _GROUPS)),
-            card("By group, operation and size, the longest transfers first", table(found.head(_ROWS), _KINDS)),
+            card(text("Groups, the longest waits first"), table(figures.by_group(rows).head(_ROWS), _GROUPS)),
+            card(text("By group, operation and size, the longest transfers first"), table(found.head(_ROWS), _KINDS)),
         ]
     )
 
 
 def _algorithms(run: Run, query: Query) -> Any:  # noqa: ANN401
     """The card of one operation in one group: measured, fitted, and what each algorithm would reach."""
-    title = "Bandwidth by algorithm"
+    title = text("Bandwidth by algorithm")
     moved = transfers(run.timeline.collectives)
     found = figures.fits(moved)
     if not found:
-        return card(title, quiet("In no group were operations of sizes so different that latency can be told apart."))
+        return card(
+            title, quiet(text("In no group were operations of sizes so different that latency can be told apart."))
+        )
     asked = query.get("of", "")
     number = int(asked) if asked.isdigit() and int(asked) < len(found) else 0
     fit = found[number]
     chosen = [
-        dcc.Link(f"{other.op} in {other.group}", href=address("collectives", run.key, of=i), className="chip")
+        dcc.Link(
+            text("{op} in {group}", op=other.op, group=other.group),
+            href=address("collectives", run.key, of=i),
+            className="chip",
+        )
         for i, other in enumerate(found[:_CHOICES])
     ]
     speed = _interface(run, fit.group_id)
@@ -77,22 +88,42 @@ def _algorithms(run: Run, query: Query) -> Any:  # noqa: ANN401
         html.Div(chosen, className="controls small") if len(chosen) > 1 else None,
         quiet(_said(fit, moved)),
         plot(figures.algorithms(fit, moved, speed)),
-        note=_ALGORITHMS if speed else f"{_ALGORITHMS} The speed of the links was not recorded.",
+        note=_ALGORITHMS if speed else text("{meaning} The speed of the links was not recorded.", meaning=_ALGORITHMS),
     )
 
 
 def _said(fit: figures.Fit, moved: pl.DataFrame) -> str:
     line, factor = fit.line, bus_factor(fit.op, fit.ranks)
-    rate = f"{bytes_text(factor * 1e9 / line.ns_per_byte)}/s" if line.ns_per_byte > 0 else "no limit that was seen"
-    said = (
-        f"{fit.op} in group {fit.group} of {fit.ranks} ranks: {duration(line.latency_ns)} latency, busbw up to {rate}"
+    rate = (
+        f"{bytes_text(factor * 1e9 / line.ns_per_byte)}/s" if line.ns_per_byte > 0 else text("no limit that was seen")
     )
-    half = f"; half of the time is latency at {bytes_text(line.half_bytes)}" if line.ns_per_byte > 0 else ""
+    said = text(
+        "{op} in group {group} of {ranks} ranks: {latency} latency, busbw up to {rate}",
+        op=fit.op,
+        group=fit.group,
+        ranks=fit.ranks,
+        latency=duration(line.latency_ns),
+        rate=rate,
+    )
+    half = (
+        text("; half of the time is latency at {size}", size=bytes_text(line.half_bytes))
+        if line.ns_per_byte > 0
+        else ""
+    )
     sizes = moved.filter(pl.col("op") == fit.op, pl.col("group_id") == fit.group_id)
     size = float(sizes.sort("ns")["size_bytes"][-1])
     faster = faster_than_ring(fit.op, fit.ranks, line, size)
-    wanted = f" For {bytes_text(size)} {faster[0]} would take {percent(faster[1])} of a ring's time." if faster else ""
-    return f"{said}{half}.{wanted}"
+    wanted = (
+        text(
+            " For {size} {algorithm} would take {share} of a ring's time.",
+            size=bytes_text(size),
+            algorithm=faster[0],
+            share=percent(faster[1]),
+        )
+        if faster
+        else ""
+    )
+    return text("{said}{half}.{wanted}", said=said, half=half, wanted=wanted)
 
 
 def _interface(run: Run, group_id: int) -> float | None:
@@ -107,29 +138,33 @@ def _interface(run: Run, group_id: int) -> float | None:
 
 
 _CHOICES = 12
-_ALGORITHMS = "Dots: medians of what was measured. Broken lines: what other algorithms would reach if that was a ring."
-_BUSBW = "Bytes over the busiest link per second, as nccl-tests counts them; from transfer alone, without waiting."
-_SPREAD = "From the first to the last rank's arrival. What grows towards the right are rare, late arrivals."
+_ALGORITHMS = text(
+    "Dots: medians of what was measured. Broken lines: what other algorithms would reach if that was a ring."
+)
+_BUSBW = text(
+    "Bytes over the busiest link per second, as nccl-tests counts them; from transfer alone, without waiting."
+)
+_SPREAD = text("From the first to the last rank's arrival. What grows towards the right are rare, late arrivals.")
 
 _GROUPS = {
-    "group": Shown("group"),
-    "group_size": Shown("ranks"),
-    "operations": Shown("operations"),
-    "waited_ns": Shown("waited, all ranks", "time"),
-    "transfer_ns": Shown("mean transfer", "time"),
-    "spread_ns": Shown("arrival spread, median", "time"),
-    "often_last": Shown("most often last: rank"),
-    "times_last": Shown("times"),
+    "group": Shown(text("group")),
+    "group_size": Shown(text("ranks")),
+    "operations": Shown(text("operations")),
+    "waited_ns": Shown(text("waited, all ranks"), "time"),
+    "transfer_ns": Shown(text("mean transfer"), "time"),
+    "spread_ns": Shown(text("arrival spread, median"), "time"),
+    "often_last": Shown(text("most often last: rank")),
+    "times_last": Shown(text("times")),
 }
 _KINDS = {
-    "group": Shown("group"),
-    "op": Shown("operation"),
-    "size_bytes": Shown("size", "bytes"),
-    "count": Shown("count"),
-    "transfer_ns": Shown("transfer, median", "time"),
-    "wait_ns": Shown("wait, mean", "time"),
-    "busbw_bytes_per_s": Shown("busbw", "rate"),
-    "spread_ns": Shown("spread, median", "time"),
-    "spread_max_ns": Shown("spread, largest", "time"),
-    "often_last": Shown("often last: rank"),
+    "group": Shown(text("group")),
+    "op": Shown(text("operation")),
+    "size_bytes": Shown(text("size"), "bytes"),
+    "count": Shown(text("count")),
+    "transfer_ns": Shown(text("transfer, median"), "time"),
+    "wait_ns": Shown(text("wait, mean"), "time"),
+    "busbw_bytes_per_s": Shown(text("busbw"), "rate"),
+    "spread_ns": Shown(text("spread, median"), "time"),
+    "spread_max_ns": Shown(text("spread, largest"), "time"),
+    "often_last": Shown(text("often last: rank")),
 }

@@ -14,30 +14,34 @@ from dash import Dash, Input, Output, ctx, dcc, html, no_update
 from dash import State as Known
 from flask import Response, request
 
+from rankscope.analysis.language import text
 from rankscope.collectors.schema import TABLES
-from rankscope.dashboard.page import Query, empty, heading, query_of, quiet
+from rankscope.dashboard.page import Query, empty, heading, in_language, query_of, quiet
 from rankscope.dashboard.sql import LIMIT, QueryError, answer, narrowed
 from rankscope.dashboard.state import Run, State
 
-TITLE, ORDER, KEEPS = "Data", 120, True
+TITLE, ORDER, KEEPS = text("Data"), 120, True
 
 _DOWNLOAD = "/data-download"
-_MEANING = "What was recorded, as the analysis reads it: times in ns on one clock, names instead of ids."
+_MEANING = text("What was recorded, as the analysis reads it: times in ns on one clock, names instead of ids.")
 _EXACT_IN_JSON = 2**53  # a browser's numbers are exact up to here
 _BLOCK_ROWS = 200
 _NARROW, _WIDE = 130, 190  # px
 _DERIVED = {
-    "phases": "Each step cut into parts without gap or overlap: what the rank did when.",
-    "breakdown": "The parts of each step, in ns; they sum to the step.",
-    "waits": "How long each rank waited for the last one to arrive, over the whole run.",
+    "phases": text("Each step cut into parts without gap or overlap: what the rank did when."),
+    "breakdown": text("The parts of each step, in ns; they sum to the step."),
+    "waits": text("How long each rank waited for the last one to arrive, over the whole run."),
 }
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     if not run.tables:
-        why = "The run holds no rows at all: a rank is recorded from its first process group on."
-        return html.Div([heading(TITLE, _MEANING), empty("No tables", why)])
-    names = [{"value": name, "label": f"{name}  ({len(frame):,} rows)"} for name, frame in run.tables.items()]
+        why = text("The run holds no rows at all: a rank is recorded from its first process group on.")
+        return html.Div([heading(TITLE, _MEANING), empty(text("No tables"), why)])
+    names = [
+        {"value": name, "label": text("{name}  ({rows:,} rows)", name=name, rows=len(frame))}
+        for name, frame in run.tables.items()
+    ]
     first = "collectives" if "collectives" in run.tables else next(iter(run.tables))
     asked = _everything(first)
     return html.Div(
@@ -45,10 +49,12 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             heading(TITLE, _MEANING),
             html.Div(
                 [
-                    dmc.Select(id="data-table", label="Table", data=names, value=first, allowDeselect=False, w=300),
+                    dmc.Select(
+                        id="data-table", label=text("Table"), data=names, value=first, allowDeselect=False, w=300
+                    ),
                     dmc.Textarea(
                         id="data-sql",
-                        label="SQL (SELECT; joins, GROUP BY and WITH work too)",
+                        label=text("SQL (SELECT; joins, GROUP BY and WITH work too)"),
                         value=asked,
                         autosize=True,
                         minRows=1,
@@ -80,7 +86,7 @@ def register(app: Dash, state: State) -> None:
         Input("data-query", "data"),
         Known("url", "search"),
         prevent_initial_call=True,
-    )(lambda query, search: _shown(_run(state, search), query))
+    )(lambda query, search: in_language(_shown(_run(state, search), query)))
     app.callback(
         Output("data-grid", "getRowsResponse"),
         Input("data-grid", "getRowsRequest"),
@@ -119,10 +125,15 @@ def _shown(run: Run | None, query: str) -> Any:  # noqa: ANN401
     except QueryError as error:
         return html.P(str(error), className="error", role="alert")
     rows = (
-        f"the first {LIMIT:,} rows" if len(frame) == LIMIT else f"{len(frame):,} {'row' if len(frame) == 1 else 'rows'}"
+        text("the first {limit:,} rows", limit=LIMIT)
+        if len(frame) == LIMIT
+        else f"{len(frame):,} {'row' if len(frame) == 1 else 'rows'}"
     )
     links = [
-        html.A(f"download {name}", href=f"{_DOWNLOAD}?{urlencode({'run': run.key, 'format': name, 'query': query})}")
+        html.A(
+            text("download {name}", name=name),
+            href=f"{_DOWNLOAD}?{urlencode({'run': run.key, 'format': name, 'query': query})}",
+        )
         for name in ("csv", "arrow")
     ]
     grid = dag.AgGrid(

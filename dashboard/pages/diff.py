@@ -9,17 +9,18 @@ import polars as pl
 from dash import Dash, Input, Output, dcc, html, no_update
 
 from rankscope.analysis.compare import Comparison, NotComparable, compare
+from rankscope.analysis.language import text
 from rankscope.analysis.report.comparison import arrow, finding_row, signed, step_change
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.report.texts import part_label
 from rankscope.dashboard.figures.changes import Step, steps_from_a_to_b
-from rankscope.dashboard.page import Query, Shown, address, card, empty, facts, heading, quiet, table
+from rankscope.dashboard.page import Query, Shown, address, card, empty, facts, heading, in_language, quiet, table
 from rankscope.dashboard.state import Run, State
 
-TITLE, ORDER = "Diff", 105
+TITLE, ORDER = text("Diff"), 105
 OF_TWO = True  # there is nothing to see where one run is open
 
-_MEANING = "Run B against run A. ± is a 95 % half width over the judged steps of both."
+_MEANING = text("Run B against run A. ± is a 95 % half width over the judged steps of both.")
 _TICK_MS = 700
 _ROWS = 200
 
@@ -28,7 +29,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     return html.Div(
         [
             heading(TITLE, _MEANING),
-            html.Div(quiet("Opening the other run …"), id="diff"),
+            html.Div(quiet(text("Opening the other run …")), id="diff"),
             dcc.Interval(id="diff-tick", interval=_TICK_MS),
         ]
     )
@@ -36,18 +37,22 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
 
 def register(app: Dash, state: State) -> None:
     app.callback(Output("diff", "children"), Output("diff-tick", "disabled"), Input("diff-tick", "n_intervals"))(
-        lambda _: _when_ready(state)
+        lambda _: in_language(_when_ready(state))
     )
 
 
 def _when_ready(state: State) -> tuple[Any, bool]:
     """The comparison, and whether there is nothing more to wait for."""
     if len(state.keys) < 2:
-        return empty("One run", "Only one run is open.", "To compare two: rankscope ui RUN_A RUN_B."), True
+        return empty(
+            text("One run"), text("Only one run is open."), text("To compare two: rankscope ui RUN_A RUN_B.")
+        ), True
     progress = [state.progress(key) for key in state.keys[:2]]
     failed = next((one for one in progress if one.error), None)
     if failed is not None:
-        return empty("Nothing to compare", f"{failed.name} cannot be read: {failed.error}"), True
+        return empty(
+            text("Nothing to compare"), text("{name} cannot be read: {error}", name=failed.name, error=failed.error)
+        ), True
     a, b = (one.run for one in progress)
     if a is None or b is None:
         return no_update, False
@@ -57,15 +62,19 @@ def _when_ready(state: State) -> tuple[Any, bool]:
 def _page(a: Run, b: Run) -> Any:  # noqa: ANN401
     found = _compared(a, b)
     if isinstance(found, str):
-        return empty("Nothing to compare", f"{found[:1].upper()}{found[1:]}.")
+        return empty(text("Nothing to compare"), f"{found[:1].upper()}{found[1:]}.")
     return html.Div(
         [
             _head(found, a, b),
-            card("From A to B", *_parts(found)),
-            card("Findings", *_findings(found)),
-            card("Ranks that changed otherwise than most", _ranks(found)) if found.ranks else None,
-            card("Communication", _operations(found), note="Mean over judged steps.") if found.operations else None,
-            card("Kernels", _kernels(found), note="Time of a rank per judged step.") if found.kernels else None,
+            card(text("From A to B"), *_parts(found)),
+            card(text("Findings"), *_findings(found)),
+            card(text("Ranks that changed otherwise than most"), _ranks(found)) if found.ranks else None,
+            card(text("Communication"), _operations(found), note=text("Mean over judged steps."))
+            if found.operations
+            else None,
+            card(text("Kernels"), _kernels(found), note=text("Time of a rank per judged step."))
+            if found.kernels
+            else None,
         ]
     )
 
@@ -88,7 +97,7 @@ def _head(found: Comparison, a: Run, b: Run) -> Any:  # noqa: ANN401
     ]
     return html.Div(
         [
-            html.H1(f"Mean step {times}: {step_change(found.step)}"),
+            html.H1(text("Mean step {times}: {change}", times=times, change=step_change(found.step))),
             html.Ul(runs, className="facts"),
             facts(*found.notes) if found.notes else None,
         ],
@@ -98,7 +107,7 @@ def _head(found: Comparison, a: Run, b: Run) -> Any:  # noqa: ANN401
 
 def _parts(found: Comparison) -> list[Any]:
     if not found.parts:
-        return [html.P("The parts of the step are not compared; the reason stands above.")]
+        return [html.P(text("The parts of the step are not compared; the reason stands above."))]
     steps, unit = steps_from_a_to_b(found)
     heads = [html.Th(text, className="number") for text in (f"A, {unit}", f"B, {unit}", "change", "±")]
     head = html.Tr([html.Th(), html.Th(), *heads])
@@ -117,9 +126,9 @@ def _row(step: Step) -> Any:  # noqa: ANN401
 
 def _findings(found: Comparison) -> list[Any]:
     if not found.findings:
-        return [html.P("None in either run.")]
+        return [html.P(text("None in either run."))]
     rows = [finding_row(change) for change in found.findings]
-    head = html.Tr([html.Th(text) for text in ("", "cost per step", "")])
+    head = html.Tr([html.Th(), html.Th(text("cost per step")), html.Th()])
     cells = [html.Tr([html.Td(status, className="name"), html.Td(cost), html.Td(what)]) for status, cost, what in rows]
     return [html.Table([html.Thead(head), html.Tbody(cells)], className="plain")]
 
@@ -136,10 +145,15 @@ def _ranks(found: Comparison) -> Any:  # noqa: ANN401
         }
         for one in found.ranks
     ]
-    shown = {"rank": Shown("rank"), "a": Shown("own time in A", "time"), "b": Shown("in B", "time")}
+    shown = {"rank": Shown(text("rank")), "a": Shown(text("own time in A"), "time"), "b": Shown(text("in B"), "time")}
     return table(
         pl.DataFrame(rows),
-        shown | {"change": Shown("change"), "part": Shown("mostly"), "usual": Shown("usual change of a rank")},
+        shown
+        | {
+            "change": Shown(text("change")),
+            "part": Shown(text("mostly")),
+            "usual": Shown(text("usual change of a rank")),
+        },
     )
 
 
@@ -157,9 +171,18 @@ def _operations(found: Comparison) -> Any:  # noqa: ANN401
         }
         for one in found.operations[:_ROWS]
     ]
-    shown = {"op": Shown("operation"), "group": Shown("group"), "count": Shown("per step"), "bytes": Shown("bytes")}
-    times = {"a": Shown("time of a rank in A", "time"), "b": Shown("in B", "time"), "change": Shown("change", "time")}
-    return table(pl.DataFrame(rows), shown | {"transfer": Shown("transfer")} | times)
+    shown = {
+        "op": Shown(text("operation")),
+        "group": Shown(text("group")),
+        "count": Shown(text("per step")),
+        "bytes": Shown(text("bytes")),
+    }
+    times = {
+        "a": Shown(text("time of a rank in A"), "time"),
+        "b": Shown(text("in B"), "time"),
+        "change": Shown(text("change"), "time"),
+    }
+    return table(pl.DataFrame(rows), shown | {"transfer": Shown(text("transfer"))} | times)
 
 
 def _kernels(found: Comparison) -> Any:  # noqa: ANN401
@@ -173,5 +196,10 @@ def _kernels(found: Comparison) -> Any:  # noqa: ANN401
         }
         for one in found.kernels[:_ROWS]
     ]
-    shown = {"name": Shown("kernel"), "count": Shown("per step"), "a": Shown("A", "time"), "b": Shown("B", "time")}
-    return table(pl.DataFrame(rows), shown | {"change": Shown("change", "time")})
+    shown = {
+        "name": Shown(text("kernel")),
+        "count": Shown(text("per step")),
+        "a": Shown("A", "time"),
+        "b": Shown("B", "time"),
+    }
+    return table(pl.DataFrame(rows), shown | {"change": Shown(text("change"), "time")})

@@ -7,15 +7,16 @@ from typing import Any
 import polars as pl
 from dash import html
 
+from rankscope.analysis.language import text
 from rankscope.analysis.report.phrases import lead_line
 from rankscope.dashboard.figures import host as figures
 from rankscope.dashboard.figures.kernels import launch_delays
 from rankscope.dashboard.page import Query, Shown, card, empty, heading, plot, quiet, table
 from rankscope.dashboard.state import Run
 
-TITLE, ORDER = "Host", 60
+TITLE, ORDER = text("Host"), 60
 
-_MEANING = (
+_MEANING = text(
     "What keeps the host from its work: fetching input, garbage collection, compilation, checkpoints, "
     "launching too late. And how far it is ahead of its device."
 )
@@ -30,22 +31,28 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     )
     delays = launch_delays(timeline.kernels)
     if judged.is_empty() and timeline.regions.is_empty() and delays.is_empty():
-        why = run.trace.reader.cannot().get("breakdown", "Nothing of what the host did was recorded.")
-        return html.Div([heading(TITLE, _MEANING), empty("Nothing of the host", why)])
-    no_parts = run.trace.reader.cannot().get("breakdown", "No step was judged, so none could be split into parts.")
-    over_steps = empty("No steps to show", no_parts)
+        why = run.trace.reader.cannot().get("breakdown", text("Nothing of what the host did was recorded."))
+        return html.Div([heading(TITLE, _MEANING), empty(text("Nothing of the host"), why)])
+    no_parts = run.trace.reader.cannot().get(
+        "breakdown", text("No step was judged, so none could be split into parts.")
+    )
+    over_steps = empty(text("No steps to show"), no_parts)
     if len(judged):
         taken = judged.filter(pl.col("part").is_in(figures.PARTS))["ns"].sum() > 0
-        over_steps = plot(figures.over_steps(judged)) if taken else quiet("None of these took any time.")
+        over_steps = plot(figures.over_steps(judged)) if taken else quiet(text("None of these took any time."))
     return html.Div(
         [
             heading(TITLE, _MEANING),
-            card("Over the judged steps", over_steps),
-            card("By rank, mean per judged step", table(figures.by_rank(judged), _RANKS)) if len(judged) else None,
+            card(text("Over the judged steps"), over_steps),
+            card(text("By rank, mean per judged step"), table(figures.by_rank(judged), _RANKS))
+            if len(judged)
+            else None,
             *_of_devices(run, marks),
-            card("From launch to start on the device", table(delays, _DELAYS), note=_DELAY) if len(delays) else None,
+            card(text("From launch to start on the device"), table(delays, _DELAYS), note=_DELAY)
+            if len(delays)
+            else None,
             card(
-                "What the host's threads did, the longest first",
+                text("What the host's threads did, the longest first"),
                 table(figures.by_name(timeline.regions).head(_ROWS), _REGIONS),
             )
             if len(timeline.regions)
@@ -60,50 +67,50 @@ def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
         return []
     return [
         card(
-            "How far the host is ahead of its device",
+            text("How far the host is ahead of its device"),
             quiet(lead_line(run.report.lead)),
             plot(figures.ahead_over_steps(marks)),
             note=_AHEAD,
         ),
-        card("What the devices' phases took", plot(figures.phases_over_steps(marks)), note=_PHASES),
-        card("Phases by rank, mean per judged step", table(figures.phases_by_rank(marks), _OF_PHASES)),
+        card(text("What the devices' phases took"), plot(figures.phases_over_steps(marks)), note=_PHASES),
+        card(text("Phases by rank, mean per judged step"), table(figures.phases_by_rank(marks), _OF_PHASES)),
     ]
 
 
-_AHEAD = (
+_AHEAD = text(
     "Mean over ranks, where phases end: the work that is enqueued and not done. At 0 the device waits for the host."
 )
-_PHASES = "Mean over ranks, between CUDA events: kernels, gaps between them and waiting in one."
+_PHASES = text("Mean over ranks, between CUDA events: kernels, gaps between them and waiting in one.")
 _OF_PHASES = {
-    "rank": Shown("rank"),
-    "phase": Shown("phase"),
-    "ns": Shown("device time", "time"),
-    "least_ns": Shown("host ahead, least", "time"),
-    "median_ns": Shown("host ahead, median", "time"),
+    "rank": Shown(text("rank")),
+    "phase": Shown(text("phase")),
+    "ns": Shown(text("device time"), "time"),
+    "least_ns": Shown(text("host ahead, least"), "time"),
+    "median_ns": Shown(text("host ahead, median"), "time"),
 }
-_DELAY = "Long: the device has work queued up. Short: it waits for the host."
+_DELAY = text("Long: the device has work queued up. Short: it waits for the host.")
 _RANKS = {
-    "rank": Shown("rank"),
-    "input": Shown("input", "time"),
-    "gc": Shown("garbage collection", "time"),
-    "compile": Shown("compile", "time"),
-    "checkpoint": Shown("checkpoint", "time"),
-    "host": Shown("host too slow", "time"),
-    "other": Shown("other", "time"),
+    "rank": Shown(text("rank")),
+    "input": Shown(text("input"), "time"),
+    "gc": Shown(text("garbage collection"), "time"),
+    "compile": Shown(text("compile"), "time"),
+    "checkpoint": Shown(text("checkpoint"), "time"),
+    "host": Shown(text("host too slow"), "time"),
+    "other": Shown(text("other"), "time"),
 }
 _DELAYS = {
-    "rank": Shown("rank"),
-    "count": Shown("launches"),
-    "p5_ns": Shown("shortest 5 %", "time"),
-    "median_ns": Shown("median", "time"),
-    "p95_ns": Shown("longest 5 %", "time"),
+    "rank": Shown(text("rank")),
+    "count": Shown(text("launches")),
+    "p5_ns": Shown(text("shortest 5 %"), "time"),
+    "median_ns": Shown(text("median"), "time"),
+    "p95_ns": Shown(text("longest 5 %"), "time"),
 }
 _REGIONS = {
-    "kind": Shown("kind"),
-    "name": Shown("name"),
-    "count": Shown("count"),
-    "ns": Shown("time, all ranks", "time"),
-    "longest_ns": Shown("longest", "time"),
-    "ranks": Shown("ranks"),
-    "most_rank": Shown("longest on rank"),
+    "kind": Shown(text("kind")),
+    "name": Shown(text("name")),
+    "count": Shown(text("count")),
+    "ns": Shown(text("time, all ranks"), "time"),
+    "longest_ns": Shown(text("longest"), "time"),
+    "ranks": Shown(text("ranks")),
+    "most_rank": Shown(text("longest on rank")),
 }

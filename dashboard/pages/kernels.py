@@ -6,44 +6,57 @@ from typing import Any
 
 from dash import html
 
+from rankscope.analysis.language import text
 from rankscope.dashboard.figures.kernels import by_name
 from rankscope.dashboard.page import Query, Shown, card, empty, heading, quiet, table
 from rankscope.dashboard.state import Run
 
-TITLE, ORDER = "Kernels", 90
+TITLE, ORDER = text("Kernels"), 90
 
-_MEANING = "Device work by name, the longest first. Communication kernels include the time they wait for other ranks."
+_MEANING = text(
+    "Device work by name, the longest first. Communication kernels include the time they wait for other ranks."
+)
 _ROWS = 1000
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     kernels = run.timeline.kernels
     if kernels.is_empty():
-        why = "No device rows were recorded: "
-        why += run.trace.reader.cannot().get("kernels", "this version's collectors record the host, not the device.")
-        what = "Traces of torch.profiler and Nsight Systems hold them: rankscope ui TRACE."
-        return html.Div([heading(TITLE, _MEANING), empty("No kernels", why, what)])
+        why = text("No device rows were recorded: ")
+        why += run.trace.reader.cannot().get(
+            "kernels", text("this version's collectors record the host, not the device.")
+        )
+        what = text("Traces of torch.profiler and Nsight Systems hold them: rankscope ui TRACE.")
+        return html.Div([heading(TITLE, _MEANING), empty(text("No kernels"), why, what)])
     found = by_name(kernels)
     columns = COLUMNS if kernels["rank"].n_unique() > 1 else {name: COLUMNS[name] for name in _OF_ONE_RANK}
-    more = f"The first {_ROWS:,} of {len(found):,}." if len(found) > _ROWS else ""
+    more = text("The first {rows:,} of {found:,}.", rows=_ROWS, found=len(found)) if len(found) > _ROWS else ""
     return html.Div(
         [
-            heading(TITLE, f"{_MEANING} {len(kernels):,} rows of {kernels['rank'].n_unique()} ranks."),
+            heading(
+                TITLE,
+                text(
+                    "{meaning} {rows:,} rows of {ranks} ranks.",
+                    meaning=_MEANING,
+                    rows=len(kernels),
+                    ranks=kernels["rank"].n_unique(),
+                ),
+            ),
             card("", table(found.head(_ROWS), columns, height="calc(100vh - 220px)"), quiet(more)),
         ]
     )
 
 
 COLUMNS = {
-    "name": Shown("kernel"),
-    "work": Shown("kind"),
-    "count": Shown("count"),
-    "total_ns": Shown("time, all ranks", "time"),
-    "share": Shown("share", "share"),
-    "mean_ns": Shown("mean", "time"),
-    "least_ns": Shown("least of a rank", "time"),
-    "most_ns": Shown("most of a rank", "time"),
-    "most_rank": Shown("which rank"),
-    "excess": Shown("most above median", "share"),
+    "name": Shown(text("kernel")),
+    "work": Shown(text("kind")),
+    "count": Shown(text("count")),
+    "total_ns": Shown(text("time, all ranks"), "time"),
+    "share": Shown(text("share"), "share"),
+    "mean_ns": Shown(text("mean"), "time"),
+    "least_ns": Shown(text("least of a rank"), "time"),
+    "most_ns": Shown(text("most of a rank"), "time"),
+    "most_rank": Shown(text("which rank")),
+    "excess": Shown(text("most above median"), "share"),
 }
 _OF_ONE_RANK = ("name", "work", "count", "total_ns", "share", "mean_ns")

@@ -9,14 +9,15 @@ import polars as pl
 from dash import Dash, Input, Output, html
 from dash import State as Known
 
+from rankscope.analysis.language import text
 from rankscope.analysis.report import digest, phrases
 from rankscope.dashboard.figures import counters as figures
-from rankscope.dashboard.page import Query, card, empty, heading, plot, query_of, quiet
+from rankscope.dashboard.page import Query, card, empty, heading, in_language, plot, query_of, quiet
 from rankscope.dashboard.state import Run, State
 
-TITLE, ORDER = "Nodes", 70
+TITLE, ORDER = text("Nodes"), 70
 
-_MEANING = "The nodes' counters over time. Cumulative counters are shown as rates. Faint lines are ends of steps."
+_MEANING = text("The nodes' counters over time. Cumulative counters are shown as rates. Faint lines are ends of steps.")
 _AT_FIRST = 8
 _MOST_MARKS = 80
 
@@ -27,12 +28,16 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         for group in digest.gap_groups(run.report)
         if group.table == "counters"
     ]
-    unseen = quiet(f"Not recorded. {'; '.join(missing)}.") if missing else None
+    unseen = quiet(text("Not recorded. {missing}.", missing="; ".join(missing))) if missing else None
     counters = run.timeline.counters
     if counters.is_empty():
-        why = "No counters of nodes were recorded: they come from rankscope's own agent, beside the job."
+        why = text("No counters of nodes were recorded: they come from rankscope's own agent, beside the job.")
         return html.Div(
-            [heading(TITLE, _MEANING), empty("No counters", why, "Start the job with rankscope run."), unseen]
+            [
+                heading(TITLE, _MEANING),
+                empty(text("No counters"), why, text("Start the job with rankscope run.")),
+                unseen,
+            ]
         )
     names, still = figures.changing(counters)
     shown = [name for name in names if name in figures.HEADLINES][:_AT_FIRST] or names[:_AT_FIRST]
@@ -43,11 +48,13 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             heading(TITLE, _MEANING),
             html.Div([_card(run, source, name) for source, name in shown], className="columns"),
             card(
-                "Another counter",
-                dmc.Select(id="nodes-counter", data=choices, searchable=True, placeholder="choose", w=420, mb="sm"),
+                text("Another counter"),
+                dmc.Select(
+                    id="nodes-counter", data=choices, searchable=True, placeholder=text("choose"), w=420, mb="sm"
+                ),
                 html.Div(id="nodes-chosen"),
             ),
-            quiet(f"Never changed: {constant}.") if constant else None,
+            quiet(text("Never changed: {counters}.", counters=constant)) if constant else None,
             unseen,
         ]
     )
@@ -59,7 +66,7 @@ def register(app: Dash, state: State) -> None:
         Input("nodes-counter", "value"),
         Known("url", "search"),
         prevent_initial_call=True,
-    )(lambda chosen, search: _chosen(state.ready(query_of(search).get("run", "")), chosen))
+    )(lambda chosen, search: in_language(_chosen(state.ready(query_of(search).get("run", "")), chosen)))
 
 
 def _chosen(run: Run | None, chosen: str | None) -> Any:  # noqa: ANN401

@@ -10,6 +10,7 @@ import dash_mantine_components as dmc
 from dash import dcc, html
 
 from rankscope.analysis.finding import Evidence, Finding, Report
+from rankscope.analysis.language import text
 from rankscope.analysis.report import digest, phrases, quantities, svg
 from rankscope.analysis.report.texts import detector_name, part_label, part_meaning, say, together
 from rankscope.dashboard.components import Chart
@@ -17,7 +18,7 @@ from rankscope.dashboard.figures.waterfall import Bar, waterfall
 from rankscope.dashboard.page import Query, address, card, facts, quiet
 from rankscope.dashboard.state import Run
 
-TITLE, ORDER = "Overview", 0
+TITLE, ORDER = text("Overview"), 0
 
 _EVIDENCE = 3
 _STEP_POINTS, _STEP_ROWS = 240, 24
@@ -56,7 +57,7 @@ def _verdict(report: Report) -> Any:  # noqa: ANN401
         warning = say("head.unreadable")
     elif missing:
         warning = say("head.missing", phrases.who(tuple(missing)))
-    rate = f"{1e9 / report.steps.mean_ns:.3g} steps per second" if report.steps.mean_ns else ""
+    rate = text("{rate:.3g} steps per second", rate=1000000000.0 / report.steps.mean_ns) if report.steps.mean_ns else ""
     return html.Div(
         [
             html.Div(
@@ -89,7 +90,7 @@ def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -
     picture = _picture(split, finding) if number == 1 else None
     return html.Article(
         [
-            html.H3([severity, f"{number}. {finding.title}"]),
+            html.H3([severity, f"{number}. ", finding.title]),
             html.Dl(shown),
             picture,
             dmc.Group([_evidence(run, seen) for seen in finding.evidence[:_EVIDENCE]], gap="xs", mt=6),
@@ -118,7 +119,10 @@ def _evidence(run: Run, seen: Evidence) -> Any:  # noqa: ANN401
     where = {"t0": seen.start_ns, "t1": seen.end_ns} | ({} if seen.rank is None else {"rank": seen.rank})
     href = address("timeline", run.key, **where)
     return dcc.Link(
-        f"Show: {seen.note or phrases.evidence(seen)}", href=href, title=phrases.evidence(seen), className="button"
+        text("Show: {what}", what=seen.note or phrases.evidence(seen)),
+        href=href,
+        title=phrases.evidence(seen),
+        className="button",
     )
 
 
@@ -240,4 +244,4 @@ def _gaps(report: Report) -> list[Any]:
     groups = digest.gap_groups(report)
     if not groups:
         return [html.P(say("gaps.none"))]
-    return [_pairs([(group.table, f"{phrases.gap_extent(group)}: {group.why}") for group in groups])]
+    return [_pairs([(group.table, say("gaps.where", phrases.gap_extent(group), group.why)) for group in groups])]

@@ -10,35 +10,41 @@ from dash import Dash, Input, Output, html
 from dash import State as Known
 
 from rankscope.analysis.finding import Pipeline
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import percent
 from rankscope.analysis.report.texts import say
 from rankscope.dashboard.figures import pipeline as figures
-from rankscope.dashboard.page import Query, Shown, card, empty, heading, plot, query_of, table
+from rankscope.dashboard.page import Query, Shown, card, empty, heading, in_language, plot, query_of, table
 from rankscope.dashboard.state import Run, State
 
-TITLE, ORDER = "Pipeline", 50
+TITLE, ORDER = text("Pipeline"), 50
 
-_MEANING = "Forward and backward of each microbatch by stage. What is empty between them is bubble."
+_MEANING = text("Forward and backward of each microbatch by stage. What is empty between them is bubble.")
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     ops = run.timeline.ops
     if ops.is_empty():
-        why = "No operations of pipeline stages were recorded."
-        what = (
+        why = text("No operations of pipeline stages were recorded.")
+        what = text(
             "Runs of torch.distributed.pipelining that rankscope recorded have them, ByteDance's operation traces and "
             "Primus' pipeline files."
         )
-        return html.Div([heading(TITLE, _MEANING), empty("No pipeline", why, what)])
+        return html.Div([heading(TITLE, _MEANING), empty(text("No pipeline"), why, what)])
     steps, replicas = (ops[name].unique().sort().to_list() for name in ("step", "replica"))
     step = figures.typical_step(ops, run.timeline.steps.filter("judged").select("step"))
     controls = [
         dmc.Select(
-            id="pipeline-step", label="Step", data=[str(n) for n in steps], value=str(step), allowDeselect=False, w=120
+            id="pipeline-step",
+            label=text("Step"),
+            data=[str(n) for n in steps],
+            value=str(step),
+            allowDeselect=False,
+            w=120,
         ),
         dmc.Select(
             id="pipeline-replica",
-            label="Replica",
+            label=text("Replica"),
             data=[str(n) for n in replicas],
             value=str(replicas[0]),
             allowDeselect=False,
@@ -63,7 +69,7 @@ def register(app: Dash, state: State) -> None:
         Input("pipeline-replica", "value"),
         Known("url", "search"),
         prevent_initial_call=True,
-    )(lambda step, replica, search: _charts(state.ready(query_of(search).get("run", "")), step, replica))
+    )(lambda step, replica, search: in_language(_charts(state.ready(query_of(search).get("run", "")), step, replica)))
 
 
 def _charts(run: Run | None, step: str, replica: str) -> list[Any]:
@@ -71,28 +77,37 @@ def _charts(run: Run | None, step: str, replica: str) -> list[Any]:
         return []
     measured = figures.computations(run.timeline.ops, int(step), int(replica))
     if measured.is_empty():
-        return [empty("Nothing to show", f"Replica {replica} computed nothing in step {step}.")]
+        return [
+            empty(
+                text("Nothing to show"),
+                text("Replica {replica} computed nothing in step {step}.", replica=replica, step=step),
+            )
+        ]
     ideal = figures.ideal(measured)
     longest = max(int(str(frame["end_ns"].max())) for frame in (measured, ideal) if frame is not None)
     height = 120 + 34 * measured["stage"].n_unique()
-    no_theory = "Stages hold several model chunks, or lack microbatches: no ideal is drawn for that."
+    no_theory = text("Stages hold several model chunks, or lack microbatches: no ideal is drawn for that.")
     return [
-        card("Measured", plot(figures.chart(measured, longest), height=height)),
+        card(text("Measured"), plot(figures.chart(measured, longest), height=height)),
         card(
-            "In theory",
+            text("In theory"),
             plot(figures.chart(ideal, longest), height=height) if ideal is not None else html.P(no_theory),
-            note="The same order, if all stages were equally fast and nothing but their computation took time.",
+            note=text("The same order, if all stages were equally fast and nothing but their computation took time."),
         ),
     ]
 
 
 def _summary(pipeline: Pipeline) -> Any:  # noqa: ANN401
     shape = say("pipeline.shape", pipeline.schedule, pipeline.stages, pipeline.microbatches)
-    theory = f"; bubble in theory {percent(pipeline.theory_fraction)}" if pipeline.theory_fraction is not None else ""
+    theory = (
+        text("; bubble in theory {share}", share=percent(pipeline.theory_fraction))
+        if pipeline.theory_fraction is not None
+        else ""
+    )
     rows = pl.DataFrame(
         [(stage, fraction) for stage, fraction in sorted(pipeline.bubble.items())],
         schema={"stage": pl.Int64, "bubble": pl.Float64},
         orient="row",
     )
-    columns = {"stage": Shown("stage"), "bubble": Shown("bubble, mean of its steps", "share")}
+    columns = {"stage": Shown(text("stage")), "bubble": Shown(text("bubble, mean of its steps"), "share")}
     return card(f"{shape}{theory}", html.P(pipeline.explanation), html.Div(table(rows, columns), className="narrow"))

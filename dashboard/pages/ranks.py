@@ -14,46 +14,50 @@ from dash import Dash, Input, Output, html
 from dash import State as Known
 from flask import Response, request
 
+from rankscope.analysis.language import spoken, text
 from rankscope.analysis.report import digest, svg
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.report.texts import say
 from rankscope.dashboard.components import Chart, Raster
 from rankscope.dashboard.figures.raster import QUANTITIES, Grid, View, cell, grid, picture, rank_order
-from rankscope.dashboard.page import Query, address, card, empty, heading, query_of, quiet
+from rankscope.dashboard.page import Query, address, card, empty, heading, in_language, query_of, quiet
 from rankscope.dashboard.state import Run, State
 from rankscope.dashboard.timeline.scene import groupings
 
-TITLE, ORDER = "Ranks", 30
+TITLE, ORDER = text("Ranks"), 30
 
 _DATA = "/ranks-data"
-_MEANING = "One row per rank, one column per step. A row that stands out is a slow rank, a column a slow step."
+_MEANING = text("One row per rank, one column per step. A row that stands out is a slow rank, a column a slow step.")
+_OWN = text("own work: all but communication, input, garbage collection and compilation")
 _MOST_PIXELS = 4096
 _SLOWEST, _BY_RANK = "largest first", "rank"
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     if run.timeline.steps.is_empty():
-        why = next((gap.why for gap in run.timeline.gaps if gap.table == "steps"), "this trace holds no steps")
-        return html.Div([heading(TITLE, _MEANING), empty("No steps to show", why)])
+        why = next((gap.why for gap in run.timeline.gaps if gap.table == "steps"), text("this trace holds no steps"))
+        return html.Div([heading(TITLE, _MEANING), empty(text("No steps to show"), why)])
     first = "step" if run.timeline.breakdown.is_empty() else "own"
     orders = [_BY_RANK, _SLOWEST, *_groups(run)]
     controls = [
         dmc.Select(
             id="ranks-quantity",
-            label="Show",
-            data=[{"value": name, "label": label.partition(":")[0]} for name, label in QUANTITIES.items()],
+            label=text("Show"),
+            data=[{"value": name, "label": label} for name, label in QUANTITIES.items()],
             value=first,
             allowDeselect=False,
             w=230,
         ),
-        dmc.Select(id="ranks-order", label="Order ranks by", data=orders, value=_BY_RANK, allowDeselect=False, w=230),
+        dmc.Select(
+            id="ranks-order", label=text("Order ranks by"), data=orders, value=_BY_RANK, allowDeselect=False, w=230
+        ),
     ]
     return html.Div(
         [
             heading(TITLE, _MEANING),
             html.Div(controls, className="controls"),
             card("", html.Div(_raster(run, first, _BY_RANK), id="ranks-raster")),
-            card("Waited for others, over the whole run", *_waits(run)),
+            card(text("Waited for others, over the whole run"), *_waits(run)),
         ]
     )
 
@@ -65,7 +69,11 @@ def register(app: Dash, state: State) -> None:
         Input("ranks-order", "value"),
         Known("url", "search"),
         prevent_initial_call=True,
-    )(lambda quantity, order, search: _raster(state.ready(query_of(search).get("run", "")), quantity, order))
+    )(
+        lambda quantity, order, search: in_language(
+            _raster(state.ready(query_of(search).get("run", "")), quantity, order)
+        )
+    )
     app.server.add_url_rule(_DATA, "ranks_data", lambda: _data(state))
 
 
@@ -74,27 +82,40 @@ def _raster(run: Run | None, quantity: str, order: str) -> Any:  # noqa: ANN401
         return None
     found = _grid(run, quantity)
     if not found.values.size:
-        missing = "no operation was matched on all its ranks" if quantity == "last" else _why_no_parts(run)
-        return empty(f"{QUANTITIES[quantity].partition(':')[0]} is not known", missing)
+        missing = text("no operation was matched on all its ranks") if quantity == "last" else _why_no_parts(run)
+        return empty(text("{quantity} is not known", quantity=QUANTITIES[quantity]), missing)
     words = {"run": run.key, "quantity": quantity, "order": order, "at": run.read_at}
     raster = Raster(
         source=f"{_DATA}?{urlencode(words)}",
         rows=len(found.ranks),
         columns=len(found.steps),
-        title=f"{QUANTITIES[quantity]}, {len(found.ranks)} ranks, {len(found.steps)} steps",
+        title=text(
+            "{quantity}, {ranks} ranks, {steps} steps",
+            quantity=QUANTITIES[quantity],
+            ranks=len(found.ranks),
+            steps=len(found.steps),
+        ),
     )
     shades = [html.I(style={"background": f"var(--level{level})"}) for level in range(5)]
-    legend = html.Li([_value(found, found.low), " or less ", *shades, f" {_value(found, found.high)} or more"])
-    how = "Point for the value; click to open the moment in the timeline; drag to look closer."
+    legend = html.Li(
+        [
+            _value(found, found.low),
+            text(" or less "),
+            *shades,
+            text(" {value} or more", value=_value(found, found.high)),
+        ]
+    )
+    meaning = _OWN if quantity == "own" else QUANTITIES[quantity]
+    how = text("Point for the value; click to open the moment in the timeline; drag to look closer.")
     return [
-        quiet(f"{QUANTITIES[quantity]}. {how}"),
+        quiet(text("{quantity}. {how}", quantity=meaning, how=how)),
         raster,
         html.Ul([legend], className="levels"),
     ]
 
 
 def _why_no_parts(run: Run) -> str:
-    return run.trace.reader.cannot().get("breakdown", "no step could be split into its parts")
+    return run.trace.reader.cannot().get("breakdown", text("no step could be split into its parts"))
 
 
 @lru_cache(maxsize=len(QUANTITIES))
@@ -139,18 +160,22 @@ def _data(state: State) -> Response:
 def _about(run: Run, found: Grid, rank: int, step: int, value: float) -> Response:
     """What to say of a cell, and where the timeline shows it."""
     node = run.timeline.ranks.filter(pl.col("rank") == rank)["node"].to_list()
-    lines = [f"rank {rank}" + (f" on node {node[0]}" if node and node[0] is not None else "") + f", step {step}"]
+    lines = [
+        text("rank {rank}", rank=rank)
+        + (text(" on node {node}", node=node[0]) if node and node[0] is not None else "")
+        + text(", step {step}", step=step)
+    ]
     lines.append(
-        "not recorded"
+        text("not recorded")
         if math.isnan(value)
-        else f"{QUANTITIES[found.quantity].partition(':')[0]}: {_value(found, value)}"
+        else text("{quantity}: {value}", quantity=QUANTITIES[found.quantity], value=_value(found, value))
     )
     span = run.timeline.steps.filter(pl.col("rank") == rank, pl.col("step") == step)
     href = ""
     if len(span):
-        lines += [f"not judged: {aside}" for aside in span["aside"].drop_nulls()]
+        lines += [text("not judged: {aside}", aside=aside) for aside in span["aside"].drop_nulls()]
         href = address("timeline", run.key, t0=span["start_ns"][0], t1=span["end_ns"][0], rank=rank)
-    return Response(json.dumps({"text": "\n".join(lines), "href": href}), mimetype="application/json")
+    return Response(json.dumps({"text": "\n".join(spoken(lines)), "href": href}), mimetype="application/json")
 
 
 def _value(found: Grid, value: float) -> str:

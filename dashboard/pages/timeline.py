@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rankscope.analysis.language import text
 from rankscope.dashboard import timeline
 from rankscope.dashboard.page import Query
 from rankscope.dashboard.state import Run
@@ -11,7 +12,7 @@ from rankscope.dashboard.timeline import register
 
 __all__ = ["ORDER", "TITLE", "early", "layout", "register"]
 
-TITLE = "Timeline"
+TITLE = text("Timeline")
 ORDER = 2
 
 

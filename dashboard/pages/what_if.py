@@ -8,14 +8,15 @@ import dash_mantine_components as dmc
 from dash import Dash, Input, Output, html
 from dash import State as Known
 
+from rankscope.analysis.language import joined, text
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent
-from rankscope.dashboard.page import Query, card, empty, heading, query_of, quiet
+from rankscope.dashboard.page import Query, card, empty, heading, in_language, query_of, quiet
 from rankscope.dashboard.replays import Fix, fixes, gain, replayable
 from rankscope.dashboard.state import Run, State
 
-TITLE, ORDER = "What if", 100
+TITLE, ORDER = text("What if"), 100
 
-_MEANING = "The recorded steps are replayed with what you tick mended; everything else stays as it was."
+_MEANING = text("The recorded steps are replayed with what you tick mended; everything else stays as it was.")
 _ROWS = 40
 
 
@@ -23,17 +24,22 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     ready = replayable(run)
     if isinstance(ready, str):
         return html.Div(
-            [heading(TITLE, _MEANING), empty("Nothing can be predicted", f"{ready[:1].upper()}{ready[1:]}.")]
+            [heading(TITLE, _MEANING), empty(text("Nothing can be predicted"), f"{ready[:1].upper()}{ready[1:]}.")]
         )
     found, untried = fixes(run)
     if not found:
-        return html.Div([heading(TITLE, _MEANING), empty("Nothing to mend", "This run allows no fix to be tried.")])
+        return html.Div(
+            [heading(TITLE, _MEANING), empty(text("Nothing to mend"), text("This run allows no fix to be tried."))]
+        )
     met = ready.fidelity
-    trust = (
-        f"Replayed with nothing mended, {met.steps} steps are met within {percent(met.median_error)} (median) and "
-        f"{percent(met.p90_error)} (90th percentile). ± is a 95 % half width."
+    trust = text(
+        "Replayed with nothing mended, {steps} steps are met within {median} (median) and "
+        "{p90} (90th percentile). ± is a 95 % half width.",
+        steps=met.steps,
+        median=percent(met.median_error),
+        p90=percent(met.p90_error),
     )
-    more = f"{untried} more were not tried here: rankscope whatif --fix." if untried else ""
+    more = text("{count} more were not tried here: rankscope whatif --fix.", count=untried) if untried else ""
     rows = dmc.CheckboxGroup(
         id="what-if-ticked", children=[_row(fix, ready.step_ns, found[0]) for fix in found[:_ROWS]], value=[]
     )
@@ -41,7 +47,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         [
             heading(TITLE, _MEANING),
             card("", html.Div(_together(run, []), id="what-if-together"), className="together"),
-            card("What each alone would bring", rows, quiet(f"{trust} {more}")),
+            card(text("What each alone would bring"), rows, quiet(joined(" ", (trust, more)) if more else trust)),
         ]
     )
 
@@ -52,7 +58,7 @@ def register(app: Dash, state: State) -> None:
         Input("what-if-ticked", "value"),
         Known("url", "search"),
         prevent_initial_call=True,
-    )(lambda ticked, search: _together(state.ready(query_of(search).get("run", "")), ticked))
+    )(lambda ticked, search: in_language(_together(state.ready(query_of(search).get("run", "")), ticked)))
 
 
 def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
@@ -62,17 +68,17 @@ def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
         return None
     now = [html.Span("now", className="quiet"), html.Strong(duration(ready.step_ns))]
     if not ticked:
-        return html.Div([*now, quiet("mean step; tick something below")], className="steps-now")
+        return html.Div([*now, quiet(text("mean step; tick something below"))], className="steps-now")
     found = gain(run, ticked)
     if found is None:
-        return html.Div([*now, quiet("this cannot be predicted")], className="steps-now")
+        return html.Div([*now, quiet(text("this cannot be predicted"))], className="steps-now")
     saved = duration_with_error(round(found.gain_ns), round(found.uncertainty_ns))
     return html.Div(
         [
             *now,
             html.Span("→", className="quiet"),
             html.Strong(duration(found.step_ns), id="what-if-step"),
-            quiet(f"mean step; {saved} less, {percent(found.gain_ns / ready.step_ns)}"),
+            quiet(text("mean step; {saved} less, {gain}", saved=saved, gain=percent(found.gain_ns / ready.step_ns))),
         ],
         className="steps-now",
     )
@@ -85,7 +91,7 @@ def _row(fix: Fix, step_ns: float, best: Fix) -> Any:  # noqa: ANN401
         [
             dmc.Checkbox(value=fix.key, label=fix.text),
             html.Div(html.Div(className="bar", style={"width": f"{share * 100:.1f}%"}), className="track"),
-            html.Span(f"{saved} less", className="number"),
+            html.Span(text("{saved} less", saved=saved), className="number"),
             html.Span(percent(fix.gain.gain_ns / step_ns), className="number"),
         ],
         className="fix",

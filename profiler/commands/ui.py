@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rankscope.profiler.arguments import PRICE_HELP, parse_price
+from rankscope.profiler.arguments import LANG_HELP, PRICE_HELP, parse_language, parse_price
 from rankscope.profiler.errors import RankscopeError
 
 __all__ = ["command"]
@@ -32,9 +32,10 @@ def command(
     ] = None,
     host: Annotated[str, typer.Option(help="Serve on this address.")] = "localhost",
     token: Annotated[str, typer.Option(help="Whoever looks must know it; made up where needed and not given.")] = "",
+    lang: Annotated[str, typer.Option(metavar="LANGUAGE", help=LANG_HELP)] = "en",
     price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
 ) -> None:
-    of_an_hour = parse_price(price)
+    of_an_hour, language = parse_price(price), parse_language(lang)
     for path in run:
         if not path.exists():
             raise RankscopeError(f"{path} does not exist")
@@ -48,7 +49,7 @@ def command(
     if not token and not _is_local(host):
         token = secrets.token_urlsafe(16)
     state = State(run, price=of_an_hour)
-    server = _listen(create_app(state, token=token, host=host).server, host, port)
+    server = _listen(create_app(state, token=token, host=host, lang=language).server, host, port)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, _interrupt)
     try:
