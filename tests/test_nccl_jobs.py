@@ -29,6 +29,7 @@ class Job:
     def __init__(self, ranks=8, per_node=8, *, groups=None, buckets=4, late=None, takes=lambda group: 6 * MS, **more):
         self.rows = {name: [] for name in TABLES}
         self.at_once = "late_each" in more  # all is in forward and waits for each operation, to which ranks are late
+        self.waits_for_all = self.at_once or "waits_for_all" in more
         self.late_each = more.get("late_each")
         self.ranks, self.buckets = range(ranks), buckets
         self.node = {rank: rank // per_node for rank in self.ranks}
@@ -73,7 +74,7 @@ class Job:
                 for rank in members:
                     self.operation(rank, number, step, bucket, at, end - begin[rank])
                     self.proxies(rank, number, at, begin, lasts)
-                    held[rank] = end if self.at_once or len(self.node_of(members)) == 1 else held[rank]
+                    held[rank] = end if self.waits_for_all or len(self.node_of(members)) == 1 else held[rank]
         done = round(max(*held.values(), *free.values(), *computed.values()) + OPTIMIZER)
         for rank in self.ranks:
             self.region(rank, "forward", at, at + 10 * MS)
@@ -211,7 +212,15 @@ def test_operation_of_which_a_rank_lost_its_record_is_unmatched_and_counted():
     job.rows["flight_records"] = [r for r in job.rows["flight_records"] if (r["rank"], r["record"]) != (2, 5)]
     timeline = build_timeline(job.trace())
     assert timeline.collectives.filter(pl.col("instance_id").is_null())["unmatched"].to_list() == ["end missing"] * 4
+    assert "slow_rank" in {check.detector for check in diagnose(job.trace()).healthy}
     assert f"4 of {4 * STEPS} collectives were not matched across ranks: end missing" in {g.why for g in timeline.gaps}
+
+
+def test_rank_whose_records_are_lost_leaves_nothing_to_be_called_healthy():
+    """All that rank 2 takes part in is unmatched, which is all but the operations within node 1."""
+    job = Job(16, groups={"0": list(range(16)), "node1": list(range(8, 16))})
+    job.rows["flight_records"] = [r for r in job.rows["flight_records"] if r["rank"] != 2]
+    assert not_checked(job.report())["slow_rank"].startswith("67 % of the collectives were not matched across ranks")
 
 
 def test_recorder_without_timing_says_what_to_do():
@@ -294,6 +303,14 @@ def test_without_the_plugin_the_slow_rail_is_told_by_its_group():
     assert "in group rail3 (ranks 3,11) runs at a bus bandwidth of 1.39 GB/s, in other groups at 4.1" in finding.title
     assert "48." in finding.title.split("up to")[1] or "47." in finding.title.split("up to")[1]
     assert finding.gain_fraction is None
+
+
+def test_ranks_that_are_late_because_their_rail_is_slow_are_not_named():
+    """Reduced over rails, then within nodes: ranks 3 and 11 come 12 ms late to their nodes."""
+    nodes = {"node0": list(range(8)), "node1": list(range(8, 16))}
+    slow = lambda group: 18 * MS if group == "rail3" else 6 * MS  # noqa: E731
+    report = Job(16, groups=rails() | nodes, takes=slow, waits_for_all=True).report()
+    assert [(f.detector, f.groups) for f in report.findings] == [("low_bandwidth", ("rail3",))]
 
 
 def test_two_nodes_linked_alike_at_a_third_are_not_called_healthy():

@@ -79,6 +79,7 @@ from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.arrivals import Arrivals, Lateness, arrivals, lateness
 from rankscope.analysis.timeline.device_phases import IDLE_LABELS
+from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.own import (
     APART,
     MIXED,
@@ -106,6 +107,7 @@ _ALIKE = 0.5  # of the judged one's excess: who has as much counts as slow like 
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
 _LARGER_PART = 0.5
 _MOST_MIXED = 0.1  # of the step: with more, silence is no proof of health
+_MOST_UNMATCHED = 0.1
 _STRETCHES = 16  # steps from which there are four stretches of them or more
 _MIN_BURSTS = 2  # one may be anything; that two are alike tells them from chance
 _BURST_Z, _BURST_SHARE = (
@@ -267,8 +269,16 @@ def resolution_ns(
         if not waited_for:
             raise
         own_ns = 0
-    if not waited_for:
+    if not waited_for or collectives is None:
         return own_ns
+    unmatched = collectives.filter(pl.col("op").is_in(MUTUAL_OPS))["instance_id"].is_null().mean()
+    if isinstance(unmatched, float) and unmatched > _MOST_UNMATCHED:
+        raise NotResolvable(
+            text(
+                "{share} of the collectives were not matched across ranks: who came late to these is not known",
+                share=percent(unmatched),
+            )
+        )
     grid = judged_grid(breakdown, FEW_STEPS)
     noise_ns = max(float(_least_apart(above_peers(each.least), min_z)[1].max()) for each, _, _ in waited_for)
     return max(own_ns, visible(grid, max(min_fraction * grid.step_ns, noise_ns)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.timeline.matching import ROOTED_OPS
+from rankscope.analysis.timeline.matching import MUTUAL_OPS, ROOTED_OPS
 from rankscope.analysis.timeline.own import Floats, Ints, StepGrid, by_rank_and_step
 from rankscope.collectors.schema import P2P_OPS
 
@@ -89,15 +89,16 @@ def lateness(
     """The lateness of the grid's ranks, or with `node_of` of their nodes in order, where only durations are known.
 
     A rank is late by the least that another one waits, a node by what all others wait at least beyond any of its own
-    ranks. What a rank waits for others in other groups is not its own lateness: it is taken off; of a node the rank
-    that is late the least counts. `most` adds up all operations; `least` is the longest wait, since a rank that is
-    behind may be late in all operations until its peers have to wait. Those in which each wait counts are added up:
-    reductions outside of backward, and what is like them, whose result is wanted at once.
+    ranks. Not its own lateness is what it waits for others in other groups, nor what transfers there take longer than
+    the median one of the same sort in that step: it is taken off. Of a node the rank that is late the least counts.
+    `most` adds up all operations; `least` is the longest wait, since a rank that is behind may be late in all
+    operations until its peers have to wait. Those in which each wait counts are added up: reductions outside of
+    backward, and what is like them, whose result is wanted at once.
     None where there are no such operations.
     """
     known = pl.col("end_ns").is_null() & pl.col("wait_ns").is_not_null()
     rows = collectives.filter(known, pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
-    together = rows.filter(~pl.col("op").is_in(_NOT_ALL_WAIT))
+    together = rows.filter(pl.col("op").is_in(MUTUAL_OPS))
     if together.is_empty():
         return None
     unit = pl.col("rank") if node_of is None else pl.col("rank").replace_strict(node_of, return_dtype=pl.Int32)
@@ -120,7 +121,9 @@ def lateness(
             least=pl.max_horizontal(pl.col("late_ns").max(), pl.col("late_ns").filter("at_once").sum()),
         )
     )
-    waited = rows.group_by(by_group).agg(waited=pl.col("wait_ns").sum())
+    usual = pl.col("transfer_ns").median().over("step", "op", "group_size", "size_bytes")
+    longer = (pl.col("transfer_ns") - usual).clip(0).round().cast(pl.Int64)
+    waited = rows.with_columns(waited=pl.col("wait_ns") + longer).group_by(by_group).agg(pl.col("waited").sum())
     elsewhere = waited.with_columns(pl.col("waited").sum().over("rank", "step") - pl.col("waited"))
     net = in_group.join(elsewhere, on=by_group).with_columns(
         (pl.col(name) - pl.col("waited")).clip(0) for name in ("most", "least")
