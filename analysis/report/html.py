@@ -61,6 +61,7 @@ def _environment() -> Environment:
         cost_per_step=phrases.cost_per_step,
         evidence=phrases.evidence,
         gain=phrases.gain,
+        label=phrases.label,
         no_finding=phrases.no_finding,
         part_order=texts.PART_ORDER,
         part_short=texts.part_short,

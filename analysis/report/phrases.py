@@ -17,11 +17,14 @@ from rankscope.analysis.finding import (
     Report,
     Window,
 )
+from rankscope.analysis.language import translated
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.costs import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
 from rankscope.analysis.report.texts import part_short, say, together
+from rankscope.analysis.timeline.delays import BEGAN_LATE, LEFT_LATE
+from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 
 __all__ = [
     "clock_error",
@@ -32,6 +35,7 @@ __all__ = [
     "gap_extent",
     "head_facts",
     "healthy_items",
+    "label",
     "lead_line",
     "no_finding",
     "one_or_many",
@@ -78,6 +82,9 @@ def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+_OWN_LABELS = frozenset({LEFT_LATE, BEGAN_LATE, *IDLE_LABELS})
 
 
 def one_or_many(kind: str, numbers: tuple[int, ...]) -> str:
@@ -153,7 +160,12 @@ def path_row(part: PathPart) -> tuple[str, str, str]:
     """Rank, part and label of a row of the critical path, as they are shown."""
     if part.part == REST:
         return "", "", say("path.rest")
-    return say("path.all") if part.rank is None else str(part.rank), part_short(part.part), part.label
+    return say("path.all") if part.rank is None else str(part.rank), part_short(part.part), label(part.label)
+
+
+def label(said: str) -> str:
+    """What a rank did, as the record calls it; in the language that is spoken where the words are rankscope's own."""
+    return translated(said) if said in _OWN_LABELS else said
 
 
 def stood_still(report: Report, finding: Finding) -> str | None:

@@ -23,6 +23,7 @@ from rankscope.analysis.report.phrases import (
     gap_extent,
     head_facts,
     healthy_items,
+    label,
     lead_line,
     no_finding,
     one_or_many,
@@ -310,7 +311,7 @@ def _blames(blames: Sequence[Blame]) -> list[RenderableType]:
         return []
     table = _table(*(say(f"blames.{column}") for column in ("time", "rank", "part", "label")), text_columns=(2, 3))
     for blame in blames:
-        table.add_row(duration(blame.blocked_ns), str(blame.rank), part_short(blame.part), _text(blame.label))
+        table.add_row(duration(blame.blocked_ns), str(blame.rank), part_short(blame.part), _text(label(blame.label)))
     return [_text(say("blames.means"), "dim"), table]
 
 

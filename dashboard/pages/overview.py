@@ -167,7 +167,7 @@ def _waiting(report: Report) -> Any:  # noqa: ANN401
         for part in path
     ]
     stood = [
-        (quantities.duration(blame.blocked_ns), str(blame.rank), part_label(blame.part), blame.label)
+        (quantities.duration(blame.blocked_ns), str(blame.rank), part_label(blame.part), phrases.label(blame.label))
         for blame in blames
     ]
     cards = [
