@@ -134,9 +134,10 @@ def resolution_ns(progress: pl.DataFrame) -> int | None:  # noqa: ARG001 - what 
 
 def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
     p2p = set(progress.filter("is_p2p")["group_id"].to_list())
+    once = groups.unique("group_id", keep="last", maintain_order=True)  # each of its ranks has a row
     known = {
         group_id: _Group(group_id, role or text("group {name}", name=name), tuple(members_of(members)), group_id in p2p)
-        for group_id, name, role, members in groups.select("group_id", "name", "role", "members").iter_rows()
+        for group_id, name, role, members in once.select("group_id", "name", "role", "members").iter_rows()
     }
     held: dict[int, _Held] = {}
     counts: dict[int, dict[int, _Count]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -120,6 +122,7 @@ class NativeReader:
         self, run: dict[int, dict[str, Any]], parts: list[_Part], gaps: list[Gap], windows: list[list[Path]]
     ) -> None:
         self.run = run
+        self._all_closed = bool(run) and all(launch.get("state") == "closed" for launch in run.values())
         self._windows = windows
         self.attempt = max((p.attempt for p in parts if p.attempt is not None), default=0)
         self._parts = [p for p in parts if p.attempt in (None, self.attempt)]
@@ -186,13 +189,16 @@ class NativeReader:
     def _read_raw(self, name: str) -> pl.DataFrame:
         """The table with ids and codes as written; every gap that shows while reading is noted once."""
         if name not in self._raw:
-            frames = [frame for part in self._parts if part.table == name for frame in self._read_part(part)]
+            read = [(part, table) for part in self._parts if part.table == name for table in self._read_part(part)]
+            alike = itertools.groupby(read, key=lambda one: one[1].schema)
+            frames = [self._whole_rows(name, list(of_schema)) for _, of_schema in alike]
             schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
             schema |= {c.name: _POLARS[c.type] for c in TABLES[name].columns}
-            self._raw[name] = pl.concat([pl.DataFrame(schema=schema), *frames], rechunk=True)
+            self._raw[name] = pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
         return self._raw[name]
 
-    def _read_part(self, part: _Part) -> list[pl.DataFrame]:
+    def _read_part(self, part: _Part) -> list[pa.Table]:
+        """The part's rows, if it has any."""
         table, problem = read_rows(part.path, closed=self._closed(part))
         if problem:
             self._note(part, None, f"{part.path.name} {problem}{self._good_until(part, table)}")
@@ -203,17 +209,29 @@ class NativeReader:
         if missing:
             self._note(part, table.num_rows, f"{part.path.name} has no column {missing[0]}: it was not read")
             return []
-        frame = pl.DataFrame(pl.from_arrow(table))
+        return [table.replace_schema_metadata()]
+
+    def _whole_rows(self, name: str, parts: list[tuple[_Part, pa.Table]]) -> pl.DataFrame:
+        """The rows of these parts, all with the same columns, and whose they are: together, since there may be many."""
+        columns = TABLES[name].columns
+        of_part = np.repeat(np.arange(len(parts)), [table.num_rows for _, table in parts])
+        owners = (
+            pl.Series(by, [getattr(part, by) for part, _ in parts], pl.Int32).gather(of_part)
+            for by in _WRITTEN_BY[TABLES[name].partition]
+        )
+        frame = pl.DataFrame(pl.from_arrow(pa.concat_tables([table for _, table in parts])))
         frame = frame.with_columns(pl.lit(None).alias(c.name) for c in columns if c.name not in frame.columns)
-        frame = frame.select(pl.col(c.name).cast(_POLARS[c.type]) for c in columns)
+        frame = frame.select(*owners, *(pl.col(c.name).cast(_POLARS[c.type]) for c in columns))
         needed = [] if self._imported else [c.name for c in columns if not c.nullable]
-        whole = frame.drop_nulls(needed) if needed else frame
-        if len(whole) < len(frame):
-            lost = len(frame) - len(whole)
-            self._note(part, lost, f"{part.path.name}: {lost} rows lack a value that must be there; they were left out")
-        owner = {"rank": part.rank, "node": part.node, "attempt": part.attempt}
-        by = _WRITTEN_BY[TABLES[part.table].partition]
-        return [whole.select(*(pl.lit(owner[c], pl.Int32).alias(c) for c in by), pl.all())]
+        if not any(frame[column].null_count() for column in needed):
+            return frame
+        lacking = frame.select(pl.any_horizontal(pl.col(needed).is_null())).to_series()
+        for number, lost in enumerate(np.bincount(of_part[lacking.to_numpy()]).tolist()):
+            if lost:
+                part = parts[number][0]
+                why = f"{part.path.name}: {lost} rows lack a value that must be there; they were left out"
+                self._note(part, lost, why)
+        return frame.filter(~lacking)
 
     def _good_until(self, part: _Part, table: pa.Table | None) -> str:
         """Where the good rows of a cut file end, as the end of a sentence."""
@@ -232,8 +250,7 @@ class NativeReader:
 
     def _closed(self, part: _Part) -> bool:
         """Whether every agent that could still be writing this file has ended its run properly."""
-        nodes = [part.node] if part.node is not None else list(self.run)
-        return bool(nodes) and all(self.run.get(n, {}).get("state") == "closed" for n in nodes if n is not None)
+        return self._all_closed if part.node is None else self.run.get(part.node, {}).get("state") == "closed"
 
     def _note(self, part: _Part, count: int | None, why: str) -> None:
         gap = Gap(table=part.table, rank=part.rank, node=part.node, count=count, why=why)

@@ -130,8 +130,10 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     regions = (
         regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns"))
         .sort("start_ns", "end_ns", descending=[False, True])
-        .select("rank", "start_ns", "end_ns", "kind", _coded("name", code))
+        .select("rank", "start_ns", "end_ns", _coded("name", code), pl.col("kind").fill_null(""))
     )
+    kinds = regions["kind"].unique().sort().to_list()
+    regions = regions.with_columns(pl.col("kind").cast(pl.Enum(kinds)).to_physical())
     # Without an end nothing says that the call waited: on an accelerator it only queues the work.
     blocking = (
         (pl.col("thread") == _MAIN_THREAD)
@@ -139,7 +141,9 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
         & (~pl.col("is_async")).fill_null(pl.col("end_ns") <= pl.col("issued_ns"))
     )
     collectives = collectives.sort("start_ns").select(
-        *("rank", "start_ns", "issued_ns", "end_ns", _coded("op", code)),
+        *("rank", "start_ns", "issued_ns", _coded("op", code)),
+        pl.coalesce("end_ns", "start_ns").alias("end_ns"),
+        pl.col("end_ns").is_not_null().alias("ended"),
         (pl.coalesce("device_start_ns", "start_ns") + pl.col("wait_ns").fill_null(0)).alias("last_arrival_ns"),
         pl.col("op").is_in(P2P_OPS).alias("p2p"),
         pl.col("wait_ns").is_not_null().alias("split"),
@@ -148,19 +152,26 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     by_rank = [
         frame.partition_by("rank", as_dict=True) for frame in (steps.sort("rank", "start_ns"), regions, collectives)
     ]
-    frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
-    for key, of_rank in by_rank[0].items():
-        rank = _rank_arrays(of_rank, by_rank[1].get(key, regions.clear()), by_rank[2].get(key, collectives.clear()))
-        frames.append(as_phases(key[0], _cut(rank, code), labels))
-    return pl.concat(frames)
+    no_regions, no_collectives = regions.clear(), collectives.clear()
+    cut = []
+    for (rank,), of_rank in by_rank[0].items():
+        of_regions, of_collectives = by_rank[1].get((rank,), no_regions), by_rank[2].get((rank,), no_collectives)
+        cut.append((rank, _cut(_rank_arrays(of_rank, of_regions, of_collectives, kinds), code)))
+    return as_phases(cut, labels)
 
 
-def as_phases(rank: int, columns: tuple[Ints, Ints, Ints, Ints, Ints], labels: list[str]) -> pl.DataFrame:
-    """The rows of one rank as a table; `columns` are those of `joined`, `labels` what its codes stand for."""
-    step, part, label, start, end = columns
+def as_phases(cut: list[tuple[int, tuple[Ints, Ints, Ints, Ints, Ints]]], labels: list[str]) -> pl.DataFrame:
+    """The rows of these ranks as a table; each has the columns of `joined`, `labels` is what their codes stand for."""
+    if not cut:
+        return pl.DataFrame(schema=PHASE_COLUMNS)
+    ranks, columns = zip(*cut, strict=True)
+    sizes = [len(of_rank[0]) for of_rank in columns]
+    step, part, label, start, end = (
+        column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*columns, strict=True)
+    )
     return pl.DataFrame(
         {
-            "rank": pl.repeat(rank, len(step), dtype=pl.Int32, eager=True),
+            "rank": np.repeat(np.array(ranks, np.int32), sizes),
             "step": step,
             "part": pl.Series(PARTS).gather(part),
             "label": pl.Series(labels, dtype=pl.String).gather(label),
@@ -211,22 +222,20 @@ def _coded(column: str, code: dict[str, int]) -> pl.Expr:
     return pl.col(column).replace_strict(code, return_dtype=pl.Int64).alias("_label")
 
 
-def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> _Rank:
+def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, kinds: list[str]) -> _Rank:
+    """`kinds` is what the codes of the regions' kinds stand for."""
     spans = Spans(*(regions[c].to_numpy() for c in ("start_ns", "end_ns", "_label")))
-    kind = regions["kind"]
-    start = collectives["start_ns"].to_numpy()
-    ended = collectives["end_ns"].is_not_null().to_numpy()
-    end = np.where(ended, collectives["end_ns"].fill_null(0).to_numpy(), start)
+    kind = regions["kind"].to_numpy()
     return _Rank(
         step_start=steps["start_ns"].to_numpy(),
         step_end=steps["end_ns"].to_numpy(),
         step=steps["step"].to_numpy(),
-        kinds={k: spans.where((kind == k).to_numpy()) for k in kind.unique().to_list()},
-        calls=Spans(start, end, collectives["_label"].to_numpy()),
+        kinds={kinds[code]: spans.where(kind == code) for code in np.unique(kind).tolist()},
+        calls=Spans(*(collectives[c].to_numpy() for c in ("start_ns", "end_ns", "_label"))),
         issued=collectives["issued_ns"].to_numpy(),
         last_arrival=collectives["last_arrival_ns"].to_numpy(),
         split=collectives["split"].to_numpy(),
-        ended=ended,
+        ended=collectives["ended"].to_numpy(),
         p2p=collectives["p2p"].to_numpy(),
         blocking=collectives["blocking"].to_numpy(),
     )

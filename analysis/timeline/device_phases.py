@@ -13,7 +13,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
-from rankscope.analysis.timeline.breakdown import PARTS, PHASE_COLUMNS, Grid, Spans, as_phases, joined
+from rankscope.analysis.timeline.breakdown import PARTS, Grid, Spans, as_phases, joined
 from rankscope.analysis.timeline.device import by_rank
 from rankscope.collectors.schema import P2P_OPS
 
@@ -96,12 +96,12 @@ def device_phases(
     labels = [*IDLE_LABELS, *PARTS, COMMUNICATION]
     labels += sorted({*regions["name"].unique(), *collectives["op"].unique()} - {*labels})
     code = {label: i for i, label in enumerate(labels)}
-    frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
     tables = [(dict(by_rank(table)), table.clear()) for table in (kernels, regions, collectives)]
+    cut = []
     for rank, of_rank in by_rank(steps.sort("rank", "start_ns")):
         arrays = _rank_arrays(code, of_rank, *(parts.get(rank, empty) for parts, empty in tables))
-        frames.append(as_phases(rank, _cut(arrays), labels))
-    return pl.concat(frames)
+        cut.append((rank, _cut(arrays)))
+    return as_phases(cut, labels)
 
 
 def _rank_arrays(

@@ -18,7 +18,6 @@ from rankscope.analysis.timeline.breakdown import (
     AFTER_BACKWARD,
     FORWARD,
     PARTS,
-    PHASE_COLUMNS,
     Grid,
     Spans,
     as_phases,
@@ -295,10 +294,8 @@ def mark_phases(marks: pl.DataFrame, steps: pl.DataFrame, regions: pl.DataFrame)
     code = {label: number for number, label in enumerate(labels)}
     of_stops, none = dict(by_rank(stops)), stops.clear()
     of_steps = dict(by_rank(steps.sort("rank", "start_ns")))
-    frames = [pl.DataFrame(schema=PHASE_COLUMNS)]
-    for rank, of_rank in by_rank(marks):
-        frames.append(as_phases(rank, _cut(of_rank, of_steps[rank], of_stops.get(rank, none), code), labels))
-    return pl.concat(frames)
+    cut = [(rank, _cut(of_rank, of_steps[rank], of_stops.get(rank, none), code)) for rank, of_rank in by_rank(marks)]
+    return as_phases(cut, labels)
 
 
 def _cut(
