@@ -7,11 +7,13 @@ import random
 import polars as pl
 import pytest
 from test_diagnose import Tables, not_checked
+from test_trace import RANK_ROW, write, write_run
 
+import rankscope
 from rankscope.analysis.diagnose import diagnose
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.trace import Trace
-from rankscope.collectors.schema import TABLES
+from rankscope.collectors.schema import DTYPES, NCCL_EVENTS, OPS, REGION_KINDS, TABLES
 
 US, MS, MB = 1_000, 1_000_000, 1_000_000
 STEPS = 14  # the first 2 are warm-up
@@ -118,6 +120,21 @@ class Job:
             end = by["start_ns"] + 30 * MS
             what = {"event": event, "channel": 0, "peer": other, "size_bytes": self.size, "end_ns": end}
             self.rows["nccl_events"].append(by | none | what | {k: round(v) for k, v in waits.items()})
+
+    def write(self, root):
+        """As the agents write it: one folder of files."""
+        codes = {"kind": REGION_KINDS, "op": OPS, "dtype": DTYPES, "event": NCCL_EVENTS}
+        for rank in self.ranks:
+            for name in ("groups", "regions", "collectives", "flight_records", "nccl_calls", "nccl_events"):
+                mine = [row for row in self.rows[name] if row["rank"] == rank]
+                named = [{k: codes[k].index(v) if k in codes else v for k, v in row.items()} for row in mine]
+                text = {} if name in ("groups", "flight_records") else {"name_id": 1, "algorithm": 2, "protocol": 3}
+                write(root, name, f"rank={rank}", [text | row for row in named])
+            write(root, "ranks", f"rank={rank}", [RANK_ROW | {"world_size": len(self.ranks), "node": self.node[rank]}])
+            write(root, "strings", f"rank={rank}", [{"name_id": 1, "name": "train"}])
+        for node in set(self.node.values()):
+            write_run(root, node)
+        return root
 
     def trace(self):
         return Trace(path="by hand", source="native", run={}, reader=Tables(self.rows))
@@ -256,6 +273,13 @@ def test_gpu_that_comes_late_is_the_guilty_layer():
     (finding,) = report.findings
     assert (finding.detector, finding.ranks, finding.where) == ("slow_rank", (5,), "before collectives, on its GPU")
     assert finding.title.startswith("Rank 5 is late: its GPU begins 48 of 48 collectives last, at a cost of ")
+
+
+def test_run_folder_of_such_a_job_gives_the_same_verdict(tmp_path):
+    job = Job(16, late=late_by(20 * MS, 5), groups=rails(), wire=slow_from())
+    report = rankscope.diagnose(rankscope.open(job.write(tmp_path)))
+    assert report.verdict == job.report().verdict
+    assert report.verdict.startswith("Rank 5 is late: its GPU begins 48 of 48 collectives last, at a cost of ")
 
 
 def test_healthy_network_is_no_finding():
