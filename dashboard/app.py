@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import hmac
 import time
@@ -23,6 +24,7 @@ __all__ = ["create_app"]
 
 _COOKIE = "rankscope-language"
 _TICK_MS = 700
+_GZIP_LEVEL = 1
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 _INDEX = """<!DOCTYPE html>
@@ -285,7 +287,15 @@ def _guard(app: Dash, token: str, hosts: set[str]) -> None:
         response.headers["Referrer-Policy"] = "no-referrer"
         return response
 
+    def pack(response: Response) -> Response:
+        """Pages are JSON, and those of thousands of ranks are large."""
+        if response.mimetype == "application/json" and request.accept_encodings["gzip"]:
+            response.set_data(gzip.compress(response.get_data(), _GZIP_LEVEL))
+            response.headers["Content-Encoding"] = "gzip"
+        return response
+
     app.server.after_request(seal)
+    app.server.after_request(pack)
 
 
 def _speak(app: Dash, usual: str) -> None:

@@ -376,6 +376,9 @@ def test_the_verdict_is_there_and_a_finding_opens_its_evidence(screen, state):
     evidence = finding.evidence[0]
     screen.open("/?run=")
     screen.page.get_by_role("heading", name=report.verdict).wait_for()
+    names = screen.page.locator(f"#finding-{number} a.button").all_inner_texts()
+    assert len(set(names)) == len(names)
+    assert names[0].startswith("Show: rank 1, step ")
     screen.page.locator(f"#finding-{number} a.button").first.click()
     screen.page.wait_for_selector("#timeline[data-painted]")
     screen.page.wait_for_url("**/timeline?*#*")

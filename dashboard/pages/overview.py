@@ -93,7 +93,7 @@ def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -
             html.H3([severity, f"{number}. ", finding.title]),
             html.Dl(shown),
             picture,
-            dmc.Group([_evidence(run, seen) for seen in finding.evidence[:_EVIDENCE]], gap="xs", mt=6),
+            dmc.Group(_evidence(run, finding.evidence[:_EVIDENCE]), gap="xs", mt=6),
         ],
         id=f"finding-{number}",
         className=f"finding{' follows' if finding.caused_by else ''}",
@@ -114,16 +114,23 @@ def _picture(split: digest.Breakdown, finding: Finding) -> Any:  # noqa: ANN401
     return html.Div([chart, quiet(numbers)], className="picture")
 
 
-def _evidence(run: Run, seen: Evidence) -> Any:  # noqa: ANN401
-    """A link to the moment in the timeline."""
-    where = {"t0": seen.start_ns, "t1": seen.end_ns} | ({} if seen.rank is None else {"rank": seen.rank})
-    href = address("timeline", run.key, **where)
-    return dcc.Link(
-        text("Show: {what}", what=seen.note or phrases.evidence(seen)),
-        href=href,
-        title=phrases.evidence(seen),
-        className="button",
-    )
+def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Any]:
+    """Links to the moments in the timeline. Each says whose it is, and when, where others would bear the same name."""
+    names = [_name(seen) for seen in evidence]
+    links = []
+    for name, seen in zip(names, evidence, strict=True):
+        where = {"t0": seen.start_ns, "t1": seen.end_ns} | ({} if seen.rank is None else {"rank": seen.rank})
+        whole = phrases.evidence(seen)
+        shown = text("Show: {what}", what=name if names.count(name) == 1 else whole)
+        links.append(dcc.Link(shown, href=address("timeline", run.key, **where), title=whole, className="button"))
+    return links
+
+
+def _name(seen: Evidence) -> str:
+    if not seen.note:
+        return phrases.evidence(seen)
+    ranks, nodes = (() if one is None else (one,) for one in (seen.rank, seen.node))
+    return together(", ", (phrases.who(ranks, nodes), seen.note)) if ranks or nodes else seen.note
 
 
 def _time(report: Report, split: digest.Breakdown) -> list[Any]:

@@ -24,7 +24,6 @@ ROUTES = "/timeline-data"
 _MOST_PIXELS, _MOST_LEVELS = 8192, 128
 _SEARCHES = 8
 _PATH_PIECES = 3_000
-_PACKED_FROM = 1_000  # bytes
 _MOST_BYTES, _COARSEST = 100_000, 4
 
 
@@ -73,9 +72,7 @@ def register_routes(
                 said = answer(asked, made)
             except _BadRequest as bad:
                 return _json({"error": str(bad)}, 400)
-            return (
-                _answer(said, "application/octet-stream", 200, gzipped=True) if isinstance(said, bytes) else _json(said)
-            )
+            return _picture(said) if isinstance(said, bytes) else _json(said)
 
         server.add_url_rule(f"{ROUTES}/{name}", f"timeline_{name}", handle, methods=["POST"])
 
@@ -129,8 +126,7 @@ def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
 def packed_view(asked: dict[str, Any], scene: Scene) -> bytes:
     """The view as it goes over the wire, of no more than 100 kB: where it would be more, with fewer bins."""
     for coarser in itertools.count():
-        # Runs only: on pictures that is smaller than a search for repeats, and faster.
-        packed = _gzip(view(asked, scene, coarser), zlib.Z_RLE)
+        packed = _gzip(view(asked, scene, coarser))
         if len(packed) <= _MOST_BYTES or coarser == _COARSEST:
             break
     return packed
@@ -196,21 +192,22 @@ def _ints(asked: dict[str, Any], *names: str) -> tuple[int, ...]:
 
 
 def _json(said: object, status: int = 200) -> Response:
-    data = json.dumps(said, separators=(",", ":")).encode()
-    is_long = len(data) > _PACKED_FROM
-    return _answer(
-        _gzip(data, zlib.Z_DEFAULT_STRATEGY) if is_long else data, "application/json", status, gzipped=is_long
-    )
+    return _answer(json.dumps(said, separators=(",", ":")).encode(), "application/json", status)
 
 
-def _answer(data: bytes, kind: str, status: int, *, gzipped: bool) -> Response:
+def _picture(packed: bytes) -> Response:
+    response = _answer(packed, "application/octet-stream", 200)
+    response.headers["Content-Encoding"] = "gzip"
+    return response
+
+
+def _answer(data: bytes, kind: str, status: int) -> Response:
     response = Response(data, status, mimetype=kind)
-    if gzipped:
-        response.headers["Content-Encoding"] = "gzip"
     response.headers["Cache-Control"] = "no-store"
     return response
 
 
-def _gzip(data: bytes, strategy: int) -> bytes:
-    packer = zlib.compressobj(1, zlib.DEFLATED, 31, 9, strategy)
+def _gzip(data: bytes) -> bytes:
+    # Runs only: on pictures that is smaller than a search for repeats, and faster.
+    packer = zlib.compressobj(1, zlib.DEFLATED, 31, 9, zlib.Z_RLE)
     return packer.compress(data) + packer.flush()
