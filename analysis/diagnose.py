@@ -88,7 +88,7 @@ _CONSEQUENCES = {
     "throttling": ("slow_rank", "drift", "low_mfu"),
     "noisy_host": ("slow_rank", "input_stall", "drift"),
     "memory_pressure": ("slow_rank", "host_bound", "drift"),
-    "slow_link": ("uneven_work", "exposed_communication", "low_bandwidth"),
+    "slow_link": ("uneven_work", "exposed_communication", "low_bandwidth", "pipeline_bubble"),
     "low_bandwidth": ("exposed_communication", "uniform_slowdown"),
     "layer_mismatch": ("low_bandwidth", "exposed_communication"),
     "small_messages": ("exposed_communication",),
@@ -111,6 +111,10 @@ _OF_A_DRIFT = {  # by the part that grows
     "transfer": ("slow_link", "exposed_communication"),
 }
 _BOUNDED = ("slow_rank", "slow_link", "input_stall", "gc_stall", "recompile")  # by what mending brings in the replay
+# Costs what mending brings, also if that is more: who waits for a neighbour's transfer is not blocked by bytes, and
+# what is left of a shorter transfer may be hidden altogether.
+_AS_REPLAYED = ("slow_link",)
+_REPLAYED = 8  # of one kind; each takes a replay
 _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
@@ -396,29 +400,34 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
 
 
 def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable) -> list[Finding]:
-    """The findings: what is alone of its kind, and what makes it so, at no more than mending brings in the replay.
+    """The findings: a kind that can be replayed, and what makes it so, at no more than mending brings in the replay.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
-    Of several that are slow, mending one alone may bring nothing, so that says nothing about what each costs.
+    Of several, mending one alone may bring nothing: each costs what mending it brings when the others are mended.
     """
     bounded = list(findings)
     if isinstance(run, NotReplayable):
         return bounded
     for kind in _BOUNDED:
         of_kind = [finding for finding in findings if finding.detector == kind and finding.fix]
-        if len(of_kind) == 1 and of_kind[0].lost_ns_per_step:
-            bounded = _no_more_than(bounded, of_kind[0], run)
+        if len({one.fix for one in of_kind}) == len(of_kind) <= _REPLAYED:
+            for one in of_kind:
+                others = [other.fix for other in of_kind if other.fix and other is not one]
+                bounded = _bounded(bounded, one, others, run) if one.lost_ns_per_step else bounded
     return bounded
 
 
-def _no_more_than(findings: Sequence[Finding], one: Finding, run: Rerun | PipelineRerun) -> list[Finding]:
-    """The findings, those with the fix of `one` at no more than it brings."""
+def _bounded(
+    findings: Sequence[Finding], one: Finding, others: Sequence[str], run: Rerun | PipelineRerun
+) -> list[Finding]:
+    """The findings, those with the fix of `one` at no more than it brings beside the fixes of the others."""
     try:
-        gain = run.gain(one.fix or "")
+        gain = run.gain(*_together([one.fix or "", *others]))
+        gain_ns = gain.gain_ns - (run.gain(*_together(others)).gain_ns if others else 0.0)
     except BadFix:
         return list(findings)
-    share = gain.gain_ns / one.lost_ns_per_step
-    if gain.gain_ns <= 0 or share >= 1:
+    share = gain_ns / one.lost_ns_per_step
+    if gain_ns <= 0 or (share >= 1 and one.detector not in _AS_REPLAYED):
         return list(findings)
     fraction = share * one.lost_fraction
     cost: dict[str, Any] = {
@@ -428,7 +437,16 @@ def _no_more_than(findings: Sequence[Finding], one: Finding, run: Rerun | Pipeli
         "lost_fraction": fraction,
         "uncertainty_ns": round(gain.uncertainty_ns),
     }
-    return [replace(f, **cost) if f.fix == one.fix and f.lost_fraction > fraction else f for f in findings]
+    return [
+        replace(f, **cost) if f is one or (f.fix == one.fix and f.lost_fraction > fraction) else f for f in findings
+    ]
+
+
+def _together(fixes: Sequence[str]) -> list[str]:
+    """The fixes, those of single ranks as one: none of them is a measure for the others."""
+    ranks = [fix.removeprefix("rank:") for fix in fixes if fix.startswith("rank:")]
+    rest = [fix for fix in fixes if not fix.startswith("rank:")]
+    return [*rest, f"rank:{','.join(ranks)}"] if ranks else rest
 
 
 def _follows(finding: Finding, cause: Finding) -> bool:

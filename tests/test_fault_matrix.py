@@ -123,6 +123,36 @@ def test_communication_that_a_slow_link_exposes_is_no_finding_of_its_own(tmp_pat
     assert [(f.detector, f.caused_by) for f in others] == [("exposed_communication", "slow_link")]
 
 
+def test_slow_link_of_a_pipeline_costs_what_its_stages_idle_for_and_the_bubble_follows(tmp_path):
+    """Each stage is a node. A thirtieth of the bandwidth of node 1: its neighbours mostly wait for nobody's bytes."""
+    job = replace(JOB, parallel="pp-1f1b", ranks=32)
+    healthy, slow = healthy_resources(job), healthy_resources(job)
+    slow.nic = np.where(np.arange(4) == 1, slow.nic / 30, slow.nic)
+    log = run(job, slow)
+    first, *others = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run"))).findings
+    assert (first.detector, first.nodes) == ("slow_link", (1,))
+    assert first.lost_ns_per_step == pytest.approx(step_ns(log) - step_ns(run(job, healthy)), rel=0.03)
+    assert [(f.detector, f.caused_by) for f in others] == [("pipeline_bubble", "slow_link")]
+
+
+def test_of_two_slow_ranks_each_costs_what_it_does_when_the_other_is_mended(tmp_path):
+    """Ranks of the first and of the third stage: much of what each takes longer is hidden behind other stages."""
+    job = replace(JOB, parallel="pp-1f1b")
+
+    def slow(*ranks):
+        can = healthy_resources(job)
+        can.slowness = can.slowness * np.where(np.isin(np.arange(16), ranks), 1.5, 1.0)
+        return run(job, can)
+
+    findings = rankscope.diagnose(rankscope.open(write(slow(0, 9), tmp_path / "run"))).findings
+    assert {f.ranks for f in findings if f.caused_by is None} == {(0,), (9,)}
+    healthy_ns = step_ns(slow())
+    for finding in findings:
+        if finding.caused_by is None:
+            alone_ns = step_ns(slow(*finding.ranks)) - healthy_ns
+            assert finding.lost_ns_per_step == pytest.approx(alone_ns, rel=0.1)
+
+
 def test_rank_that_hangs_stops_everybody(tmp_path):
     log, (truth,) = simulated(Case("hang", "loud", 0))
     assert np.isinf(log.optimizer_end[-1]).all()

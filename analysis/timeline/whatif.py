@@ -22,6 +22,7 @@ from rankscope.analysis.timeline.own import OWN
 from rankscope.analysis.timeline.pipeline import communicates, op_grid
 from rankscope.analysis.timeline.replay import WhatIf, ends, ideal
 from rankscope.analysis.timeline.roles import role_codes, roles
+from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["MAX_ERROR", "BadFix", "Gain", "PipelineRerun", "Rerun", "rerun"]
 
@@ -112,8 +113,8 @@ class Rerun:
     # ---- whose own time is too long
 
     def _like_peers(self, argument: str, duration: Floats) -> Floats | None:
-        rank = _number(argument)
-        return self._as_the_others((rank,), duration) if rank in self.nodes else None
+        ranks = tuple(_number(rank) for rank in argument.split(","))
+        return self._as_the_others(ranks, duration) if set(ranks) <= set(self.nodes) else None
 
     def _like_other_nodes(self, argument: str, duration: Floats) -> Floats | None:
         node = _number(argument)
@@ -208,7 +209,9 @@ class Rerun:
         crosses[crosses] = has[graph.instance[crosses]].all(axis=1)
         busy_ns, since_ns, until_ns = busy_time(self.links, nodes)
         seen = crosses & (graph.end_ns > since_ns) & (graph.end_ns <= until_ns)
-        busy = min(busy_ns / max(float(graph.duration_ns[seen].sum()), 1.0), 1.0)
+        one_way = np.isin(graph.label, [code for code, op in enumerate(graph.labels) if op in P2P_OPS])
+        each_way_ns = float((graph.duration_ns[seen] * np.where(one_way[seen], 0.5, 1.0)).sum())
+        busy = min(busy_ns / max(each_way_ns, 1.0), 1.0)
         saved = busy * (1 - min(rates[0] / rates[1], 1.0))
         return np.asarray(duration * np.where(crosses, 1 - saved, 1.0))
 
