@@ -224,9 +224,8 @@ class _Marks:
         driver.call("cuCtxSetCurrent", ctypes.c_void_p(self._context))
         driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
         self._stream = driver.made("cuStreamCreate", ctypes.c_void_p, _NON_BLOCKING)
-        spare, base = (self._new_event(_BLOCKING_SYNC) for _ in range(2))
+        spare, anchor = self._new_event(_BLOCKING_SYNC), self._anchor(self._new_event(_BLOCKING_SYNC))
         self._free += [self._new_event(0) for _ in range(EVENTS)]
-        anchor = self._anchor(base)
         self._ready = True
         while not self._stopping.wait(PERIOD_S):
             spare, anchor = anchor.event, self._look(anchor, spare)
