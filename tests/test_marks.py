@@ -46,6 +46,7 @@ class Job:
     in_forward: tuple[int, ...] = ()  # ranks that reduce something among themselves in forward
     clock_error: int | None = 5_000
     unseen: tuple[tuple[int, int, str], ...] = ()  # rank, step, mark
+    lost: tuple[tuple[int, int, str], ...] = ()
     said: bool = True  # rankscope.step() ends the steps
     window: tuple[float, float] | None = None  # a deep window of rank 0
 
@@ -74,7 +75,8 @@ class Rank:
     def mark(self, name, step):
         seen = None if (self.rank, step, name) in self.job.unseen else max(self.device, self.host + LATENCY_NS / MS)
         self.device = max(self.device, self.host)
-        self.marks.append((self.host, seen, DEVICE_MARKS.index(name)))
+        if (self.rank, step, name) not in self.job.lost:
+            self.marks.append((self.host, seen, DEVICE_MARKS.index(name)))
 
     def reduces(self, group=7, duration=None):
         self.calls.append((self.host, group, duration))
@@ -248,9 +250,10 @@ def test_marks_that_tell_nothing_are_not_used_and_that_is_said(tmp_path, job, wh
     assert reasons_of(report)["host_bound"] == "no work of a device was recorded"
 
 
-def test_steps_without_an_end_on_the_device_are_left_out_and_a_lost_mark_joins_two_phases(tmp_path):
+@pytest.mark.parametrize("how", ["unseen", "lost"])
+def test_steps_without_an_end_on_the_device_are_left_out_and_a_lost_mark_joins_two_phases(tmp_path, how):
     """Step 7 has no end on rank 1, so 8 has no begin. On rank 2 nobody knows when backward of step 12 ended."""
-    report = diagnosed(tmp_path, unseen=((1, 7, "step_end"), (2, 12, "backward_end")))
+    report = diagnosed(tmp_path, **{how: ((1, 7, "step_end"), (2, 12, "backward_end"))})
     assert report.steps.count == 16
     said = [gap.why for gap in report.gaps]
     assert "2 steps of single ranks left out, whose begin or end on the device was not seen" in said

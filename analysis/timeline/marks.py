@@ -48,13 +48,13 @@ MARK_COLUMNS = {
 }
 
 _AFTER_OPTIMIZER, _NOT_SEEN = "after the optimizer", "marks not seen"
-_PHASES = {  # what a mark closes
-    "backward_start": (FORWARD, "compute"),
-    "backward_end": ("backward", "compute"),
-    "optimizer_start": (AFTER_BACKWARD, "other"),
-    "optimizer_end": ("optimizer", "optimizer"),
-    "step_end": (_AFTER_OPTIMIZER, "other"),
-}
+_PHASES = (  # the marks that one may begin with, the mark that ends it, its name and part
+    (("step_end", "optimizer_end", "backward_end"), "backward_start", FORWARD, "compute"),
+    (("backward_start",), "backward_end", "backward", "compute"),
+    (("backward_end",), "optimizer_start", AFTER_BACKWARD, "other"),
+    (("optimizer_start",), "optimizer_end", "optimizer", "optimizer"),
+    (("optimizer_end",), "step_end", _AFTER_OPTIMIZER, "other"),
+)
 _TRUSTED = 0.1  # a clock's error that is at most this share of what is judged does not matter
 _BESIDE_NS = 10_000_000  # so far apart are at most the end of a host's step and the mark that it enqueued there
 _MOST = 0.5  # share of a rank's steps that must have ended on its device, or the hosts' steps are taken
@@ -218,17 +218,17 @@ def by_marks(
     def before(column: str) -> pl.Expr:
         return pl.col(column).shift(1).over("rank").fill_null(pl.col("_begun"))
 
-    lost = pl.col("_index") - pl.col("_index").shift(1).over("rank").fill_null(-1) > 1
-    of_mark = pl.DataFrame([(m, *of) for m, of in _PHASES.items()], ["mark", "phase", "part"], orient="row")
+    pairs = [(begin, *rest) for begins, *rest in _PHASES for begin in begins]
+    of_marks = pl.DataFrame(pairs, ["_begin", "mark", "phase", "part"], orient="row")
     spans = steps.select("rank", "step", pl.col("start_ns").alias("_start"), pl.col("end_ns").alias("device_ns"))
-    named_phases = seen.join(of_mark, on="mark", how="left", maintain_order="left").with_columns(
+    named_phases = seen.with_columns(
+        pl.col("mark").shift(1).over("rank").fill_null("step_end").alias("_begin"),
         before("device_ns").alias("begin_ns"),
         before("recorded_ns").alias("host_begin_ns"),
-        pl.when(lost).then(pl.lit(_NOT_SEEN)).otherwise("phase").alias("phase"),
-        pl.when(lost).then(pl.lit("other")).otherwise("part").alias("part"),
-    )
+    ).join(of_marks, on=["_begin", "mark"], how="left", maintain_order="left")
     return (
-        named_phases.sort("device_ns", maintain_order=True)
+        named_phases.with_columns(pl.col("phase").fill_null(_NOT_SEEN), pl.col("part").fill_null("other"))
+        .sort("device_ns", maintain_order=True)
         .join_asof(spans.sort("device_ns"), on="device_ns", by="rank", strategy="forward", check_sortedness=False)
         .filter(pl.col("device_ns") > pl.col("_start"))
         .with_columns(pl.max_horizontal("begin_ns", "_start").alias("begin_ns"))
