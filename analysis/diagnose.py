@@ -249,15 +249,18 @@ def ask(
 ) -> tuple[list[Finding], list[Healthy], list[NotChecked]]:
     """Ask every detector: each ends in findings, or in healthy, or in not checked with the reason.
 
-    `reasons` says why a table that is missing or empty is so.
+    `reasons` says why a table that is missing or empty is so. One whose parameter is named after another detector is
+    asked after that one, and gets its findings.
     """
     findings: list[Finding] = []
     healthy: list[Healthy] = []
     not_checked: list[NotChecked] = []
     unseen = {name: why for name, why in reasons.items() if name not in tables}
-    for name, module in modules.items():
+    answers: dict[str, list[Finding] | NotChecked] = {}
+    for name in _in_order(modules):
+        module = modules[name]
         try:
-            found = _with_tables(module.detect, tables, reasons)
+            answers[name] = found = _with_tables(module.detect, tables, reasons, answers)
             findings += found
             blind = _blind(module, said, unseen)
             if blind:
@@ -266,12 +269,31 @@ def ask(
                 resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
-            not_checked.append(NotChecked(detector=name, why=_blind(module, said, unseen) or reason.args[0]))
+            why = _blind(module, said, unseen) or reason.args[0]
+            unchecked = answers[name] = NotChecked(detector=name, why=why)
+            not_checked.append(unchecked)
         except Exception as error:  # one broken detector must not take the others' findings away
             why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)
             print(f"rankscope: detector '{name}': {why}", file=sys.stderr)
-            not_checked.append(NotChecked(detector=name, why=why))
+            unchecked = answers[name] = NotChecked(detector=name, why=why)
+            not_checked.append(unchecked)
     return findings, healthy, not_checked
+
+
+def _in_order(modules: Mapping[str, ModuleType]) -> list[str]:
+    """The detectors' names, each after those whose findings it takes, else as they are."""
+    placed: list[str] = []
+
+    def place(name: str) -> None:
+        if name not in placed:
+            for other in inspect.signature(modules[name].detect).parameters:
+                if other in modules:
+                    place(other)
+            placed.append(name)
+
+    for name in modules:
+        place(name)
+    return placed
 
 
 def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -465,11 +487,20 @@ def _consequences(cause: Finding) -> tuple[str, ...]:
     return _OF_A_DRIFT.get(cause.where, ("slow_rank", "uneven_work") if cause.ranks else ())
 
 
-def _with_tables(function: Callable[..., Any], tables: Tables, reasons: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever the function returns
-    """Call a detector's function with the tables that its parameters name; those with a default may be missing."""
+def _with_tables(
+    function: Callable[..., Any],
+    tables: Tables,
+    reasons: Mapping[str, str],
+    answers: Mapping[str, object] | None = None,
+) -> Any:  # noqa: ANN401 - whatever the function returns
+    """Call a detector's function with the tables that its parameters name; those with a default may be missing.
+
+    And with the `answers` of the detectors that they name.
+    """
     parameters = inspect.signature(function).parameters.values()
     wanted = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    there = {p.name: tables[p.name] for p in wanted if p.name in tables and not tables[p.name].is_empty()}
+    there: dict[str, object] = {p.name: answers[p.name] for p in wanted if answers and p.name in answers}
+    there |= {p.name: tables[p.name] for p in wanted if p.name in tables and not tables[p.name].is_empty()}
     for p in wanted:
         if p.name not in there and p.default is inspect.Parameter.empty:
             raise NotResolvable(reasons.get(p.name, text("the table '{name}' was not recorded", name=p.name)))

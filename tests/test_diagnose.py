@@ -192,6 +192,30 @@ def test_detector_that_fails_is_loud_and_does_not_take_the_others_down(capsys):
     assert "detector 'a'" in capsys.readouterr().err
 
 
+def test_detector_that_takes_anothers_findings_is_asked_after_it_and_told_why_there_are_none():
+    def slow(steps):
+        if len(steps) > 1:
+            raise NotResolvable("it is foggy")
+        return [finding("slow", 10)]
+
+    def cause(slow):
+        if isinstance(slow, NotChecked):
+            raise NotResolvable(f"nobody knows who is slow: {slow.why}")
+        return [finding("cause", one.lost_ns_per_step) for one in slow]
+
+    modules = {
+        name: SimpleNamespace(detect=detect, collectors=()) for name, detect in (("cause", cause), ("slow", slow))
+    }
+    said = pl.DataFrame(schema=schema_of("gaps"))
+    found, _, _ = ask(modules, {"steps": pl.DataFrame({"step": [1]})}, said, {})
+    assert [(one.detector, one.lost_ns_per_step) for one in found] == [("slow", 10), ("cause", 10)]
+    _, _, unchecked = ask(modules, {"steps": pl.DataFrame({"step": [1, 2]})}, said, {})
+    assert {one.detector: one.why for one in unchecked} == {
+        "slow": "it is foggy",
+        "cause": "nobody knows who is slow: it is foggy",
+    }
+
+
 def test_missing_table_is_the_reason_why_no_detector_that_reads_it_was_asked():
     said = pl.DataFrame(schema=schema_of("gaps"))
     modules = {name: module for name, module in detectors().items() if name in ("slow_rank", "gc_stall")}

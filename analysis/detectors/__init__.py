@@ -7,7 +7,8 @@ A detector is a module whose docstring is its manual page and which has
 - `resolution_ns(<tables by name>) -> int`: a loss per step below this could not have been seen
 
 Both functions are pure. Parameters name the tables they read, which hold judged steps only; a table that a detector can
-do without has the default None. What detectors share is below.
+do without has the default None. A parameter of `detect` with the name of another detector gets its findings, or why it
+was not checked. What detectors share is below.
 """
 
 from __future__ import annotations

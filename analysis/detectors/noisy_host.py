@@ -31,8 +31,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid, slow_rank
-from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid
+from rankscope.analysis.detectors.slow_rank import resolution_ns as resolution_of_slow_rank_ns
+from rankscope.analysis.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
@@ -67,21 +68,20 @@ class _Hosts:
 def detect(
     counters: pl.DataFrame,
     breakdown: pl.DataFrame,
-    phases: pl.DataFrame,
     steps: pl.DataFrame,
     ranks: pl.DataFrame,
-    collectives: pl.DataFrame | None = None,
-    regions: pl.DataFrame | None = None,
-    groups: pl.DataFrame | None = None,
+    slow_rank: list[Finding] | NotChecked,
     *,
     min_explained: float = 0.5,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
     """The slow ranks, or the slow nodes, whose host explains most of what they take longer."""
     hosts = _hosts(counters, steps, ranks)
+    if isinstance(slow_rank, NotChecked):
+        raise NotResolvable(slow_rank.why)
     grid = judged_grid(breakdown, 1)
     found: list[Finding] = []
-    for slow in slow_rank.detect(breakdown, phases, steps, ranks, collectives, regions, groups):
+    for slow in slow_rank:
         lost = _lost(hosts, grid, slow.ranks)
         share = min(1.0, sum(lost.values()) / slow.lost_ns_per_step)
         if share >= min_explained and share * slow.lost_fraction >= min_fraction:
@@ -102,7 +102,7 @@ def resolution_ns(
 ) -> int:
     """What a slow rank must cost to be seen: what makes none slow costs nothing."""
     _hosts(counters, steps, ranks)
-    return slow_rank.resolution_ns(breakdown, collectives, regions, groups, min_fraction=min_fraction)
+    return resolution_of_slow_rank_ns(breakdown, collectives, regions, groups, ranks, min_fraction=min_fraction)
 
 
 def _hosts(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> _Hosts:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid, slow_rank
-from rankscope.analysis.finding import Evidence, Finding
+from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid
+from rankscope.analysis.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import percent
@@ -54,12 +54,8 @@ def detect(
     counters: pl.DataFrame,
     gpus: pl.DataFrame,
     breakdown: pl.DataFrame,
-    phases: pl.DataFrame,
     steps: pl.DataFrame,
-    ranks: pl.DataFrame,
-    collectives: pl.DataFrame | None = None,
-    regions: pl.DataFrame | None = None,
-    groups: pl.DataFrame | None = None,
+    slow_rank: list[Finding] | NotChecked,
     *,
     min_drop: float = 0.05,
     min_fraction: float = 0.03,
@@ -69,17 +65,15 @@ def detect(
     throttled = clocks.filter(pl.col("clock_hz") < (1 - min_drop) * pl.col("usual_hz"), pl.col("named") >= _MOSTLY)
     if throttled.is_empty():
         return []
-    try:
-        slow = slow_rank.detect(breakdown, phases, steps, ranks, collectives, regions, groups)
-    except NotResolvable as reason:
+    if isinstance(slow_rank, NotChecked):
         raise NotResolvable(
-            text("{which}; what that costs is not known: {reason}", which=_which(throttled), reason=reason.args[0])
-        ) from None
+            text("{which}; what that costs is not known: {reason}", which=_which(throttled), reason=slow_rank.why)
+        )
     grid = judged_grid(breakdown, 1)
     worked = grid.own + grid.of(MIXED)  # a rank that the others wait for hardly waits itself
     own_ns = dict(zip(grid.ranks, worked.mean(axis=1), strict=True))
     found: list[Finding] = []
-    for finding in slow:
+    for finding in slow_rank:
         mine = throttled.filter(pl.col("rank").is_in(finding.ranks))
         if len(mine) < len(finding.ranks):
             continue
