@@ -28,7 +28,7 @@ import polars as pl
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from rankscope.analysis.language import Text, speaking, spoken
+from rankscope.analysis.language import Text, speaking, spoken, text
 from rankscope.dashboard import pages
 from rankscope.dashboard.state import Run
 
@@ -47,6 +47,7 @@ __all__ = [
     "query_of",
     "quiet",
     "run_in_language",
+    "sentence",
     "table",
 ]
 
@@ -76,6 +77,12 @@ def in_language(page: Any) -> Any:  # noqa: ANN401 - a component, or what holds 
     if isinstance(page, (list, tuple)) and page and not isinstance(page[0], (int, float)):
         return type(page)(in_language(value) for value in page)
     return spoken(page) if isinstance(page, Text) else page
+
+
+def sentence(clause: str) -> Text:
+    """`No step was seen.` for `no step was seen`."""
+    said = spoken(clause)
+    return text("{clause}.", clause=said[:1].upper() + said[1:])
 
 
 @lru_cache(maxsize=8)

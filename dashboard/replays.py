@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import polars as pl
 
+from rankscope.analysis.language import Text, text
 from rankscope.analysis.timeline.critical_path import critical_path
 from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.links import judged_links
@@ -20,17 +21,17 @@ __all__ = ["Fix", "fixes", "gain", "path", "replayable"]
 
 _PATIENCE_S = 4.0  # for trying single fixes; those that findings name come first
 _TEXTS = (
-    (r"rank:(\d+)", "rank {0} as fast as the others"),
-    (r"node:(\d+)", "node {0} as fast as the others"),
-    (r"stage:(\d+)", "stage {0} as fast as the others"),
-    (r"link:node(\d+)", "the network of node {0} as fast as the others'"),
-    (r"op:unknown=0", "operations whose kind is not known move their bytes in no time"),
-    (r"op:(\w+)=0", "{0} moves its bytes in no time"),
-    (r"balance", "work shared out evenly over the ranks"),
-    (r"gc", "no garbage collection"),
-    (r"input", "no waiting for input"),
-    (r"compile", "no compilation"),
-    (r"checkpoint", "checkpoints hold nobody up"),
+    (r"rank:(\d+)", text("rank {number} as fast as the others")),
+    (r"node:(\d+)", text("node {number} as fast as the others")),
+    (r"stage:(\d+)", text("stage {number} as fast as the others")),
+    (r"link:node(\d+)", text("the network of node {number} as fast as the others'")),
+    (r"op:unknown=0", text("operations whose kind is not known move their bytes in no time")),
+    (r"op:(\w+)=0", text("{number} moves its bytes in no time")),
+    (r"balance", text("work shared out evenly over the ranks")),
+    (r"gc", text("no garbage collection")),
+    (r"input", text("no waiting for input")),
+    (r"compile", text("no compilation")),
+    (r"checkpoint", text("checkpoints hold nobody up")),
 )
 
 
@@ -51,7 +52,8 @@ def replayable(run: Run) -> Rerun | PipelineRerun | str:
     try:
         return rerun(timeline, judged_links(timeline.counters, timeline.steps, addresses))
     except NotReplayable as reason:
-        return str(reason)
+        why: str = reason.args[0]
+        return why
 
 
 @lru_cache(maxsize=4)
@@ -107,8 +109,8 @@ def _keys(run: Run, ready: Rerun | PipelineRerun) -> Iterator[str]:
 
 
 def _text(key: str) -> str:
-    for pattern, text in _TEXTS:
+    for pattern, said in _TEXTS:
         found = re.fullmatch(pattern, key)
         if found:
-            return text.format(*found.groups())
+            return Text(said.template, {"number": found[1]}) if found.groups() else said
     return key

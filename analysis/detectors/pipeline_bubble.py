@@ -41,7 +41,7 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
     try:
         found, excess_ns = measured_pipeline(ops)
     except NotReplayable as reason:
-        raise NotResolvable(str(reason)) from None
+        raise NotResolvable(reason.args[0]) from None
     if found.theory_fraction is None:
         raise NotResolvable(text("the schedule is neither 1F1B nor GPipe, so its bubble in theory is not known"))
     share, needed = found.bubble[found.busiest_stage], found.theory_fraction + found.excess[TRANSFERS]

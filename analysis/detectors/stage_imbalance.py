@@ -78,7 +78,7 @@ def _replayed(ops: pl.DataFrame, max_error: float) -> tuple[OpGrid, WhatIf]:
     try:
         grid = op_grid(ops)
     except NotReplayable as reason:
-        raise NotResolvable(str(reason)) from None
+        raise NotResolvable(reason.args[0]) from None
     if len(grid.stages) < 2:
         raise NotResolvable(text("there is only one pipeline stage"))
     own = grid.duration_ns

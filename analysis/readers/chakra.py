@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.analysis.finding import Gap
+from rankscope.analysis.language import text
 from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, files_in, gap, table
 from rankscope.analysis.trace import BadInput
 
@@ -26,7 +27,7 @@ __all__ = ["open_run", "recognises"]
 _HEAD = 4096
 _MAX_BYTES = 1 << 30  # unpacked, so that a small archive cannot fill the memory
 _RANK = re.compile(r"(?:rank|et)[._-]?(\d+)", re.IGNORECASE)
-_LACKS = {"breakdown": "an execution trace has operators, not what the host waited for", "steps": NO_STEPS}
+_LACKS = {"breakdown": text("an execution trace has operators, not what the host waited for"), "steps": NO_STEPS}
 # Where the times stand: names of start and duration, and ns per unit.
 _TIMES = (("ts", "dur", 1_000), ("start_time_micros", "duration_micros", 1_000), ("ts_ns", "dur_ns", 1))
 
@@ -54,7 +55,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
             trace = json.loads(_content(path))
             nodes = trace["nodes"]
         except (*_UNREADABLE, ValueError, KeyError, TypeError):
-            missing.append(gap("regions", f"{path.name} was not read: it is cut or no JSON"))
+            missing.append(gap("regions", text("{name} was not read: it is cut or no JSON", name=path.name)))
             continue
         named = _RANK.search(path.name)
         rank = int(named[1]) if named else len(ranks)
@@ -62,14 +63,19 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         timed = list(_regions(nodes, rank))
         rows += timed
         if len(timed) < len(nodes):
-            why = f"{len(nodes) - len(timed)} of the {len(nodes)} nodes of {path.name} carry no times"
+            why = text(
+                "{untimed} of the {nodes} nodes of {name} carry no times",
+                untimed=len(nodes) - len(timed),
+                nodes=len(nodes),
+                name=path.name,
+            )
             missing.append(gap("regions", why, rank=rank, count=len(nodes) - len(timed)))
     if not rows:
-        why = missing[0].why if missing else "there is no execution trace"
+        problem = missing[0].why if missing else "there is no execution trace"
         raise BadInput(
-            f"{', '.join(paths)}: {why}; record a torch.profiler trace beside it and give that"
+            f"{', '.join(paths)}: {problem}; record a torch.profiler trace beside it and give that"
             if ranks
-            else f"{', '.join(paths)}: {why}"
+            else f"{', '.join(paths)}: {problem}"
         )
     return FrameReader(
         frames={

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rankscope.analysis.finding import Gap
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.readers.frames import FrameReader, files_in, gap, table
 from rankscope.analysis.report.quantities import ranges
@@ -46,12 +47,12 @@ _BROKEN = (
     RecursionError,
     struct.error,
 )
-_LAST_ONLY = "a flight recorder holds the last operations only, and when they were enqueued"
+_LAST_ONLY = text("a flight recorder holds the last operations only, and when they were enqueued")
 _LACKS = {
     "breakdown": _LAST_ONLY,
     "phases": _LAST_ONLY,
     "steps": _LAST_ONLY,
-    "regions": "a flight recorder does not record what the host does",
+    "regions": text("a flight recorder does not record what the host does"),
     "collectives": _LAST_ONLY,
 }
 _OPS = {
@@ -165,7 +166,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
             dump = _read(path)
         except _BROKEN as error:
             why = str(error) if isinstance(error, _Unusable) else "it is cut or damaged"
-            missing.append(gap("progress", f"{path.name} was not read: {why}"))
+            missing.append(gap("progress", text("{name} was not read: {why}", name=path.name, why=why)))
             continue
         if dump.rank in dumps:
             raise BadInput(f"two dumps of rank {dump.rank}: {dumps[dump.rank].path} and {path}; give those of one run")
@@ -247,8 +248,14 @@ def _rank(path: Path, groups: Sequence[Group]) -> int:
     if len(in_all) == 1:
         return in_all.pop()
     if named and groups:
-        raise _Unusable(f"by its name it is of rank {named[1]}, but its groups are of {ranges(sorted(in_all))}")
-    raise _Unusable("nothing says which rank wrote it; let its name end in the rank")
+        raise _Unusable(
+            text(
+                "by its name it is of rank {rank}, but its groups are of {ranks}",
+                rank=named[1],
+                ranks=ranges(sorted(in_all)),
+            )
+        )
+    raise _Unusable(text("nothing says which rank wrote it; let its name end in the rank"))
 
 
 def _entry(raw: Mapping[str, Any], by_name: Mapping[str, Group], rank: int) -> _Entry:
@@ -393,15 +400,28 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
 def _missing(dumps: Sequence[_Dump], world: int) -> Iterator[Gap]:
     absent = sorted(set(range(world)) - {dump.rank for dump in dumps})
     if absent:
-        why = f"{counted(len(absent), 'rank')} of {world} left no dump: {ranges(absent)}"
+        why = text(
+            "{absent} of {world} left no dump: {ranks}",
+            absent=counted(len(absent), "rank"),
+            world=world,
+            ranks=ranges(absent),
+        )
         yield gap("ranks", why, rank=absent[0] if len(absent) == 1 else None, count=len(absent))
     for dump in dumps:
         if dump.skipped:
-            why = f"{counted(dump.skipped, 'operation')} of {dump.path.name} could not be read"
+            why = text(
+                "{count} of {name} could not be read", count=counted(dump.skipped, "operation"), name=dump.path.name
+            )
             yield gap("collectives", why, rank=dump.rank, count=dump.skipped)
         unknown = sum(1 for e in dump.entries if e.is_p2p and e.peer == NO_PEER)
         if unknown:
-            why = f"{dump.path.name}: the peer of {counted(unknown, 'transfer')} cannot be told"
+            why = text(
+                "{name}: the peer of {transfers} cannot be told",
+                name=dump.path.name,
+                transfers=counted(unknown, "transfer"),
+            )
             yield gap("collectives", why, rank=dump.rank, count=unknown)
         if dump.groups and not dump.status and not dump.entries:
-            yield gap("progress", f"{dump.path.name} holds neither counters nor operations", rank=dump.rank)
+            yield gap(
+                "progress", text("{name} holds neither counters nor operations", name=dump.path.name), rank=dump.rank
+            )

@@ -10,13 +10,14 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis.finding import Gap
+from rankscope.analysis.language import text
 from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.trace import BadInput, in_order
 from rankscope.collectors.schema import TABLES
 
 __all__ = ["NO_STEPS", "FrameReader", "files_in", "gap", "in_one_line", "shaped", "table"]
 
-NO_STEPS = "the format does not say where steps begin"
+NO_STEPS = text("the format does not say where steps begin")
 
 Row = Mapping[str, Any]
 

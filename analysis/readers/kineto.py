@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.kinds import DEVICE_CATEGORIES, OPS_BY_NAME, device_work, kernel_op
-from rankscope.analysis.phrases import counted
+from rankscope.analysis.language import text
+from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.readers import sequence
 from rankscope.analysis.readers.flops import SHAPED, flops
 from rankscope.analysis.readers.frames import FrameReader, files_in, gap, shaped
@@ -59,12 +60,12 @@ _GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, *((igzip_lib.IsalError,) if 
 _GZIP = 31  # zlib's name for a stream with gzip's header and checksum
 _PACKED = 1 << 17
 _CANNOT = {
-    "breakdown": "the trace holds no device work, and a profiler's trace does not say for what the host waits",
-    "gc_pauses": "a profiler's trace does not show when Python collects garbage",
-    "compile": "a profiler's trace does not say what torch.compile builds",
+    "breakdown": text("the trace holds no device work, and a profiler's trace does not say for what the host waits"),
+    "gc_pauses": text("a profiler's trace does not show when Python collects garbage"),
+    "compile": text("a profiler's trace does not say what torch.compile builds"),
 }
 _NO_STEPS = {
-    "steps": "the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)"
+    "steps": text("the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)")
 }
 _SNIFF = 1 << 16
 _LARGE, _PIECE = ("kernels", "launches", "regions"), 1 << 14  # tables handed over in pieces of so many rows
@@ -444,7 +445,9 @@ class _Capture:
         if not lost:
             return []
         rows = counted(len(self.device), "device row")
-        why = f"{lost} of {rows} were launched outside of the capture: they count all the same"
+        why = text(
+            "{lost} of {rows} were launched outside of the capture: they count all the same", lost=lost, rows=rows
+        )
         return [("launches", lost, why)]
 
 
@@ -573,14 +576,39 @@ def _scan_problems(counts: tuple[int, int, int, int], result: Scan, cut: str) ->
     malformed += result.too_long
     problems: list[tuple[str, int | None, str]] = []
     if malformed:
-        problems.append(("*", malformed, f"{counted(malformed, 'event')} could not be read: the JSON is broken there"))
+        problems.append(
+            (
+                "*",
+                malformed,
+                text("{events} could not be read: the JSON is broken there", events=counted(malformed, "event")),
+            )
+        )
     if untimed:
-        problems.append(("*", untimed, f"{counted(untimed, 'event')} without a time or duration were left out"))
+        problems.append(
+            (
+                "*",
+                untimed,
+                text("{events} without a time or duration were left out", events=counted(untimed, "event")),
+            )
+        )
     if unnamed:
-        problems.append(("strings", unnamed, f"{counted(unnamed, 'name')} beyond the first 262,142 are not kept"))
+        problems.append(
+            (
+                "strings",
+                unnamed,
+                text("{names} beyond the first 262,142 are not kept", names=counted(unnamed, "name")),
+            )
+        )
     if result.cut:
         problems.append(
-            ("*", None, f"the file {cut or 'ends before its list of events does'}: what came after is lost")
+            (
+                "*",
+                None,
+                text(
+                    "the file {ends}: what came after is lost",
+                    ends=cut or text("ends before its list of events does"),
+                ),
+            )
         )
     return problems
 
@@ -595,7 +623,7 @@ def _by_rank(captures: list[_Capture], gaps: list[Gap]) -> dict[int, _Capture]:
         rank = _rank_of(capture)
         if rank is None and len(captures) == 1:
             rank = 0
-            gaps.append(gap("ranks", "the file does not say its rank: it is taken to be rank 0", rank=0))
+            gaps.append(gap("ranks", text("the file does not say its rank: it is taken to be rank 0"), rank=0))
         if rank is None:
             raise BadInput(
                 f"{capture.file_name} does not say which rank it is: put it into the file's name, as in rank3.json"
@@ -647,8 +675,7 @@ def _missing_ranks(ranks: Mapping[int, _Capture]) -> list[Gap]:
     missing = sorted(set(range(world)) - set(ranks))
     if not missing:
         return []
-    word = "rank" if len(missing) == 1 else "ranks"
-    why = f"{word} {ranges(missing)} of {world}: no trace of them is here"
+    why = text("{missing} of {world}: no trace of them is here", missing=named("rank", missing), world=world)
     return [gap("ranks", why, rank=missing[0] if len(missing) == 1 else None, count=len(missing))]
 
 

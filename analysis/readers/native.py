@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import polars as pl
 import pyarrow as pa
 
 from rankscope.analysis.finding import Gap
-from rankscope.analysis.report.quantities import ranges
+from rankscope.analysis.language import Text, joined, text
+from rankscope.analysis.phrases import named
 from rankscope.analysis.trace import BadInput
 from rankscope.collectors.schema import (
     DEVICE_MARKS,
@@ -201,13 +202,23 @@ class NativeReader:
         """The part's rows, if it has any."""
         table, problem = read_rows(part.path, closed=self._closed(part))
         if problem:
-            self._note(part, None, f"{part.path.name} {problem}{self._good_until(part, table)}")
+            self._note(
+                part,
+                None,
+                joined(
+                    "", (text("{name} {problem}", name=part.path.name, problem=problem), self._good_until(part, table))
+                ),
+            )
         if table is None or not table.num_rows:
             return []
         columns = TABLES[part.table].columns
         missing = [c.name for c in columns if c.name not in table.column_names and not c.nullable]
         if missing:
-            self._note(part, table.num_rows, f"{part.path.name} has no column {missing[0]}: it was not read")
+            self._note(
+                part,
+                table.num_rows,
+                text("{name} has no column {column}: it was not read", name=part.path.name, column=missing[0]),
+            )
             return []
         return [table.replace_schema_metadata()]
 
@@ -229,7 +240,11 @@ class NativeReader:
         for number, lost in enumerate(np.bincount(of_part[lacking.to_numpy()]).tolist()):
             if lost:
                 part = parts[number][0]
-                why = f"{part.path.name}: {lost} rows lack a value that must be there; they were left out"
+                why = text(
+                    "{name}: {lost} rows lack a value that must be there; they were left out",
+                    name=part.path.name,
+                    lost=lost,
+                )
                 self._note(part, lost, why)
         return frame.filter(~lacking)
 
@@ -237,12 +252,12 @@ class NativeReader:
         """Where the good rows of a cut file end, as the end of a sentence."""
         order = TABLES[part.table].order
         if table is None or order not in table.column_names or part.table == "ranks":
-            return "; nothing of it is good" if table is None else ""
+            return text("; nothing of it is good") if table is None else ""
         start = self._started_ns(pl.col("rank") == part.rank if part.rank is not None else pl.col("node") == part.node)
         last = pl.DataFrame(pl.from_arrow(table.select([order])))[order].max()
         if start is None or not isinstance(last, int) or not order.endswith("_ns"):
             return ""
-        return f"; it is good until {(last - start) / 1e9:.1f} s after the start"
+        return text("; it is good until {last:.1f} s after the start", last=(last - start) / 1e9)
 
     def _started_ns(self, which: pl.Expr) -> int | None:
         start = self._read_raw("ranks").filter(which)["start_ns"].min()
@@ -297,36 +312,55 @@ class NativeReader:
         ]
         missing = sorted(set(range(world)) - set(self.ranks()))
         if missing:
-            word = "rank" if len(missing) == 1 else "ranks"
-            why = (
-                f"{word} {ranges(missing)} of {world} left no trace: if they ran on another node, "
-                "give its folder too, else they never joined"
+            why = text(
+                "{missing} of {world} left no trace: if they ran on another node, give its folder "
+                "too, else they never joined",
+                missing=named("rank", missing),
+                world=world,
             )
             rank = missing[0] if len(missing) == 1 else None
             gaps.append(Gap(table="ranks", rank=rank, node=None, count=len(missing), why=why))
         for attempt in self._earlier:
-            why = f"attempt {attempt} was restarted and is not analysed, only the last attempt ({self.attempt}) is"
+            why = text(
+                "attempt {attempt} was restarted and is not analysed, only the last attempt ({last}) is",
+                attempt=attempt,
+                last=self.attempt,
+            )
             gaps.append(Gap(table="ranks", rank=None, node=None, count=None, why=why))
         return gaps
 
     def _open_node(self, node: int) -> str:
         start = self._started_ns(pl.col("node") == node)
         last = self.read("regions").filter(pl.col("node") == node)["end_ns"].max()
-        until = f"; nothing after {(last - start) / 1e9:.1f} s" if start is not None and isinstance(last, int) else ""
-        return f"node {node} has not closed its run: it is still recording, or its agent was killed{until}"
+        until = (
+            text("; nothing after {last:.1f} s", last=(last - start) / 1e9)
+            if start is not None and isinstance(last, int)
+            else ""
+        )
+        return text(
+            "node {node} has not closed its run: it is still recording, or its agent was killed{until}",
+            node=node,
+            until=until,
+        )
 
     def _end_gaps(self) -> list[Gap]:
         collectives = self.read("collectives")
         open_ends = collectives.filter(pl.col("end_ns").is_null()).group_by("rank").len().sort("rank")
         return [
-            Gap(table="collectives", rank=rank, node=None, count=n, why=f"the end of {n} collectives was never seen")
+            Gap(
+                table="collectives",
+                rank=rank,
+                node=None,
+                count=n,
+                why=text("the end of {n} collectives was never seen", n=n),
+            )
             for rank, n in open_ends.iter_rows()
         ]
 
     def _said_gaps(self) -> list[Gap]:
         """What collectors, session and agent recorded themselves."""
         said = self._read_raw("gaps").select("table", "rank", "node", "count", "why")
-        return [Gap(**row) for row in said.iter_rows(named=True)]
+        return [replace(Gap(**row), why=Text(row["why"], {})) for row in said.iter_rows(named=True)]
 
 
 def _is_id(column: str) -> bool:
@@ -371,7 +405,9 @@ def _run_files(roots: list[Path]) -> tuple[dict[int, dict[str, Any]], list[Gap]]
             if isinstance(launch, dict):
                 run[node] = launch
             else:
-                gaps.append(Gap(table="run", rank=None, node=node, count=None, why=f"{path.name} is not whole"))
+                gaps.append(
+                    Gap(table="run", rank=None, node=node, count=None, why=text("{name} is not whole", name=path.name))
+                )
     return run, gaps
 
 
@@ -431,14 +467,14 @@ def read_rows(path: Path, *, closed: bool) -> tuple[pa.Table | None, str | None]
     try:
         data = path.read_bytes()
     except OSError as error:
-        return None, f"could not be read ({error.strerror})"
+        return None, text("could not be read ({error})", error=error.strerror)
     if data.startswith(_MAGIC) and data.endswith(_MAGIC) and len(data) > 2 * _HEADER:
         try:
             return pa.ipc.open_file(pa.BufferReader(data)).read_all(), None
         except (pa.ArrowException, OSError):
             pass  # what is good of it may still be read as a stream
     batches: list[pa.RecordBatch] = []
-    problem = "has no footer although the run was closed: its last rows may be missing" if closed else None
+    problem = text("has no footer although the run was closed: its last rows may be missing") if closed else None
     try:
         stream = pa.ipc.open_stream(pa.BufferReader(data[_HEADER:]))
         while True:
@@ -446,7 +482,7 @@ def read_rows(path: Path, *, closed: bool) -> tuple[pa.Table | None, str | None]
     except StopIteration:
         pass
     except (pa.ArrowException, OSError):
-        problem = "was cut off: its last rows are lost"
+        problem = text("was cut off: its last rows are lost")
     return (pa.Table.from_batches(batches) if batches else None), problem
 
 

@@ -28,6 +28,7 @@ import polars as pl
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.kinds import OPS_BY_NAME, device_work
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, files_in, gap, table
 from rankscope.analysis.report.quantities import ranges
@@ -40,7 +41,7 @@ _HEAD = 8192
 _BROKEN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 _BARE = re.compile(r":\s*(0x[0-9a-fA-F]+|nccl\w+)")
 _EXAMPLE = re.compile(rb'"cat": "(?:GROUP_API|COLL_API|P2P_API|KERNEL_LAUNCH|PROXY|NET_)')
-_COMMUNICATION_ONLY = "the log holds communication only"
+_COMMUNICATION_ONLY = text("the log holds communication only")
 _LACKS = dict.fromkeys(("breakdown", "phases", "regions"), _COMMUNICATION_ONLY) | {"steps": NO_STEPS}
 _DTYPES = {
     "ncclInt8": ("int8", 1),
@@ -117,10 +118,20 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         raise BadInput(f"{', '.join(paths)}: no operation could be read")
     frames, missing = _frames(log)
     for name, count in log.untimed.items():
-        why = f"{name} has no start times for {counted(count, 'operation')}: set NCCL_INSPECTOR_DUMP_VERBOSE=1"
+        why = text(
+            "{name} has no start times for {count}: set NCCL_INSPECTOR_DUMP_VERBOSE=1",
+            name=name,
+            count=counted(count, "operation"),
+        )
         missing.append(gap("collectives", why, count=count))
     for name, count in (+log.broken).items():
-        missing.append(gap("collectives", f"{counted(count, 'line')} of {name} could not be read", count=count))
+        missing.append(
+            gap(
+                "collectives",
+                text("{count} of {name} could not be read", count=counted(count, "line"), name=name),
+                count=count,
+            )
+        )
     return FrameReader(frames=frames, missing=missing, lacks=_LACKS)
 
 
@@ -368,6 +379,9 @@ def _frames(log: _Log) -> tuple[dict[str, pl.DataFrame], list[Gap]]:
         "kernels": [dict(row, rank=rank_of[process]) for _, process, row in log.kernels if process in rank_of],
     }
     lost = len(log.ops) - len(placed)
-    why = f"{counted(lost, 'operation')} are of processes outside the largest communicator, so their rank is not known"
+    why = text(
+        "{lost} are of processes outside the largest communicator, so their rank is not known",
+        lost=counted(lost, "operation"),
+    )
     missing = [gap("collectives", why, count=lost)] if lost else []
     return {name: table(name, rows) for name, rows in frames.items() if rows}, missing

@@ -20,6 +20,7 @@ import polars as pl
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.kinds import MEMORY, device_work
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.trace import BadInput
@@ -44,12 +45,12 @@ _PID_STEP = 1 << 24  # a thread's global id is the process's number times this, 
 _CHUNK = 100_000  # rows that are held as Python objects at a time
 _NOT_MAIN = 65535
 _LACKS = {
-    "breakdown": "NVTX ranges do not say what the host waited for",
-    "phases": "NVTX ranges do not say what the host waited for",
-    "gc_pauses": "the export does not show when Python collects garbage",
-    "compile": "the export does not say what torch.compile builds",
-    "input": "NVTX ranges do not say when the data loader was waited for",
-    "collectives": "the export does not say which process group a communication kernel is of",
+    "breakdown": text("NVTX ranges do not say what the host waited for"),
+    "phases": text("NVTX ranges do not say what the host waited for"),
+    "gc_pauses": text("the export does not show when Python collects garbage"),
+    "compile": text("the export does not say what torch.compile builds"),
+    "input": text("NVTX ranges do not say when the data loader was waited for"),
+    "collectives": text("the export does not say which process group a communication kernel is of"),
     "steps": NO_STEPS,
 }
 
@@ -119,11 +120,16 @@ def open_run(paths: Sequence[str]) -> FrameReader:
             capture.ranges.join(own, on="process", nulls_equal=True).drop("process").with_columns(kind=pl.lit("user"))
         )
         if len(places) > 1:
-            why = (
-                f"{capture.name} holds {counted(len(places), 'GPU')}: their ranks are taken in the order of the devices"
+            why = text(
+                "{name} holds {gpus}: their ranks are taken in the order of the devices",
+                name=capture.name,
+                gpus=counted(len(places), "GPU"),
             )
             missing.append(gap("ranks", why))
-        missing += [gap(name, f"{capture.name}: {why}", count=count) for name, count, why in capture.problems]
+        missing += [
+            gap(name, text("{file}: {why}", file=capture.name, why=why), count=count)
+            for name, count, why in capture.problems
+        ]
     tables = {name: pl.concat(parts) for name, parts in frames.items()}
     return FrameReader(
         frames={"ranks": table("ranks", ranks)}
@@ -190,13 +196,17 @@ class _Reading:
         launches, ranges = self._launches(), self._ranges()
         gpus = dict(self._select("TARGET_INFO_GPU", "ranks", id=("id", pl.Int64), name=("name", pl.String)).iter_rows())
         if not gpus:
-            self._problems.append(("ranks", None, "it has no TARGET_INFO_GPU, so the GPUs' names are not known"))
+            self._problems.append(("ranks", None, text("it has no TARGET_INFO_GPU, so the GPUs' names are not known")))
         meta = {name: value for table in _META for name, value in self._settings(table)}
         if not meta:
-            self._problems.append(("run", None, "it has no META_DATA_EXPORT, so the version of nsys is not known"))
+            self._problems.append(
+                ("run", None, text("it has no META_DATA_EXPORT, so the version of nsys is not known"))
+            )
         for kind, lacking in ((_KERNEL, "kernels"), (_RUNTIME, "launches"), (_NVTX, "regions")):
             if kind not in self._tables:
-                self._problems.append((lacking, None, f"it has no {kind}, so there are no {lacking}"))
+                self._problems.append(
+                    (lacking, None, text("it has no {kind}, so there are no {lacking}", kind=kind, lacking=lacking))
+                )
         return _Capture(
             name=self._name,
             device=device,
@@ -236,7 +246,16 @@ class _Reading:
             except _DAMAGED as error:
                 good = sum(map(len, parts))
                 self._problems.append(
-                    (into, None, f"{name} cannot be read after {counted(good, 'row')} ({in_one_line(error)})")
+                    (
+                        into,
+                        None,
+                        text(
+                            "{name} cannot be read after {rows} ({error})",
+                            name=name,
+                            rows=counted(good, "row"),
+                            error=in_one_line(error),
+                        ),
+                    )
                 )
         return pl.concat(parts)
 
@@ -255,7 +274,7 @@ class _Reading:
             correlation=("correlationId", pl.Int64),
         )
         if kind == _GRAPH and len(rows):
-            why = "what ran inside CUDA graphs is not told apart; record with `--cuda-graph-trace=node`"
+            why = text("what ran inside CUDA graphs is not told apart; record with `--cuda-graph-trace=node`")
             self._problems.append(("kernels", len(rows), why))
         if kind == _KERNEL:
             name = pl.coalesce("text", "short_text", pl.lit("kernel without a name"))
@@ -301,7 +320,13 @@ class _Reading:
         ).filter(pl.col("event").is_in(_RANGES))
         unended = rows["end_ns"].null_count()
         if unended:
-            self._problems.append(("regions", unended, f"{counted(unended, 'NVTX range')} did not end in the capture"))
+            self._problems.append(
+                (
+                    "regions",
+                    unended,
+                    text("{ranges} did not end in the capture", ranges=counted(unended, "NVTX range")),
+                )
+            )
         rows = rows.drop_nulls("end_ns").pipe(self._named, "what", "text")
         rows = self._with_times(rows, _NVTX, "regions")
         name = pl.coalesce("own_text", "text", pl.lit("")).str.replace(_NUMBERS, "")
@@ -324,6 +349,10 @@ class _Reading:
         good = rows.filter(pl.col("start_ns") <= pl.col("end_ns"))
         lost = len(rows) - len(good)
         if lost:
-            why = f"{counted(lost, 'row')} of {kind} have no times, or end before they start; they were left out"
+            why = text(
+                "{rows} of {kind} have no times, or end before they start; they were left out",
+                rows=counted(lost, "row"),
+                kind=kind,
+            )
             self._problems.append((into, lost, why))
         return good

@@ -16,6 +16,7 @@ import polars as pl
 import pyarrow as pa
 
 from rankscope.analysis.finding import Gap
+from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
 from rankscope.analysis.readers.frames import FrameReader, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.trace import BadInput
@@ -25,7 +26,7 @@ __all__ = ["OPS_LACK", "end_to_end", "open_run", "recognises"]
 _MAGIC = b"PAR1"
 _COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "mb_id")
 _NS_PER_S = 1e9
-_OPS_ONLY = "the trace holds operations of pipeline stages, not what each host did"
+_OPS_ONLY = text("the trace holds operations of pipeline stages, not what each host did")
 OPS_LACK = dict.fromkeys(("breakdown", "phases", "regions", "collectives"), _OPS_ONLY)
 
 
@@ -104,5 +105,9 @@ def _ops(raw: pl.DataFrame, name: str) -> tuple[pl.DataFrame, list[Gap]]:
         pl.col("seq_id").alias("seq"),
     )
     lost = len(raw) - len(good)
-    why = f"{counted(lost, 'operation')} of {name} lack a value or have an impossible time; they were left out"
+    why = text(
+        "{lost} of {name} lack a value or have an impossible time; they were left out",
+        lost=counted(lost, "operation"),
+        name=name,
+    )
     return end_to_end(ops), [gap("ops", why, count=lost)] if lost else []

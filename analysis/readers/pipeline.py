@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.analysis.finding import Gap
+from rankscope.analysis.language import text
 from rankscope.analysis.readers.frames import FrameReader, files_in, gap, shaped, table
 from rankscope.analysis.readers.ops import OPS_LACK, end_to_end
 from rankscope.analysis.report.quantities import ranges
@@ -53,7 +54,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         try:
             iterations = _object(path)
         except ValueError:
-            missing.append(gap("ops", f"{path.name} was not read: it is cut or no JSON", rank=stage))
+            missing.append(gap("ops", text("{name} was not read: it is cut or no JSON", name=path.name), rank=stage))
             continue
         stages.append(stage)
         before = len(missing)
@@ -64,7 +65,9 @@ def open_run(paths: Sequence[str]) -> FrameReader:
     world, expected = _config(Path(paths[0]), missing)
     absent = sorted(set(range(expected or max(stages) + 1)) - set(stages))
     if absent:
-        why = f"no file of stage {ranges(absent)}: neither the schedule nor its bubble is whole without"
+        why = text(
+            "no file of stage {stages}: neither the schedule nor its bubble is whole without", stages=ranges(absent)
+        )
         missing.append(gap("ranks", why, count=len(absent)))
     return FrameReader(
         frames={
@@ -103,7 +106,11 @@ def _rows(stage: int, step: str, said: Any, missing: list[Gap]) -> Iterator[Row]
             times = [(_ns(start), _ns(end)) for start, end in zip(starts, ends, strict=True)]
             number = int(step)
         except (KeyError, TypeError, ValueError):
-            missing.append(gap("ops", f"iteration {step} has no whole {kind} times", rank=stage, count=1))
+            missing.append(
+                gap(
+                    "ops", text("iteration {step} has no whole {kind} times", step=step, kind=kind), rank=stage, count=1
+                )
+            )
             continue
         for seq, (start_ns, end_ns) in enumerate(times):
             yield {
@@ -129,7 +136,8 @@ def _told_once(gaps: Sequence[Gap], name: str) -> list[Gap]:
     """One gap for all iterations of a file."""
     if not gaps:
         return []
-    why = f"{name}: {gaps[0].why}" + (f", and {len(gaps) - 1} more such" if len(gaps) > 1 else "")
+    more = text(", and {count} more such", count=len(gaps) - 1) if len(gaps) > 1 else ""
+    why = text("{file}: {why}{more}", file=name, why=gaps[0].why, more=more)
     return [gap("ops", why, rank=gaps[0].rank, count=len(gaps))]
 
 
@@ -141,7 +149,9 @@ def _config(path: Path, missing: list[Gap]) -> tuple[int | None, int | None]:
     except OSError:
         return None, None
     except ValueError:
-        missing.append(gap("ops", f"{_CONFIG} is cut or no JSON: the number of stages is taken from the files"))
+        missing.append(
+            gap("ops", text("{name} is cut or no JSON: the number of stages is taken from the files", name=_CONFIG))
+        )
         return None, None
     chunks = said.get("vp_size") or 1
     if chunks != 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
@@ -105,18 +106,18 @@ def lines(found: pl.DataFrame, name: str, origin_ns: int, last_ns: int, step_end
         }
         for end in step_ends_ns
     ]
-    x = axis("s since the first event", range=[0, (last_ns - origin_ns) / 1e9])
+    x = axis(text("s since the first event"), range=[0, (last_ns - origin_ns) / 1e9])
     return figure(traces, x=x, y=y, shapes=shapes)
 
 
 def title_of(source: str, name: str) -> str:
     """`nic: tx bytes per s`."""
-    text = name.replace("_bytes", "").replace("_fraction", "").replace("_", " ")
+    what = name.replace("_bytes", "").replace("_fraction", "").replace("_", " ")
     if name in _GAUGES:
-        return f"{source}: {text}"
+        return f"{source}: {what}"
     if name.endswith("_s"):
-        return f"{source}: {text.removesuffix(' s')} seconds per second"
-    return f"{source}: {text} per second"
+        return text("{source}: {what} seconds per second", source=source, what=what.removesuffix(" s"))
+    return text("{source}: {what} per second", source=source, what=what)
 
 
 def written(name: str, value: float) -> str:

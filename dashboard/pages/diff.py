@@ -14,7 +14,19 @@ from rankscope.analysis.report.comparison import arrow, finding_row, signed, ste
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.report.texts import part_label
 from rankscope.dashboard.figures.changes import Step, steps_from_a_to_b
-from rankscope.dashboard.page import Query, Shown, address, card, empty, facts, heading, in_language, quiet, table
+from rankscope.dashboard.page import (
+    Query,
+    Shown,
+    address,
+    card,
+    empty,
+    facts,
+    heading,
+    in_language,
+    quiet,
+    sentence,
+    table,
+)
 from rankscope.dashboard.state import Run, State
 
 TITLE, ORDER = text("Diff"), 105
@@ -62,7 +74,7 @@ def _when_ready(state: State) -> tuple[Any, bool]:
 def _page(a: Run, b: Run) -> Any:  # noqa: ANN401
     found = _compared(a, b)
     if isinstance(found, str):
-        return empty(text("Nothing to compare"), f"{found[:1].upper()}{found[1:]}.")
+        return empty(text("Nothing to compare"), sentence(found))
     return html.Div(
         [
             _head(found, a, b),
@@ -85,7 +97,8 @@ def _compared(a: Run, b: Run) -> Comparison | str:
     try:
         return compare(a.report, a.timeline, b.report, b.timeline)
     except NotComparable as reason:
-        return str(reason)
+        why: str = reason.args[0]
+        return why
 
 
 def _head(found: Comparison, a: Run, b: Run) -> Any:  # noqa: ANN401

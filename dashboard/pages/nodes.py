@@ -9,8 +9,9 @@ import polars as pl
 from dash import Dash, Input, Output, html
 from dash import State as Known
 
-from rankscope.analysis.language import text
+from rankscope.analysis.language import joined, text
 from rankscope.analysis.report import digest, phrases
+from rankscope.analysis.report.texts import say
 from rankscope.dashboard.figures import counters as figures
 from rankscope.dashboard.page import Query, card, empty, heading, in_language, plot, query_of, quiet
 from rankscope.dashboard.state import Run, State
@@ -24,11 +25,11 @@ _MOST_MARKS = 80
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     missing = [
-        f"{phrases.gap_extent(group)}: {group.why}"
+        say("gaps.where", phrases.gap_extent(group), group.why)
         for group in digest.gap_groups(run.report)
         if group.table == "counters"
     ]
-    unseen = quiet(text("Not recorded. {missing}.", missing="; ".join(missing))) if missing else None
+    unseen = quiet(text("Not recorded. {missing}.", missing=joined("; ", missing))) if missing else None
     counters = run.timeline.counters
     if counters.is_empty():
         why = text("No counters of nodes were recorded: they come from rankscope's own agent, beside the job.")

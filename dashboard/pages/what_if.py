@@ -10,7 +10,7 @@ from dash import State as Known
 
 from rankscope.analysis.language import joined, text
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent
-from rankscope.dashboard.page import Query, card, empty, heading, in_language, query_of, quiet
+from rankscope.dashboard.page import Query, card, empty, heading, in_language, query_of, quiet, sentence
 from rankscope.dashboard.replays import Fix, fixes, gain, replayable
 from rankscope.dashboard.state import Run, State
 
@@ -23,9 +23,7 @@ _ROWS = 40
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     ready = replayable(run)
     if isinstance(ready, str):
-        return html.Div(
-            [heading(TITLE, _MEANING), empty(text("Nothing can be predicted"), f"{ready[:1].upper()}{ready[1:]}.")]
-        )
+        return html.Div([heading(TITLE, _MEANING), empty(text("Nothing can be predicted"), sentence(ready))])
     found, untried = fixes(run)
     if not found:
         return html.Div(
