@@ -49,6 +49,7 @@ class Job:
     lost: tuple[tuple[int, int, str], ...] = ()
     said: bool = True  # rankscope.step() ends the steps
     window: tuple[float, float] | None = None  # a deep window of rank 0
+    on_node_1: tuple[int, ...] = ()  # whose clock is 5 s behind
 
 
 class Rank:
@@ -114,14 +115,31 @@ def record(folder, job):
             r.ends.append(r.device)
             r.host = r.device if job.waits else r.host
     write_run(folder)
+    if job.on_node_1:
+        write_run(folder, node=1)
+        part = Partition(RunFolder(folder), "node=00001", "")
+        for at in range(0, 100 * MS, MS):  # exchanges with node 0, 10 µs each way
+            there = {"t1_ns": at - 5000 * MS, "t4_ns": at - 5000 * MS + 20_000}
+            part.add_row("clocks", {"peer": 0, "t2_ns": at + 10_000, "t3_ns": at + 10_000} | there)
+        part.flush()
+        part.close()
     for r in ranks:
         write(folder, r)
     return folder
 
 
 def write(folder, r):
+    node = int(r.rank in r.job.on_node_1)
+
+    def ns(ms):
+        return round((ms - 5000 * node) * MS)
+
+    def spans(start, end):
+        return {"start_ns": ns(start), "end_ns": ns(end)}
+
     part = Partition(RunFolder(folder), f"rank={r.rank:05}", "a0-")
-    part.add_row("ranks", RANK_ROW | {"world_size": r.job.ranks, "local_rank": r.rank, "device": "NVIDIA H200"})
+    place = {"world_size": r.job.ranks, "local_rank": r.rank, "node": node, "device": "NVIDIA H200"}
+    part.add_row("ranks", RANK_ROW | place)
     names = ("input", "gc", "backward", "optimizer")
     for number, name in enumerate(names):
         part.add_row("strings", {"name_id": number, "name": name})
@@ -137,7 +155,7 @@ def write(folder, r):
         op |= {"device_start_ns": None, "end_ns": None, "size_bytes": 4096, "number": number + 1}
         part.add_row("collectives", {"start_ns": ns(start)} | op)
         said = {"record": number, "group": str(group), "seq": number, "is_p2p": False, "name": "nccl:all_reduce"}
-        took = None if duration is None else ns(duration)
+        took = None if duration is None else round(duration * MS)
         part.add_row("flight_records", {"start_ns": ns(start + 0.005), "duration_ns": took} | said)
     for end in r.steps:
         part.add_row("steps", {"end_ns": ns(end), "thread": 0, "start_ns": None})
@@ -149,14 +167,6 @@ def write(folder, r):
         part.add_row("windows", spans(*r.job.window) | window)
     part.flush()
     part.close()
-
-
-def ns(ms):
-    return round(ms * MS)
-
-
-def spans(start, end):
-    return {"start_ns": ns(start), "end_ns": ns(end)}
 
 
 def diagnosed(folder, **job):
@@ -227,6 +237,14 @@ def test_a_stop_in_the_middle_of_a_phase_costs_what_is_left_of_it_when_the_work_
     report = diagnosed(tmp_path, gc=dict.fromkeys(range(4), 300))
     assert parts_of(report, 1) == {"compute": 100, "mixed": 210, "gc": 22, "optimizer": 10}
     assert costs_of(report) == [("gc_stall", (0, 1, 2, 3), 22)]
+
+
+def test_marks_of_nodes_with_other_clocks_are_brought_to_that_of_the_run(tmp_path):
+    """Ranks 2 and 3 run on a node whose clock is 5 s behind; their steps lie where those of the others do."""
+    trace = rankscope.open(record(tmp_path, Job(on_node_1=(2, 3))))
+    ends = build_timeline(trace).steps.group_by("step").agg(pl.col("end_ns").max() - pl.col("end_ns").min())
+    assert len(ends) == STEPS
+    assert ends["end_ns"].max() <= 20_000  # what the clock may be wrong by
 
 
 @pytest.mark.parametrize(
