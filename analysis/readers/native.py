@@ -345,7 +345,9 @@ class NativeReader:
 
     def _end_gaps(self) -> list[Gap]:
         collectives = self.read("collectives")
-        open_ends = collectives.filter(pl.col("end_ns").is_null()).group_by("rank").len().sort("rank")
+        timed = self.read("flight_records").drop_nulls("duration_ns")["rank"].unique()  # what lacks one is unmatched
+        unseen = collectives.filter(pl.col("end_ns").is_null(), ~pl.col("rank").is_in(timed.implode()))
+        open_ends = unseen.group_by("rank").len().sort("rank")
         return [
             Gap(
                 table="collectives",
@@ -360,7 +362,13 @@ class NativeReader:
     def _said_gaps(self) -> list[Gap]:
         """What collectors, session and agent recorded themselves."""
         said = self._read_raw("gaps").select("table", "rank", "node", "count", "why")
-        return [replace(Gap(**row), why=Text(row["why"], {})) for row in said.iter_rows(named=True)]
+        return [replace(Gap(**row), why=_as_recorded(row["why"])) for row in said.iter_rows(named=True)]
+
+
+def _as_recorded(why: str) -> str:
+    """What a rank or an agent wrote down in English, with what it quotes behind a colon; known words are translated."""
+    head, _, quoted = why.partition(": ")
+    return text("{file}: {why}", file=Text(head, {}), why=Text(quoted, {})) if quoted else Text(why, {})
 
 
 def _is_id(column: str) -> bool:
