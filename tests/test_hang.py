@@ -119,8 +119,11 @@ def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
     assert [(f.ranks, f.where) for f in found] == [((0,), "recv number 4 of pipeline")]
 
 
-def recorded(*rows, until, steps=(), said_late=False):
-    """`last_progress` of a run of three ranks. A row is (rank, seq, start s, end s or None, whole)."""
+def recorded(*rows, until, steps=(), said_late=False, early=()):
+    """`last_progress` of a run of three ranks. A row is (rank, seq, start s, end s or None, whole).
+
+    `early`: ends that were moved by so many s, to the arrival of a last rank that came after them, by (rank, seq).
+    """
     second = 1_000_000_000
     collectives = pl.DataFrame(
         [
@@ -133,13 +136,14 @@ def recorded(*rows, until, steps=(), said_late=False):
                 "end_ns": None if end is None else round(end * second),
                 "instance_id": seq if whole else None,
                 "group_size": 3,
+                "early_ns": round(dict(early)[rank, seq] * second) if (rank, seq) in dict(early) else None,
                 "peer": -1,
                 "tag": 0,
                 "size_bytes": 8,
             }
             for rank, seq, start, end, whole in rows
         ],
-        schema_overrides={"end_ns": pl.Int64},
+        schema_overrides={"end_ns": pl.Int64, "early_ns": pl.Int64, "instance_id": pl.Int64},
     )
     regions = pl.DataFrame({"start_ns": [], "end_ns": []}, schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
     counters = pl.DataFrame({"time_ns": [round(until * second)]})
@@ -179,6 +183,16 @@ def test_timeout_of_2_seconds_was_a_hang_if_a_rank_never_came():
     assert recorded(*failed, until=4.1, steps=(0.5, 0.5))["seq"].null_count() == 3
     all_came = (*failed, (2, 2, 2, None, False))  # its end may only have been lost
     assert recorded(*all_came, until=4.1, steps=(0.1, 0.1))["seq"].null_count() == 3
+
+
+def test_rank_that_comes_back_when_the_others_have_given_up_was_hung():
+    """Ranks 0 and 1 gave operation 2 up at 4 s. Rank 2 came at 6 s; if rank 0 goes on then, a clock is wrong."""
+    ended = (*STUCK[:3], (0, 2, 2, 6, True), (1, 2, 2, 6, True), (2, 2, 6, 6, True), (2, 3, 6.1, 6.2, False))
+    early = {(0, 2): 2, (1, 2): 2}.items()
+    progress = recorded(*ended, until=7, steps=(0.1, 0.1), early=early)
+    assert held(progress) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
+    goes_on = (*ended, (0, 3, 6.1, 6.2, False))
+    assert recorded(*goes_on, until=7, steps=(0.1, 0.1), early=early)["seq"].null_count() == 3
 
 
 def test_operation_whose_end_was_lost_does_not_hold_its_rank():

@@ -27,15 +27,17 @@ def last_progress(
     10 s, or for 5 median steps if that is longer, while the nodes' counters were still sampled. `collectives` is the
     matched table: an operation that all its ranks ended is not outstanding, however long it took. One that ended on
     some ranks only, after as long, was ended by what ended the job. Where one ended that cannot without a rank that
-    never came to it, it failed, by a timeout or with that rank: then 1 s is enough.
+    never came to it, it failed, by a timeout or with that rank: then 1 s is enough. What a rank does that comes when
+    the others have given up does not count.
 
     Of operations whose ends are never seen, as NCCL's, those count that some member has not called, if NCCL's RAS said
     that a rank was late (`said_late`); else it is not known how far the rank was (`completed` is null).
     """
-    numbered = collectives.with_columns(pl.col("op").is_in(P2P_OPS).alias("_p2p"))
     length_ns = steps["end_ns"] - steps["start_ns"]
     median_ns = length_ns.median()
     steps_ns = STILL_STEPS * (median_ns if isinstance(median_ns, float) else 0)
+    collectives, regions = _until_given_up(collectives, regions, max(_FAILED_NS, steps_ns))
+    numbered = collectives.with_columns(pl.col("op").is_in(P2P_OPS).alias("_p2p"))
     failed = steps_ns > 0 and _has_failed(numbered, max(_FAILED_NS, steps_ns))
     still_ns = max(_FAILED_NS if failed else STILL_NS, steps_ns)
     lasted = (pl.col("end_ns") - pl.col("start_ns")).fill_null(still_ns) >= still_ns
@@ -68,6 +70,25 @@ def _stands_still(collectives: pl.DataFrame, regions: pl.DataFrame, counters: pl
     begun_ns = last_begun_ns(collectives, regions)
     until = counters["time_ns"].max()
     return begun_ns is not None and isinstance(until, int) and until - begun_ns >= still_ns
+
+
+def _until_given_up(
+    collectives: pl.DataFrame, regions: pl.DataFrame, after_ns: float
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Both until ranks gave an operation up, so long before another one came to it, and began nothing more."""
+    gave_up = collectives.filter(pl.col("op").is_in(MUTUAL_OPS), pl.col("early_ns") >= after_ns)
+    at_ns = (gave_up["end_ns"] - gave_up["early_ns"]).min()
+    if at_ns is None:
+        return collectives, regions
+    late = pl.col("start_ns") >= at_ns
+    if len(collectives.filter(late, pl.col("rank").is_in(gave_up["rank"].implode()))):
+        return collectives, regions
+    too_late = collectives.filter(late)["instance_id"].drop_nulls()
+    kept = collectives.filter(~late).with_columns(
+        instance_id=pl.when(~pl.col("instance_id").is_in(too_late.implode())).then("instance_id"),
+        end_ns=pl.col("end_ns") - pl.col("early_ns").fill_null(0),
+    )
+    return kept, regions.filter(~late)
 
 
 def _has_failed(numbered: pl.DataFrame, after_ns: float) -> bool:
