@@ -1,13 +1,14 @@
 """Take the pictures of `docs/screenshots/`: python docs/screenshots.py RUN [PAGE=RUN …]
 
 Pages that RUN has nothing for take another one: `pipeline=TRACE kernels=TRACE what_if=TRACE`; `diff=RUN_B` compares RUN
-with that one. Needs Chromium.
+with that one. `--all FOLDER` puts them there instead, at 1280 and 1920 pixels, light and dark. Needs Chromium.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -20,28 +21,45 @@ from rankscope.dashboard.state import State
 
 FOLDER = Path(__file__).parent / "screenshots"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+SIZES = ((1280, 800), (1920, 1080))
+SCHEMES = ("light", "dark")
 SETTLED_MS = 1500  # after the last request: for what is drawn in the next frames
 
 
-def main(first: str, *others: str) -> None:
-    other = dict(word.split("=", 1) for word in others)
-    paths = {name: [Path(other.get(name, first))] for name in all_pages()}
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run")
+    parser.add_argument("others", nargs="*", metavar="PAGE=RUN")
+    parser.add_argument("--all", type=Path, metavar="FOLDER")
+    chosen = parser.parse_args()
+    pages = list(itertools.product(SIZES, SCHEMES))
+    take(chosen.run, dict(word.split("=", 1) for word in chosen.others), chosen.all, pages if chosen.all else pages[:1])
+
+
+def take(run: str, other: dict[str, str], folder: Path | None, looks: list[tuple[tuple[int, int], str]]) -> None:
+    paths = {name: [Path(other.get(name, run))] for name in all_pages()}
     for name, page in all_pages().items():
         if getattr(page, "OF_TWO", False):
-            paths[name] = [Path(first), *paths.pop(name)]
+            paths[name] = [Path(run), *paths.pop(name)]
     shown = {name: of_page for name, of_page in paths.items() if len(set(of_page)) == len(of_page)}
     servers = {key: serve(key) for key in dict.fromkeys(map(tuple, shown.values()))}
-    FOLDER.mkdir(exist_ok=True)
+    (folder or FOLDER).mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
-        for name, of_page in shown.items():
-            page.goto(servers[tuple(of_page)] + address(name))
-            page.wait_for_selector("#page > *")
-            page.wait_for_load_state("networkidle")
-            page.wait_for_function("[...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))")
-            page.wait_for_timeout(SETTLED_MS)
-            page.screenshot(path=FOLDER / f"{name}.png")
+        for (width, height), scheme in looks:
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            for name, of_page in shown.items():
+                page.goto(servers[tuple(of_page)] + address(name))
+                page.wait_for_selector("#page > *")
+                page.wait_for_load_state("networkidle")
+                page.wait_for_function(
+                    "[...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))"
+                )
+                if name == "timeline":
+                    page.wait_for_selector("#timeline[data-painted]")
+                page.wait_for_timeout(SETTLED_MS)
+                page.screenshot(path=folder / f"{name}-{width}-{scheme}.png" if folder else FOLDER / f"{name}.png")
+            page.close()
         browser.close()
 
 
@@ -55,4 +73,4 @@ def serve(paths: tuple[Path, ...]) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
