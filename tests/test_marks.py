@@ -43,7 +43,8 @@ class Job:
     waits: bool = False  # the host waits for its device at the end of each step
     transfer: float = 10
     durations: bool = True
-    in_forward: tuple[int, ...] = ()  # ranks that reduce something among themselves in forward
+    in_forward: tuple[int, ...] = ()  # ranks that reduce something among themselves in forward …
+    with_gloo: bool = False  # … on their hosts
     clock_error: int | None = 5_000
     unseen: tuple[tuple[int, int, str], ...] = ()  # rank, step, mark
     lost: tuple[tuple[int, int, str], ...] = ()
@@ -152,7 +153,8 @@ def write(folder, r):
     for number, (start, group, duration) in enumerate(r.calls):
         op = {"issued_ns": ns(start + 0.01), "group_id": group, "op": OPS.index("allreduce"), "dtype": 2, "tag": 0}
         op |= {"seq": sum(g == group for _, g, _ in r.calls[:number]), "is_async": True, "peer": -1, "thread": 0}
-        op |= {"device_start_ns": None, "end_ns": None, "size_bytes": 4096, "number": number + 1}
+        op |= {"device_start_ns": None, "size_bytes": 4096, "number": number + 1}
+        op["end_ns"] = ns(start + 0.02) if group == 8 and r.job.with_gloo else None
         part.add_row("collectives", {"start_ns": ns(start)} | op)
         said = {"record": number, "group": str(group), "seq": number, "is_p2p": False, "name": "nccl:all_reduce"}
         took = None if duration is None else round(duration * MS)
@@ -214,6 +216,11 @@ def test_a_phase_in_which_some_ranks_communicate_is_mixed_on_all(tmp_path):
     report = diagnosed(tmp_path, in_forward=(0, 1))
     assert [parts_of(report, rank) for rank in (0, 3)] == [{"mixed": 310, "optimizer": 10}] * 2
     assert report.findings == ()
+
+
+def test_what_hosts_do_among_themselves_is_no_communication_of_their_devices(tmp_path):
+    report = diagnosed(tmp_path, in_forward=(0, 1), with_gloo=True)
+    assert [parts_of(report, rank) for rank in (0, 3)] == [{"compute": 100, "mixed": 210, "optimizer": 10}] * 2
 
 
 def test_input_that_the_device_does_not_wait_for_costs_nothing(tmp_path):

@@ -244,10 +244,9 @@ def by_marks(
 
 def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     """The phases with `communication_ns`, and with `part` mixed where they communicate."""
-    took = (
-        pl.col("duration_ns") if "duration_ns" in collectives.columns else pl.lit(None, pl.Int64).alias("duration_ns")
-    )
-    calls = collectives.select("rank", pl.col("start_ns").alias("at"), took, is_call=True)
+    on_device = pl.col("duration_ns") if "duration_ns" in collectives.columns else pl.lit(None, pl.Int64)
+    took = pl.when(pl.col("end_ns").is_null()).then(on_device).otherwise(0)  # the end of gloo's is seen on the host
+    calls = collectives.select("rank", pl.col("start_ns").alias("at"), took.alias("duration_ns"), is_call=True)
     waits = regions.filter(pl.col("kind") == "wait", pl.col("thread") == _MAIN_THREAD)
     rows = pl.concat(
         [calls, waits.select("rank", pl.col("start_ns").alias("at"), duration_ns=0, is_call=False)],
