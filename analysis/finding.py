@@ -139,7 +139,8 @@ class DevicePart:
 class PhaseTime:
     """A device's mean time per judged step in one phase, from CUDA events; a rank's phases sum to its mean step.
 
-    `communication_ns_per_step` is what NCCL's operations of the phase took together, hidden or not; None: not known.
+    `communication_ns_per_step` is what NCCL's operations of the phase took together, hidden or not, as far as it is
+    known; None: nowhere.
     `ahead_ns`: how far the host was ahead where the phase ended, median.
     """
 
