@@ -182,14 +182,14 @@ def _finding(
     if slow.ranks:
         way = [text("rank {rank} (node {node})", rank=r, node=n) for r, n in zip(slow.ranks, slow.nodes, strict=True)]
         what = (
-            text("the network card of {rank}", rank=way[0])
+            text("network card of {rank}", rank=way[0])
             if len(way) == 1
-            else text("the network from {rank} to {peer}", rank=way[0], peer=way[1])
+            else text("network from {rank} to {peer}", rank=way[0], peer=way[1])
         )
     else:
-        what = text("the link of node {node}", node=one)
+        what = text("link of node {node}", node=one)
         if not is_node:
-            what = text("the link between node {node} and node {peer}", node=one, peer=other)
+            what = text("link between node {node} and node {peer}", node=one, peer=other)
     if transfer.most_ns is None:
         cost = text("all ranks are blocked {transfer} per step while bytes move", transfer=duration(transfer.ns.ns))
     else:
@@ -203,13 +203,13 @@ def _finding(
     return Finding(
         detector="slow_link",
         title=text(
-            "{what} is slow ({rate}/s against {usual}/s elsewhere): {cost}",
-            what=what[0].upper() + what[1:],
+            "The {what} is slow ({rate}/s against {usual}/s elsewhere): {cost}",
+            what=what,
             rate=bytes_text(slow.rate),
             usual=bytes_text(slow.healthy_rate),
             cost=cost,
         ),
-        where=what,
+        where=text("the {what}", what=what),
         advice=text(
             "Compare interface, link speed and error counters of {nodes} with the others (ethtool); look for other "
             "traffic, shaping, or a wrong GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME.",

@@ -32,7 +32,8 @@ work that was queued before. In so few steps nobody can tell whether it stays: b
 Where NCCL ran and no profiler, own time may not tell, and what counts is how long the others waited in the collectives
 that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all of its ranks
 are. The cost is at least the longest such wait of a step, and at most their sum: nobody saw what the others computed
-meanwhile. The lower number is reported, the title has both. If only the sum is above `min_fraction`, nothing is said
+meanwhile. The lower number is reported, the title has both. If it is late in some steps only, the cost is what these
+are longer than the others, within these bounds. If only the sum is above `min_fraction`, nothing is said
 of that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late.
 
 CUDA events tell own time in phases without communication; there the costlier of the two is reported.
@@ -368,10 +369,19 @@ def _late(
                 continue
             least = _mean(late.least[row], when)
             most_ns = max(_mean(late.most[row], when).ns, least.ns)
+            if not when.all():
+                most_ns = float(np.clip(_longer(grid, when), least.ns, most_ns))
+                least = replace(least, ns=most_ns)
             if least.clear and least.ns >= min_fraction * grid.step_ns:
                 counts = int(late.last[row]), int(late.operations[row])
                 found.append(_Late(members[row], nodes[row], late.least[row], when, least, most_ns, *counts))
     return found
+
+
+def _longer(grid: StepGrid, when: Steps) -> float:
+    """By how much these steps are longer than the others, as a mean over all."""
+    length = np.sum(list(grid.parts.values()), axis=0).max(axis=0)
+    return float((np.median(length[when]) - np.median(length[~when])) * when.mean())
 
 
 def _mean(values: Floats, when: Steps) -> Estimate:
