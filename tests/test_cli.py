@@ -146,6 +146,17 @@ def test_price_of_an_hour_is_a_number_above_0(run):
     }
 
 
+def test_report_in_chinese(run, tmp_path):
+    done = rankscope_("report", run, "--lang", "zh", "-o", tmp_path / "r.html", "--json", tmp_path / "r.json")
+    assert done.returncode == 0, done.stderr
+    assert "未检查" in done.stdout
+    assert '<html lang="zh-CN">' in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "r.json").read_text())["verdict"].startswith("No bottleneck found in 8 judged steps")
+    for command in ("report", "ui"):
+        done = rankscope_(command, run, "--lang", "tlh")
+        assert (done.returncode, done.stderr) == (2, "rankscope: --lang is en or zh; got tlh\n")
+
+
 def test_an_option_of_ours_among_torchruns_is_pointed_out():
     done = rankscope_("run", "--standalone", "--name", "x", "train.py")
     assert done.returncode == 2

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import ast
+import copy
+import json
+import pickle
+import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from rich.cells import cell_len
+from test_diagnose import run
+
 from rankscope.analysis.detectors import detectors
-from rankscope.analysis.report import texts
+from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.finding import Report
+from rankscope.analysis.language import joined, speaking, spoken, text
+from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.report import html, json_form, terminal, texts
 from rankscope.analysis.report.zh import CHINESE
+from rankscope.analysis.trace import Trace
 
 ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared" / "data"
 CODE = sorted(path for folder in ("analysis", "dashboard") for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -49,3 +63,90 @@ def test_every_text_has_its_chinese_with_the_same_values():
     assert sorted(said - CHINESE.keys()) == []
     wrong = [template for template in said if placeholders(template) != placeholders(CHINESE[template])]
     assert wrong == []
+
+
+def test_the_catalogue_holds_nothing_that_is_not_said():
+    """What is no template is a plain string somewhere: what collectors record, and labels of rankscope's own."""
+    said = set(templates())
+    paths = {*CODE, *(ROOT / "collectors").rglob("*.py")} - {ROOT / "analysis" / "report" / "zh.py"}
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in paths)
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    plain = "\n".join(node.value for node in nodes if isinstance(node.value, str))
+    assert [key for key in CHINESE if key not in said and key not in plain] == []
+
+
+def test_a_sentence_of_a_detector_is_a_text():
+    """What is three words long in a detector and no docstring goes through `text`, or nobody could translate it."""
+    plain = []
+    for path in sorted((ROOT / "analysis" / "detectors").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts_ = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "text"]
+        skipped = {id(part) for node in texts_ for part in ast.walk(node)} | {id(part) for part in documentation(tree)}
+        for node in ast.walk(tree):
+            said = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if id(node) not in skipped and re.search(r"[A-Za-z]{2,} [a-z]{2,} [a-z]{2,}", said):
+                plain.append(f"{path.name}:{node.lineno}: {said}")
+    assert plain == []
+
+
+def documentation(tree: ast.Module) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            yield node.value
+
+
+def test_text_keeps_what_it_was_made_of_wherever_it_goes():
+    rank = text("rank {rank}", rank=2)
+    late = text("{who} is late by {ms:.1f} ms", who=rank, ms=3.25)
+    for same in (late, pickle.loads(pickle.dumps(late)), copy.deepcopy(late)):
+        assert (same, same.template, same.values["who"].values) == (
+            "rank 2 is late by 3.2 ms",
+            late.template,
+            {"rank": 2},
+        )
+    assert json.dumps({"said": late}) == '{"said": "rank 2 is late by 3.2 ms"}'
+    assert (late + "!", joined("; ", ["a", late])) == (f"{late}!", f"a; {late}")
+    with speaking("zh"):
+        assert spoken([joined(", ", [counted(3, "rank"), named("node", (1,))])]) == ["3 个 rank、节点 1"]
+        assert spoken(late) == late  # the catalogue does not have it
+
+
+@pytest.mark.parametrize("source", ["by hand", "kineto/tb-plugin-workers0", "ops/bytedance-st"])
+def test_report_in_chinese_leaves_no_english_sentence_and_the_json_english(source):
+    report = (
+        diagnose(run({0: 40, 1: 70, 2: 40}), price=2.5)
+        if source == "by hand"
+        else diagnose(Trace.open(recorded(SHARED / source)))
+    )
+    in_json = json_form.render(report)
+    page = html.render(report, language="zh")
+    assert page.startswith('<!doctype html>\n<html lang="zh-CN">')
+    read = re.sub(r"<(style|code)>.*?</\1>|<[^>]+>", "\n", page, flags=re.DOTALL)
+    terminal_ = terminal.render(report, language="zh") + terminal.render_short(report, language="zh")
+    for said in (read, terminal_):
+        assert re.findall(r"(?:[A-Za-z']{2,}[,:;]? ){3,}[A-Za-z']{2,}", said) == []
+    assert max(map(cell_len, terminal_.splitlines())) <= 100
+    assert json_form.render(report) == in_json
+    assert json.loads(in_json)["verdict"] == report.verdict
+
+
+def recorded(path: Path) -> list[Path]:
+    if not path.exists():
+        pytest.skip(f"needs {path}, which is not part of the repository")
+    return [path] if any(path.glob("*.json*")) else sorted(path.iterdir())[:1]
+
+
+def test_slow_rank_in_chinese():
+    report = spoken_in("zh", diagnose(run({0: 40, 1: 70}), price=30.0))
+    assert report.verdict == (
+        "Rank 1 偏慢：每步比其他 rank 多计算 30.0 ms（占平均步时 150 ms 的 20 %），1 个 rank 在等待；"
+        "每小时 60 中损失 12。"
+    )
+    assert {check.detector: check.why for check in report.not_checked}["memory_pressure"] == (
+        "没有看到设备的显存分配器；rank 自身的内存不能说明问题"
+    )
+
+
+def spoken_in(language: str, report: Report) -> Report:
+    with speaking(language):
+        return spoken(report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
 
 from rankscope.analysis.report import digest
+from rankscope.analysis.report.zh import CHINESE
 from rankscope.dashboard.app import create_app
 from rankscope.dashboard.figures import collectives, counters, pipeline, raster
 from rankscope.dashboard.figures.waterfall import waterfall
@@ -366,6 +368,29 @@ def test_every_page_loads_without_a_complaint_and_without_asking_another_host(sc
             screen.wait_for_text(SHOWN[name][which])
     screen.page.wait_for_load_state("networkidle")
     assert screen.complaints == []
+
+
+@needs_linux
+def test_each_browser_has_its_language(state):
+    server = create_app(state, lang="en").server
+    asked, other = server.test_client(), server.test_client()
+    said = [
+        b'<html lang="zh-CN">' in asked.get(path, headers={"Host": "localhost"}).data for path in ("/?lang=zh", "/")
+    ]
+    assert said == [True, True]
+    assert b'<html lang="en">' in other.get("/?lang=tlh", headers={"Host": "localhost"}).data
+
+
+@needs_linux
+@in_a_browser
+def test_pages_in_chinese_leave_no_english_sentence(screen):
+    page = screen.page.context.browser.new_context().new_page()
+    for name in ("overview", "ranks", "host", "what_if"):
+        page.goto(f"{screen.base}/{'' if name == 'overview' else name}?lang=zh")
+        page.locator(f"a.nav-link[data-active]:has-text('{CHINESE[all_pages()[name].TITLE]}')").wait_for()
+        page.locator("#page h1").first.wait_for()
+        assert re.findall(r"(?:[a-z']{2,}[,:;]? ){4,}[a-z']{2,}", page.inner_text("body")) == []
+    page.context.close()
 
 
 @needs_linux

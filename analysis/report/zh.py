@@ -26,7 +26,7 @@ _COUNTED = {
     "step": "步",
     "transfer": "次传输",
 }
-_NAMED = {"rank": "rank", "Rank": "Rank", "node": "节点", "Node": "节点"}
+_NAMED = {"rank": "rank", "Rank": "Rank", "node": "节点"}
 
 CHINESE: dict[str, str] = {
     **{f"{{number}} {noun}{s}": f"{{number}} {said}" for noun, said in _COUNTED.items() for s in ("", "s")},
@@ -318,7 +318,6 @@ CHINESE: dict[str, str] = {
     "no operations of pipeline stages were recorded": "没有记录流水线阶段的操作",
     "no work of a device was recorded": "没有记录设备上的任务",
     "the calls that launch the device's work were not recorded": "没有记录下发设备任务的调用",
-    "how many FLOPs the model needs in a step is not known: rankscope report --flops-per-step gives them": "模型每步所需的 FLOPs 未知：可用 rankscope report --flops-per-step 给出",
     "no state of a job that stands still was saved (PyTorch's flight recorder does)": "没有保存作业停滞时的状态（PyTorch 的 flight recorder 会保存）",
     "no TCP traffic between nodes was recorded": "没有记录节点间的 TCP 流量",
     "no TCP traffic between nodes was recorded, nor what NCCL's proxies sent": "既没有记录节点间的 TCP 流量，也没有记录 NCCL proxy 发送的数据",
@@ -580,7 +579,6 @@ CHINESE: dict[str, str] = {
     "network from {rank} to {peer}": "从 {rank} 到 {peer} 的网络",
     "rank {rank} (node {node})": "rank {rank}（节点 {node}）",
     "all ranks are blocked {transfer} per step while bytes move": "所有 rank 每步因数据传输阻塞 {transfer}",
-    "transfers between nodes take {transfer} per step, up to {lost} of it for this": "节点间传输每步 {transfer}，其中最多 {lost} 由此造成",
     "Compare interface, link speed and error counters of {nodes} with the others (ethtool); look for other traffic, shaping, or a wrong GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME.": "把 {nodes} 的网络接口、链路速率和错误计数器与其他节点比较（ethtool）；检查其他流量、限速，或错误的 GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME。",
     "the one link between the nodes is alike in both directions; transfer takes {transfer} ({share}) of the step, but no other link tells what would be normal": "两节点之间唯一的链路双向一致；传输占一步的 {transfer}（{share}），但没有其他链路可以说明多少才算正常",
     "no traffic between nodes was seen in TCP sockets": "TCP socket 中没有看到节点间的流量",
@@ -940,7 +938,6 @@ CHINESE: dict[str, str] = {
     "node {node} has not closed its run: it is still recording, or its agent was killed{until}": "节点 {node} 没有关闭其运行：仍在记录，或其 agent 被终止{until}",
     "; nothing after {last:.1f} s": "；{last:.1f} s 之后没有记录",
     "the end of {n} collectives was never seen": "{n} 次集合通信没有看到结束",
-    "the ring was full": "环形缓冲区已满",
     "collector left off by RANKSCOPE_DISABLE": "采集器被 RANKSCOPE_DISABLE 关闭",
     "collector switched off": "采集器已关闭",
     "no NVIDIA GPU can be read": "无法读取 NVIDIA GPU",
