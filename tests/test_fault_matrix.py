@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rankscope
+from rankscope.analysis.report.quantities import duration
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 
@@ -79,6 +80,18 @@ def test_fault_has_the_dose_and_the_cost_that_it_is_said_to_have(tmp_path):
     assert (finding.detector, finding.ranks) == ("slow_rank", truth.ranks)
     assert finding.lost_ns_per_step == pytest.approx(truth.cost_ns, rel=0.15)
     assert nvrx(log) == list(truth.ranks)
+
+
+def test_share_of_what_comes_in_bursts_is_of_the_same_step_as_the_parts(tmp_path):
+    """In a quarter of the steps it takes a third of the mean step: of the median step it would be more than a half."""
+    log, (truth,) = simulated(Case("sporadic_rank", "loud", 2), small=True)
+    report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
+    finding, mean_ns = report.findings[0], report.steps.mean_ns
+    assert report.steps.median_ns < 0.8 * mean_ns
+    assert finding.lost_fraction == pytest.approx(finding.lost_ns_per_step / mean_ns, rel=1e-6)
+    assert finding.lost_fraction == pytest.approx(truth.cost_fraction, rel=0.05)
+    assert sum(part.ns_per_step for part in report.breakdown) / len(report.ranks) == pytest.approx(mean_ns, abs=2)
+    assert f"of the {duration(mean_ns)} step" in report.verdict
 
 
 def test_slow_rank_of_one_stage_is_found_among_those_of_all_stages(tmp_path):

@@ -195,7 +195,10 @@ def over_occurrences(values: Floats, when: NDArray[np.bool_]) -> Estimate:
     Of what happened once it is the mean itself, one more or one less, so that it is not clear of zero.
     """
     times, steps = int(when.sum()), len(when)
-    each = estimate(values[when]) if times > 1 else Estimate(*2 * (float(values[when].sum()),))
+    if times < 2:
+        once = float(values[when].sum()) / steps
+        return Estimate(once, once)
+    each = estimate(values[when])
     return Estimate(each.ns * times / steps, each.half_width_ns * times / steps)
 
 
