@@ -44,7 +44,8 @@ class Job:
     transfer: float = 10
     durations: bool = True
     in_forward: tuple[int, ...] = ()  # ranks that reduce something among themselves in forward …
-    with_gloo: bool = False  # … on their hosts
+    with_gloo: bool = False  # … on their hosts, …
+    all_gloo: bool = False  # … and so are gradients
     clock_error: int | None = 5_000
     unseen: tuple[tuple[int, int, str], ...] = ()  # rank, step, mark
     lost: tuple[tuple[int, int, str], ...] = ()
@@ -154,7 +155,7 @@ def write(folder, r):
         op = {"issued_ns": ns(start + 0.01), "group_id": group, "op": OPS.index("allreduce"), "dtype": 2, "tag": 0}
         op |= {"seq": sum(g == group for _, g, _ in r.calls[:number]), "is_async": True, "peer": -1, "thread": 0}
         op |= {"device_start_ns": None, "size_bytes": 4096, "number": number + 1}
-        op["end_ns"] = ns(start + 0.02) if group == 8 and r.job.with_gloo else None
+        op["end_ns"] = ns(start + 0.02) if group == 8 and r.job.with_gloo or r.job.all_gloo else None
         part.add_row("collectives", {"start_ns": ns(start)} | op)
         said = {"record": number, "group": str(group), "seq": number, "is_p2p": False, "name": "nccl:all_reduce"}
         took = None if duration is None else round(duration * MS)
@@ -259,12 +260,13 @@ def test_marks_of_nodes_with_other_clocks_are_brought_to_that_of_the_run(tmp_pat
     [
         ({"clock_error": 50 * MS}, "the clock of the device of ranks 0-3 is only known to 50.0 ms"),
         ({"clock_error": None}, "the clock of the device of ranks 0-3 is not known"),
+        ({"in_forward": (0, 1, 2, 3), "with_gloo": True, "all_gloo": True}, "most operations end on the hosts, as gloo's do"),
         (
             {"unseen": tuple((1, step, "step_end") for step in range(STEPS))},
             "the device was not seen at the end of most steps of rank 1",
         ),
     ],
-    ids=["clock", "no clock", "not seen"],
+    ids=["clock", "no clock", "gloo", "not seen"],
 )
 def test_marks_that_tell_nothing_are_not_used_and_that_is_said(tmp_path, job, why):
     report = diagnosed(tmp_path, **job)
@@ -398,7 +400,7 @@ def test_parts_sum_to_the_step_whatever_the_times(lengths, stopped, unseen):
     ends = [0, *recorded[4::5].tolist()]
     hosts = step_spans(*((0, n, *span) for n, span in enumerate(pairwise(ends))))
     hosts = hosts.with_columns(source=pl.lit("rankscope.step()"))
-    steps, marks, _ = marked_steps(hosts, table("device_marks", *rows))
+    steps, marks, _ = marked_steps(hosts, table("device_marks", *rows), table("collectives"))
     rows_of_regions = regions(*((0, kind, start, start + length) for kind, start, length in stopped))
     phases = by_marks(marks, steps, hosts, rows_of_regions, table("collectives"))
     if len(marks):

@@ -367,6 +367,7 @@ CHINESE: dict[str, str] = {
     "not known": "未知",
     "only known to {error}": "误差达 {error}",
     ": its marks are not used, and steps are those of the hosts": "：不使用其标记，步以主机为准",
+    "most operations end on the hosts, as gloo's do": "大多数操作在主机上结束，如 gloo 的操作",
     "the device was not seen at the end of most steps of {lacking}": "{lacking} 的大多数步结束时没有看到设备",
     # why there is no replay
     "this run cannot be replayed with {fix}": "本次运行无法按 {fix} 重放",

@@ -119,7 +119,7 @@ def build_timeline(trace: Trace) -> Timeline:
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
         steps = whole_captures(*(table.filter(has_device) for table in tables))
     regions, hosts_steps = in_steps(regions, steps), steps
-    steps, marks, of_marks = marked_steps(steps, _marks(trace, clocks))
+    steps, marks, of_marks = marked_steps(steps, _marks(trace, clocks), collectives)
     steps = judge(pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)]), regions)
     steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
     ops = read("ops", "rank", "start_ns")

@@ -66,21 +66,24 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def marked_steps(steps: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, list[Gap]]:
+def marked_steps(
+    steps: pl.DataFrame, marks: pl.DataFrame, collectives: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame, list[Gap]]:
     """The steps as the devices go through them, the marks in order, and what is to be said of either.
 
     A step ends when the device comes to the mark that the host enqueued where its own step ended; there the next one
     begins. The first begins with the host's. Steps whose end was not seen are left out, and those that follow them.
     `marks` (the table `device_marks`) serve if on every rank that has steps most of these have an end, by a clock whose
-    error is at most a tenth of the median step; if not, the hosts' steps stay, and there are no marks. Those of one
-    stream come in order: a device's time before that of an earlier mark is moved there.
+    error is at most a tenth of the median step, and if most operations do not end on the hosts, where their waits are
+    seen; if not, the hosts' steps stay, and there are no marks. Those of one stream come in order: a device's time
+    before that of an earlier mark is moved there.
     """
     marks = marks.sort("rank", "recorded_ns", maintain_order=True)
     marks = marks.with_columns(pl.col("device_ns").cum_max().over("rank"))  # nulls stay
     if marks["device_ns"].null_count() == len(marks) or steps.is_empty():
         return steps, marks.clear(), []
     ended = _with_device_ends(steps, marks)
-    why = _useless(ended, marks)
+    why = _useless(ended, marks, collectives)
     if why:
         why += text(": its marks are not used, and steps are those of the hosts")
         return steps, marks.clear(), [Gap(table="device_marks", rank=None, node=None, count=None, why=why)]
@@ -96,8 +99,10 @@ def marked_steps(steps: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFrame
     return whole, marks, [Gap(table="device_marks", rank=None, node=None, count=lost, why=said)] if lost else []
 
 
-def _useless(ended: pl.DataFrame, marks: pl.DataFrame) -> str:
+def _useless(ended: pl.DataFrame, marks: pl.DataFrame, collectives: pl.DataFrame) -> str:
     """Why marks tell nothing of these steps, as the begin of a sentence; empty if they do."""
+    if 2 * collectives["end_ns"].count() > len(collectives):
+        return text("most operations end on the hosts, as gloo's do")
     seen = ended.group_by("rank").agg(pl.col("_done").is_not_null().mean().alias("seen"))
     lacking = seen.filter(pl.col("seen") < _MOST)["rank"].sort().to_list()
     if lacking:
@@ -282,9 +287,9 @@ def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives
 def mark_phases(marks: pl.DataFrame, steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     """The devices' time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
 
-    The rows of a step cover it without gap or overlap: each phase of `marks` (as `by_marks` has them) has its part and
-    is the label, but for the time in which the host's main thread was stopped (gc, input, compile, checkpoint) and the
-    device had run dry, see `_dry`.
+    The rows of a step cover it without gap or overlap: those of a phase of `marks` (as `by_marks` has them) have its
+    part and its name for a label, but for the time in which the host's main thread was stopped (gc, input, compile,
+    checkpoint) and the device had run dry, see `_dry`.
     """
     stops = regions.filter(
         pl.col("kind").is_in(_STOPS), pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns")
