@@ -432,22 +432,29 @@ def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotRe
         return bounded
     for kind in _BOUNDED:
         of_kind = [finding for finding in findings if finding.detector == kind and finding.fix]
-        if len({one.fix for one in of_kind}) == len(of_kind) <= _REPLAYED:
-            for one in of_kind:
-                others = [other.fix for other in of_kind if other.fix and other is not one]
-                bounded = _bounded(bounded, one, others, run) if one.lost_ns_per_step else bounded
+        fixes = list(dict.fromkeys(one.fix for one in of_kind if one.fix))
+        if len(fixes) != len(of_kind) or len(fixes) > _REPLAYED:
+            continue
+        gains = _brings(fixes, run) if fixes else {}
+        for one in of_kind:
+            if one.fix in gains and one.lost_ns_per_step:
+                bounded = _bounded(bounded, one, *gains[one.fix])
     return bounded
 
 
-def _bounded(
-    findings: Sequence[Finding], one: Finding, others: Sequence[str], run: Rerun | PipelineRerun
-) -> list[Finding]:
-    """The findings, those with the fix of `one` at no more than it brings beside the fixes of the others."""
+def _brings(fixes: Sequence[str], run: Rerun | PipelineRerun) -> dict[str, tuple[float, float]]:
+    """What each fix brings beside the others, ns per step, and its uncertainty; empty where they cannot be replayed."""
     try:
-        gain = run.gain(*_together([one.fix or "", *others]))
-        gain_ns = gain.gain_ns - (run.gain(*_together(others)).gain_ns if others else 0.0)
+        whole = run.gain(*_together(fixes))
+        rest = {fix: _together([other for other in fixes if other != fix]) for fix in fixes}
+        others_ns = {fix: run.gain(*others).gain_ns if others else 0.0 for fix, others in rest.items()}
     except BadFix:
-        return list(findings)
+        return {}
+    return {fix: (whole.gain_ns - others_ns[fix], whole.uncertainty_ns) for fix in fixes}
+
+
+def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertainty_ns: float) -> list[Finding]:
+    """The findings, those with the fix of `one` at no more than it brings."""
     share = gain_ns / one.lost_ns_per_step
     if gain_ns <= 0 or (share >= 1 and one.detector not in _AS_REPLAYED):
         return list(findings)
@@ -457,7 +464,7 @@ def _bounded(
         "lost_ns_per_step": round(share * one.lost_ns_per_step),
         "lost_ns_total": round(share * one.lost_ns_total),
         "lost_fraction": fraction,
-        "uncertainty_ns": round(gain.uncertainty_ns),
+        "uncertainty_ns": round(uncertainty_ns),
     }
     return [
         replace(f, **cost) if f is one or (f.fix == one.fix and f.lost_fraction > fraction) else f for f in findings
