@@ -43,9 +43,8 @@ class Job:
     waits: bool = False  # the host waits for its device at the end of each step
     transfer: float = 10
     durations: bool = True
-    in_forward: tuple[int, ...] = ()  # ranks that reduce something among themselves in forward …
-    with_gloo: bool = False  # … on their hosts, …
-    all_gloo: bool = False  # … and so are gradients
+    in_forward: tuple[int, ...] = ()  # ranks that reduce something in forward, in group 8
+    gloo: tuple[int, ...] = ()  # groups whose operations end on the hosts
     clock_error: int | None = 5_000
     unseen: tuple[tuple[int, int, str], ...] = ()  # rank, step, mark
     lost: tuple[tuple[int, int, str], ...] = ()
@@ -155,7 +154,7 @@ def write(folder, r):
         op = {"issued_ns": ns(start + 0.01), "group_id": group, "op": OPS.index("allreduce"), "dtype": 2, "tag": 0}
         op |= {"seq": sum(g == group for _, g, _ in r.calls[:number]), "is_async": True, "peer": -1, "thread": 0}
         op |= {"device_start_ns": None, "size_bytes": 4096, "number": number + 1}
-        op["end_ns"] = ns(start + 0.02) if group == 8 and r.job.with_gloo or r.job.all_gloo else None
+        op["end_ns"] = ns(start + 0.02) if group in r.job.gloo else None
         part.add_row("collectives", {"start_ns": ns(start)} | op)
         said = {"record": number, "group": str(group), "seq": number, "is_p2p": False, "name": "nccl:all_reduce"}
         took = None if duration is None else round(duration * MS)
@@ -220,7 +219,7 @@ def test_a_phase_in_which_some_ranks_communicate_is_mixed_on_all(tmp_path):
 
 
 def test_what_hosts_do_among_themselves_is_no_communication_of_their_devices(tmp_path):
-    report = diagnosed(tmp_path, in_forward=(0, 1), with_gloo=True)
+    report = diagnosed(tmp_path, in_forward=(0, 1), gloo=(8,))
     assert [parts_of(report, rank) for rank in (0, 3)] == [{"compute": 100, "mixed": 210, "optimizer": 10}] * 2
 
 
@@ -260,7 +259,7 @@ def test_marks_of_nodes_with_other_clocks_are_brought_to_that_of_the_run(tmp_pat
     [
         ({"clock_error": 50 * MS}, "the clock of the device of ranks 0-3 is only known to 50.0 ms"),
         ({"clock_error": None}, "the clock of the device of ranks 0-3 is not known"),
-        ({"in_forward": (0, 1, 2, 3), "with_gloo": True, "all_gloo": True}, "most operations end on the hosts, as gloo's do"),
+        ({"gloo": (7,)}, "most operations end on the hosts, as gloo's do"),
         (
             {"unseen": tuple((1, step, "step_end") for step in range(STEPS))},
             "the device was not seen at the end of most steps of rank 1",
