@@ -96,7 +96,8 @@ def test_a_finding_costs_hours_of_ranks_and_with_a_price_money():
     priced = diagnose(run({0: 40, 1: 70}), price=30.0)
     assert priced.verdict.endswith("and 1 rank waits for it; it costs 12 of 60 an hour.")
     assert phrases.cost(priced, priced.findings[0]) == (
-        "30.0 ± 0 ms per step (20 %), 300 ms in all: 0.000167 rank-hours; 12 of 60 an hour; 0.005 in the judged steps"
+        "30.0 ± 0 ms per step (20 %), 300 ms in all: 0.000167 rank-hours; in money 12 of 60 an hour; "
+        "0.005 in the judged steps"
     )
     (finding,) = json.loads(json_form.render(priced))["findings"]
     costs = [finding[f"lost_{what}"] for what in ("hours_per_hour", "hours_total", "money_per_hour", "money_total")]

@@ -140,7 +140,7 @@ def test_slow_rank_in_chinese():
     report = spoken_in("zh", diagnose(run({0: 40, 1: 70}), price=30.0))
     assert report.verdict == (
         "Rank 1 偏慢：每步比其他 rank 多计算 30.0 ms（占平均步时 150 ms 的 20 %），1 个 rank 在等待；"
-        "每小时 60 中损失 12。"
+        "每小时费用 60 中损失 12。"
     )
     assert {check.detector: check.why for check in report.not_checked}["memory_pressure"] == (
         "没有看到设备的显存分配器；rank 自身的内存不能说明问题"

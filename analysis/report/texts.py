@@ -104,7 +104,7 @@ _ENGLISH: dict[str, str] = {
     "finding.where": "where",
     "finding.cost": "costs",
     "finding.cost.value": "{0}, {1} in all: {2}",
-    "finding.cost.money": "{0} of {1} an hour",
+    "finding.cost.money": "in money {0} of {1} an hour",
     "finding.cost.money.total": "{0} in the judged steps",
     "unit.GPU-hours": "GPU-hours",
     "unit.rank-hours": "rank-hours",
