@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
+from rich.cells import cell_len
 
 from rankscope.analysis.report.digest import Breakdown
 from rankscope.analysis.report.quantities import duration, percent
@@ -32,7 +33,7 @@ def mean_bar(split: Breakdown) -> Markup:
         share = percent(ns / total)
         title = f"<title>{escape(part_label(part))} {share}</title>"
         shapes.append(f'<rect class="{_class(part)}" x="{x:.1f}" width="{width:.1f}" height="{height}">{title}</rect>')
-        name = next((n for n in (part_label(part), part_short(part)) if width > 7.2 * max(len(n), 5) + 8), "")
+        name = next((n for n in (part_label(part), part_short(part)) if width > 7.2 * max(cell_len(n), 5) + 8), "")
         if name or width > 48:
             middle = x + width / 2
             upper = f'<text x="{middle:.1f}" y="27">{escape(name)}</text>' if name else ""

@@ -197,7 +197,7 @@ def _finding_title(number: int, finding: Finding) -> Text:
 def _finding_facts(report: Report, finding: Finding) -> Table:
     facts: list[tuple[str, Text | str]] = [(say("finding.who"), who(finding.ranks, finding.nodes, finding.groups))]
     if finding.where:
-        facts.append((say("finding.where"), finding.where))
+        facts.append((say("finding.where"), label(finding.where)))
     if finding.steps:
         facts.append((say("finding.steps"), ranges(finding.steps)))
     facts += [

@@ -723,6 +723,7 @@ CHINESE: dict[str, str] = {
     " {value} or more": " {value} 或更多",
     "rank {rank}": "rank {rank}",
     " on node {node}": "（节点 {node}）",
+    "step {step}": "第 {step} 步",
     ", step {step}": "，第 {step} 步",
     "not judged: {aside}": "未评估：{aside}",
     "this trace holds no steps": "该 trace 中没有步",

@@ -78,7 +78,7 @@ def _findings(run: Run, split: digest.Breakdown) -> list[Any]:
 def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -> Any:  # noqa: ANN401
     pairs: list[tuple[str, Any]] = [
         (say("finding.who"), phrases.who(finding.ranks, finding.nodes, finding.groups)),
-        (say("finding.where"), finding.where),
+        (say("finding.where"), phrases.label(finding.where)),
         (say("finding.steps"), quantities.ranges(finding.steps)),
         (say("finding.cost"), html.Strong(phrases.cost(run.report, finding))),
         (say("finding.gain"), phrases.gain(run.report, finding)),
