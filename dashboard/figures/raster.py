@@ -109,14 +109,11 @@ def picture(found: Grid, order: NDArray[np.intp], view: View) -> Picture:
     largest = np.fmax.reduceat(largest, columns - view.c0, axis=1)
     scaled = np.clip((largest - found.low) / (found.high - found.low), 0, 1) * _HIGHEST
     cells = np.where(np.isnan(scaled), MISSING, np.nan_to_num(scaled)).astype(np.uint8)
-    steps = [spoken(text("step {step}", step=step)) for step in found.steps[view.c0 : view.c1]]
+    names = [spoken(text("step {step}", step=step)) for step in found.steps[view.c0 : view.c1]]
     return Picture(
         cells,
         _labels([str(found.ranks[i]) for i in order[view.r0 : view.r1]], min(view.height // _ROW_PX, _ROW_LABELS)),
-        _labels(
-            [spoken(text("step {step}", step=n)) for n in found.steps[view.c0 : view.c1]],
-            min(view.width // _COLUMN_PX, _COLUMN_LABELS),
-        ),
+        _labels(names, min(view.width // _COLUMN_PX, _COLUMN_LABELS)),
     )
 
 
