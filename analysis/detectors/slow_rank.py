@@ -36,7 +36,9 @@ meanwhile. The lower number is reported, the title has both. If it is late in so
 are longer than the others, within these bounds. If only the sum is above `min_fraction`, nothing is said
 of that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late.
 
-CUDA events tell own time in phases without communication; there the costlier of the two is reported.
+CUDA events tell own time in phases without communication; there the costlier of the two is reported. Where forward and
+optimizer are longer by one factor (within a quarter), so is taken to be all that the rank computes, and the cost follows
+from that, between the two bounds.
 
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
@@ -118,6 +120,7 @@ _BURST_Z, _BURST_SHARE = (
 
 # Regions that other detectors judge, or that follow from others.
 _NOT_OWN = ("wait", "gc", "input", "compile", "checkpoint")
+_TIMED, _EVEN = ("compute", "optimizer"), 0.25  # parts that CUDA events tell; factors this close are one
 _VAGUE = (*IDLE_LABELS, COMMUNICATION, COMPUTE, MEMORY)  # labels that name no place in the program
 
 Steps = NDArray[np.bool_]
@@ -174,10 +177,11 @@ class _Late:
     node: int | None
     excess: Floats
     when: Steps
-    least: Estimate
+    cost: Estimate  # the least that it may be
     most_ns: float
     last: int
     operations: int
+    factor: float | None = None  # so much longer it takes for all it computes; then the cost follows from it
 
 
 def detect(
@@ -206,9 +210,9 @@ def detect(
         if not waited_for:
             raise
         found = []
-    for late in _late(breakdown, waited_for, min_fraction, persistence, min_z):
+    for late in _late(breakdown, collectives, waited_for, min_fraction, persistence, min_z):
         same = [finding for finding in found if set(finding.ranks) & set(late.ranks)]
-        if all(late.least.ns - late.least.half_width_ns > finding.lost_ns_per_step for finding in same):
+        if all(late.cost.ns - late.cost.half_width_ns > finding.lost_ns_per_step for finding in same):
             one = _late_finding(breakdown, late, steps, proxies)
             found = [finding for finding in found if finding not in same]
             found.append(replace(one, where=same[0].where) if same else one)
@@ -356,7 +360,12 @@ def _mixed_fraction(breakdown: pl.DataFrame) -> float:
 
 
 def _late(
-    breakdown: pl.DataFrame, waited_for: list[_Judged], min_fraction: float, persistence: float, min_z: float
+    breakdown: pl.DataFrame,
+    collectives: pl.DataFrame | None,
+    waited_for: list[_Judged],
+    min_fraction: float,
+    persistence: float,
+    min_z: float,
 ) -> list[_Late]:
     """The nodes, then the other ranks, that the others wait for again and again."""
     found: list[_Late] = []
@@ -374,8 +383,36 @@ def _late(
                 least = replace(least, ns=most_ns)
             if least.clear and least.ns >= min_fraction * grid.step_ns:
                 counts = int(late.last[row]), int(late.operations[row])
-                found.append(_Late(members[row], nodes[row], late.least[row], when, least, most_ns, *counts))
+                one = _Late(members[row], nodes[row], late.least[row], when, least, most_ns, *counts)
+                found.append(_if_evenly_slow(one, grid, collectives) if when.all() else one)
     return found
+
+
+def _if_evenly_slow(late: _Late, grid: StepGrid, collectives: pl.DataFrame | None) -> _Late:
+    """The same at what it costs if forward and optimizer say that all is slower there by one factor.
+
+    CUDA events time these two without communication. Where both are longer by the same factor, so is what the ranks
+    compute in the phases in which they communicate too: their own time there, less up to all of their transfers.
+    """
+    mine = np.isin(grid.ranks, late.ranks)
+    longer: list[Estimate] = []
+    for part in _TIMED:
+        own = grid.of(part)
+        peers = np.median(own[~mine], axis=0)
+        if not grid.of(MIXED).any() or mine.all() or not (peers > 0).all():
+            return late
+        longer.append(estimate(own[mine].mean(axis=0) / peers - 1, _TRIM))
+    low, high = sorted(longer, key=lambda ratio: ratio.ns)
+    if not (low.clear and high.clear) or high.ns - low.ns > _EVEN * high.ns + low.half_width_ns + high.half_width_ns:
+        return late
+    own_ns, peers_ns = (sum(grid.of(part)[rows].mean() for part in _TIMED) for rows in (mine, ~mine))
+    rows = pl.DataFrame() if collectives is None else collectives.filter(pl.col("rank").is_in(late.ranks))
+    transfers_ns = float(rows["duration_ns"].sum() or 0) / len(late.ranks) / len(grid.steps)
+    share = 1 - peers_ns / own_ns
+    ns = share * (own_ns + grid.of(MIXED)[mine].mean() - transfers_ns / 2)
+    half_width_ns = late.cost.half_width_ns + share * transfers_ns / 2
+    cost = Estimate(ns=float(np.clip(ns, late.cost.ns, late.most_ns)), half_width_ns=half_width_ns)
+    return replace(late, cost=cost, factor=float(own_ns / peers_ns))
 
 
 def _longer(grid: StepGrid, when: Steps) -> float:
@@ -417,16 +454,26 @@ def _late_finding(breakdown: pl.DataFrame, late: _Late, steps: pl.DataFrame, pro
     who = text("Node {node}", node=late.node) if late.node is not None else text("Rank {rank}", rank=late.ranks[0])
     shown = tuple(np.array(grid.steps)[late.when].tolist())
     layer = _guilty_layer(late, grid, proxies)
-    return Finding(
-        detector="slow_rank",
-        title=text(
+    if late.factor is None:
+        title = text(
             "{who} is late: {layer} begins {last} of {operations} collectives last, at a cost of {cost} per step",
             who=who,
             layer={"GPU": text("its GPU"), "host": text("its host")}.get(layer, text("it")),
             last=late.last,
             operations=late.operations,
-            cost=_between(late.least.ns, late.most_ns),
-        ),
+            cost=_between(late.cost.ns, late.most_ns),
+        )
+    else:
+        title = text(
+            "{who} takes {longer} longer for all that it computes, and begins {last} of {operations} collectives last",
+            who=who,
+            longer=percent(late.factor - 1),
+            last=late.last,
+            operations=late.operations,
+        )
+    return Finding(
+        detector="slow_rank",
+        title=title,
         where={"GPU": text("before collectives, on its GPU"), "host": text("before collectives, on its host")}.get(
             layer, text("before collectives")
         ),
@@ -440,7 +487,7 @@ def _late_finding(breakdown: pl.DataFrame, late: _Late, steps: pl.DataFrame, pro
         steps=() if late.when.all() else shown,
         gain_why=text("what the others computed while they waited was not recorded"),
         evidence=_typical_step(grid, late.ranks[0], late.excess, late.when, steps, text("that others waited for it")),
-        **price(grid, late.least),
+        **price(grid, late.cost),
     )
 
 
@@ -452,7 +499,7 @@ def _guilty_layer(late: _Late, grid: StepGrid, proxies: pl.DataFrame | None) -> 
     """
     if proxies is None or late.node is not None:
         return ""
-    rank, least_ns = late.ranks[0], _LARGER_PART * late.least.ns * len(grid.steps)
+    rank, least_ns = late.ranks[0], _LARGER_PART * late.cost.ns * len(grid.steps)
     of_call = ["rank", "call"]
     received = proxies.filter(pl.col("rank") == rank, pl.col("event") == "recv")
     sent_to = proxies.filter(pl.col("peer_rank") == rank, pl.col("event") == "send")

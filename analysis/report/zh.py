@@ -594,6 +594,7 @@ CHINESE: dict[str, str] = {
     "Rank {rank} is late: {often}, at a cost of {cost} per step": "Rank {rank} 掉队：{often}，每步损失 {cost}",
     "Rank {rank} is a little late: {often}, at a small cost of {cost} per step": "Rank {rank} 略有掉队：{often}，每步只损失 {cost}",
     "it begins {last} of {operations} collectives last": "{operations} 次集合通信中有 {last} 次最后开始",
+    "{who} takes {longer} longer for all that it computes, and begins {last} of {operations} collectives last": "{who} 的所有计算都慢 {longer}，{operations} 次集合通信中有 {last} 次最后开始",
     "{who} is late: {layer} begins {last} of {operations} collectives last, at a cost of {cost} per step": "{who} 掉队：{layer}在 {operations} 次集合通信中有 {last} 次最后开始，每步损失 {cost}",
     "it": "它",
     "its GPU": "其 GPU ",
