@@ -712,7 +712,7 @@ def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:
 def _blocked(breakdown: pl.DataFrame) -> str:
     """How much communication blocks the ranks, where it is much: no finding does not mean that nothing is lost."""
     grid = step_grid(breakdown)
-    share = float(grid.of(*BLOCKED).mean() / grid.step_ns)
+    share = float(grid.of(*BLOCKED).mean()) / grid.step_ns if grid.step_ns else 0.0
     return text("; communication blocks {share} of the step", share=percent(share)) if share >= _MUCH_BLOCKED else ""
 
 
