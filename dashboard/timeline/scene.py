@@ -35,7 +35,6 @@ __all__ = [
     "KINDS",
     "Arrays",
     "Grouping",
-    "InMemory",
     "Kind",
     "Lane",
     "Lanes",
@@ -46,6 +45,7 @@ __all__ = [
     "build_scene",
     "events_of",
     "groupings",
+    "lay_out",
 ]
 
 Array = NDArray[Any]
@@ -94,7 +94,7 @@ class Arrays(Protocol):
         ...
 
 
-class InMemory:
+class _InMemory:
     """`Arrays` in memory."""
 
     def __init__(self) -> None:
@@ -252,10 +252,9 @@ def events_of(timeline: Timeline) -> int:
     return sum(len(getattr(timeline, name)) for name in _DRAWN)
 
 
-def build_scene(timeline: Timeline, arrays: Arrays | None = None) -> Scene:
+def build_scene(timeline: Timeline) -> Scene:
     """Every phase, region, operation and kernel of the run, in lanes of events that do not overlap."""
-    head, whole = lay_out(timeline, arrays or InMemory())
-    return assemble(head, whole)
+    return assemble(*lay_out(timeline, _InMemory()))
 
 
 def lay_out(timeline: Timeline, arrays: Arrays) -> tuple[dict[str, Any], Mapping[str, Array]]:
