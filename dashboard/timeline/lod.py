@@ -39,7 +39,8 @@ Bytes = NDArray[np.uint8]
 _SCANNED = 20_000  # events in view up to which a lane is searched for those that are wide enough to be drawn one by one
 _RECTS = 3_000  # rectangles in one view: 13 bytes each
 _WIDTHS = (2, 6, 24)  # px from which an event becomes a rectangle: the least at which the view keeps to _RECTS
-_RASTER_BYTES = 330_000  # before packing, which makes a fifth of them
+_RASTER_BYTES = 312_000  # before packing, which leaves a fifth to a third of them
+_RECT_BYTES = 25  # of these, that a rectangle takes the room of
 _TICKS = 32  # of a pixel: how exactly rectangles are placed
 _SAMPLED_FROM = 4_096  # events of a row
 _PER_BIN = 16  # events between two samples, on average
@@ -288,7 +289,8 @@ def view(
     counts = np.array([sum(last - first for first, last in spans) for spans in visible], np.int64)
     rects = _wide_enough(lanes, visible, counts, t1 - t0, pixels)
     dense = np.flatnonzero(np.bincount(rects.lane, minlength=len(lanes)) < counts).tolist()
-    bins = _bins(sum(len({events.kind for row in lanes[i] for events in row}) for i in dense), pixels, coarser)
+    strips = sum(len({events.kind for row in lanes[i] for events in row}) for i in dense)
+    bins = _bins(strips, len(rects.lane), pixels, coarser)
     edges = t0 + (np.arange(bins + 1, dtype=np.int64) * (t1 - t0)) // bins
     rasters, raster_bytes = [], []
     for i in dense:
@@ -327,10 +329,11 @@ def view(
     return b"".join([len(head).to_bytes(4, "little"), head, *planes, *raster_bytes])
 
 
-def _bins(kinds: int, pixels: int, coarser: int) -> int:
+def _bins(strips: int, rects: int, pixels: int, coarser: int) -> int:
     """As many as there are pixels; of two or more pixels each where lanes with so many kinds would make too large a
     picture. Too dense to be told apart, they lose nothing that the eye can see."""
-    return -(-pixels // (max(1, -(-kinds * pixels // _RASTER_BYTES)) + coarser))
+    room = max(_RASTER_BYTES - _RECT_BYTES * rects, _RASTER_BYTES // 4)
+    return -(-pixels // (max(1, -(-strips * pixels // room)) + coarser))
 
 
 def tally(row: Row, t0: int, t1: int) -> Iterable[tuple[int, Indices, Ints]]:
