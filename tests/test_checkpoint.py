@@ -63,7 +63,7 @@ def every(nth, ms, steps=42):
 
 
 def test_one_rank_that_saves_for_all_is_the_one_finding_and_no_slow_rank(tmp_path):
-    """200 ms in every 10th step: 4 of the 40 judged ones, 20 of the mean step's 120 ms; a replay gives all of it back."""
+    """200 ms in every 10th step: 4 of the 40 judged ones, 20 of 120 ms per step; a replay gives all of it back."""
     report = job(tmp_path / "run", {0: every(10, 200)})
     (finding,) = report.findings
     assert (finding.detector, finding.ranks, finding.steps) == ("checkpoint_stall", (0,), (9, 19, 29, 39))
