@@ -14,6 +14,7 @@ import polars as pl
 from flask import Flask, Response, request
 
 from rankscope.analysis.finding import Report
+from rankscope.analysis.language import spoken
 from rankscope.dashboard.timeline import lod, lookup
 from rankscope.dashboard.timeline.lod import Indices, Row
 from rankscope.dashboard.timeline.scene import KINDS, Scene
@@ -110,7 +111,7 @@ def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
         return {"waiting": True}
     marks = [
         {
-            "title": finding.title,
+            "title": spoken(finding.title),
             "severity": finding.severity,
             "note": evidence.note,
             "rank": evidence.rank,
