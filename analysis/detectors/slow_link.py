@@ -5,7 +5,8 @@ sockets between some nodes get through less than 1 / `min_ratio` of the bytes pe
 others. Among 16 other links or more, which tell how much links differ by chance, 1 / `min_ratio_of_many` is enough, if
 that is `min_z` robust standard deviations below them: on many nodes most of a transfer is latency. A node is named when
 all of its links are slow and those among the other nodes are not; otherwise the link between two nodes is. With two
-nodes there is one link only, and it is named where one of its directions is slow.
+nodes there is one link only, and it is named where one of its directions is slow. If the run can be replayed, the cost
+is what the replay gains with the others' rate, for as long as the link had data under way.
 
 Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
 is free of late peers and late GPUs, and works with RDMA. Besides nodes, single ranks are compared, which send through

@@ -14,8 +14,8 @@ pipeline those of the same stage. A rank is slow if
 The cost is by how much the longest rank of a step gets shorter without the excess, if those with at least half of it
 were like the rest too: the job would still wait for the next one. The excess is that under those labels (forward,
 backward, a region of yours, …) under which the rank stands out likewise, so that noise elsewhere in the step does not
-hide it; `where` is the one that holds most of it. If it is the only slow rank or node and the run can be replayed, the
-report gives the cost as no more than the replay says: some of the excess may be hidden behind other waits.
+hide it; `where` is the one that holds most of it. If the run can be replayed, the report gives the cost as no more than
+the replay says, of several ranks with the others mended: some of the excess may be hidden behind other waits.
 
 Nodes are judged first, in the same way, by the mean of their ranks: what these have in common is told from chance
 sooner than what one of them has. A node is slow if all of its ranks take at least half of the loss longer; they are
