@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 import real
 from faults import DOSES, Case, simulated
 from record import write
-from score import answer, nvrx, scores, show
+from score import answer, judged, nvrx, scores, show
 from simulate import PARALLELS, Job, healthy_resources, run, step_ns
 
 JOB = Job(parallel="ddp", ranks=16, steps=14, compute_ns=90e6)
@@ -231,3 +231,12 @@ def test_real_jobs_are_scored_against_the_same_jobs_without_their_fault(tmp_path
     assert "false alarms in 0 of 1 healthy jobs" in said
     assert "predicted against real gain, 1 jobs: off by" in said
     assert "1 within 2 points" in said
+
+
+@pytest.mark.parametrize("case", [Case("slow_rank", "loud", 0), Case("slow_node", "quiet", 4)], ids=lambda case: case.name)
+def test_without_a_profiler_a_slow_gpu_costs_what_its_backward_takes_longer_too(case):
+    """Others wait for it for at least half as long; how slow it is forward and optimizer say."""
+    row = judged(case, small=True, nccl=True)
+    found, truth = row["found"][0], row["truth"][0]
+    assert (found["kind"], found["ranks"]) == (case.kind, list(truth["ranks"]))
+    assert found["cost_ns"] == pytest.approx(truth["cost_ns"], rel=0.05)

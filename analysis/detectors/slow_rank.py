@@ -37,8 +37,8 @@ are longer than the others, within these bounds. If only the sum is above `min_f
 of that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late.
 
 CUDA events tell own time in phases without communication; there the costlier of the two is reported. Where forward and
-optimizer are longer by one factor (within a quarter), so is taken to be all that the rank computes, and the cost follows
-from that, between the two bounds.
+optimizer are longer by one factor (within a quarter), all that the rank computes is taken to be so, and the cost
+follows from that, between the two bounds.
 
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
@@ -405,14 +405,16 @@ def _if_evenly_slow(late: _Late, grid: StepGrid, collectives: pl.DataFrame | Non
     low, high = sorted(longer, key=lambda ratio: ratio.ns)
     if not (low.clear and high.clear) or high.ns - low.ns > _EVEN * high.ns + low.half_width_ns + high.half_width_ns:
         return late
-    own_ns, peers_ns = (sum(grid.of(part)[rows].mean() for part in _TIMED) for rows in (mine, ~mine))
+    timed = grid.of(*_TIMED)
+    # The job waits for the slowest of them, and would for the slowest of the others.
+    own_ns, next_ns = (timed[rows].max(axis=0).mean() for rows in (mine, ~mine))
     rows = pl.DataFrame() if collectives is None else collectives.filter(pl.col("rank").is_in(late.ranks))
     transfers_ns = float(rows["duration_ns"].sum() or 0) / len(late.ranks) / len(grid.steps)
-    share = 1 - peers_ns / own_ns
+    share = 1 - next_ns / own_ns
     ns = share * (own_ns + grid.of(MIXED)[mine].mean() - transfers_ns / 2)
     half_width_ns = late.cost.half_width_ns + share * transfers_ns / 2
     cost = Estimate(ns=float(np.clip(ns, late.cost.ns, late.most_ns)), half_width_ns=half_width_ns)
-    return replace(late, cost=cost, factor=float(own_ns / peers_ns))
+    return replace(late, cost=cost, factor=float(timed[mine].mean() / timed[~mine].mean()))
 
 
 def _longer(grid: StepGrid, when: Steps) -> float:
