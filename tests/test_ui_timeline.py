@@ -350,6 +350,21 @@ def test_no_view_weighs_more_than_100_kb():
         assert all(len(rasters[lane]) == 6 for lane in range(64))
 
 
+def test_a_large_screen_full_of_wide_events_weighs_no_more():
+    """160 lanes of 300 events, each some 27 px of 8192 wide: 48,000 would have their names; the rest is heights."""
+    rng = np.random.default_rng(0)
+    rank, start = np.repeat(np.arange(160), 300), np.tile(np.arange(300) * 1_000, 160)
+    phases = {"rank": rank, "start_ns": start, "end_ns": start + rng.integers(950, 1_000, len(rank)), "part": "compute"}
+    labels = pl.Series("label", [f"region {number}" for number in rng.integers(0, 500, len(rank))])
+    made = scene.build_scene(timeline_of(phases=pl.DataFrame(phases).with_columns(labels)))
+    asked = {"t0": 0, "t1": made.end, "pixels": 8_192, "levels": 12, "lanes": [[lane] for lane in range(160)]}
+    packed = server.packed_view(asked, made)
+    head, rects, rasters = unpack(gzip.decompress(packed))
+    assert len(packed) <= 100_000
+    assert head["rects"] == 9_000
+    assert {*rects["lane"].tolist(), *rasters} == set(range(160))
+
+
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder, in a world in which every run is a large one."""

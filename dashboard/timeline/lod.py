@@ -38,6 +38,7 @@ Bytes = NDArray[np.uint8]
 
 _SCANNED = 20_000  # events in view up to which a lane is searched for those that are wide enough to be drawn one by one
 _RECTS = 3_000  # rectangles in one view: 13 bytes each
+_MOST_RECTS = 3 * _RECTS  # where even wide ones are more: the widest
 _WIDTHS = (2, 6, 24)  # px from which an event becomes a rectangle: the least at which the view keeps to _RECTS
 _RASTER_BYTES = 312_000  # before packing, which leaves a fifth to a third of them
 _RECT_BYTES = 25  # of these, that a rectangle takes the room of
@@ -378,6 +379,10 @@ def _wide_enough(
         if len(rects.lane) <= _RECTS:
             break
         rects = rects.where(rects.end - rects.start >= width * span // pixels)
+    if len(rects.lane) > _MOST_RECTS:
+        widest = np.zeros(len(rects.lane), np.bool_)
+        widest[np.argsort(rects.start - rects.end, kind="stable")[:_MOST_RECTS]] = True
+        rects = rects.where(widest)
     return rects
 
 
