@@ -37,7 +37,7 @@ from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.report.texts import part_name
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, gain_ns
+from rankscope.analysis.timeline.own import MIXED, Estimate, Floats, StepGrid, gain_ns
 from rankscope.analysis.timeline.trend import Trend, follows_line, longest_stretch, trend
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -128,7 +128,9 @@ def _lost(grid: StepGrid, line: Trend, ranks: tuple[int, ...] = ()) -> Estimate:
     busy, without = grid.busy, grid.busy
     for row in np.flatnonzero(named):
         without[row] -= trend(busy[row] - np.median(busy[~named], axis=0)).growth * since
-    paid = min(gain_ns(busy, without) / grown.ns, 1.0)
+    # Where CUDA events time only some of what the ranks compute, the rest is paid for as these parts are.
+    all_ns = grown.ns if not grid.of(MIXED).any() else float((busy - without)[named].mean(axis=1).max())
+    paid = float(np.clip(gain_ns(busy, without) / all_ns, 0.0, 1.0)) if all_ns > 0 else 0.0
     return Estimate(paid * grown.ns, paid * grown.half_width_ns)
 
 
@@ -159,7 +161,15 @@ def _what_grows(seen: _Seen, line: Trend) -> tuple[str, tuple[int, ...]]:
     where = max(grown, key=lambda part: float(grown[part].max()), default="wait")
     if where not in grown or grown[where].max() < line.growth / 2:
         return "wait", seen.ranks if seen.beyond_peers else ()
-    here = grown[where] >= line.growth / 2
+    enough = line.growth / 2
+    if where == MIXED:  # what is timed beside it tells whose computation grows, by its share of the step
+        timed = together + parts.get("optimizer", np.zeros(1))
+        enough *= float(timed.mean() / sum(values.mean() for values in seen.parts.values()))
+        if timed.ndim > 1 and _growth(timed).max() >= enough:
+            where, grown = "compute", {"compute": _growth(timed)}
+        else:
+            return where, ()
+    here = grown[where] >= enough
     everywhere = here.all() and not seen.beyond_peers
     return where, () if everywhere else tuple(np.array(seen.ranks)[here].tolist())
 
