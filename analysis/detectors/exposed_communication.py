@@ -28,7 +28,7 @@ from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, 
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, sums
+from rankscope.analysis.timeline.own import MIXED, Floats, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -116,6 +116,8 @@ def _spans(
     `backward` reaches to its last computation; `hidden` and `exposed` is the gradients' communication before and after.
     """
     grid = judged_grid(breakdown, FEW_STEPS)
+    if grid.of(MIXED).any():
+        raise NotResolvable(text("CUDA events do not tell transfers from what the devices compute meanwhile"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
     main = regions.filter(pl.col("thread") == _MAIN_THREAD)

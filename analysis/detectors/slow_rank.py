@@ -215,7 +215,7 @@ def detect(
         if all(late.cost.ns - late.cost.half_width_ns > finding.lost_ns_per_step for finding in same):
             one = _late_finding(breakdown, late, steps, proxies)
             found = [finding for finding in found if finding not in same]
-            found.append(replace(one, where=same[0].where) if same else one)
+            found.append(replace(one, where=same[0].where) if same and late.factor is None else one)
     if not found:
         _refuse_hidden(breakdown, waited_for, min_fraction, persistence, min_z)
     return sorted(found, key=lambda finding: -finding.lost_ns_per_step)
@@ -456,7 +456,14 @@ def _late_finding(breakdown: pl.DataFrame, late: _Late, steps: pl.DataFrame, pro
     who = text("Node {node}", node=late.node) if late.node is not None else text("Rank {rank}", rank=late.ranks[0])
     shown = tuple(np.array(grid.steps)[late.when].tolist())
     layer = _guilty_layer(late, grid, proxies)
+    where = {"GPU": text("before collectives, on its GPU"), "host": text("before collectives, on its host")}
     if late.factor is None:
+        place = where.get(layer, text("before collectives"))
+        advice = text(
+            "See what only {ranks} does before its collectives: rankscope trigger records a few steps of it. Compare "
+            "its GPU (clocks, temperature, throttling) and its host with the others.",
+            ranks=named("rank", late.ranks),
+        )
         title = text(
             "{who} is late: {layer} begins {last} of {operations} collectives last, at a cost of {cost} per step",
             who=who,
@@ -466,6 +473,12 @@ def _late_finding(breakdown: pl.DataFrame, late: _Late, steps: pl.DataFrame, pro
             cost=_between(late.cost.ns, late.most_ns),
         )
     else:
+        place = text("all that it computes")
+        advice = text(
+            "Compare the GPU of {ranks} with the others: clocks, temperature, power limit, what else runs on it. Swap "
+            "two hosts: what stays with the rank is its work, what moves with the host is the machine.",
+            ranks=named("rank", late.ranks),
+        )
         title = text(
             "{who} takes {longer} longer for all that it computes, and begins {last} of {operations} collectives last",
             who=who,
@@ -476,14 +489,8 @@ def _late_finding(breakdown: pl.DataFrame, late: _Late, steps: pl.DataFrame, pro
     return Finding(
         detector="slow_rank",
         title=title,
-        where={"GPU": text("before collectives, on its GPU"), "host": text("before collectives, on its host")}.get(
-            layer, text("before collectives")
-        ),
-        advice=text(
-            "See what only {ranks} does before its collectives: rankscope trigger records a few steps of it. Compare "
-            "its GPU (clocks, temperature, throttling) and its host with the others.",
-            ranks=named("rank", late.ranks),
-        ),
+        where=place,
+        advice=advice,
         ranks=late.ranks,
         nodes=() if late.node is None else (late.node,),
         steps=() if late.when.all() else shown,

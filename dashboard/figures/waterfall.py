@@ -10,6 +10,7 @@ from rankscope.analysis.language import text
 from rankscope.analysis.report.digest import Breakdown
 from rankscope.analysis.report.quantities import duration, scale_for, shares
 from rankscope.analysis.report.texts import part_label, part_meaning
+from rankscope.analysis.timeline.own import MIXED
 
 __all__ = ["USEFUL", "Bar", "waterfall"]
 
@@ -41,11 +42,11 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
     times, whole = scale.row(sums, divisor=ranks)
     bars = list(_parts(split.parts, sums, times))
     bars.append(_bar("sum", "step", text("mean step"), text("the parts above add up to it"), 1.0, whole, "100.0"))
-    useful = sum(ns for part, ns in zip(split.parts, sums, strict=True) if part in USEFUL) / total
-    said = text("if nothing but work were left: no waiting, no transfer that is not hidden, no overhead")
-    bars.append(
-        _bar("ideal", "useful", text("work only"), said, useful, scale.row([round(useful * total)], divisor=ranks)[1])
-    )
+    if MIXED not in split.parts:  # else nobody knows how much of it is work
+        useful = sum(ns for part, ns in zip(split.parts, sums, strict=True) if part in USEFUL) / total
+        said = text("if nothing but work were left: no waiting, no transfer that is not hidden, no overhead")
+        time = scale.row([round(useful * total)], divisor=ranks)[1]
+        bars.append(_bar("ideal", "useful", text("work only"), said, useful, time))
     best = max(report.findings, key=lambda finding: finding.gain_fraction or 0, default=None)
     if best is not None and best.gain_fraction and report.steps.mean_ns:
         gained_ns = best.gain_fraction * report.steps.mean_ns

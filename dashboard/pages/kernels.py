@@ -7,6 +7,7 @@ from typing import Any
 from dash import html
 
 from rankscope.analysis.language import text
+from rankscope.analysis.phrases import counted
 from rankscope.dashboard.figures.kernels import by_name
 from rankscope.dashboard.page import Query, Shown, card, empty, heading, quiet, table
 from rankscope.dashboard.state import Run
@@ -36,10 +37,10 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             heading(
                 TITLE,
                 text(
-                    "{meaning} {rows:,} rows of {ranks} ranks.",
+                    "{meaning} {rows:,} rows of {ranks}.",
                     meaning=_MEANING,
                     rows=len(kernels),
-                    ranks=kernels["rank"].n_unique(),
+                    ranks=counted(kernels["rank"].n_unique(), "rank"),
                 ),
             ),
             card("", table(found.head(_ROWS), columns, height="calc(100vh - 220px)"), quiet(more)),
