@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ import polars as pl
 import pytest
 
 pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
+
+import record
+import simulate
 
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.zh import CHINESE
@@ -204,6 +210,12 @@ def state(run: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
 
 @pytest.fixture(scope="module")
 def server(state: State) -> Iterator[str]:
+    with served(state) as address:
+        yield address
+
+
+@contextmanager
+def served(state: State) -> Iterator[str]:
     from werkzeug.serving import make_server
 
     serving = make_server("127.0.0.1", 0, create_app(state).server, threaded=True)
@@ -368,6 +380,33 @@ def test_every_page_loads_without_a_complaint_and_without_asking_another_host(sc
             screen.wait_for_text(SHOWN[name][which])
     screen.page.wait_for_load_state("networkidle")
     assert screen.complaints == []
+
+
+@in_a_browser
+def test_every_page_of_4096_ranks_loads(screen, tmp_path):
+    """A simulated job in which one rank is slow."""
+    job = simulate.Job(parallel="ddp", ranks=4096, steps=6, buckets=2, compute_ns=90e6)
+    slow = simulate.healthy_resources(job)
+    slow.slowness = slow.slowness * np.where(np.arange(4096) == 1234, 1.4, 1.0)
+    state = State([record.write(simulate.run(job, slow), tmp_path / "run")])
+    state.start()
+    state.wait(300)
+    page = screen.page.context.browser.new_page()
+    page.set_default_timeout(60_000)
+    with served(state) as address:
+        wide = Screen(page, address)
+        wide.open("/")
+        wide.wait_for_text("Rank 1234 is slow")
+        for name, of_name in all_pages().items():
+            if name == "diff":  # of one run there is none
+                continue
+            wide.open(f"/{'' if name == 'overview' else name}")
+            page.locator(f"a.nav-link[data-active]:has-text('{of_name.TITLE}')").wait_for()
+            if name not in ("timeline", "memory"):  # nobody recorded the ranks' memory
+                wide.wait_for_text(SHOWN[name][0])
+        page.wait_for_load_state("networkidle")
+    page.close()
+    assert wide.complaints == []
 
 
 @needs_linux
