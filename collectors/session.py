@@ -22,6 +22,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from types import ModuleType
 from typing import Any
+from weakref import ref
 
 from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.imports import after_import
@@ -50,7 +51,7 @@ class Emit:
         self.region = ring.region
         self.mark: Callable[[int], None] = lambda _: None  # `device_events` puts its own here: position in DEVICE_MARKS
         self.groups: dict[str, Group] = {}
-        self.pending: set[int] = set()  # collectives whose completion torch will report to a callback of ours
+        self.pending: set[ref[Any]] = set()  # callbacks of ours that torch still holds
         self._channel = channel
         self._sending = threading.Lock()
         self._backlog: list[bytes] = []

@@ -322,7 +322,7 @@ def test_throttled_device_is_the_cause_of_its_slow_rank(tmp_path):
     report = sampled(tmp_path, gpus([1.8, 1.8, 1.2, 1.8], {2: THERMAL}))
     cause, slow = report.findings
     assert (cause.detector, cause.ranks, cause.caused_by) == ("throttling", (2,), None)
-    assert (slow.detector, slow.where, slow.caused_by) == ("slow_rank", "forward", "throttling")
+    assert (slow.detector, slow.where, slow.caused_by) == ("slow_rank", "all that it computes", "throttling")
     assert slow.lost_ns_per_step == pytest.approx(155 * MS, rel=0.01)
 
 

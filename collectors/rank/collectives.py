@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from threading import get_ident, main_thread
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
 
@@ -229,12 +230,12 @@ class _Recorder:
                 self.without_future.add(code)
             else:
                 emit = self.emit
-                emit.pending.add(number)
 
                 def done(_: Any) -> None:  # noqa: ANN401
                     emit.ring.write(_DONE, 0, 0, 0, clock(), number, 0, 0, 0)
-                    emit.pending.discard(number)
 
+                # Torch's thread takes Python's lock once more to let go of it: until then the interpreter must live.
+                emit.pending.add(ref(done, emit.pending.discard))
                 future.add_done_callback(done)
                 return
         while self.awaited and (len(self.awaited) >= _MAX_AWAITED or self.awaited_bytes + size > _MAX_AWAITED_BYTES):
