@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples/train_transformer.py"
+
+
+@pytest.fixture(scope="session")
+def served() -> Callable[[Any], AbstractContextManager[str]]:
+    """Serves a Dash application for as long as the context is open, at the address that it gives."""
+    from werkzeug.serving import make_server
+
+    @contextmanager
+    def serve(app: Any) -> Iterator[str]:
+        serving = make_server("127.0.0.1", 0, app.server, threaded=True)
+        thread = threading.Thread(target=serving.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join()
+
+    return serve
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,21 +207,9 @@ def state(run: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
 
 
 @pytest.fixture(scope="module")
-def server(state: State) -> Iterator[str]:
-    with served(state) as address:
+def server(state: State, served: Any) -> Iterator[str]:
+    with served(create_app(state)) as address:
         yield address
-
-
-@contextmanager
-def served(state: State) -> Iterator[str]:
-    from werkzeug.serving import make_server
-
-    serving = make_server("127.0.0.1", 0, create_app(state).server, threaded=True)
-    thread = threading.Thread(target=serving.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{serving.server_port}"
-    serving.shutdown()
-    thread.join()
 
 
 @needs_linux
@@ -383,7 +369,7 @@ def test_every_page_loads_without_a_complaint_and_without_asking_another_host(sc
 
 
 @in_a_browser
-def test_every_page_of_4096_ranks_loads(screen, tmp_path):
+def test_every_page_of_4096_ranks_loads(served, screen, tmp_path):
     """A simulated job in which one rank is slow."""
     job = simulate.Job(parallel="ddp", ranks=4096, steps=6, buckets=2, compute_ns=90e6)
     slow = simulate.healthy_resources(job)
@@ -393,7 +379,7 @@ def test_every_page_of_4096_ranks_loads(screen, tmp_path):
     state.wait(300)
     page = screen.page.context.browser.new_page()
     page.set_default_timeout(60_000)
-    with served(state) as address:
+    with served(create_app(state)) as address:
         wide = Screen(page, address)
         wide.open("/")
         wide.wait_for_text("Rank 1234 is slow")

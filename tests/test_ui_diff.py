@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -58,18 +57,15 @@ def test_bars_lead_from_a_to_b_and_what_is_shown_adds_up(state):
 @pytest.mark.skipif(
     BROWSER is None or importlib.util.find_spec("playwright") is None, reason="needs playwright and Chromium"
 )
-def test_the_page_says_what_changed_and_leads_to_both_runs(state):
+def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
     from playwright.sync_api import sync_playwright
-    from werkzeug.serving import make_server
 
-    serving = make_server("127.0.0.1", 0, create_app(state).server, threaded=True)
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
     complaints: list[str] = []
-    with sync_playwright() as playwright:
+    with served(create_app(state)) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--headless", "--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
-        page.goto(f"http://127.0.0.1:{serving.server_port}/diff")
+        page.goto(f"{address}/diff")
         page.get_by_role("heading", name="Mean step").wait_for(timeout=60_000)
         assert "longer" in page.locator(".verdict h1").inner_text()
         assert page.locator(".waterfall tr.longer").count() > 2
@@ -77,5 +73,4 @@ def test_the_page_says_what_changed_and_leads_to_both_runs(state):
         page.locator(".verdict").get_by_role("link", name="after").click()
         page.get_by_role("heading", name="Rank 2 is slow").first.wait_for(timeout=60_000)
         browser.close()
-    serving.shutdown()
     assert complaints == []

@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 import sys
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ import record
 import simulate
 
 from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.timeline.rows import pack_rows
 from rankscope.analysis.trace import BadInput, Trace
 from rankscope.dashboard.timeline import lod, lookup, scene, server, stored
 
@@ -138,8 +138,8 @@ def test_a_view_stays_small_however_many_events_it_holds():
 def test_events_that_overlap_lie_in_rows_of_their_own_and_children_below_their_parents():
     events = [(0, 100), (10, 40), (20, 30), (50, 60), (100, 130), (110, 150), (135, 140)]
     start, end = (np.array(column, np.int64) for column in zip(*events, strict=True))
-    assert lod.pack_rows(start, end, 9).tolist() == [0, 1, 2, 1, 0, 1, 0]
-    assert lod.pack_rows(start, end, 1).tolist() == [0, 1, 1, 1, 0, 1, 0]
+    assert pack_rows(start, end, 9).tolist() == [0, 1, 2, 1, 0, 1, 0]
+    assert pack_rows(start, end, 1).tolist() == [0, 1, 1, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -155,7 +155,7 @@ def test_rows_are_those_of_first_fit(seed):
         row = next((i for i, free in enumerate(free_from) if free <= s), len(free_from))
         free_from[row : row + 1] = [int(e)]
         expected.append(row)
-    assert lod.pack_rows(start, end, 99).tolist() == expected
+    assert pack_rows(start, end, 99).tolist() == expected
 
 
 def test_the_event_under_the_pointer():
@@ -482,23 +482,11 @@ def state_of(run: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def address(state: Any) -> Iterator[str]:
-    with served(state) as address:
-        yield address
-
-
-@contextmanager
-def served(state: Any) -> Iterator[str]:
-    from werkzeug.serving import make_server
-
+def address(state: Any, served: Any) -> Iterator[str]:
     from rankscope.dashboard.app import create_app
 
-    serving = make_server("127.0.0.1", 0, create_app(state).server, threaded=True)
-    thread = threading.Thread(target=serving.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{serving.server_port}/timeline"
-    serving.shutdown()
-    thread.join()
+    with served(create_app(state)) as address:
+        yield f"{address}/timeline"
 
 
 @pytest.fixture(scope="module")
@@ -748,10 +736,12 @@ def test_findings_are_marked_above_the_lanes_and_a_click_tells_what_was_found(sc
 
 
 @in_a_browser
-def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser, tmp_path):
+def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser, served, tmp_path):
     """Of a simulated job, since a real one on a busy machine may be none that can be replayed. In the judged steps the
     longest piece is rank 1's: a line below its lane, and none below rank 0's.
     """
+    from rankscope.dashboard.app import create_app
+
     job = simulate.Job(parallel="ddp", ranks=2, steps=14, compute_ns=90e6)
     slow = simulate.healthy_resources(job)
     slow.slowness = slow.slowness * np.array([1.0, 1.4])
@@ -761,7 +751,7 @@ def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser,
     pieces = state.critical_path("").filter(pl.col("start_ns") >= judged["start_ns"].min())
     rank, start, end = pieces.sort(pl.col("end_ns") - pl.col("start_ns")).row(-1)
     assert rank == 1
-    with served(state) as address, opened(browser, address) as screen:
+    with served(create_app(state)) as address, opened(browser, f"{address}/timeline") as screen:
         screen.leave()
         line = len(lines_of(scene.build_scene(truth), 0))
         x, y = screen.spot(line, (start + end) / 2, open_above=1)
@@ -785,10 +775,9 @@ def test_an_address_with_evidence_opens_its_window(browser, address, truth):
 
 
 @in_a_browser
-def test_4096_ranks_open_folded_by_node(browser):
+def test_4096_ranks_open_folded_by_node(browser, served):
     """Every rank of 512 nodes computes for 60 ms and waits for 40, three times: each node has one line, of the mean."""
     from dash import Dash, html
-    from werkzeug.serving import make_server
 
     from rankscope.analysis.report.palette import LIGHT, css_variables
     from rankscope.dashboard import timeline
@@ -809,34 +798,32 @@ def test_4096_ranks_open_folded_by_node(browser):
     app.layout = html.Div(timeline.layout("", "1"))
     only_lanes = types.SimpleNamespace(scene=lambda _: made, report=lambda _: None, critical_path=lambda _: None)
     timeline.register(app, only_lanes)
-    serving = make_server("127.0.0.1", 0, app.server, threaded=True)
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
     page = browser.new_page(viewport={"width": 1280, "height": 800})
-    shown = Screen(page, f"http://127.0.0.1:{serving.server_port}/")
-    page.wait_for_timeout(350)
-    assert page.evaluate("location.hash").endswith("lanes=&fold=all")
-    for ms, ink in ((30, "compute"), (80, "wait"), (230, "compute"), (280, "wait")):
-        x, y = shown.spot(0, ms * 1_000_000)
-        assert shown.pixels(ink, x, y, 1, 3) == 3
-    page.mouse.move(*shown.spot(0, 30_000_000))
-    page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('mean of 8 ranks')")
-    x, y = shown.spot(0, 0)
-    shown.do(lambda: page.mouse.click(x - LABELS / 2, y))
-    assert not page.evaluate("location.hash").endswith("fold=all")
-    page.reload()
-    page.wait_for_selector("#timeline[data-painted]")
-    page.mouse.move(*shown.spot(1, 30_000_000))
-    page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
-    page.close()
-    serving.shutdown()
+    with served(app) as address:
+        shown = Screen(page, address)
+        page.wait_for_timeout(350)
+        assert page.evaluate("location.hash").endswith("lanes=&fold=all")
+        for ms, ink in ((30, "compute"), (80, "wait"), (230, "compute"), (280, "wait")):
+            x, y = shown.spot(0, ms * 1_000_000)
+            assert shown.pixels(ink, x, y, 1, 3) == 3
+        page.mouse.move(*shown.spot(0, 30_000_000))
+        page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('mean of 8 ranks')")
+        x, y = shown.spot(0, 0)
+        shown.do(lambda: page.mouse.click(x - LABELS / 2, y))
+        assert not page.evaluate("location.hash").endswith("fold=all")
+        page.reload()
+        page.wait_for_selector("#timeline[data-painted]")
+        page.mouse.move(*shown.spot(1, 30_000_000))
+        page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
+        page.close()
     assert shown.complaints == []
 
 
 @in_a_browser
-def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(browser, run, truth, tmp_path, monkeypatch):
+def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(
+    browser, served, run, truth, tmp_path, monkeypatch
+):
     """Here it never is: this machine lost the memory that it had when the lanes were stored."""
-    from werkzeug.serving import make_server
-
     from rankscope.dashboard.app import create_app
     from rankscope.dashboard.state import State
 
@@ -856,14 +843,12 @@ def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(browser, r
     second.start()
     second.wait(60)
     assert answers(second.scene("")) == answers(first.scene("")) == answers(scene.build_scene(truth))
-    serving = make_server("127.0.0.1", 0, create_app(second).server, threaded=True)
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
     page = browser.new_page(viewport={"width": 1280, "height": 800})
-    shown = Screen(page, f"http://127.0.0.1:{serving.server_port}/timeline")
-    page.get_by_text("there is not enough memory").wait_for()
-    page.wait_for_function("location.hash.includes(',')")
-    page.mouse.move(*shown.spot(0, sum(shown.window()) / 2))
-    page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
-    page.close()
-    serving.shutdown()
+    with served(create_app(second)) as address:
+        shown = Screen(page, f"{address}/timeline")
+        page.get_by_text("there is not enough memory").wait_for()
+        page.wait_for_function("location.hash.includes(',')")
+        page.mouse.move(*shown.spot(0, sum(shown.window()) / 2))
+        page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
+        page.close()
     assert shown.complaints == []

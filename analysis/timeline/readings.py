@@ -7,7 +7,18 @@ from typing import Any
 
 import polars as pl
 
-__all__ = ["during", "gpus_of_ranks", "growth"]
+__all__ = ["GAUGES", "during", "gpus_of_ranks", "growth", "rates"]
+
+# Read at a moment; all other counters are cumulative (see the collectors of nodes).
+GAUGES = frozenset(
+    (
+        *("cpu_busy_fraction", "load_1min", "memory_available_bytes", "swap_used_bytes", "rss_bytes", "cgroup_cpus"),
+        *("speed_bytes_per_s", "rate_bytes_per_s", "rtt_s", "min_rtt_s", "notsent_bytes", "sockets", "busy_fraction"),
+        "window_bytes",
+        *("memory_used_bytes", "sm_clock_hz", "sm_clock_max_hz", "memory_clock_hz", "power_w", "power_limit_w"),
+        *("temperature_c", "clock_event_reasons"),
+    )
+)
 
 
 def gpus_of_ranks(run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
@@ -40,3 +51,16 @@ def growth(rows: pl.DataFrame) -> pl.DataFrame:
         .agg((value.last() - value.first()).alias("grown"), (time.last() - time.first()).alias("over_ns"))
         .filter(pl.col("over_ns") > 0, pl.col("grown") >= 0)
     )
+
+
+def rates(counters: pl.DataFrame) -> pl.DataFrame:
+    """(node, source, device, name, time_ns, value): gauges as read; cumulative counters as what they grow per second
+    until their next reading. One that was set back in between has a null there, and the last reading is left out.
+    """
+    one = ["node", "source", "device", "name"]
+    passed_s = (pl.col("time_ns").shift(-1) - pl.col("time_ns")).over(one) / 1e9
+    rate = (pl.col("value").shift(-1) - pl.col("value")).over(one) / passed_s
+    is_gauge = pl.col("name").is_in(tuple(GAUGES))
+    value = pl.when(is_gauge).then("value").when(rate >= 0).then(rate)
+    rows = counters.sort(*one, "time_ns").with_columns(value, is_gauge.alias("_gauge"), passed_s.alias("_passed_s"))
+    return rows.filter(pl.col("_gauge") | (pl.col("_passed_s") > 0)).select(*one, "time_ns", "value")

@@ -9,20 +9,11 @@ import polars as pl
 
 from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.readings import GAUGES
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
 __all__ = ["HEADLINES", "changing", "lines", "series", "title_of"]
 
-# Read at a moment; all other counters are cumulative (see the collectors of nodes).
-_GAUGES = frozenset(
-    (
-        *("cpu_busy_fraction", "load_1min", "memory_available_bytes", "swap_used_bytes", "rss_bytes", "cgroup_cpus"),
-        *("speed_bytes_per_s", "rate_bytes_per_s", "rtt_s", "min_rtt_s", "notsent_bytes", "sockets", "busy_fraction"),
-        "window_bytes",
-        *("memory_used_bytes", "sm_clock_hz", "sm_clock_max_hz", "memory_clock_hz", "power_w", "power_limit_w"),
-        *("temperature_c", "clock_event_reasons"),
-    )
-)
 # What is looked at first, in this order.
 HEADLINES = (
     *(("host", "cpu_busy_fraction"), ("host", "cpu_s"), ("host", "cpu_steal_s"), ("host", "cgroup_throttled_s")),
@@ -50,7 +41,7 @@ def series(counters: pl.DataFrame, source: str, name: str) -> pl.DataFrame:
     one_line = ["node", "device"]
     every = (pl.len().over(one_line) / _POINTS).ceil().cast(pl.Int64)
     numbered = rows.with_columns((pl.int_range(pl.len()).over(one_line) // every).alias("_bin"))
-    if name in _GAUGES:
+    if name in GAUGES:
         thin = numbered.group_by(*one_line, "_bin", maintain_order=True).agg(
             pl.col("time_ns").first(), pl.col("value").mean()
         )
@@ -113,7 +104,7 @@ def lines(found: pl.DataFrame, name: str, origin_ns: int, last_ns: int, step_end
 def title_of(source: str, name: str) -> str:
     """`nic: tx bytes per s`."""
     what = name.replace("_bytes", "").replace("_fraction", "").replace("_", " ")
-    if name in _GAUGES:
+    if name in GAUGES:
         return f"{source}: {what}"
     if name.endswith("_s"):
         return text("{source}: {what} seconds per second", source=source, what=what.removesuffix(" s"))
@@ -122,7 +113,7 @@ def title_of(source: str, name: str) -> str:
 
 def written(name: str, value: float) -> str:
     """A value of this counter, or its rate, with its unit."""
-    if name in _GAUGES:
+    if name in GAUGES:
         if name.endswith("fraction"):
             return f"{value * 100:.3g} %"
         if name.endswith("bytes_per_s"):

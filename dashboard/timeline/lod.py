@@ -24,7 +24,6 @@ __all__ = [
     "heights",
     "level_sizes",
     "occupancy",
-    "pack_rows",
     "sample",
     "sampled",
     "strip",
@@ -99,40 +98,6 @@ def strip(kind: int, start: Ints, end: Ints, source: NDArray[np.integer]) -> Str
         longest=int(length.max(initial=0)),
         instants=bool((length == 0).any()),
     )
-
-
-def pack_rows(start: Ints, end: Ints, most: int) -> NDArray[np.intp]:
-    """For each event the first row in which nothing before it is still there; nested events lie below their parents.
-
-    Events are ordered by start, longer ones first. Those that find no room in the first `most` rows have row `most`.
-    """
-    row = np.zeros(len(start), np.intp)
-    left = np.arange(len(start))
-    for _ in range(most):
-        if not len(left):
-            break
-        kept = _chain(start[left], end[left])
-        left = left[~kept]
-        row[left] += 1
-    return row
-
-
-def _chain(start: Ints, end: Ints) -> NDArray[np.bool_]:
-    """The first event, the first one after its end, and so on."""
-    if (start[1:] >= end[:-1]).all():
-        return np.ones(len(start), np.bool_)
-    beyond = len(start)
-    jump = np.append(np.searchsorted(start, np.maximum(end, start), "left"), beyond)
-    # Of events without a duration each would find itself: what starts and ends at once is followed by its neighbour.
-    jump[:-1] = np.maximum(jump[:-1], np.arange(1, beyond + 1))
-    reached = np.zeros(beyond + 1, np.bool_)
-    reached[0] = True
-    # Jumps of 1, 2, 4, … events: after each the chain is known twice as far.
-    while jump[0] < beyond:
-        reached[jump[reached]] = True
-        jump = jump[jump]
-    reached[jump[reached]] = True
-    return reached[:-1]
 
 
 def occupancy(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.report.texts import PART_ORDER, part_label
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.matching import members_of
+from rankscope.analysis.timeline.rows import pack_rows
 from rankscope.dashboard.timeline.lod import (
     Indices,
     Ints,
@@ -26,7 +27,6 @@ from rankscope.dashboard.timeline.lod import (
     Samples,
     Strip,
     level_sizes,
-    pack_rows,
     sample,
     strip,
 )
