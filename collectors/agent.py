@@ -77,7 +77,12 @@ class _Rank:
         texts = ("hostname", "device", "torch", "python", "command")
         numbers = ("start_ns", "local_rank", "world_size", "pid")
         row = {name: str(hello[name]) for name in texts} | {name: int(hello[name]) for name in numbers}
-        self.tables.add_row("ranks", row | {"node": node})
+        self._row: dict[str, Any] = row | {"node": node}
+        self.tables.add_row("ranks", self._row)
+
+    def name_device(self, name: str) -> None:
+        """The rank's row is there again, with the device that it was found to use; readers take the last."""
+        self.tables.add_row("ranks", self._row | {"device": name})
 
     def add_nccl_ring(self, ring_fd: int) -> None:
         """Raises ValueError or OSError if it is not a ring."""
@@ -353,10 +358,12 @@ class Agent:
                 "gaps", {column.name: message[column.name] for column in TABLES["gaps"].columns}
             )
         elif kind == "gpu":
-            connection.report["gpu_uuid"] = str(message["uuid"])
-            self._state_changed = True
+            connection.rank.name_device(str(message["name"]))
+            if message["uuid"] is not None:
+                connection.report["gpu_uuid"] = str(message["uuid"])
+                self._state_changed = True
         elif kind == "flight_recorder":
-            connection.flight = FlightRecorder(str(message["folder"]))
+            connection.flight = FlightRecorder(str(message["folder"]), str(message["handler"]))
             connection.flight.start()
         elif kind == "nccl_ring":
             try:

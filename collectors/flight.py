@@ -23,8 +23,6 @@ SHORTEST_S, LONGEST_S = 1.0, 30.0
 TIMEOUT_S = 10.0
 _GOING_S = 5.0
 
-_HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")  # of NCCL alone; of every backend that has a recorder
-
 Row = dict[str, Any]
 
 
@@ -39,39 +37,32 @@ class _Connection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def fetch(path: str) -> bytes:
-    """The recorder's JSON from the worker server at this socket. Raises OSError, HTTPException or ValueError."""
-    known = json.loads(_ask(path, "GET", "/handler/"))
-    handler = next((name for name in _HANDLERS if name in known), None)
-    if handler is None:
-        raise ValueError(f"its worker server knows none of {', '.join(_HANDLERS)}")
-    return _ask(path, "POST", f"/handler/{handler}")
-
-
-def _ask(path: str, method: str, target: str) -> bytes:
+def fetch(path: str, handler: str) -> bytes:
+    """The JSON of this recorder from the worker server at this socket. Raises OSError, HTTPException or ValueError."""
     connection = _Connection(path)
     try:
-        connection.request(method, target, headers={"Connection": "close"})
+        connection.request("POST", f"/handler/{handler}", headers={"Connection": "close"})
         response = connection.getresponse()
         body = response.read()
     finally:
         connection.close()
     if response.status != http.client.OK:
-        raise ValueError(f"{target} answered {response.status}")
+        raise ValueError(f"{handler} answered {response.status}")
     return body
 
 
 class FlightRecorder(threading.Thread):
     """Asks one rank's recorder, often enough that nothing is overwritten between two answers.
 
-    `rows` fills with lists of rows of `flight_records`, `gaps` with (why, how many).
+    `handler` is what the worker server calls it. `rows` fills with lists of rows of `flight_records`, `gaps` with (why,
+    how many).
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, handler: str) -> None:
         super().__init__(daemon=True)
         self.rows: SimpleQueue[list[Row]] = SimpleQueue()
         self.gaps: SimpleQueue[tuple[str, int | None]] = SimpleQueue()
-        self._folder = Path(folder)
+        self._folder, self._handler = Path(folder), handler
         self._ending = threading.Event()
         self._next = 0  # the first record that was not in the last answer
         self._open: set[int] = set()  # those in it that had not ended
@@ -81,7 +72,7 @@ class FlightRecorder(threading.Thread):
     def run(self) -> None:
         while not self._ending.wait(self._pause_s):
             try:
-                self._take(fetch(str(self._folder / SOCKET)))
+                self._take(fetch(str(self._folder / SOCKET), self._handler))
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 if not self._ending.wait(_GOING_S):  # a rank that ends shuts its server first
                     self.gaps.put((f"torch's Flight Recorder does not answer: {type(error).__name__}: {error}", None))
@@ -98,6 +89,9 @@ class FlightRecorder(threading.Thread):
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.gaps.put((f"what torch's Flight Recorder had at the end cannot be read: {error}", None))
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._next == 0 and self.gaps.empty():
+            why = "torch's Flight Recorder held nothing: it is off, or the job's operations were all in CUDA graphs"
+            self.gaps.put((f"{why}; TORCH_NCCL_TRACE_BUFFER_SIZE=2000 turns it on", None))
 
     def _take(self, answer: bytes, *, is_last: bool = False) -> None:
         """Rows of the records that have ended since the last answer, at the end of all."""

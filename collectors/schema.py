@@ -98,6 +98,7 @@ OPS = (
     "send",
     "recv",
     "recv_any_source",
+    "gather_into_tensor",
 )
 DEVICE_WORK = (
     "compute",
@@ -172,7 +173,7 @@ TABLES: dict[str, Table] = {
                 Column("node", "int32", "", "Index of the node (torchrun's GROUP_RANK)."),
                 Column("hostname", "string", "", "Name of the host."),
                 Column("pid", "int64", "", "Process id."),
-                Column("device", "string", "", "`cpu`, or the accelerator's name."),
+                Column("device", "string", "", "`cpu`, or the accelerator's name, once it is used (before, `cuda`)."),
                 Column("torch", "string", "", "Version of torch."),
                 Column("python", "string", "", "Version of Python."),
                 Column("command", "string", "", "The process's argv."),

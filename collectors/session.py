@@ -20,9 +20,9 @@ import threading
 import time
 from collections.abc import Callable
 from hashlib import blake2b
+from pathlib import Path
 from types import ModuleType
 from typing import Any
-from weakref import ref
 
 from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.imports import after_import
@@ -51,7 +51,7 @@ class Emit:
         self.region = ring.region
         self.mark: Callable[[int], None] = lambda _: None  # `device_events` puts its own here: position in DEVICE_MARKS
         self.groups: dict[str, Group] = {}
-        self.pending: set[ref[Any]] = set()  # callbacks of ours that torch still holds
+        self.in_flight: set[int] = set()  # records of operations whose end torch will tell us
         self._channel = channel
         self._sending = threading.Lock()
         self._backlog: list[bytes] = []
@@ -261,6 +261,7 @@ class _Session:
     """The recording of this process, from its first process group on."""
 
     def __init__(self, rank: int, world_size: int, backend: str, store: Any) -> None:  # noqa: ANN401
+        """`backend` is by devices, as in `cpu:gloo,cuda:nccl`."""
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
@@ -284,11 +285,8 @@ class _Session:
             store.set(_STORE_KEY, json.dumps(agent))
 
     def _hello(self) -> dict[str, Any]:
-        torch = sys.modules["torch"]
-        # Asking a CUDA that is not initialised would initialise it, and break the job's own forks.
-        device = "cuda" if "nccl" in self.backend else "cpu"
-        if torch.cuda.is_initialized():
-            device = torch.cuda.get_device_name()
+        # What the job can use beside the CPU, the collector `device` tells when it does.
+        devices = [pair.partition(":")[0] for pair in self.backend.split(",")]
         return {
             "type": "hello",
             "rank": self.rank,
@@ -298,8 +296,8 @@ class _Session:
             "pid": self.pid,
             "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "hostname": socket.gethostname(),
-            "device": device,
-            "torch": str(torch.__version__),
+            "device": "cpu" if "cpu" in devices else devices[0],
+            "torch": str(sys.modules["torch"].__version__),
             "python": sys.version.split()[0],
             "command": " ".join(sys.orig_argv)[:2000],
             "main_thread": threading.main_thread().ident,
@@ -356,14 +354,32 @@ class _Session:
             self.emit.send({"type": "peer", "name": peer["name"], "host": host, "port": peer["port"]})
 
     def close(self) -> None:
-        """End the recording: no hook is left, and no thread of torch's is about to call into a dying interpreter."""
+        """End the recording: no hook is left, and no thread of torch's is about to call into a dying interpreter.
+
+        A thread of gloo's whose operation ends, and that our callback has held up, still has tensors to let go of, for
+        which it takes Python's lock; it would abort the process if the interpreter died meanwhile. So this ends when
+        nothing is in flight and none of these threads has moved while the lock was free, after 0.5 s at the latest.
+        """
         if os.getpid() != self.pid:
             return
         self.emit.stop()
         deadline = clock() + 500_000_000
-        while self.emit.pending and clock() < deadline:
-            time.sleep(0.001)
+        seen: list[bytes] | None = None
+        while ((now := _running_operations()) != seen or self.emit.in_flight) and clock() < deadline:
+            seen = now if all(b") S " in one for one in now) else None
+            time.sleep(0.002)
         self.emit.bye()
+
+
+def _running_operations() -> list[bytes]:
+    """What the kernel tells of each thread that runs torch's operations on the host: its state and how often it ran."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (task / "comm").read_bytes().endswith(b"runloop\n"):
+                found.append((task / "stat").read_bytes())
+                found[-1] += (task / "schedstat").read_bytes()  # not with every kernel
+    return found
 
 
 _session: _Session | None = None
@@ -382,13 +398,16 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
         given = dict(zip(("size", "rank", "ranks", "backend", "store", "name"), args, strict=False)) | kwargs
         size = int(args[0])
+        backend_of = sys.modules["torch"].distributed.get_backend_config
         if _session is None:
-            _session = _Session(int(args[1]), size, str(given["backend"]), given["store"])
+            _session = _Session(int(args[1]), size, backend_of(group), given["store"])
             os.register_at_fork(after_in_child=_leave_child)
             _session.start()
         if hasattr(group, "group_name"):  # else this rank is no member, and has no number in it
             ranks = list(given["ranks"]) or list(range(size))
-            backend = str(given["backend"] or "default")
+            backend = str(given["backend"])
+            if backend == "undefined":  # the script leaves it to torch
+                backend = backend_of(group)
             _session.emit.group(group.group_name, ranks, backend, str(group.group_desc or ""))
     except Exception as error:
         _failed = True

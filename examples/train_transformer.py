@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -122,6 +121,8 @@ def parallelize(model: Transformer, how: str) -> nn.Module:
     """The model wrapped for data-parallel training over all ranks."""
     if how == "ddp":
         return DistributedDataParallel(model, bucket_cap_mb=0.2)
+    from torch.distributed.fsdp import fully_shard  # torch 2.6 and later
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+import rankscope
 from rankscope.collectors import writer
 from rankscope.collectors.drain import Ring as RingReader
 from rankscope.collectors.ring import Ring
@@ -193,12 +194,14 @@ def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
 
 
 def test_run_says_where_devices_are_and_which_gpu_a_rank_has(agent, rank):
-    rank.do("say(type='gpu', uuid='GPU-7')")
+    rank.do("say(type='gpu', name='NVIDIA H100', uuid='GPU-7')")
     wait_for(lambda: (agent.out / "run/node=00000.json").exists() and "topology" in state(agent.out))
     rank.bye()
     agent.end()
     assert set(state(agent.out)["topology"]) == {"gpus", "nics"}
     assert state(agent.out)["ranks"][0]["gpu_uuid"] == "GPU-7"
+    assert table(agent.out, "ranks")["device"].to_list() == ["cpu", "NVIDIA H100"]
+    assert rankscope.open(agent.out).table("ranks").collect()["device"].to_list() == ["NVIDIA H100"]
 
 
 def test_ring_of_nccls_plugin_is_read_beside_the_ranks_own(agent, rank):

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import rankscope
+from rankscope.analysis.readers import scan
 from rankscope.collectors.schema import REGION_KINDS, SCHEMA_VERSION
 from rankscope.collectors.writer import Partition, RunFolder
+from rankscope.profiler.commands import doctor
 
 MS = 1_000_000
 RANK = {
@@ -171,6 +173,15 @@ def test_doctor_names_what_cannot_be_recorded_and_why():
     assert not checks["into the ranks"]["ok"]
     assert "unset" in checks["into the ranks"]["detail"]
     assert all(check["detail"] for check in checks.values())
+    assert checks["compiled parts"]["ok"] == (scan._scan is not None)
+
+
+def test_doctor_says_that_pip_found_no_compiler(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rankscope.analysis.readers._scan", None)
+    doctor.command(json=True)
+    (check,) = [check for check in json.loads(capsys.readouterr().out) if check["name"] == "compiled parts"]
+    assert not check["ok"]
+    assert "200 times slower; install a C compiler" in check["detail"]
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium on PATH")

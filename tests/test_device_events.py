@@ -69,6 +69,10 @@ def test_every_rank_trains_to_its_end_and_the_healthy_one_lacks_nothing(job):
     assert [rank for rank in range(3) if f"rank {rank} has trained" in job.output] == [0, 1, 2]
 
 
+def test_the_device_is_known_by_its_name_though_the_job_used_it_after_its_first_group(job):
+    assert job.table("ranks", 0)["device"].to_list() == ["cpu", "NVIDIA H100"]  # readers take the last
+
+
 def test_marks_say_how_long_the_device_took_for_a_phase(job):
     """40 ms from the begin of backward to its end, and 10 ms of optimizer, but where the host was late."""
     steps = job.steps(0)

@@ -17,13 +17,16 @@ import pytest
 import rankscope
 from rankscope.analysis.timeline.nccl import nccl_durations
 from rankscope.collectors import flight
+from rankscope.collectors.rank.flight_recorder import NCCL_RECORDER
+
+HANDLER = "fr_trace_json?backend=nccl2"
 
 
 class Server(socketserver.ThreadingUnixStreamServer):
-    """Torch's worker server: what it knows at GET /handler/, and the entries of the moment."""
+    """Torch's worker server, with the entries of the moment in the recorder of one backend."""
 
     daemon_threads = True
-    handlers = ("dump_traceback", "fr_trace_json")
+    handler = HANDLER
     entries: tuple[dict, ...] = ()
 
     def handle_error(self, request, client_address):
@@ -31,15 +34,11 @@ class Server(socketserver.ThreadingUnixStreamServer):
 
 
 class Answer(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.answer(self.server.handlers)
-
     def do_POST(self):
-        assert self.path == "/handler/fr_trace_json"
-        self.answer({"version": "2.10", "entries": self.server.entries})
-
-    def answer(self, value):
-        body = json.dumps(value).encode()
+        if self.path != f"/handler/{self.server.handler}":
+            self.send_error(404)
+            return
+        body = json.dumps({"version": "2.10", "entries": self.server.entries}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -69,7 +68,7 @@ def asked(tmp_path, monkeypatch):
     folder.mkdir()
     server = Server(str(folder / flight.SOCKET), Answer)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    recorder = flight.FlightRecorder(str(folder))
+    recorder = flight.FlightRecorder(str(folder), HANDLER)
     yield server, recorder, folder
     recorder.finish()
     server.shutdown()
@@ -115,10 +114,20 @@ def test_what_was_overwritten_is_counted(asked):
 def test_server_without_a_recorder_is_said(asked, monkeypatch):
     monkeypatch.setattr(flight, "_GOING_S", 0)
     server, recorder, _ = asked
-    server.handlers = ("ping",)
+    server.handler = "fr_trace_json"
     recorder.start()
     why, count = recorder.gaps.get(timeout=5)
-    assert "knows none of" in why
+    assert f"{HANDLER} answered 404" in why
+    assert count is None
+
+
+def test_recorder_that_is_off_is_said(asked):
+    _, recorder, _ = asked
+    recorder.start()
+    time.sleep(0.2)
+    recorder.finish()
+    why, count = recorder.gaps.get(timeout=5)
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 turns it on" in why
     assert count is None
 
 
@@ -129,7 +138,7 @@ dist.init_process_group("gloo")
 from rankscope.collectors import session
 from rankscope.collectors.rank import flight_recorder
 dist.all_reduce(torch.ones(4))
-flight_recorder.serve(session._session.emit)
+flight_recorder.serve(session._session.emit, "fr_trace_json")
 session._session.emit._stops["flight_recorder"] = flight_recorder.stop
 for _ in range(3):
     dist.all_reduce(torch.ones(4))
@@ -137,21 +146,70 @@ dist.destroy_process_group()
 """
 
 
-def test_jobs_recorder_is_in_its_run(tmp_path):
-    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
-    (tmp_path / "script.py").write_text(SCRIPT)
+# From torch 2.15 on the recorder of NCCL's operations is filled by a hook of their group, and asked for by the name of
+# their backend. So is that of a group of the backend that does nothing.
+HOOKED = """
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import FlightRecorderHook
+from torch.testing._internal.distributed import fake_pg
+dist.init_process_group("gloo")
+from rankscope.collectors import session
+from rankscope.collectors.rank import flight_recorder
+group = dist.new_group(backend="fake")
+hook = FlightRecorderHook.attach(group, [0])
+flight_recorder.serve(session._session.emit, flight_recorder.recorder_of(torch, group))
+session._session.emit._stops["flight_recorder"] = flight_recorder.stop
+dist.all_reduce(torch.ones(4))
+for _ in range(3):
+    dist.all_reduce(torch.ones(4), group=group)
+dist.destroy_process_group()
+"""
+
+
+def recorded(tmp_path, script):
+    """What torch's recorder and the dispatcher have of this job of one rank, and the groups."""
+    (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-m", "rankscope", "run", "--out", str(tmp_path / "run"), "--no-report"]
     job = [*command, "--standalone", "--nproc-per-node", "1", str(tmp_path / "script.py")]
     done = subprocess.run(job, env=os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     trace = rankscope.open(tmp_path / "run")
     records = trace.table("flight_records").sort("record").collect()
+    return records, trace.table("collectives").sort("start_ns").collect(), trace.table("groups").collect()
+
+
+def test_jobs_recorder_is_in_its_run(tmp_path):
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+    if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):
+        pytest.skip("torch 2.5 has no recorder of gloo's operations")
+    records, dispatched, groups = recorded(tmp_path, SCRIPT)
     assert records.select("group", "seq", "name", "duration_ns").rows() == [
         ("0", seq, "gloo:all_reduce", None) for seq in range(1, 5)
     ]
-    dispatched = trace.table("collectives").sort("start_ns").collect()
-    joined = nccl_durations(dispatched, trace.table("groups").collect(), records)
+    joined = nccl_durations(dispatched, groups, records)
     assert joined["number"].to_list() == dispatched["number"].to_list()
+
+
+def test_recorder_that_is_off_is_a_gap(tmp_path):
+    """As NCCL's is in torch 2.5, where nothing sets `TORCH_NCCL_TRACE_BUFFER_SIZE`."""
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+    if not hasattr(torch._C._distributed_c10d, "_dump_nccl_trace"):
+        pytest.skip("this torch was built without NCCL")
+    records, _, _ = recorded(tmp_path, SCRIPT.replace("fr_trace_json", NCCL_RECORDER))
+    assert records.is_empty()
+    (gap,) = (gap for gap in rankscope.open(tmp_path / "run").gaps() if gap.table == "flight_records")
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 turns it on" in gap.why
+
+
+def test_recorder_of_a_backend_is_asked_for_by_its_name(tmp_path):
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
+    if not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"):
+        pytest.skip("before torch 2.15 NCCL has one recorder, which has no name")
+    records, dispatched, groups = recorded(tmp_path, HOOKED)
+    (group,) = groups.filter(pl.col("backend") == "fake")["group_id"]
+    assert records.select("seq", "name").rows() == [(seq, "fake:all_reduce") for seq in range(1, 4)]
+    joined = nccl_durations(dispatched, groups, records)
+    assert joined["number"].to_list() == dispatched.filter(pl.col("group_id") == group)["number"].to_list()
 
 
 def test_duration_is_that_of_the_operation_that_was_enqueued_then():

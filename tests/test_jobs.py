@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 TRANSFORMER = ROOT / "examples/train_transformer.py"
 THREE_NODES = ROOT / "examples/three_nodes.py"
 JOBS = Path(__file__).parent / "jobs"
+TORCH = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else ""
 RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -132,6 +134,8 @@ def assert_adds_up(job: Job) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("attempt", range(HEALTHY_RUNS))
 def test_healthy_job_has_no_finding(parallel, attempt, tmp_path):
+    if parallel == "fsdp2" and TORCH.startswith("2.5."):
+        pytest.skip("FSDP2 of torch 2.5 needs a GPU")
     device_ms = {"ddp": 180, "fsdp2": 120}[parallel]
     job = train(tmp_path, "--parallel", parallel, "--device-ms", device_ms)
     assert found(job) == []
@@ -246,6 +250,28 @@ def recorded(tmp_path_factory) -> Job:
 
 def test_recorded_job_is_bit_identical(undisturbed, recorded):
     assert recorded.printed("digest") == undisturbed.printed("digest")
+
+
+IN_FLIGHT = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+sys.setswitchinterval(100)
+works = [dist.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(3)]
+"""
+
+
+def test_ranks_that_end_while_operations_are_in_flight_end_well(tmp_path):
+    """Nobody waits for the operations, and Python's lock goes to others only when its thread waits: gloo's threads come
+    to our callbacks, and let go of the tensors, when the script has ended.
+    """
+    (tmp_path / "script.py").write_text(IN_FLIGHT)
+    command = [sys.executable, "-m", "rankscope", "run", "--no-report", "--out", "run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    ended = rankscope.open(tmp_path / "run").table("collectives").collect()["end_ns"]
+    assert (len(ended), ended.null_count()) == (6, 0)
 
 
 def last_record_ns(run: Path, rank: int) -> int:
@@ -396,4 +422,6 @@ def test_every_collective_is_recorded(tmp_path):
     for rank in range(4):
         for section, expected in json.loads((tmp_path / f"expected-{rank}.json").read_text()).items():
             assert seen[rank, section] == expected, (rank, section)
-    assert job.report["matched_fraction"] == 1
+    unwaited = [gap for gap in job.report["gaps"] if "waits for one of several transfers" in gap["why"]]
+    assert len(unwaited) == (4 if TORCH.startswith("2.5.") else 0)
+    assert job.report["matched_fraction"] == 1 or unwaited

@@ -10,6 +10,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import fuzz_scan
+import polars as pl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -144,6 +145,41 @@ def test_what_a_kernel_says_of_its_collective(tmp_path):
     wanted = ("op", "seq", "size_bytes", "dtype", "start_ns", "issued_ns", "device_start_ns", "end_ns")
     assert rows(trace, "collectives", *wanted) == [("allreduce", 17, 2000, "bfloat16", 5_000, 7_000, 10_000, 20_000)]
     assert rows(trace, "groups", "name", "role", "members") == [("0", "default_pg", "0,1")]
+
+
+def nccl_2_15(collective, kernel_name, seq, ts, *, rank, correlation):
+    """What torch 2.15's NCCL backend writes of one kernel: an operator, a span of the same name, and a kernel."""
+    said = {"Collective name": collective, "In msg nelems": 8, "Out msg nelems": 16, "dtype": "Float", "Seq": seq}
+    said |= {"Process Group Name": "0", "Process Group Description": "", "Process Group Ranks": "[]"}
+    return [
+        event("cpu_op", "record_param_comms", ts, 20, **said),
+        event("user_annotation", collective, ts + 1, 18),
+        launch(ts + 5, 2, correlation),
+        kernel(kernel_name, ts + 100, 50, correlation, device=rank, **said),
+    ]
+
+
+def test_operations_of_nccl_on_torch_2_15(tmp_path):
+    """An all-gather, an all-to-all and a coalesced all-reduce of two tensors, which is two kernels of one number; of a
+    second one, rank 1 has but one kernel."""
+    to_all, reduce = "ncclDevKernel_SendRecv(ncclDevComm*)", ("all_reduce", ALLREDUCE)
+    kernels = [("allGatherSingleImpl", "ncclDevKernel_AllGather_RING_LL(ncclDevComm*)", 7)]
+    kernels += [("allToAllSingleImpl", to_all, 8), (*reduce, 9), (*reduce, 9), (*reduce, 10), (*reduce, 10)]
+    for rank, count in ((0, 6), (1, 5)):
+        events = [step(1, 0, 10_000), event("user_annotation", "my phase", 0, 50)]
+        for number, (name, kernel_name, seq) in enumerate(kernels[:count]):
+            at = 1000 * number + 100 * rank
+            events += nccl_2_15(name, kernel_name, seq, at, rank=rank, correlation=number + 1)
+        group = {"pg_name": "0", "pg_desc": "default_pg", "backend_config": "cuda:nccl", "ranks": [0, 1]}
+        info = {"rank": rank, "world_size": 2, "pg_config": [group]}
+        write(tmp_path / f"rank{rank}.json", events, distributedInfo=info)
+    trace = Trace.open(tmp_path)
+    assert {name for (name,) in rows(trace, "regions", "name")} == {"my phase"}
+    found = build_timeline(trace).collectives.filter(pl.col("rank") == 0)
+    assert found["op"].to_list() == ["allgather_base", "alltoall_base", *["allreduce"] * 4]
+    assert found["group"].unique().to_list() == ["0"]
+    assert found["instance_id"].to_list() == [0, 1, 2, 3, None, None]
+    assert set(found["unmatched"][4:]) == {"peer missing"}
 
 
 def test_a_kernel_without_words_takes_those_of_the_operator_that_launched_it(tmp_path):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -17,6 +18,7 @@ from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.timeline.nccl import nccl_waits
 from rankscope.collectors import nccl_profiler
 from rankscope.collectors.drain import Ring, Threads, columns_by_table
+from rankscope.collectors.rank import nccl
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, TABLES
 from rankscope.collectors.writer import batch_of
 
@@ -185,7 +187,8 @@ def test_doctor_builds_the_plugin_and_says_where_it_is(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     (check,) = [check for check in json.loads(done.stdout) if check["name"] == "NCCL plugin"]
     assert check["ok"]
-    assert check["detail"] == str(next((tmp_path / "rankscope").glob("libnccl-profiler-rankscope-*.so")))
+    path = next((tmp_path / "rankscope").glob("libnccl-profiler-rankscope-*.so"))
+    assert check["detail"].partition(", for NCCL 2.")[0] == str(path)
     refused = subprocess.run(command, env=environment | {"CC": "false"}, capture_output=True, text=True)
     assert refused.returncode == 2
     assert refused.stderr.startswith("rankscope: the NCCL plugin was not built: false refused")
@@ -196,6 +199,39 @@ def test_missing_compiler_is_said_in_one_line(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(nccl_profiler.NotBuilt, match="no C compiler"):
         nccl_profiler.build()
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "why"),
+    [
+        ((2, 28, 9), "ours", None),
+        ((2, 26, 0, "suffix"), "ours", None),
+        ((2, 21, 5), "ours", "NCCL 2.21.5 cannot load rankscope's profiler plugin, 2.26 can"),
+        ((2, 21, 5), "", "NCCL 2.21.5 cannot load rankscope's profiler plugin, 2.26 can"),
+        ((2, 28, 9), "", "NCCL's profiler plugin is not built: rankscope doctor --build-nccl-plugin"),
+        ((2, 28, 9), "inspector", "NCCL has another profiler plugin: NCCL_PROFILER_PLUGIN=inspector"),
+    ],
+)
+def test_job_whose_nccl_has_no_plugin_says_why(plugin, monkeypatch, tmp_path, version, environment, why):
+    cuda = SimpleNamespace(is_initialized=lambda: True, nccl=SimpleNamespace(version=lambda: version))
+    distributed = SimpleNamespace(get_backend_config=lambda: "cuda:nccl")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, distributed=distributed))
+    if not environment:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(nccl_profiler.VARIABLE, str(plugin) if environment == "ours" else environment)
+    said, ticks, rings = [], [], []
+    nccl.start(
+        SimpleNamespace(
+            gap=lambda *gap: said.append(gap),
+            guard=lambda name, run: run,
+            on_tick=ticks.append,
+            hand_over=rings.append,
+        )
+    )
+    for tick in ticks * 2:
+        tick()
+    assert said == [(table, "nccl", why) for table in nccl.tables if why]
+    assert len(rings) == (environment == "ours")
 
 
 # A rank that plays NCCL's own part: it loads the plugin as NCCL does, and begins one all-gather of 10 halves.

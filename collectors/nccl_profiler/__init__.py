@@ -10,15 +10,17 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, RING_SLOTS, RecordType
 
-__all__ = ["EVENTS", "VARIABLE", "NotBuilt", "build", "built", "installed_elsewhere", "settings"]
+__all__ = ["EVENTS", "VARIABLE", "NotBuilt", "build", "built", "installed_elsewhere", "settings", "too_old"]
 
 VARIABLE = "NCCL_PROFILER_PLUGIN"
 EVENTS = ("calls", "proxies", "steps", "kernels", "network")  # what RANKSCOPE_NCCL_EVENTS may hold
+
+_FIRST_NCCL = (2, 26)
 
 _SOURCE = Path(__file__).with_name("plugin.c")
 _FLAGS = ("-std=c11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
@@ -90,6 +92,14 @@ def installed_elsewhere(environment: Mapping[str, str], root: Path = Path("/")) 
         if path.exists():
             return str(path)
     return None
+
+
+def too_old(nccl: Sequence[object]) -> str | None:
+    """Why NCCL of this version, `(2, 21, 5, …)`, does not load the plugin; None if it does."""
+    if tuple(nccl[:2]) >= _FIRST_NCCL:
+        return None
+    number, first = (".".join(map(str, version)) for version in (nccl[:3], _FIRST_NCCL))
+    return f"NCCL {number} cannot load rankscope's profiler plugin, {first} can"
 
 
 def _path() -> Path:

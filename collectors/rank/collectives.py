@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import get_ident, main_thread
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 tables = ("collectives", "groups", "regions")
 
+_UNKNOWN = OPS.index("unknown")
+_CODES = {op: code for code, op in enumerate(OPS)}
 _COLLECTIVE, _DONE = RecordType.COLLECTIVE, RecordType.DONE
 _WAIT = REGION_KINDS.index("wait")
 _IS_ASYNC_UNKNOWN = 2
@@ -48,23 +49,25 @@ def start(emit: Emit) -> None:
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     recorder = _Recorder(emit, torch)
     _library = torch.library.Library("c10d", "IMPL")
-    missing = []
-    for code, op in enumerate(OPS[1:], start=1):
-        overload = _overload(torch, op)
-        if overload is None:
-            missing.append(op)
-            continue
+    unknown = []
+    for name, overload in _operators(torch):
+        code = _CODES.get(name.strip("_"), _UNKNOWN)
+        if code == _UNKNOWN:
+            unknown.append(name)
         _library.impl(overload, _kernel(emit, recorder, overload, code, after), "BackendSelect", with_keyset=True)
-    if missing:
-        emit.gap(
-            "collectives", "collectives", f"torch {torch.__version__} has no c10d operator for: {', '.join(missing)}"
-        )
+    if unknown:
+        why = f"torch {torch.__version__} has operations that rankscope does not know and records as 'unknown'"
+        emit.gap("collectives", "collectives", f"{why}: {', '.join(unknown)}")
+    if recorder.untold:
+        why = f"torch {torch.__version__} does not say of most operations whether they are async: is_async is null"
+        emit.gap("collectives", "collectives", why)
 
-    wait_tensor = torch.ops._c10d_functional.wait_tensor.default
     _functional_library = torch.library.Library("_c10d_functional", "IMPL")
-    _functional_library.impl(
-        wait_tensor, _wait_kernel(emit, recorder, wait_tensor, after), "BackendSelect", with_keyset=True
-    )
+    for name in ("wait_tensor", "wait_tensors"):  # the second from torch 2.15 on
+        if hasattr(torch.ops._c10d_functional, name):
+            overload = getattr(torch.ops._c10d_functional, name).default
+            kernel = _wait_kernel(emit, recorder, overload, after)
+            _functional_library.impl(overload, kernel, "BackendSelect", with_keyset=True)
 
     work_class = torch._C._distributed_c10d.Work
     _undo_wait = emit.around("collectives", work_class, "wait", recorder.waited)
@@ -78,13 +81,13 @@ def stop() -> None:
         _undo_wait()
 
 
-def _overload(torch: Any, op: str) -> Any:  # noqa: ANN401
-    """Return the operator behind a name of OPS; torch writes them with underscores that vary."""
-    for spelling in (op, f"{op}_", f"_{op}_"):
-        packet = getattr(torch.ops.c10d, spelling, None)
-        if packet is not None:
-            return packet.default
-    return None
+def _operators(torch: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+    """Name and operator of all that a process group does; torch writes them with underscores that vary."""
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        if name.startswith("c10d::") and "." not in name:
+            overload = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            if any(argument.name == "process_group" for argument in overload._schema.arguments):
+                yield name.removeprefix("c10d::"), overload
 
 
 def _kernel(emit: Emit, recorder: _Recorder, overload: Any, code: int, after: Any) -> Callable[..., Any]:  # noqa: ANN401
@@ -128,6 +131,7 @@ class _Recorder:
         self.group_ranks = sys.modules["torch.distributed.distributed_c10d"].get_process_group_ranks
         self.dtypes = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
         self.without_future: set[int] = set()
+        self.untold = False  # a collective's operator does not say whether it is asynchronous
         # Works without a future, and their record's number, bytes and output. Kept alive until waited for, since only
         # so is the object that `wait` gets this one. `wait_tensor` gets the output instead.
         self.awaited: dict[Any, tuple[int, int, int]] = {}
@@ -151,7 +155,9 @@ class _Recorder:
         tag_at = names.index("tag") if "tag" in names else None
         op = OPS[code]
         is_p2p, is_send, is_to_all = op in P2P_OPS, op == "send", op in ALL_TO_ALL_OPS
-        returns_work = bool(overload._schema.returns)
+        returns = overload._schema.returns
+        returns_work = bool(returns) and str(returns[-1].type).endswith(".Work")
+        self.untold |= returns_work and not is_p2p and async_default == _IS_ASYNC_UNKNOWN
 
         def record(start_ns: int, issued_ns: int, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
             group = self.group_of(args[group_at])
@@ -233,9 +239,9 @@ class _Recorder:
 
                 def done(_: Any) -> None:  # noqa: ANN401
                     emit.ring.write(_DONE, 0, 0, 0, clock(), number, 0, 0, 0)
+                    emit.in_flight.discard(number)
 
-                # Torch's thread takes Python's lock once more to let go of it: until then the interpreter must live.
-                emit.pending.add(ref(done, emit.pending.discard))
+                emit.in_flight.add(number)
                 future.add_done_callback(done)
                 return
         while self.awaited and (len(self.awaited) >= _MAX_AWAITED or self.awaited_bytes + size > _MAX_AWAITED_BYTES):
@@ -262,12 +268,13 @@ class _Recorder:
             self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
 
     def waited_for_output(self, start_ns: int, end_ns: int, output: Any) -> None:  # noqa: ANN401
-        """Note that a thread waited for the work that makes a tensor."""
+        """Note that a thread waited for the works that make a tensor or a list of them."""
         self.emit.region(_WAIT, self.wait_tensor_name, start_ns, end_ns)
-        work = self.awaited_outputs.get(output.data_ptr()) if self.awaited_outputs and output.is_cpu else None
-        number = None if work is None else self.forget(work)
-        if number is not None:
-            self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
+        for tensor in output if isinstance(output, list) else (output,):
+            work = self.awaited_outputs.get(tensor.data_ptr()) if self.awaited_outputs and tensor.is_cpu else None
+            number = None if work is None else self.forget(work)
+            if number is not None:
+                self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
 
 
 def _next_p2p(group: Group, peer: int, tag: int, is_send: bool) -> int:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.imports import after_import
@@ -39,15 +39,18 @@ def stop() -> None:
 
 def _install(emit: Emit, module: ModuleType) -> None:
     handler = module.callback_handler
-    started = 0
+    started, seen = 0, _seen()
 
-    def before(_: Any) -> None:  # noqa: ANN401
+    def before(*_: Any) -> None:  # noqa: ANN401
         nonlocal started
         started = clock()
 
-    def after(args: Any) -> None:  # noqa: ANN401
+    def after(*told: Any) -> None:  # noqa: ANN401
+        nonlocal seen
         if emit.live:
-            emit.region(_COMPILE, emit.name(f"compile {args.compile_id}{_reason()}"), started, clock())
+            number = _number(told)
+            emit.region(_COMPILE, emit.name(f"compile {number}{_reason(number, seen)}"), started, clock())
+        seen = _seen()
 
     before, after = emit.guard("compile", before), emit.guard("compile", after)
     handler.register_start_callback(before)
@@ -56,11 +59,23 @@ def _install(emit: Emit, module: ModuleType) -> None:
     _removes.append(partial(handler.remove_end_callback, after))
 
 
-def _reason() -> str:
-    """`: 0/1: tensor 'x' size mismatch …` where code is compiled again, else nothing; only newer torch knows."""
-    try:
-        known = sys.modules["torch._dynamo.utils"].get_metrics_context()._metrics
-    except (KeyError, AttributeError):
-        return ""
-    reason = known.get("recompile_reason")
-    return f": {str(reason)[:_REASON]}" if reason else ""
+def _number(told: tuple[Any, ...]) -> str:
+    """Dynamo's `frame/compilation`; older torch (2.5) does not hand it to a callback."""
+    return str(told[0].compile_id if told else sys.modules["torch._guards"].CompileContext.current_compile_id())
+
+
+def _failures() -> dict[CodeType, list[str]]:
+    """Why compiled code could not be used again, all that Dynamo found."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # it may be about to be imported
+    return dict(getattr(dynamo, "guard_failures", {}))
+
+
+def _seen() -> dict[CodeType, int]:
+    return {code: len(reasons) for code, reasons in _failures().items()}
+
+
+def _reason(number: str, seen: dict[CodeType, int]) -> str:
+    """`: 0/0: tensor 'x' size mismatch …` where this frame is compiled again: its first failure after those `seen`."""
+    frame = number.partition("/")[0]
+    new = (reason for code, reasons in _failures().items() for reason in reasons[seen.get(code, 0) :])
+    return next((f": {reason[:_REASON]}" for reason in new if reason.startswith(f"{frame}/")), "")

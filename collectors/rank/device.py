@@ -1,4 +1,4 @@
-"""Which GPU the rank uses, once the job has initialised CUDA: it joins the rank to the node's topology."""
+"""Which GPU the rank uses, once the job has initialised CUDA: its name, and what joins it to the node's topology."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ def start(emit: Emit) -> None:
             return
         told = True
         device = cuda.get_device_properties(cuda.current_device())
-        uuid = getattr(device, "uuid", None)  # torch before 2.4 has none
+        uuid = None
         if torch.version.hip and hasattr(device, "pci_bus_id"):  # HIP's UUID is not that of AMD SMI in all versions
-            address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
-            emit.send({"type": "gpu", "uuid": address})
-        elif uuid is not None:
-            emit.send({"type": "gpu", "uuid": f"GPU-{uuid}"})
+            uuid = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
+        elif hasattr(device, "uuid"):
+            uuid = f"GPU-{device.uuid}"
+            if torch.version.hip:
+                why = f"torch {torch.__version__} does not say at which PCI address an AMD GPU is"
+                emit.gap("counters", "device", f"{why}: the GPU of this rank may not be known")
+        emit.send({"type": "gpu", "name": device.name, "uuid": uuid})
 
     emit.on_tick(emit.guard("device", tell))
 

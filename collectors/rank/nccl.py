@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from rankscope.collectors.nccl_profiler import EVENTS, VARIABLE, built
+from rankscope.collectors.nccl_profiler import EVENTS, VARIABLE, built, too_old
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
@@ -24,8 +24,12 @@ def start(emit: Emit) -> None:
     ours = built()
     given = os.environ.get(VARIABLE)
     if ours is None or given != str(ours):
-        emit.on_tick(emit.guard("nccl", _Told(emit, given)))
+        why = "NCCL's profiler plugin is not built: rankscope doctor --build-nccl-plugin"
+        if given:
+            why = f"NCCL has another profiler plugin: {VARIABLE}={given}"
+        emit.on_tick(emit.guard("nccl", _Told(emit, why)))
         return
+    emit.on_tick(emit.guard("nccl", _Told(emit, "")))
     unknown = set(filter(None, os.environ.get("RANKSCOPE_NCCL_EVENTS", "").split(","))) - set(EVENTS)
     if unknown:
         known = ", ".join(EVENTS)
@@ -54,20 +58,20 @@ def stop() -> None:
 
 
 class _Told:
-    """Says once, and only in a job that uses NCCL, that the plugin is not there."""
+    """Says once, and only in a job that uses NCCL, why there is no plugin, or that this NCCL does not load it."""
 
-    def __init__(self, emit: Emit, given: str | None) -> None:
+    def __init__(self, emit: Emit, why: str) -> None:
         self._emit = emit
         self._done = False
-        self._why = "NCCL's profiler plugin is not built: rankscope doctor --build-nccl-plugin"
-        if given:
-            self._why = f"NCCL has another profiler plugin: {VARIABLE}={given}"
+        self._why = why
 
     def __call__(self) -> None:
         torch = sys.modules["torch"]
         if self._done or not torch.cuda.is_initialized():
             return
         self._done = True
-        if "nccl" in str(torch.distributed.get_backend_config()):
-            for table in tables:
-                self._emit.gap(table, "nccl", self._why)
+        if "nccl" not in str(torch.distributed.get_backend_config()):
+            return
+        why = too_old(torch.cuda.nccl.version()) or self._why
+        for table in tables if why else ():
+            self._emit.gap(table, "nccl", why)

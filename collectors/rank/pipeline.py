@@ -5,6 +5,7 @@ Its schedules name some of these spans themselves, 1F1B none, and their spans in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -28,6 +29,8 @@ _undos: list[Callable[[], None]] = []
 
 def start(emit: Emit) -> None:
     _undos.append(after_import("torch.distributed.pipelining.stage", emit.guard("pipeline", partial(_install, emit))))
+    schedules = "torch.distributed.pipelining.schedules"
+    _undos.append(after_import(schedules, emit.guard("pipeline", partial(_tell_unwaited, emit))))
 
 
 def stop() -> None:
@@ -39,6 +42,12 @@ def _install(emit: Emit, module: ModuleType) -> None:
     for method, kind in _METHODS.items():
         record = partial(_record, emit, REGION_KINDS.index(kind), emit.name(kind))
         _undos.append(emit.around("pipeline", module._PipelineStageBase, method, record))
+
+
+def _tell_unwaited(emit: Emit, module: ModuleType) -> None:
+    if not hasattr(module, "_wait_batch_p2p"):  # torch 2.5
+        why = f"torch {sys.modules['torch'].__version__} waits for one of several transfers of a pipeline begun at once"
+        emit.gap("collectives", "pipeline", f"{why}: gloo's others have no end, and are not matched")
 
 
 def _record(emit: Emit, kind: int, name_id: int, start_ns: int, end_ns: int, args: tuple[Any, ...]) -> None:

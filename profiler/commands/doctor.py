@@ -5,6 +5,7 @@ And why the rest cannot be recorded.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json as json_format
@@ -15,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +30,7 @@ from rankscope.profiler.errors import NotRecorded, RankscopeError
 __all__ = ["Check", "command"]
 
 _EXTRAS = {"ui": ("dash", "dash_mantine_components", "dash_ag_grid"), "dask": ("dask", "distributed")}
+_COMPILED = ("rankscope.analysis.readers._scan", "rankscope.analysis.timeline._replay")
 _FREE_BYTES = 1e9
 
 
@@ -53,7 +56,7 @@ def command(
             nccl_profiler.build()
         except nccl_profiler.NotBuilt as error:
             raise RankscopeError(f"the NCCL plugin was not built: {error}") from None
-    asked = (_torch, _launcher, _agent, _clock, _collectors, _nccl_plugin, _disk, _extras)
+    asked = (_torch, _launcher, _agent, _clock, _collectors, _nccl_plugin, _disk, _compiled, _extras)
     checks = [check for ask in asked for check in ask()]
     if json:
         print(json_format.dumps([asdict(check) for check in checks], indent=1))
@@ -142,12 +145,26 @@ def _nccl_plugin() -> Iterator[Check]:
     from rankscope.collectors import nccl_profiler
 
     path, other = nccl_profiler.built(), nccl_profiler.installed_elsewhere(os.environ)
+    name, version = _nccl()
+    too_old = nccl_profiler.too_old([int(part) for part in version.split(".")[:3]]) if version else None
     if other:
         yield Check("NCCL plugin", False, f"another one is in its place: {other}")
+    elif too_old:
+        yield Check("NCCL plugin", False, too_old)
     elif path:
-        yield Check("NCCL plugin", True, str(path))
+        yield Check("NCCL plugin", True, f"{path}, for NCCL {version} of {name}" if version else str(path))
     else:
         yield Check("NCCL plugin", False, "not built; rankscope doctor --build-nccl-plugin builds it")
+
+
+def _nccl() -> tuple[str, str]:
+    """Package and version of the NCCL that torch was installed with; empty where it is no package of its own."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for required in importlib.metadata.requires("torch") or ():
+            name = re.match(r"nvidia-nccl[\w-]*", required)
+            if name:
+                return name[0], importlib.metadata.version(name[0])
+    return "", ""
 
 
 def _disk() -> Iterator[Check]:
@@ -158,6 +175,18 @@ def _disk() -> Iterator[Check]:
         yield Check("disk", False, f"cannot write to {existing}; give `rankscope run --out` another folder")
     else:
         yield Check("disk", free_bytes > _FREE_BYTES, f"{free_bytes / 1e9:.1f} GB free for {folder}")
+
+
+def _compiled() -> Iterator[Check]:
+    """The C parts of the analysis, which `pip` leaves out without a word where it has no compiler."""
+    try:
+        for name in _COMPILED:
+            importlib.import_module(name)
+    except ImportError:
+        why = "not built: profilers' traces are read some 200 times slower; install a C compiler, then rankscope again"
+        yield Check("compiled parts", False, why)
+    else:
+        yield Check("compiled parts", True, "reading of traces, replay")
 
 
 def _extras() -> Iterator[Check]:

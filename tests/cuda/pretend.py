@@ -29,7 +29,9 @@ def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctyp
     driver.current_device = 0
     torch.cuda.is_initialized = lambda: True
     torch.cuda.current_device = lambda: driver.current_device
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=None, total_memory=80 << 30)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(
+        name="NVIDIA H100", uuid=f"{device}-0", total_memory=80 << 30
+    )
     torch.cuda.memory_stats = dict
     torch._C._cuda_getDevice = lambda: driver.current_device
     torch._C._cuda_getCurrentRawStream = lambda device: 0

@@ -20,7 +20,7 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 step = torch.compile(lambda x: model(x).square().mean(), backend=slow_backend, dynamic=False)
-torch._dynamo.config.recompile_limit = 64
+torch._dynamo.config.cache_size_limit = 64
 for i in range(STEPS):
     size = 8 + (i if i >= FROM and i % 5 == 0 else 0)
     time.sleep(0.05)
