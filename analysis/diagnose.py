@@ -13,6 +13,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, detectors, severity
 from rankscope.analysis.finding import (
+    COUNTED,
     REST,
     Blame,
     Fidelity,
@@ -47,8 +48,9 @@ from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.host_graph import HostGraph
 from rankscope.analysis.timeline.links import judged_links
 from rankscope.analysis.timeline.marks import lead_of, phase_times
-from rankscope.analysis.timeline.own import BLOCKED, MIXED, step_grid
+from rankscope.analysis.timeline.own import APART, BLOCKED, MIXED, step_grid
 from rankscope.analysis.timeline.pipeline import pipeline
+from rankscope.analysis.timeline.stops import device_waits, only_hosts_seen
 from rankscope.analysis.timeline.utilisation import count_flops, demand, utilisation
 from rankscope.analysis.timeline.whatif import BadFix, PipelineRerun, Rerun, rerun
 from rankscope.analysis.trace import PathLike, Trace
@@ -119,7 +121,6 @@ _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.st
 _COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 _NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
-_COUNTED = 0.9  # share of the products' time from which on the FLOPs that shapes tell are those of the step
 _LISTED = 20  # of the causes of waiting and of the critical path
 _MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
 
@@ -184,7 +185,7 @@ def conclude(
     """
     tables = _judged_only(timeline, addresses)
     needs, share = model
-    if share is None or share >= _COUNTED:
+    if share is None or share >= COUNTED:
         tables["model"] = needs
     reasons = _EMPTY | dict(cannot) | {gap.table: gap.why for gap in timeline.gaps if gap.table == "ops"}
     if share and "model" not in tables:
@@ -211,7 +212,8 @@ def conclude(
         path="",
         source="",
         verdict=_verdict(
-            findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"], lead
+            *(findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]),
+            *(lead, "device_waits" in tables),
         ),
         ranks=seen,
         world_size=world_size,
@@ -550,6 +552,8 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")
     tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
     tables["marks"] = timeline.marks.join(judged, on=["rank", "step"], how="semi")
+    if only_hosts_seen(timeline.ranks, timeline.collectives, timeline.kernels, timeline.marks):
+        tables["device_waits"] = device_waits(steps, tables["collectives"])
     return tables
 
 
@@ -633,6 +637,7 @@ def _verdict(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
     lead: Lead | None,
+    hosts_only: bool,
 ) -> str:
     """One sentence."""
     missing = sorted(set(range(world_size or 0)) - set(seen))
@@ -664,7 +669,10 @@ def _verdict(
         ranks=counted(len(seen), "rank"),
         more=joined(
             "",
-            (_unseen(healthy, steps), _blocked(breakdown), _unexplained(phases), _left_open(breakdown, lead), absent),
+            (
+                *(_unseen(healthy, steps), _blocked(breakdown), _unexplained(phases), _left_open(breakdown, lead)),
+                *(_stopped(breakdown) if hosts_only else "", absent),
+            ),
         ),
     )
 
@@ -714,6 +722,18 @@ def _blocked(breakdown: pl.DataFrame) -> str:
     grid = step_grid(breakdown)
     share = float(grid.of(*BLOCKED).mean()) / grid.step_ns if grid.step_ns else 0.0
     return text("; communication blocks {share} of the step", share=percent(share)) if share >= _MUCH_BLOCKED else ""
+
+
+def _stopped(breakdown: pl.DataFrame) -> str:
+    """For how much of the step hosts are stopped, where it is much: nobody saw whether devices had work meanwhile."""
+    grid = step_grid(breakdown)
+    share = float(grid.of(*APART).mean()) / grid.step_ns
+    said = text(
+        "; hosts stand in input, garbage collection, compilation or checkpoints for {share} of the step, and what "
+        "devices did meanwhile was not recorded",
+        share=percent(share),
+    )
+    return said if share >= _LARGE else ""
 
 
 def _left_open(breakdown: pl.DataFrame, lead: Lead | None) -> str:

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 REST = "rest"  # part of the critical path that is not listed
+COUNTED = 0.9  # share of the products' time from which on the FLOPs that shapes tell are those of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +293,7 @@ class Utilisation:
 
     Both are of all ranks that were seen together; `peak_flops` is per second. Where `counted` is given, the FLOPs were
     not, but are those that operators did by the shapes of their inputs (HFU): these operators have this share of the
-    time that the devices spend on products. What is missing makes it a lower bound.
+    time that the devices spend on products. Below `COUNTED` it is a lower bound.
     """
 
     mfu: float

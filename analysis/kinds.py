@@ -5,8 +5,8 @@ Communication is what a communication library runs on the device, whatever the p
 nothing but `ncclDevKernel_Generic`), NVSHMEM and DeepEP (`deep_ep::…`, `…::ep::…`). Memory is copies and fills.
 What only marks or waits, such as `gpu_user_annotation`, `cuda_sync` or `overhead`, is no work of the device.
 
-Source: names in traces of NCCL 2.4 to 2.27 and RCCL 2.22; DeepEP's namespaces; Kineto's activity types
-(`libkineto/src/ActivityType.cpp`).
+Source: names in traces of NCCL 2.4 to 2.27 and RCCL 2.22; `c10d/nccl2/ProcessGroupNCCL.cpp` of torch 2.15; DeepEP's
+namespaces; Kineto's activity types (`libkineto/src/ActivityType.cpp`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "WAITING_CALLS",
     "device_work",
     "kernel_op",
+    "op_said",
 ]
 
 COMPUTE, COMMUNICATION, MEMORY = "compute", "communication", "memory"
@@ -58,22 +59,27 @@ OPS_BY_NAME = {
     "allgather": "allgather",
     "allgatherbase": "allgather_base",
     "allgatherintotensor": "allgather_base",
+    "allgathersingle": "allgather_base",
     "allgathercoalesced": "allgather_coalesced",
     "allgatherintotensorcoalesced": "allgather_into_tensor_coalesced",
     "reducescatter": "reduce_scatter",
     "reducescatterbase": "reduce_scatter_base",
     "reducescattertensor": "reduce_scatter_base",
+    "reducescattersingle": "reduce_scatter_base",
     "reducescattertensorcoalesced": "reduce_scatter_tensor_coalesced",
     "broadcast": "broadcast",
     "broadcastoop": "broadcast",
     "reduce": "reduce",
     "reduceoop": "reduce",
     "gather": "gather",
+    "gatherintotensor": "gather_into_tensor",
+    "gathersingle": "gather_into_tensor",
     "scatter": "scatter",
     "alltoall": "alltoall",
     "alltoallv": "alltoall",
     "alltoallbase": "alltoall_base",
     "alltoallsingle": "alltoall_base",
+    "alltoallvsingle": "alltoall_base",
     "barrier": "barrier",
     "send": "send",
     "recv": "recv",
@@ -85,6 +91,11 @@ def device_work(category: str, name: str) -> str | None:
     if category in _KERNELS:
         return COMMUNICATION if _COMMUNICATION.search(name) else COMPUTE
     return MEMORY if category in _COPIES else None
+
+
+def op_said(name: str) -> str | None:
+    """The operation that a profiler calls so: `_allgather_base`, `allGatherSingleImpl` (torch 2.15); None: none."""
+    return OPS_BY_NAME.get(name.replace("_", "").lower().removesuffix("impl"))
 
 
 def kernel_op(name: str) -> str | None:

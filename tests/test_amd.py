@@ -175,7 +175,7 @@ def test_rank_finds_its_gpu_by_the_pci_address(node, amdsmi, monkeypatch):
         (0, "0000:0c:00.0", "AMD Instinct"),
         (1, "0000:22:00.0", "AMD Instinct"),
     ]
-    found = SimpleNamespace(uuid="3030-3030", pci_domain_id=0, pci_bus_id=0x22, pci_device_id=0)
+    found = SimpleNamespace(name="AMD Instinct", uuid="3030-3030", pci_domain_id=0, pci_bus_id=0x22, pci_device_id=0)
     cuda = SimpleNamespace(
         is_initialized=lambda: True, current_device=lambda: 0, get_device_properties=lambda index: found
     )
@@ -186,6 +186,14 @@ def test_rank_finds_its_gpu_by_the_pci_address(node, amdsmi, monkeypatch):
     torch.version.hip = None
     device.start(SimpleNamespace(send=said.append, guard=lambda name, run: run, on_tick=lambda run: run()))
     assert [message["uuid"] for message in said] == ["0000:22:00.0", "GPU-3030-3030"]
+    assert [message["name"] for message in said] == ["AMD Instinct"] * 2
+
+    del found.pci_bus_id  # torch 2.5
+    torch.version.hip, torch.__version__, gaps = "6.2", "2.5.1", []
+    emit = SimpleNamespace(send=said.append, guard=lambda name, run: run, on_tick=lambda run: run())
+    emit.gap = lambda table, source, why: gaps.append(why)
+    device.start(emit)
+    assert ["torch 2.5.1 does not say" in why for why in gaps] == [True]
 
 
 @pytest.mark.parametrize(

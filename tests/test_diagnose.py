@@ -284,3 +284,17 @@ def test_consequence_follows_its_cause_and_names_it():
         ("uneven_work", 25, "slow_rank"),
         ("gc_stall", 20, None),
     ]
+
+
+@pytest.mark.parametrize("late_ns", [5_000 * MS, 50 * MS], ids=["5 s", "50 ms"])
+def test_end_before_the_last_rank_arrived_is_put_down_to_a_timeout_or_to_the_clock(late_ns):
+    """Rank 1 calls the last operation that long after the others' ended: 42 steps of 120 ms, or less than one."""
+    trace = run({0: 40, 1: 40, 2: 40})
+    late = (pl.col("rank") == 1) & (pl.col("seq") == STEPS - 1)
+    times = (pl.when(late).then(pl.col(c) + late_ns).otherwise(c).alias(c) for c in ("start_ns", "issued_ns", "end_ns"))
+    trace.reader.frames["collectives"] = trace.reader.frames["collectives"].with_columns(times)
+    (why,) = (gap.why for gap in diagnose(trace).gaps if "end before their last rank arrived" in gap.why)
+    assert why.startswith(f"2 rows of operations end before their last rank arrived, by up to {late_ns - 10 * MS} ns: ")
+    assert ("a timeout or an error ended them" in why, "clocks or stamps are wrong" in why) == (
+        (True, False) if late_ns > 1_000 * MS else (False, True)
+    )

@@ -35,9 +35,11 @@ def test_flops_of_forward_and_backward_are_those_of_torchs_own_counter(tmp_path)
     operators = rankscope.open(tmp_path / "rank0.json").table("operators").collect()
     assert operators["flops"].null_count() == 0
     assert set(operators["name"]) >= {"aten::addmm", "aten::mm", "aten::bmm"}
-    shape = (8, 4, 32, 16)  # of attention, which torch counts on GPUs only
-    attention = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
-    assert operators["flops"].sum() == counter.get_total_flops() + attention
+    counted = counter.get_total_flops()
+    if not any("attention" in str(op) for op in counter.get_flop_counts()["Global"]):  # on GPUs only, before torch 2.15
+        shape = (8, 4, 32, 16)
+        counted += sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert operators["flops"].sum() == counted
 
 
 def trace_of(folder, *, in_graph=()):

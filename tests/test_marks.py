@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -51,6 +52,7 @@ class Job:
     said: bool = True  # rankscope.step() ends the steps
     window: tuple[float, float] | None = None  # a deep window of rank 0
     on_node_1: tuple[int, ...] = ()  # whose clock is 5 s behind
+    length: Callable[[int, int], tuple[float, float]] = lambda rank, step: (1, 1)  # of the data: forward, backward
 
 
 class Rank:
@@ -94,10 +96,11 @@ def record(folder, job):
             r.stop("input", job.input.get(r.rank, 0))
             if r.rank in job.in_forward:
                 r.reduces(group=8)
-            r.work(job.host, job.forward.get(r.rank, 100), ("gc", job.gc.get(r.rank, 0)))
+            forward, backward = job.length(r.rank, step)
+            r.work(job.host, forward * job.forward.get(r.rank, 100), ("gc", job.gc.get(r.rank, 0)))
             r.mark("backward_start", step)
             begun = r.host
-            r.work(job.host, 200)
+            r.work(job.host, backward * 200)
             r.regions.append(("backward", begun, r.host + 0.03))
         computed = {r.rank: r.device for r in ranks}
         done = max(computed.values()) + job.transfer
@@ -239,6 +242,13 @@ def test_input_costs_as_much_as_the_device_runs_dry_in_it(tmp_path):
     assert "CUDA events do not tell what the devices waited for" in report.findings[0].gain_why
 
 
+@pytest.mark.parametrize(("others", "named"), [(400, (0, 1, 2, 3)), (150, (3,))])
+def test_ranks_that_load_as_long_as_the_one_behind_stall_for_the_same_reason(tmp_path, others, named):
+    """Rank 3 loads for 440 ms, so that the job's steps take 482. Who loads for 400 gets ahead by 40 ms in each."""
+    report = diagnosed(tmp_path, input={0: others, 1: others, 2: others, 3: 440})
+    assert costs_of(report) == [("input_stall", named, 162)]
+
+
 def test_a_stop_in_the_middle_of_a_phase_costs_what_is_left_of_it_when_the_work_before_is_done(tmp_path):
     """All hosts stop for 300 ms in forward, which with the rest of their step is 342; their devices work for 320."""
     report = diagnosed(tmp_path, gc=dict.fromkeys(range(4), 300))
@@ -314,6 +324,46 @@ def test_without_nccls_durations_a_rank_may_be_slow_where_it_communicates(tmp_pa
     assert reasons_of(report)["slow_rank"] == (
         "in 66 % of the step CUDA events do not tell whether ranks compute or wait"
     )
+
+
+LENGTHS = 1 + 0.1 * np.random.default_rng(1).standard_normal((2, 8, STEPS))  # of two batches, by rank and step
+
+
+def of_data(rank, step):
+    """What a batch takes longer in forward it takes longer in backward."""
+    return LENGTHS[0, rank, step], LENGTHS[0, rank, step]
+
+
+def of_chance(rank, step):
+    return LENGTHS[0, rank, step], LENGTHS[1, rank, step]
+
+
+def test_sequences_of_uneven_length_cost_what_the_longest_is_above_the_mean(tmp_path):
+    """Of 300 ms of forward and backward."""
+    report = diagnosed(tmp_path, ranks=8, length=of_data)
+    judged = LENGTHS[0][:, 2:]
+    (uneven,) = report.findings
+    assert (uneven.detector, uneven.ranks) == ("uneven_work", tuple(range(8)))
+    lost_ns = 300 * MS * (judged.max(axis=0) - judged.mean(axis=0)).mean()
+    assert uneven.lost_ns_per_step == pytest.approx(lost_ns, rel=0.05)
+    assert uneven.gain_why == "CUDA events do not tell what the devices waited for; a deep window does"
+
+
+def test_ranks_that_are_long_by_chance_now_in_forward_and_now_in_backward_have_even_data(tmp_path):
+    report = diagnosed(tmp_path, ranks=8, length=of_chance)
+    assert report.findings == ()
+    assert "uneven_work" in {check.detector for check in report.healthy}
+
+
+@pytest.mark.parametrize("slow", [{"forward": {5: 120}}, {"slower": {5: 1.2}}], ids=["forward", "all"])
+def test_slow_rank_is_no_uneven_work(tmp_path, slow):
+    assert [f.detector for f in diagnosed(tmp_path, ranks=8, **slow).findings] == ["slow_rank"]
+
+
+def test_without_nccls_durations_uneven_work_is_not_checked(tmp_path):
+    report = diagnosed(tmp_path, ranks=8, length=of_data, durations=False)
+    assert "uneven_work" not in {f.detector for f in report.findings}
+    assert reasons_of(report)["uneven_work"].startswith("backward is not told from communication")
 
 
 def test_throttled_device_is_the_cause_of_its_slow_rank(tmp_path):

@@ -251,6 +251,64 @@ def test_recorder_without_timing_says_what_to_do():
     assert "TORCH_NCCL_ENABLE_TIMING=1" in why
 
 
+# ---- hosts that are stopped, and no CUDA events
+
+
+def stopped(job, kind, ns, *, ranks, every=1):
+    """The job with hosts that stop for so long at the begin of every n-th step."""
+    begins = {(r["rank"], r["start_ns"]) for r in job.rows["regions"] if r["kind"] == "forward"}
+    steps = sorted({start for _, start in begins})
+    for rank, start in sorted(begins):
+        if rank in ranks and steps.index(start) % every == 0:
+            job.region(rank, kind, start, start + ns)
+    return job
+
+
+@pytest.mark.parametrize(("kind", "detector"), [("gc", "gc_stall"), ("compile", "recompile")])
+def test_stop_that_makes_a_device_late_is_one_finding_and_costs_what_others_waited(kind, detector):
+    """Rank 5 stops for 30 ms in every third step, and its device is late by 20 ms there."""
+    job = Job(8, late=lambda rank, step: 20 * MS if rank == 5 and step % 3 == 0 else 0)
+    (finding,) = stopped(job, kind, 30 * MS, ranks=[5], every=3).report().findings
+    assert (finding.detector, finding.ranks, finding.steps) == (detector, (5,), (3, 6, 9, 12))
+    assert finding.lost_ns_per_step == pytest.approx(20 * MS / 3, rel=0.05)
+    assert finding.gain_fraction is None
+    assert finding.gain_why == "what the devices did was not recorded; a deep window does that"
+
+
+@pytest.mark.parametrize("ranks", [[5], [1, 12], range(8, 16)], ids=["rank", "two", "node"])
+def test_ranks_whose_devices_are_late_because_of_their_input_are_one_finding(ranks):
+    job = Job(16, late=late_by(20 * MS, *ranks))
+    report = stopped(job, "input", 30 * MS, ranks=ranks).report()
+    assert found(report) == [("input_stall", tuple(ranks), ())]
+    assert report.findings[0].lost_ns_per_step == pytest.approx(20 * MS, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [[5], range(8)], ids=["one", "all"])
+def test_stop_that_no_device_is_known_to_wait_for_is_neither_priced_nor_called_healthy(ranks):
+    """30 ms of input in a step of 132 ms."""
+    report = stopped(Job(8), "input", 30 * MS, ranks=ranks).report()
+    assert report.findings == ()
+    assert (
+        ", up to 23 % of the step, and it was not recorded whether the devices ran out of work meanwhile"
+        in (not_checked(report)["input_stall"])
+    )
+    said = "hosts stand in input, garbage collection, compilation or checkpoints for 23 % of the step"
+    assert (said in report.verdict) == (len(ranks) == 8)
+
+
+@pytest.mark.parametrize("longer", [200 * MS, 0], ids=["held up", "hidden"])
+def test_stop_of_all_ranks_in_the_same_steps_costs_what_these_are_longer(longer):
+    """Nobody waits for anybody. Hosts compile for 100 ms in every fourth step."""
+    job = Job(8, late=lambda rank, step: longer if step % 4 == 0 else 0)
+    report = stopped(job, "compile", 100 * MS, ranks=range(8), every=4).report()
+    if longer:
+        (finding,) = report.findings
+        assert (finding.detector, finding.lost_ns_per_step) == ("recompile", pytest.approx(25 * MS, rel=0.05))
+    else:
+        assert report.findings == ()
+        assert "it was not recorded whether the devices ran out of work" in not_checked(report)["recompile"]
+
+
 # ---- the network
 
 

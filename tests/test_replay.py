@@ -183,6 +183,17 @@ def test_bubble_above_theory_is_reported_and_split():
     assert sum(shape.excess.values()) == pytest.approx(shape.bubble[shape.busiest_stage] - shape.theory_fraction)
 
 
+def test_bubble_costs_the_mean_of_what_its_steps_are_longer():
+    """Before each computation 2 ms pass in four steps, and 4 ms in two."""
+    stalls = (run([2, 2, 2], [4, 4, 4], stall=2, steps=4), run([2, 2, 2], [4, 4, 4], stall=4, steps=2))
+    short, long = (pipeline_bubble.detect(ops)[0].lost_ns_per_step for ops in stalls)
+    length = stalls[0]["end_ns"].max()
+    later = stalls[1].with_columns(pl.col("step") + 4, *(pl.col(c) + length for c in ("start_ns", "end_ns")))
+    (found,) = pipeline_bubble.detect(pl.concat([stalls[0], later]))
+    assert long == pytest.approx(2 * short, rel=0.01)
+    assert found.lost_ns_per_step == pytest.approx((4 * short + 2 * long) / 6, rel=0.01)
+
+
 def test_steps_that_differ_are_left_out_and_counted():
     """Of 6 steps one lacks an operation and one takes ten times as long."""
     ops = run([2, 2], [4, 4])

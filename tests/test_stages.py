@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -178,6 +179,8 @@ def test_slow_rank_of_one_replica_is_no_long_stage(tmp_path):
 @pytest.mark.parametrize("long", [None, 2])
 def test_long_stage_of_a_real_pipeline_is_found_and_its_healthy_twin_is_silent(long, tmp_path):
     """torch's Schedule1F1B, 4 stages of 20 + 40 ms, 8 microbatches: the schedule idles 3 / 11."""
+    if importlib.metadata.version("torch").startswith("2.5."):
+        pytest.skip("torch 2.5 waits for one of a pipeline's transfers only, so gloo's have no ends")
     rankscope_ = str(Path(sys.executable).with_name("rankscope"))
     command = [rankscope_, "run", "--out", tmp_path / "run", "--nproc-per-node", 4, JOBS / "pipeline.py"]
     command += [] if long is None else [long]

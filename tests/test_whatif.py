@@ -68,7 +68,7 @@ def record(folder, before, after=0, *, transfer=10, gc=None, late=None, forgets=
     return folder
 
 
-def write(folder, rank, rows, *, world_size, node, local_rank=0):
+def write(folder, rank, rows, *, world_size, node, local_rank=0, is_async=True):
     part = Partition(RunFolder(folder), f"rank={rank:05}", "a0-")
     part.add_row("ranks", RANK | {"world_size": world_size, "node": node, "local_rank": local_rank})
     members = f"0-{world_size - 1}"
@@ -84,7 +84,7 @@ def write(folder, rank, rows, *, world_size, node, local_rank=0):
             part.add_row("regions", span | kind | {"microbatch": None, "stage": None})
             continue
         op = {"issued_ns": start * MS, "group_id": 7, "seq": what, "op": OPS.index("allreduce"), "dtype": 2}
-        op |= {"device_start_ns": None, "is_async": True, "peer": -1, "tag": 0, "thread": 0}
+        op |= {"device_start_ns": None, "is_async": is_async, "peer": -1, "tag": 0, "thread": 0}
         op |= {"size_bytes": size[0] if size else 4096}
         part.add_row("collectives", span | op | {"number": what + 1})
     part.flush()
@@ -271,7 +271,7 @@ def test_command_refuses_in_one_line(tmp_path):
 # ---- DDP's buckets
 
 
-def three_buckets(folder, sizes_mib=(4, 16, 16), slower=0, stamped_late=0):
+def three_buckets(folder, sizes_mib=(4, 16, 16), slower=0, stamped_late=0, is_async=True):
     """Two ranks; buckets that take 2 ms + 1 ms per MiB, ready 20, 40 and 60 ms after backward begins at 40.
 
     Rank 1's forward takes `slower` ms more; rank 0 writes down that the last bucket has ended `stamped_late` ms late.
@@ -296,10 +296,11 @@ def three_buckets(folder, sizes_mib=(4, 16, 16), slower=0, stamped_late=0):
     said = {"schema_version": SCHEMA_VERSION, "node": 0, "state": "closed", "launch": {}}
     (folder / "run/node=00000.json").write_text(json.dumps(said))
     for rank, rows in enumerate(ranks):
-        write(folder, rank, rows, world_size=2, node=0)
+        write(folder, rank, rows, world_size=2, node=0, is_async=is_async)
     return folder
 
 
+@pytest.mark.parametrize("is_async", [True, None], ids=["asynchronous", "torch before 2.8"])
 @pytest.mark.parametrize(
     ("fix", "longer_ms"),
     [
@@ -307,8 +308,8 @@ def three_buckets(folder, sizes_mib=(4, 16, 16), slower=0, stamped_late=0):
         ("bucket-mb:50", 20),  # all together begin at 100 and take 38
     ],
 )
-def test_larger_buckets_begin_later_and_save_latency(tmp_path, fix, longer_ms):
-    gain = run_of(three_buckets(tmp_path)).gain(fix)
+def test_larger_buckets_begin_later_and_save_latency(tmp_path, fix, longer_ms, is_async):
+    gain = run_of(three_buckets(tmp_path, is_async=is_async)).gain(fix)
     assert gain.gain_ns / MS == pytest.approx(-longer_ms, abs=1e-6)
 
 

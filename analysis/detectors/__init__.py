@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import TypedDict
@@ -24,7 +25,7 @@ import polars as pl
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
-from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.exposed import is_bounded
 from rankscope.analysis.timeline.own import MIXED, Estimate, StepGrid, step_grid
 
@@ -38,6 +39,7 @@ __all__ = [
     "judged_grid",
     "longest_regions",
     "longest_rows",
+    "of_hosts",
     "peers_grid",
     "price",
     "severity",
@@ -109,6 +111,26 @@ def transfer_grid(
     if grid.of("unsplit").mean() > _MOST_UNSPLIT * grid.step_ns:
         raise NotResolvable(text("too much of the blocked time cannot be split into waiting and transfer"))
     return grid
+
+
+def of_hosts(found: Callable[[pl.DataFrame | None], list[Finding]], waits: pl.DataFrame | None) -> list[Finding]:
+    """What stops of the hosts are for certain, where only hosts were seen (`waits`); else all of them.
+
+    Not resolvable where it is something only if no device had work meanwhile.
+    """
+    sure = found(waits)
+    if sure or waits is None:
+        return sure
+    for possible in found(None):
+        raise NotResolvable(
+            text(
+                "{stop}, up to {share} of the step, and it was not recorded whether the devices ran out of work "
+                "meanwhile; rankscope trigger RUN --steps 3 tells",
+                stop=possible.title,
+                share=percent(possible.lost_fraction),
+            )
+        )
+    return []
 
 
 def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price:

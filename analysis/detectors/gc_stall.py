@@ -5,6 +5,9 @@ step counts with its longest collection over the ranks, since ranks that collect
 each time. Reported above `min_fraction` of the step and `min_ns` per step. A collection is its own evidence: one that
 takes `min_fraction_once` of all judged time is reported, though nobody knows yet how often it comes back.
 
+Where ranks run on devices of which neither kernels nor CUDA events were recorded, a collection counts as far as it
+is sure that devices waited for it, and is not checked if only all of it were enough.
+
 **Why it costs time.** A full collection visits every object of the process. The main thread launches nothing
 meanwhile, and all ranks wait for it in the next collective; with N ranks that collect at different times the job
 stops N times as often.
@@ -25,12 +28,13 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, price, visible
+from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Estimate, estimate, over_occurrences
+from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, estimate, over_occurrences
+from rankscope.analysis.timeline.stops import held_up
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -42,6 +46,7 @@ _LENGTH = pl.col("end_ns") - pl.col("start_ns")
 def detect(
     breakdown: pl.DataFrame,
     regions: pl.DataFrame,
+    device_waits: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.01,
     min_fraction_once: float = 0.10,
@@ -49,13 +54,21 @@ def detect(
 ) -> list[Finding]:
     """Name the ranks whose collections stop the job, in one finding."""
     grid = judged_grid(breakdown, FEW_STEPS)
-    collecting = grid.of("gc")
+    least_ns = max(min_fraction * grid.step_ns, min_ns)
+    return of_hosts(
+        lambda waits: _found(grid, held_up(grid, "gc", waits), regions, least_ns, min_fraction_once), device_waits
+    )
+
+
+def _found(
+    grid: StepGrid, collecting: Floats, regions: pl.DataFrame, least_ns: float, min_fraction_once: float
+) -> list[Finding]:
     longest = collecting.max(axis=0)
     shows = longest > longest.mean() / 2
     # How sure their mean is, tell the collections themselves: one in five steps is as much a fact as one in each.
     lost = Estimate(float(longest.mean()), over_occurrences(longest, shows).half_width_ns)
     once = longest.max() >= min_fraction_once * len(longest) * grid.step_ns
-    if not (lost.clear or once) or lost.ns < max(min_fraction * grid.step_ns, min_ns):
+    if not (lost.clear or once) or lost.ns < least_ns:
         return []
     # A device may still be busy, or wait for another rank, while its host collects: the cause is the same.
     per_rank = regions.filter(pl.col("kind") == "gc").group_by("rank").agg(ns=_LENGTH.sum())

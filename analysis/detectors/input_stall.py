@@ -5,6 +5,11 @@ they spend `min_fraction` of the step more there than the median of their peers;
 stall about as long, are one finding, and each step counts with the longest. Otherwise all ranks that spend more than
 that are named together. Loaders with workers are ahead, so that slow ones make a rank wait in some steps only, and with
 luck in none: where three ranks or more wait as long now and then, what they share is named, their node or all ranks.
+A device waits for a batch only when it has done its work. If all have to, the one that is behind does, and the others
+get ahead: ranks whose hosts wait as long for batches as a named one's are named too.
+
+Where ranks run on devices of which neither kernels nor CUDA events were recorded, input counts as far as it
+is sure that devices waited for it, and is not checked if only all of it were enough.
 
 **Why it costs time.** The main thread can launch nothing while it waits, and the other ranks wait for this one in
 the next collective.
@@ -26,12 +31,21 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_regions, price, visible
+from rankscope.analysis.detectors import (
+    FEW_STEPS,
+    NotResolvable,
+    judged_grid,
+    longest_regions,
+    of_hosts,
+    price,
+    visible,
+)
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Floats, StepGrid, above_peers, estimate
+from rankscope.analysis.timeline.stops import held_up
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -41,28 +55,42 @@ _ALWAYS = 0.9  # share of the steps above which a stall is there in every step
 _ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same reason
 _OF_NODE = 0.1  # the same, where all ranks of a node stall
 _TURNS, _SEVERAL = 2, 3  # steps in which a rank must have waited as long, and ranks that must
+_AS_LONG = 0.2  # so much apart may hosts be that load alike; a device waits so much less than its host that is ahead
 _TRIM = 0.1
 
 
 def detect(
-    breakdown: pl.DataFrame, regions: pl.DataFrame, ranks: pl.DataFrame, *, min_fraction: float = 0.03
+    breakdown: pl.DataFrame,
+    regions: pl.DataFrame,
+    ranks: pl.DataFrame,
+    device_waits: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
 ) -> list[Finding]:
     """Name the ranks that wait for input: those that stand out, together where they stall alike, or else all."""
     grid = _with_input(breakdown, regions)
-    waited, least_ns = grid.of("input"), min_fraction * grid.step_ns
-    excess, nodes = above_peers(waited), _nodes(grid, ranks)
+    nodes, least_ns = _nodes(grid, ranks), min_fraction * grid.step_ns
+    return of_hosts(lambda waits: _found(grid, held_up(grid, "input", waits), regions, nodes, least_ns), device_waits)
+
+
+def _found(
+    grid: StepGrid, waited: Floats, regions: pl.DataFrame, nodes: list[list[int]], least_ns: float
+) -> list[Finding]:
+    excess = above_peers(waited)
     apart = [rows for rows in _alike(excess, nodes) if _longest(excess[rows]).mean() >= least_ns]
     if apart and 2 * sum(map(len, apart)) <= len(waited):
         shared = _shared(waited, sorted(row for rows in apart for row in rows), least_ns, nodes)
-        if shared is None:
-            findings = [_finding(grid, regions, rows, _longest(excess[rows])) for rows in apart]
-            return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
-        return [_finding(grid, regions, shared, _longest((waited if len(shared) == len(waited) else excess)[shared]))]
+        sets = [shared] if shared else _loading_as_long(apart, waited, grid, regions)
+        findings = [
+            _finding(grid, regions, rows, _longest((waited if len(rows) == len(waited) else excess)[rows]))
+            for rows in sets
+        ]
+        return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
     means = [estimate(row) for row in waited]
     stalled = [row for row, mean in enumerate(means) if mean.clear and mean.ns >= least_ns]
     if not stalled:
         return []
-    stalled = _shared(waited, stalled, least_ns, nodes) or stalled
+    stalled = _shared(waited, stalled, least_ns, nodes) or _loading_as_long([stalled], waited, grid, regions)[0]
     return [_finding(grid, regions, stalled, _longest(waited[stalled]))]
 
 
@@ -80,6 +108,26 @@ def _shared(waited: Floats, stalled: list[int], least_ns: float, nodes: list[lis
         return None
     rows = {*now_and_then.tolist(), *stalled}
     return next((of_node for of_node in nodes if rows <= set(of_node)), list(range(len(waited))))
+
+
+def _loading_as_long(sets: list[list[int]], waited: Floats, grid: StepGrid, regions: pl.DataFrame) -> list[list[int]]:
+    """The sets with the rows whose hosts wait as long for their batches, where that is longer than their devices do.
+
+    Of devices that all have to wait the one that is behind waits longest, which gives the others their lead.
+    """
+    length = (pl.col("end_ns") - pl.col("start_ns")).sum()
+    of_rank = dict(regions.filter(pl.col("kind") == "input").group_by("rank").agg(length).iter_rows())
+    on_host = np.array([of_rank.get(rank, 0) for rank in grid.ranks]) / len(grid.steps)
+    found: list[list[int]] = []
+    for rows in sets:
+        usual_ns = float(on_host[rows].mean())
+        alike = np.abs(on_host - usual_ns) <= _AS_LONG * usual_ns
+        alike &= waited.mean(axis=1) < (1 - _AS_LONG) * on_host
+        taken = {row for others in found for row in others}
+        left = sorted({*rows, *np.flatnonzero(alike).tolist()} - taken)
+        if not taken.issuperset(rows):
+            found.append(left)
+    return found
 
 
 def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:

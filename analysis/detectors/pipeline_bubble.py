@@ -24,10 +24,11 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable
+from rankscope.analysis.detectors import NotResolvable, severity
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import percent
+from rankscope.analysis.timeline.own import estimate
 from rankscope.analysis.timeline.pipeline import TRANSFERS, measured_pipeline, steps_of_ops
 from rankscope.analysis.timeline.replay import NotReplayable
 
@@ -50,16 +51,15 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
     spans = steps_of_ops(ops).unique("step").sort("step")
     length = spans if steps is None else steps
     mean_ns = float(np.mean((length["end_ns"] - length["start_ns"]).to_numpy()))
-    lost = float(np.median(excess_ns))
-    half_width = 1.96 * float(excess_ns.std()) / len(excess_ns) ** 0.5
-    if lost <= half_width:
+    lost = estimate(excess_ns)
+    if not lost.clear:
         return []
-    fraction = lost / mean_ns
+    fraction = lost.ns / mean_ns
     cause = max(_ADVICE, key=lambda part: found.excess[part])
     return [
         Finding(
             detector="pipeline_bubble",
-            severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
+            severity=severity(fraction),
             title=text(
                 "The pipeline idles {share} of its time where {schedule} needs {needed}, mostly for {cause}",
                 share=percent(share),
@@ -69,10 +69,10 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
             ),
             where=text("stage {stage}", stage=found.busiest_stage),
             advice=_ADVICE[cause],
-            lost_ns_per_step=round(lost),
-            lost_ns_total=round(lost * len(excess_ns)),
+            lost_ns_per_step=round(lost.ns),
+            lost_ns_total=round(lost.ns * len(excess_ns)),
             lost_fraction=fraction,
-            uncertainty_ns=round(half_width),
+            uncertainty_ns=round(lost.half_width_ns),
             gain_fraction=fraction,
             evidence=tuple(
                 Evidence(

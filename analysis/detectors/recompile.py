@@ -4,6 +4,9 @@
 `min_fraction` of all judged time. Each step counts with its longest compilation over the ranks. One step is enough
 where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once` of that time.
 
+Where ranks run on devices of which neither kernels nor CUDA events were recorded, a compilation counts as far as it
+is sure that devices waited for it, and is not checked if only all of it were enough.
+
 **Why it costs time.** A compiled graph holds for what its guards saw: shapes, types, values of Python variables. When
 one changes, the code is compiled anew, which takes seconds on the host; the device runs dry, and all ranks wait for the
 one that compiles. A graph break splits a graph into several, each of which is compiled again.
@@ -25,12 +28,13 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, price
+from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, of_hosts, price
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import over_occurrences
+from rankscope.analysis.timeline.own import Floats, StepGrid, over_occurrences
+from rankscope.analysis.timeline.stops import held_up
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -43,6 +47,7 @@ _REASON = r"^compile \S+: (?:\S+/\S+: )?(.+)$"
 def detect(
     breakdown: pl.DataFrame,
     regions: pl.DataFrame,
+    device_waits: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.02,
     min_fraction_once: float = 0.10,
@@ -50,12 +55,21 @@ def detect(
 ) -> list[Finding]:
     """Name the ranks that compile in judged steps, in one finding."""
     grid = judged_grid(breakdown, FEW_STEPS)
-    compiling = grid.of("compile")
+    least = {True: min_fraction, False: min_fraction_once}
+
+    def found(waits: pl.DataFrame | None) -> list[Finding]:
+        return _found(grid, held_up(grid, "compile", waits), regions, least, min_steps)
+
+    return of_hosts(found, device_waits)
+
+
+def _found(
+    grid: StepGrid, compiling: Floats, regions: pl.DataFrame, least: dict[bool, float], min_steps: int
+) -> list[Finding]:
     longest = compiling.max(axis=0)
     shows = longest > 0
-    several = shows.sum() >= min_steps
-    least = min_fraction if several else min_fraction_once
-    if not (several or _again(regions)) or longest.mean() < least * grid.step_ns or not shows.any():
+    several = bool(shows.sum() >= min_steps)
+    if not (several or _again(regions)) or longest.mean() < least[several] * grid.step_ns or not shows.any():
         return []
     per_rank = compiling.mean(axis=1)
     ranks = tuple(rank for rank, mean in zip(grid.ranks, per_rank, strict=True) if mean >= per_rank.max() / 2)

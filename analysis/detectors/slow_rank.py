@@ -193,6 +193,7 @@ def detect(
     regions: pl.DataFrame | None = None,
     groups: pl.DataFrame | None = None,
     proxies: pl.DataFrame | None = None,
+    device_waits: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     persistence: float = 0.65,
@@ -200,24 +201,26 @@ def detect(
     min_share: float = 0.8,
 ) -> list[Finding]:
     """Name the ranks and nodes whose own time is longer than their peers', or who come late; the costliest first."""
-    waited_for = _waited_for(breakdown, collectives, ranks, regions)
+    waited_for = _waited_for(breakdown, collectives, ranks, regions, hosts_only=device_waits is not None)
     try:
         found = _by_own_time(
             *(breakdown, phases, steps, ranks, collectives, regions, groups),
             *(min_fraction, persistence, min_z, min_share),
         )
     except NotResolvable:
-        if not waited_for:
+        if waited_for is None:
             raise
         found = []
-    for late in _late(breakdown, collectives, waited_for, min_fraction, persistence, min_z):
-        same = [finding for finding in found if set(finding.ranks) & set(late.ranks)]
-        if all(late.cost.ns - late.cost.half_width_ns > finding.lost_ns_per_step for finding in same):
-            one = _late_finding(breakdown, late, steps, proxies)
+    if waited_for is None:
+        return found
+    for who in _late(waited_for, min_fraction, persistence, min_z):
+        same = [finding for finding in found if set(finding.ranks) & set(who.ranks)]
+        if all(who.cost.ns - who.cost.half_width_ns > finding.lost_ns_per_step for finding in same):
+            one = _late_finding(waited_for.grid, who, steps, proxies)
             found = [finding for finding in found if finding not in same]
-            found.append(replace(one, where=same[0].where) if same and late.factor is None else one)
+            found.append(replace(one, where=same[0].where) if same and who.factor is None else one)
     if not found:
-        _refuse_hidden(breakdown, waited_for, min_fraction, persistence, min_z)
+        _refuse_hidden(waited_for, min_fraction, persistence, min_z)
     return sorted(found, key=lambda finding: -finding.lost_ns_per_step)
 
 
@@ -253,7 +256,7 @@ def _by_own_time(
             slow = _latecomer(seen, slow, -above_peers(grid.blocked, role), by_label, min_share)
         slow = [replace(s, where=_places(s, grid, role, regions)) for s in slow]
     slow = [s for s in (*slow_nodes, *slow) if s.lost.clear and s.lost.ns >= least_ns]
-    return [_finding(grid, s, steps) for s in slow]
+    return [_finding(grid, s, steps) for s in sorted(slow, key=lambda s: -s.lost.ns)]
 
 
 def resolution_ns(
@@ -262,21 +265,22 @@ def resolution_ns(
     regions: pl.DataFrame | None = None,
     groups: pl.DataFrame | None = None,
     ranks: pl.DataFrame | None = None,
+    device_waits: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     min_z: float = 5.0,
 ) -> int:
     """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
-    waited_for = _waited_for(breakdown, collectives, ranks, regions)
+    waited_for = _waited_for(breakdown, collectives, ranks, regions, hosts_only=device_waits is not None)
     try:
         own_ns = _resolution_of_own_time(breakdown, collectives, regions, groups, min_fraction, min_z)
     except NotResolvable:
-        if not waited_for:
+        if waited_for is None:
             raise
         own_ns = 0
-    if not waited_for or collectives is None:
+    if waited_for is None:
         return own_ns
-    unmatched = collectives.filter(pl.col("op").is_in(MUTUAL_OPS))["instance_id"].is_null().mean()
+    unmatched = waited_for.collectives.filter(pl.col("op").is_in(MUTUAL_OPS))["instance_id"].is_null().mean()
     if isinstance(unmatched, float) and unmatched > _MOST_UNMATCHED:
         raise NotResolvable(
             text(
@@ -284,8 +288,8 @@ def resolution_ns(
                 share=percent(unmatched),
             )
         )
-    grid = judged_grid(breakdown, FEW_STEPS)
-    noise_ns = max(float(_least_apart(above_peers(each.least), min_z)[1].max()) for each, _, _ in waited_for)
+    noise_ns = max(float(_least_apart(above_peers(late.least), min_z)[1].max()) for late, _, _ in waited_for.judged)
+    grid = waited_for.grid
     return max(own_ns, visible(grid, max(min_fraction * grid.step_ns, noise_ns)))
 
 
@@ -318,39 +322,59 @@ def _resolution_of_own_time(
 _Judged = tuple[Lateness, list[tuple[int, ...]], list[int | None]]  # with the ranks of each row, and its node
 
 
+@dataclass(frozen=True, slots=True)
+class _WaitedFor:
+    """How late nodes, then ranks, are by NCCL's durations."""
+
+    grid: StepGrid
+    collectives: pl.DataFrame
+    judged: list[_Judged]
+
+
 def _waited_for(
     breakdown: pl.DataFrame,
     collectives: pl.DataFrame | None,
     ranks: pl.DataFrame | None,
     regions: pl.DataFrame | None,
-) -> list[_Judged]:
-    """How late nodes and ranks are, by NCCL's durations; empty where there are none."""
+    *,
+    hosts_only: bool,
+) -> _WaitedFor | None:
+    """None where there are no durations of NCCL's."""
     if collectives is None or "duration_ns" not in collectives.columns:
-        return []
+        return None
     grid = judged_grid(breakdown, FEW_STEPS)
     each = lateness(collectives, grid, regions=regions)
     if each is None:
-        return []
-    each = _without_stops(each, grid, [(rank,) for rank in grid.ranks])
+        return None
+    each = _without_stops(each, grid, [(rank,) for rank in grid.ranks], hosts_only=hosts_only)
     of_ranks: _Judged = (each, [(rank,) for rank in grid.ranks], [None] * len(grid.ranks))
     node_of = {} if ranks is None else dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
     node_of = {rank: node for rank, node in node_of.items() if rank in grid.ranks}
     nodes = sorted(set(node_of.values()))
     together = lateness(collectives, grid, node_of, regions) if set(node_of) == set(grid.ranks) else None
     if len(nodes) < 2 or len(nodes) == len(node_of) or together is None:
-        return [of_ranks]
+        return _WaitedFor(grid, collectives, [of_ranks])
     members = [tuple(rank for rank in grid.ranks if node_of[rank] == node) for node in nodes]
-    return [(_without_stops(together, grid, members), members, [*nodes]), of_ranks]
+    of_nodes: _Judged = (_without_stops(together, grid, members, hosts_only=hosts_only), members, [*nodes])
+    return _WaitedFor(grid, collectives, [of_nodes, of_ranks])
 
 
-def _without_stops(late: Lateness, grid: StepGrid, members: list[tuple[int, ...]]) -> Lateness:
-    """The lateness without what input, garbage collection and the like make of it, where CUDA events tell that."""
-    if not grid.of(MIXED).any():
+def _without_stops(late: Lateness, grid: StepGrid, members: list[tuple[int, ...]], *, hosts_only: bool) -> Lateness:
+    """The lateness without what input, garbage collection and the like make of it.
+
+    CUDA events tell when the device ran dry in a stop. Without them it is taken that it did if it was late in that step
+    or in the next one: a stop may come after the step's last operation.
+    """
+    if not hosts_only and not grid.of(MIXED).any():
         return late
     stopped = np.maximum(above_peers(grid.of(*APART)), 0)
     row_of = {rank: row for row, rank in enumerate(grid.ranks)}
     by_row = np.array([stopped[[row_of[rank] for rank in ranks]].min(axis=0) for ranks in members])
-    return replace(late, least=np.maximum(late.least - by_row, 0), most=np.maximum(late.most - by_row, 0))
+    if hosts_only:
+        by_row[:, 1:] += np.maximum(by_row - late.least, 0)[:, :-1]
+    least = np.maximum(late.least - by_row, 0)
+    # A stop makes the rank late in each operation that follows it, by no more than in the one where it is latest.
+    return replace(late, least=least, most=np.where(least > 0, np.maximum(late.most - by_row, 0), 0))
 
 
 def _mixed_fraction(breakdown: pl.DataFrame) -> float:
@@ -359,18 +383,11 @@ def _mixed_fraction(breakdown: pl.DataFrame) -> float:
     return float(grid.of(MIXED).mean()) / grid.step_ns
 
 
-def _late(
-    breakdown: pl.DataFrame,
-    collectives: pl.DataFrame | None,
-    waited_for: list[_Judged],
-    min_fraction: float,
-    persistence: float,
-    min_z: float,
-) -> list[_Late]:
+def _late(waited_for: _WaitedFor, min_fraction: float, persistence: float, min_z: float) -> list[_Late]:
     """The nodes, then the other ranks, that the others wait for again and again."""
+    grid = waited_for.grid
     found: list[_Late] = []
-    for late, members, nodes in waited_for:
-        grid = judged_grid(breakdown, FEW_STEPS)
+    for late, members, nodes in waited_for.judged:
         excess = above_peers(late.least)
         shown = [_persistent(excess, {}, persistence, min_z), _bursts(grid, excess, persistence)]
         for row, (_, when) in (pair for kind in shown for pair in kind.items()):
@@ -384,22 +401,25 @@ def _late(
             if least.clear and least.ns >= min_fraction * grid.step_ns:
                 counts = int(late.last[row]), int(late.operations[row])
                 one = _Late(members[row], nodes[row], late.least[row], when, least, most_ns, *counts)
-                found.append(_if_evenly_slow(one, grid, collectives) if when.all() else one)
+                found.append(_if_evenly_slow(one, waited_for) if when.all() else one)
     return found
 
 
-def _if_evenly_slow(late: _Late, grid: StepGrid, collectives: pl.DataFrame | None) -> _Late:
+def _if_evenly_slow(late: _Late, waited_for: _WaitedFor) -> _Late:
     """The same at what it costs if forward and optimizer say that all is slower there by one factor.
 
     CUDA events time these two without communication. Where both are longer by the same factor, so is what the ranks
     compute in the phases in which they communicate too: their own time there, less up to all of their transfers.
     """
+    grid = waited_for.grid
     mine = np.isin(grid.ranks, late.ranks)
+    if mine.all() or not grid.of(MIXED).any():
+        return late
     longer: list[Estimate] = []
     for part in _TIMED:
         own = grid.of(part)
         peers = np.median(own[~mine], axis=0)
-        if not grid.of(MIXED).any() or mine.all() or not (peers > 0).all():
+        if not (peers > 0).all():
             return late
         longer.append(estimate(own[mine].mean(axis=0) / peers - 1, _TRIM))
     low, high = sorted(longer, key=lambda ratio: ratio.ns)
@@ -408,8 +428,8 @@ def _if_evenly_slow(late: _Late, grid: StepGrid, collectives: pl.DataFrame | Non
     timed = grid.of(*_TIMED)
     # The job waits for the slowest of them, and would for the slowest of the others.
     own_ns, next_ns = (timed[rows].max(axis=0).mean() for rows in (mine, ~mine))
-    rows = pl.DataFrame() if collectives is None else collectives.filter(pl.col("rank").is_in(late.ranks))
-    transfers_ns = float(rows["duration_ns"].sum() or 0) / len(late.ranks) / len(grid.steps)
+    transfers = waited_for.collectives.filter(pl.col("rank").is_in(late.ranks))["duration_ns"]
+    transfers_ns = float(transfers.sum()) / len(late.ranks) / len(grid.steps)
     share = 1 - next_ns / own_ns
     ns = share * (own_ns + grid.of(MIXED)[mine].mean() - transfers_ns / 2)
     half_width_ns = late.cost.half_width_ns + share * transfers_ns / 2
@@ -427,12 +447,10 @@ def _mean(values: Floats, when: Steps) -> Estimate:
     return estimate(values, _TRIM) if when.all() else over_occurrences(values, when)
 
 
-def _refuse_hidden(
-    breakdown: pl.DataFrame, waited_for: list[_Judged], min_fraction: float, persistence: float, min_z: float
-) -> None:
+def _refuse_hidden(waited_for: _WaitedFor, min_fraction: float, persistence: float, min_z: float) -> None:
     """Not resolvable where others wait for a rank again and again, and only all waits together would cost much."""
-    for late, members, _ in waited_for:
-        grid = judged_grid(breakdown, FEW_STEPS)
+    grid = waited_for.grid
+    for late, members, _ in waited_for.judged:
         for row in _persistent(above_peers(late.most), {}, persistence, min_z):
             most = estimate(late.most[row], _TRIM)
             if most.clear and most.ns >= min_fraction * grid.step_ns:
@@ -451,8 +469,7 @@ def _refuse_hidden(
                 )
 
 
-def _late_finding(breakdown: pl.DataFrame, late: _Late, steps: pl.DataFrame, proxies: pl.DataFrame | None) -> Finding:
-    grid = judged_grid(breakdown, FEW_STEPS)
+def _late_finding(grid: StepGrid, late: _Late, steps: pl.DataFrame, proxies: pl.DataFrame | None) -> Finding:
     who = text("Node {node}", node=late.node) if late.node is not None else text("Rank {rank}", rank=late.ranks[0])
     shown = tuple(np.array(grid.steps)[late.when].tolist())
     layer = _guilty_layer(late, grid, proxies)

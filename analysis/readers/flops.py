@@ -44,6 +44,7 @@ def _backward(shapes: _Shapes) -> int:
     return _attention(*shapes[1:4], of_scores=3, of_values=2)
 
 
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _OF: dict[str, Callable[[_Shapes], int]] = {
     "aten::mm": lambda shapes: _mm(*shapes[:2]),
     "aten::_scaled_mm": lambda shapes: _mm(*shapes[:2]),
@@ -54,14 +55,8 @@ _OF: dict[str, Callable[[_Shapes], int]] = {
     "aten::baddbmm": lambda shapes: _bmm(*shapes[1:3]),
     "aten::_grouped_mm": lambda shapes: _grouped(*shapes[:2]),
     "aten::_scaled_grouped_mm": lambda shapes: _grouped(*shapes[:2]),
-    **{
-        f"aten::_scaled_dot_product_{kind}": _forward
-        for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-    },
-    **{
-        f"aten::_scaled_dot_product_{kind}_backward": _backward
-        for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-    },
+    **{f"aten::_scaled_dot_product_{kind}": _forward for kind in _ATTENTION},
+    **{f"aten::_scaled_dot_product_{kind}_backward": _backward for kind in _ATTENTION},
 }
 SHAPED = tuple(name.encode() for name in _OF)
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from rankscope.analysis.finding import (
+    COUNTED,
     REST,
     Clock,
     Evidence,
@@ -120,7 +121,7 @@ def head_facts(report: Report) -> list[str]:
     if report.utilisation is not None:
         peak = report.utilisation.peak_flops / 1e12 / len(report.ranks)
         share = report.utilisation.counted
-        key = "mfu" if share is None else "hfu" if share >= 0.9 else "hfu.least"
+        key = "mfu" if share is None else "hfu" if share >= COUNTED else "hfu.least"
         facts.append(say(f"head.{key}", percent(report.utilisation.mfu), peak, percent(share or 0.0)))
     return [*facts, say("source", report.source)]
 

@@ -336,6 +336,10 @@ CHINESE: dict[str, str] = {
     "too much of the blocked time cannot be split into waiting and transfer": "阻塞时间中有太多无法拆分为等待和传输",
     "in {seen} nothing below {resolution} per step could be told from chance": "在 {seen} 中，每步低于 {resolution} 的损失无法与随机波动区分",
     "longest: {length}": "最长：{length}",
+    "backward is not told from communication, and nobody is known to wait for anybody in it": "无法区分反向与通信，也不知道其中谁在等谁",
+    "{stop}, up to {share} of the step, and it was not recorded whether the devices ran out of work meanwhile; rankscope trigger RUN --steps 3 tells": "{stop}，最多占该步的 {share}；没有记录设备当时是否已无工作可做；rankscope trigger RUN --steps 3 可以查明",
+    "; hosts stand in input, garbage collection, compilation or checkpoints for {share} of the step, and what devices did meanwhile was not recorded": "；主机在 {share} 的步时间里处于取输入、垃圾回收、编译或保存检查点，没有记录设备当时在做什么",
+    "what the devices did was not recorded; a deep window does that": "没有记录设备做了什么；深度采样窗口可以记录",
     # what is missing in the record
     "{rows:,} kernels and launches are too many to replay at once: {done}": "{rows:,} 个 kernel 和下发调用太多，无法一次重放：{done}",
     "the critical path and gains are those of the first {first} of {steps}": "关键路径和收益只取自 {steps} 中的前 {first} 步",
@@ -347,6 +351,7 @@ CHINESE: dict[str, str] = {
     "torch's Flight Recorder has no durations, so it is not known which rank comes late and how fast transfers are; TORCH_NCCL_ENABLE_TIMING=1 gives them (with CUDA_DEVICE_MAX_CONNECTIONS=1 communication then overlaps less: for a short run only), or rankscope trigger for a few steps": "torch 的 Flight Recorder 没有时长，因此无法得知哪个 rank 晚到、传输有多快；设置 TORCH_NCCL_ENABLE_TIMING=1 可以得到（与 CUDA_DEVICE_MAX_CONNECTIONS=1 同用时通信重叠会减少：只适合短时运行），或用 rankscope trigger 采集几步",
     "step numbers do not mean the same step on all ranks: only {same:.0%} of the collectives are in the same one; call rankscope.step() at the end of each step": "各 rank 的步编号不指同一步：只有 {same:.0%} 的集合通信落在同一步；请在每步结束时调用 rankscope.step()",
     "clocks or stamps are wrong by that, and these ends were moved to that arrival": "时钟或时间戳有这么大的误差，这些结束时间已移到该到达时刻",
+    "a timeout or an error ended them before it came, and these ends were moved to that arrival": "在它到达之前，超时或错误已使它们结束；这些结束时间已移到该到达时刻",
     "the devices' clocks are wrong by that, and times were left as they are": "设备时钟有这么大的误差，时间保持原样",
     "{count} rows of operations end before their last rank arrived, by up to {worst} ns: {done}": "{count} 条操作记录在其最后一个 rank 到达之前就结束，最多早 {worst} ns：{done}",
     "{why_none}; the whole capture is taken as one step": "{why_none}；整个采集区间视为一步",

@@ -17,7 +17,7 @@ from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl import proxies, with_durations
 from rankscope.analysis.timeline.pipeline import steps_of_ops
 from rankscope.analysis.timeline.profiled import profiled_gaps, set_profiled_aside
-from rankscope.analysis.timeline.progress import last_begun_ns, last_progress
+from rankscope.analysis.timeline.progress import given_up, last_begun_ns, last_progress
 from rankscope.analysis.timeline.ras import late_ranks
 from rankscope.analysis.timeline.readings import gpus_of_ranks
 from rankscope.analysis.timeline.stages import stage_ops
@@ -151,7 +151,7 @@ def build_timeline(trace: Trace) -> Timeline:
         *of_marks,
         *profiled_gaps(steps),
         *incomparable,
-        *_early_gaps(collectives),
+        *_early_gaps(collectives, steps),
         *no_ops,
         *_broken("phases", lambda: check_phases(cut, split)),
     ]
@@ -221,14 +221,16 @@ def _timing_gaps(records: pl.DataFrame) -> list[Gap]:
     return [Gap(table="flight_records", rank=None, node=None, count=len(records), why=why)]
 
 
-def _early_gaps(collectives: pl.DataFrame) -> list[Gap]:
-    """What ended before its last rank arrived: how many, by how much at most, and what was done about it."""
-    by_device = pl.col("device_start_ns").is_not_null()
+def _early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
+    """What ended before its last rank arrived: how many, by how much at most, why, and what was done about it."""
+    gave_up = given_up(collectives, steps).select("rank", "instance_id", why=pl.lit("given up"))
+    by_device = pl.when(pl.col("device_start_ns").is_not_null()).then(pl.lit("device")).otherwise(pl.lit("clock"))
     done = {
-        False: text("clocks or stamps are wrong by that, and these ends were moved to that arrival"),
-        True: text("the devices' clocks are wrong by that, and times were left as they are"),
+        "clock": text("clocks or stamps are wrong by that, and these ends were moved to that arrival"),
+        "device": text("the devices' clocks are wrong by that, and times were left as they are"),
+        "given up": text("a timeout or an error ended them before it came, and these ends were moved to that arrival"),
     }
-    early = collectives.filter(pl.col("early_ns").is_not_null()).group_by(by_device.alias("by_device"))
+    early = collectives.filter(pl.col("early_ns").is_not_null()).join(gave_up, on=["rank", "instance_id"], how="left")
     return [
         Gap(
             table="collectives",
@@ -239,10 +241,13 @@ def _early_gaps(collectives: pl.DataFrame) -> list[Gap]:
                 "{count} rows of operations end before their last rank arrived, by up to {worst} ns: {done}",
                 count=count,
                 worst=worst,
-                done=done[by],
+                done=done[why],
             ),
         )
-        for by, count, worst in early.agg(pl.len(), pl.col("early_ns").max()).sort("by_device").iter_rows()
+        for why, count, worst in early.group_by(pl.col("why").fill_null(by_device))
+        .agg(pl.len(), pl.col("early_ns").max())
+        .sort("why")
+        .iter_rows()
     ]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.timeline.own import Floats
+from rankscope.analysis.timeline.own import Floats, robust_deviation
 from rankscope.collectors.schema import OPS
 
 __all__ = [
@@ -211,8 +211,8 @@ def fit_line(size_bytes: Floats, ns: Floats) -> Line | None:
     usual = np.array([float(np.median(ns[at])) for at in bins])
     if len(size) < 2 or size[-1] < _SIZES_DIFFER * size[0]:
         return None
-    # The standard error of a median is 1.2533 times that of the mean; 1.4826 × MAD estimates the deviation.
-    scatter = np.array([1.4826 * float(np.median(np.abs(ns[at] - np.median(ns[at])))) for at in bins])
+    # The standard error of a median is 1.2533 times that of the mean.
+    scatter = np.array([robust_deviation(ns[at]) for at in bins])
     known_to = np.maximum(1.2533 * scatter / np.sqrt([at.sum() for at in bins]), np.maximum(_MODEL_ERROR * usual, 1.0))
     weighted = np.stack([1 / known_to, size / known_to], axis=1)
     covariance = np.linalg.inv(weighted.T @ weighted)

@@ -22,6 +22,7 @@ from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.graph import Floats, Graph, Ints, NotReplayable, assemble, replay
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.own import BLOCKED
+from rankscope.analysis.timeline.stops import only_hosts_seen
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["HostGraph", "fidelity", "graph_of", "step_lengths"]
@@ -98,6 +99,8 @@ def graph_of(timeline: Timeline) -> HostGraph:
         raise NotReplayable(text("the ranks number their steps differently"))
     if len(timeline.marks):
         raise NotReplayable(text("CUDA events do not tell what the devices waited for; a deep window does"))
+    if only_hosts_seen(timeline.ranks, timeline.collectives, timeline.kernels, timeline.marks):
+        raise NotReplayable(text("what the devices did was not recorded; a deep window does that"))
     if timeline.ranks["node"].n_unique() > 1:
         _check_clocks(timeline)
     bounds = phases.group_by("rank").agg(pl.col("start_ns").min().alias("_from"), pl.col("end_ns").max().alias("_to"))

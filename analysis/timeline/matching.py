@@ -16,7 +16,7 @@ from rankscope.collectors.schema import OPS, P2P_OPS
 __all__ = ["MATCHED_COLUMNS", "MUTUAL_OPS", "ROOTED_OPS", "match_collectives", "members_of"]
 
 # One rank gives or takes all: the others do not wait for each other, so their durations alone do not show a wait.
-ROOTED_OPS = ("broadcast", "reduce", "gather", "scatter")
+ROOTED_OPS = ("broadcast", "reduce", "gather", "gather_into_tensor", "scatter")
 # Every rank needs something of every other, so none ends before the last has arrived. Not so an all-to-all, where two
 # ranks may have nothing for each other.
 MUTUAL_OPS = tuple(

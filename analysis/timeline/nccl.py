@@ -44,11 +44,11 @@ _NCCL_OP = {
     "reduce_scatter": ("reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     "broadcast": ("broadcast", "allgather", "allgather_coalesced", "scatter"),
     "reduce": ("reduce", "reduce_scatter"),
-    "gather": ("gather",),
+    "gather": ("gather", "gather_into_tensor"),
     "scatter": ("scatter",),
     "alltoall": ("alltoall", "alltoall_base"),
-    "send": ("send", "alltoall", "alltoall_base", "gather", "scatter"),
-    "recv": ("recv", "recv_any_source", "alltoall", "alltoall_base", "gather", "scatter"),
+    "send": ("send", "alltoall", "alltoall_base", "gather", "gather_into_tensor", "scatter"),
+    "recv": ("recv", "recv_any_source", "alltoall", "alltoall_base", "gather", "gather_into_tensor", "scatter"),
 }
 
 

@@ -75,6 +75,13 @@ class StepGrid:
         ranks = tuple(rank for rank, kept in zip(self.ranks, rows, strict=True) if kept)
         return StepGrid(ranks, self.steps, {part: values[rows] for part, values in self.parts.items()}, self.step_ns)
 
+    def at(self, columns: NDArray[np.bool_]) -> StepGrid:
+        """The same in these steps."""
+        steps = tuple(step for step, kept in zip(self.steps, columns, strict=True) if kept)
+        return StepGrid(
+            self.ranks, steps, {part: values[:, columns] for part, values in self.parts.items()}, self.step_ns
+        )
+
     @property
     def own(self) -> Floats:
         return self.of(*OWN)

@@ -8,7 +8,7 @@ from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.collectors.schema import P2P_OPS, STILL_NS, STILL_STEPS
 
-__all__ = ["last_begun_ns", "last_progress"]
+__all__ = ["given_up", "last_begun_ns", "last_progress"]
 
 _FAILED_NS = 1_000_000_000  # instead of STILL_NS, where an operation is known to have failed
 
@@ -33,10 +33,8 @@ def last_progress(
     Of operations whose ends are never seen, as NCCL's, those count that some member has not called, if NCCL's RAS said
     that a rank was late (`said_late`); else it is not known how far the rank was (`completed` is null).
     """
-    length_ns = steps["end_ns"] - steps["start_ns"]
-    median_ns = length_ns.median()
-    steps_ns = STILL_STEPS * (median_ns if isinstance(median_ns, float) else 0)
-    collectives, regions = _until_given_up(collectives, regions, max(_FAILED_NS, steps_ns))
+    steps_ns = _few_steps_ns(steps)
+    collectives, regions = _until_given_up(collectives, regions, steps)
     numbered = collectives.with_columns(pl.col("op").is_in(P2P_OPS).alias("_p2p"))
     failed = steps_ns > 0 and _has_failed(numbered, max(_FAILED_NS, steps_ns))
     still_ns = max(_FAILED_NS if failed else STILL_NS, steps_ns)
@@ -72,17 +70,33 @@ def _stands_still(collectives: pl.DataFrame, regions: pl.DataFrame, counters: pl
     return begun_ns is not None and isinstance(until, int) and until - begun_ns >= still_ns
 
 
+def _few_steps_ns(steps: pl.DataFrame) -> float:
+    median_ns = (steps["end_ns"] - steps["start_ns"]).median()
+    return STILL_STEPS * (median_ns if isinstance(median_ns, float) else 0)
+
+
+def given_up(collectives: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
+    """The rows whose ranks gave the operation up, by a timeout or an error, and began nothing more.
+
+    They ended 1 s and 5 median steps or more before another rank came, which none can end without.
+    """
+    after_ns = max(_FAILED_NS, _few_steps_ns(steps))
+    rows = collectives.filter(pl.col("op").is_in(MUTUAL_OPS), pl.col("early_ns") >= after_ns)
+    if rows.is_empty():
+        return rows
+    late = pl.col("start_ns") >= (rows["end_ns"] - rows["early_ns"]).min()
+    went_on = collectives.filter(late, pl.col("rank").is_in(rows["rank"].implode()))
+    return rows if went_on.is_empty() else rows.clear()
+
+
 def _until_given_up(
-    collectives: pl.DataFrame, regions: pl.DataFrame, after_ns: float
+    collectives: pl.DataFrame, regions: pl.DataFrame, steps: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Both until ranks gave an operation up, so long before another one came to it, and began nothing more."""
-    gave_up = collectives.filter(pl.col("op").is_in(MUTUAL_OPS), pl.col("early_ns") >= after_ns)
-    at_ns = (gave_up["end_ns"] - gave_up["early_ns"]).min()
-    if at_ns is None:
+    """Both until ranks gave an operation up."""
+    gave_up = given_up(collectives, steps)
+    if gave_up.is_empty():
         return collectives, regions
-    late = pl.col("start_ns") >= at_ns
-    if len(collectives.filter(late, pl.col("rank").is_in(gave_up["rank"].implode()))):
-        return collectives, regions
+    late = pl.col("start_ns") >= (gave_up["end_ns"] - gave_up["early_ns"]).min()
     too_late = collectives.filter(late)["instance_id"].drop_nulls()
     kept = collectives.filter(~late).with_columns(
         instance_id=pl.when(~pl.col("instance_id").is_in(too_late.implode())).then("instance_id"),

@@ -70,7 +70,7 @@ def count_flops(
     captured graphs, convolutions and a model's own are not counted. An operator is part of the step in which its first
     kernel began. A rank without shapes has 0 of both.
     """
-    with_shapes, of_kernels = dict(by_rank(operators)), dict(by_rank(kernels.filter(pl.col("work") == "compute")))
+    with_shapes, of_kernels = dict(by_rank(operators)), dict(by_rank(kernels))  # slices, no copies
     found = {
         rank: _counted_on(with_shapes[rank], of_kernels[rank], rows)
         if rank in with_shapes and rank in of_kernels
@@ -84,6 +84,13 @@ def count_flops(
 
 def _counted_on(operators: pl.DataFrame, kernels: pl.DataFrame, steps: pl.DataFrame) -> tuple[float, float]:
     """Of one rank: mean FLOPs of a step, and the share of its products' time that they are of."""
+    computing = kernels.filter(pl.col("work") == "compute").select(
+        "start_ns",
+        "launch_ns",
+        "launch_thread",
+        length=pl.col("end_ns") - pl.col("start_ns"),
+        multiplies=pl.col("name").str.contains(PRODUCTS),
+    )
     spans = operators.drop_nulls("flops").select(
         pl.col("start_ns").alias("launch_ns"),
         pl.col("thread").alias("launch_thread"),
@@ -92,13 +99,12 @@ def _counted_on(operators: pl.DataFrame, kernels: pl.DataFrame, steps: pl.DataFr
         operator=pl.int_range(pl.len()),
     )
     launched = (
-        kernels.drop_nulls("launch_ns")
+        computing.drop_nulls("launch_ns")
         .sort("launch_ns")
         .join_asof(spans.sort("launch_ns"), on="launch_ns", by="launch_thread", check_sortedness=False)
         .filter(pl.col("launch_ns") <= pl.col("until_ns"))
     )
-    of_products = pl.col("end_ns").sub(pl.col("start_ns")).filter(pl.col("name").str.contains(PRODUCTS)).sum()
-    in_all, in_counted = (frame.select(of_products).item() for frame in (kernels, launched))
+    in_all, in_counted = (float(frame.filter("multiplies")["length"].sum()) for frame in (computing, launched))
     begun = launched.group_by("operator").agg(pl.col("start_ns").min(), pl.col("flops").first())
     begins, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
     step = np.searchsorted(begins, begun["start_ns"].to_numpy(), "right") - 1

@@ -342,13 +342,16 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
 
 
 def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:
-    """The asynchronous all-reduces that are matched and were called in backward: DDP's."""
+    """The asynchronous all-reduces that are matched and were called in backward: DDP's.
+
+    Where torch did not say which are, these are the ones that went on when their call was over.
+    """
     backward = timeline.regions.filter(pl.col("kind") == "backward", pl.col("thread") == 0)
     backward = backward.select("rank", backward_ns="start_ns", returned_ns="end_ns").sort("backward_ns")
     return (
         timeline.collectives.filter(
             pl.col("op") == "allreduce",
-            pl.col("is_async"),
+            pl.col("is_async").fill_null(pl.col("end_ns") > pl.col("issued_ns")),
             pl.col("instance_id").is_not_null(),
             pl.col("end_ns").is_not_null(),
             pl.col("size_bytes") > 0,

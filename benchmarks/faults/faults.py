@@ -98,14 +98,14 @@ def cases(seeds: int, clean: int) -> Iterator[Case]:
             yield Case(CLEAN, CONFOUNDERS[number // 2 % len(CONFOUNDERS)], number)
 
 
-def simulated(case: Case, *, small: bool = False, nccl: bool = False) -> tuple[Recording, tuple[Truth, ...]]:
+def simulated(case: Case, *, small: bool = False, gpus: str = "") -> tuple[Recording, tuple[Truth, ...]]:
     """The recording of the case, and what is true of it. `small` jobs have at most 16 ranks, or 4 nodes.
 
-    `nccl`: of a job on GPUs, as it is recorded without a profiler.
+    `gpus`: of a job on GPUs as it is recorded without a profiler, "nccl" on NVIDIA's, "rccl" on AMD's.
     """
     rng = np.random.default_rng([case.seed, *case.kind.encode(), *case.dose.encode()])
     kinds = [] if case.kind == CLEAN else case.kind.split("+")
-    job = _job(case, kinds, rng, small, ("ddp-nccl",) if nccl else _PARALLELS)
+    job = _job(case, kinds, rng, small, (f"ddp-{gpus}",) if gpus else _PARALLELS)
     faults: list[_Fault] = []
     for kind in kinds:
         # Two faults on one node could not be told apart by anybody.
@@ -143,7 +143,7 @@ class _Fault:
 
 
 def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool, parallels: tuple[str, ...]) -> Job:
-    fitting = [p for p in parallels if p == "ddp-nccl" or all(p in KINDS[k] for k in kinds)]
+    fitting = [p for p in parallels if p not in _PARALLELS or all(p in KINDS[k] for k in kinds)]
     parallel = str(rng.choice(fitting))
     sizes = [8, 16] if small else [8, 16, 32, 64]
     if parallel in ("pp-1f1b", "pp-gpipe"):

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
@@ -116,6 +115,8 @@ def trainer(args: argparse.Namespace, works: list[Work]):
     if args.parallel == "tp":
         tensor_parallel(model, init_device_mesh("cpu", (world,)))
     elif args.parallel == "fsdp2":
+        from torch.distributed.fsdp import fully_shard  # torch 2.6 and later
+
         mesh = init_device_mesh("cpu", (world,))
         for layer in model:
             fully_shard(layer, mesh=mesh)
@@ -125,7 +126,7 @@ def trainer(args: argparse.Namespace, works: list[Work]):
         model = DistributedDataParallel(model, bucket_cap_mb=10_000 if late else 4 * args.width**2 / 2**20)
     if args.fault == "recompile" and rank in args.ranks:
         head = torch.compile(lambda x: x * 2 + 1, backend=slow_compiler(args.ms / 1e3), dynamic=False)
-        torch._dynamo.config.recompile_limit = 1000
+        torch._dynamo.config.cache_size_limit = 1000
     else:
         head = None
 

@@ -23,6 +23,7 @@ _SCHEMAS = {
     for table in TABLES.values()
 }
 _FLOAT32 = 2
+_UNPROFILED = ("ddp-nccl", "ddp-rccl")
 _LAUNCH = "cudaLaunchKernel"
 _UNIX_NS = 1_790_000_000_000_000_000
 _PING_EVERY_NS, _PINGS = 10e9, 10
@@ -75,7 +76,7 @@ def write(log: Recording, folder: Path) -> Path:
 
     gaps = {rank: [] for rank in ranks}
     regions, calls = _lose(job, regions, calls, clocks, gaps)
-    if job.parallel == "ddp-nccl":
+    if job.parallel in _UNPROFILED:
         calls = _without_a_profiler(log, folder, clocks, calls)
     for table, columns in (("regions", regions), ("collectives", calls)):
         _by_rank(folder, table, _on_nodes_clocks(clocks, columns))
@@ -141,7 +142,10 @@ def _by_rank(folder: Path, table: str, columns: dict[str, np.ndarray]) -> None:
 def _without_a_profiler(
     log: Recording, folder: Path, clocks: _Clocks, calls: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """What is always recorded of devices: durations from torch's Flight Recorder, marks. The calls, without ends."""
+    """What is always recorded of devices: durations from torch's Flight Recorder, of NVIDIA's also marks.
+
+    Returns the calls, without ends.
+    """
     ranks, never = calls["rank"], np.full(len(calls["rank"]), np.inf)
     names = {group_id: name for group_id, name, *_ in log.groups}
     records = {"rank": ranks, "start_ns": calls["start_ns"] + 20e3, "record": calls["number"], "seq": calls["seq"] + 1}
@@ -149,9 +153,10 @@ def _without_a_profiler(
     records |= {"is_p2p": np.zeros(len(ranks), bool), "name": np.full(len(ranks), "nccl:all_reduce")}
     lasts = {"duration_ns": (calls["end_ns"] - calls["device_start_ns"]).astype(np.int64)}
     _by_rank(folder, "flight_records", _on_nodes_clocks(clocks, records) | lasts)
-    marks = _stacked([m | {"mark": DEVICE_MARKS.index(m["mark"])} for m in log.marks], *_MARK)
-    about = {"device": marks["rank"] % GPUS, "clock_error_ns": np.full(len(marks["rank"]), _MARK_ERROR_NS)}
-    _by_rank(folder, "device_marks", _on_nodes_clocks(clocks, marks) | about)
+    if log.job.parallel == "ddp-nccl":
+        marks = _stacked([m | {"mark": DEVICE_MARKS.index(m["mark"])} for m in log.marks], *_MARK)
+        about = {"device": marks["rank"] % GPUS, "clock_error_ns": np.full(len(marks["rank"]), _MARK_ERROR_NS)}
+        _by_rank(folder, "device_marks", _on_nodes_clocks(clocks, marks) | about)
     return calls | {"end_ns": never, "device_start_ns": never}
 
 
@@ -212,7 +217,7 @@ def _small_tables(log: Recording, folder: Path, rank: int, clocks: _Clocks, name
     _file(folder / "strings" / part, _table("strings", {"name_id": np.arange(len(names)), "name": names}))
     own = [g for g in log.groups if rank in g[3]]
     groups = {"start_ns": [start] * len(own), "group_id": [g[0] for g in own], "name": [g[1] for g in own]}
-    groups |= {"backend": ["nccl" if job.parallel == "ddp-nccl" else "gloo"] * len(own), "role": [g[2] for g in own]}
+    groups |= {"backend": ["nccl" if job.parallel in _UNPROFILED else "gloo"] * len(own), "role": [g[2] for g in own]}
     groups |= {"members": [",".join(str(r) for r in g[3]) for g in own]}
     _file(folder / "groups" / part, _table("groups", groups))
     if gaps:

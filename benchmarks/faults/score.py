@@ -46,9 +46,9 @@ _ALARM_LENGTHS = (4, 5, 6, 8, 10, 14, 20)  # the same, of healthy jobs
 Row = dict[str, Any]
 
 
-def judged(case: Case, *, delays: bool = False, small: bool = False, nccl: bool = False) -> Row:
+def judged(case: Case, *, delays: bool = False, small: bool = False, gpus: str = "") -> Row:
     """What is true of the case, and what was said: one row of the results, as JSON has it."""
-    log, truths = simulated(case, small=small, nccl=nccl)
+    log, truths = simulated(case, small=small, gpus=gpus)
     began = time.process_time()
     report = _report(log)
     loud = delays and case.dose == "loud" and case.kind not in ("hang", "drift")  # of a drift most is still to come
@@ -325,7 +325,7 @@ def _name(row: Row) -> str:
     return f"{case['kind']}/{case['dose']}/{case['seed']} ({row['job']['parallel']}, {row['job']['ranks']} ranks)"
 
 
-def run(wanted: Iterable[Case], results: Path | None, processes: int, **how: bool) -> list[Row]:
+def run(wanted: Iterable[Case], results: Path | None, processes: int, **how: bool | str) -> list[Row]:
     """A row per case; those that `results` holds already are not run again."""
     known: dict[tuple[str, str, int], Row] = {}
     if results and results.exists():
@@ -351,23 +351,25 @@ def main() -> None:
     parser.add_argument("--split", choices=("tune", "report", "both"), default="report")
     parser.add_argument("--kinds", type=_listed, help="only these: slow_rank,slow_rank+gc_stall,clean")
     parser.add_argument("--nccl", action="store_true", help="jobs on GPUs, as they are recorded without a profiler")
+    parser.add_argument("--rccl", action="store_true", help="the same on AMD's GPUs: no events of the devices")
     parser.add_argument("--case", help="one case, as kind/dose/seed: prints its report and keeps its run in --folder")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where --case keeps the run")
     parser.add_argument("--results", type=Path, help="JSON lines; what is in it already is not run again")
     parser.add_argument("--delays", action="store_true", help="how many steps a loud fault takes to be found")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
+    gpus = "rccl" if args.rccl else "nccl" if args.nccl else ""
     if args.case:
-        one(args.case, args.folder, small=args.quick or args.small, nccl=args.nccl)
+        one(args.case, args.folder, small=args.quick or args.small, gpus=gpus)
         return
     seeds, clean = (2 * _QUICK, 42) if args.quick and not args.seeds else (_SEEDS, args.clean)
     wanted = [c for c in cases(seeds, clean) if args.seeds or args.split in (c.split, "both")]
     wanted = [c for c in wanted if not args.kinds or c.kind in args.kinds]
-    wanted = [c for c in wanted if not args.nccl or c.kind in (*NCCL_KINDS, CLEAN)]
+    wanted = [c for c in wanted if not gpus or c.kind in (*NCCL_KINDS, CLEAN)]
     wanted = [c for c in wanted if not args.seeds or str(c.seed) in args.seeds]
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()
-    rows = run(wanted, args.results, args.processes, delays=args.delays, small=args.quick or args.small, nccl=args.nccl)
+    rows = run(wanted, args.results, args.processes, delays=args.delays, small=args.quick or args.small, gpus=gpus)
     print(f"{len(rows)} runs of split {args.split}, {time.monotonic() - began:.0f} s")
     show(rows)
 
@@ -376,7 +378,7 @@ def _listed(text: str) -> list[str]:
     return text.split(",")
 
 
-def one(name: str, folder: Path, **how: bool) -> None:
+def one(name: str, folder: Path, **how: bool | str) -> None:
     """Everything about one case: the run folder, what is true, what was said."""
     kind, dose, seed = name.split("/")
     log, truths = simulated(Case(kind, dose, int(seed)), **how)

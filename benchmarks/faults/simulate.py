@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 GPUS = 8  # ranks of a node
-PARALLELS = ("ddp", "ddp-gpu", "ddp-nccl", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
+PARALLELS = ("ddp", "ddp-gpu", "ddp-nccl", "ddp-rccl", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
 
 _US, _MS = 1e3, 1e6
 _ALPHA_NODE, _ALPHA_NET = 8 * _US, 40 * _US  # latency of one hop
@@ -792,6 +792,7 @@ _PROGRAMS = {
     "ddp": _ddp,
     "ddp-gpu": _ddp_gpu,
     "ddp-nccl": _ddp_gpu,  # the same, recorded without a profiler
+    "ddp-rccl": _ddp_gpu,  # and without events of the devices
     "fsdp": _fsdp,
     "tp": _tp,
     "moe": _moe,
