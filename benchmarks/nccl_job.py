@@ -34,11 +34,15 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(arguments.backend)
     tensor = torch.ones(int(arguments.mib * 2**20 / 4), device=device)
+    weights = torch.nn.Parameter(torch.zeros_like(tensor))
+    weights.grad = tensor
+    optimizer = torch.optim.SGD([weights], lr=0.0)  # so that there are steps
     started = time.perf_counter()
     for _ in range(arguments.steps):
         if rank == late_rank:
             time.sleep(late_ms / 1e3)
         dist.all_reduce(tensor)
+        optimizer.step()
         tensor.fill_(1)
         if device.type == "cuda":
             torch.cuda.synchronize()
