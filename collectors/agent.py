@@ -190,10 +190,7 @@ class Agent:
     ) -> None:
         """Raises OSError when the run cannot be written to `out`."""
         self._run = RunFolder(out)
-        (out / "run").mkdir(parents=True, exist_ok=True)
-        probe = out / "run" / f".probe-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        self._run.reserve()
         self.port = ping.listen()
         self._until_stdin_closes = until_stdin_closes
         self._stdin_open = until_stdin_closes
@@ -537,6 +534,7 @@ class Agent:
         self._windows.close()
         if self._node:
             self._close_node(self._node)
+        self._run.close()
         self._state |= {"state": "closed", "closed_ns": clock(), "closed_unix_ns": time.time_ns()}
         self._write_state()
 

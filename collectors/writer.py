@@ -2,13 +2,14 @@
 
 A live part is an Arrow IPC file without its footer: skip 8 bytes of magic and read a stream up to the torn batch.
 A sealed part is a whole Arrow IPC file, one batch, sorted. A disk that is full costs rows, which are counted,
-never the files that are there already.
+never the files that are there already; what the count takes is reserved beforehand.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ SEAL_ROWS = 65_536
 MAGIC_BYTES = 8
 RETRY_S = 5.0
 KEPT_BATCHES = 10_000
+RESERVE_BYTES = 65_536
 
 # Small and irreplaceable: kept in memory until the disk takes them. Of the others, rows are dropped and counted.
 _KEPT = ("ranks", "groups", "strings", "gaps")
@@ -43,6 +45,26 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.refused: list[tuple[_TableWriter, str]] = []  # with the partition: small tables that found no space
+        self._reserve = ""
+
+    def reserve(self) -> None:
+        """Space for what a full disk must not cost. Raises OSError where nothing can be written at all."""
+        folder = self.path / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".reserve-", dir=folder)
+        self._reserve = Path(name).name
+        with open(handle, "wb", buffering=0) as file, contextlib.suppress(OSError):  # then there is none
+            file.write(os.urandom(RESERVE_BYTES))
+
+    def close(self) -> None:
+        """What the partitions still hold is written, in the space that was kept for it."""
+        with contextlib.suppress(OSError):
+            (self.path / "run" / self._reserve).unlink()
+        for writer, key in self.refused:
+            folder = self.path / writer.table.name / key
+            writer.flush(folder, at_any_rate=True)
+            writer.seal(folder)
 
     def move(self, name: str) -> None:
         """Every file lies under `name` beside the old folder, which is gone if it is empty. Raises OSError."""
@@ -185,6 +207,11 @@ class _TableWriter:
         if batch.num_rows:
             self._pending.append(batch)
 
+    @property
+    def waiting(self) -> bool:
+        """Rows were kept that the disk did not take."""
+        return bool(self._pending)
+
     def flush(self, folder: Path, *, at_any_rate: bool = False) -> None:
         """What was added is with the system; or kept (small tables) or counted in `lost`, if the disk refuses."""
         if not self._pending:
@@ -270,7 +297,7 @@ class Partition:
                 self._tell_loss(writer)
 
     def close(self) -> None:
-        """All rows are written and all parts sealed, as far as the disk takes them."""
+        """All rows are written and all parts sealed, as far as the disk takes them; its folder has the rest."""
         for writer in self._in_order():
             writer.flush(self._folder(writer), at_any_rate=True)
             writer.seal(self._folder(writer))
@@ -280,6 +307,7 @@ class Partition:
         if gaps:
             gaps.flush(self._folder(gaps), at_any_rate=True)
             gaps.seal(self._folder(gaps))
+        self._run.refused += [(writer, self._key) for writer in self._writers.values() if writer.waiting]
 
     def _in_order(self) -> Sequence[_TableWriter]:
         """The gaps come last, as the others add to them."""
