@@ -13,7 +13,9 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, detectors, severity
 from rankscope.analysis.finding import (
+    COARSE,
     COUNTED,
+    NOT_OF_SPEED,
     REST,
     Blame,
     Fidelity,
@@ -118,8 +120,6 @@ _BOUNDED = ("slow_rank", "slow_link", "input_stall", "gc_stall", "recompile")  #
 _AS_REPLAYED = ("slow_link",)
 _REPLAYED = 8  # of one kind; each takes a replay
 _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
-_COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
-_NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
 _LISTED = 20  # of the causes of waiting and of the critical path
 _MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
@@ -141,7 +141,7 @@ def diagnose(
     return report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
 
 
-def read_run(path: PathLike) -> tuple[Report, Timeline]:
+def read_run(path: PathLike | Sequence[PathLike]) -> tuple[Report, Timeline]:
     """The report and timeline of the run at this path. Raises BadInput."""
     trace = Trace.open(path)
     timeline = build_timeline(trace)
@@ -200,7 +200,9 @@ def conclude(
         reasons["links"] = text("all ranks that were seen run on one node")
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     run = _replayable(timeline, tables["links"])
-    findings, fidelity = _with_gains(root_causes_first(_as_replayed(found, run)), run)
+    found, hidden = _as_replayed(found, run)
+    healthy = _with_hidden(healthy, hidden, found, not_checked)
+    findings, fidelity = _with_gains(root_causes_first(found), run)
     costs = delays(timeline.phases, timeline.collectives)
     findings = tuple(replace(finding, stood_still=_stood_still(costs, finding)) for finding in findings)
     caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
@@ -423,15 +425,20 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
     return replace(finding, gain_fraction=share * finding.lost_fraction)
 
 
-def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable) -> list[Finding]:
+def _as_replayed(
+    findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable
+) -> tuple[list[Finding], list[Healthy]]:
     """The findings: a kind that can be replayed, and what makes it so, at no more than mending brings in the replay.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
     Of several, mending one alone may bring nothing: each costs what mending it brings when the others are mended.
+    What then costs less than its detector reports, and not clearly anything, is hidden: no finding, but what it may
+    cost at most.
     """
-    bounded = list(findings)
+    bounded: list[Finding] = list(findings)
+    hidden: list[Healthy] = []
     if isinstance(run, NotReplayable):
-        return bounded
+        return bounded, hidden
     for kind in _BOUNDED:
         of_kind = [finding for finding in findings if finding.detector == kind and finding.fix]
         fixes = list(dict.fromkeys(one.fix for one in of_kind if one.fix))
@@ -439,9 +446,30 @@ def _as_replayed(findings: Sequence[Finding], run: Rerun | PipelineRerun | NotRe
             continue
         gains = _brings(fixes, run) if fixes else {}
         for one in of_kind:
-            if one.fix in gains and one.lost_ns_per_step:
-                bounded = _bounded(bounded, one, *gains[one.fix])
-    return bounded
+            if one.fix not in gains or not one.lost_ns_per_step:
+                continue
+            gain_ns, uncertainty_ns = gains[one.fix]
+            least_ns = _least_fraction(kind) * one.lost_ns_per_step / one.lost_fraction
+            if gain_ns <= uncertainty_ns and gain_ns < least_ns:
+                bounded = [other for other in bounded if (other.detector, other.fix) != (kind, one.fix)]
+                hidden.append(Healthy(detector=kind, resolution_ns=round(max(gain_ns, 0) + uncertainty_ns)))
+            else:
+                bounded = _bounded(bounded, one, gain_ns, uncertainty_ns)
+    return bounded, hidden
+
+
+def _least_fraction(kind: str) -> float:
+    """The share of the step from which on this detector reports."""
+    return float(inspect.signature(detectors()[kind].detect).parameters["min_fraction"].default)
+
+
+def _with_hidden(
+    healthy: Sequence[Healthy], hidden: Sequence[Healthy], found: Sequence[Finding], not_checked: Sequence[NotChecked]
+) -> list[Healthy]:
+    """The checks that found nothing, those among them whose findings cost nothing in the replay."""
+    said = {*(finding.detector for finding in found), *(check.detector for check in not_checked)}
+    coarsest = {one.detector: one for one in sorted(hidden, key=lambda one: one.resolution_ns or 0)}
+    return [*healthy, *(one for kind, one in coarsest.items() if kind not in said)]
 
 
 def _brings(fixes: Sequence[str], run: Rerun | PipelineRerun) -> dict[str, tuple[float, float]]:
@@ -653,7 +681,7 @@ def _verdict(
     )
     if findings:
         return text("{headline}{absent}.", headline=_headline(findings, steps, len(seen), rate), absent=absent)
-    if not any(check.detector not in _NOT_OF_SPEED for check in healthy):
+    if not any(check.detector not in NOT_OF_SPEED for check in healthy):
         why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
         if not steps.count:
             why = text("no step was seen")
@@ -708,7 +736,7 @@ def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:
     """What may hide in the run's own noise, where that is much."""
     coarsest = max(healthy, key=lambda check: check.resolution_ns or 0)
     from_ns = coarsest.resolution_ns or 0
-    if not steps.mean_ns or from_ns < _COARSE * steps.mean_ns:
+    if not steps.mean_ns or from_ns < COARSE * steps.mean_ns:
         return ""
     return text(
         "; they vary so much that {detector} below {resolution} per step is not seen",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 __all__ = [
+    "COARSE",
+    "NOT_OF_SPEED",
     "REST",
     "Blame",
     "Clock",
@@ -31,6 +33,8 @@ __all__ = [
 ]
 
 REST = "rest"  # part of the critical path that is not listed
+COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
+NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 COUNTED = 0.9  # share of the products' time from which on the FLOPs that shapes tell are those of the step
 
 

@@ -45,10 +45,11 @@ class Tables:
         return {}
 
 
-def run(backward_ms, *, world_size=None, device="cpu", gaps=(), steps=STEPS, recorded=True):
+def run(backward_ms, *, world_size=None, device="cpu", gaps=(), steps=STEPS, recorded=True, collections=()):
     """A run whose ranks compute 60 ms forward, then backward as given, reduce in 10 ms and optimize in 10 ms.
 
-    Backward is a number, or a list that is gone through again and again.
+    Backward is a number, or a list that is gone through again and again. Those of `collections`, (rank, step), collect
+    garbage for 30 ms of it.
     """
     cycles = {rank: own if isinstance(own, list) else [own] for rank, own in backward_ms.items()}
     last = [max(own[step % len(own)] for own in cycles.values()) for step in range(steps)]
@@ -73,6 +74,8 @@ def run(backward_ms, *, world_size=None, device="cpu", gaps=(), steps=STEPS, rec
             region("backward", at + 60, arrived)
             if recorded:
                 region("wait", arrived, done)
+            if (rank, step) in collections:
+                region("gc", at + 60, at + 90)
             region("optimizer", done, done + 10)
             call = {
                 "start_ns": arrived * MS,
@@ -142,6 +145,19 @@ def test_a_run_too_noisy_to_tell_says_so_in_the_verdict():
     report = diagnose(run({0: [10, 130, 130, 10], 1: [130, 10, 130, 10, 10]}))
     assert report.findings == ()
     assert "; they vary so much that slow_rank below " in report.verdict
+
+
+def test_a_collection_behind_another_ranks_work_costs_nothing_and_is_no_finding():
+    """In each fifth step rank 1 collects for 30 ms, while rank 0 computes as long: without it no step is shorter.
+
+    Where only rank 1 is that long, the collections cost 30 ms in two of ten steps.
+    """
+    every_fifth, collects = [40, 40, 40, 40, 70], {(1, 4), (1, 9)}
+    (alone,) = diagnose(run({0: 40, 1: every_fifth}, collections=collects)).findings
+    assert (alone.detector, alone.lost_ns_per_step) == ("gc_stall", 6 * MS)
+    hidden = diagnose(run({0: every_fifth, 1: every_fifth}, collections=collects))
+    assert hidden.findings == ()
+    assert "gc_stall" in {h.detector for h in hidden.healthy}
 
 
 def test_missing_ranks_are_in_the_verdict():

@@ -1,7 +1,7 @@
 """Write a run's timeline as a file that https://ui.perfetto.dev opens.
 
 What was rebuilt of the run: all ranks on one clock, where each step went, who waited for whom, findings, and what was
-not seen. The file holds Chrome Trace Events (JSON, packed); it is read in the browser and sent nowhere.
+not seen. The file has Perfetto's own format, packed; it is read in the browser and sent nowhere.
 """
 
 from __future__ import annotations

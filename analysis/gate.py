@@ -1,0 +1,82 @@
+"""Whether a run is as fast as it should be: yes, no, or not seen well enough to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rankscope.analysis.compare import Comparison, FindingChange, StepChange
+from rankscope.analysis.finding import COARSE, NOT_OF_SPEED, Finding, Report
+from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.report.comparison import step_change
+from rankscope.analysis.report.quantities import duration, percent
+
+__all__ = ["SEVERITIES", "Gate", "gate"]
+
+SEVERITIES = ("low", "medium", "high")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Why the run does not pass, and what was not seen of it; it passes where both are empty."""
+
+    failures: tuple[str, ...]
+    unseen: tuple[str, ...]
+
+
+def gate(report: Report, against: Comparison | None = None, *, severity: str = "low", slower: float = 0.0) -> Gate:
+    """Judge a run by its findings of this severity and above, root causes only, and by what must have been seen.
+
+    With a comparison, whose B is the run: findings that A has too, at no less, do not count; a mean step that is longer
+    by more than the share `slower` does. Where the error of that change leaves open which, it was not seen.
+    """
+    known = [change for change in against.findings if _no_worse(change)] if against else []
+    roots = [finding for finding in report.findings if finding.caused_by is None]
+    counting = [f for f in roots if SEVERITIES.index(f.severity) >= SEVERITIES.index(severity)]
+    failures = [_told(finding) for finding in counting if not any(change.b == finding for change in known)]
+    unseen = list(_unseen(report))
+    if against:
+        longer, open_ = _step(against.step, slower)
+        failures += longer
+        unseen += open_
+        if against.a.ranks != against.b.ranks:
+            unseen.append(f"{counted(against.a.ranks, 'rank')} there and {against.b.ranks} here: no fair comparison")
+    return Gate(failures=tuple(failures), unseen=tuple(unseen))
+
+
+def _no_worse(change: FindingChange) -> bool:
+    """A has the finding too, and it cost as much there, within the error."""
+    if change.a is None or change.b is None:
+        return False
+    error_ns = change.a.uncertainty_ns + change.b.uncertainty_ns
+    return change.status == "stays" or change.b.lost_ns_per_step <= change.a.lost_ns_per_step + error_ns
+
+
+def _told(finding: Finding) -> str:
+    share = f", {percent(finding.lost_fraction)} of the step" if finding.lost_fraction else ""
+    return f"{finding.title} ({finding.detector}, {finding.severity}{share})"
+
+
+def _unseen(report: Report) -> Iterator[str]:
+    """What may hide a reason to fail."""
+    missing = sorted(set(range(report.world_size or 0)) - set(report.ranks))
+    if missing:
+        yield f"{named('rank', missing)} of {report.world_size} not recorded"
+    if report.findings:
+        return
+    if not any(check.detector not in NOT_OF_SPEED for check in report.healthy):
+        yield report.verdict
+    for check in report.healthy:
+        if report.steps.mean_ns and (check.resolution_ns or 0) >= COARSE * report.steps.mean_ns:
+            yield f"{check.detector} below {duration(check.resolution_ns or 0)} per step, since steps vary so much"
+
+
+def _step(step: StepChange, slower: float) -> tuple[list[str], list[str]]:
+    """That it is longer than allowed, or that it may be."""
+    allowed_ns = slower * step.a_ns
+    told = f"the mean step of {duration(step.b_ns)} is {step_change(step)}, and {percent(slower)} is allowed"
+    if step.change_ns > allowed_ns and step.clear:
+        return [told], []
+    if step.uncertainty_ns is None or step.change_ns + step.uncertainty_ns > allowed_ns:
+        return [], [told]
+    return [], []
