@@ -364,8 +364,12 @@ def _blames(costs: Delays) -> tuple[Blame, ...]:
         (pl.col("direct_ns") + pl.col("indirect_ns")).sum().alias("waited_ns"), pl.col("blocked_ns").sum()
     )
     order = ["blocked_ns", "waited_ns", "rank", "part", "label"]
-    rows = rows.sort(order, descending=[True, True, False, False, False]).head(_LISTED)
-    return tuple(Blame(**row) for row in rows.iter_rows(named=True))
+    rows = rows.sort(order, descending=[True, True, False, False, False])
+    listed = tuple(Blame(**row) for row in rows.head(_LISTED).iter_rows(named=True))
+    rest = rows.slice(_LISTED).select(pl.col("waited_ns", "blocked_ns").sum()).row(0)
+    if not any(rest):
+        return listed
+    return (*listed, Blame(rank=None, part=REST, label="", waited_ns=rest[0], blocked_ns=rest[1]))
 
 
 def _path(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> tuple[PathPart, ...]:

@@ -32,7 +32,7 @@ __all__ = [
     "Window",
 ]
 
-REST = "rest"  # part of the critical path that is not listed
+REST = "rest"  # what is not listed of the critical path, or of the causes of waiting
 COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
 NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 COUNTED = 0.9  # share of the products' time from which on the FLOPs that shapes tell are those of the step
@@ -186,10 +186,10 @@ class Blame:
     """What ranks waited, over the whole run, because one rank took longer over something than they did.
 
     Operations may be waited for at once, or while a rank works: `blocked_ns` counts each moment of a rank once, and
-    only where it stood still.
+    only where it stood still. The last one of a report is the rest, of no rank, if there is any.
     """
 
-    rank: int
+    rank: int | None
     part: str
     label: str
     waited_ns: int

@@ -323,6 +323,18 @@ def test_terminal_and_page_say_what_a_step_waits_for():
     assert "<td>allreduce</td>" in page
 
 
+def test_the_causes_of_standing_still_that_are_shown_add_up_to_all_of_them():
+    """Of 100, 50, 2 and 1 ms on a rank each and 3 on others, the small ones are the rest."""
+    causes = {0: 100, 1: 50, 2: 2, 3: 1, None: 3}
+    blames = [
+        Blame(rank=rank, part="compute" if rank is not None else "rest", label="", waited_ns=0, blocked_ns=ms * MS)
+        for rank, ms in causes.items()
+    ]
+    text = terminal.render(dataclasses.replace(job(), blames=tuple(blames)), width=100)
+    rows = [line.split() for line in text.partition("what it did longer\n")[2].splitlines()[:3]]
+    assert rows == [["100", "ms", "0", "compute"], ["50.0", "ms", "1", "compute"], ["6.00", "ms", "the", "rest"]]
+
+
 def test_terminal_has_colour_where_asked():
     assert "\x1b[" in terminal.render_short(job(), color=True)
 

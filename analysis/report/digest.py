@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.analysis.finding import Blame, Clock, DevicePart, Finding, PathPart, Report
+from rankscope.analysis.finding import REST, Blame, Clock, DevicePart, Finding, PathPart, Report
 from rankscope.analysis.report.texts import PART_ORDER, PICTURES
 
 __all__ = [
@@ -70,11 +70,15 @@ def extreme_ranks(split: Breakdown, findings: Sequence[Finding], limit: int) -> 
 
 
 def main_blames(blames: Sequence[Blame]) -> list[Blame]:
-    """The few causes that ranks stood still for most."""
+    """The few causes that ranks stood still for most, and one for all the rest."""
     if not blames:
         return []
     least = max(_LEAST_OF_LARGEST * blames[0].blocked_ns, 1)
-    return [blame for blame in blames if blame.blocked_ns >= least][:_FEW]
+    listed = [blame for blame in blames if blame.rank is not None and blame.blocked_ns >= least][:_FEW]
+    rest = [sum(getattr(one, ns) for one in blames if one not in listed) for ns in ("waited_ns", "blocked_ns")]
+    if rest[1]:
+        listed.append(Blame(rank=None, part=REST, label="", waited_ns=rest[0], blocked_ns=rest[1]))
+    return listed
 
 
 def main_path(path: Sequence[PathPart]) -> list[PathPart]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rankscope.analysis.finding import (
     COUNTED,
     REST,
+    Blame,
     Clock,
     Evidence,
     Finding,
@@ -157,8 +158,8 @@ def cost_per_step(finding: Finding) -> str:
     return say("finding.cost.per_step", lost, percent(finding.lost_fraction))
 
 
-def path_row(part: PathPart) -> tuple[str, str, str]:
-    """Rank, part and label of a row of the critical path, as they are shown."""
+def path_row(part: PathPart | Blame) -> tuple[str, str, str]:
+    """Rank, part and label of a row of the critical path, or of the causes of waiting, as they are shown."""
     if part.part == REST:
         return "", "", say("path.rest")
     return say("path.all") if part.rank is None else str(part.rank), part_short(part.part), label(part.label)

@@ -311,7 +311,8 @@ def _blames(blames: Sequence[Blame]) -> list[RenderableType]:
         return []
     table = _table(*(say(f"blames.{column}") for column in ("time", "rank", "part", "label")), text_columns=(2, 3))
     for blame in blames:
-        table.add_row(duration(blame.blocked_ns), str(blame.rank), part_short(blame.part), _text(label(blame.label)))
+        rank, part, what = path_row(blame)
+        table.add_row(duration(blame.blocked_ns), rank, part, _text(what))
     return [_text(say("blames.means"), "dim"), table]
 
 

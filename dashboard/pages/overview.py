@@ -173,10 +173,7 @@ def _waiting(report: Report) -> Any:  # noqa: ANN401
         (quantities.percent(part.ns_per_step / step_ns), quantities.duration(part.ns_per_step), *phrases.path_row(part))
         for part in path
     ]
-    stood = [
-        (quantities.duration(blame.blocked_ns), str(blame.rank), part_label(blame.part), phrases.label(blame.label))
-        for blame in blames
-    ]
+    stood = [(quantities.duration(blame.blocked_ns), *phrases.path_row(blame)) for blame in blames]
     cards = [
         card(say("path"), quiet(say("path.means", quantities.duration(step_ns))), _table("path", _PATH, chain))
         if chain
