@@ -14,22 +14,18 @@ __all__ = ["autoload"]
 
 
 def autoload() -> None:
-    """Arrange for a session to start with the first process group, if this process is a rank that is to be recorded."""
+    """Arrange for a session to start with the first process group, if this process may be a rank to be recorded."""
     try:
-        if _is_recorded_rank():
+        if _may_be_recorded():
             _arm()
     except Exception as error:
         print(f"rankscope: not recording this process: {error!r}", file=sys.stderr)
 
 
-def _is_recorded_rank() -> bool:
+def _may_be_recorded() -> bool:
     env = os.environ
-    if not env.get("RANKSCOPE_AGENT") or env.get("RANKSCOPE_DISABLE") == "all":
-        return False
-    if "LOCAL_RANK" not in env and "RANKSCOPE_LOCAL_RANK" not in env:
-        return False  # torchrun itself, or a tool beside the job
     # Subprocesses and spawned workers of a rank inherit the claim and stay out.
-    return "RANKSCOPE_CLAIM" not in env
+    return bool(env.get("RANKSCOPE_AGENT")) and env.get("RANKSCOPE_DISABLE") != "all" and "RANKSCOPE_CLAIM" not in env
 
 
 def _arm() -> None:
@@ -37,7 +33,10 @@ def _arm() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not hasattr(c10d, "_new_process_group_helper"):
         return  # a torch built without distributed
-    os.environ["RANKSCOPE_CLAIM"] = str(os.getpid())
+    if "LOCAL_RANK" in os.environ or "RANKSCOPE_LOCAL_RANK" in os.environ:
+        _claim()
+    # Else a launcher, which makes no process group and whose children are the ranks, or a rank started by a script's
+    # own means (`torch.multiprocessing.spawn`, Lightning).
 
     from rankscope.collectors import session
 
@@ -45,8 +44,13 @@ def _arm() -> None:
 
     def make_group_and_tell(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         made = make_group(*args, **kwargs)
+        _claim()
         session.on_group(made[0], args, kwargs)
         return made
 
     make_group_and_tell.__wrapped__ = make_group  # type: ignore[attr-defined]
     c10d._new_process_group_helper = make_group_and_tell
+
+
+def _claim() -> None:
+    os.environ.setdefault("RANKSCOPE_CLAIM", str(os.getpid()))

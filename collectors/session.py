@@ -265,9 +265,7 @@ class _Session:
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
-        self.local_rank = int(os.environ.get("LOCAL_RANK") or os.environ["RANKSCOPE_LOCAL_RANK"])
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("RANKSCOPE_LOCAL_WORLD_SIZE") or 1)
-        self.node = int(os.environ.get("GROUP_RANK") or os.environ.get("RANKSCOPE_NODE") or rank // local_world)
+        self.local_rank, self.node = _place(rank, world_size)
         self.pid = os.getpid()
         self._store = store
         ring = Ring()
@@ -369,6 +367,23 @@ class _Session:
             seen = now if all(b") S " in one for one in now) else None
             time.sleep(0.002)
         self.emit.bye()
+
+
+def _place(rank: int, world_size: int) -> tuple[int, int]:
+    """Local rank and node, as torchrun, `rankscope exec`, Lightning or DeepSpeed say in the environment.
+
+    Where nobody says how many ranks a node has, all are on this one if they meet at its loopback address; else one.
+    """
+
+    def said(*names: str) -> int | None:
+        return next((int(os.environ[name]) for name in names if os.environ.get(name)), None)
+
+    local_world = said("LOCAL_WORLD_SIZE", "RANKSCOPE_LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    if local_world is None:
+        local_world = world_size if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
+    local_rank = said("LOCAL_RANK", "RANKSCOPE_LOCAL_RANK")
+    node = said("GROUP_RANK", "RANKSCOPE_NODE", "NODE_RANK", "CROSS_RANK")
+    return rank % local_world if local_rank is None else local_rank, rank // local_world if node is None else node
 
 
 def _running_operations() -> list[bytes]:

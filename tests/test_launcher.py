@@ -223,6 +223,30 @@ def test_exec_records_ranks_that_only_slurm_has_numbered(tmp_path, job):
     assert sorted(file.parent.name for file in tmp_path.glob("run/collectives/*/*")) == ["rank=00000", "rank=00001"]
 
 
+@needs_torch
+def test_exec_records_ranks_that_the_script_starts_itself(tmp_path, job):
+    """By torch.multiprocessing, which tells them nothing by the environment. What a rank starts is no rank."""
+    (tmp_path / "train.py").write_text(
+        "import os, subprocess, sys, torch, torch.distributed as dist, torch.multiprocessing as mp\n"
+        "def group(store, **place):\n"
+        "    dist.init_process_group('gloo', f'file://{os.getcwd()}/{store}', **place)\n"
+        "    dist.all_reduce(torch.ones(2))\n"
+        "    dist.destroy_process_group()\n"
+        "def work(rank):\n"
+        "    os.environ['MASTER_ADDR'] = 'localhost'\n"
+        "    group('store', rank=rank, world_size=3)\n"
+        "    subprocess.run([sys.executable, __file__, str(rank)], check=True)\n"
+        "if __name__ == '__main__':\n"
+        "    group('own' + sys.argv[1], rank=0, world_size=1) if sys.argv[1:] else mp.spawn(work, nprocs=3)\n"
+    )
+    done = rankscope_("exec", "--out", "run", sys.executable, "train.py", cwd=tmp_path, **job)
+    assert done.returncode == 0, done.stderr
+    node = tmp_path / "run/run/node=00000.json"
+    wait_for(lambda: json.loads(node.read_text())["state"] == "closed")
+    ranks = rankscope.open(tmp_path / "run").table("ranks").collect().sort("rank")
+    assert ranks.select("rank", "local_rank", "node", "world_size").rows() == [(r, r, 0, 3) for r in range(3)]
+
+
 def test_exec_without_an_agent_or_a_command(tmp_path, job):
     (tmp_path / "file").touch()
     done = rankscope_("exec", "--out", "file/run", "sh", "-c", "echo [$RANKSCOPE_AGENT]; exit 4", cwd=tmp_path, **job)

@@ -105,6 +105,32 @@ def test_a_step_leaves_its_regions_and_collectives(tmp_path):
     assert (collectives["end_ns"] >= collectives["start_ns"]).all()
 
 
+def test_an_optimizer_that_runs_backward_in_its_step_begins_after_it(tmp_path):
+    """A closure of 20 ms, given by position or by name, as Lightning does; the step gives back what the closure did."""
+    done, run = record(
+        tmp_path,
+        """
+        import time
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def closure():
+            time.sleep(0.02)
+            loss = p.sum()
+            loss.backward()
+            return loss
+
+        print(optimizer.step(closure).item(), round(optimizer.step(closure=closure).item(), 5))
+        """,
+    )
+    assert (done.returncode, done.stdout) == (0, "3.0 2.7\n"), done.stderr
+    regions = table(run, "regions").with_columns(pl.col("kind").replace_strict(dict(enumerate(REGION_KINDS))))
+    backward, optimizer = (regions.filter(kind=kind).sort("start_ns") for kind in ("backward", "optimizer"))
+    assert (backward.height, optimizer.height) == (2, 2)
+    assert (optimizer["start_ns"] >= backward["end_ns"]).all()
+    assert (backward["start_ns"][1] - optimizer["end_ns"][0]) >= 20_000_000
+
+
 def test_groups_after_one_that_this_rank_is_not_in_are_noted(tmp_path):
     """Every rank makes every row and column of a mesh, also those of others."""
     done, run = record(

@@ -265,6 +265,21 @@ def test_two_phases_with_an_optimizer_each_are_both_counted():
     assert ends(find_steps(marks(), regions(*rows), collectives((0, 0, 0, 1)))) == [10 * n for n in range(1, 21)]
 
 
+def test_runs_of_an_optimizer_after_one_backward_end_one_step():
+    """Three after each: of DeepSpeed's third stage, one per group of weights. All begin with the backward before."""
+    rows = optimizer_cycle("Adam#0", cycles=15) + [(0, "backward", 30 * n + 1, 30 * n + 5) for n in range(5)]
+    assert ends(find_steps(marks(), regions(*rows), collectives())) == [30, 60, 90, 120, 150]
+    calls = [(0, n, 10 * n + 1, 10 * n + 2) for n in range(15)]
+    assert ends(find_steps(marks(), regions(*rows), collectives(*calls))) == [10 * n for n in range(1, 16)]
+
+
+def test_backwards_in_a_graph_of_cuda_are_not_missed():
+    """Three are seen while torch records the graph, then none; an operation is called in each tenth step."""
+    rows = optimizer_cycle("Adam#0", cycles=40) + [(0, "backward", 10 * n + 1, 10 * n + 5) for n in range(3)]
+    calls = collectives(*((0, n, 100 * n + 1, 100 * n + 2) for n in range(4)))
+    assert ends(find_steps(marks(), regions(*rows), calls)) == [10 * n for n in range(1, 41)]
+
+
 def test_a_rank_whose_first_step_was_not_seen_is_renumbered():
     """Operation n is in step n of rank 0; rank 1 lacks step 0 and counts from it."""
     rows = optimizer_cycle("A#0", cycles=6) + optimizer_cycle("A#0", cycles=5, rank=1, first=10)

@@ -49,6 +49,7 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
 
     Steps end where the script said so (`rankscope.step()`); on a rank without such marks, where the anchor's optimizer
     region ends. With several optimizers the anchor is the one that runs least often, of equals the last in the cycle.
+    Runs of it with neither a backward nor a communication between them end one step (DeepSpeed's, by group of weights).
     A step starts where the one before ended; the first at the rank's first region or collective. A profiler's steps
     have a start of their own.
     What comes after the last end belongs to no step.
@@ -56,7 +57,7 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
     source = pl.when(pl.col("start_ns").is_null()).then(pl.lit(MARKERS)).otherwise(pl.lit(PROFILER)).alias("source")
     marks = _on_main_or_all(steps).select("rank", "start_ns", "end_ns", source)
     unmarked = regions.join(marks.select("rank").unique(), on="rank", how="anti")
-    anchors = _anchor_ends(unmarked).select("rank", "end_ns", pl.lit(OPTIMIZER).alias("source"))
+    anchors = _anchor_ends(unmarked, collectives).select("rank", "end_ns", pl.lit(OPTIMIZER).alias("source"))
     ends = pl.concat([marks, anchors], how="diagonal")
     seen = pl.concat([regions.select("rank", "start_ns"), collectives.select("rank", "start_ns")])
     first = seen.group_by("rank").agg(pl.col("start_ns").min().alias("_first"))
@@ -258,10 +259,31 @@ def _on_main_or_all(steps: pl.DataFrame) -> pl.DataFrame:
     return steps.filter(pl.col("thread") == pl.col("thread").min().over("rank"))
 
 
-def _anchor_ends(regions: pl.DataFrame) -> pl.DataFrame:
-    """(rank, end_ns): where the anchor's regions end, the outermost on the main thread."""
+def _anchor_ends(regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """(rank, end_ns): where the anchor's regions end, the outermost on the main thread; of a series', the last one.
+
+    A series begins after a backward, and has neither one nor communication in it. As graphs of CUDA's hide both, those
+    that are longer than usual are single runs.
+    """
     optimizers = _outermost(regions, "optimizer")
-    return optimizers.join(_anchors(optimizers), on=["rank", "name"]).sort("rank", "end_ns")
+    runs = optimizers.join(_anchors(optimizers), on=["rank", "name"]).sort("rank", "end_ns")
+    since = pl.col("end_ns").shift(1).over("rank").fill_null(_NEVER)
+    for name, work in (("_backward", regions.filter(pl.col("kind") == "backward")), ("_called", collectives)):
+        seen = work.select("rank", "start_ns", pl.col("start_ns").alias(name)).sort("start_ns")
+        runs = runs.sort("start_ns").join_asof(seen, on="start_ns", by="rank", check_sortedness=False)
+    runs = (
+        runs.sort("rank", "end_ns")
+        .with_columns((pl.col("_backward") > since).fill_null(False), (pl.col("_called") > since).fill_null(False))
+        .with_columns((pl.col("_backward") | pl.col("_called")).cum_sum().over("rank").alias("_series"))
+        .with_columns(
+            pl.len().over("rank", "_series").alias("_runs"), pl.col("_backward").first().over("rank", "_series")
+        )
+    )
+    series = runs.filter("_backward").unique(["rank", "_series"])
+    usual = series.group_by("rank").agg(pl.col("_runs").median().alias("_usual"))
+    last = pl.col("end_ns") == pl.col("end_ns").max().over("rank", "_series")
+    one_step = (pl.col("_backward") & (pl.col("_runs") <= pl.col("_usual"))).fill_null(False)
+    return runs.join(usual, on="rank", how="left", maintain_order="left").filter(last | ~one_step)
 
 
 def _outermost(regions: pl.DataFrame, kind: str) -> pl.DataFrame:

@@ -1,11 +1,13 @@
 """Records every optimizer step; the analysis takes its end for the end of the training step.
 
 torch calls these hooks for every optimizer of `torch.optim` and its subclasses. An optimizer that is none is not seen:
-such a script can say `rankscope.step()`.
+such a script can say `rankscope.step()`. An optimizer that is given a closure (Lightning's always are) runs forward and
+backward in its step: it begins where the closure has ended.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -31,10 +33,29 @@ def start(emit: Emit) -> None:
     names: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     started: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
-    def before(optimizer: Any, *_: Any) -> None:  # noqa: ANN401
+    def begin(optimizer: Any) -> None:  # noqa: ANN401
         if emit.live:
             started[optimizer] = clock()
             emit.mark(_MARKS[0])
+
+    begin_safely = emit.guard("optimizer", begin)
+
+    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not emit.live or not callable(closure):
+            begin(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def ending(*given: Any, **named: Any) -> Any:  # noqa: ANN401
+            try:
+                return closure(*given, **named)
+            finally:
+                begin_safely(optimizer)
+
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": ending}
+        return (args[0], ending, *args[2:]), kwargs
 
     def after(optimizer: Any, *_: Any) -> None:  # noqa: ANN401
         start_ns = started.pop(optimizer, None)

@@ -1,4 +1,4 @@
-"""Record a rank that srun, mpirun or an operator starts.
+"""Record a rank that srun, mpirun or an operator starts, or those that a script starts itself.
 
 \b
 Usage: srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] -- python train.py ARGUMENTS
@@ -10,7 +10,9 @@ Usage: srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] -- python trai
   --profile-steps 100-102   torch.profiler records these steps of all ranks (see `rankscope trigger`)
   --profile-slow N          and three steps after one that is slower than usual, at most N times
 
-The first one on a node starts the node's agent. The command then takes this process's place.
+Lightning, torch.multiprocessing.spawn and the launchers of DeepSpeed and Accelerate start ranks themselves: put it
+before their command, once on each node. The first one on a node starts the node's agent. The command then takes this
+process's place.
 """
 
 from __future__ import annotations
