@@ -80,6 +80,10 @@ class _Rank:
         self._row: dict[str, Any] = row | {"node": node}
         self.tables.add_row("ranks", self._row)
 
+    def train_on(self, thread: int) -> None:
+        """Its main thread is the one with this ident."""
+        self._threads.train(thread)
+
     def name_device(self, name: str) -> None:
         """The rank's row is there again, with the device that it was found to use; readers take the last."""
         self.tables.add_row("ranks", self._row | {"device": name})
@@ -164,6 +168,7 @@ class _Connection:
     channel: socket.socket
     pid: int
     pidfd: int = -1
+    tid: int = 0  # of the thread that trains
     rank: _Rank | None = None
     report: dict[str, Any] = field(default_factory=dict)  # its entry in the run's JSON
     flight: FlightRecorder | None = None
@@ -359,6 +364,10 @@ class Agent:
             if message["uuid"] is not None:
                 connection.report["gpu_uuid"] = str(message["uuid"])
                 self._state_changed = True
+        elif kind == "training_thread":
+            connection.rank.train_on(int(message["thread"]))
+            connection.tid = int(message["tid"])
+            self._tell_pids()
         elif kind == "flight_recorder":
             connection.flight = FlightRecorder(str(message["folder"]), str(message["handler"]))
             connection.flight.start()
@@ -448,8 +457,9 @@ class Agent:
         return self._node
 
     def _tell_pids(self) -> None:
-        ranks = ((connection.rank, connection.pid) for connection in self._connections)
-        self._sampler.node.pids = {rank.rank: pid for rank, pid in ranks if rank}
+        ranks = [(c.rank.rank, c.pid, c.tid or c.pid) for c in self._connections if c.rank]
+        self._sampler.node.pids = {rank: pid for rank, pid, _ in ranks}
+        self._sampler.node.main_tids = {rank: tid for rank, _, tid in ranks}
 
     def _take_samples(self, node: _NodeTables) -> None:
         if self._sampler.topology and "topology" not in self._state:

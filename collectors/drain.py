@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from typing import Any
@@ -129,11 +130,17 @@ class Threads:
 
     def __init__(self, main_ident: int) -> None:
         self._index = {main_ident: 0}
+        self._following = itertools.count(1).__next__
+
+    def train(self, ident: int) -> None:
+        """The thread that trains is another one: from now on it is the main thread."""
+        self._index = {known: index for known, index in self._index.items() if index} | {ident: 0}
 
     def index(self, idents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         values, first, inverse = np.unique(idents, return_index=True, return_inverse=True)
         for place in np.argsort(first):
-            self._index.setdefault(int(values[place]), min(len(self._index), OTHER_THREAD - 1))
+            if int(values[place]) not in self._index:
+                self._index[int(values[place])] = min(self._following(), OTHER_THREAD - 1)
         return np.array([self._index[int(value)] for value in values], np.uint16)[inverse]
 
 

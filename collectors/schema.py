@@ -156,7 +156,9 @@ STILL_NS, STILL_STEPS = 10_000_000_000, 5
 _START = Column("start_ns", "int64", "ns", "Start, on the node's monotonic clock.")
 _END = Column("end_ns", "int64", "ns", "End, on the node's monotonic clock.")
 _NAME = Column("name_id", "uint32", "", "Name, in this partition's `strings`.")
-_THREAD = Column("thread", "uint16", "", "0 is the rank's main thread, others in order of appearance.")
+_THREAD = Column(
+    "thread", "uint16", "", "0 is the rank's main thread: that of its first backward. Others in order of appearance."
+)
 
 TABLES: dict[str, Table] = {
     t.name: t

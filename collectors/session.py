@@ -52,6 +52,8 @@ class Emit:
         self.mark: Callable[[int], None] = lambda _: None  # `device_events` puts its own here: position in DEVICE_MARKS
         self.groups: dict[str, Group] = {}
         self.in_flight: set[int] = set()  # records of operations whose end torch will tell us
+        self.training_thread = threading.main_thread().ident  # by the first backward: of Ray Train's it is another one
+        self._training_thread_known = False
         self._channel = channel
         self._sending = threading.Lock()
         self._backlog: list[bytes] = []
@@ -140,6 +142,16 @@ class Emit:
         wrapper.__module__ = getattr(original, "__module__", __name__)
         setattr(owner, attribute, wrapper)
         return undo
+
+    def trains_here(self) -> None:
+        """This thread does a backward; the first one that does is the one whose time is the step's."""
+        if self._training_thread_known:
+            return
+        self._training_thread_known = True
+        if threading.get_ident() != self.training_thread:
+            self.training_thread = threading.get_ident()
+            ids = {"thread": self.training_thread, "tid": threading.get_native_id()}
+            self.send({"type": "training_thread"} | ids)
 
     def on_tick(self, read: Callable[[], None]) -> None:
         """Call `read` about once a second from a training thread, at the end of a step or collective."""

@@ -171,6 +171,19 @@ def test_host_and_a_rank_of_it_are_read(node, read):
     assert not any(device == "rank4" for device, _ in second)
 
 
+def test_what_a_ranks_main_thread_gets_is_read_of_the_thread_that_trains(node, read, tmp_path):
+    """Process 10 trains in thread 12, process 11 in its first."""
+    cgroup(node, tmp_path, "0::/\n")
+    node.pids, node.main_tids = {0: 10, 1: 11}, {0: 12, 1: 11}
+    for pid, folder, queued in ((10, "10/task/12", 2), (11, "11", 1)):
+        put(node.proc / str(pid) / "stat", f"{pid} (python) " + " ".join(["0"] * 50))
+        put(node.proc / folder / "schedstat", f"0 {queued}000000000 7\n")
+        put(node.proc / folder / "status", f"nonvoluntary_ctxt_switches:\t{10 * queued}\n")
+    readings = read(host)
+    assert [readings[f"rank{rank}", "main_thread_queued_s"] for rank in (0, 1)] == [2.0, 1.0]
+    assert [readings[f"rank{rank}", "main_thread_involuntary_switches"] for rank in (0, 1)] == [20.0, 10.0]
+
+
 def cgroup(node: Node, tmp_path: Path, membership: str) -> Path:
     """A node that is real but for its control groups."""
     node.sys = tmp_path / "sys"

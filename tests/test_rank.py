@@ -131,6 +131,34 @@ def test_an_optimizer_that_runs_backward_in_its_step_begins_after_it(tmp_path):
     assert (backward["start_ns"][1] - optimizer["end_ns"][0]) >= 20_000_000
 
 
+def test_the_thread_that_trains_is_the_main_thread(tmp_path):
+    """Ray Train trains in a thread; what another one does is not the step's."""
+    done, run = record(
+        tmp_path,
+        """
+        import threading, time
+        def train():
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(4):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                dist.all_reduce(torch.ones(1))
+            time.sleep(2.5)
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    trace = rankscope.open(run)
+    regions, calls = trace.table("regions").collect(), trace.table("collectives").collect()
+    assert regions.filter(kind="optimizer")["thread"].to_list() == [0] * 4
+    assert calls.filter(op="allreduce", is_async=False)["thread"].to_list() == [0] * 4
+    queued = trace.table("counters").collect().filter(name="main_thread_queued_s")
+    assert queued["device"].unique().to_list() == ["rank0"]
+
+
 def test_groups_after_one_that_this_rank_is_not_in_are_noted(tmp_path):
     """Every rank makes every row and column of a mesh, also those of others."""
     done, run = record(

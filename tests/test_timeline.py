@@ -362,7 +362,7 @@ def test_a_step_of_plain_training():
         ("compute", "forward"),
         ("compute", "backward"),
         ("other", "after backward"),
-        ("other", "no region"),
+        ("other", "after the optimizer"),
     } <= set(labels)
 
 
@@ -406,7 +406,7 @@ def test_time_before_a_forward_that_was_seen_is_not_compute():
     assert cut.select("part", "label", "start_ns").rows() == [
         ("other", "before forward", 0),
         ("compute", "forward", 30),
-        ("other", "no region", 40),
+        ("other", "after forward", 40),
         ("compute", "backward", 50),
         ("other", "no region", 80),
     ]

@@ -761,10 +761,9 @@ def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
         title=_title(ranks, slow, shown, costs["severity"]),
         where=slow.where,
         advice=text(
-            "See what only {ranks} does in {where}. Compare the host with the others: clock speed, "
+            "See what only {ranks} does there. Compare the host with the others: clock speed, "
             "temperature, other processes, CPU pinning.",
             ranks=named("rank", ranks),
-            where=slow.where,
         ),
         ranks=ranks,
         nodes=slow.nodes,

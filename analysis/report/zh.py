@@ -605,7 +605,7 @@ CHINESE: dict[str, str] = {
     "its GPU": "其 GPU ",
     "its host": "其主机",
     "{who} comes last to {last} of {operations} collectives and the others wait {least} per step for it, or {most} ({share} of the step) if no wait is hidden by computation, which was not recorded; rankscope trigger shows it": "{who} 在 {operations} 次集合通信中有 {last} 次最后到达，其他 rank 每步为它等待 {least}；若没有任何等待被计算掩盖，则为 {most}（步时的 {share}），而计算没有记录；rankscope trigger 可以显示",
-    "See what only {ranks} does in {where}. Compare the host with the others: clock speed, temperature, other processes, CPU pinning.": "查看 {ranks} 在 {where} 中做了哪些别人没做的事。把其主机与其他主机比较：时钟频率、温度、其他进程、CPU 绑定。",
+    "See what only {ranks} does there. Compare the host with the others: clock speed, temperature, other processes, CPU pinning.": "查看 {ranks} 在该处做了哪些别人没做的事。把其主机与其他主机比较：时钟频率、温度、其他进程、CPU 绑定。",
     "Compare the GPU of {ranks} with the others: clocks, temperature, power limit, what else runs on it. Swap two hosts: what stays with the rank is its work, what moves with the host is the machine.": "把 {ranks} 的 GPU 与其他的比较：频率、温度、功率上限、上面还跑了什么。对调两台主机：留在该 rank 的是它的工作量，随主机走的是机器的问题。",
     "all that it computes": "它的所有计算",
     "See what only {ranks} does before its collectives: rankscope trigger records a few steps of it. Compare its GPU (clocks, temperature, throttling) and its host with the others.": "查看 {ranks} 在集合通信之前做了哪些别人没做的事：rankscope trigger 可以采集其中几步。把其 GPU（频率、温度、降频）和主机与其他的比较。",

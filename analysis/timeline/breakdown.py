@@ -49,7 +49,8 @@ _COMPUTE = ("forward", "backward", "user")
 _LOOK_BACK = 8  # how many collectives back the label of a blocked span is looked for
 
 # Labels of time that no region covers.
-FORWARD, BEFORE_FORWARD, AFTER_BACKWARD, NO_REGION = "forward", "before forward", "after backward", "no region"
+FORWARD, BEFORE_FORWARD, AFTER_FORWARD = "forward", "before forward", "after forward"
+AFTER_BACKWARD, AFTER_OPTIMIZER, NO_REGION = "after backward", "after the optimizer", "no region"
 
 Ints = NDArray[np.signedinteger[Any]]  # codes take 1 or 4 bytes, times 8
 Bools = NDArray[np.bool_]
@@ -120,7 +121,9 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
             *PARTS,
             FORWARD,
             BEFORE_FORWARD,
+            AFTER_FORWARD,
             AFTER_BACKWARD,
+            AFTER_OPTIMIZER,
             NO_REGION,
             *regions["name"].unique().to_list(),
             *collectives["op"].unique().to_list(),
@@ -269,8 +272,10 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
     last_optimizer = _last_in_step(rank, of["optimizer"].start)
     last_forward = _last_in_step(rank, of["forward"].start)
 
-    before_optimizer = grid.start < last_optimizer[step]
-    label[(last_backward[step] >= 0) & before_optimizer & (grid.start >= last_backward[step])] = code[AFTER_BACKWARD]
+    after_backward = (last_backward[step] >= 0) & (grid.start >= last_backward[step])
+    label[after_backward & (grid.start < last_optimizer[step])] = code[AFTER_BACKWARD]
+    label[(last_optimizer[step] >= 0) & (grid.start >= last_optimizer[step])] = code[AFTER_OPTIMIZER]
+    label[(last_forward[step] >= 0) & (grid.start < last_backward[step])] = code[AFTER_FORWARD]
     label[grid.start < last_forward[step]] = code[BEFORE_FORWARD]
     forward = (grid.start < last_backward[step]) & (last_forward[step] < 0)
     part[forward], label[forward] = PARTS.index("compute"), code[FORWARD]

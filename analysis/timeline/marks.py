@@ -16,6 +16,7 @@ from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration, rounded
 from rankscope.analysis.timeline.breakdown import (
     AFTER_BACKWARD,
+    AFTER_OPTIMIZER,
     FORWARD,
     PARTS,
     Grid,
@@ -47,13 +48,13 @@ MARK_COLUMNS = {
     **dict.fromkeys(("ahead_ns", "idle_ns", "communication_ns", "clock_error_ns"), pl.Int64),
 }
 
-_AFTER_OPTIMIZER, _NOT_SEEN = "after the optimizer", "marks not seen"
+_NOT_SEEN = "marks not seen"
 _PHASES = (  # the marks that one may begin with, the mark that ends it, its name and part
     (("step_end", "optimizer_end", "backward_end"), "backward_start", FORWARD, "compute"),
     (("backward_start",), "backward_end", "backward", "compute"),
     (("backward_end",), "optimizer_start", AFTER_BACKWARD, "other"),
     (("optimizer_start",), "optimizer_end", "optimizer", "optimizer"),
-    (("optimizer_end",), "step_end", _AFTER_OPTIMIZER, "other"),
+    (("optimizer_end",), "step_end", AFTER_OPTIMIZER, "other"),
 )
 _TRUSTED = 0.1  # a clock's error that is at most this share of what is judged does not matter
 _BESIDE_NS = 10_000_000  # so far apart are at most the end of a host's step and the mark that it enqueued there

@@ -65,7 +65,7 @@ def sample(node: Node) -> Iterator[Sample]:
     for name, value in (*_processors(), *_memory(node), *_throttling()):
         yield "host", name, "", value
     for rank, pid in node.pids.items():
-        for name, value in _process(node, pid):
+        for name, value in _process(node, pid, node.main_tids.get(rank, pid)):
             yield "host", name, f"rank{rank}", value
 
 
@@ -111,10 +111,11 @@ def _memory(node: Node) -> Iterator[tuple[str, float]]:
         yield "memory_stalled_s", float(rest.rpartition("total=")[2]) * 1e-6
 
 
-def _process(node: Node, pid: int) -> Iterator[tuple[str, float]]:
+def _process(node: Node, pid: int, main_tid: int) -> Iterator[tuple[str, float]]:
+    main = node.proc / str(pid) if main_tid == pid else node.proc / str(pid) / "task" / str(main_tid)
     try:
         stat = (node.proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        status = (node.proc / str(pid) / "status").read_text()
+        status = (main / "status").read_text()
     except OSError:
         return  # the rank is gone
     yield "cpu_s", (int(stat[_UTIME]) + int(stat[_STIME])) / _TICKS_PER_S
@@ -123,13 +124,13 @@ def _process(node: Node, pid: int) -> Iterator[tuple[str, float]]:
     _, found, rest = status.partition("nonvoluntary_ctxt_switches:")
     if found:
         yield "main_thread_involuntary_switches", float(rest.split()[0])
-    yield from _scheduling(node, pid)
+    yield from _scheduling(node, pid, main)
 
 
-def _scheduling(node: Node, pid: int) -> Iterator[tuple[str, float]]:
+def _scheduling(node: Node, pid: int, main: Path) -> Iterator[tuple[str, float]]:
     """How long the process's main thread waited for a processor, and its group was throttled, where that is told."""
     try:
-        yield "main_thread_queued_s", int((node.proc / str(pid) / "schedstat").read_text().split()[1]) * 1e-9
+        yield "main_thread_queued_s", int((main / "schedstat").read_text().split()[1]) * 1e-9
         if pid not in _limit_of:
             limit = _tightest(node, str(pid))
             _limit_of[pid] = limit if _limit is None or limit is None or limit.folder != _limit.folder else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from threading import get_ident, main_thread
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
@@ -137,7 +137,6 @@ class _Recorder:
         self.awaited: dict[Any, tuple[int, int, int]] = {}
         self.awaited_bytes = 0
         self.awaited_outputs: dict[int, Any] = {}
-        self.main_thread = main_thread().ident
         self.wait_name, self.wait_tensor_name = emit.name("Work.wait"), emit.name("wait_tensor")
         self.device_gap_told = False
 
@@ -181,7 +180,7 @@ class _Recorder:
             if is_to_all:  # its output comes first, and may be shorter or longer than that of other ranks
                 where = self.bytes_of(args[0]) << 16
             is_async = int(bool(args[async_at])) if async_at < len(args) else async_default
-            thread_is_main = get_ident() == self.main_thread
+            thread_is_main = get_ident() == self.emit.training_thread
             number = self.emit.ring.write(
                 _COLLECTIVE,
                 code,

@@ -133,7 +133,6 @@ class _Marks:
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._torch = sys.modules["torch"]
-        self._main = threading.main_thread().ident
         self._thread: threading.Thread | None = None
         self._ready = False
         self._stopping = threading.Event()
@@ -153,7 +152,7 @@ class _Marks:
 
     def mark(self, mark: int) -> None:
         """Put a mark into the main thread's current stream, where that can be done without touching the job."""
-        if threading.get_ident() != self._main:
+        if threading.get_ident() != self._emit.training_thread:
             return
         if not self._ready:
             if self._thread is None:
