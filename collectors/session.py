@@ -53,7 +53,7 @@ class Emit:
         self.groups: dict[str, Group] = {}
         self.in_flight: set[int] = set()  # records of operations whose end torch will tell us
         self.training_thread = threading.main_thread().ident  # by the first backward: of Ray Train's it is another one
-        self._training_thread_known = False
+        self.backwards = 0  # how many have begun
         self._channel = channel
         self._sending = threading.Lock()
         self._backlog: list[bytes] = []
@@ -143,12 +143,10 @@ class Emit:
         setattr(owner, attribute, wrapper)
         return undo
 
-    def trains_here(self) -> None:
-        """This thread does a backward; the first one that does is the one whose time is the step's."""
-        if self._training_thread_known:
-            return
-        self._training_thread_known = True
-        if threading.get_ident() != self.training_thread:
+    def backward_begins(self) -> None:
+        """Count it. The thread of the first one is the one whose time is the step's."""
+        self.backwards += 1
+        if self.backwards == 1 and threading.get_ident() != self.training_thread:
             self.training_thread = threading.get_ident()
             ids = {"thread": self.training_thread, "tid": threading.get_native_id()}
             self.send({"type": "training_thread"} | ids)

@@ -309,17 +309,23 @@ def test_a_slow_step_opens_one_window_and_a_profiler_that_fails_ends_all(one_ran
 
 
 def test_steps_are_counted_alike_whatever_the_optimizers_do():
-    """One optimizer; two in turn; a rare third; a discriminator that runs twice; the script's own word wins."""
+    """One optimizer; two in turn; a rare third; a discriminator that runs twice; the script's own word wins.
 
-    def steps(ends: list[int | None]) -> list[int]:
+    Three runs after each backward, not known to be one in the first step; backwards that a graph hides.
+    """
+
+    def steps(ends: list[int | None], backwards: list[int] | None = None) -> list[int]:
         counter = _Steps()
-        return [counter.done for end in ends if counter.ended(end)]
+        after = backwards or range(len(ends))
+        return [counter.done for end, count in zip(ends, after, strict=True) if counter.ended(end, count)]
 
     assert steps([7, 7, 7]) == [1, 2, 3]
     assert steps([1, 2, 1, 2, 1, 2]) == [1, 2, 3]  # the first time nobody knows that 2 is to come
     assert steps([1] * 30 + [9] + [1] * 2) == [*range(1, 33)]
     assert steps([1, 1, 2, 1, 1, 2, 1, 1, 2])[-2:] == [2, 3]
     assert steps([1, 1, None, 1, None]) == [1, 2, 1, 2]
+    assert steps([1] * 12, [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]) == [1, 2, 3, 4, 5, 6]
+    assert steps([1] * 30, [1, 2, *[3] * 18, 4, *[5] * 9]) == [*range(1, 31)]
 
 
 def test_clock_of_a_trace_from_spans_of_which_both_clocks_are_known():

@@ -27,7 +27,7 @@ def start(emit: Emit) -> None:
         emit.region(_BACKWARD, name_id, start_ns, end_ns)
 
     def before() -> None:
-        emit.trains_here()
+        emit.backward_begins()
         emit.mark(_MARKS[0])
 
     _undo = emit.around("backward", sys.modules["torch.autograd"], "backward", record, before)

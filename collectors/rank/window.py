@@ -65,6 +65,8 @@ class _Steps:
 
     Once the script says `rankscope.step()`, that counts. Else a step has ended when every optimizer has run once more,
     but for those that run less than once in 20 times. What happens on other threads than the first does not count.
+    Runs after one backward count once, as many as came after each so far: DeepSpeed's, by group of weights. More do
+    count: a graph of CUDA's hides backwards.
     """
 
     def __init__(self) -> None:
@@ -72,9 +74,11 @@ class _Steps:
         self._thread: int | None = None
         self._marked = False
         self._runs: dict[int, int] = {}  # by optimizer
+        self._series: dict[int, tuple[int, int]] = {}  # by optimizer: after how many backwards, and its runs since
+        self._shortest: dict[int, int] = {}
 
-    def ended(self, optimizer: int | None) -> bool:
-        """Whether a step has ended now."""
+    def ended(self, optimizer: int | None, backwards: int) -> bool:
+        """Whether a step has ended now, after so many backwards."""
         if self._thread is None:
             self._thread = threading.get_ident()
         if self._thread != threading.get_ident():
@@ -84,12 +88,21 @@ class _Steps:
             if not self._marked:
                 self._marked, before = True, 0
             self.done = before + 1
-        elif not self._marked:
+        elif not self._marked and not self._goes_on(optimizer, backwards):
             runs = self._runs
             runs[optimizer] = runs.get(optimizer, 0) + 1
             most = max(runs.values())
             self.done = min(count for count in runs.values() if count * _RARE >= most)
         return self.done > before
+
+    def _goes_on(self, optimizer: int, backwards: int) -> bool:
+        """Whether this run belongs to the step that the optimizer's last one ended."""
+        then, runs = self._series.get(optimizer, (backwards, 0))
+        if then != backwards:
+            self._shortest[optimizer] = min(runs, self._shortest.get(optimizer, runs))
+            runs = 0
+        self._series[optimizer] = backwards, runs + 1
+        return 0 < runs < self._shortest.get(optimizer, 1)
 
 
 class _Usual:
@@ -243,7 +256,7 @@ class _Windows:
 
     def step(self, end_ns: int, optimizer: int | None) -> None:
         """Where a step has ended: a window may begin, go on or end."""
-        if self._why_closed or not self._steps.ended(optimizer):
+        if self._why_closed or not self._steps.ended(optimizer, self._emit.backwards):
             return
         done = self._steps.done
         self._take_in()
