@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,11 @@ def test_bad_input_is_one_line_that_says_what_and_where(tmp_path):
         Trace.open(tmp_path / "nothere")
     with pytest.raises(BadInput, match="is not a run"):
         Trace.open(tmp_path)
+    begun = tmp_path / "begun"
+    (begun / "run").mkdir(parents=True)
+    with pytest.raises(BadInput, match="begun holds no rank yet"):
+        Trace.open(begun)
+    shutil.rmtree(begun)
     run = tmp_path / "20261121-x"
     write_run(run)
     with pytest.raises(BadInput, match=r"holds 1: give one of them, the newest is .*20261121-x"):

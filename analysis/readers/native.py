@@ -392,6 +392,11 @@ def _no_run(root: Path, where: str) -> str:
     inner = sorted(p.name for p in root.iterdir() if (p / "run").is_dir())
     if inner:
         return f"{where} is not a run, but holds {len(inner)}: give one of them, the newest is {root / inner[-1]}"
+    if (root / "run").is_dir():
+        return (
+            f"{where} holds no rank yet: a rank is recorded from its first process group on; "
+            "if the job is over, it made none"
+        )
     return (
         f"{where} is not a run: it holds no run/node=*.json and no table; `rankscope run` prints the folder it writes"
     )
