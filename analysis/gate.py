@@ -11,9 +11,9 @@ from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.comparison import step_change
 from rankscope.analysis.report.quantities import duration, percent
 
-__all__ = ["SEVERITIES", "Gate", "gate"]
+__all__ = ["Gate", "gate"]
 
-SEVERITIES = ("low", "medium", "high")
+_SEVERITIES = ("low", "medium", "high")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Gate:
     unseen: tuple[str, ...]
 
 
-def gate(report: Report, against: Comparison | None = None, *, severity: str = "low", slower: float = 0.0) -> Gate:
+def gate(report: Report, against: Comparison | None = None, *, severity: str = "low", slower: float = 0.03) -> Gate:
     """Judge a run by its findings of this severity and above, root causes only, and by what must have been seen.
 
     With a comparison, whose B is the run: findings that A has too, at no less, do not count; a mean step that is longer
@@ -32,7 +32,7 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     """
     known = [change for change in against.findings if _no_worse(change)] if against else []
     roots = [finding for finding in report.findings if finding.caused_by is None]
-    counting = [f for f in roots if SEVERITIES.index(f.severity) >= SEVERITIES.index(severity)]
+    counting = [f for f in roots if _SEVERITIES.index(f.severity) >= _SEVERITIES.index(severity)]
     failures = [_told(finding) for finding in counting if not any(change.b == finding for change in known)]
     unseen = list(_unseen(report))
     if against:

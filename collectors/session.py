@@ -386,7 +386,8 @@ def _place(rank: int, world_size: int) -> tuple[int, int]:
     """
 
     def said(*names: str) -> int | None:
-        return next((int(os.environ[name]) for name in names if os.environ.get(name)), None)
+        values = (os.environ.get(name, "") for name in names)
+        return next((int(value) for value in values if value.isdecimal()), None)
 
     local_world = said("LOCAL_WORLD_SIZE", "RANKSCOPE_LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     if local_world is None:
