@@ -164,7 +164,10 @@ def _what_grows(seen: _Seen, line: Trend) -> tuple[str, tuple[int, ...]]:
     enough = line.growth / 2
     if where == MIXED:  # what is timed beside it tells whose computation grows, by its share of the step
         timed = together + parts.get("optimizer", np.zeros(1))
-        enough *= float(timed.mean() / sum(values.mean() for values in seen.parts.values()))
+        whole = float(sum(values.mean() for values in seen.parts.values()))
+        if not whole:  # the rank was faster than its peers at first, by as much as it is slower at last
+            return where, ()
+        enough *= float(timed.mean()) / whole
         if timed.ndim > 1 and _growth(timed).max() >= enough:
             where, grown = "compute", {"compute": _growth(timed)}
         else:
