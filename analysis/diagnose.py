@@ -716,7 +716,11 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int, rate:
     said = [first.title]
     if steps.mean_ns is not None and first.lost_ns_per_step:
         share, step = percent(first.lost_fraction), duration(steps.mean_ns)
-        said.append(text(" ({share} of the {step} step)", share=share, step=step))
+        lost = duration(first.lost_ns_per_step)
+        if lost in first.title:
+            said.append(text(" ({share} of the {step} step)", share=share, step=step))
+        else:  # what is longer is not all lost
+            said.append(text(" (it costs {lost}, {share} of the {step} step)", lost=lost, share=share, step=step))
     if first.ranks and waiting and first.detector != "slow_link":
         said.append(
             text(

@@ -284,6 +284,7 @@ CHINESE: dict[str, str] = {
     "source: {0}": "来源：{0}",
     # the verdict
     "{headline}{absent}.": "{headline}{absent}。",
+    " (it costs {lost}, {share} of the {step} step)": "（代价 {lost}，占平均步时 {step} 的 {share}）",
     " ({share} of the {step} step)": "（占平均步时 {step} 的 {share}）",
     " and {waiting} {en_wait} for {en_them}": "，{waiting} 在等待",
     "; it costs {money} of {whole} an hour": "；每小时费用 {whole} 中损失 {money}",
