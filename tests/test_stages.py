@@ -25,7 +25,7 @@ from rankscope.analysis.timeline.stages import stage_ops
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 
 from record import write
-from simulate import Job, healthy_resources, run
+from simulate import Job, healthy_resources, run, step_ns
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -140,6 +140,19 @@ def test_schedule_of_a_recorded_pipeline_and_its_bubble(parallel, tmp_path):
     assert found.bubble[found.busiest_stage] == pytest.approx(3 / (job.microbatches + 3), abs=0.02)
     assert report.findings == ()
     assert {"stage_imbalance", "pipeline_bubble"} <= {check.detector for check in report.healthy}
+
+
+def test_collections_of_all_ranks_add_up_along_a_pipeline(tmp_path):
+    """Each rank collects for 30 ms in every step: four of these lie one after the other on the way to its end."""
+    can = healthy_resources(JOB)
+    can.gc_ns = np.full_like(can.gc_ns, 30e6)
+    log = run(JOB, can)
+    lost_ns = step_ns(log) - step_ns(run(JOB, healthy_resources(JOB)))
+    assert lost_ns == pytest.approx(4 * 30e6, rel=0.01)
+    finding, *others = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run"))).findings
+    assert finding.detector == "gc_stall"
+    assert finding.lost_ns_per_step == pytest.approx(lost_ns, rel=0.01)
+    assert {other.caused_by for other in others} == {"gc_stall"}
 
 
 @pytest.mark.parametrize("slower", [1, 6])
