@@ -117,7 +117,7 @@ _OF_A_DRIFT = {  # by the part that grows
 _BOUNDED = ("slow_rank", "slow_link", "input_stall", "gc_stall", "recompile")  # by what mending brings in the replay
 # Costs what mending brings, also if that is more: who waits for a neighbour's transfer is not blocked by bytes, and
 # what is left of a shorter one may be hidden altogether; stops of several ranks in a step add up along a pipeline.
-_AS_REPLAYED = ("slow_link", "gc_stall", "input_stall", "recompile")
+_AS_REPLAYED = ("slow_link", "gc_stall", "recompile")
 _REPLAYED = 8  # of one kind; each takes a replay
 _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
