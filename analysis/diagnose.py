@@ -702,8 +702,12 @@ def _verdict(
         more=joined(
             "",
             (
-                *(_unseen(healthy, steps), _blocked(breakdown), _unexplained(phases), _left_open(breakdown, lead)),
-                *(_stopped(breakdown) if hosts_only else "", absent),
+                _unseen(healthy, steps),
+                _blocked(breakdown),
+                _unexplained(phases),
+                _left_open(breakdown, lead),
+                _stopped(breakdown) if hosts_only else "",
+                absent,
             ),
         ),
     )

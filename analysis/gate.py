@@ -9,6 +9,7 @@ from rankscope.analysis.compare import Comparison, FindingChange, StepChange
 from rankscope.analysis.finding import COARSE, NOT_OF_SPEED, Finding, Report
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.comparison import step_change
+from rankscope.analysis.report.digest import missing_ranks
 from rankscope.analysis.report.quantities import duration, percent
 
 __all__ = ["Gate", "gate"]
@@ -59,7 +60,7 @@ def _told(finding: Finding) -> str:
 
 def _unseen(report: Report) -> Iterator[str]:
     """What may hide a reason to fail."""
-    missing = sorted(set(range(report.world_size or 0)) - set(report.ranks))
+    missing = missing_ranks(report)
     if missing:
         yield f"{named('rank', missing)} of {report.world_size} not recorded"
     if report.findings:

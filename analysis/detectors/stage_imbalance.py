@@ -34,7 +34,7 @@ from collections.abc import Callable
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable
+from rankscope.analysis.detectors import NotResolvable, severity
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration, percent
@@ -117,7 +117,7 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Findin
     own, others = (float(ns.mean()) for ns in _microbatch_ns(grid, stage, np.mean))
     return Finding(
         detector="stage_imbalance",
-        severity="high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low",
+        severity=severity(fraction),
         title=text(
             "Pipeline stage {stage} is too long: {own} per microbatch, the others {others}; the "
             "steps take {slowdown:.2f} × as long as balanced ones",
