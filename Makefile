@@ -2,14 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NEEDS := pyproject.toml constraints.txt $(wildcard setup.py analysis/readers/*.c)
-INSTALLED := .venv/installed-$(shell cat $(NEEDS) | cksum | cut -d' ' -f1)
+STAMP := $(shell cat $(NEEDS) | cksum | cut -d' ' -f1)
+INSTALLED := .venv/installed-$(STAMP)
+FRAMEWORKS := .venv/frameworks-$(STAMP)
 
 .PHONY: demo test check lint docs bench-faults clean
 
 demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(FRAMEWORKS)
 	$(BIN)/python -m pytest
 
 check: lint test
@@ -33,4 +35,8 @@ $(INSTALLED): $(NEEDS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,ui]'
+	touch $@
+
+$(FRAMEWORKS): $(INSTALLED)  # for tests/test_frameworks.py
+	$(BIN)/pip install -q -c constraints.txt -e '.[frameworks]'
 	touch $@

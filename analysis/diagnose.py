@@ -57,6 +57,7 @@ from rankscope.analysis.timeline.utilisation import count_flops, demand, utilisa
 from rankscope.analysis.timeline.whatif import BadFix, PipelineRerun, Rerun, rerun
 from rankscope.analysis.trace import PathLike, Trace
 from rankscope.analysis.windows import windows_of
+from rankscope.collectors.schema import LEFT_OFF
 
 __all__ = ["ask", "conclude", "diagnose", "read_run", "report_on", "root_causes_first"]
 
@@ -266,20 +267,20 @@ def ask(
         try:
             answers[name] = found = _with_tables(module.detect, tables, reasons, answers)
             findings += found
-            blind = _blind(module, said, unseen)
+            blind = _blind(name, module, said, unseen)
             if blind:
-                not_checked.append(NotChecked(detector=name, why=blind))
+                not_checked.append(blind)
             elif not found:
                 resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
-            why = _blind(module, said, unseen) or reason.args[0]
-            unchecked = answers[name] = NotChecked(detector=name, why=why)
+            unclear = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
+            unchecked = answers[name] = _blind(name, module, said, unseen) or unclear
             not_checked.append(unchecked)
         except Exception as error:  # one broken detector must not take the others' findings away
             why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)
             print(f"rankscope: detector '{name}': {why}", file=sys.stderr)
-            unchecked = answers[name] = NotChecked(detector=name, why=why)
+            unchecked = answers[name] = NotChecked(detector=name, why=why, unclear=True)
             not_checked.append(unchecked)
     return findings, healthy, not_checked
 
@@ -548,17 +549,19 @@ def _with_tables(
     return function(**there)
 
 
-def _blind(module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) -> str | None:
+def _blind(name: str, module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) -> NotChecked | None:
     """Why a detector may have overlooked something: a collector that it lives on was off, or the source lacks it."""
     off = said.filter(
         pl.col("source").is_in(module.collectors), pl.col("table") == "*", pl.col("count").is_null()
     ).unique(["rank", "node", "source", "why"])
     if off.is_empty():
-        return next((unseen[name] for name in module.collectors if name in unseen), None)
+        lacking = next((unseen[table] for table in module.collectors if table in unseen), None)
+        return NotChecked(detector=name, why=lacking) if lacking else None
     ranks = off["rank"].drop_nulls().unique().sort().to_list()
     where = text(" on {ranks}", ranks=named("rank", ranks)) if ranks else ""
-    why = Text(off["why"][0], {})
-    return text("collector {collector}{where}: {why}", collector=off["source"][0], where=where, why=why)
+    source, why = off["source"][0], Text(off["why"][0], {})
+    why = text("collector {collector}{where}: {why}", collector=source, where=where, why=why)
+    return NotChecked(detector=name, why=why, unclear=(off["why"] != LEFT_OFF).any())
 
 
 def _unit(timeline: Timeline) -> str:
@@ -702,7 +705,7 @@ def _verdict(
         more=joined(
             "",
             (
-                _unseen(healthy, steps),
+                _unclear(not_checked) or _unseen(healthy, steps),
                 _blocked(breakdown),
                 _unexplained(phases),
                 _left_open(breakdown, lead),
@@ -742,6 +745,16 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int, rate:
     if more:
         said.append(text("; {findings}", findings=counted(more, "more finding")))
     return joined("", said)
+
+
+def _unclear(not_checked: Sequence[NotChecked]) -> str:
+    """Which check could not tell, though what it looks for may be there."""
+    unclear = sorted((check for check in not_checked if check.unclear), key=lambda check: check.detector != "slow_rank")
+    if not unclear:
+        return ""
+    others = counted(len(unclear) - 1, "other check")
+    more = text(" (nor could {others})", others=others) if unclear[1:] else ""
+    return text("; {detector} could not tell: {why}{more}", detector=unclear[0].detector, why=unclear[0].why, more=more)
 
 
 def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:

@@ -101,8 +101,11 @@ class Healthy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotChecked:
+    """`unclear`: what it looks for may well be there. The steps were too few, or scattered, or a collector failed."""
+
     detector: str
     why: str
+    unclear: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,13 +36,15 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     counting = [f for f in roots if _SEVERITIES.index(f.severity) >= _SEVERITIES.index(severity)]
     failures = [_told(finding) for finding in counting if not any(change.b == finding for change in known)]
     unseen = list(_unseen(report))
+    hidden = list(_hidden(report))
     if against:
         longer, open_ = _step(against.step, slower)
         failures += longer
         unseen += open_
         if against.a.ranks != against.b.ranks:
             unseen.append(f"{counted(against.a.ranks, 'rank')} there and {against.b.ranks} here: no fair comparison")
-    return Gate(failures=tuple(failures), unseen=tuple(unseen))
+        hidden = hidden if open_ else []  # what is new in a step that is no longer costs no more than that
+    return Gate(failures=tuple(failures), unseen=tuple(unseen + ([] if failures else hidden)))
 
 
 def _no_worse(change: FindingChange) -> bool:
@@ -59,14 +61,21 @@ def _told(finding: Finding) -> str:
 
 
 def _unseen(report: Report) -> Iterator[str]:
-    """What may hide a reason to fail."""
+    """What was not there to be judged."""
     missing = missing_ranks(report)
     if missing:
         yield f"{named('rank', missing)} of {report.world_size} not recorded"
-    if report.findings:
-        return
-    if not any(check.detector not in NOT_OF_SPEED for check in report.healthy):
+    if not report.findings and all(check.detector in NOT_OF_SPEED for check in report.healthy):
         yield report.verdict
+
+
+def _hidden(report: Report) -> Iterator[str]:
+    """What the steps' own scatter, or a collector that failed, may hide; a finding may cause such scatter itself."""
+    unclear: dict[str, list[str]] = {}
+    for unchecked in report.not_checked:
+        if unchecked.unclear:
+            unclear.setdefault(unchecked.why, []).append(unchecked.detector)
+    yield from (f"{', '.join(detectors)}: {why}" for why, detectors in unclear.items())
     for check in report.healthy:
         if report.steps.mean_ns and (check.resolution_ns or 0) >= COARSE * report.steps.mean_ns:
             yield f"{check.detector} below {duration(check.resolution_ns or 0)} per step, since steps vary so much"

@@ -106,6 +106,7 @@ DEVICE_WORK = (
     "memory",
 )
 P2P_OPS = ("send", "recv", "recv_any_source")
+LEFT_OFF = "collector left off by RANKSCOPE_DISABLE"  # the why of such a gap
 ALL_TO_ALL_OPS = ("alltoall", "alltoall_base")
 
 DTYPES = (

@@ -27,7 +27,7 @@ from typing import Any
 from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.imports import after_import
 from rankscope.collectors.ring import Ring
-from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS, RecordType
+from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, REGION_KINDS, RecordType
 
 __all__ = ["Emit", "annotate", "on_group", "step"]
 
@@ -109,10 +109,11 @@ class Emit:
         owner: Any,  # noqa: ANN401
         attribute: str,
         record: Callable[..., None],
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[tuple[Any, ...]], None] = lambda _: None,
     ) -> Callable[[], None]:
-        """Replace `owner.attribute` by `before()`, itself and `record(start_ns, end_ns, args)`; return what undoes it.
+        """Replace `owner.attribute` by `before(args)`, itself and `record(start_ns, end_ns, args, kwargs, result)`.
 
+        Returns what undoes it. A call that raises has the result None.
         Once undone, a wrapper that somebody else has wrapped in turn only passes calls on.
         """
         original = owner.__dict__[attribute]
@@ -122,12 +123,13 @@ class Emit:
         def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if not (active and self.live):
                 return original(*args, **kwargs)
-            start = clock()
-            before()
+            start, result = clock(), None
+            before(args)
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
             finally:
-                record(start, clock(), args)
+                record(start, clock(), args, kwargs, result)
+            return result
 
         def undo() -> None:
             nonlocal active
@@ -321,7 +323,7 @@ class _Session:
         after_import("torch._dynamo.trace_rules", self.emit.guard("session", lambda rules: rules.add("rankscope")))
         for module in pkgutil.iter_modules(rank_collectors.__path__):
             if module.name in switched_off:
-                self.emit.gap("*", module.name, "collector left off by RANKSCOPE_DISABLE")
+                self.emit.gap("*", module.name, LEFT_OFF)
                 continue
             # A collector that cannot even be imported costs itself only.
             load = self.emit.guard(module.name, importlib.import_module)

@@ -240,6 +240,28 @@ def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
     assert ended["end_ns"].null_count() == 0
 
 
+def test_what_accumulates_gradients_is_a_backward_pass_and_nothing_else(tmp_path):
+    """`Tensor.backward`, `torch.autograd.backward`, and the engine called by itself as Megatron does: not `grad`."""
+    done, run = record(
+        tmp_path,
+        """
+        weight = torch.nn.Parameter(torch.ones(3))
+        loss = lambda: (weight * 2).sum()
+        loss().backward()
+        torch.autograd.backward(loss())
+        engine = torch.autograd.Variable._execution_engine
+        asked = ((loss(),), (torch.ones(()),), False, False, ())
+        engine.run_backward(*asked, allow_unreachable=True, accumulate_grad=True)
+        engine.run_backward((loss(),), (torch.ones(()),), False, False, (), True, True)
+        assert weight.grad.tolist() == [8.0] * 3
+        (grad,) = torch.autograd.grad(loss(), weight)
+        assert (grad.tolist(), weight.grad.tolist()) == ([2.0] * 3, [8.0] * 3)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert table(run, "regions")["kind"].to_list() == [REGION_KINDS.index("backward")] * 4
+
+
 def test_torch_compile_and_torchscript_see_no_difference(tmp_path):
     """As many compiled graphs as without rankscope, no warning about our code, and record_function still scripts."""
     body = """

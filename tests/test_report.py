@@ -257,8 +257,10 @@ def test_json_is_strict_and_as_the_schema_says(report: Report):
 def check(value: object, schema: dict, where: str) -> None:
     """Hold `value` against the keywords of JSON schema that docs/report.schema.json uses."""
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "null": type(None)}
+    kinds["boolean"] = bool
     allowed = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-    assert any(isinstance(value, kinds[kind]) and not isinstance(value, bool) for kind in allowed), where
+    fits = (isinstance(value, kinds[kind]) and isinstance(value, bool) == (kind == "boolean") for kind in allowed)
+    assert any(fits), where
     assert value in schema.get("enum", [value]), where
     assert value == schema.get("const", value), where
     if isinstance(value, int):
@@ -280,7 +282,7 @@ def test_json_holds_the_documented_values():
     assert document["steps"]["median_ns"] == 200 * MS
     assert document["healthy"] == ["gc_stall", "recompile"]
     assert document["resolution"] == {"gc_stall": 800_000, "recompile": None}
-    assert document["not_checked"] == [{"detector": "slow_link", "why": "all ranks are on one node"}]
+    assert document["not_checked"] == [{"detector": "slow_link", "why": "all ranks are on one node", "unclear": False}]
     assert document["waits"][2] == {"rank": 2, "waited_ns": 100 * MS, "caused_ns": 1600 * MS}
     assert document["blames"] == [
         {"rank": 2, "part": "compute", "label": "forward", "waited_ns": 1600 * MS, "blocked_ns": 400 * MS}

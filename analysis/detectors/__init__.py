@@ -50,11 +50,18 @@ __all__ = [
 ENOUGH_STEPS = 5  # to compare steps with each other
 FEW_STEPS = 2  # to tell a mean from chance, where it is very clear
 _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
-_VISIBLE = 0.5  # share of the step from which a loss must be seen, or few steps have shown nothing
+_VISIBLE = 0.5  # share of the step from which a loss must be seen, or the steps have shown nothing
 
 
 class NotResolvable(Exception):  # noqa: N818 - the word that the report uses, and not an error
-    """The tables are there but do not allow a verdict; the text says why, in one plain sentence part."""
+    """The tables are there but do not allow a verdict; the text says why, in one plain sentence part.
+
+    `unclear` where that is because the steps are too few to compare any with each other, or scatter too much.
+    """
+
+    def __init__(self, why: str, *, unclear: bool = False) -> None:
+        super().__init__(why)
+        self.unclear = unclear
 
 
 class Price(TypedDict):
@@ -79,7 +86,8 @@ def judged_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     grid = step_grid(breakdown)
     if len(grid.steps) < least:
         raise NotResolvable(
-            text("{steps}, at least {least} are needed", steps=counted(len(grid.steps), "judged step"), least=least)
+            text("{steps}, at least {least} are needed", steps=counted(len(grid.steps), "judged step"), least=least),
+            unclear=least <= ENOUGH_STEPS,
         )
     return grid
 
@@ -174,15 +182,16 @@ def severity(fraction: float) -> str:
 
 
 def visible(grid: StepGrid, resolution_ns: float) -> int:
-    """The resolution in whole ns; not resolvable where few steps differ so much that silence says nothing."""
-    if len(grid.steps) < ENOUGH_STEPS and resolution_ns > _VISIBLE * grid.step_ns:
+    """The resolution in whole ns; not resolvable where the steps differ so much that silence says nothing."""
+    if resolution_ns > _VISIBLE * grid.step_ns:
         seen = counted(len(grid.steps), "judged step")
         raise NotResolvable(
             text(
                 "in {seen} nothing below {resolution} per step could be told from chance",
                 seen=seen,
                 resolution=duration(resolution_ns),
-            )
+            ),
+            unclear=True,
         )
     return round(resolution_ns)
 

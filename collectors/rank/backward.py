@@ -1,4 +1,7 @@
-"""Records the backward pass: `torch.autograd.backward`, which `Tensor.backward` and the pipeline stages call."""
+"""Records the backward pass: every run of autograd's engine that accumulates gradients.
+
+`Tensor.backward` and `torch.autograd.backward` end in it; Megatron's pipeline schedules call nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,43 @@ tables = ("regions",)
 
 _BACKWARD = REGION_KINDS.index("backward")
 _MARKS = DEVICE_MARKS.index("backward_start"), DEVICE_MARKS.index("backward_end")
-_undo: Callable[[], None] | None = None
+_ACCUMULATES = 6  # where the engine's argument `accumulate_grad` stands
+_undos: list[Callable[[], None]] = []
 
 
 def start(emit: Emit) -> None:
-    global _undo
     name_id = emit.name("backward")
+    variable = sys.modules["torch.autograd.variable"].Variable
+    original = variable._execution_engine
 
-    def record(start_ns: int, end_ns: int, _: tuple[Any, ...]) -> None:
+    class Engine(type(original)):  # type: ignore[misc]
+        """The engine that all instances stand for, with a call of its own for what is a backward pass."""
+
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            accumulates = kwargs.get("accumulate_grad", args[_ACCUMULATES] if len(args) > _ACCUMULATES else False)
+            return (self.accumulate_gradients if accumulates else super().run_backward)(*args, **kwargs)
+
+        def accumulate_gradients(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            return super().run_backward(*args, **kwargs)
+
+    def record(start_ns: int, end_ns: int, *_: object) -> None:
         emit.mark(_MARKS[1])
         emit.region(_BACKWARD, name_id, start_ns, end_ns)
 
-    def before() -> None:
+    def before(_: object) -> None:
         emit.backward_begins()
         emit.mark(_MARKS[0])
 
-    _undo = emit.around("backward", sys.modules["torch.autograd"], "backward", record, before)
+    _undos.append(emit.around("backward", Engine, "accumulate_gradients", record, before))
+    variable._execution_engine = engine = Engine()
+
+    def undo() -> None:
+        if variable._execution_engine is engine:
+            variable._execution_engine = original
+
+    _undos.append(undo)
 
 
 def stop() -> None:
-    if _undo is not None:
-        _undo()
+    while _undos:
+        _undos.pop()()

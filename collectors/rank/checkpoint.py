@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankscope.collectors.imports import after_import
 from rankscope.collectors.schema import REGION_KINDS
@@ -49,7 +49,7 @@ def _install(emit: Emit, defined_in: str, function: str, name: str, shown_in: Mo
     owner = sys.modules[defined_in]
     original = owner.__dict__[function]
 
-    def record(start_ns: int, end_ns: int, _: tuple[Any, ...]) -> None:
+    def record(start_ns: int, end_ns: int, *_: object) -> None:
         if end_ns - start_ns >= MIN_NS:
             emit.region(_CHECKPOINT, emit.name(name), start_ns, end_ns)
 

@@ -259,7 +259,7 @@ class _Recorder:
             del self.awaited_outputs[at]
         return number
 
-    def waited(self, start_ns: int, end_ns: int, args: tuple[Any, ...]) -> None:
+    def waited(self, start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object) -> None:
         """Note that a thread waited for a work."""
         self.emit.region(_WAIT, self.wait_name, start_ns, end_ns)
         number = self.forget(args[0])

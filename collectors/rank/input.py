@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankscope.collectors.schema import REGION_KINDS
 
@@ -24,7 +24,7 @@ def start(emit: Emit) -> None:
     global _undo
     name_id = emit.name("DataLoader")
 
-    def record(start_ns: int, end_ns: int, _: tuple[Any, ...]) -> None:
+    def record(start_ns: int, end_ns: int, *_: object) -> None:
         emit.region(_INPUT, name_id, start_ns, end_ns)
 
     iterator = sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter

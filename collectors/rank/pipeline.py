@@ -50,5 +50,5 @@ def _tell_unwaited(emit: Emit, module: ModuleType) -> None:
         emit.gap("collectives", "pipeline", f"{why}: gloo's others have no end, and are not matched")
 
 
-def _record(emit: Emit, kind: int, name_id: int, start_ns: int, end_ns: int, args: tuple[Any, ...]) -> None:
+def _record(emit: Emit, kind: int, name_id: int, start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object) -> None:
     emit.region(kind, name_id, start_ns, end_ns, args[1], args[0].stage_index)

@@ -1,0 +1,66 @@
+"""Records forward and backward of every microbatch of Megatron-Core's pipeline schedules, with its stage.
+
+A job without pipeline stages goes through the same functions, and is left to the other collectors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rankscope.collectors.imports import after_import
+from rankscope.collectors.schema import REGION_KINDS
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit
+
+tables = ("regions",)
+
+_FORWARD, _BACKWARD = REGION_KINDS.index("forward"), REGION_KINDS.index("backward")
+_OF_FORWARD = "_rankscope_microbatch"  # of a stage's output: its (microbatch, stage), for the backward from there
+_undos: list[Callable[[], None]] = []
+
+
+def start(emit: Emit) -> None:
+    install = emit.guard("megatron", partial(_install, emit))
+    _undos.append(after_import("megatron.core.pipeline_parallel.schedules", install))
+
+
+def stop() -> None:
+    while _undos:
+        _undos.pop()()
+
+
+def _install(emit: Emit, schedules: ModuleType) -> None:
+    parallel = sys.modules["megatron.core.parallel_state"]
+    names = emit.name("forward"), emit.name("backward")
+    of_backward: list[tuple[int, int]] = []
+
+    def forward(start_ns: int, end_ns: int, _: object, kwargs: dict[str, Any], result: Any) -> None:  # noqa: ANN401
+        stages = parallel.get_pipeline_model_parallel_world_size()
+        if stages < 2 or result is None:
+            return
+        chunk = kwargs.get("vp_stage")
+        if chunk is None:  # no chunks, or Megatron-Core before 0.13
+            chunk = parallel.get_virtual_pipeline_model_parallel_rank() or 0
+        microbatch, stage = kwargs["current_microbatch"], chunk * stages + parallel.get_pipeline_model_parallel_rank()
+        emit.region(_FORWARD, names[0], start_ns, end_ns, microbatch, stage)
+        setattr(_first(result[0]), _OF_FORWARD, (microbatch, stage))
+
+    def before_backward(args: tuple[Any, ...]) -> None:
+        of_backward.append(getattr(_first(args[1]), _OF_FORWARD, (-1, -1)))
+
+    def backward(start_ns: int, end_ns: int, *_: object) -> None:
+        microbatch, stage = of_backward.pop()
+        if stage >= 0:
+            emit.region(_BACKWARD, names[1], start_ns, end_ns, microbatch, stage)
+
+    _undos.append(emit.around("megatron", schedules, "forward_step", forward))
+    _undos.append(emit.around("megatron", schedules, "backward_step", backward, before_backward))
+
+
+def _first(output: Any) -> Any:  # noqa: ANN401
+    return output[0] if isinstance(output, list) else output
