@@ -140,7 +140,10 @@ NCCL_ALGORITHMS = (
     "copy_engine",
 )
 NCCL_PROTOCOLS = ("unknown", "ll", "ll128", "simple")
-DEVICE_MARKS = ("backward_start", "backward_end", "optimizer_start", "optimizer_end", "step_end")
+DEVICE_MARKS = (
+    *("backward_start", "backward_end", "optimizer_start", "optimizer_end", "step_end"),
+    *("forward_start", "forward_end"),  # of a pipeline's microbatches
+)
 NCCL_EVENTS = (
     "send",  # all that a proxy sent to one peer on one channel for one call
     "recv",

@@ -54,6 +54,7 @@ class Emit:
         self.in_flight: set[int] = set()  # records of operations whose end torch will tell us
         self.training_thread = threading.main_thread().ident  # by the first backward: of Ray Train's it is another one
         self.backwards = 0  # how many have begun
+        self.in_microbatch = False  # of a pipeline's schedule, whose forwards and backwards have marks of their own
         self._channel = channel
         self._sending = threading.Lock()
         self._backlog: list[bytes] = []

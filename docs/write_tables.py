@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rankscope.collectors.schema import (
+    DEVICE_MARKS,
     DEVICE_WORK,
     DTYPES,
     NCCL_ALGORITHMS,
@@ -37,6 +38,7 @@ def render() -> str:
                 ("REGION_KINDS", REGION_KINDS),
                 ("OPS", OPS),
                 ("DTYPES", DTYPES),
+                ("DEVICE_MARKS", DEVICE_MARKS),
                 ("DEVICE_WORK", DEVICE_WORK),
                 ("NCCL_EVENTS", NCCL_EVENTS),
                 ("NCCL_ALGORITHMS", NCCL_ALGORITHMS),

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,8 @@ sys.path[:0] = [str(HERE / "cuda"), str(HERE.parent / "benchmarks")]
 RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
 MS = 1_000_000
 STEPS = 10
-IN_A_STEP = list(DEVICE_MARKS)
-EVENTS = 1024
+IN_A_STEP = list(DEVICE_MARKS[:5])
+EVENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,12 @@ def test_another_device_and_an_error_cost_marks_and_nothing_else(job):
 
 
 def test_a_device_that_hangs_costs_marks_and_holds_up_nobody(job):
-    """1,500 marks after the hang: as many as there are events stay under way, the others are counted."""
+    """5,000 marks after the hang: as many as there are events stay under way, the others are counted."""
     marks = job.marks(2)
     assert marks["device_ns"].is_null().sum() == marks["clock_error_ns"].is_null().sum() == EVENTS
     ((why, count),) = job.gaps(2)
     assert "no place for more" in why
-    assert count == 1500 - EVENTS
+    assert count == 5000 - EVENTS
 
 
 def test_without_a_driver_one_line_says_so(job):
@@ -156,3 +157,32 @@ def test_flops_counted_by_hand_are_those_that_torch_counts():
         stamps = gpu_step.train(model, tokens, steps=1, warmup=1)
     assert len(stamps) == 2
     assert counter.get_total_flops() == size.flops_per_step() + 2 * 6 * 64 * 32**2 * 2
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_every_microbatch_of_a_pipeline_has_marks_at_both_ends_of_its_passes(split, tmp_path):
+    """Two stages, 4 microbatches, of which a device computes 2 ms forward and 4 ms backward.
+
+    1F1B; and a zero-bubble schedule, which computes gradients of inputs and of weights apart, each of which is a
+    backward then.
+    """
+    from pretend import build
+
+    words = [RANKSCOPE, "run", "--no-report", "--out", str(tmp_path / "run"), "--standalone", "--nproc-per-node", "2"]
+    schedule = "ScheduleInterleavedZeroBubble" if split else "Schedule1F1B"
+    words += [str(HERE / "jobs/pipeline_marks.py"), str(build(tmp_path)), schedule]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    job = Job(done.stdout, tmp_path / "run", tmp_path)
+    for rank in (0, 1):
+        marks = job.marks(rank)["mark"].to_list()
+        starts, ends = marks[::2], marks[1::2]
+        assert [mark.replace("start", "end") for mark in starts] == ends
+        passes = [mark.removesuffix("_start") for mark in starts]
+        assert Counter(passes) == {"forward": 16, "backward": 32 if split else 16, "optimizer": 4}
+        if not split:
+            one_and_one = ["forward", "backward"] * 4
+            ahead = ["forward", *one_and_one[:6], "backward"]
+            assert passes[:9] == [*(ahead if rank == 0 else one_and_one), "optimizer"]
+            took = job.marks(rank).select(took=pl.col("device_ns").diff(), of="mark").filter(of="forward_end")["took"]
+            assert took.median() == pytest.approx(2 * MS, rel=0.1)

@@ -236,7 +236,7 @@ def test_real_jobs_are_scored_against_the_same_jobs_without_their_fault(tmp_path
 @pytest.mark.parametrize(("kind", "dose", "seed"), [("slow_rank", "loud", 0), ("slow_node", "quiet", 4)])
 def test_without_a_profiler_a_slow_gpu_costs_what_its_backward_takes_longer_too(kind, dose, seed):
     """Others wait for it for at least half as long; how slow it is forward and optimizer say."""
-    row = judged(Case(kind, dose, seed), small=True, gpus="nccl")
+    row = judged(Case(kind, dose, seed), small=True, parallel="ddp-nccl")
     found, truth = row["found"][0], row["truth"][0]
     assert (found["kind"], found["ranks"]) == (kind, list(truth["ranks"]))
     assert found["cost_ns"] == pytest.approx(truth["cost_ns"], rel=0.05)

@@ -19,7 +19,8 @@ from rankscope.analysis.finding import Clock
 from rankscope.analysis.readers.frames import table
 from rankscope.analysis.timeline.breakdown import PHASE_COLUMNS
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, op_grid
+from rankscope.analysis.timeline.marks import MARK_COLUMNS
+from rankscope.analysis.timeline.pipeline import BACKWARD, CLIP, FORWARD, OPTIMIZER, op_grid
 from rankscope.analysis.timeline.stages import stage_ops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
@@ -67,6 +68,7 @@ def two_stages():
         "collectives": collectives.cast({"rank": pl.Int32, "peer": pl.Int32}),
         "phases": pl.DataFrame(phases, PHASE_COLUMNS, orient="row"),
         "clocks": [clock(0), clock(1)],
+        "marks": pl.DataFrame(schema=MARK_COLUMNS),
     }
 
 
@@ -122,10 +124,63 @@ def test_run_without_a_pipeline_has_no_operations_and_lacks_none():
     assert stage_ops(**(tables | {"regions": tables["regions"].clear()}))[1] == []
 
 
+def marked():
+    """The same step on two devices; the hosts enqueue all of it in 5 ns, and the ends of its transfers are not seen."""
+    tables = two_stages()
+    regions = [
+        {"start_ns": 0, "end_ns": 2, "kind": "forward", "rank": 0, "stage": 0},
+        {"start_ns": 3, "end_ns": 5, "kind": "backward", "rank": 0, "stage": 0},
+        {"start_ns": 0, "end_ns": 2, "kind": "forward", "rank": 1, "stage": 1},
+        {"start_ns": 3, "end_ns": 5, "kind": "backward", "rank": 1, "stage": 1},
+    ]
+    marks = [
+        *((0, "forward_start", "between microbatches", 0, 0), (0, "forward_end", "forward", 0, 10)),
+        *((0, "backward_start", "between microbatches", 2, 43), (0, "backward_end", "backward", 3, 63)),
+        *((0, "optimizer_start", "after backward", 5, 65), (0, "optimizer_end", "optimizer", 6, 70)),
+        *((1, "forward_start", "between microbatches", 0, 13), (1, "forward_end", "forward", 0, 23)),
+        *((1, "backward_start", "between microbatches", 2, 23), (1, "backward_end", "backward", 3, 42)),
+        *((1, "optimizer_start", "after backward", 5, 65), (1, "optimizer_end", "optimizer", 6, 70)),
+    ]
+    names = ["rank", "mark", "phase", "host_begin_ns", "device_ns"]
+    seen = pl.DataFrame(marks, names, orient="row").with_columns(
+        step=0, clock_error_ns=0, begin_ns=pl.col("device_ns").shift(1).over("rank").fill_null(0)
+    )
+    changed = {"thread": 0, "step": None, "microbatch": 0, "name": ""}
+    return tables | {
+        "ranks": tables["ranks"].with_columns(device=pl.lit("NVIDIA H200")),
+        "regions": pl.DataFrame([row | changed for row in regions]).cast({"rank": pl.Int32, "stage": pl.Int32}),
+        "collectives": tables["collectives"].with_columns(end_ns=pl.lit(None, pl.Int64)),
+        "marks": seen.select(pl.col(name).cast(kind) for name, kind in MARK_COLUMNS.items() if name in seen.columns),
+    }
+
+
+def test_operations_of_devices_are_what_their_marks_enclose():
+    """What a device receives has come where its computation begins, and was sent where the other's ended."""
+    ops, gaps = stage_ops(**marked())
+    assert gaps == []
+    found = {(row[0], row[1]): row[2:] for row in ops.select("stage", "name", "start_ns", "end_ns").iter_rows()}
+    assert found == {
+        (0, FORWARD): (0, 10),
+        (0, "forward-send"): (10, 13),
+        (1, "forward-recv"): (0, 13),
+        (1, FORWARD): (13, 23),
+        (1, BACKWARD): (23, 42),
+        (1, "backward-send"): (42, 43),
+        (0, "backward-recv"): (10, 43),
+        (0, BACKWARD): (43, 63),
+        **{(stage, CLIP): (begin, 65) for stage, begin in ((0, 63), (1, 42))},
+        **{(stage, OPTIMIZER): (65, 70) for stage in (0, 1)},
+    }
+    vague = marked()
+    ops, (gap,) = stage_ops(**(vague | {"marks": vague["marks"].with_columns(clock_error_ns=2_000)}))
+    assert ops.is_empty()
+    assert gap.why == "clocks of devices are only known to 2 µs, more than a tenth of a microbatch's forward"
+
+
 # ---- from a recorded run to the verdict
 
 
-@pytest.mark.parametrize("parallel", ["pp-1f1b", "pp-gpipe", "3d"])
+@pytest.mark.parametrize("parallel", ["pp-1f1b", "pp-nccl", "pp-gpipe", "3d"])
 def test_schedule_of_a_recorded_pipeline_and_its_bubble(parallel, tmp_path):
     """4 stages; 6 microbatches idle 3 / 9, 4 microbatches 3 / 7. The replay meets the steps."""
     job = replace(JOB, parallel=parallel) if parallel != "3d" else replace(JOB, parallel="3d", ranks=16, microbatches=4)
@@ -167,9 +222,10 @@ def test_transfers_that_any_schedule_needs_are_no_bubble_and_late_ones_are(slowe
     assert [title.endswith("mostly for late transfers") for title in late] == ([] if slower == 1 else [True])
 
 
-def test_long_stage_of_a_recorded_run_is_named_once(tmp_path):
+@pytest.mark.parametrize("parallel", ["pp-1f1b", "pp-nccl"])
+def test_long_stage_of_a_recorded_run_is_named_once(parallel, tmp_path):
     """Stage 2 is ranks 4 and 5: 22 ms per microbatch instead of 15."""
-    report = rankscope.diagnose(record(tmp_path, JOB, long=2))
+    report = rankscope.diagnose(record(tmp_path, replace(JOB, parallel=parallel), long=2))
     (finding,) = (f for f in report.findings if f.caused_by is None)
     assert (finding.detector, finding.ranks, finding.fix) == ("stage_imbalance", (4, 5), "stage:2")
     assert finding.gain_fraction == pytest.approx(finding.lost_fraction, rel=0.05)
@@ -177,10 +233,17 @@ def test_long_stage_of_a_recorded_run_is_named_once(tmp_path):
     assert 0.10 < finding.lost_fraction < 0.25
 
 
-def test_slow_rank_of_one_replica_is_no_long_stage(tmp_path):
-    report = rankscope.diagnose(record(tmp_path, JOB, slow=4))
+@pytest.mark.parametrize("parallel", ["pp-1f1b", "pp-nccl"])
+def test_slow_rank_of_one_replica_is_no_long_stage(parallel, tmp_path):
+    """It costs what the steps are longer than without it."""
+    job = replace(JOB, parallel=parallel)
+    report = rankscope.diagnose(record(tmp_path, job, slow=4))
     assert report.findings[0].detector == "slow_rank"
     assert report.findings[0].ranks == (4,)
+    slow = healthy_resources(job)
+    slow.slowness = slow.slowness * np.where(np.arange(job.ranks) == 4, 1.5, 1.0)
+    lost_ns = step_ns(run(job, slow)) - step_ns(run(job, healthy_resources(job)))
+    assert report.findings[0].lost_ns_per_step == pytest.approx(lost_ns, rel=0.05)
     assert "stage_imbalance" not in {f.detector for f in report.findings if f.caused_by is None}
 
 

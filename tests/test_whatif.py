@@ -224,7 +224,7 @@ def test_pipeline_without_its_long_stage_is_the_published_what_if():
     run = rerun(build_timeline(Trace.open(STUDY / "trace-ST.parquet")), LINKS.to_frame())
     published = json.loads((STUDY / "ms-ST.json").read_text())
     assert run.gain("stage:3").step_ns / 1e9 == pytest.approx(published["trem"], rel=1e-6)
-    with pytest.raises(BadFix, match="possible: stage:0, stage:1, stage:2, stage:3"):
+    with pytest.raises(BadFix, match="possible: rank:0 … rank:7, balance, stage:0, stage:1, stage:2, stage:3"):
         run.gain("stage:4")
 
 

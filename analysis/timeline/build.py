@@ -141,7 +141,7 @@ def build_timeline(trace: Trace) -> Timeline:
     placed = in_steps(collectives.with_columns(arrival), enqueued_in, at="_arrival_ns").drop("_arrival_ns")
     no_ops: list[Gap] = []
     if ops.is_empty():
-        ops, no_ops = stage_ops(ranks, groups, regions, placed, cut, clocks)
+        ops, no_ops = stage_ops(ranks, groups, regions, placed, cut, clocks, marks)
     gaps = [
         *trace.gaps(),
         *_clock_gaps(clocks),

@@ -49,12 +49,20 @@ MARK_COLUMNS = {
 }
 
 _NOT_SEEN = "marks not seen"
+_BETWEEN = "between microbatches"
+_BEFORE_MICROBATCH = ("step_end", "optimizer_end", "forward_end", "backward_end")
 _PHASES = (  # the marks that one may begin with, the mark that ends it, its name and part
     (("step_end", "optimizer_end", "backward_end"), "backward_start", FORWARD, "compute"),
     (("backward_start",), "backward_end", "backward", "compute"),
     (("backward_end",), "optimizer_start", AFTER_BACKWARD, "other"),
     (("optimizer_start",), "optimizer_end", "optimizer", "optimizer"),
     (("optimizer_end",), "step_end", AFTER_OPTIMIZER, "other"),
+)
+_OF_PIPELINES = (  # where forwards have marks too
+    (_BEFORE_MICROBATCH, "forward_start", _BETWEEN, "other"),
+    (("forward_start",), "forward_end", FORWARD, "compute"),
+    (_BEFORE_MICROBATCH, "backward_start", _BETWEEN, "other"),
+    *_PHASES[1:],
 )
 _TRUSTED = 0.1  # a clock's error that is at most this share of what is judged does not matter
 _BESIDE_NS = 10_000_000  # so far apart are at most the end of a host's step and the mark that it enqueued there
@@ -213,7 +221,8 @@ def by_marks(
     `communication_ns`: the `duration_ns` of the operations that the host enqueued meanwhile, with waiting, whatever hid
     it; null where that is not known.
     `part`: the phase's own, or mixed where any rank communicates in that phase of the step for more than 1 % of it, or
-    for nobody knows how long. `hosts` are the hosts' steps.
+    for nobody knows how long. Between a pipeline's microbatches nothing is computed: there, communication blocks, and
+    what of it is waiting is not known (unsplit). `hosts` are the hosts' steps.
     """
     index = pl.int_range(pl.len()).over("rank")
     begun = hosts.group_by("rank").agg(pl.col("start_ns").min().alias("_begun"))
@@ -224,14 +233,20 @@ def by_marks(
     def before(column: str) -> pl.Expr:
         return pl.col(column).shift(1).over("rank").fill_null(pl.col("_begun"))
 
-    pairs = [(begin, *rest) for begins, *rest in _PHASES for begin in begins]
-    of_marks = pl.DataFrame(pairs, ["_begin", "mark", "phase", "part"], orient="row")
+    pairs = [
+        (pipelined, begin, *rest)
+        for pipelined, phases in ((False, _PHASES), (True, _OF_PIPELINES))
+        for begins, *rest in phases
+        for begin in begins
+    ]
+    of_marks = pl.DataFrame(pairs, ["_pipelined", "_begin", "mark", "phase", "part"], orient="row")
     spans = steps.select("rank", "step", pl.col("start_ns").alias("_start"), pl.col("end_ns").alias("device_ns"))
     named_phases = seen.with_columns(
         pl.col("mark").shift(1).over("rank").fill_null("step_end").alias("_begin"),
         before("device_ns").alias("begin_ns"),
         before("recorded_ns").alias("host_begin_ns"),
-    ).join(of_marks, on=["_begin", "mark"], how="left", maintain_order="left")
+        (pl.col("mark") == "forward_start").any().over("rank").alias("_pipelined"),
+    ).join(of_marks, on=["_pipelined", "_begin", "mark"], how="left", maintain_order="left")
     return (
         named_phases.with_columns(pl.col("phase").fill_null(_NOT_SEEN), pl.col("part").fill_null("other"))
         .sort("device_ns", maintain_order=True)
@@ -276,7 +291,11 @@ def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives
         phases.join(inside, on=["rank", "_index"], how="left", maintain_order="left")
         .with_columns(nth.alias("_nth"), much.alias("_much"))
         .with_columns(
-            pl.when(pl.col("_much").any().over("step", "phase", "_nth"))
+            pl.when((pl.col("phase") == _BETWEEN) & pl.col("_much"))
+            .then(pl.lit("unsplit"))
+            .when(pl.col("phase") == _BETWEEN)
+            .then("part")
+            .when(pl.col("_much").any().over("step", "phase", "_nth"))
             .then(pl.lit(MIXED))
             .otherwise("part")
             .alias("part"),

@@ -18,8 +18,10 @@ from rankscope.analysis.timeline.steps import STEP_COLUMNS
 
 __all__ = [
     "BACKWARD",
+    "CLIP",
     "EXCESS",
     "FORWARD",
+    "OPTIMIZER",
     "TRANSFERS",
     "Key",
     "OpGrid",
@@ -35,7 +37,7 @@ __all__ = [
 
 _SETTLED = 1.5  # a longer step, in medians, does not count
 
-FORWARD, BACKWARD = "forward-compute", "backward-compute"
+FORWARD, BACKWARD, OPTIMIZER = "forward-compute", "backward-compute", "optimizer"
 
 # kind -> (the kind at the other end, how many stages further)
 _PEER = {
@@ -44,15 +46,15 @@ _PEER = {
     "backward-send": ("backward-recv", -1),
     "backward-recv": ("backward-send", 1),
 }
-_EMBEDDING, _CLIP, _GATHER, _SCATTER = (
+_EMBEDDING, CLIP, _GATHER, _SCATTER = (
     "embedding-grads-all-reduce",
     "optimizer-clip-main-grad",
     "params-all-gather",
     "grads-reduce-scatter",
 )
-_ACROSS_REPLICAS = (_GATHER, _SCATTER, _CLIP)
+_ACROSS_REPLICAS = (_GATHER, _SCATTER, CLIP)
 # After a stage's last computation, one after the other.
-_TAIL = ("gc", "layernorm-grads-all-reduce", _EMBEDDING, _SCATTER, _CLIP, "optimizer")
+_TAIL = ("gc", "layernorm-grads-all-reduce", _EMBEDDING, _SCATTER, CLIP, OPTIMIZER)
 _KNOWN = (FORWARD, BACKWARD, *_PEER, _GATHER, *_TAIL)
 # What can keep the busiest stage idle for longer than the schedule must, in the order in which it is taken away.
 # Transfers as quick as between the quickest pair of stages are "transfers": no schedule does without them.
@@ -62,7 +64,7 @@ EXCESS = (
     *(text("microbatches of unequal length"), text("stages of unequal length")),
 )
 _WORTH_SAYING = 0.001
-_COMPUTES = (FORWARD, BACKWARD, "gc", "optimizer")
+_COMPUTES = (FORWARD, BACKWARD, "gc", OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -283,7 +285,7 @@ def _groups(index: Mapping[Key, int]) -> list[Group]:
                 groups.append(Group((i, peer)))
         elif key.kind in (_GATHER, _SCATTER):
             groups.append(Group((i,), across_replicas=True))
-    for kind, across in ((_CLIP, True), (_EMBEDDING, False)):
+    for kind, across in ((CLIP, True), (_EMBEDDING, False)):
         members = tuple(op for stage in stages for op in _of(index, stage, kind))
         if members:
             groups.append(Group(members, across))

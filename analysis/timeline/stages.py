@@ -12,15 +12,20 @@ import polars as pl
 from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.language import text
 from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.timeline.breakdown import AFTER_BACKWARD
 from rankscope.analysis.timeline.graph import NotReplayable
 from rankscope.analysis.timeline.own import BLOCKED
-from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD
+from rankscope.analysis.timeline.pipeline import BACKWARD, CLIP, FORWARD, OPTIMIZER
 from rankscope.analysis.timeline.roles import Role, roles
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["stage_ops"]
 
 _MAIN_THREAD = 0
+_COMPUTES = {"forward": FORWARD, "backward": BACKWARD}
+_OF_SCHEDULE = (
+    (pl.col("thread") == _MAIN_THREAD) & pl.col("kind").is_in(tuple(_COMPUTES)) & pl.col("microbatch").is_not_null()
+)
 _CLOCKS_TELL = 0.1  # of a forward: the clocks' error up to which operations of two nodes are compared
 _SPLIT = 0.5  # share of the steps whose backwards are not as many as their forwards, above which that is the schedule
 
@@ -32,6 +37,7 @@ def stage_ops(
     collectives: pl.DataFrame,
     phases: pl.DataFrame,
     clocks: Iterable[Clock],
+    marks: pl.DataFrame,
 ) -> tuple[pl.DataFrame, list[Gap]]:
     """The table `ops` of a run that records regions, empty where it has no pipeline, or with a gap that says why not.
 
@@ -40,23 +46,25 @@ def stage_ops(
     computation before it ends (before the first: with the step's first forward), since a rank that is busy waits for
     nobody; a send ends no later than its receive. A replica is a set of ranks that send to each other; ranks of one
     stage that share its layers are in different ones.
+
+    On devices a computation is what its `marks` (as `by_marks` has them) enclose. A device waits for what it receives
+    before the first of these: so the receive ends there, and so does its send, since nobody saw when the data had come
+    to a device that was busy.
     """
-    computed = _computations(regions, collectives, phases)
+    computed = _computations(regions, collectives, phases) if marks.is_empty() else _marked(regions, marks)
     nothing = pl.DataFrame(schema=schema_of("ops"))
     if computed.is_empty():
         return nothing, []
     try:
-        _check_devices(ranks.filter(pl.col("rank").is_in(computed["rank"].unique().implode())))
-        sent = collectives.filter(
-            pl.col("op").is_in(P2P_OPS),
-            pl.col("instance_id").is_not_null() & pl.col("step").is_not_null(),
-            pl.col("start_ns").is_not_null() & pl.col("end_ns").is_not_null(),
-        )
+        if marks.is_empty():
+            _check_devices(ranks.filter(pl.col("rank").is_in(computed["rank"].unique().implode())))
         computed = _with_stages(computed, roles(groups, regions, collectives))
         _check_schedule(computed)
-        _check_clocks(computed, ranks, clocks)
-        transferred = _transfers(sent, computed)
-        ops = pl.concat([computed, transferred.drop("peer")], how="diagonal_relaxed")
+        _check_clocks(computed, ranks, clocks, marks["clock_error_ns"])
+        sent = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer").is_not_null())
+        transferred = _transfers(sent, computed) if marks.is_empty() else _handed_on(sent, computed)
+        ended = [] if marks.is_empty() else [_ends(marks, computed)]
+        ops = pl.concat([computed, transferred.drop("peer"), *ended], how="diagonal_relaxed")
         replica = _replicas(transferred.select("rank", "peer").unique().rows())
     except NotReplayable as reason:
         return nothing, [Gap(table="ops", rank=None, node=None, count=None, why=reason.args[0])]
@@ -67,22 +75,48 @@ def stage_ops(
     return pl.concat([nothing, _cast(ops, nothing.schema)], how="diagonal").sort("rank", "start_ns"), []
 
 
+def _marked(regions: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
+    """The same from what marks enclose: the phases of a microbatch that the host enqueued in the schedule's region."""
+    of_schedule = regions.filter(_OF_SCHEDULE).select(
+        *("rank", "microbatch", "kind"), pl.col("start_ns").alias("_at"), until_ns="end_ns"
+    )
+    enclosed = (
+        marks.with_columns(_at="host_begin_ns")
+        .sort("_at")
+        .join_asof(of_schedule.sort("_at"), on="_at", by="rank", check_sortedness=False)
+        .filter(pl.col("_at") <= pl.col("until_ns"), pl.col("phase") == pl.col("kind"))
+    )
+    return enclosed.sort("rank", "begin_ns").select(
+        *("rank", "step", "microbatch"),
+        pl.col("kind").replace_strict(_COMPUTES).alias("name"),
+        pl.int_range(pl.len()).over("rank", "step", "kind").alias("seq"),
+        start_ns="begin_ns",
+        end_ns="device_ns",
+    )
+
+
+def _ends(marks: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
+    """What devices do after a step's last backward: they meet in the reduction of gradients, and the optimizer runs."""
+    names = {AFTER_BACKWARD: CLIP, "optimizer": OPTIMIZER}
+    after = marks.filter(pl.col("phase").is_in(tuple(names)))
+    return (
+        after.group_by("rank", "step", name=pl.col("phase").replace_strict(names, return_dtype=pl.String))
+        .agg(start_ns=pl.col("begin_ns").min(), end_ns=pl.col("device_ns").max(), seq=pl.lit(0))
+        .join(computed.select("rank", "stage").unique(), on="rank")
+    )
+
+
 def _cast(ops: pl.DataFrame, schema: pl.Schema) -> pl.DataFrame:
     return ops.select(pl.col(name).cast(kind) for name, kind in schema.items() if name in ops.columns)
 
 
 def _computations(regions: pl.DataFrame, collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
     """Forwards and backwards in order: rank, step, microbatch, name, seq, start_ns, end_ns."""
-    of_schedule = (
-        (pl.col("thread") == _MAIN_THREAD)
-        & pl.col("kind").is_in(("forward", "backward"))
-        & pl.col("microbatch").is_not_null()
-        & pl.col("step").is_not_null()
-    )
     order = ("rank", "start_ns", "end_ns")
     # The schedule's span of a microbatch holds torch's own of its computation.
     innermost = (pl.col("start_ns").shift(-1).over("rank") >= pl.col("end_ns")).fill_null(True)
-    spans = regions.filter(of_schedule).sort(order, descending=[False, False, True]).filter(innermost)
+    in_steps = regions.filter(_OF_SCHEDULE, pl.col("step").is_not_null())
+    spans = in_steps.sort(order, descending=[False, False, True]).filter(innermost)
     received = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("op") != "send").drop_nulls("end_ns")
     received = received.select("rank", "end_ns", received_ns="end_ns").sort("end_ns")
     blocked = phases.filter(pl.col("part").is_in(BLOCKED))
@@ -96,7 +130,7 @@ def _computations(regions: pl.DataFrame, collectives: pl.DataFrame, phases: pl.D
         .with_columns(pl.max_horizontal("start_ns", "received_ns"))
         .select(
             *("rank", "step", "microbatch"),
-            pl.col("kind").replace_strict({"forward": FORWARD, "backward": BACKWARD}).alias("name"),
+            pl.col("kind").replace_strict(_COMPUTES).alias("name"),
             pl.int_range(pl.len()).over("rank", "step", "kind").alias("seq"),
             "start_ns",
             pl.when(next_ns.is_null())
@@ -139,7 +173,17 @@ def _check_schedule(computed: pl.DataFrame) -> None:
         )
 
 
-def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[Clock]) -> None:
+def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[Clock], of_devices: pl.Series) -> None:
+    usual_ns = computed.filter(pl.col("name") == FORWARD).select((pl.col("end_ns") - pl.col("start_ns")).median())
+    allowed_ns = _CLOCKS_TELL * (usual_ns.item() or 0)
+    error_ns = of_devices.median()
+    if isinstance(error_ns, float) and error_ns > allowed_ns:
+        raise NotReplayable(
+            text(
+                "clocks of devices are only known to {error:.0f} µs, more than a tenth of a microbatch's forward",
+                error=error_ns / 1e3,
+            )
+        )
     nodes = ranks.join(computed, on="rank", how="semi")["node"].unique().to_list()
     if len(nodes) < 2:
         return
@@ -153,8 +197,7 @@ def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[
             )
         )
     error_ns = sum(sorted((e for e in errors if e is not None), reverse=True)[:2])
-    usual_ns = computed.filter(pl.col("name") == FORWARD).select((pl.col("end_ns") - pl.col("start_ns")).median())
-    if error_ns > _CLOCKS_TELL * (usual_ns.item() or 0):
+    if error_ns > allowed_ns:
         raise NotReplayable(
             text(
                 "clocks of two nodes may be {error:.0f} µs apart, more than a tenth of a microbatch's forward",
@@ -165,13 +208,11 @@ def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[
 
 def _transfers(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
     """Sends and receives between neighbours: rank, peer, step, stage, name, seq, start_ns, end_ns."""
-    stage = computed.select("rank", "stage").unique()
     is_send = pl.col("op") == "send"
     further = pl.col("_peer_stage") - pl.col("stage")
     between = (
-        sent.join(stage, on="rank")
-        .join(stage.rename({"rank": "peer", "stage": "_peer_stage"}), on="peer")
-        .filter(further.abs() == 1)
+        _between_neighbours(sent, computed)
+        .drop_nulls(("instance_id", "step", "start_ns", "end_ns"))
         # After a loss of records a rank may count its steps differently: such steps lack transfers, and are left out.
         .filter(pl.col("step").n_unique().over("instance_id") == 1)
         .with_columns(
@@ -183,12 +224,7 @@ def _transfers(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
     )
     if between.is_empty():
         raise NotReplayable(text("no sends and receives between the stages were recorded on both sides"))
-    first_ns = pl.col("start_ns").min().over("step")
-    free = computed.sort("rank", "start_ns").select(
-        *("rank", "step", "seq"),
-        pl.col("name").str.split("-").list.first().alias("_way"),
-        pl.col("end_ns").shift(1).over("rank", "step").fill_null(first_ns).alias("_free_ns"),
-    )
+    free = computed.sort("rank", "start_ns").select("rank", "step", "seq", _WAY, _FREE)
     start = pl.when(is_send).then("start_ns").otherwise("_free_ns")
     end = pl.when(is_send).then(pl.min_horizontal("end_ns", "_received_ns")).otherwise("end_ns")
     return (
@@ -200,10 +236,55 @@ def _transfers(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+_WAY = pl.col("name").str.split("-").list.first().alias("_way")
+# Since when a rank has had nothing else to do than to receive what it computes next.
+_FREE = (
+    pl.col("end_ns").shift(1).over("rank", "step").fill_null(pl.col("start_ns").min().over("step")).alias("_free_ns")
+)
+
+
+def _between_neighbours(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
+    """Sends and receives of ranks whose stages are neighbours, with `stage` and `_peer_stage`."""
+    stage = computed.select("rank", "stage").unique()
+    peers = stage.rename({"rank": "peer", "stage": "_peer_stage"})
+    between = sent.join(stage, on="rank").join(peers, on="peer")
+    return between.filter((pl.col("_peer_stage") - pl.col("stage")).abs() == 1)
+
+
+def _handed_on(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
+    """The same as `_transfers`, where only computations have times: of each microbatch from stage to stage."""
+    pairs = _between_neighbours(sent, computed).select("rank", "peer", "_peer_stage").unique()
+    if pairs.is_empty():
+        raise NotReplayable(text("no sends and receives between the stages were recorded"))
+    free = computed.sort("rank", "start_ns").with_columns(_WAY, _FREE)
+    before = computed.select("step", "name", "seq", peer="rank", _sent_ns="end_ns", _from="stage")
+    handed = (
+        free.join(pairs, on="rank")
+        .join(before, on=["peer", "step", "name", "seq"])
+        .filter(pl.col("stage") - pl.col("_from") == pl.when(pl.col("_way") == "forward").then(1).otherwise(-1))
+    )
+    at = pl.col("start_ns")
+    receives = handed.select(
+        *("rank", "peer", "step", "stage", "seq"),
+        pl.format("{}-recv", "_way").alias("name"),
+        pl.min_horizontal("_free_ns", at).alias("start_ns"),
+        at.alias("end_ns"),
+    )
+    sends = handed.select(
+        *("step", "seq"),
+        pl.format("{}-send", "_way").alias("name"),
+        rank="peer",
+        peer="rank",
+        stage="_from",
+        start_ns="_sent_ns",
+        end_ns=pl.max_horizontal("_sent_ns", at),
+    )
+    return pl.concat([receives, sends], how="diagonal_relaxed")
+
+
 def _per_microbatch(between: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
     """With `seq`, the ordinal of the microbatch, which may consist of several tensors; other numbers are left out."""
-    way = pl.col("name").str.split("-").list.first().alias("_way")
-    microbatches = computed.group_by("rank", "step", way).agg(pl.len().alias("_microbatches"))
+    microbatches = computed.group_by("rank", "step", _WAY).agg(pl.len().alias("_microbatches"))
     of = ("rank", "peer", "step", "name")
     return (
         between.join(microbatches, on=["rank", "step", "_way"])

@@ -19,7 +19,7 @@ from rankscope.analysis.timeline.graph import Floats, Ints, NotReplayable, repla
 from rankscope.analysis.timeline.host_graph import HostGraph, fidelity, graph_of, step_lengths
 from rankscope.analysis.timeline.links import busy_time, link_rates
 from rankscope.analysis.timeline.own import OWN
-from rankscope.analysis.timeline.pipeline import communicates, op_grid
+from rankscope.analysis.timeline.pipeline import OpGrid, communicates, op_grid
 from rankscope.analysis.timeline.replay import WhatIf, ends, ideal
 from rankscope.analysis.timeline.roles import role_codes, roles
 from rankscope.collectors.schema import P2P_OPS
@@ -261,8 +261,7 @@ class Rerun:
 class PipelineRerun:
     """A pipeline's steps that can be replayed with stages mended."""
 
-    stages: tuple[int, ...]
-    stage_of: Ints  # of each operation
+    grid: OpGrid
     whatif: WhatIf
     fidelity: Fidelity
 
@@ -271,25 +270,45 @@ class PipelineRerun:
         return self.whatif.actual_step_ns
 
     def gain(self, *fixes: str) -> Gain:
-        """What it brings if the operations of these stages take the mean or median of their kind."""
-        chosen = np.zeros((len(self.stage_of), 1, 1), dtype=bool)
-        nothing = chosen.copy()
+        """What these fixes bring together. Raises `BadFix`."""
+        duration = self.whatif.actual_ns
         for fix in fixes:
-            name, _, argument = fix.partition(":")
-            if name != "stage" or _number(argument) not in self.stages:
+            fixed = self._fixed(fix, duration)
+            if fixed is None:
                 raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
-            chosen |= (self.stage_of == int(argument))[:, np.newaxis, np.newaxis]
-        saved = self.whatif.without_ns(nothing) - self.whatif.without_ns(chosen)
+            duration = fixed
+        saved = ends(self.grid.plan, self.whatif.actual_ns) - ends(self.grid.plan, duration)
         return _gain(fixes, self.step_ns, saved, self.fidelity)
 
     def possible(self) -> tuple[str, ...]:
-        return tuple(f"stage:{stage}" for stage in self.stages)
+        ranks = np.unique(self.grid.ranks)
+        found = [f"rank:{ranks[0]} … rank:{ranks[-1]}", "balance"] if self.grid.ranks.shape[1] > 1 else []
+        return (*found, *(f"stage:{stage}" for stage in self.grid.stages))
+
+    def _fixed(self, fix: str, duration: Floats) -> Floats | None:
+        """The durations with one more fix: a stage's operations take what is usual for their kind in all stages, a
+        rank's computations what those of the other replicas take, or all of them what they take on average."""
+        name, _, argument = fix.partition(":")
+        computes = np.array([not communicates(kind) for kind in self.grid.kinds])[:, np.newaxis, np.newaxis]
+        if name == "stage" and _number(argument) in self.grid.stages:
+            of_stage = np.array([key.stage == int(argument) for key in self.grid.keys])
+            return np.where(of_stage[:, np.newaxis, np.newaxis], self.whatif.ideal_ns, duration)
+        if name == "balance" and not argument:
+            return np.where(computes, duration.mean(axis=2, keepdims=True), duration)
+        chosen = np.isin(self.grid.ranks, [_number(rank) for rank in argument.split(",")])[:, np.newaxis, :]
+        if name != "rank" or not chosen.any() or chosen.all(axis=2).any():
+            return None
+        others = np.nanmedian(np.where(chosen, np.nan, duration), axis=2, keepdims=True)
+        return np.where(computes & chosen, others, duration)
 
 
 def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:
     """The run, ready to be replayed. Raises `NotReplayable`, also where the replay does not meet what was measured."""
-    only_ops = timeline.phases.is_empty() and len(timeline.ops)
-    return _trusted(_pipeline_rerun(timeline.ops) if only_ops else _host_rerun(timeline, links))
+    only_ops = len(timeline.ops) and (timeline.phases.is_empty() or len(timeline.marks))
+    if not only_ops:
+        return _trusted(_host_rerun(timeline, links))
+    judged = timeline.steps.filter("judged").select("rank", "step")
+    return _trusted(_pipeline_rerun(timeline.ops.join(judged, on=["rank", "step"], how="semi")))
 
 
 def _trusted(run: Rerun | PipelineRerun) -> Rerun | PipelineRerun:
@@ -311,8 +330,7 @@ def _pipeline_rerun(ops: pl.DataFrame) -> PipelineRerun:
     replayed = ends(grid.plan, own)
     error = np.abs(replayed - grid.measured_ns) / grid.measured_ns
     return PipelineRerun(
-        stages=grid.stages,
-        stage_of=np.array([key.stage for key in grid.keys]),
+        grid=grid,
         whatif=WhatIf(grid.plan, own, ideal(own, grid.kinds, communicates)),
         fidelity=Fidelity(
             steps=len(error),

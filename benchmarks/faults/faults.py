@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from simulate import GPUS, Job, Recording, Resources, healthy_resources, run, stages_of, step_ns, steps_ns
 
-__all__ = ["CLEAN", "CONFOUNDERS", "DOSES", "KINDS", "NCCL_KINDS", "Case", "Truth", "cases", "simulated"]
+__all__ = ["CLEAN", "CONFOUNDERS", "DOSES", "KINDS", "UNPROFILED_KINDS", "Case", "Truth", "cases", "simulated"]
 
 DOSES = {"loud": (0.30, 0.40), "quiet": (0.10, 0.15), "masked": (0.03, 0.08)}
 CLEAN = "clean"
@@ -35,7 +35,12 @@ KINDS = {
     "hang": ("ddp", "fsdp", "tp", "moe", "pp-1f1b", "3d"),
 }
 # Those that are planted in jobs as they are always recorded on GPUs, without a profiler.
-NCCL_KINDS = ("slow_rank", "sporadic_rank", "slow_node", "input_stall", "gc_stall", "uneven_work", "drift", "recompile")
+_IN_DDP = ("slow_rank", "sporadic_rank", "slow_node", "input_stall", "gc_stall", "uneven_work", "drift", "recompile")
+UNPROFILED_KINDS = {
+    "ddp-nccl": _IN_DDP,
+    "ddp-rccl": _IN_DDP,
+    "pp-nccl": ("slow_rank", "sporadic_rank", "stage_imbalance", "gc_stall", "drift", "recompile"),
+}
 CONFOUNDERS = ("none", "lengths", "warm-up", "slow alike", "numa", "checkpoint", "lost records")
 _PARALLELS = ("ddp", "ddp-gpu", "fsdp", "tp", "moe", "pp-1f1b", "pp-gpipe", "3d")
 _PAIRS = (
@@ -98,14 +103,14 @@ def cases(seeds: int, clean: int) -> Iterator[Case]:
             yield Case(CLEAN, CONFOUNDERS[number // 2 % len(CONFOUNDERS)], number)
 
 
-def simulated(case: Case, *, small: bool = False, gpus: str = "") -> tuple[Recording, tuple[Truth, ...]]:
+def simulated(case: Case, *, small: bool = False, parallel: str = "") -> tuple[Recording, tuple[Truth, ...]]:
     """The recording of the case, and what is true of it. `small` jobs have at most 16 ranks, or 4 nodes.
 
-    `gpus`: of a job on GPUs as it is recorded without a profiler, "nccl" on NVIDIA's, "rccl" on AMD's.
+    `parallel`: one of UNPROFILED_KINDS, of a job on GPUs as it is recorded without a profiler.
     """
     rng = np.random.default_rng([case.seed, *case.kind.encode(), *case.dose.encode()])
     kinds = [] if case.kind == CLEAN else case.kind.split("+")
-    job = _job(case, kinds, rng, small, (f"ddp-{gpus}",) if gpus else _PARALLELS)
+    job = _job(case, kinds, rng, small, (parallel,) if parallel else _PARALLELS)
     faults: list[_Fault] = []
     for kind in kinds:
         # Two faults on one node could not be told apart by anybody.
@@ -146,7 +151,7 @@ def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool, pa
     fitting = [p for p in parallels if p not in _PARALLELS or all(p in KINDS[k] for k in kinds)]
     parallel = str(rng.choice(fitting))
     sizes = [8, 16] if small else [8, 16, 32, 64]
-    if parallel in ("pp-1f1b", "pp-gpipe"):
+    if parallel in ("pp-1f1b", "pp-gpipe", "pp-nccl"):
         sizes = sizes[:3]
     if parallel == "3d":
         sizes = [16 if small else 32]

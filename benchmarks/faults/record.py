@@ -23,7 +23,7 @@ _SCHEMAS = {
     for table in TABLES.values()
 }
 _FLOAT32 = 2
-_UNPROFILED = ("ddp-nccl", "ddp-rccl")
+_UNPROFILED = ("ddp-nccl", "ddp-rccl", "pp-nccl")
 _LAUNCH = "cudaLaunchKernel"
 _UNIX_NS = 1_790_000_000_000_000_000
 _PING_EVERY_NS, _PINGS = 10e9, 10
@@ -153,7 +153,7 @@ def _without_a_profiler(
     records |= {"is_p2p": np.zeros(len(ranks), bool), "name": np.full(len(ranks), "nccl:all_reduce")}
     lasts = {"duration_ns": (calls["end_ns"] - calls["device_start_ns"]).astype(np.int64)}
     _by_rank(folder, "flight_records", _on_nodes_clocks(clocks, records) | lasts)
-    if log.job.parallel == "ddp-nccl":
+    if log.job.parallel != "ddp-rccl":
         marks = _stacked([m | {"mark": DEVICE_MARKS.index(m["mark"])} for m in log.marks], *_MARK)
         about = {"device": marks["rank"] % GPUS, "clock_error_ns": np.full(len(marks["rank"]), _MARK_ERROR_NS)}
         _by_rank(folder, "device_marks", _on_nodes_clocks(clocks, marks) | about)

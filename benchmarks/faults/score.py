@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from faults import CLEAN, DOSES, KINDS, NCCL_KINDS, Case, cases, simulated
+from faults import CLEAN, DOSES, KINDS, UNPROFILED_KINDS, Case, cases, simulated
 from record import write
 from simulate import Recording, cut
 
@@ -46,9 +46,9 @@ _ALARM_LENGTHS = (4, 5, 6, 8, 10, 14, 20)  # the same, of healthy jobs
 Row = dict[str, Any]
 
 
-def judged(case: Case, *, delays: bool = False, small: bool = False, gpus: str = "") -> Row:
+def judged(case: Case, *, delays: bool = False, small: bool = False, parallel: str = "") -> Row:
     """What is true of the case, and what was said: one row of the results, as JSON has it."""
-    log, truths = simulated(case, small=small, gpus=gpus)
+    log, truths = simulated(case, small=small, parallel=parallel)
     began = time.process_time()
     report = _report(log)
     loud = delays and case.dose == "loud" and case.kind not in ("hang", "drift")  # of a drift most is still to come
@@ -350,26 +350,32 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=600, help="healthy jobs, half of them for each split")
     parser.add_argument("--split", choices=("tune", "report", "both"), default="report")
     parser.add_argument("--kinds", type=_listed, help="only these: slow_rank,slow_rank+gc_stall,clean")
-    parser.add_argument("--nccl", action="store_true", help="jobs on GPUs, as they are recorded without a profiler")
-    parser.add_argument("--rccl", action="store_true", help="the same on AMD's GPUs: no events of the devices")
+    unprofiled = parser.add_mutually_exclusive_group()
+    for option, parallel, what in (
+        ("--nccl", "ddp-nccl", "jobs on GPUs, as they are recorded without a profiler"),
+        ("--rccl", "ddp-rccl", "the same on AMD's GPUs: no events of the devices"),
+        ("--pipelines", "pp-nccl", "the same of pipelines on NVIDIA's"),
+    ):
+        unprofiled.add_argument(option, dest="parallel", action="store_const", const=parallel, default="", help=what)
     parser.add_argument("--case", help="one case, as kind/dose/seed: prints its report and keeps its run in --folder")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where --case keeps the run")
     parser.add_argument("--results", type=Path, help="JSON lines; what is in it already is not run again")
     parser.add_argument("--delays", action="store_true", help="how many steps a loud fault takes to be found")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
-    gpus = "rccl" if args.rccl else "nccl" if args.nccl else ""
     if args.case:
-        one(args.case, args.folder, small=args.quick or args.small, gpus=gpus)
+        one(args.case, args.folder, small=args.quick or args.small, parallel=args.parallel)
         return
     seeds, clean = (2 * _QUICK, 42) if args.quick and not args.seeds else (_SEEDS, args.clean)
     wanted = [c for c in cases(seeds, clean) if args.seeds or args.split in (c.split, "both")]
     wanted = [c for c in wanted if not args.kinds or c.kind in args.kinds]
-    wanted = [c for c in wanted if not gpus or c.kind in (*NCCL_KINDS, CLEAN)]
+    wanted = [c for c in wanted if not args.parallel or c.kind in (*UNPROFILED_KINDS[args.parallel], CLEAN)]
     wanted = [c for c in wanted if not args.seeds or str(c.seed) in args.seeds]
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()
-    rows = run(wanted, args.results, args.processes, delays=args.delays, small=args.quick or args.small, gpus=gpus)
+    rows = run(
+        wanted, args.results, args.processes, delays=args.delays, small=args.quick or args.small, parallel=args.parallel
+    )
     print(f"{len(rows)} runs of split {args.split}, {time.monotonic() - began:.0f} s")
     show(rows)
 

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 GPUS = 8  # ranks of a node
-PARALLELS = ("ddp", "ddp-gpu", "ddp-nccl", "ddp-rccl", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
+PARALLELS = ("ddp", "ddp-gpu", "ddp-nccl", "ddp-rccl", "pp-nccl", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
 
 _US, _MS = 1e3, 1e6
 _ALPHA_NODE, _ALPHA_NET = 8 * _US, 40 * _US  # latency of one hop
@@ -121,7 +121,7 @@ class Recording:
 
 
 def stages_of(job: Job) -> int:
-    return 4 if job.parallel in ("pp-1f1b", "pp-gpipe", "3d") else 1
+    return 4 if job.parallel in ("pp-1f1b", "pp-gpipe", "pp-nccl", "3d") else 1
 
 
 def tensor_parallel(job: Job) -> int:
@@ -597,6 +597,28 @@ class _Device:
     def join(self) -> None:
         self.free = np.maximum(self.free, self.reduced)
 
+    def send(self, scheduler: _Scheduler, to: _Team, tag: int, size: float) -> None:
+        """What has been computed goes to the other team's devices; the next computation does not wait for it."""
+        team, host = self.team, self.team.now
+        team.now = np.maximum(self.free, host + _CALL)
+        scheduler.send(team, to, tag, size)
+        self._called(host)
+
+    def receive(self, scheduler: _Scheduler, sender: _Team, tag: int) -> Iterator[float]:
+        """The devices wait for the data, the hosts do not."""
+        team, host = self.team, self.team.now
+        team.now = np.maximum(self.free, host + _CALL)
+        yield from scheduler.receive(team, sender, tag)
+        self.free = team.now
+        team.log.regions.pop()  # the main threads' wait
+        self._called(host)
+
+    def _called(self, host: np.ndarray) -> None:
+        """The hosts go on after the call of the last operation, which the devices came to when the log says."""
+        row = self.team.log.collectives[-1]
+        row["device_start_ns"], row["start_ns"], row["issued_ns"] = row["start_ns"], host, host + _CALL
+        self.team.now = host + _CALL
+
     def mark(self, name: str) -> None:
         now, ranks = self.team.now, self.team.ranks
         row = {"rank": ranks, "recorded_ns": now, "device_ns": np.maximum(self.free, now + _LATENCY), "mark": name}
@@ -778,6 +800,41 @@ def _pipeline(scheduler: _Scheduler, team: _Team, teams: list[_Team]) -> Iterato
         team.end_step()
 
 
+def _pipeline_gpu(scheduler: _Scheduler, team: _Team, teams: list[_Team]) -> Iterator[float]:
+    """1F1B on devices, as `_ddp_gpu` has them; gradients are reduced over the replicas after the last backward."""
+    job, stage, last = scheduler.job, team.stage, len(teams) - 1
+    world = _world(scheduler, team, name="dp")
+    device = _Device(team)
+    ns = job.compute_ns / job.microbatches * scheduler.can.stage_work[stage]
+    for _ in _steps(team):
+        if stage in (0, last):
+            team.load()
+        for kind, microbatch in _schedule(job.parallel, stage, len(teams), job.microbatches):
+            source, target = (stage - 1, stage + 1) if kind == "forward" else (stage + 1, stage - 1)
+            if 0 <= source <= last:
+                yield from device.receive(scheduler, teams[source], microbatch)
+            start = team.now
+            device.mark(f"{kind}_start")
+            if microbatch == 0 and kind == "forward":
+                team.stops()
+            device.compute(kind, ns * (1 / 3 if kind == "forward" else 2 / 3), 6)
+            device.mark(f"{kind}_end")
+            team.region(kind, kind, start, microbatch)
+            if 0 <= target <= last:
+                device.send(scheduler, teams[target], microbatch, job.activation_bytes)
+            yield _first(team)
+        device.reduce(world, job.gradient_bytes)
+        yield _first(team)
+        device.join()
+        start = team.now
+        device.mark("optimizer_start")
+        device.compute("optimizer", job.optimizer_ns, 4)
+        device.mark("optimizer_end")
+        team.region("optimizer", "AdamW#0", start)
+        team.log.optimizer_end[team.step, team.ranks] = team.now
+        team.end_step()
+
+
 def _schedule(parallel: str, stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
     ahead = microbatches if parallel == "pp-gpipe" else min(stages - stage - 1, microbatches)
     order = [("forward", i) for i in range(ahead)]
@@ -797,6 +854,7 @@ _PROGRAMS = {
     "tp": _tp,
     "moe": _moe,
     "pp-1f1b": _pipeline,
+    "pp-nccl": _pipeline_gpu,  # recorded without a profiler
     "pp-gpipe": _pipeline,
     "3d": _pipeline,
 }

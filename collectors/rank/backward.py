@@ -38,12 +38,14 @@ def start(emit: Emit) -> None:
             return super().run_backward(*args, **kwargs)
 
     def record(start_ns: int, end_ns: int, *_: object) -> None:
-        emit.mark(_MARKS[1])
+        if not emit.in_microbatch:
+            emit.mark(_MARKS[1])
         emit.region(_BACKWARD, name_id, start_ns, end_ns)
 
     def before(_: object) -> None:
         emit.backward_begins()
-        emit.mark(_MARKS[0])
+        if not emit.in_microbatch:
+            emit.mark(_MARKS[0])
 
     _undos.append(emit.around("backward", Engine, "accumulate_gradients", record, before))
     variable._execution_engine = engine = Engine()

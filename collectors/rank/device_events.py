@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 tables = ("device_marks",)
 
 PERIOD_S = 0.5
-EVENTS = 1024  # marks that are under way, or were seen since the last look
+EVENTS = 4096  # marks that are under way, or were seen since the last look
 _LAST_S = 0.3  # an exiting rank waits no longer for its last marks
 _DRIFT = 10_000  # clocks drift apart by less than one part in so many
 _RESOLUTION_NS = 1_000  # of the time between two events, 0.5 µs each
@@ -251,16 +251,15 @@ class _Marks:
         after = self._anchor(spare)
         span = driver.between(base.event, after.event)
         assert span is not None
-        seen, waiting = [], []
-        for _ in range(len(under_way)):
-            event, recorded_ns, mark = under_way.popleft()
+        seen = []
+        while under_way:
+            event, recorded_ns, mark = under_way[0]
             since = driver.between(base.event, event)
             if since is None or since > span:
-                waiting.append((event, recorded_ns, mark))
-            else:
-                seen.append((recorded_ns, since, mark))
-                self._free.append(event)
-        under_way.extendleft(reversed(waiting))
+                break  # a stream comes to its marks in order
+            under_way.popleft()
+            seen.append((recorded_ns, since, mark))
+            self._free.append(event)
 
         slack = span // _DRIFT + _RESOLUTION_NS
         earliest = max((recorded_ns - since - slack for recorded_ns, since, _ in seen), default=base.low_ns)

@@ -12,14 +12,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.imports import after_import
-from rankscope.collectors.schema import REGION_KINDS
+from rankscope.collectors.microbatch import Microbatches
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
 
 tables = ("regions",)
 
-_FORWARD, _BACKWARD = REGION_KINDS.index("forward"), REGION_KINDS.index("backward")
 _OF_FORWARD = "_rankscope_microbatch"  # of a stage's output: its (microbatch, stage), for the backward from there
 _undos: list[Callable[[], None]] = []
 
@@ -36,29 +35,36 @@ def stop() -> None:
 
 def _install(emit: Emit, schedules: ModuleType) -> None:
     parallel = sys.modules["megatron.core.parallel_state"]
-    names = emit.name("forward"), emit.name("backward")
+    microbatches = Microbatches(emit)
     of_backward: list[tuple[int, int]] = []
+
+    def before_forward(_: object) -> None:
+        if parallel.get_pipeline_model_parallel_world_size() > 1:
+            microbatches.begin("forward")
 
     def forward(start_ns: int, end_ns: int, _: object, kwargs: dict[str, Any], result: Any) -> None:  # noqa: ANN401
         stages = parallel.get_pipeline_model_parallel_world_size()
-        if stages < 2 or result is None:
+        if stages < 2:
             return
         chunk = kwargs.get("vp_stage")
         if chunk is None:  # no chunks, or Megatron-Core before 0.13
             chunk = parallel.get_virtual_pipeline_model_parallel_rank() or 0
         microbatch, stage = kwargs["current_microbatch"], chunk * stages + parallel.get_pipeline_model_parallel_rank()
-        emit.region(_FORWARD, names[0], start_ns, end_ns, microbatch, stage)
-        setattr(_first(result[0]), _OF_FORWARD, (microbatch, stage))
+        microbatches.end("forward", start_ns, end_ns, microbatch, stage)
+        if result is not None:
+            setattr(_first(result[0]), _OF_FORWARD, (microbatch, stage))
 
     def before_backward(args: tuple[Any, ...]) -> None:
         of_backward.append(getattr(_first(args[1]), _OF_FORWARD, (-1, -1)))
+        if of_backward[-1][1] >= 0:
+            microbatches.begin("backward")
 
     def backward(start_ns: int, end_ns: int, *_: object) -> None:
         microbatch, stage = of_backward.pop()
         if stage >= 0:
-            emit.region(_BACKWARD, names[1], start_ns, end_ns, microbatch, stage)
+            microbatches.end("backward", start_ns, end_ns, microbatch, stage)
 
-    _undos.append(emit.around("megatron", schedules, "forward_step", forward))
+    _undos.append(emit.around("megatron", schedules, "forward_step", forward, before_forward))
     _undos.append(emit.around("megatron", schedules, "backward_step", backward, before_backward))
 
 

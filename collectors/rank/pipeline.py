@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.imports import after_import
-from rankscope.collectors.schema import REGION_KINDS
+from rankscope.collectors.microbatch import Microbatches
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
@@ -39,16 +39,19 @@ def stop() -> None:
 
 
 def _install(emit: Emit, module: ModuleType) -> None:
+    microbatches = Microbatches(emit)
     for method, kind in _METHODS.items():
-        record = partial(_record, emit, REGION_KINDS.index(kind), emit.name(kind))
-        _undos.append(emit.around("pipeline", module._PipelineStageBase, method, record))
+
+        def before(_: object, kind: str = kind) -> None:
+            microbatches.begin(kind)
+
+        def record(start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object, kind: str = kind) -> None:
+            microbatches.end(kind, start_ns, end_ns, args[1], args[0].stage_index)
+
+        _undos.append(emit.around("pipeline", module._PipelineStageBase, method, record, before))
 
 
 def _tell_unwaited(emit: Emit, module: ModuleType) -> None:
     if not hasattr(module, "_wait_batch_p2p"):  # torch 2.5
         why = f"torch {sys.modules['torch'].__version__} waits for one of several transfers of a pipeline begun at once"
         emit.gap("collectives", "pipeline", f"{why}: gloo's others have no end, and are not matched")
-
-
-def _record(emit: Emit, kind: int, name_id: int, start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object) -> None:
-    emit.region(kind, name_id, start_ns, end_ns, args[1], args[0].stage_index)

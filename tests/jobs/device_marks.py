@@ -92,7 +92,7 @@ if rank == 1:
 if rank == 2:
     wait_for_anchors(device.fake_anchors() + 2)
     device.fake_work(3600_000 * MS)
-    for _ in range(1500):
+    for _ in range(5000):
         rankscope.step()
 if rank in (0, 1):
     truth = [device.fake_truth(number) for number in range(device.fake_records())]

@@ -1,0 +1,63 @@
+"""A pipeline on two devices that are `tests/cuda/driver.c`: 2 ms for each forward, 4 for each backward.
+
+pipeline_marks.py DRIVER SCHEDULE
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import rankscope
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cuda"))
+from pretend import pretend
+
+STEPS, MICROBATCHES, WIDTH = 4, 4, 8
+MS = 1_000_000
+
+
+class OnDevice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        device.fake_work(2 * MS)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        device.fake_work(4 * MS)
+        return gradient
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(OnDevice.apply(self.first(x)))
+
+
+dist.init_process_group("gloo")
+device = pretend(Path(sys.argv[1]))
+rankscope.step()
+while device.fake_anchors() < 2:
+    time.sleep(0.02)
+rank, kind = dist.get_rank(), getattr(schedules, sys.argv[2])
+stage = PipelineStage(Layers(), rank, 2, torch.device("cpu"))
+several = issubclass(kind, schedules.PipelineScheduleMulti)
+schedule = kind([stage] if several else stage, MICROBATCHES, loss_fn=lambda out, target: (out - target).square().sum())
+optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.01)
+batch = torch.ones(MICROBATCHES, WIDTH)
+for _ in range(STEPS):
+    schedule.step(*([batch] if rank == 0 else []), **({"target": batch} if rank == 1 else {}))
+    optimizer.step()
+    optimizer.zero_grad()
+    device.fake_synchronize()
+wanted = device.fake_anchors() + 2
+while device.fake_anchors() < wanted:
+    time.sleep(0.02)
+dist.destroy_process_group()
