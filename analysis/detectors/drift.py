@@ -26,7 +26,7 @@ ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -61,6 +61,9 @@ def detect(
         line = trend(seen.lengths)
         where, ranks = _what_grows(seen, line)
         lost = _lost(grid, line, ranks)
+        if seen.beyond_peers:  # who waits for it loses no more than the steps grow
+            grown = _lost(grid, trend(_job(grid).lengths))
+            lost = replace(lost, ns=min(lost.ns, grown.ns + grown.half_width_ns))
         if lost.ns < min_fraction * grid.step_ns or line.z < min_z:
             continue
         if not follows_line(seen.lengths, longest_stretch(seen.lengths, 1 + min_fraction)):

@@ -363,8 +363,9 @@ def main() -> None:
     parser.add_argument("--delays", action="store_true", help="how many steps a loud fault takes to be found")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
+    how = {"small": args.quick or args.small, "parallel": args.parallel}
     if args.case:
-        one(args.case, args.folder, small=args.quick or args.small, parallel=args.parallel)
+        one(args.case, args.folder, **how)
         return
     seeds, clean = (2 * _QUICK, 42) if args.quick and not args.seeds else (_SEEDS, args.clean)
     wanted = [c for c in cases(seeds, clean) if args.seeds or args.split in (c.split, "both")]
