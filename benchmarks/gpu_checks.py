@@ -371,6 +371,37 @@ def windows_of_two_ranks() -> str:
     return str(rows.select("rank", "first_step", "steps", "start_stall_ns", "stop_stall_ns").rows())
 
 
+@check(64, 65)
+def microbatches_have_marks() -> str:
+    """Two ranks take turns on one GPU, so which stage is long is not asked here."""
+    small = ["--width", "64", "--rows", "64"] if REHEARSED else []
+    job = [str(HERE / "gpu_pipeline.py"), "--one-gpu", *REHEARSED[:2], *small]
+    run = good(recorded("pipeline", *job, ranks=2, options=("--profile-steps", "20-22")))
+    marks = run.table("device_marks").sort("rank", "recorded_ns")
+    count = dict(marks.group_by("rank", "mark").len().group_by("mark").agg(pl.col("len").min()).rows())
+    untimed = marks["device_ns"].null_count()
+    whole = count.get("forward_start", 0) >= 8 * 38 and not untimed
+    claim(whole, f"{count}, {untimed} without a time; {run.gaps('device_events')}")
+    schedule = (run.report()["pipeline"] or {}).get("schedule")
+    claim(schedule == "1F1B", f"the report's schedule is {schedule}; gaps: {run.gaps('ops')}")
+    kernels = rankscope.open(run.folder / "window-0001").table("kernels").filter(work="compute").collect()
+    length = run.first(r"([0-9.]+) ms per step")
+    return f"{count}; kernels of the window fill {filled_by(kernels, marks)} of what marks enclose; {length} ms a step"
+
+
+def filled_by(kernels: pl.DataFrame, marks: pl.DataFrame) -> dict[str, float]:
+    """The share of forwards and backwards, by marks, in which a kernel runs: median over those that hold any."""
+    ends = pl.col("mark").is_in(("forward_end", "backward_end"))
+    passes = marks.with_columns(begin_ns=pl.col("device_ns").shift(1).over("rank")).filter(ends).sort("begin_ns")
+    inside = kernels.sort("start_ns").join_asof(
+        passes, left_on="start_ns", right_on="begin_ns", by="rank", check_sortedness=False
+    )
+    inside = inside.filter(pl.col("end_ns") <= pl.col("device_ns") + pl.col("clock_error_ns"))
+    share = (pl.col("end_ns") - pl.col("start_ns")).sum() / (pl.col("device_ns") - pl.col("begin_ns")).first()
+    of_passes = inside.group_by("rank", "mark", "begin_ns").agg(share.alias("share"))
+    return dict(of_passes.group_by("mark").agg(pl.col("share").median()).rows())
+
+
 @check(33)
 def what_a_mark_costs() -> str:
     done = launched([sys.executable, str(HERE / "collectors.py"), "--rounds", "1"], OUT, {})
