@@ -72,7 +72,7 @@ def test_megatron_pipeline_is_1f1b_and_names_the_stage_that_is_too_long(tmp_path
 
 
 def test_megatron_chunks_of_the_interleaved_schedule_are_stages_of_their_own(tmp_path):
-    train(tmp_path, "megatron", "megatron_gpt.py", "--pipeline", "2", "--chunks", "2", "--steps", "8")
+    report = train(tmp_path, "megatron", "megatron_gpt.py", "--pipeline", "2", "--chunks", "2", "--steps", "8")
     of_schedule = regions(tmp_path, "forward", "backward").drop_nulls("stage")
     assert Counter(of_schedule.select("rank", "kind", "stage", "microbatch").rows()) == {
         (stage % 2, kind, stage, microbatch): 8
@@ -80,6 +80,10 @@ def test_megatron_chunks_of_the_interleaved_schedule_are_stages_of_their_own(tmp
         for kind in ("forward", "backward")
         for microbatch in range(4)
     }
+    found = report["pipeline"]
+    assert (found["schedule"], found["stages"], found["microbatches"]) == ("interleaved 1F1B", 2, 4)
+    assert found["theory_fraction"] == pytest.approx(1 / 9)
+    assert "stage_imbalance" not in [check["detector"] for check in report["not_checked"]]
 
 
 def test_megatron_without_a_pipeline_names_the_slow_rank(tmp_path):

@@ -124,10 +124,53 @@ def test_1f1b_of_two_stages_and_two_microbatches_idles_a_third():
     assert sum(found.excess.values()) == pytest.approx(0)
 
 
+def interleaved(order, forward=1, backward=2):
+    """One step of two ranks with two chunks of the model each, stages 0 and 2, 1 and 3; nothing is sent, in ms."""
+    end, free, rows = {}, [0, 0], []
+    waiting = [list(mine) for mine in order]
+    while any(waiting):
+        for rank, mine in enumerate(waiting):
+            while mine:
+                name, stage, microbatch = mine[0]
+                needs = (name, stage + (-1 if name == FORWARD else 1), microbatch)
+                if 0 <= needs[1] < 4 and needs not in end:
+                    break
+                start = max(free[rank], end.get(needs, 0), end.get((FORWARD, stage, microbatch), 0))
+                free[rank] = end[mine.pop(0)] = start + (forward if name == FORWARD else backward)
+                rows.append((rank, stage, name, microbatch, start * MS, free[rank] * MS))
+    names = ["rank", "stage", "name", "seq", "start_ns", "end_ns"]
+    return pl.DataFrame(rows, names, orient="row").with_columns(step=0, replica=0, chunk=pl.lit(None, pl.Int32))
+
+
+def test_interleaved_stages_of_one_rank_run_one_after_the_other():
+    """4 microbatches on 2 ranks with 2 chunks: 24 ms of work each in 27, as (p - 1) / (v m + p - 1) = 1 / 9 says.
+
+    Megatron's order: in groups of 2 microbatches through the chunks; rank 0 runs 4 forwards ahead, rank 1 runs 2.
+    """
+
+    def mine(rank, ahead):
+        groups = [(chunk, m) for first in (0, 2) for chunk in (0, 1) for m in (first, first + 1)]
+        forwards = [(FORWARD, 2 * chunk + rank, m) for chunk, m in groups]
+        backwards = [(BACKWARD, 2 * (1 - chunk) + rank, m) for chunk, m in groups]
+        steady = [op for pair in zip(forwards[ahead:], backwards, strict=False) for op in pair]
+        return [*forwards[:ahead], *steady, *backwards[8 - ahead :]]
+
+    ops = interleaved([mine(0, 4), mine(1, 2)])
+    found = pipeline(ops)
+    assert (found.schedule, found.stages, found.microbatches) == ("interleaved 1F1B", 2, 4)
+    assert found.theory_fraction == theory_fraction(2, 4, 2) == pytest.approx(1 / 9)
+    assert found.bubble == pytest.approx({0: 1 / 9, 1: 1 / 9})
+    grid = op_grid(ops)
+    assert grid.measured_ns.tolist() == ends(grid.plan, grid.duration_ns).tolist() == [27 * MS]
+    assert pipeline_bubble.detect(ops) == []
+
+
 def test_schedules_are_told_apart_by_the_order_of_their_computations():
     assert schedule({0: "FFBFBB", 1: "FBFBFB"}) == "1F1B"
     assert schedule({0: "FFFBBB", 1: "FFFBBB"}) == "GPipe"
     assert schedule({0: "FFBBFB", 1: "FBFBFB"}) == "unknown"
+    assert schedule({0: "FFFFBBBB", 1: "FFFFBBBB"}, chunks=2) == "interleaved GPipe"
+    assert schedule({0: "FFFFBFBBFBBB", 1: "FFFFBBFFBBFB"}, chunks=2) == "unknown"
     assert pipeline(run([1, 1, 1], [2, 2, 2], order="GPipe")).schedule == "GPipe"
 
 

@@ -101,7 +101,6 @@ def test_operations_of_two_stages_can_be_followed_by_hand():
         (lambda t: {"ranks": t["ranks"].with_columns(device=pl.lit("NVIDIA H200"))}, "compute on NVIDIA H200"),
         (lambda t: {"collectives": t["collectives"].clear()}, "no sends and receives"),
         (lambda t: {"regions": t["regions"].filter(pl.col("kind") == "forward")}, "one backward for each forward"),
-        (lambda t: {"regions": t["regions"].with_columns(stage=pl.int_range(4))}, "several model chunks"),
     ],
 )
 def test_what_does_not_allow_operations_is_said(change, why):

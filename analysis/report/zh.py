@@ -398,7 +398,6 @@ CHINESE: dict[str, str] = {
     "the clock of node {node} is not known, so stages of two nodes cannot be compared": "节点 {node} 的时钟未知，因此无法比较两个节点上的阶段",
     "clocks of two nodes may be {error:.0f} µs apart, more than a tenth of a microbatch's forward": "两个节点的时钟可能相差 {error:.0f} µs，超过一个微批次 forward 的十分之一",
     "no sends and receives between the stages were recorded on both sides": "没有在两侧都记录到阶段间的 send 和 recv",
-    "no sends and receives between the stages were recorded": "没有记录到阶段间的 send 和 recv",
     "clocks of devices are only known to {error:.0f} µs, more than a tenth of a microbatch's forward": "设备时钟的误差为 {error:.0f} µs，超过一个微批次 forward 的十分之一",
     # pipelines
     "waiting for what is not recorded": "等待未记录的事情",

@@ -90,6 +90,11 @@ class OpGrid:
     dropped: int  # steps that lack operations others have, or have more
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Of each operation the first stage that its rank holds: ranks of interleaved schedules hold several."""
+        return _places(self.keys, self.ranks)
+
+    @property
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted({key.stage for key in self.keys}))
 
@@ -183,28 +188,35 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
         ranks=ranks[usual],
         start_ns=start,
         end_ns=end,
-        plan=_plan(keys, start, end),
+        plan=_plan(keys, _places(keys, ranks[usual]), start, end),
         dropped=int((~whole).sum()),
     )
 
 
-def compute_order(keys: Sequence[Key], start_ns: Floats) -> dict[int, list[int]]:
-    """For each stage the indices of its forward and backward computations, in the order in which they start."""
+def _places(keys: Sequence[Key], ranks: NDArray[np.int32]) -> tuple[int, ...]:
+    first: dict[int, int] = {}
+    for key, rank in zip(keys, ranks[:, 0].tolist(), strict=True):
+        first[rank] = min(first.get(rank, key.stage), key.stage)
+    return tuple(first[rank] for rank in ranks[:, 0].tolist())
+
+
+def compute_order(keys: Sequence[Key], places: Sequence[int], start_ns: Floats) -> dict[int, list[int]]:
+    """For each place the indices of its forward and backward computations, in the order in which they start."""
     order: dict[int, list[int]] = {}
     for i in sorted(range(len(keys)), key=lambda i: (start_ns[i], keys[i].seq)):
         if keys[i].kind in (FORWARD, BACKWARD):
-            order.setdefault(keys[i].stage, []).append(i)
+            order.setdefault(places[i], []).append(i)
     return order
 
 
-def _plan(keys: tuple[Key, ...], start_ns: Floats, end_ns: Floats) -> Plan:
+def _plan(keys: tuple[Key, ...], places: Sequence[int], start_ns: Floats, end_ns: Floats) -> Plan:
     """What waits for what in a step.
 
-    Computations of a stage run one after the other, and so do its sends and receives of one direction. A computation
-    waits for what it receives, a send for what it sends; where nothing is sent (a trace of computations alone), for
-    the neighbour's computation itself. A receive that in every step begins to the ns where the stage's computation
-    before it ends is one that the stage stands in (`stages.stage_ops` gives them so): it waits for that one too.
-    Parameters are gathered before the first forward; gradients are reduced, and the optimizer runs, after the last
+    Computations of a rank run one after the other, and so do a stage's sends and receives of one direction. A
+    computation waits for what it receives, a send for what it sends; where nothing is sent (a trace of computations
+    alone), for the neighbour's computation itself. A receive that in every step begins to the ns where the rank's
+    computation before it ends is one that the rank stands in (`stages.stage_ops` gives them so): it waits for that one
+    too. Parameters are gathered before the first forward; gradients are reduced, and the optimizer runs, after the last
     computation.
 
     Source: the dependency model of ByteDance's StragglerAnalysis, without its overlapped reduce-scatter.
@@ -216,21 +228,23 @@ def _plan(keys: tuple[Key, ...], start_ns: Floats, end_ns: Floats) -> Plan:
         for earlier, later in pairwise(ops):
             before[later].append(earlier)
 
-    for stage, computes in compute_order(keys, np.median(start_ns, axis=(1, 2))).items():
+    for computes in compute_order(keys, places, np.median(start_ns, axis=(1, 2))).values():
         chain(computes)
         for earlier, later in pairwise(computes):
-            receive = index.get(Key(stage, keys[later].kind.replace("compute", "recv"), keys[later].seq))
+            receive = index.get(Key(keys[later].stage, keys[later].kind.replace("compute", "recv"), keys[later].seq))
             if receive is not None and (start_ns[receive] == end_ns[earlier]).all():
                 before[receive].append(earlier)
         _first_backward_transfers(before, keys, index, computes)
-        gathers = _of(index, stage, _GATHER)
-        tail = [op for kind in _TAIL for op in _of(index, stage, kind)]
+        stages = sorted({keys[i].stage for i in computes})
+        gathers = [op for stage in stages for op in _of(index, stage, _GATHER)]
+        tail = [op for kind in _TAIL for stage in stages for op in _of(index, stage, kind)]
         chain([*computes[-1:], *tail])
         chain(gathers)
         if gathers:
             before[computes[0]].append(gathers[-1])
-        for kind in _PEER:
-            chain(_of(index, stage, kind))
+        for stage in stages:
+            for kind in _PEER:
+                chain(_of(index, stage, kind))
     for key, i in index.items():
         if key.kind in (FORWARD, BACKWARD):
             _neighbours(before, index, key, i)
@@ -268,7 +282,7 @@ def _first_backward_transfers(
     if first < 2:
         return
     for kind in ("backward-recv", "backward-send"):
-        op = index.get(Key(keys[computes[0]].stage, kind, 0))
+        op = index.get(Key(keys[computes[first]].stage, kind, 0))
         if op is not None:
             before[op].append(computes[first - 2])
 
@@ -292,22 +306,35 @@ def _groups(index: Mapping[Key, int]) -> list[Group]:
     return groups
 
 
-def schedule(order: Mapping[int, Sequence[str]]) -> str:
-    """The schedule's name from each stage's sequence of "F" and "B": `1F1B`, `GPipe` or `unknown`."""
-    stages = sorted(order)
+def schedule(order: Mapping[int, Sequence[str]], chunks: int = 1) -> str:
+    """The schedule's name from each place's sequence of "F" and "B": `1F1B`, `GPipe` or `unknown`.
+
+    With several `chunks` of the model at each place they are `interleaved 1F1B`, whose places run as many forwards
+    ahead as they like, and `interleaved GPipe`.
+    """
+    places = sorted(order)
     names = set()
-    for place, stage in enumerate(stages):
+    for place, stage in enumerate(places):
         sequence = "".join(order[stage])
-        microbatches = sequence.count("F")
-        warmup = min(len(stages) - place - 1, microbatches)
-        if sequence == "F" * warmup + "FB" * (microbatches - warmup) + "B" * warmup:
-            names.add("1F1B")
-        elif sequence == "F" * microbatches + "B" * microbatches:
+        forwards = sequence.count("F")
+        if chunks == 1:
+            ahead = min(len(places) - place - 1, forwards)
+        else:
+            first = len(sequence) - len(sequence.lstrip("F"))
+            ahead = first - 1 if first < forwards else forwards
+        if sequence == _one_and_one(ahead, forwards):
+            names.add("1F1B" if chunks == 1 or ahead < forwards else "GPipe")
+        elif sequence == _one_and_one(forwards, forwards):
             names.add("GPipe")
         else:
             return "unknown"
     # The first stages of both look alike where there are few microbatches.
-    return "1F1B" if "1F1B" in names else "GPipe"
+    name = "1F1B" if "1F1B" in names else "GPipe"
+    return f"interleaved {name}" if chunks > 1 else name
+
+
+def _one_and_one(ahead: int, forwards: int) -> str:
+    return "F" * ahead + "FB" * (forwards - ahead) + "B" * ahead
 
 
 def theory_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
@@ -326,13 +353,14 @@ def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
     Of the excess transfers as quick as any do not count there.
     """
     grid = op_grid(ops.filter(pl.col("name").is_in([FORWARD, BACKWARD, *_PEER])))
-    order = compute_order(grid.keys, np.median(grid.start_ns, axis=(1, 2)))
+    order = compute_order(grid.keys, grid.places, np.median(grid.start_ns, axis=(1, 2)))
     if len(order) < 2:
         raise NotReplayable(text("there is only one pipeline stage"))
     letters = {s: ["F" if grid.keys[i].kind == FORWARD else "B" for i in ops] for s, ops in order.items()}
-    name = schedule(letters)
-    microbatches = max(sequence.count("F") for sequence in letters.values())
-    theory = None if name == "unknown" else theory_fraction(len(order), microbatches)
+    chunks = max(len({grid.keys[i].stage for i in ops}) for ops in order.values())
+    name = schedule(letters, chunks)
+    microbatches = max(sequence.count("F") for sequence in letters.values()) // chunks
+    theory = None if name == "unknown" else theory_fraction(len(order), microbatches, chunks)
     # Means over replicas and the middle half of the steps: they add up, and a stall now and then does not move them.
     length = _span(grid, order)
     middle = np.argsort(length)[len(length) // 4 : len(length) - len(length) // 4]
@@ -382,8 +410,8 @@ def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Fl
     no_transfers = np.where(computes[:, None, None], recorded, 0.0)
     even = no_transfers.copy()
     for ops in order.values():
-        for kind in (FORWARD, BACKWARD):
-            rows = [i for i in ops if grid.keys[i].kind == kind]
+        for of_one in {(grid.keys[i].stage, grid.keys[i].kind) for i in ops}:
+            rows = [i for i in ops if (grid.keys[i].stage, grid.keys[i].kind) == of_one]
             even[rows] = no_transfers[rows].mean(axis=0)
     spans = []
     for durations in (recorded, quick, no_transfers, even):

@@ -23,6 +23,7 @@ __all__ = ["stage_ops"]
 
 _MAIN_THREAD = 0
 _COMPUTES = {"forward": FORWARD, "backward": BACKWARD}
+_SEQ = pl.int_range(pl.len()).over("rank", "step", "stage", "kind").alias("seq")
 _OF_SCHEDULE = (
     (pl.col("thread") == _MAIN_THREAD) & pl.col("kind").is_in(tuple(_COMPUTES)) & pl.col("microbatch").is_not_null()
 )
@@ -62,7 +63,9 @@ def stage_ops(
         _check_schedule(computed)
         _check_clocks(computed, ranks, clocks, marks["clock_error_ns"])
         sent = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer").is_not_null())
-        transferred = _transfers(sent, computed) if marks.is_empty() else _handed_on(sent, computed)
+        # Of several stages on a rank, its peers do not tell which one a transfer belongs to.
+        single = computed.group_by("rank").agg(pl.col("stage").n_unique())["stage"].max() == 1
+        transferred = _transfers(sent, computed) if marks.is_empty() and single else _handed_on(sent, computed)
         ended = [] if marks.is_empty() else [_ends(marks, computed)]
         ops = pl.concat([computed, transferred.drop("peer"), *ended], how="diagonal_relaxed")
         replica = _replicas(transferred.select("rank", "peer").unique().rows())
@@ -78,7 +81,7 @@ def stage_ops(
 def _marked(regions: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     """The same from what marks enclose: the phases of a microbatch that the host enqueued in the schedule's region."""
     of_schedule = regions.filter(_OF_SCHEDULE).select(
-        *("rank", "microbatch", "kind"), pl.col("start_ns").alias("_at"), until_ns="end_ns"
+        *("rank", "microbatch", "stage", "kind"), pl.col("start_ns").alias("_at"), until_ns="end_ns"
     )
     enclosed = (
         marks.with_columns(_at="host_begin_ns")
@@ -87,9 +90,9 @@ def _marked(regions: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
         .filter(pl.col("_at") <= pl.col("until_ns"), pl.col("phase") == pl.col("kind"))
     )
     return enclosed.sort("rank", "begin_ns").select(
-        *("rank", "step", "microbatch"),
+        *("rank", "step", "microbatch", "stage"),
         pl.col("kind").replace_strict(_COMPUTES).alias("name"),
-        pl.int_range(pl.len()).over("rank", "step", "kind").alias("seq"),
+        _SEQ,
         start_ns="begin_ns",
         end_ns="device_ns",
     )
@@ -102,7 +105,7 @@ def _ends(marks: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
     return (
         after.group_by("rank", "step", name=pl.col("phase").replace_strict(names, return_dtype=pl.String))
         .agg(start_ns=pl.col("begin_ns").min(), end_ns=pl.col("device_ns").max(), seq=pl.lit(0))
-        .join(computed.select("rank", "stage").unique(), on="rank")
+        .join(computed.group_by("rank").agg(pl.col("stage").min()), on="rank")
     )
 
 
@@ -129,9 +132,9 @@ def _computations(regions: pl.DataFrame, collectives: pl.DataFrame, phases: pl.D
         .sort("rank", "start_ns")
         .with_columns(pl.max_horizontal("start_ns", "received_ns"))
         .select(
-            *("rank", "step", "microbatch"),
+            *("rank", "step", "microbatch", "stage"),
             pl.col("kind").replace_strict(_COMPUTES).alias("name"),
-            pl.int_range(pl.len()).over("rank", "step", "kind").alias("seq"),
+            _SEQ,
             "start_ns",
             pl.when(next_ns.is_null())
             .then("end_ns")
@@ -150,17 +153,17 @@ def _check_devices(ranks: pl.DataFrame) -> None:
 
 
 def _with_stages(computed: pl.DataFrame, held: Mapping[int, Role]) -> pl.DataFrame:
-    """With the one stage that each rank holds."""
-    if any(len(stages) > 1 for stages in held.values()):
-        raise NotReplayable(text("stages with several model chunks (interleaved schedules) cannot be replayed yet"))
+    """With the stage of each computation: the schedule's, or the one that its rank holds."""
+    if not computed["stage"].has_nulls():
+        return computed
     absent = sorted(set(computed["rank"].unique()) - held.keys())
     if absent:
         raise NotReplayable(
             text("the pipeline stage of rank {rank} is not known: nothing it sent was recorded", rank=absent[0])
         )
-    stages = [(rank, stage) for rank, (stage,) in held.items()]
+    stages = [(rank, stage) for rank, (stage, *_) in held.items()]
     placed = pl.DataFrame(stages, {"rank": pl.Int32, "stage": pl.Int32}, orient="row")
-    return computed.join(placed, on="rank", maintain_order="left")
+    return computed.drop("stage").join(placed, on="rank", maintain_order="left")
 
 
 def _check_schedule(computed: pl.DataFrame) -> None:
@@ -253,10 +256,13 @@ def _between_neighbours(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFr
 
 def _handed_on(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
     """The same as `_transfers`, where only computations have times: of each microbatch from stage to stage."""
-    pairs = _between_neighbours(sent, computed).select("rank", "peer", "_peer_stage").unique()
-    if pairs.is_empty():
-        raise NotReplayable(text("no sends and receives between the stages were recorded"))
-    free = computed.sort("rank", "start_ns").with_columns(_WAY, _FREE)
+    between = _between_neighbours(sent, computed).drop_nulls(("instance_id", "step"))
+    if between.is_empty():
+        raise NotReplayable(text("no sends and receives between the stages were recorded on both sides"))
+    pairs = between.select("rank", "peer").unique()
+    # After a loss of records a rank may count its steps differently: such steps lack transfers, and are left out.
+    apart = between.filter(pl.col("step").n_unique().over("instance_id") > 1)
+    free = computed.join(apart, on=["rank", "step"], how="anti").sort("rank", "start_ns").with_columns(_WAY, _FREE)
     before = computed.select("step", "name", "seq", peer="rank", _sent_ns="end_ns", _from="stage")
     handed = (
         free.join(pairs, on="rank")
