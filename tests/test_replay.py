@@ -124,8 +124,11 @@ def test_1f1b_of_two_stages_and_two_microbatches_idles_a_third():
     assert sum(found.excess.values()) == pytest.approx(0)
 
 
-def interleaved(order, forward=1, backward=2):
-    """One step of two ranks with two chunks of the model each, stages 0 and 2, 1 and 3; nothing is sent, in ms."""
+def interleaved(order, longer=()):
+    """Six steps of two ranks with two chunks of the model each, stages 0 and 2, 1 and 3. Forward 1 ms, backward 2.
+
+    Nothing is sent. Stages may take `longer`, by so many times.
+    """
     end, free, rows = {}, [0, 0], []
     waiting = [list(mine) for mine in order]
     while any(waiting):
@@ -136,33 +139,51 @@ def interleaved(order, forward=1, backward=2):
                 if 0 <= needs[1] < 4 and needs not in end:
                     break
                 start = max(free[rank], end.get(needs, 0), end.get((FORWARD, stage, microbatch), 0))
-                free[rank] = end[mine.pop(0)] = start + (forward if name == FORWARD else backward)
-                rows.append((rank, stage, name, microbatch, start * MS, free[rank] * MS))
+                takes = (1 if name == FORWARD else 2) * dict(longer).get(stage, 1)
+                free[rank] = end[mine.pop(0)] = start + takes
+                rows.append((rank, stage, name, microbatch, round(start * MS), round(free[rank] * MS)))
     names = ["rank", "stage", "name", "seq", "start_ns", "end_ns"]
-    return pl.DataFrame(rows, names, orient="row").with_columns(step=0, replica=0, chunk=pl.lit(None, pl.Int32))
+    steps = pl.DataFrame({"step": range(6)}).with_columns(replica=0, chunk=pl.lit(None, pl.Int32))
+    one = pl.DataFrame(rows, names, orient="row")
+    return one.join(steps, how="cross").with_columns(
+        pl.col("start_ns", "end_ns") + pl.col("step") * one["end_ns"].max()
+    )
+
+
+def megatron(rank, ahead):
+    """Its order: 4 microbatches in groups of 2 through the 2 chunks of the rank, `ahead` forwards before a backward."""
+    groups = [(chunk, m) for first in (0, 2) for chunk in (0, 1) for m in (first, first + 1)]
+    forwards = [(FORWARD, 2 * chunk + rank, m) for chunk, m in groups]
+    backwards = [(BACKWARD, 2 * (1 - chunk) + rank, m) for chunk, m in groups]
+    steady = [op for pair in zip(forwards[ahead:], backwards, strict=False) for op in pair]
+    return [*forwards[:ahead], *steady, *backwards[8 - ahead :]]
 
 
 def test_interleaved_stages_of_one_rank_run_one_after_the_other():
     """4 microbatches on 2 ranks with 2 chunks: 24 ms of work each in 27, as (p - 1) / (v m + p - 1) = 1 / 9 says.
 
-    Megatron's order: in groups of 2 microbatches through the chunks; rank 0 runs 4 forwards ahead, rank 1 runs 2.
+    Rank 0 runs 4 forwards ahead, rank 1 runs 2.
     """
-
-    def mine(rank, ahead):
-        groups = [(chunk, m) for first in (0, 2) for chunk in (0, 1) for m in (first, first + 1)]
-        forwards = [(FORWARD, 2 * chunk + rank, m) for chunk, m in groups]
-        backwards = [(BACKWARD, 2 * (1 - chunk) + rank, m) for chunk, m in groups]
-        steady = [op for pair in zip(forwards[ahead:], backwards, strict=False) for op in pair]
-        return [*forwards[:ahead], *steady, *backwards[8 - ahead :]]
-
-    ops = interleaved([mine(0, 4), mine(1, 2)])
+    ops = interleaved([megatron(0, 4), megatron(1, 2)])
     found = pipeline(ops)
     assert (found.schedule, found.stages, found.microbatches) == ("interleaved 1F1B", 2, 4)
     assert found.theory_fraction == theory_fraction(2, 4, 2) == pytest.approx(1 / 9)
     assert found.bubble == pytest.approx({0: 1 / 9, 1: 1 / 9})
     grid = op_grid(ops)
-    assert grid.measured_ns.tolist() == ends(grid.plan, grid.duration_ns).tolist() == [27 * MS]
+    assert grid.measured_ns.tolist() == ends(grid.plan, grid.duration_ns).tolist() == [27 * MS] * 6
     assert pipeline_bubble.detect(ops) == []
+
+
+def test_a_rank_of_which_all_stages_are_long_may_be_slow_itself():
+    """Stages 1 and 3, of rank 1, take half as long again; of stage 3 alone layers can be moved."""
+    both = interleaved([megatron(0, 4), megatron(1, 2)], longer={1: 1.5, 3: 1.5})
+    one = interleaved([megatron(0, 4), megatron(1, 2)], longer={3: 1.5})
+    said = [[(f.ranks, f.where.split(",")[0], f.advice) for f in stage_imbalance.detect(ops)] for ops in (both, one)]
+    assert {where for _, where, _ in said[0]} == {"stage 1", "stage 3"}
+    assert all(advice.startswith("All stages of rank 1 are too long") for *_, advice in said[0])
+    assert [(ranks, where, advice[:24]) for ranks, where, advice in said[1]] == [
+        ((1,), "stage 3", "Move layers from stage 3")
+    ]
 
 
 def test_schedules_are_told_apart_by_the_order_of_their_computations():

@@ -127,17 +127,38 @@ def test_cumulative_counters_are_rates_and_gauges_are_not():
     assert counters.changing(rows) == ([("gpu", "power_w"), ("nic", "tx_bytes")], [])
 
 
+COMPUTED = dict.fromkeys(("rank", "stage"), pl.Int32) | {"name": pl.String, "microbatch": pl.Int32}
+COMPUTED |= dict.fromkeys(("start_ns", "end_ns"), pl.Int64)
+
+
 def test_a_pipeline_in_theory_has_the_bubble_of_its_schedule():
     """2 stages, 2 microbatches, forward 1 and backward 1: F0 F1 . B0 . B1 on stage 0; bubble 1/3 of 6."""
     f, b = pipeline.FORWARD, pipeline.BACKWARD
-    rows = [(0, f, 0, 0, 10), (0, f, 1, 10, 20), (0, b, 0, 50, 60), (0, b, 1, 80, 90)]
-    rows += [(1, f, 0, 20, 30), (1, b, 0, 30, 40), (1, f, 1, 45, 55), (1, b, 1, 60, 70)]
-    schema = {"stage": pl.Int32, "name": pl.String, "microbatch": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64}
+    rows = [(0, 0, f, 0, 0, 10), (0, 0, f, 1, 10, 20), (0, 0, b, 0, 50, 60), (0, 0, b, 1, 80, 90)]
+    rows += [(1, 1, f, 0, 20, 30), (1, 1, b, 0, 30, 40), (1, 1, f, 1, 45, 55), (1, 1, b, 1, 60, 70)]
+    schema = {
+        "rank": pl.Int32,
+        "stage": pl.Int32,
+        "name": pl.String,
+        "microbatch": pl.Int32,
+        "start_ns": pl.Int64,
+        "end_ns": pl.Int64,
+    }
     made = pipeline.ideal(pl.DataFrame(rows, schema=schema, orient="row"))
     assert made is not None
     assert made["end_ns"].max() == 60
     busy = made.filter(pl.col("stage") == 0).select((pl.col("end_ns") - pl.col("start_ns")).sum()).item()
     assert 1 - busy / 60 == pytest.approx(1 / 3)
+
+
+def test_an_ideal_rank_runs_its_chunks_one_after_the_other():
+    """Stages 0 and 2 on rank 0, stage 1 on rank 1; one microbatch: F0 F1 F2 B2 B1 B0, each 10."""
+    f, b = pipeline.FORWARD, pipeline.BACKWARD
+    rows = [(0, 0, f, 0, 0, 10), (0, 2, f, 0, 30, 40), (0, 2, b, 0, 40, 50), (0, 0, b, 0, 90, 100)]
+    rows += [(1, 1, f, 0, 15, 25), (1, 1, b, 0, 60, 70)]
+    made = pipeline.ideal(pl.DataFrame(rows, schema=COMPUTED, orient="row"))
+    assert made is not None
+    assert made.select("stage", "start_ns").rows() == [(0, 0), (0, 50), (1, 10), (1, 40), (2, 20), (2, 30)]
 
 
 # ---------------------------------------------------------------- SQL

@@ -1,10 +1,10 @@
 """The pipeline idles more than its schedule must.
 
-**Signal.** The schedule is recognised from the order of forwards and backwards on each stage (1F1B, GPipe). Its
-bubble is known: (p - 1) / (m + p - 1) for p stages and m microbatches, and what transfers add to it if all take as long
-as those between the quickest pair of stages, by replay. The busiest stage's bubble is compared with that; more than
-`max_excess` above it, clear of its scatter over the steps, is reported, split by replay into slower transfers,
-microbatches and stages of unequal length, and what the trace does not show.
+**Signal.** The schedule is recognised from the order of forwards and backwards on each stage (1F1B, GPipe, interleaved
+or not). Its bubble is known: (p - 1) / (v m + p - 1) for p ranks with v stages each and m microbatches, and what
+transfers add to it if all take as long as those between the quickest pair of stages, by replay. The busiest stage's
+bubble is compared with that; more than `max_excess` above it, clear of its scatter over the steps, is reported, split
+by replay into slower transfers, microbatches and stages of unequal length, and what the trace does not show.
 
 Why the busiest stage: what the other stages idle beyond it is lack of work, see `stage_imbalance`.
 

@@ -29,7 +29,7 @@ and not of the last only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import polars as pl
@@ -37,6 +37,7 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, severity
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
+from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, Key, OpGrid, communicates, op_grid
 from rankscope.analysis.timeline.replay import Floats, NotReplayable, WhatIf, ends, ideal
@@ -63,7 +64,7 @@ def detect(
     shares = {stage: whatif.share(_of_stage(grid, stage)) for stage in grid.stages}
     needed = max(min_share, min_saved / (whatif.slowdown - 1))
     long = [s for s in shares if shares[s] >= needed and _usually(grid, s, min_usual)]
-    findings = (_finding(grid, whatif, s, float(np.mean(length))) for s in sorted(long, key=lambda s: -shares[s]))
+    findings = (_finding(grid, whatif, s, long, float(np.mean(length))) for s in sorted(long, key=lambda s: -shares[s]))
     return [f for f in findings if f.lost_ns_per_step > f.uncertainty_ns]
 
 
@@ -106,7 +107,7 @@ def _usually(grid: OpGrid, stage: int, min_usual: float) -> bool:
     return bool((usual_own / usual_others - 1).min() >= min_usual * (own.mean() / others.mean() - 1))
 
 
-def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Finding:
+def _finding(grid: OpGrid, whatif: WhatIf, stage: int, long: Sequence[int], step_ns: float) -> Finding:
     actual, even = whatif.actual_ns, _even(grid, whatif.actual_ns)
     only_this = np.where(_of_stage(grid, stage), even, actual)
     # The others stay below the mean when this stage comes down to it: no more than even layers bring can be saved.
@@ -115,6 +116,7 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Findin
     half_width = 1.96 * float(saved.std(ddof=1)) / len(saved) ** 0.5 if len(saved) > 1 else lost
     fraction = lost / step_ns
     own, others = (float(ns.mean()) for ns in _microbatch_ns(grid, stage, np.mean))
+    ranks = tuple(sorted({int(r) for i, key in enumerate(grid.keys) if key.stage == stage for r in grid.ranks[i]}))
     return Finding(
         detector="stage_imbalance",
         severity=severity(fraction),
@@ -127,9 +129,8 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Findin
             slowdown=whatif.slowdown,
         ),
         where=_where(grid, whatif, stage),
-        advice=text("Move layers from stage {stage} to the others", stage=stage)
-        + (text(": the last stage also computes the output layer and the loss.") if stage == max(grid.stages) else "."),
-        ranks=tuple(sorted({int(r) for i, key in enumerate(grid.keys) if key.stage == stage for r in grid.ranks[i]})),
+        advice=_advice(grid, stage, long, ranks),
+        ranks=ranks,
         lost_ns_per_step=round(lost),
         lost_ns_total=round(lost * len(grid.steps)),
         lost_fraction=fraction,
@@ -137,6 +138,23 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, step_ns: float) -> Findin
         fix=f"stage:{stage}",
         evidence=_longest(grid, stage),
     )
+
+
+def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...]) -> str:
+    """Where all stages of a rank are long, the rank itself is what they have in common."""
+    held = {key.stage for i, key in enumerate(grid.keys) if set(grid.ranks[i].tolist()) <= set(ranks)}
+    if len(held) > 1 and held <= set(long):
+        return text(
+            "All stages of {ranks} are too long: see whether it is slow itself (clock speed, temperature, other "
+            "processes) before layers are moved.",
+            ranks=named("rank", ranks),
+        )
+    if stage == max(grid.stages):
+        return text(
+            "Move layers from stage {stage} to the others: the last stage also computes the output layer and the loss.",
+            stage=stage,
+        )
+    return text("Move layers from stage {stage} to the others.", stage=stage)
 
 
 def _even(grid: OpGrid, duration_ns: Floats) -> Floats:

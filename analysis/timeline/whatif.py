@@ -56,7 +56,7 @@ class Rerun:
     fidelity: Fidelity
     nodes: dict[int, int]  # rank -> node
     role: Ints  # of the ranks in order; only ranks of one role do the same work
-    stages: dict[int, int]  # rank -> its stage of the pipeline, where there is one
+    stages: dict[int, int]  # rank -> its stage of the pipeline, where it has one only
     links: pl.DataFrame
     buckets: (
         pl.DataFrame
@@ -346,12 +346,13 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
     host = device_graph(timeline) if len(timeline.kernels) else graph_of(timeline)
     nodes = dict(timeline.ranks.select("rank", "node").iter_rows())
     stages = roles(timeline.groups, timeline.regions, timeline.collectives)
+    held = timeline.ops.select("rank", "stage").unique()
     return Rerun(
         host=host,
         fidelity=fidelity(host),
         nodes=nodes,
         role=role_codes(stages, sorted(nodes)),
-        stages=dict(timeline.ops.select("rank", "stage").unique().iter_rows()),
+        stages=dict(held.filter(pl.len().over("rank") == 1).iter_rows()),
         links=links,
         buckets=_gradient_buckets(timeline),
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),

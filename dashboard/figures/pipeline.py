@@ -21,46 +21,50 @@ _MOST_LABELS = 400  # microbatches that are numbered
 
 
 def computations(ops: pl.DataFrame, step: int, replica: int) -> pl.DataFrame:
-    """stage, name, microbatch, start_ns and end_ns since the step's first computation; in order of start by stage."""
+    """rank, stage, name, microbatch, start_ns and end_ns since the step's first computation; by stage and start."""
     rows = ops.filter(
         pl.col("step") == step, pl.col("replica") == replica, pl.col("name").is_in(list(_NAMES))
     ).with_columns(pl.coalesce("microbatch", "seq").alias("microbatch"))
     first = pl.col("start_ns").min()
-    return rows.select("stage", "name", "microbatch", pl.col("start_ns") - first, pl.col("end_ns") - first).sort(
-        "stage", "start_ns"
-    )
+    since = pl.col("start_ns") - first, pl.col("end_ns") - first
+    return rows.select("rank", "stage", "name", "microbatch", *since).sort("stage", "start_ns")
 
 
 def ideal(measured: pl.DataFrame) -> pl.DataFrame | None:
-    """The same computations in each stage's own order, if all stages were equally fast and nothing else took time.
+    """The same computations in each rank's own order, if all stages were equally fast and nothing else took time.
 
     A forward needs that of the stage before, a backward that of the stage behind; each takes the median of its kind.
-    None where that cannot be: a stage has several model chunks, or lacks a microbatch.
+    None where that cannot be: a stage lacks a microbatch.
     """
     stages = measured["stage"].unique().sort().to_list()
-    order = {s: list(measured.filter(pl.col("stage") == s).select("name", "microbatch").iter_rows()) for s in stages}
-    if any(len(set(mine)) != len(mine) or set(mine) != set(order[stages[0]]) for mine in order.values()):
+    by_stage = [sorted(measured.filter(stage=stage).select("name", "microbatch").iter_rows()) for stage in stages]
+    if any(mine != by_stage[0] or len(set(mine)) != len(mine) for mine in by_stage):
         return None
     length = measured.group_by("name").agg((pl.col("end_ns") - pl.col("start_ns")).median())
     takes = {name: int(ns) for name, ns in length.iter_rows()}
+    position = {stage: place for place, stage in enumerate(stages)}
     end: dict[tuple[int, str, int], int] = {}
-    free = dict.fromkeys(stages, 0)
-    rows: list[tuple[int, str, int, int, int]] = []
-    waiting = {stage: iter(mine) for stage, mine in order.items()}
-    following = {stage: next(waiting[stage], None) for stage in stages}
-    while any(following.values()):
+    rows: list[tuple[int, int, str, int, int, int]] = []
+    ordered = measured.sort("start_ns")
+    waiting = {
+        rank: list(ordered.filter(rank=rank).select("stage", "name", "microbatch").iter_rows())
+        for rank in ordered["rank"].unique().sort()
+    }
+    free = dict.fromkeys(waiting, 0)
+    while any(waiting.values()):
         before = len(rows)
-        for position, stage in enumerate(stages):
-            while (todo := following[stage]) is not None:
-                name, microbatch = todo
-                source = position - 1 if name == FORWARD else position + 1
+        for rank, todo in waiting.items():
+            done = 0
+            for stage, name, microbatch in todo:
+                source = position[stage] + (-1 if name == FORWARD else 1)
                 needed = (stages[source], name, microbatch) if 0 <= source < len(stages) else None
                 if needed is not None and needed not in end:
                     break
-                start = max(free[stage], end[needed] if needed is not None else 0)
-                free[stage] = end[stage, name, microbatch] = start + takes[name]
-                rows.append((stage, name, microbatch, start, free[stage]))
-                following[stage] = next(waiting[stage], None)
+                start = max(free[rank], end[needed] if needed is not None else 0)
+                free[rank] = end[stage, name, microbatch] = start + takes[name]
+                rows.append((rank, stage, name, microbatch, start, free[rank]))
+                done += 1
+            del todo[:done]
         if len(rows) == before:  # the orders contradict each other
             return None
     return pl.DataFrame(rows, schema=measured.schema, orient="row").sort("stage", "start_ns")

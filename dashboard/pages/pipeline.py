@@ -86,7 +86,7 @@ def _charts(run: Run | None, step: str, replica: str) -> list[Any]:
     ideal = figures.ideal(measured)
     longest = max(int(str(frame["end_ns"].max())) for frame in (measured, ideal) if frame is not None)
     height = 120 + 34 * measured["stage"].n_unique()
-    no_theory = text("Stages hold several model chunks, or lack microbatches: no ideal is drawn for that.")
+    no_theory = text("Stages lack microbatches: no ideal is drawn for that.")
     return [
         card(text("Measured"), plot(figures.chart(measured, longest), height=height)),
         card(
