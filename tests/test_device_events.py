@@ -168,6 +168,8 @@ def test_every_microbatch_of_a_pipeline_has_marks_at_both_ends_of_its_passes(spl
     """
     from pretend import build
 
+    if torch.__version__.startswith("2.5."):
+        pytest.skip("the job's stages are made as from torch 2.6 on")
     words = [RANKSCOPE, "run", "--no-report", "--out", str(tmp_path / "run"), "--standalone", "--nproc-per-node", "2"]
     schedule = "ScheduleInterleavedZeroBubble" if split else "Schedule1F1B"
     words += [str(HERE / "jobs/pipeline_marks.py"), str(build(tmp_path)), schedule]

@@ -49,6 +49,7 @@ class Job:
     clock_error: int | None = 5_000
     unseen: tuple[tuple[int, int, str], ...] = ()  # rank, step, mark
     lost: tuple[tuple[int, int, str], ...] = ()
+    no_calls: bool = False  # of collectives
     said: bool = True  # rankscope.step() ends the steps
     window: tuple[float, float] | None = None  # a deep window of rank 0
     on_node_1: tuple[int, ...] = ()  # whose clock is 5 s behind
@@ -83,6 +84,8 @@ class Rank:
             self.marks.append((self.host, seen, DEVICE_MARKS.index(name)))
 
     def reduces(self, group=7, duration=None):
+        if self.job.no_calls:
+            return
         self.calls.append((self.host, group, duration))
         self.host += 0.02
 
@@ -295,6 +298,15 @@ def test_steps_without_an_end_on_the_device_are_left_out_and_a_lost_mark_joins_t
     assert "2 steps of single ranks left out, whose begin or end on the device was not seen" in said
     assert parts_of(report, 2) == {"compute": 100, "mixed": 210, "optimizer": 10}
     assert [p.ns_per_step for p in report.phases if p.phase == "marks not seen"] == [round(210 * MS / 16)]
+
+
+def test_what_a_graph_holds_is_one_phase_that_may_be_anything(tmp_path):
+    """A captured backward puts no marks, and nobody sees what it reduces: 310 ms of computing, waiting or transfer."""
+    graph = tuple((rank, step, mark) for rank in range(4) for step in range(STEPS) for mark in DEVICE_MARKS[:2])
+    report = diagnosed(tmp_path, lost=graph, no_calls=True)
+    assert parts_of(report, 2) == {"mixed": 310, "optimizer": 10}
+    assert {phase.phase for phase in report.phases} == {"forward and backward", "optimizer", "after the optimizer"}
+    assert "slow_rank" not in {check.detector for check in report.healthy}
 
 
 def test_steps_of_a_deep_window_are_not_judged(tmp_path):

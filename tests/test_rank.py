@@ -154,7 +154,7 @@ def test_the_thread_that_trains_is_the_main_thread(tmp_path):
     trace = rankscope.open(run)
     regions, calls = trace.table("regions").collect(), trace.table("collectives").collect()
     assert regions.filter(kind="optimizer")["thread"].to_list() == [0] * 4
-    assert calls.filter(op="allreduce", is_async=False)["thread"].to_list() == [0] * 4
+    assert calls.filter(op="allreduce", size_bytes=4)["thread"].to_list() == [0] * 4
     queued = trace.table("counters").collect().filter(name="main_thread_queued_s")
     assert queued["device"].unique().to_list() == ["rank0"]
 

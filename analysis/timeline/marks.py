@@ -49,6 +49,7 @@ MARK_COLUMNS = {
 }
 
 _NOT_SEEN = "marks not seen"
+_IN_A_GRAPH = "forward and backward"  # of a CUDA graph, whose backward and whose operations no host calls
 _BETWEEN = "between microbatches"
 _BEFORE_MICROBATCH = ("step_end", "optimizer_end", "forward_end", "backward_end")
 _PHASES = (  # the marks that one may begin with, the mark that ends it, its name and part
@@ -57,6 +58,7 @@ _PHASES = (  # the marks that one may begin with, the mark that ends it, its nam
     (("backward_end",), "optimizer_start", AFTER_BACKWARD, "other"),
     (("optimizer_start",), "optimizer_end", "optimizer", "optimizer"),
     (("optimizer_end",), "step_end", AFTER_OPTIMIZER, "other"),
+    (("step_end", "optimizer_end"), "optimizer_start", _IN_A_GRAPH, MIXED),
 )
 _OF_PIPELINES = (  # where forwards have marks too
     (_BEFORE_MICROBATCH, "forward_start", _BETWEEN, "other"),
@@ -221,8 +223,8 @@ def by_marks(
     `communication_ns`: the `duration_ns` of the operations that the host enqueued meanwhile, with waiting, whatever hid
     it; null where that is not known.
     `part`: the phase's own, or mixed where any rank communicates in that phase of the step for more than 1 % of it, or
-    for nobody knows how long. Between a pipeline's microbatches nothing is computed: there, communication blocks, and
-    what of it is waiting is not known (unsplit). `hosts` are the hosts' steps.
+    for nobody knows how long, and where marks are missing. Between a pipeline's microbatches nothing is computed:
+    there, communication blocks, and what of it is waiting is not known (unsplit). `hosts` are the hosts' steps.
     """
     index = pl.int_range(pl.len()).over("rank")
     begun = hosts.group_by("rank").agg(pl.col("start_ns").min().alias("_begun"))
@@ -248,7 +250,7 @@ def by_marks(
         (pl.col("mark") == "forward_start").any().over("rank").alias("_pipelined"),
     ).join(of_marks, on=["_pipelined", "_begin", "mark"], how="left", maintain_order="left")
     return (
-        named_phases.with_columns(pl.col("phase").fill_null(_NOT_SEEN), pl.col("part").fill_null("other"))
+        named_phases.with_columns(pl.col("phase").fill_null(_NOT_SEEN), pl.col("part").fill_null(MIXED))
         .sort("device_ns", maintain_order=True)
         .join_asof(spans.sort("device_ns"), on="device_ns", by="rank", strategy="forward", check_sortedness=False)
         .filter(pl.col("device_ns") > pl.col("_start"))
