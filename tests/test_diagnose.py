@@ -148,6 +148,17 @@ def test_a_run_too_noisy_to_tell_says_so_in_the_verdict():
     assert "slow_rank" in not_checked(report)
 
 
+def test_a_run_whose_only_operation_begins_with_it_is_judged(capsys):
+    """A barrier of 20 ms at the very start, and no other operation in any step."""
+    trace = run({0: 40, 1: 40}, recorded=False)
+    barrier = {"start_ns": 0, "issued_ns": 20 * MS, "end_ns": 20 * MS, "group_id": 7, "seq": 0, "op": "barrier"}
+    barrier |= {"is_async": False, "peer": -1, "thread": 0, "node": 0, "attempt": 0}
+    rows = [barrier | {"rank": rank} for rank in (0, 1)]
+    trace.reader.frames["collectives"] = pl.DataFrame(rows, schema_of("collectives"))
+    assert {check.detector for check in diagnose(trace).healthy} >= {"gc_stall"}
+    assert "replay failed" not in capsys.readouterr().err
+
+
 def test_a_collection_behind_another_ranks_work_costs_nothing_and_is_no_finding():
     """In each fifth step rank 1 collects for 30 ms, while rank 0 computes as long: without it no step is shorter.
 

@@ -72,7 +72,11 @@ def test_megatron_pipeline_is_1f1b_and_names_the_stage_that_is_too_long(tmp_path
 
 
 def test_megatron_chunks_of_the_interleaved_schedule_are_stages_of_their_own(tmp_path):
-    report = train(tmp_path, "megatron", "megatron_gpt.py", "--pipeline", "2", "--chunks", "2", "--steps", "8")
+    (tmp_path / "saved").mkdir()
+    options = ("--pipeline", "2", "--chunks", "2", "--steps", "8", "--save", str(tmp_path / "saved"))
+    report = train(tmp_path, "megatron", "megatron_gpt.py", *options)
+    saved = regions(tmp_path, "checkpoint").filter(name="dist_checkpointing.save")
+    assert saved["rank"].to_list() == [0, 1]
     of_schedule = regions(tmp_path, "forward", "backward").drop_nulls("stage")
     assert Counter(of_schedule.select("rank", "kind", "stage", "microbatch").rows()) == {
         (stage % 2, kind, stage, microbatch): 8

@@ -300,7 +300,7 @@ def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Int
     pair_row = order[np.repeat(low, count) + within]
 
     after = np.append(by_end, np.iinfo(np.int64).max)[high] - chains.end[spans]
-    before = chains.end[spans] - np.where(count > 0, by_end[high - 1], np.iinfo(np.int64).min // 2)
+    before = chains.end[spans] - np.where(count > 0, np.append(by_end, 0)[high - 1], np.iinfo(np.int64).min // 2)
     nearer = np.flatnonzero((after < before) & (high < len(order)))
     span, row = spans[nearer], order[high[nearer]]
     late = end[row] - chains.end[span]

@@ -1,9 +1,10 @@
 """Records the calls that save a checkpoint, for as long as they hold their caller.
 
-These are `torch.save`, `torch.distributed.checkpoint.save` and `async_save`, and safetensors' `save_file`. What an
-asynchronous save then does in a thread of its own is not on the main thread and costs no step. Calls shorter than
-`MIN_NS` are not recorded: a sharded checkpoint calls `torch.save` for each tensor. A script that imported such a
-function by its name before its first process group calls the original, which is not seen.
+These are `torch.save`, `torch.distributed.checkpoint.save` and `async_save`, safetensors' `save_file`, and
+Megatron-Core's `dist_checkpointing.save`. What an asynchronous save then does in a thread of its own is not on the main
+thread and costs no step. Calls shorter than `MIN_NS` are not recorded: a sharded checkpoint calls `torch.save` for each
+tensor. A script that imported such a function by its name before its first process group calls the original, which is
+not seen.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 tables = ("regions",)
 
 MIN_NS = 1_000_000
+_MEGATRON = "megatron.core.dist_checkpointing"
 _CHECKPOINT = REGION_KINDS.index("checkpoint")
 # The module that users take the function from, the one that defines it, the function, and how it is called in reports.
 _SAVERS = (
@@ -30,6 +32,7 @@ _SAVERS = (
     ("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver", "save", "dcp.save"),
     ("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver", "async_save", "dcp.async_save"),
     ("safetensors.torch", "safetensors.torch", "save_file", "safetensors.save_file"),
+    (_MEGATRON, f"{_MEGATRON}.serialization", "save", "dist_checkpointing.save"),
 )
 _undos: list[Callable[[], None]] = []
 

@@ -13,7 +13,8 @@ from functools import partial
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, help="of the model on each stage: the interleaved schedule")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--save", help="a folder for a checkpoint after step 4")
     parser.add_argument("--slow-rank", type=int, help="takes 20 ms longer for the forward of each microbatch")
     arguments = parser.parse_args()
 
@@ -95,7 +97,7 @@ def main() -> None:
     batches = [iter(lambda: torch.randint(0, WORDS, (BATCH, SEQUENCE + 1)), None) for _ in models]
     slow = dist.get_rank() == arguments.slow_rank
     forward_backward = get_forward_backward_func()
-    for _ in range(arguments.steps):
+    for step in range(arguments.steps):
         for model in models:
             model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -108,6 +110,11 @@ def main() -> None:
             micro_batch_size=BATCH,
         )
         optimizer.step()
+        if arguments.save and step == 4:
+            own = ShardedTensor.from_rank_offsets(
+                "weights", torch.ones(1000), (0, dist.get_rank(), dist.get_world_size())
+            )
+            dist_checkpointing.save({"weights": own}, arguments.save)
     dist.destroy_process_group()
 
 
