@@ -1,10 +1,10 @@
 """Saving checkpoints stops the ranks for a large share of the job's time.
 
 **Signal.** The checkpoint part of the step: the main thread is inside `torch.save`,
-`torch.distributed.checkpoint.save` or `async_save`, or safetensors' `save_file`, and not blocked on communication.
-Each step counts with its longest over the ranks, since the others wait for that one. Reported where at least
-`min_times` checkpoints were seen and they cost more than `min_fraction` of all judged time. A step that a checkpoint
-made long is judged like any other.
+`torch.distributed.checkpoint.save` or `async_save`, safetensors' `save_file` or Megatron-Core's
+`dist_checkpointing.save`, and not blocked on communication. Each step counts with its longest over the ranks, since
+the others wait for that one. Reported where at least `min_times` checkpoints were seen and they cost more than
+`min_fraction` of all judged time. A step that a checkpoint made long is judged like any other.
 
 **Why it costs time.** Nothing is launched while the state is copied, serialised and written. Where one rank saves for
 all, the others stand still in their next collective.
