@@ -126,3 +126,17 @@ def test_deepspeed_steps_of_several_groups_of_weights_are_one(tmp_path):
     report = train(tmp_path, "deepspeed", "deepspeed_zero3.py")
     assert len(regions(tmp_path, "optimizer")) > 2 * 20
     assert report["steps"]["count"] + report["steps"]["warmup"] + report["steps"]["outliers"] == 20
+
+
+def test_deepspeed_pipeline_is_1f1b_and_names_the_stage_that_is_too_long(tmp_path):
+    report = train(tmp_path, "deepspeed", "deepspeed_pipeline.py")
+    of_schedule = regions(tmp_path, "forward", "backward").drop_nulls("stage")
+    assert Counter(of_schedule.select("rank", "stage", "kind", "microbatch").rows()) == {
+        (stage, stage, kind, microbatch): 20
+        for stage in (0, 1)
+        for kind in ("forward", "backward")
+        for microbatch in range(4)
+    }
+    pipeline = report["pipeline"]
+    assert (pipeline["schedule"], pipeline["stages"], pipeline["microbatches"]) == ("1F1B", 2, 4)
+    assert ("stage_imbalance", [1]) in [(detector, ranks) for detector, ranks, _ in found(report)]

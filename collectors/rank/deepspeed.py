@@ -1,0 +1,62 @@
+"""Records forward and backward of every microbatch of DeepSpeed's pipeline engine, with its stage.
+
+Its instructions do not say which microbatch they are for: they come in order, and are counted in each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rankscope.collectors.imports import after_import
+from rankscope.collectors.microbatch import Microbatches
+
+if TYPE_CHECKING:
+    from rankscope.collectors.session import Emit
+
+tables = ("regions",)
+
+_INSTRUCTIONS = {"forward": "ForwardPass", "backward": "BackwardPass"}
+_undos: list[Callable[[], None]] = []
+
+
+def start(emit: Emit) -> None:
+    install = emit.guard("deepspeed", partial(_install, emit))
+    _undos.append(after_import("deepspeed.runtime.pipe.engine", install))
+
+
+def stop() -> None:
+    while _undos:
+        _undos.pop()()
+
+
+def _install(emit: Emit, module: ModuleType) -> None:
+    engine = module.PipelineEngine
+    microbatches = Microbatches(emit)
+    count = dict.fromkeys(_INSTRUCTIONS, 0)
+
+    def begin_batch(_: object) -> None:
+        count.update(dict.fromkeys(_INSTRUCTIONS, 0))
+
+    _undos.append(emit.around("deepspeed", engine, "_exec_schedule", lambda *_: None, begin_batch))
+    for kind, instruction in _INSTRUCTIONS.items():
+
+        def before(_: object, kind: str = kind) -> None:
+            microbatches.begin(kind)
+
+        def record(start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object, kind: str = kind) -> None:
+            microbatches.end(kind, start_ns, end_ns, count[kind], args[0].stage_id)
+            count[kind] += 1
+
+        method = f"_exec_{kind}_pass"
+        undo = emit.around("deepspeed", engine, method, record, before)
+        told = getattr(module.schedule, instruction)
+        engine._INSTRUCTION_MAP[told] = engine.__dict__[method]  # the engine calls what stands there
+        _undos.append(partial(_restore, engine, told, method, undo))
+
+
+def _restore(engine: Any, instruction: Any, method: str, undo: Callable[[], None]) -> None:  # noqa: ANN401
+    undo()
+    engine._INSTRUCTION_MAP[instruction] = engine.__dict__[method]
