@@ -13,7 +13,7 @@ __all__ = ["Microbatches"]
 
 
 class Microbatches:
-    """`begin` and `end` are called around each "forward" and "backward", on the training thread."""
+    """`begin` and `end` are called around each "forward" and "backward", on the training thread; `close` at last."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
@@ -36,3 +36,7 @@ class Microbatches:
         self._emit.in_microbatch = False
         self._emit.mark(mark)
         self._emit.region(region, name_id, start_ns, end_ns, microbatch, stage)
+
+    def close(self) -> None:
+        """Also where no `end` has followed a `begin`: the marks of other backwards go on."""
+        self._emit.in_microbatch = False

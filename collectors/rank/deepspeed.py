@@ -35,6 +35,7 @@ def stop() -> None:
 def _install(emit: Emit, module: ModuleType) -> None:
     engine = module.PipelineEngine
     microbatches = Microbatches(emit)
+    _undos.append(microbatches.close)
     count = dict.fromkeys(_INSTRUCTIONS, 0)
 
     def begin_batch(_: object) -> None:

@@ -36,6 +36,7 @@ def stop() -> None:
 def _install(emit: Emit, schedules: ModuleType) -> None:
     parallel = sys.modules["megatron.core.parallel_state"]
     microbatches = Microbatches(emit)
+    _undos.append(microbatches.close)
     of_backward: list[tuple[int, int]] = []
 
     def before_forward(_: object) -> None:

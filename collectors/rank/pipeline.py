@@ -40,6 +40,7 @@ def stop() -> None:
 
 def _install(emit: Emit, module: ModuleType) -> None:
     microbatches = Microbatches(emit)
+    _undos.append(microbatches.close)
     for method, kind in _METHODS.items():
 
         def before(_: object, kind: str = kind) -> None:
