@@ -246,6 +246,25 @@ def test_slow_rank_of_one_replica_is_no_long_stage(parallel, tmp_path):
     assert "stage_imbalance" not in {f.detector for f in report.findings if f.caused_by is None}
 
 
+def test_slow_rank_of_a_split_stage_on_devices_costs_what_its_replica_makes_the_steps_longer(tmp_path):
+    """Rank 4 shares the layers of stage 1 with rank 5, which waits for it in the middle and at the end of each pass.
+
+    No mark tells the two apart, but NCCL's durations do. What the other replica, ranks 6 and 7, takes says what it
+    costs: less than others wait for it, since not all that a stage is late makes the step longer.
+    """
+    job = replace(JOB, parallel="3d-nccl", ranks=16, microbatches=4)
+    (finding,) = rankscope.diagnose(record(tmp_path, job, slow=4)).findings
+    assert (finding.detector, finding.ranks, finding.fix) == ("slow_rank", (4,), "rank:4,5")
+    assert " collectives last, others wait " in finding.title
+    slow = healthy_resources(job)
+    slow.slowness = slow.slowness * np.where(np.arange(job.ranks) == 4, 1.5, 1.0)
+    lost_ns = step_ns(run(job, slow)) - step_ns(run(job, healthy_resources(job)))
+    assert finding.lost_ns_per_step == pytest.approx(lost_ns, rel=0.1)
+    assert (
+        rankscope.diagnose(rankscope.open(write(run(job, healthy_resources(job)), tmp_path / "healthy"))).findings == ()
+    )
+
+
 # ---- a real job
 
 

@@ -35,6 +35,9 @@ are. The cost is at least the longest such wait of a step, and at most their sum
 meanwhile. The lower number is reported, the title has both. If it is late in some steps only, the cost is what these
 are longer than the others, within these bounds. If only the sum is above `min_fraction`, nothing is said
 of that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late.
+In a pipeline not all that others wait makes the step longer: with CUDA events a replay says what it costs, in which the
+rank and those that share its layers compute as the other replicas do. Of one replica only who is late by most is named,
+and who is late by half as much or more.
 
 CUDA events tell own time in phases without communication; there the costlier of the two is reported. Where forward and
 optimizer are longer by one factor (within a quarter), all that the rank computes is taken to be so, and the cost
@@ -99,6 +102,7 @@ from rankscope.analysis.timeline.own import (
     robust_deviation,
 )
 from rankscope.analysis.timeline.roles import roles_of
+from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -216,7 +220,7 @@ def detect(
     for who in _late(waited_for, min_fraction, persistence, min_z):
         same = [finding for finding in found if set(finding.ranks) & set(who.ranks)]
         if all(who.cost.ns - who.cost.half_width_ns > finding.lost_ns_per_step for finding in same):
-            one = _late_finding(waited_for.grid, who, steps, proxies)
+            one = _late_finding(waited_for, who, steps, proxies)
             found = [finding for finding in found if finding not in same]
             found.append(replace(one, where=same[0].where) if same and who.factor is None else one)
     if not found:
@@ -402,7 +406,7 @@ def _late(waited_for: _WaitedFor, min_fraction: float, persistence: float, min_z
                 counts = int(late.last[row]), int(late.operations[row])
                 one = _Late(members[row], nodes[row], late.least[row], when, least, most_ns, *counts)
                 found.append(_if_evenly_slow(one, waited_for) if when.all() else one)
-    return found
+    return _not_made_late(found, waited_for.collectives)
 
 
 def _if_evenly_slow(late: _Late, waited_for: _WaitedFor) -> _Late:
@@ -469,10 +473,12 @@ def _refuse_hidden(waited_for: _WaitedFor, min_fraction: float, persistence: flo
                 )
 
 
-def _late_finding(grid: StepGrid, late: _Late, steps: pl.DataFrame, proxies: pl.DataFrame | None) -> Finding:
+def _late_finding(waited_for: _WaitedFor, late: _Late, steps: pl.DataFrame, proxies: pl.DataFrame | None) -> Finding:
+    grid = waited_for.grid
     who = text("Node {node}", node=late.node) if late.node is not None else text("Rank {rank}", rank=late.ranks[0])
     shown = tuple(np.array(grid.steps)[late.when].tolist())
     layer = _guilty_layer(late, grid, proxies)
+    pace = _pace(waited_for.collectives, late.ranks)
     where = {"GPU": text("before collectives, on its GPU"), "host": text("before collectives, on its host")}
     if late.factor is None:
         place = where.get(layer, text("before collectives"))
@@ -481,13 +487,17 @@ def _late_finding(grid: StepGrid, late: _Late, steps: pl.DataFrame, proxies: pl.
             "its GPU (clocks, temperature, throttling) and its host with the others.",
             ranks=named("rank", late.ranks),
         )
+        cost = _between(late.cost.ns, late.most_ns)
         title = text(
-            "{who} is late: {layer} begins {last} of {operations} collectives last, at a cost of {cost} per step",
+            "{who} is late: {layer} begins {last} of {operations} collectives last, {what}",
             who=who,
             layer={"GPU": text("its GPU"), "host": text("its host")}.get(layer, text("it")),
             last=late.last,
             operations=late.operations,
-            cost=_between(late.cost.ns, late.most_ns),
+            # In a pipeline not all that others wait makes the step longer.
+            what=text("others wait {cost} per step for it", cost=cost)
+            if pace
+            else text("at a cost of {cost} per step", cost=cost),
         )
     else:
         place = text("all that it computes")
@@ -511,10 +521,38 @@ def _late_finding(grid: StepGrid, late: _Late, steps: pl.DataFrame, proxies: pl.
         ranks=late.ranks,
         nodes=() if late.node is None else (late.node,),
         steps=() if late.when.all() else shown,
+        fix=f"rank:{','.join(map(str, pace))}" if pace else None,
         gain_why=text("what the others computed while they waited was not recorded"),
         evidence=_typical_step(grid, late.ranks[0], late.excess, late.when, steps, text("that others waited for it")),
         **price(grid, late.cost),
     )
+
+
+def _pace(collectives: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """In a pipeline: these and the ranks that they hold up within their stage. Empty where there is none."""
+    if not collectives["op"].is_in(P2P_OPS).any():
+        return ()
+    together = collectives.filter(pl.col("op").is_in(MUTUAL_OPS), pl.col("wait_ns").is_not_null())
+    held_up = together.filter(pl.col("rank").is_in(ranks), "is_last")["group_id"].value_counts(sort=True)["group_id"]
+    slowed = together.filter(pl.col("group_id").is_in(held_up.head(1).implode()))["rank"].unique().sort()
+    return tuple(slowed.to_list())
+
+
+def _not_made_late(found: list[_Late], collectives: pl.DataFrame) -> list[_Late]:
+    """Without those of a pipeline's replica that are late by less than half as much as one that sends to them."""
+    edges = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer") >= 0).select("rank", "peer").unique().rows()
+    kept: list[_Late] = []
+    made_late: dict[int, float] = {}
+    for late in sorted(found, key=lambda late: -late.cost.ns):
+        if late.cost.ns < max(made_late.get(rank, 0.0) for rank in late.ranks) / 2:
+            continue
+        kept.append(late)
+        reached, front = set[int](), set(_pace(collectives, late.ranks))
+        while front:
+            reached |= front
+            front = {b for edge in edges for a, b in (edge, edge[::-1]) if a in front} - reached
+        made_late |= {rank: max(late.cost.ns, made_late.get(rank, 0.0)) for rank in reached}
+    return kept
 
 
 def _guilty_layer(late: _Late, grid: StepGrid, proxies: pl.DataFrame | None) -> str:

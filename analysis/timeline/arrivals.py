@@ -90,22 +90,27 @@ def lateness(
 
     A rank is late by the least that another one waits, a node by what all others wait at least beyond any of its own
     ranks. Not its own lateness is what it waits for others in other groups, nor what transfers there take longer than
-    the median one of the same sort in that step: it is taken off. Of a node the rank that is late the least counts.
-    `most` adds up all operations; `least` is the longest wait, since a rank that is behind may be late in all
-    operations until its peers have to wait. Those in which each wait counts are added up: reductions outside of
-    backward, and what is like them, whose result is wanted at once.
+    the median one of the same sort in that step: it is taken off. What it waits for a neighbour in a pipeline is taken
+    off the next operation, by how much more than another member waits for its neighbours before that. Of a node the
+    rank that is late the least counts. `most` adds up all operations; `least` is the longest wait, since a rank that is
+    behind may be late in all operations until its peers have to wait. Those in which each wait counts are added up,
+    less what the rank waits in them itself: reductions outside of backward, and what is like them, whose result is
+    wanted at once.
     None where there are no such operations.
     """
     known = pl.col("end_ns").is_null() & pl.col("wait_ns").is_not_null()
     rows = collectives.filter(known, pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
-    together = rows.filter(pl.col("op").is_in(MUTUAL_OPS))
+    usual = pl.col("transfer_ns").median().over("step", "op", "group_size", "size_bytes")
+    longer = (pl.col("transfer_ns") - usual).clip(0).round().cast(pl.Int64)
+    rows = rows.with_columns(waited=pl.col("wait_ns") + longer)
+    together = _with_waits_for_neighbours(rows).filter(pl.col("op").is_in(MUTUAL_OPS))
     if together.is_empty():
         return None
     unit = pl.col("rank") if node_of is None else pl.col("rank").replace_strict(node_of, return_dtype=pl.Int32)
     together = _with_wanted_at_once(together, regions).with_columns(unit.alias("unit"))
     late = (
         together.group_by("instance_id", "unit")
-        .agg(pl.col("wait_ns").min().alias("first"), pl.col("wait_ns").max().alias("slowest"))
+        .agg(first=pl.col("wait_ns").min(), slowest=(pl.col("wait_ns") + pl.col("held_up_ns")).max())
         .sort("instance_id", "first", "unit")
         .group_by("instance_id", maintain_order=True)
         .agg(pl.col("unit").first(), pl.col("slowest").first(), next=pl.col("first").get(1, null_on_oob=True))
@@ -113,17 +118,14 @@ def lateness(
         .select("instance_id", "unit", late_ns=(pl.col("next") - pl.col("slowest")).clip(0))
     )
     by_group = ["rank", "step", "group_id"]
+    in_turn = pl.col("late_ns").fill_null(0).filter("at_once").sum() - pl.col("wait_ns").filter("at_once").sum()
     in_group = (
-        together.join(late, on=["instance_id", "unit"])
+        together.join(late, on=["instance_id", "unit"], how="left")
         .group_by(by_group)
-        .agg(
-            most=pl.col("late_ns").sum(),
-            least=pl.max_horizontal(pl.col("late_ns").max(), pl.col("late_ns").filter("at_once").sum()),
-        )
+        .agg(most=pl.col("late_ns").sum(), least=pl.max_horizontal(pl.col("late_ns").max(), in_turn))
+        .drop_nulls("least")
     )
-    usual = pl.col("transfer_ns").median().over("step", "op", "group_size", "size_bytes")
-    longer = (pl.col("transfer_ns") - usual).clip(0).round().cast(pl.Int64)
-    waited = rows.with_columns(waited=pl.col("wait_ns") + longer).group_by(by_group).agg(pl.col("waited").sum())
+    waited = rows.filter(~pl.col("op").is_in(P2P_OPS)).group_by(by_group).agg(pl.col("waited").sum())
     elsewhere = waited.with_columns(pl.col("waited").sum().over("rank", "step") - pl.col("waited"))
     net = in_group.join(elsewhere, on=by_group).with_columns(
         (pl.col(name) - pl.col("waited")).clip(0) for name in ("most", "least")
@@ -139,6 +141,18 @@ def lateness(
     of = {name: dict(frame["unit"].value_counts().iter_rows()) for name, frame in (("all", count), ("last", late))}
     last, operations = (np.array([of[name].get(u, 0) for u in units], np.int64) for name in ("last", "all"))
     return Lateness(least=least, most=most, last=last, operations=operations)
+
+
+def _with_waits_for_neighbours(rows: pl.DataFrame) -> pl.DataFrame:
+    """The rows with `held_up_ns`: what its rank waited in sends and receives since the group's operation before.
+
+    Beyond what the rank of the operation that waited least did.
+    """
+    sent = pl.when(pl.col("op").is_in(P2P_OPS)).then("waited").otherwise(0)
+    so_far = rows.sort("rank", "start_ns").with_columns(_sent=sent.cum_sum().over("rank"))
+    since = pl.col("_sent") - pl.col("_sent").shift(1).over("rank", "group_id").fill_null(0)
+    held_up = so_far.with_columns(held_up_ns=since).drop("_sent")
+    return held_up.with_columns(pl.col("held_up_ns") - pl.col("held_up_ns").min().over("instance_id"))
 
 
 def _with_wanted_at_once(rows: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:

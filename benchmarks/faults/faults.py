@@ -40,6 +40,7 @@ UNPROFILED_KINDS = {
     "ddp-nccl": _IN_DDP,
     "ddp-rccl": _IN_DDP,
     "pp-nccl": ("slow_rank", "sporadic_rank", "stage_imbalance", "gc_stall", "drift", "recompile"),
+    "3d-nccl": ("slow_rank", "stage_imbalance", "gc_stall", "recompile"),
 }
 CONFOUNDERS = ("none", "lengths", "warm-up", "slow alike", "numa", "checkpoint", "lost records")
 _PARALLELS = ("ddp", "ddp-gpu", "fsdp", "tp", "moe", "pp-1f1b", "pp-gpipe", "3d")
@@ -153,7 +154,7 @@ def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool, pa
     sizes = [8, 16] if small else [8, 16, 32, 64]
     if parallel in ("pp-1f1b", "pp-gpipe", "pp-nccl"):
         sizes = sizes[:3]
-    if parallel == "3d":
+    if parallel in ("3d", "3d-nccl"):
         sizes = [16 if small else 32]
     if parallel == "ddp-gpu":
         sizes = [8, 16]
@@ -176,7 +177,7 @@ def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool, pa
     return Job(
         parallel=parallel,
         ranks=ranks,
-        microbatches=4 if parallel == "3d" else 6,
+        microbatches=4 if parallel in ("3d", "3d-nccl") else 6,
         steps=_STEPS,
         seed=1000 * case.seed + sum(case.name.encode()) % 1000,
         compute_ns=float(rng.uniform(80e6, 240e6)),

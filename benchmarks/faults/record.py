@@ -23,7 +23,7 @@ _SCHEMAS = {
     for table in TABLES.values()
 }
 _FLOAT32 = 2
-_UNPROFILED = ("ddp-nccl", "ddp-rccl", "pp-nccl")
+_UNPROFILED = ("ddp-nccl", "ddp-rccl", "pp-nccl", "3d-nccl")
 _LAUNCH = "cudaLaunchKernel"
 _UNIX_NS = 1_790_000_000_000_000_000
 _PING_EVERY_NS, _PINGS = 10e9, 10

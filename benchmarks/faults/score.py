@@ -355,6 +355,7 @@ def main() -> None:
         ("--nccl", "ddp-nccl", "jobs on GPUs, as they are recorded without a profiler"),
         ("--rccl", "ddp-rccl", "the same on AMD's GPUs: no events of the devices"),
         ("--pipelines", "pp-nccl", "the same of pipelines on NVIDIA's"),
+        ("--split-pipelines", "3d-nccl", "the same where each stage's layers are split too"),
     ):
         unprofiled.add_argument(option, dest="parallel", action="store_const", const=parallel, default="", help=what)
     parser.add_argument("--case", help="one case, as kind/dose/seed: prints its report and keeps its run in --folder")

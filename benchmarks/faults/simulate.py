@@ -37,7 +37,10 @@ __all__ = [
 ]
 
 GPUS = 8  # ranks of a node
-PARALLELS = ("ddp", "ddp-gpu", "ddp-nccl", "ddp-rccl", "pp-nccl", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe")
+PARALLELS = (
+    *("ddp", "ddp-gpu", "fsdp", "tp", "pp-1f1b", "pp-gpipe", "3d", "moe"),
+    *("ddp-nccl", "ddp-rccl", "pp-nccl", "3d-nccl"),
+)
 
 _US, _MS = 1e3, 1e6
 _ALPHA_NODE, _ALPHA_NET = 8 * _US, 40 * _US  # latency of one hop
@@ -121,12 +124,13 @@ class Recording:
 
 
 def stages_of(job: Job) -> int:
-    return 4 if job.parallel in ("pp-1f1b", "pp-gpipe", "pp-nccl", "3d") else 1
+    return 4 if job.parallel in ("pp-1f1b", "pp-gpipe", "pp-nccl", "3d", "3d-nccl") else 1
 
 
 def tensor_parallel(job: Job) -> int:
     """Ranks that share a layer."""
-    return {"tp": GPUS, "3d": 4 if job.ranks >= 64 else 2}.get(job.parallel, 1)
+    split = 4 if job.ranks >= 64 else 2
+    return {"tp": GPUS, "3d": split, "3d-nccl": split}.get(job.parallel, 1)
 
 
 def healthy_resources(job: Job) -> Resources:
@@ -801,9 +805,15 @@ def _pipeline(scheduler: _Scheduler, team: _Team, teams: list[_Team]) -> Iterato
 
 
 def _pipeline_gpu(scheduler: _Scheduler, team: _Team, teams: list[_Team]) -> Iterator[float]:
-    """1F1B on devices, as `_ddp_gpu` has them; gradients are reduced over the replicas after the last backward."""
+    """1F1B on devices, as `_ddp_gpu` has them; gradients are reduced over the replicas after the last backward.
+
+    In "3d-nccl" each stage's layers are split too: devices wait for each other in the middle and at the end of each.
+    """
     job, stage, last = scheduler.job, team.stage, len(teams) - 1
-    world = _world(scheduler, team, name="dp")
+    split = tensor_parallel(job)
+    inside = _world(scheduler, team, split, "tp") if split > 1 else None
+    replicas = np.ascontiguousarray(team.ranks.reshape(-1, split).T)
+    data = _Communicator(scheduler, team.ranks, replicas, "dp")
     device = _Device(team)
     ns = job.compute_ns / job.microbatches * scheduler.can.stage_work[stage]
     for _ in _steps(team):
@@ -817,13 +827,18 @@ def _pipeline_gpu(scheduler: _Scheduler, team: _Team, teams: list[_Team]) -> Ite
             device.mark(f"{kind}_start")
             if microbatch == 0 and kind == "forward":
                 team.stops()
-            device.compute(kind, ns * (1 / 3 if kind == "forward" else 2 / 3), 6)
+            for _ in range(2):
+                device.compute(kind, ns * (1 / 3 if kind == "forward" else 2 / 3) / 2, 3)
+                if inside is not None:
+                    device.reduce(inside, job.activation_bytes)
+                    device.join()
+                    yield _first(team)
             device.mark(f"{kind}_end")
             team.region(kind, kind, start, microbatch)
             if 0 <= target <= last:
                 device.send(scheduler, teams[target], microbatch, job.activation_bytes)
             yield _first(team)
-        device.reduce(world, job.gradient_bytes)
+        device.reduce(data, job.gradient_bytes / split)
         yield _first(team)
         device.join()
         start = team.now
@@ -855,6 +870,7 @@ _PROGRAMS = {
     "moe": _moe,
     "pp-1f1b": _pipeline,
     "pp-nccl": _pipeline_gpu,  # recorded without a profiler
+    "3d-nccl": _pipeline_gpu,
     "pp-gpipe": _pipeline,
     "3d": _pipeline,
 }
