@@ -274,8 +274,8 @@ def ask(
                 resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
-            unclear = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
-            unchecked = answers[name] = _blind(name, module, said, unseen) or unclear
+            told = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
+            unchecked = answers[name] = _blind(name, module, said, unseen) or told
             not_checked.append(unchecked)
         except Exception as error:  # one broken detector must not take the others' findings away
             why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)

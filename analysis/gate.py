@@ -36,15 +36,17 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     counting = [f for f in roots if _SEVERITIES.index(f.severity) >= _SEVERITIES.index(severity)]
     failures = [_told(finding) for finding in counting if not any(change.b == finding for change in known)]
     unseen = list(_unseen(report))
-    hidden = list(_hidden(report))
+    bounded = False
     if against:
         longer, open_ = _step(against.step, slower)
         failures += longer
         unseen += open_
         if against.a.ranks != against.b.ranks:
             unseen.append(f"{counted(against.a.ranks, 'rank')} there and {against.b.ranks} here: no fair comparison")
-        hidden = hidden if open_ else []  # what is new in a step that is no longer costs no more than that
-    return Gate(failures=tuple(failures), unseen=tuple(unseen + ([] if failures else hidden)))
+        bounded = not open_  # what is new in a step that is no longer costs no more than that
+    if not (failures or bounded):
+        unseen += _hidden(report)
+    return Gate(failures=tuple(failures), unseen=tuple(unseen))
 
 
 def _no_worse(change: FindingChange) -> bool:

@@ -12,7 +12,7 @@ import os
 import time
 
 import torch
-import torch.distributed as dist
+from nccl_job import begin, end
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 
@@ -28,13 +28,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4096, help="of a microbatch")
     arguments = parser.parse_args()
     rank, stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if arguments.one_gpu:
-        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    device = torch.device("cpu")
-    if arguments.backend == "nccl":
-        device = torch.device("cuda", 0 if arguments.one_gpu else int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(arguments.backend)
+    device = begin(arguments)
     layers = arguments.layers * (2 if rank == arguments.long else 1)
     model = torch.nn.Sequential(
         *(torch.nn.Linear(arguments.width, arguments.width, device=device) for _ in range(layers))
@@ -48,11 +42,7 @@ def main() -> None:
         schedule.step(*([batch] if rank == 0 else []), **({"target": batch} if rank == stages - 1 else {}))
         optimizer.step()
         optimizer.zero_grad()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    if rank == 0:
-        print(f"{(time.perf_counter() - started) / arguments.steps * 1e3:.3f} ms per step")
-    dist.destroy_process_group()
+    end(device, started, arguments.steps)
 
 
 if __name__ == "__main__":

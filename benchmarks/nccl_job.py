@@ -24,15 +24,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--late", default="-1:0", help="RANK:MILLISECONDS")
     arguments = parser.parse_args()
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["RANK"])
     late_rank, late_ms = map(float, arguments.late.split(":"))
-    if arguments.one_gpu:
-        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    device = torch.device("cpu")
-    if arguments.backend == "nccl":
-        device = torch.device("cuda", 0 if arguments.one_gpu else local_rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(arguments.backend)
+    device = begin(arguments)
     tensor = torch.ones(int(arguments.mib * 2**20 / 4), device=device)
     weights = torch.nn.Parameter(torch.zeros_like(tensor))
     weights.grad = tensor
@@ -46,8 +40,28 @@ def main() -> None:
         tensor.fill_(1)
         if device.type == "cuda":
             torch.cuda.synchronize()
-    if rank == 0:
-        print(f"{(time.perf_counter() - started) / arguments.steps * 1e3:.3f} ms per step")
+    end(device, started, arguments.steps)
+
+
+def begin(arguments: argparse.Namespace) -> torch.device:
+    """The process group, by `arguments.backend`, and the device of this rank: with `one_gpu` that of all."""
+    if arguments.one_gpu:
+        apart = {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        os.environ.update(apart)
+    device = torch.device("cpu")
+    if arguments.backend == "nccl":
+        device = torch.device("cuda", 0 if arguments.one_gpu else int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(arguments.backend)
+    return device
+
+
+def end(device: torch.device, started: float, steps: int) -> None:
+    """Rank 0 says how long a step took since `started`, by `time.perf_counter`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        print(f"{(time.perf_counter() - started) / steps * 1e3:.3f} ms per step")
     dist.destroy_process_group()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
 
@@ -13,7 +14,10 @@ __all__ = ["Microbatches"]
 
 
 class Microbatches:
-    """`begin` and `end` are called around each "forward" and "backward", on the training thread; `close` at last."""
+    """`begin` and `end` are called around each "forward" and "backward", on the training thread; `close` at last.
+
+    `around` has a method do that itself.
+    """
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
@@ -36,6 +40,24 @@ class Microbatches:
         self._emit.in_microbatch = False
         self._emit.mark(mark)
         self._emit.region(region, name_id, start_ns, end_ns, microbatch, stage)
+
+    def around(
+        self,
+        collector: str,
+        owner: Any,  # noqa: ANN401
+        method: str,
+        kind: str,
+        which: Callable[[tuple[Any, ...]], tuple[int, int]],
+    ) -> Callable[[], None]:
+        """Write down each call of `owner.method`, of whose arguments `which` makes (microbatch, stage).
+
+        Returns what undoes it.
+        """
+
+        def record(start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object) -> None:
+            self.end(kind, start_ns, end_ns, *which(args))
+
+        return self._emit.around(collector, owner, method, record, lambda _: self.begin(kind))
 
     def close(self) -> None:
         """Also where no `end` has followed a `begin`: the marks of other backwards go on."""

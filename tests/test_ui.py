@@ -136,15 +136,7 @@ def test_a_pipeline_in_theory_has_the_bubble_of_its_schedule():
     f, b = pipeline.FORWARD, pipeline.BACKWARD
     rows = [(0, 0, f, 0, 0, 10), (0, 0, f, 1, 10, 20), (0, 0, b, 0, 50, 60), (0, 0, b, 1, 80, 90)]
     rows += [(1, 1, f, 0, 20, 30), (1, 1, b, 0, 30, 40), (1, 1, f, 1, 45, 55), (1, 1, b, 1, 60, 70)]
-    schema = {
-        "rank": pl.Int32,
-        "stage": pl.Int32,
-        "name": pl.String,
-        "microbatch": pl.Int32,
-        "start_ns": pl.Int64,
-        "end_ns": pl.Int64,
-    }
-    made = pipeline.ideal(pl.DataFrame(rows, schema=schema, orient="row"))
+    made = pipeline.ideal(pl.DataFrame(rows, schema=COMPUTED, orient="row"))
     assert made is not None
     assert made["end_ns"].max() == 60
     busy = made.filter(pl.col("stage") == 0).select((pl.col("end_ns") - pl.col("start_ns")).sum()).item()

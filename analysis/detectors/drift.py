@@ -10,7 +10,8 @@ on all ranks alike do not matter there.
 
 **Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a
 look at the first minutes finds a healthy job. The cost is what the steps take longer than the first one did, by the
-line; of single ranks no more than what the longest rank of each step is longer by theirs.
+line; of single ranks no more than what the longest rank of each step is longer by theirs, and of one that falls behind
+its peers no more than the steps grow.
 
 **False alarms.** Work that grows by design: a curriculum of longer sequences, a growing batch. Silence on a short run
 says little: a creep of 1 % per hour is not seen in 10 minutes.

@@ -102,6 +102,7 @@ from rankscope.analysis.timeline.own import (
     robust_deviation,
 )
 from rankscope.analysis.timeline.roles import roles_of
+from rankscope.analysis.timeline.stages import replicas
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -540,18 +541,19 @@ def _pace(collectives: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 def _not_made_late(found: list[_Late], collectives: pl.DataFrame) -> list[_Late]:
     """Without those of a pipeline's replica that are late by less than half as much as one that sends to them."""
-    edges = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer") >= 0).select("rank", "peer").unique().rows()
+    if len(found) < 2:
+        return found
+    sent = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer") >= 0)
+    replica = dict(replicas(sent.select("rank", "peer").unique().rows()))
     kept: list[_Late] = []
-    made_late: dict[int, float] = {}
+    made_late: dict[int, float] = {}  # by replica, what the first of its ranks is late by: they come by that
     for late in sorted(found, key=lambda late: -late.cost.ns):
-        if late.cost.ns < max(made_late.get(rank, 0.0) for rank in late.ranks) / 2:
-            continue
-        kept.append(late)
-        reached, front = set[int](), set(_pace(collectives, late.ranks))
-        while front:
-            reached |= front
-            front = {b for edge in edges for a, b in (edge, edge[::-1]) if a in front} - reached
-        made_late |= {rank: max(late.cost.ns, made_late.get(rank, 0.0)) for rank in reached}
+        first_ns = max(made_late.get(replica.get(rank, -1), 0.0) for rank in late.ranks)
+        if late.cost.ns >= first_ns / 2:
+            kept.append(late)
+            for rank in _pace(collectives, late.ranks):
+                if rank in replica:
+                    made_late.setdefault(replica[rank], late.cost.ns)
     return kept
 
 

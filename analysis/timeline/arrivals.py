@@ -123,7 +123,6 @@ def lateness(
         together.join(late, on=["instance_id", "unit"], how="left")
         .group_by(by_group)
         .agg(most=pl.col("late_ns").sum(), least=pl.max_horizontal(pl.col("late_ns").max(), in_turn))
-        .drop_nulls("least")
     )
     waited = rows.filter(~pl.col("op").is_in(P2P_OPS)).group_by(by_group).agg(pl.col("waited").sum())
     elsewhere = waited.with_columns(pl.col("waited").sum().over("rank", "step") - pl.col("waited"))

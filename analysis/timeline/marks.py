@@ -288,16 +288,15 @@ def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives
     )
     length = pl.col("device_ns") - pl.col("begin_ns")
     much = pl.col("_calls").is_not_null() & ~(pl.col("communication_ns") <= _LITTLE * length).fill_null(value=False)
+    between = pl.col("phase") == _BETWEEN
     nth = pl.int_range(pl.len()).over("rank", "step", "phase")  # gradients may be accumulated over several backwards
     return (
         phases.join(inside, on=["rank", "_index"], how="left", maintain_order="left")
         .with_columns(nth.alias("_nth"), much.alias("_much"))
         .with_columns(
-            pl.when((pl.col("phase") == _BETWEEN) & pl.col("_much"))
+            pl.when(between & pl.col("_much"))
             .then(pl.lit("unsplit"))
-            .when(pl.col("phase") == _BETWEEN)
-            .then("part")
-            .when(pl.col("_much").any().over("step", "phase", "_nth"))
+            .when(~between & pl.col("_much").any().over("step", "phase", "_nth"))
             .then(pl.lit(MIXED))
             .otherwise("part")
             .alias("part"),

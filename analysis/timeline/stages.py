@@ -19,11 +19,16 @@ from rankscope.analysis.timeline.pipeline import BACKWARD, CLIP, FORWARD, OPTIMI
 from rankscope.analysis.timeline.roles import Role, roles
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["stage_ops"]
+__all__ = ["replicas", "stage_ops"]
 
 _MAIN_THREAD = 0
 _COMPUTES = {"forward": FORWARD, "backward": BACKWARD}
 _SEQ = pl.int_range(pl.len()).over("rank", "step", "stage", "kind").alias("seq")
+_WAY = pl.col("name").str.split("-").list.first().alias("_way")
+# Since when a rank has had nothing else to do than to receive what it computes next.
+_FREE = (
+    pl.col("end_ns").shift(1).over("rank", "step").fill_null(pl.col("start_ns").min().over("step")).alias("_free_ns")
+)
 _OF_SCHEDULE = (
     (pl.col("thread") == _MAIN_THREAD) & pl.col("kind").is_in(tuple(_COMPUTES)) & pl.col("microbatch").is_not_null()
 )
@@ -68,7 +73,7 @@ def stage_ops(
         transferred = _transfers(sent, computed) if marks.is_empty() and single else _handed_on(sent, computed)
         ended = [] if marks.is_empty() else [_ends(marks, computed)]
         ops = pl.concat([computed, transferred.drop("peer"), *ended], how="diagonal_relaxed")
-        replica = _replicas(transferred.select("rank", "peer").unique().rows())
+        replica = replicas(transferred.select("rank", "peer").unique().rows())
     except NotReplayable as reason:
         return nothing, [Gap(table="ops", rank=None, node=None, count=None, why=reason.args[0])]
     placed = pl.DataFrame(replica, {"rank": pl.Int32, "replica": pl.Int32}, orient="row")
@@ -239,13 +244,6 @@ def _transfers(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-_WAY = pl.col("name").str.split("-").list.first().alias("_way")
-# Since when a rank has had nothing else to do than to receive what it computes next.
-_FREE = (
-    pl.col("end_ns").shift(1).over("rank", "step").fill_null(pl.col("start_ns").min().over("step")).alias("_free_ns")
-)
-
-
 def _between_neighbours(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
     """Sends and receives of ranks whose stages are neighbours, with `stage` and `_peer_stage`."""
     stage = computed.select("rank", "stage").unique()
@@ -300,7 +298,7 @@ def _per_microbatch(between: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFra
     )
 
 
-def _replicas(neighbours: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def replicas(neighbours: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """(rank, replica): ranks that send to each other, directly or through others, are one; numbered by first rank."""
     first = {rank: rank for pair in neighbours for rank in pair}
     changed = True

@@ -375,9 +375,7 @@ def main() -> None:
     wanted = [c for c in wanted if not args.seeds or str(c.seed) in args.seeds]
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()
-    rows = run(
-        wanted, args.results, args.processes, delays=args.delays, small=args.quick or args.small, parallel=args.parallel
-    )
+    rows = run(wanted, args.results, args.processes, delays=args.delays, **how)
     print(f"{len(rows)} runs of split {args.split}, {time.monotonic() - began:.0f} s")
     show(rows)
 

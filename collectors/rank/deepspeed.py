@@ -5,6 +5,7 @@ Its instructions do not say which microbatch they are for: they come in order, a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -36,23 +37,16 @@ def _install(emit: Emit, module: ModuleType) -> None:
     engine = module.PipelineEngine
     microbatches = Microbatches(emit)
     _undos.append(microbatches.close)
-    count = dict.fromkeys(_INSTRUCTIONS, 0)
+    count: Counter[str] = Counter()
 
-    def begin_batch(_: object) -> None:
-        count.update(dict.fromkeys(_INSTRUCTIONS, 0))
+    def which(kind: str, args: tuple[Any, ...]) -> tuple[int, int]:
+        count[kind] += 1
+        return count[kind] - 1, args[0].stage_id
 
-    _undos.append(emit.around("deepspeed", engine, "_exec_schedule", lambda *_: None, begin_batch))
+    _undos.append(emit.around("deepspeed", engine, "_exec_schedule", lambda *_: None, lambda _: count.clear()))
     for kind, instruction in _INSTRUCTIONS.items():
-
-        def before(_: object, kind: str = kind) -> None:
-            microbatches.begin(kind)
-
-        def record(start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object, kind: str = kind) -> None:
-            microbatches.end(kind, start_ns, end_ns, count[kind], args[0].stage_id)
-            count[kind] += 1
-
         method = f"_exec_{kind}_pass"
-        undo = emit.around("deepspeed", engine, method, record, before)
+        undo = microbatches.around("deepspeed", engine, method, kind, partial(which, kind))
         told = getattr(module.schedule, instruction)
         engine._INSTRUCTION_MAP[told] = engine.__dict__[method]  # the engine calls what stands there
         _undos.append(partial(_restore, engine, told, method, undo))

@@ -42,14 +42,11 @@ def _install(emit: Emit, module: ModuleType) -> None:
     microbatches = Microbatches(emit)
     _undos.append(microbatches.close)
     for method, kind in _METHODS.items():
+        _undos.append(microbatches.around("pipeline", module._PipelineStageBase, method, kind, _which))
 
-        def before(_: object, kind: str = kind) -> None:
-            microbatches.begin(kind)
 
-        def record(start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object, kind: str = kind) -> None:
-            microbatches.end(kind, start_ns, end_ns, args[1], args[0].stage_index)
-
-        _undos.append(emit.around("pipeline", module._PipelineStageBase, method, record, before))
+def _which(args: tuple[Any, ...]) -> tuple[int, int]:
+    return args[1], args[0].stage_index
 
 
 def _tell_unwaited(emit: Emit, module: ModuleType) -> None:

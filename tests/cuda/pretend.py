@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 SOURCE = Path(__file__).with_name("driver.c")
 
@@ -37,3 +39,28 @@ def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctyp
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch._C._cuda_isCurrentStreamCapturing = lambda: bool(driver.fake_is_capturing())
     return driver
+
+
+def wait_for_anchors(driver: ctypes.CDLL, count: int) -> None:
+    """Until the collector has begun to read the device's clock so many times more."""
+    wanted = driver.fake_anchors() + count
+    while driver.fake_anchors() < wanted:
+        time.sleep(0.02)
+
+
+def on_device(driver: ctypes.CDLL, forward_ns: int, backward_ns: int) -> Any:
+    """A function of autograd that gives on what it gets, and has the device compute for so long."""
+    import torch
+
+    class OnDevice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            driver.fake_work(forward_ns)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            driver.fake_work(backward_ns)
+            return gradient
+
+    return OnDevice

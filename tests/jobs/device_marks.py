@@ -9,7 +9,6 @@ device of 2 hangs; 3 has no driver. Ranks 0 and 1 write into OUT when the device
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -18,23 +17,11 @@ import torch.distributed as dist
 import rankscope
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cuda"))
-from pretend import pretend
+from pretend import on_device, pretend, wait_for_anchors
 
 MS = 1_000_000
 STEPS = 10
 rank = int(os.environ["RANK"])
-
-
-class OnDevice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        device.fake_work(20 * MS)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        device.fake_work(40 * MS)
-        return gradient
 
 
 class Optimizer(torch.optim.SGD):
@@ -45,16 +32,10 @@ class Optimizer(torch.optim.SGD):
 
 def train(steps):
     for _ in range(steps):
-        OnDevice.apply(parameter).sum().backward()
+        compute.apply(parameter).sum().backward()
         optimizer.step()
         device.fake_synchronize()  # as `loss.item()` does
         rankscope.step()
-
-
-def wait_for_anchors(count):
-    """Until the collector has begun to read the device's clock so many times."""
-    while device.fake_anchors() < count:
-        time.sleep(0.02)
 
 
 dist.init_process_group("gloo")
@@ -67,14 +48,15 @@ if rank == 3:
     sys.exit()
 
 device = pretend(Path(sys.argv[1]), drift_ppm=40, connections=8 if rank == 0 else 1)
+compute = on_device(device, 20 * MS, 40 * MS)
 rankscope.step()  # the first only tells the collector that CUDA is there
-wait_for_anchors(2)
+wait_for_anchors(device, 2)
 train(STEPS)
 if rank == 0:
     device.fake_begin_capture()
-    OnDevice.apply(parameter).sum().backward()
+    compute.apply(parameter).sum().backward()
     rankscope.step()
-    wait_for_anchors(device.fake_anchors() + 2)
+    wait_for_anchors(device, 2)
     assert device.fake_end_capture() == 0, "the capture is broken"
     child = os.fork()
     if child == 0:
@@ -86,11 +68,11 @@ if rank == 1:
     device.current_device = 1
     train(2)
     device.current_device = 0
-    wait_for_anchors(device.fake_anchors() + 2)
+    wait_for_anchors(device, 2)
     device.fake_fail(719)
     train(2)
 if rank == 2:
-    wait_for_anchors(device.fake_anchors() + 2)
+    wait_for_anchors(device, 2)
     device.fake_work(3600_000 * MS)
     for _ in range(5000):
         rankscope.step()

@@ -4,7 +4,6 @@ pipeline_marks.py DRIVER SCHEDULE
 """
 
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,22 +13,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import rankscope
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cuda"))
-from pretend import pretend
+from pretend import on_device, pretend, wait_for_anchors
 
 STEPS, MICROBATCHES, WIDTH = 4, 4, 8
 MS = 1_000_000
-
-
-class OnDevice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        device.fake_work(2 * MS)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        device.fake_work(4 * MS)
-        return gradient
 
 
 class Layers(torch.nn.Module):
@@ -38,14 +25,14 @@ class Layers(torch.nn.Module):
         self.first, self.last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return self.last(OnDevice.apply(self.first(x)))
+        return self.last(compute.apply(self.first(x)))
 
 
 dist.init_process_group("gloo")
 device = pretend(Path(sys.argv[1]))
+compute = on_device(device, 2 * MS, 4 * MS)
 rankscope.step()
-while device.fake_anchors() < 2:
-    time.sleep(0.02)
+wait_for_anchors(device, 2)
 rank, kind = dist.get_rank(), getattr(schedules, sys.argv[2])
 stage = PipelineStage(Layers(), rank, 2, torch.device("cpu"))
 several = issubclass(kind, schedules.PipelineScheduleMulti)
@@ -57,7 +44,5 @@ for _ in range(STEPS):
     optimizer.step()
     optimizer.zero_grad()
     device.fake_synchronize()
-wanted = device.fake_anchors() + 2
-while device.fake_anchors() < wanted:
-    time.sleep(0.02)
+wait_for_anchors(device, 2)
 dist.destroy_process_group()
