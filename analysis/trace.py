@@ -133,7 +133,7 @@ def _choose(names: list[str]) -> tuple[str, ModuleType]:
     readers = _readers()
     paths = [Path(name) for name in names]
     for path in paths:
-        if not path.exists():
+        if not path.exists() and not readers[_OWN].recognises(path):  # a world of a run need be no folder
             raise BadInput(f"{path} does not exist")
     for source, module in readers.items():
         if paths and all(module.recognises(path) for path in paths):

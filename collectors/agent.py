@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import platform
+import re
 import selectors
 import signal
 import socket
@@ -56,6 +57,7 @@ NO_RANK = (
 
 _CREDENTIALS = struct.Struct("3i")
 _FD = struct.Struct("i")
+_WORLD = re.compile("[0-9a-f]{1,16}")
 _BAD_MESSAGE = (KeyError, TypeError, ValueError, OverflowError)  # pyarrow's own are subclasses of these
 
 clock = time.perf_counter_ns
@@ -64,11 +66,13 @@ clock = time.perf_counter_ns
 class _Rank:
     """One rank of one attempt: its ring, and the tables that its rows go to."""
 
-    def __init__(self, hello: dict[str, Any], ring_fd: int, attempt: int, node: int, run: RunFolder) -> None:
+    def __init__(
+        self, hello: dict[str, Any], ring_fd: int, world: str | None, attempt: int, node: int, run: RunFolder
+    ) -> None:
         """Raises KeyError, TypeError, ValueError or OSError when the hello is not one."""
         self.rank = int(hello["rank"])
-        self.attempt = attempt
-        self.tables = Partition(run, f"rank={self.rank:05d}", f"a{attempt}-")
+        self.world = world
+        self.tables = Partition(run, f"rank={self.rank:05d}", f"w{world}-a{attempt}-" if world else f"a{attempt}-")
         self._rings: list[tuple[Ring, tuple[str, ...]]] = [(Ring(ring_fd), ("*",))]  # and what lacks its losses
         self._threads = Threads(int(hello.get("main_thread", 0)))
         self._records: list[Records] = []
@@ -79,6 +83,11 @@ class _Rank:
         row = {name: str(hello[name]) for name in texts} | {name: int(hello[name]) for name in numbers}
         self._row: dict[str, Any] = row | {"node": node}
         self.tables.add_row("ranks", self._row)
+
+    @property
+    def device(self) -> str:
+        """What its readings are called among the node's counters."""
+        return f"rank{self.rank}@{self.world}" if self.world else f"rank{self.rank}"
 
     def train_on(self, thread: int) -> None:
         """Its main thread is the one with this ident."""
@@ -204,11 +213,13 @@ class Agent:
         self._last_rank_ns: int | None = None
         self._connections: set[_Connection] = set()
         self._windows = Windows(self._run, self._gap_of_rank, self._add_window, fixed=profile_steps, slow=profile_slow)
+        self._windows_of: str | None = None  # the world whose ranks it knows
         self._reports: list[dict[str, Any]] = []
         self._node: _NodeTables | None = None
         addresses = _own_addresses()
         self._sampler = Sampler(frozenset(addresses), hz)
         self._pinger: ping.Pinger | None = None
+        self._peer = 0  # the node that it pings
         self._ping_trouble_told = False
         self._ras = Ras(os.environ)
         self._uses_nccl = "NCCL_RAS_ADDR" in os.environ
@@ -377,9 +388,9 @@ class Agent:
             except OSError as error:
                 raise ValueError(f"the ring cannot be mapped: {error}") from None
         elif kind == "peer":
-            self._meet(str(message["name"]), str(message["host"]), int(message["port"]))
+            self._meet(str(message["name"]), str(message["host"]), int(message["port"]), int(message["node"]))
         elif kind in ("step", "slow", "window", "stacks"):
-            self._windows.hear(connection.rank.rank, message)
+            self._hear(connection.rank, message)
         elif kind == "bye":
             self._say_bye(connection, connection.rank, int(message["dropped"]))
         else:
@@ -389,19 +400,22 @@ class Agent:
         if connection.rank:
             raise ValueError("it said hello before")
         node = self._begin(int(hello["node"]))
-        rank, attempt = int(hello["rank"]), int(hello["attempt"])
-        seen = {report["attempt"] for report in self._reports if report["rank"] == rank}
+        rank, attempt, world = int(hello["rank"]), int(hello["attempt"]), hello["world"]
+        if world is not None and not _WORLD.fullmatch(world):
+            raise ValueError(f"{world!r} is no name of a world")
+        seen = {report["attempt"] for report in self._reports if (report["rank"], report["world"]) == (rank, world)}
         while attempt in seen:  # a second job under the same agent
             attempt += 1
         try:
-            connection.rank = _Rank(hello, ring_fd, attempt, node.index, self._run)
+            connection.rank = _Rank(hello, ring_fd, world, attempt, node.index, self._run)
         except OSError as error:
             raise ValueError(f"the ring cannot be mapped: {error}") from None
-        reply = json.dumps({"port": self.port, "name": self._run.path.name}).encode()
+        reply = json.dumps({"port": self.port, "name": self._run.path.name, "node": node.index}).encode()
         with contextlib.suppress(OSError):  # its end will be noticed with the next packet
             connection.channel.send(reply)  # before all that takes longer: the rank waits for it
-        connection.report = {"rank": rank, "attempt": attempt, "pid": hello["pid"], "bye": False, "ended": False}
-        connection.report["world_size"] = int(hello["world_size"])
+        connection.report = {"rank": rank, "world": world, "attempt": attempt, "pid": hello["pid"], "bye": False}
+        connection.report |= {"ended": False, "world_size": int(hello["world_size"])}
+        connection.report |= {"start_ns": int(hello["start_ns"]), "end_ns": None}
         self._reports.append(connection.report)
         self._state["versions"]["torch"] = str(hello["torch"])
         self._tell_pids()
@@ -409,7 +423,27 @@ class Agent:
             self._sampler.start()
         self._write_state()
         self._windows.work(node.index)
-        self._windows.join(rank, connection.send, connection.pid)
+        if world == self._windows_of or not self._in_windows():
+            self._windows_of = world
+            self._windows.join(rank, connection.send, connection.pid)
+        if node.index != int(hello["node"]):
+            why = f"rank {rank} says that it is on node {hello['node']}, another rank beside it said {node.index}"
+            self._gap("clocks", f"{why}: set NODE_RANK on each node")
+
+    def _in_windows(self) -> list[tuple[_Connection, _Rank]]:
+        """Those who may record deep windows and tell their stacks: the ranks of one world, see `_hear`."""
+        return [(c, c.rank) for c in self._connections if c.rank and c.rank.world == self._windows_of]
+
+    def _hear(self, rank: _Rank, message: dict[str, Any]) -> None:
+        """Windows are of the world that steps first: of a job's trainers, not of what generates for them."""
+        if rank.world != self._windows_of:
+            if self._windows.step_ns:
+                return
+            self._windows.forget()
+            self._windows_of = rank.world
+            for connection, member in self._in_windows():
+                self._windows.join(member.rank, connection.send, connection.pid)
+        self._windows.hear(rank.rank, message)
 
     def _say_bye(self, connection: _Connection, rank: _Rank, dropped: int) -> None:
         connection.report["bye"] = True
@@ -428,7 +462,8 @@ class Agent:
         rank = connection.rank
         if rank is None:
             return
-        self._windows.leave(rank.rank)
+        if rank.world == self._windows_of:
+            self._windows.leave(rank.rank)
         rank.read(last=True)
         if connection.flight:
             connection.flight.finish()
@@ -440,7 +475,7 @@ class Agent:
             rank.tables.gap("*", why, start_ns=clock())
         rank.flush()
         rank.tables.close()
-        connection.report["ended"] = True
+        connection.report |= {"ended": True, "end_ns": clock()}
         self._state_changed = True
         self._last_rank_ns = clock()
         self._tell_pids()
@@ -457,9 +492,9 @@ class Agent:
         return self._node
 
     def _tell_pids(self) -> None:
-        ranks = [(c.rank.rank, c.pid, c.tid or c.pid) for c in self._connections if c.rank]
-        self._sampler.node.pids = {rank: pid for rank, pid, _ in ranks}
-        self._sampler.node.main_tids = {rank: tid for rank, _, tid in ranks}
+        ranks = [(c.rank.device, c.pid, c.tid or c.pid) for c in self._connections if c.rank]
+        self._sampler.node.pids = {device: pid for device, pid, _ in ranks}
+        self._sampler.node.main_tids = {device: tid for device, _, tid in ranks}
 
     def _take_samples(self, node: _NodeTables) -> None:
         if self._sampler.topology and "topology" not in self._state:
@@ -487,17 +522,17 @@ class Agent:
             node.tables.gap("ras", self._ras.gaps.get(), source="ras", start_ns=clock())
 
     def _gap_of_rank(self, rank: int, why: str) -> None:
-        for connection in self._connections:
-            if connection.rank and connection.rank.rank == rank:
-                connection.rank.tables.gap("windows", why, source="window", start_ns=clock())
+        for _, member in self._in_windows():
+            if member.rank == rank:
+                member.tables.gap("windows", why, source="window", start_ns=clock())
                 return
         self._gap("windows", why)
 
     def _add_window(self, rank: int, row: Mapping[str, Any]) -> None:
         """Raises ValueError or TypeError if it is no row of `windows`."""
-        for connection in self._connections:
-            if connection.rank and connection.rank.rank == rank:
-                connection.rank.tables.add_row("windows", row)
+        for _, member in self._in_windows():
+            if member.rank == rank:
+                member.tables.add_row("windows", row)
 
     def _gap(self, table: str, why: str) -> None:
         if self._node:
@@ -505,9 +540,9 @@ class Agent:
 
     # ---- the other nodes
 
-    def _meet(self, name: str, host: str, port: int) -> None:
-        """The run lies in the folder of node 0's name, and node 0's agent is pinged."""
-        if self._node is None or self._node.index == 0 or self._pinger:
+    def _meet(self, name: str, host: str, port: int, peer: int) -> None:
+        """The run lies in the folder of the name that rank 0's node gave it, mostly node 0, whose agent is pinged."""
+        if self._node is None or self._node.index == peer or self._pinger:
             return  # after an elastic restart it may be told of another node 0; ours is the first
         if name in ("", ".", "..") or "/" in name:
             raise ValueError(f"{name!r} is no name of a run")
@@ -517,6 +552,7 @@ class Agent:
             self._gap("*", f"this node's files stay in {self._run.path.name}, node 0's are in {name}: {error}")
         self._state_changed = True
         if port:
+            self._peer = peer
             self._pinger = ping.Pinger(host, port)
             self._pinger.start()
 
@@ -525,11 +561,13 @@ class Agent:
         if pinger is None:
             return
         while pinger.exchanges:
-            node.add_exchange(0, pinger.exchanges.popleft())
+            node.add_exchange(self._peer, pinger.exchanges.popleft())
         lasting = pinger.failures >= PING_FAILURES or (ending and not pinger.succeeded)
         if lasting and not self._ping_trouble_told:
             self._ping_trouble_told = True
-            self._gap("clocks", f"node 0's agent does not answer pings at {pinger.why}; is a firewall between?")
+            self._gap(
+                "clocks", f"node {self._peer}'s agent does not answer pings at {pinger.why}; is a firewall between?"
+            )
 
     # ---- the end
 

@@ -35,6 +35,7 @@ _MAX_NAMES = 10_000  # a script that makes a new name every step must not grow w
 _TICK_NS = 1_000_000_000
 _PACKET_BYTES = 128 * 1024
 _STORE_KEY = "rankscope/agent"
+_WORLD_KEY = "rankscope/world"
 _USER = REGION_KINDS.index("user")
 _STEP_END = DEVICE_MARKS.index("step_end")
 _KINDS_BY_NAME = {kind: REGION_KINDS.index(kind) for kind in ("input", "checkpoint")}
@@ -281,6 +282,7 @@ class _Session:
         self.local_rank, self.node = _place(rank, world_size)
         self.pid = os.getpid()
         self._store = store
+        self.world = _world(store)
         ring = Ring()
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(2)
@@ -302,6 +304,7 @@ class _Session:
             "type": "hello",
             "rank": self.rank,
             "local_rank": self.local_rank,
+            "world": self.world,
             "world_size": self.world_size,
             "node": self.node,
             "pid": self.pid,
@@ -362,7 +365,7 @@ class _Session:
             self._peer_known = True
             peer = json.loads(self._store.get(_STORE_KEY))
             host = os.environ.get("MASTER_ADDR", "")
-            self.emit.send({"type": "peer", "name": peer["name"], "host": host, "port": peer["port"]})
+            self.emit.send({"type": "peer", "host": host} | {name: peer[name] for name in ("name", "port", "node")})
 
     def close(self) -> None:
         """End the recording: no hook is left, and no thread of torch's is about to call into a dying interpreter.
@@ -380,6 +383,17 @@ class _Session:
             seen = now if all(b") S " in one for one in now) else None
             time.sleep(0.002)
         self.emit.bye()
+
+
+def _world(store: Any) -> str | None:  # noqa: ANN401
+    """What this job's ranks call their world: the first to ask decides, nobody waits. None where the store cannot.
+
+    A job of several worlds (trainers, and engines that generate for them) has every rank several times.
+    """
+    with contextlib.suppress(Exception):  # FakeStore, or one of the script's own
+        name: str = store.compare_set(_WORLD_KEY, "", os.urandom(4).hex()).decode()
+        return name
+    return None
 
 
 def _place(rank: int, world_size: int) -> tuple[int, int]:

@@ -131,6 +131,13 @@ class Windows:
         """How long a step of the slowest rank usually takes; 0 where none is known."""
         return max((member.step_ns for member in self._members.values()), default=0)
 
+    def forget(self) -> None:
+        """Those who joined are not who steps: others will join, and are asked for what is still open."""
+        self._members.clear()
+        for request in self._requests.values():
+            if not request.over:
+                request.states.clear()
+
     def leave(self, rank: int) -> None:
         self._members.pop(rank, None)
         for request in self._requests.values():

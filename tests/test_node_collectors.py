@@ -158,7 +158,7 @@ def test_a_virtual_pair_has_no_speed_and_a_bond_has(node, read, tmp_path):
 
 
 def test_host_and_a_rank_of_it_are_read(node, read):
-    node.pids = {3: os.getpid(), 4: 2**22 + 1}  # the second is long gone
+    node.pids = {"rank3": os.getpid(), "rank4": 2**22 + 1}  # the second is long gone
     first = read(host)
     sum(range(5_000_000))
     second = read(host)
@@ -174,7 +174,7 @@ def test_host_and_a_rank_of_it_are_read(node, read):
 def test_what_a_ranks_main_thread_gets_is_read_of_the_thread_that_trains(node, read, tmp_path):
     """Process 10 trains in thread 12, process 11 in its first."""
     cgroup(node, tmp_path, "0::/\n")
-    node.pids, node.main_tids = {0: 10, 1: 11}, {0: 12, 1: 11}
+    node.pids, node.main_tids = {"rank0": 10, "rank1": 11}, {"rank0": 12, "rank1": 11}
     for pid, folder, queued in ((10, "10/task/12", 2), (11, "11", 1)):
         put(node.proc / str(pid) / "stat", f"{pid} (python) " + " ".join(["0"] * 50))
         put(node.proc / folder / "schedstat", f"0 {queued}000000000 7\n")
@@ -225,7 +225,7 @@ def test_group_of_a_rank_that_is_not_the_nodes_is_read_for_the_rank(node, read, 
     for name, throttled in (("node", 1), ("job", 3)):
         put(root / name / "cpu.max", "150000 100000\n")
         put(root / name / "cpu.stat", f"nr_periods 10\nnr_throttled 4\nthrottled_usec {throttled}000000\n")
-    node.pids = {0: 10, 1: 11}
+    node.pids = {"rank0": 10, "rank1": 11}
     for pid, group in ((10, "node"), (11, "job")):
         put(node.proc / str(pid) / "cgroup", f"0::/{group}\n")
         put(node.proc / str(pid) / "schedstat", "5000000000 250000000 7\n")
@@ -278,7 +278,7 @@ def send(client: socket.socket, other: socket.socket, count: int) -> None:
 
 def test_tcp_traffic_is_counted_per_rank_and_address_and_outlives_its_socket(node, read, connect):
     """Both ends are this process, so what one sends the other receives. The handshake may count as one byte."""
-    node.pids = {3: os.getpid()}
+    node.pids = {"rank3": os.getpid()}
     client, other = connect("127.0.0.1")
     send(client, other, 300_000)
     first = read(tcp)
@@ -303,14 +303,14 @@ def test_tcp_within_the_node_and_of_others_is_left_out(node, read, connect):
     client, other = connect("127.0.0.1")
     send(client, other, 1000)
     assert read(tcp) == {}  # no rank has it
-    node.pids = {3: os.getpid()}
+    node.pids = {"rank3": os.getpid()}
     node.addresses = frozenset({"127.0.0.1"})
     assert read(tcp) == {}
 
 
 def test_more_addresses_than_are_read_are_a_gap(node, gaps, read, connect, monkeypatch):
     monkeypatch.setattr(tcp, "MAX_PAIRS", 1)
-    node.pids = {3: os.getpid()}
+    node.pids = {"rank3": os.getpid()}
     connect("127.0.0.1")
     connect("127.0.0.2")
     read(tcp)

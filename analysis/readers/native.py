@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pyarrow as pa
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.language import Text, joined, text
-from rankscope.analysis.phrases import named
+from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.trace import BadInput
 from rankscope.collectors.schema import (
     DEVICE_MARKS,
@@ -33,10 +34,14 @@ from rankscope.collectors.schema import (
 
 __all__ = ["NativeReader", "open_run", "read_rows", "recognises", "schema_of"]
 
+_DEVICE_WORLD = r"@([0-9a-f]+)"  # in what a rank's readings are called
+_OPTIMIZER = REGION_KINDS.index("optimizer")
 _MAGIC = b"ARROW1"
+_NAMED_WORLDS = 4  # besides the one that is read; engines that generate for a job may each have their own
 _HEADER = 8  # the magic, padded
 _PARTITION = re.compile(r"(rank|node)=(\d+)")
-_FILE = re.compile(r"(?:a(\d+)-)?part-(\d+)\.arrow")
+_FILE = re.compile(r"(?:(?:w([0-9a-f]+)-)?a(\d+)-)?part-(\d+)\.arrow")
+_ADDRESS = re.compile(r"world=(\d+)")  # of one world of a run, after the run's folder
 _RUN_FILE = re.compile(r"node=(\d+)\.json")
 _CODES = {
     "kind": (REGION_KINDS, "user"),
@@ -74,8 +79,28 @@ class _Part:
     table: str
     rank: int | None
     node: int | None
+    world: str
     attempt: int | None
     number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _World:
+    """One attempt of one world: ranks that know each other. A job may have several at once, with the same ranks."""
+
+    name: str
+    attempt: int
+    ranks: list[int]
+    nodes: frozenset[int]
+    start_ns: int  # by the clock of its first node
+    end_ns: float  # infinite while it runs
+    trains: bool
+
+    def is_beside(self, other: _World) -> bool:
+        """Whether both ran at once, as far as is known; on different nodes the clocks do not say."""
+        if not self.nodes & other.nodes:
+            return self.attempt == other.attempt
+        return self.start_ns < other.end_ns and other.start_ns < self.end_ns
 
 
 def schema_of(name: str) -> dict[str, Any]:
@@ -91,12 +116,15 @@ def schema_of(name: str) -> dict[str, Any]:
 
 def recognises(path: Path) -> bool:
     """Whether this is a run folder: it says what was launched, or holds at least one table."""
+    ((folder,), _) = _of_world([str(path)])
+    path = Path(folder)
     return path.is_dir() and (any(path.glob("run/node=*.json")) or any(True for _ in _parts(path)))
 
 
 def open_run(folders: list[str]) -> NativeReader:
     """Everything that these folders hold of one run. Raises `BadInput` if that is nothing."""
-    roots = list(dict.fromkeys(_existing_folder(folder) for folder in folders))
+    of_run, world = _of_world(folders)
+    roots = list(dict.fromkeys(_existing_folder(folder) for folder in of_run))
     run, torn = _run_files(roots)
     parts = [part for root in roots for part in _parts(root)]
     _refuse_two_runs(parts)
@@ -110,7 +138,7 @@ def open_run(folders: list[str]) -> NativeReader:
                 f"{where}: node {node} wrote schema version {version}, this rankscope reads up to {SCHEMA_VERSION}: "
                 "update rankscope"
             )
-    reader = NativeReader(run, parts, torn, _windows(roots))
+    reader = NativeReader(run, parts, torn, _windows(roots), where=of_run[0], world=world)
     if not reader.ranks():
         raise BadInput(f"{where}: no rank reported{reader.why_no_rank()}")
     return reader
@@ -120,14 +148,26 @@ class NativeReader:
     """Reads a table when it is first asked for, and keeps it, unless it is large, together with what it lacked."""
 
     def __init__(
-        self, run: dict[int, dict[str, Any]], parts: list[_Part], gaps: list[Gap], windows: list[list[Path]]
+        self,
+        run: dict[int, dict[str, Any]],
+        parts: list[_Part],
+        gaps: list[Gap],
+        windows: list[list[Path]],
+        *,
+        where: str,
+        world: int | None,
     ) -> None:
-        self.run = run
+        """Of several worlds this one, by number, is read; None: the one that trains. Raises `BadInput`."""
         self._all_closed = bool(run) and all(launch.get("state") == "closed" for launch in run.values())
         self._windows = windows
-        self.attempt = max((p.attempt for p in parts if p.attempt is not None), default=0)
-        self._parts = [p for p in parts if p.attempt in (None, self.attempt)]
-        self._earlier = sorted({p.attempt for p in parts if p.attempt is not None} - {self.attempt})
+        self._where = where  # the run's folder, as it was given
+        self._worlds = _worlds(run, parts)
+        if world is not None and world >= len(self._worlds):
+            raise BadInput(f"{where} has no world={world}: the last is world={len(self._worlds) - 1}")
+        self._world = _that_trains(self._worlds) if world is None else world
+        mine = self._worlds[self._world]
+        self._parts = [p for p in parts if p.rank is None or (p.world, p.attempt) == (mine.name, mine.attempt)]
+        self.run = {node: _with_ranks_of(mine, launch) for node, launch in run.items()}
         self._raw: dict[str, pl.DataFrame] = {}
         self._tables: dict[str, pl.DataFrame] = {}
         self._seen: set[str] = set()  # tables whose gaps are noted
@@ -139,10 +179,13 @@ class NativeReader:
 
     def windows(self) -> list[list[Path]]:
         """Of each deep window the folders that hold its tables: a run of its own."""
-        return self._windows
+        if len(self._worlds) < 2:
+            return self._windows
+        mine = self.read("windows")["window"].unique()
+        return [folders for folders in self._windows if int(folders[0].name.removeprefix("window-")) in mine]
 
     def ranks(self) -> list[int]:
-        """Ranks that left at least one file in the attempt that is read."""
+        """Ranks that left at least one file in the world and attempt that is read."""
         return sorted({p.rank for p in self._parts if p.rank is not None})
 
     def read(self, name: str) -> pl.DataFrame:
@@ -156,6 +199,8 @@ class NativeReader:
                 frame = self._with_node(frame)
             if name != "strings":
                 frame = self._with_names(frame)
+            if name == "counters":
+                frame = _of_world_only(frame, self._worlds[self._world].name)
             if name not in _READ_BY_OTHERS:
                 del self._raw[name]
             self._seen.add(name)
@@ -170,6 +215,10 @@ class NativeReader:
     def rows(self, name: str) -> int:
         files = [part.path for part in self._parts if part.table == name]
         return sum(map(_rows_in, files))
+
+    def size_bytes(self, name: str) -> int:
+        """What the files of the rows that are read take on the disk."""
+        return sum(part.path.stat().st_size for part in self._parts if part.table == name)
 
     def gaps(self) -> list[Gap]:
         for name in self.tables():
@@ -320,14 +369,38 @@ class NativeReader:
             )
             rank = missing[0] if len(missing) == 1 else None
             gaps.append(Gap(table="ranks", rank=rank, node=None, count=len(missing), why=why))
-        for attempt in self._earlier:
-            why = text(
-                "attempt {attempt} was restarted and is not analysed, only the last attempt ({last}) is",
-                attempt=attempt,
-                last=self.attempt,
+        return gaps + self._other_worlds()
+
+    def _other_worlds(self) -> list[Gap]:
+        """A line for each other attempt and world; of very many, how many more there are."""
+        mine = self._worlds[self._world]
+        others = [(number, world) for number, world in enumerate(self._worlds) if number != self._world]
+        whys = [self._not_analysed(number, world, mine) for number, world in others[:_NAMED_WORLDS]]
+        if len(others) > _NAMED_WORLDS:
+            whys.append(text("{count} further worlds are not analysed either", count=len(others) - _NAMED_WORLDS))
+        return [Gap(table="ranks", rank=None, node=None, count=None, why=why) for why in whys]
+
+    def _not_analysed(self, number: int, world: _World, mine: _World) -> str:
+        address = f"{self._where.rstrip('/')}/world={number}"
+        if world.is_beside(mine):
+            return text(
+                "{ranks} of another world ran at the same time ({what}) and are not analysed here: "
+                "rankscope report {it}",
+                ranks=named("rank", world.ranks),
+                what=text("they train too") if world.trains else text("no optimizer ran there"),
+                it=address,
             )
-            gaps.append(Gap(table="ranks", rank=None, node=None, count=None, why=why))
-        return gaps
+        if world.attempt < mine.attempt:
+            return text(
+                "attempt {attempt} was restarted and is not analysed, only the last attempt ({last}) is",
+                attempt=world.attempt,
+                last=mine.attempt,
+            )
+        return text(
+            "another job of {count} in this run is not analysed here: rankscope report {it}",
+            count=counted(len(world.ranks), "rank"),
+            it=address,
+        )
 
     def _open_node(self, node: int) -> str:
         start = self._started_ns(pl.col("node") == node)
@@ -435,9 +508,101 @@ def _parts(root: Path) -> Iterable[_Part]:
             table=path.parents[1].name,
             rank=owner if of_rank else None,
             node=None if of_rank else owner,
-            attempt=int(file[1] or 0) if of_rank else None,
-            number=int(file[2]),
+            world=file[1] or "",
+            attempt=int(file[2] or 0) if of_rank else None,
+            number=int(file[3]),
         )
+
+
+def _of_world(folders: list[str]) -> tuple[list[str], int | None]:
+    """The folders of a run, and the number of one of its worlds if they end in it: `runs/…/world=1`."""
+    found = [_ADDRESS.fullmatch(Path(folder).name) for folder in folders]
+    numbers = {int(match[1]) for match in found if match}
+    if len(numbers) > 1:
+        raise BadInput(f"{', '.join(folders)}: these are several worlds, give the folders of one")
+    of_run = [str(Path(f).parent) if match else f for f, match in zip(folders, found, strict=True)]
+    return of_run, next(iter(numbers), None)
+
+
+def _worlds(run: Mapping[int, Mapping[str, Any]], parts: list[_Part]) -> list[_World]:
+    """All attempts of all worlds, in the order in which they began; never empty. Of one alone nothing is read."""
+    of: dict[tuple[str, int], list[_Part]] = {}
+    for part in parts:
+        if part.attempt is not None:
+            of.setdefault((part.world, part.attempt), []).append(part)
+    if len(of) < 2:
+        name, attempt = next(iter(of), ("", 0))
+        nobody: dict[str, Any] = {"ranks": [], "nodes": frozenset(), "start_ns": 0, "end_ns": 0}
+        return [_World(name=name, attempt=attempt, trains=True, **nobody)]
+    worlds = [_world(run, name, attempt, of_world) for (name, attempt), of_world in of.items()]
+    return sorted(worlds, key=lambda world: (world.attempt, min(world.nodes, default=0), world.start_ns, world.name))
+
+
+def _world(run: Mapping[int, Mapping[str, Any]], name: str, attempt: int, parts: list[_Part]) -> _World:
+    rows = pl.concat(
+        [_columns(part, "start_ns", "node") for part in parts if part.table == "ranks"]
+        or [pl.DataFrame(schema={"start_ns": pl.Int64, "node": pl.Int32})]
+    )
+    nodes = frozenset(rows["node"].to_list())
+    start_ns = rows.filter(pl.col("node") == min(nodes, default=0))["start_ns"].min()
+    begun = start_ns if isinstance(start_ns, int) else 0
+    ends = [
+        entry.get("end_ns", begun)
+        for launch in run.values()
+        for entry in launch.get("ranks", ())
+        if _is_of(entry, name, attempt)
+    ]
+    ranks = sorted({part.rank for part in parts if part.rank is not None})
+    first = [part for part in parts if part.rank == ranks[0]]
+    return _World(
+        name=name,
+        attempt=attempt,
+        ranks=ranks,
+        nodes=nodes,
+        start_ns=begun,
+        end_ns=max((math.inf if end is None else end for end in ends), default=begun),
+        trains=any(part.table == "steps" for part in first)
+        or any(_OPTIMIZER in _columns(part, "kind")["kind"] for part in first if part.table == "regions"),
+    )
+
+
+def _columns(part: _Part, *names: str) -> pl.DataFrame:
+    """These columns of a part's good rows."""
+    table, _ = read_rows(part.path, closed=False)
+    schema = {name: pl.Int64 if name.endswith("_ns") else pl.Int32 for name in names}
+    if table is None or not set(names) <= set(table.column_names):
+        return pl.DataFrame(schema=schema)
+    return pl.DataFrame(pl.from_arrow(table.select(list(names)))).cast(schema)  # type: ignore[arg-type]
+
+
+def _that_trains(worlds: list[_World]) -> int:
+    """Of those that train, and ran when the one that began last did, the one with most ranks: its number.
+
+    What ended before is an attempt that was restarted, or another job.
+    """
+    training = [world for world in worlds if world.trains] or worlds
+    last = max(training, key=lambda world: (world.attempt, world.start_ns))
+    beside = [world for world in training if world is last or world.is_beside(last)]
+    return worlds.index(max(beside, key=lambda world: len(world.ranks)))
+
+
+def _is_of(entry: Mapping[str, Any], world: str, attempt: int) -> bool:
+    """Whether this rank of a run's JSON is of that world."""
+    return (entry.get("world") or "", entry.get("attempt", 0)) == (world, attempt)
+
+
+def _with_ranks_of(world: _World, launch: dict[str, Any]) -> dict[str, Any]:
+    """A node's JSON with the ranks of this world only."""
+    if "ranks" not in launch:
+        return launch
+    return launch | {"ranks": [r for r in launch["ranks"] if _is_of(r, world.name, world.attempt)]}
+
+
+def _of_world_only(counters: pl.DataFrame, world: str) -> pl.DataFrame:
+    """Without the readings of other worlds' ranks (`rank0@WORLD`); those of this one are called `rank0`."""
+    whose = pl.col("device").str.extract(_DEVICE_WORLD)
+    mine = counters.filter(whose.is_null() | (whose == world))
+    return mine.with_columns(pl.col("device").str.replace(_DEVICE_WORLD, ""))
 
 
 def _windows(roots: list[Path]) -> list[list[Path]]:

@@ -953,6 +953,15 @@ CHINESE: dict[str, str] = {
     "{missing} of {world}: no trace of them is here": "共 {world} 个 rank，这里没有 {missing} 的 trace",
     "{absent} of {world} left no dump: {ranks}": "共 {world} 个 rank，其中 {absent} 没有留下 dump：{ranks}",
     "attempt {attempt} was restarted and is not analysed, only the last attempt ({last}) is": "第 {attempt} 次尝试已被重启，不作分析，只分析最后一次（{last}）",
+    "{ranks} of another world ran at the same time ({what}) and are not analysed here: rankscope report {it}": (
+        "另一个 world 的 {ranks} 同时在运行（{what}），此处不作分析：rankscope report {it}"
+    ),
+    "they train too": "它们也在训练",
+    "no optimizer ran there": "其中没有优化器运行",
+    "another job of {count} in this run is not analysed here: rankscope report {it}": (
+        "本次运行中另一个有 {count} 的作业此处不作分析：rankscope report {it}"
+    ),
+    "{count} further worlds are not analysed either": "另有 {count} 个 world 也不作分析",
     "node {node} has not closed its run: it is still recording, or its agent was killed{until}": "节点 {node} 没有关闭其运行：仍在记录，或其 agent 被终止{until}",
     "; nothing after {last:.1f} s": "；{last:.1f} s 之后没有记录",
     "the end of {n} collectives was never seen": "{n} 次集合通信没有看到结束",

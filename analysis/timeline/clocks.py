@@ -17,7 +17,6 @@ __all__ = ["TIME_COLUMNS", "apply_clocks", "clocks_by_causality", "fit_clocks"]
 
 TIME_COLUMNS = ("start_ns", "issued_ns", "device_start_ns", "end_ns", "time_ns")
 
-_REFERENCE = 0
 _BURST_GAP_NS = 5_000_000_000  # pings closer than this belong to one burst
 _KEPT = 0.1  # share of a burst's pings, those with the lowest round trip
 _DRIFT_SPAN_NS = 30_000_000_000  # shorter spans do not show a drift of a few ppm
@@ -41,17 +40,20 @@ class _Bursts:
 
 
 def fit_clocks(clocks: pl.DataFrame, nodes: Iterable[int]) -> list[Clock]:
-    """One `Clock` per node, in order; node 0 is the reference.
+    """One `Clock` per node, in order; the node that the others ping is the reference: node 0, if it has ranks.
 
-    From pings of node 0, `theta = ((t2 - t1) + (t3 - t4)) / 2`: the lowest round trips of each burst; bursts on a
+    From pings, `theta = ((t2 - t1) + (t3 - t4)) / 2`: the lowest round trips of each burst; bursts on a
     loaded link, whose best round trip is far above the best of all, are left out, since a queue delays one way only.
     Drift by least squares where good bursts span 30 s, else 0. `error_ns` is half the best round trip plus the
     largest residual. Without pings, from both nodes' unix time, whose error nobody knows (None).
 
     Source: RFC 5905 (NTP), sections 8 and 10: offset from four stamps, the sample with the least delay is the best.
     """
-    anchors = {node: _unix_minus_monotonic(clocks, node) for node in {_REFERENCE, *nodes}}
-    return [_fit_node(clocks, node, anchors) for node in sorted(set(nodes))]
+    own = sorted(set(nodes))
+    peers = clocks.filter(pl.col("node").is_in(own), pl.col("peer") != NO_PEER)["peer"]
+    reference = min(peers.mode().to_list() or own, default=0)
+    anchors = {node: _unix_minus_monotonic(clocks, node) for node in {reference, *own}}
+    return [_fit_node(clocks, node, reference, anchors) for node in own]
 
 
 def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[Clock]:
@@ -101,17 +103,17 @@ def apply_clocks(frame: pl.LazyFrame, clocks: Iterable[Clock]) -> pl.LazyFrame:
     return joined.with_columns(shifted(c) for c in times).drop("_offset", "_drift", "_at")
 
 
-def _fit_node(clocks: pl.DataFrame, node: int, anchors: dict[int, int | None]) -> Clock:
-    if node == _REFERENCE:
+def _fit_node(clocks: pl.DataFrame, node: int, reference: int, anchors: dict[int, int | None]) -> Clock:
+    if node == reference:
         return Clock(node=node, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference")
-    pings = clocks.filter((pl.col("node") == node) & (pl.col("peer") == _REFERENCE)).sort("t1_ns")
+    pings = clocks.filter((pl.col("node") == node) & (pl.col("peer") == reference)).sort("t1_ns")
     bursts = _good_bursts(pings)
     if bursts is not None:
         return _fit_bursts(node, bursts)
-    own, reference = anchors[node], anchors[_REFERENCE]
-    if own is None or reference is None:
+    own, other = anchors[node], anchors[reference]
+    if own is None or other is None:
         return Clock(node=node, offset_ns=0, drift_ppm=0.0, error_ns=None, source="none")
-    return Clock(node=node, offset_ns=own - reference, drift_ppm=0.0, error_ns=None, source="unix time")
+    return Clock(node=node, offset_ns=own - other, drift_ppm=0.0, error_ns=None, source="unix time")
 
 
 def _good_bursts(pings: pl.DataFrame) -> _Bursts | None:

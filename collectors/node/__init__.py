@@ -22,8 +22,8 @@ class Node:
 
     addresses: frozenset[str]  # all of this node's, loopback too
     gap: Callable[[str, str], None]  # source, why
-    pids: Mapping[int, int] = field(default_factory=dict)  # rank → process id; replaced as ranks come and go
-    main_tids: Mapping[int, int] = field(default_factory=dict)  # rank → id of its main thread, which trains
+    pids: Mapping[str, int] = field(default_factory=dict)  # device, as in "rank3" → process id; replaced as ranks go
+    main_tids: Mapping[str, int] = field(default_factory=dict)  # device → id of the main thread, which trains
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
 

@@ -64,9 +64,9 @@ def start(node: Node) -> None:
 def sample(node: Node) -> Iterator[Sample]:
     for name, value in (*_processors(), *_memory(node), *_throttling()):
         yield "host", name, "", value
-    for rank, pid in node.pids.items():
-        for name, value in _process(node, pid, node.main_tids.get(rank, pid)):
-            yield "host", name, f"rank{rank}", value
+    for device, pid in node.pids.items():
+        for name, value in _process(node, pid, node.main_tids.get(device, pid)):
+            yield "host", name, device, value
 
 
 def stop() -> None:

@@ -51,7 +51,7 @@ _COUNTED = {
 }
 
 Info = tuple[int, ...]
-Pair = tuple[int, str]
+Pair = tuple[str, str]  # device of the rank, address
 
 
 @dataclass(slots=True)
@@ -61,9 +61,9 @@ class _Connections:
     channel: socket.socket
     before: dict[int, Info] = field(default_factory=dict)  # by inode
     totals: dict[Pair, dict[str, float]] = field(default_factory=dict)
-    owners: dict[int, int] = field(default_factory=dict)  # inode → rank
+    owners: dict[int, str] = field(default_factory=dict)  # inode → device of the rank
     foreign: set[int] = field(default_factory=set)  # inodes that belong to no rank
-    owners_of: dict[int, int] = field(default_factory=dict)  # the pids that `owners` was made from
+    owners_of: dict[str, int] = field(default_factory=dict)  # the pids that `owners` was made from
     owners_at: float = float("-inf")
     told: bool = False
 
@@ -121,8 +121,7 @@ def _limit(state: _Connections, node: Node, by_pair: dict[Pair, list[int]]) -> N
 
 
 def _pair(state: _Connections, pair: Pair, sockets: dict[int, Info]) -> Iterator[Sample]:
-    rank, address = pair
-    device = f"rank{rank}>{address}"
+    device = ">".join(pair)
     totals = state.totals[pair]
     sent_at_rtt = sent_in_all = 0.0
     for inode, info in sockets.items():
@@ -153,7 +152,7 @@ def _find_owners(state: _Connections, node: Node, inodes: Collection[int]) -> No
     if state.owners_of == node.pids and not (unknown and now - state.owners_at >= OWNERS_EVERY_S):
         return
     state.owners_of, state.owners_at = dict(node.pids), now
-    state.owners = {inode: rank for rank, pid in node.pids.items() for inode in _socket_inodes(node, pid)}
+    state.owners = {inode: device for device, pid in node.pids.items() for inode in _socket_inodes(node, pid)}
     state.foreign = set(inodes) - state.owners.keys()
 
 

@@ -5,8 +5,6 @@ Its tables with their rows, ranks, time and size, and what is missing.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_ATTEMPT = re.compile(r"a(\d+)-")
 _HEAD = ("table", "rows", "ranks", "seconds", "size", "bytes/row")
 
 
@@ -35,7 +32,7 @@ def command(
 
     with clear_input_errors():
         trace = Trace.open(run)
-        rows = [_row(trace, name, _size_bytes(run, name)) for name in trace.tables()]
+        rows = [_row(trace, name) for name in trace.tables()]
         gaps = trace.gaps()
     print(aligned([_HEAD, *rows], right=range(1, len(_HEAD))))
     print(f"\n{len(gaps)} gaps" if gaps else "\nno gaps")
@@ -43,7 +40,10 @@ def command(
         print(f"  {_who(gap)}, {gap.table}: {gap.why}")
 
 
-def _row(trace: Trace, name: str, size_bytes: int) -> tuple[str, ...]:
+def _row(trace: Trace, name: str) -> tuple[str, ...]:
+    from rankscope.analysis.readers.native import NativeReader
+
+    size_bytes = trace.reader.size_bytes(name) if isinstance(trace.reader, NativeReader) else 0
     frame = trace.table(name).collect()
     of_nodes = TABLES[name].partition == "node"
     owners = frame["node" if of_nodes else "rank"].drop_nulls().n_unique()
@@ -65,14 +65,6 @@ def _seconds(frame: pl.DataFrame, order: str) -> str:
         return ""
     spans = frame.group_by("node").agg(pl.col(order).max() - pl.col(order).min())[order].drop_nulls()
     return f"{max(spans) / 1e9:,.1f}" if len(spans) else ""
-
-
-def _size_bytes(folders: Iterable[Path], name: str) -> int:
-    """Size of a table's files; of a rank that was restarted, those of its last attempt, as the rows are."""
-    files = [file for folder in folders for file in folder.glob(f"{name}/*/*part-*.arrow")]
-    attempts = {file: int(found[1]) for file in files if (found := _ATTEMPT.match(file.name))}
-    last = max(attempts.values(), default=0)
-    return sum(file.stat().st_size for file in files if attempts.get(file, last) == last)
 
 
 def _who(gap: Gap) -> str:

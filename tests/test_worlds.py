@@ -1,0 +1,170 @@
+"""Jobs of several worlds: trainers beside engines that generate for them, restarts, and jobs one after the other.
+
+Every world has a rank 0. What is judged is the world that trains, alone; the others are named.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+from tests.test_agent import Agent, Rank, wait_for
+from tests.test_trace import RANK_ROW, REGION, whys, write, write_run
+
+import rankscope
+from rankscope.analysis.trace import BadInput, Trace
+from rankscope.collectors.schema import REGION_KINDS
+
+RANKSCOPE = [sys.executable, "-m", "rankscope"]
+JOB = Path(__file__).parent / "jobs" / "worlds.py"
+OPTIMIZER = REGION_KINDS.index("optimizer")
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def report(run: Path | str) -> dict:
+    told = subprocess.run([*RANKSCOPE, "report", str(run), "--json", "-"], capture_output=True, timeout=100, check=True)
+    return json.loads(told.stdout)
+
+
+def test_trainers_are_judged_alone_beside_what_generates_for_them(tmp_path):
+    """Of each world one rank comes first and one last; the trainers' rank 1 sleeps 30 ms a step."""
+    command = [*RANKSCOPE, "exec", "--out", "run", "--", sys.executable, str(JOB), *free_ports(3)]
+    subprocess.run(command, cwd=tmp_path, timeout=100, check=True)
+    wait_for(lambda: json.loads((tmp_path / "run/run/node=00000.json").read_text())["state"] == "closed")
+    trainers = report(tmp_path / "run")
+    assert trainers["ranks"] == [0, 1]
+    assert (trainers["steps"]["count"], trainers["steps"]["warmup"]) == (18, 2)
+    (finding,) = trainers["findings"]
+    assert (finding["detector"], finding["ranks"]) == ("slow_rank", [1])
+    assert finding["lost_ns_per_step"] == pytest.approx(30e6, rel=0.2)
+    other = "ranks 0,1 of another world ran at the same time (no optimizer ran there) and are not analysed here: "
+    assert other + f"rankscope report {tmp_path}/run/world=0" in [gap["why"] for gap in trainers["gaps"]]
+
+    tables = {name: rankscope.open(tmp_path / name) for name in ("run", "run/world=0", "run/world=1")}
+    operations = {name: run.table("collectives").collect()["op"].value_counts() for name, run in tables.items()}
+    assert operations["run"].sort("op").equals(operations["run/world=1"].sort("op"))
+    assert dict(operations["run/world=0"].rows()) == {"allreduce": 200}
+    for name, pids in (("run", 2), ("run/world=0", 2)):
+        counters = tables[name].table("counters").collect()
+        assert set(counters.filter(source="host")["device"]) == {"", "rank0", "rank1"}
+        assert tables[name].table("ranks").collect()["pid"].n_unique() == pids
+    told = subprocess.run([*RANKSCOPE, "report", "run/world=0"], cwd=tmp_path, capture_output=True, timeout=100)
+    assert told.returncode == 0
+    assert (tmp_path / "run/world=0/report.html").exists()
+
+
+def test_a_world_that_is_not_there_is_one_line(tmp_path):
+    write_run(tmp_path)
+    write(tmp_path, "ranks", "rank=0", [{**RANK_ROW, "world_size": 1}])
+    assert Trace.open(tmp_path / "world=0").table("ranks").collect().height == 1
+    with pytest.raises(BadInput, match=r"has no world=3: the last is world=0$"):
+        Trace.open(tmp_path / "world=3")
+    with pytest.raises(BadInput, match="does not exist"):
+        Trace.open(tmp_path / "nowhere" / "world=0")
+
+
+class Run:
+    """A run of single-node worlds, written by hand."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.reports: list[dict] = []
+
+    def world(self, name: str, ranks: int, since: int, until: int | None, *, trains: bool = True, attempt: int = 0):
+        for rank in range(ranks):
+            row = {**RANK_ROW, "world_size": ranks, "start_ns": since, "pid": hash((name, attempt, rank)) % 9999}
+            region = {**REGION, "start_ns": since, "end_ns": since + 1, "kind": OPTIMIZER if trains else 0}
+            for table, rows in (("ranks", [row]), ("regions", [region])):
+                written = write(self.root, table, f"rank={rank}", rows, attempt=attempt)
+                written.rename(written.with_name(f"w{name}-a{attempt}-part-0000.arrow"))
+            entry = {"rank": rank, "world": name, "attempt": attempt, "start_ns": since, "end_ns": until}
+            self.reports.append(entry)
+        write_run(self.root, ranks=self.reports)
+
+    def judged(self) -> tuple[int, list[str]]:
+        """How many ranks are, and what is said of the others."""
+        trace = Trace.open(self.root)
+        said = [why.replace(str(self.root), "RUN") for why in whys(trace)]
+        return trace.table("ranks").collect().height, [why for why in said if "analysed" in why]
+
+
+def test_of_worlds_that_train_at_once_the_largest_is_judged(tmp_path):
+    run = Run(tmp_path)
+    run.world("aa", ranks=2, since=10, until=100)
+    run.world("bb", ranks=4, since=20, until=90)  # the actor, beside its critic
+    run.world("cc", ranks=8, since=30, until=None, trains=False)
+    asked = "of another world ran at the same time"
+    assert run.judged() == (
+        4,
+        [
+            f"ranks 0,1 {asked} (they train too) and are not analysed here: rankscope report RUN/world=0",
+            f"ranks 0-7 {asked} (no optimizer ran there) and are not analysed here: rankscope report RUN/world=2",
+        ],
+    )
+    assert Trace.open(tmp_path / "world=2").table("ranks").collect().height == 8
+
+
+def test_what_has_ended_before_is_a_restart_or_another_job(tmp_path):
+    """An elastic job that went on with fewer ranks is judged by what ran last."""
+    run = Run(tmp_path)
+    run.world("aa", ranks=3, since=10, until=20)
+    run.world("bb", ranks=4, since=30, until=40)
+    run.world("cc", ranks=2, since=50, until=60, attempt=1)
+    assert run.judged() == (
+        2,
+        ["attempt 0 was restarted and is not analysed, only the last attempt (1) is"] * 2,
+    )
+    again = Run(tmp_path / "again")
+    again.world("aa", ranks=3, since=10, until=20)
+    again.world("bb", ranks=1, since=30, until=40)
+    assert again.judged() == (
+        1,
+        ["another job of 3 ranks in this run is not analysed here: rankscope report RUN/world=0"],
+    )
+
+
+def test_many_worlds_are_counted(tmp_path):
+    run = Run(tmp_path)
+    for number in range(7):
+        run.world(f"a{number}", ranks=1, since=10 + number, until=100, trains=number == 3)
+    _, said = run.judged()
+    assert [why[:6] for why in said] == ["rank 0"] * 4 + ["2 furt"]
+    assert said[-1] == "2 further worlds are not analysed either"
+
+
+def test_deep_windows_and_counters_are_of_the_world_that_steps(tmp_path):
+    """The engines' rank 0 says hello first; only the trainers' is asked for a window, at the step that was agreed."""
+    agent = Agent(tmp_path / "run", "--profile-steps", "[5, 6]", "--hz", "10")
+    engine, trainer = (Rank(agent.name, world=name) for name in ("aa", "bb"))
+    try:
+        for rank in (engine, trainer):
+            rank.do("agent.settimeout(20)")
+        trainer.do("say(type='step', done=1, step_ns=1000000)")
+        trainer.do("asked = json.loads(agent.recv(4096))", "assert asked['type'] == 'window', asked")
+        trainer.do("say(type='step', done=2, step_ns=1000000)", "say(type='window', id=1, state='gone', why='over')")
+        trainer.do(
+            "say(type='gap', table='regions', source='x', start_ns=1, end_ns=2, count=asked['first'], why='first')"
+        )
+        time.sleep(1)
+    finally:
+        for rank in (engine, trainer):
+            rank.bye()
+        agent.end()
+    trace = Trace.open(agent.out / "world=1")
+    assert [gap.count for gap in trace.gaps() if gap.why == "first"] == [5]
+    of_ranks = {
+        name: Trace.open(agent.out / name).table("counters").filter(pl.col("device") == "rank0").collect().height
+        for name in ("world=0", "world=1")
+    }
+    assert min(of_ranks.values()) > 5
