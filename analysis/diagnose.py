@@ -41,6 +41,7 @@ from rankscope.analysis.report.texts import part_name
 from rankscope.analysis.timeline.arrivals import charged_to_last
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
+from rankscope.analysis.timeline.code import Code
 from rankscope.analysis.timeline.critical_path import critical_path
 from rankscope.analysis.timeline.delays import Delays, caused_by_rank, delays, victims
 from rankscope.analysis.timeline.device import device_parts
@@ -59,7 +60,7 @@ from rankscope.analysis.trace import PathLike, Trace
 from rankscope.analysis.windows import windows_of
 from rankscope.collectors.schema import LEFT_OFF
 
-__all__ = ["ask", "conclude", "diagnose", "read_run", "report_on", "root_causes_first"]
+__all__ = ["ask", "code_of", "conclude", "diagnose", "read_run", "report_on", "root_causes_first"]
 
 Tables = Mapping[str, pl.DataFrame]
 _Made = TypeVar("_Made")
@@ -205,7 +206,11 @@ def conclude(
     healthy = _with_hidden(healthy, hidden, found, not_checked)
     findings, fidelity = _with_gains(root_causes_first(found), run)
     costs = delays(timeline.phases, timeline.collectives)
-    findings = tuple(replace(finding, stood_still=_stood_still(costs, finding)) for finding in findings)
+    code = code_of(timeline)
+    findings = tuple(
+        replace(finding, stood_still=_stood_still(costs, finding), code=code.of_finding(finding))
+        for finding in findings
+    )
     caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
     steps, lead = _summary(timeline.steps), lead_of(tables["breakdown"], tables["marks"])
     seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
@@ -216,7 +221,7 @@ def conclude(
         source="",
         verdict=_verdict(
             *(findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]),
-            *(lead, "device_waits" in tables),
+            *(lead, "device_waits" in tables, code),
         ),
         ranks=seen,
         world_size=world_size,
@@ -230,6 +235,7 @@ def conclude(
         device=device_parts(timeline.kernels),
         phases=phase_times(tables["marks"]),
         lead=lead,
+        code=code.shares(),
         waits=tuple(
             Wait(rank=rank, waited_ns=ns, caused_ns=caused.get(rank, 0) + to_last.get(rank, 0))
             for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
@@ -592,6 +598,15 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     return tables
 
 
+def code_of(timeline: Timeline) -> Code:
+    """Where main threads are in the judged steps, and were at the end."""
+    judged = timeline.steps.filter("judged")
+    step_ns = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item() or 0.0
+    samples = timeline.samples.join(judged, on=["rank", "step"], how="semi")
+    last = timeline.samples.group_by("rank", maintain_order=True).agg(pl.col("place").last())
+    return Code(samples, timeline.places, step_ns, dict(last.iter_rows()))
+
+
 def _summary(steps: pl.DataFrame) -> StepSummary:
     """How many steps there were, and how long the judged ones took."""
     judged = steps.filter("judged")
@@ -673,6 +688,7 @@ def _verdict(
     phases: pl.DataFrame,
     lead: Lead | None,
     hosts_only: bool,
+    code: Code,
 ) -> str:
     """One sentence."""
     missing = sorted(set(range(world_size or 0)) - set(seen))
@@ -708,6 +724,7 @@ def _verdict(
                 _unclear(not_checked) or _unseen(healthy, steps),
                 _blocked(breakdown),
                 _unexplained(phases),
+                _unknown(breakdown, code),
                 _left_open(breakdown, lead),
                 _stopped(breakdown) if hosts_only else "",
                 absent,
@@ -815,6 +832,20 @@ def _unexplained(phases: pl.DataFrame) -> str:
     share = phases.select(length.filter(unknown).sum() / length.sum()).item() or 0.0
     much = text("; the devices stand idle {share} of the step, and the trace does not show why", share=percent(share))
     return much if share >= _MUCH_BLOCKED else ""
+
+
+def _unknown(breakdown: pl.DataFrame, code: Code) -> str:
+    """How much of the step main threads do what no collector knows, where it is much, and where in the code."""
+    place = code.most_of("other")
+    grid = step_grid(breakdown)
+    share = float(grid.of("other").mean()) / grid.step_ns if place else 0.0
+    if place is None or share < _MUCH_BLOCKED:
+        return ""
+    return text(
+        "; {share} of the step is in code that belongs to no known part, most of it at {place}",
+        share=percent(share),
+        place=place,
+    )
 
 
 def _made_of(breakdown: pl.DataFrame) -> str:

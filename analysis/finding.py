@@ -88,6 +88,7 @@ class Finding:
     fix: str | None = None
     caused_by: str | None = None
     stood_still: StoodStill | None = None  # None: no rank is named, or nobody waited for it
+    code: str | None = None  # where in the code its ranks are, and the others are not; None: samples do not tell
     evidence: tuple[Evidence, ...] = ()
 
 
@@ -157,6 +158,24 @@ class PhaseTime:
     ns_per_step: int
     communication_ns_per_step: int | None
     ahead_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeShare:
+    """A call in which main threads were in this share of the samples of judged steps, with all that it calls.
+
+    `depth` is how many listed calls it is in; calls follow the one that they are in. `part` is that of the step in
+    which most of it is, None where that is none. `uncertainty` is the 95 % half width of `fraction`.
+    """
+
+    depth: int
+    part: str | None
+    function: str
+    file: str
+    line: int
+    fraction: float
+    uncertainty: float
+    ns_per_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,6 +359,7 @@ class Report:
     device: tuple[DevicePart, ...] = ()
     phases: tuple[PhaseTime, ...] = ()  # with `lead` only where CUDA events were recorded
     lead: Lead | None = None
+    code: tuple[CodeShare, ...] = ()  # a tree; empty where too little was sampled
     waits: tuple[Wait, ...] = ()
     blames: tuple[Blame, ...] = ()  # the largest, by `blocked_ns`
     critical_path: tuple[PathPart, ...] = ()  # empty where the run cannot be replayed

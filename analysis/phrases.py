@@ -8,7 +8,9 @@ from itertools import pairwise
 from rankscope.analysis.language import Text, text
 from rankscope.analysis.report.quantities import ranges
 
-__all__ = ["counted", "every_nth", "named"]
+__all__ = ["counted", "every_nth", "named", "place_in_code"]
+
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def named(kind: str, numbers: Sequence[int]) -> Text:
@@ -19,6 +21,16 @@ def named(kind: str, numbers: Sequence[int]) -> Text:
 def counted(number: int, noun: str) -> Text:
     """`1 rank`, `3 ranks`."""
     return Text(f"{{number}} {noun}" if number == 1 else f"{{number}} {noun}s", {"number": number})
+
+
+def place_in_code(function: str, file: str, line: int) -> str:
+    """`train.py:38 (main)`; of installed packages with their folders."""
+    function = function.rpartition("<locals>.")[2]
+    for folder in _INSTALLED:
+        _, found, inside = file.partition(folder)
+        if found:
+            return f"{inside}:{line} ({function})"
+    return f"{file.rpartition('/')[2]}:{line} ({function})"
 
 
 def every_nth(shown: Sequence[int], judged: int) -> Text:

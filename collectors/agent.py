@@ -362,6 +362,9 @@ class Agent:
             raise ValueError("it came before the hello")
         elif kind == "string":
             connection.rank.tables.add_row("strings", {"name_id": message["id"], "name": message["name"]})
+        elif kind == "frames":
+            names = ("frame", "parent", "function", "file", "line")
+            connection.rank.tables.add("frames", dict(zip(names, zip(*message["rows"], strict=True), strict=True)))
         elif kind == "group":
             columns = ("start_ns", "name", "backend", "role", "members")
             connection.rank.tables.add_row("groups", {c: message[c] for c in columns} | {"group_id": message["id"]})

@@ -175,6 +175,9 @@ def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:
             "mark": marks["a"],
             "device": marks["c"].astype(np.int32),
         }
+    if RecordType.SAMPLE in by_type:
+        samples = by_type[RecordType.SAMPLE]
+        tables["samples"] = {"time_ns": samples["q0"], "frame": samples["c"]}
     if RecordType.NCCL_CALL in by_type:
         tables["nccl_calls"] = _nccl_calls(by_type[RecordType.NCCL_CALL])
     if by_type.keys() & {*_NCCL_WAITS, RecordType.NCCL_SPAN}:

@@ -510,6 +510,30 @@ TABLES: dict[str, Table] = {
             ),
         ),
         Table(
+            "samples",
+            "What the rank's main thread did at one moment, a few times a second.",
+            "rank",
+            "time_ns",
+            (
+                Column("time_ns", "int64", "ns", "When it was seen."),
+                Column("frame", "uint32", "", "The innermost call, in this rank's `frames`; 0: no code but torch's."),
+            ),
+        ),
+        Table(
+            "frames",
+            "One call in a chain of calls: a place in the code, reached by the calls above it. Without those of torch, "
+            "of Python's library and of rankscope.",
+            "rank",
+            "frame",
+            (
+                Column("frame", "uint32", "", "Its number, unique in a rank's attempt."),
+                Column("parent", "uint32", "", "The call above it; 0: none."),
+                Column("function", "string", "", "Name of the function."),
+                Column("file", "string", "", "Its file."),
+                Column("line", "int32", "", "The line in it that runs, or that called what is below."),
+            ),
+        ),
+        Table(
             "windows",
             "One deep window on one rank: for some steps torch.profiler was on. What it saw lies in the run's folder "
             "`window-0001`, a run folder of its own on the same clock. Steps that it touched are not judged.",
@@ -610,6 +634,7 @@ class RecordType:
     STEP = 4
     MEMORY = 5
     MARK = 6
+    SAMPLE = 7
     NCCL_CALL = 16
     NCCL_PROXY = 17
     NCCL_STEP = 18
@@ -626,6 +651,7 @@ class RecordType:
 # STEP        q0 end · q1 thread ident
 # MEMORY      c name_id · q0 time · q1 value
 # MARK        a mark · c device · q0 recorded · q1 device time (0 not seen) · q2 clock error (-1 not known)
+# SAMPLE      c frame · q0 time
 # The plugin in nccl_profiler/ writes these, to a ring of its own:
 # NCCL_CALL   a op · b channels | algorithm << 8 | protocol << 12 · c call · q0 start · q1 communicator (0 not told)
 #             · q2 rank << 32 | size (0 not told) · q3 size_bytes (-1 not known) · q4 seq << 32 | peer + 1

@@ -45,6 +45,7 @@ def _as_object(report: Report) -> dict[str, Any]:
         "device": [dataclasses.asdict(part) for part in report.device],
         "phases": [dataclasses.asdict(phase) for phase in report.phases],
         "lead": None if report.lead is None else dataclasses.asdict(report.lead),
+        "code": [dataclasses.asdict(share) for share in report.code],
         "waits": [dataclasses.asdict(wait) for wait in report.waits],
         "blames": [dataclasses.asdict(blame) for blame in report.blames],
         "critical_path": [dataclasses.asdict(part) for part in report.critical_path],

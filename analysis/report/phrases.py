@@ -10,6 +10,7 @@ from rankscope.analysis.finding import (
     REST,
     Blame,
     Clock,
+    CodeShare,
     Evidence,
     Finding,
     Lead,
@@ -20,7 +21,7 @@ from rankscope.analysis.finding import (
     Window,
 )
 from rankscope.analysis.language import translated
-from rankscope.analysis.phrases import counted
+from rankscope.analysis.phrases import counted, place_in_code
 from rankscope.analysis.report.costs import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
@@ -30,6 +31,7 @@ from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 
 __all__ = [
     "clock_error",
+    "code_row",
     "cost",
     "cost_per_step",
     "evidence",
@@ -163,6 +165,14 @@ def path_row(part: PathPart | Blame) -> tuple[str, str, str]:
     if part.part == REST:
         return "", "", say("path.rest")
     return say("path.all") if part.rank is None else str(part.rank), part_short(part.part), label(part.label)
+
+
+def code_row(share: CodeShare) -> tuple[str, str, str, str]:
+    """Share and time of the step, part, and place of a row of what main threads did."""
+    part = "" if share.part is None else part_short(share.part)
+    fraction = say("code.share.value", percent(share.fraction), percent(share.uncertainty).removesuffix(" %"))
+    place = place_in_code(share.function, share.file, share.line)
+    return fraction, duration(share.ns_per_step), part, "\u00a0\u00a0" * share.depth + place
 
 
 def label(said: str) -> str:

@@ -13,11 +13,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.finding import Blame, DevicePart, Finding, PathPart, Pipeline, Report, Wait
+from rankscope.analysis.finding import Blame, CodeShare, DevicePart, Finding, PathPart, Pipeline, Report, Wait
 from rankscope.analysis.language import speaking, spoken
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.phrases import (
     clock_error,
+    code_row,
     cost,
     gain,
     gap_extent,
@@ -79,6 +80,7 @@ def _blocks(report: Report) -> list[RenderableType]:
         *_findings(report, report.findings),
         _heading("time"),
         *_time(report),
+        *_code(report.code),
         _heading("waits"),
         *_waits(report.waits),
         *_blames(digest.main_blames(report.blames)),
@@ -198,6 +200,8 @@ def _finding_facts(report: Report, finding: Finding) -> Table:
     facts: list[tuple[str, Text | str]] = [(say("finding.who"), who(finding.ranks, finding.nodes, finding.groups))]
     if finding.where:
         facts.append((say("finding.where"), label(finding.where)))
+    if finding.code:
+        facts.append((say("finding.code"), finding.code))
     if finding.steps:
         facts.append((say("finding.steps"), ranges(finding.steps)))
     facts += [
@@ -256,6 +260,15 @@ def _time(report: Report) -> list[RenderableType]:
         Text(),
         *_per_rank(report, split),
     ]
+
+
+def _code(code: Sequence[CodeShare]) -> list[RenderableType]:
+    if not code:
+        return []
+    table = _table(*(say(f"code.{column}") for column in ("share", "time", "part", "place")), text_columns=(2, 3))
+    for share in code:
+        table.add_row(*map(_text, code_row(share)))
+    return [_heading("code"), _text(say("code.means"), "dim"), table]
 
 
 def _per_rank(report: Report, split: digest.Breakdown) -> list[RenderableType]:

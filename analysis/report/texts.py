@@ -211,6 +211,16 @@ _ENGLISH: dict[str, str] = {
     "blames.rank": "for rank",
     "blames.part": "part",
     "blames.label": "what it did longer",
+    # what main threads did
+    "code": "What the main threads did",
+    "code.means": "Where in the code they were when they were looked at, 10 times a second; each call with what it "
+    "calls. Calls of torch and of Python's library count for the line that made them.",
+    "code.share": "share",
+    "code.share.value": "{0} ± {1}",
+    "code.time": "per step",
+    "code.part": "part",
+    "code.place": "where",
+    "finding.code": "code",
     # critical path
     "path": "What a step waits for",
     "path.means": "The chain of work over all ranks that ends when the step does, {0} on average. Only what is on it "

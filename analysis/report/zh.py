@@ -956,6 +956,14 @@ CHINESE: dict[str, str] = {
     "{ranks} of another world ran at the same time ({what}) and are not analysed here: rankscope report {it}": (
         "另一个 world 的 {ranks} 同时在运行（{what}），此处不作分析：rankscope report {it}"
     ),
+    "{place}: {time} of the step on {ranks}, {usual} on the others": (
+        "{place}：{ranks} 每步 {time}，其他 rank {usual}"
+    ),
+    "{ranks} last seen at {place}": "{ranks} 最后出现在 {place}",
+    "{here}, from {above}": "{here}，来自 {above}",
+    "; {share} of the step is in code that belongs to no known part, most of it at {place}": (
+        "；每步 {share} 的时间在不属于任何已知部分的代码中，主要在 {place}"
+    ),
     "they train too": "它们也在训练",
     "no optimizer ran there": "其中没有优化器运行",
     "another job of {count} in this run is not analysed here: rankscope report {it}": (

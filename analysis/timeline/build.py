@@ -11,6 +11,7 @@ from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.language import Text, joined, text
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
+from rankscope.analysis.timeline.code import PLACES, SAMPLES, merged_places, sampled_in
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches
 from rankscope.analysis.timeline.marks import MARK_COLUMNS, by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.matching import match_collectives
@@ -65,6 +66,8 @@ class Timeline:
     | groups | those of the schema |
     | proxies | those of `nccl.PROXIES`, step |
     | ras | rank, communicator, operation, launched, most, state, time_ns: as `ras.late_ranks` has it |
+    | samples, places | `code.SAMPLES` in the steps of the host, and the tree of calls that they point into
+      (`code.PLACES`) |
     | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
     """
 
@@ -90,6 +93,8 @@ class Timeline:
     marks: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=MARK_COLUMNS))
     proxies: pl.DataFrame = field(default_factory=pl.DataFrame)
     ras: pl.DataFrame = field(default_factory=pl.DataFrame)
+    samples: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SAMPLES))
+    places: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=PLACES))
 
 
 def build_timeline(trace: Trace) -> Timeline:
@@ -136,6 +141,9 @@ def build_timeline(trace: Trace) -> Timeline:
     timed = _on_a_clock(collectives)
     cut = pl.concat([phases(hosts, regions, timed), device_phases(devices, kernels, regions, timed)])
     cut = cut if marks.is_empty() else mark_phases(marks, split, regions)
+    places, of_frames = merged_places(trace.table("frames").collect())
+    samples = read("samples", "rank", "time_ns").join(of_frames, on=["rank", "frame"], how="left")
+    samples = samples.with_columns(pl.col("place").fill_null(0))
     arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
     enqueued_in = steps if marks.is_empty() else hosts_steps
     placed = in_steps(collectives.with_columns(arrival), enqueued_in, at="_arrival_ns").drop("_arrival_ns")
@@ -172,6 +180,8 @@ def build_timeline(trace: Trace) -> Timeline:
             proxies(read("nccl_calls", "rank", "start_ns"), read("nccl_events", "rank", "start_ns")), enqueued_in
         ),
         ras=late,
+        samples=sampled_in(samples, cut if marks.is_empty() else hosts_steps),
+        places=places,
         groups=groups,
         ops=ops,
         progress=progress,

@@ -8,12 +8,22 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis.language import text
+from rankscope.analysis.phrases import place_in_code
 from rankscope.analysis.report.palette import LIGHT
-from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.report.texts import part_label
 from rankscope.dashboard.figures.plots import Figure, axis, colour, figure, time_axis
 
-__all__ = ["PARTS", "ahead_over_steps", "by_name", "by_rank", "over_steps", "phases_by_rank", "phases_over_steps"]
+__all__ = [
+    "PARTS",
+    "ahead_over_steps",
+    "by_name",
+    "by_rank",
+    "calls",
+    "over_steps",
+    "phases_by_rank",
+    "phases_over_steps",
+]
 
 PARTS = ("input", "gc", "compile", "checkpoint", "host", "other")
 _BARS = 240
@@ -112,6 +122,29 @@ def phases_by_rank(marks: pl.DataFrame) -> pl.DataFrame:
             pl.col("ahead_ns").median().alias("median_ns"),
         )
     )
+
+
+def calls(tree: pl.DataFrame, step_ns: float) -> Figure:
+    """Main threads' calls, each below the one that it is in, as wide as its share; `tree` is that of `Code.tree`."""
+    rows = tree.select("place", "parent", "share", "part").rows()
+    trace = {
+        "type": "icicle",
+        "ids": [str(place) for place, *_ in rows],
+        "parents": [str(parent) if parent else "" for _, parent, *_ in rows],
+        "labels": [place_in_code(*of) for of in tree.select("function", "file", "line").iter_rows()],
+        "values": tree["share"].to_list(),
+        "branchvalues": "total",
+        "text": [
+            f"{percent(share)}, {duration(share * step_ns)}{', ' * bool(part)}{part_label(part) if part else ''}"
+            for _, _, share, part in rows
+        ],
+        "textinfo": "label",
+        "textfont": {"size": 12, "color": "white"},
+        "hovertemplate": "%{label}<br>%{text}<extra></extra>",
+        "tiling": {"orientation": "v"},
+        "marker": {"colors": [LIGHT[part or "other"] for *_, part in rows]},
+    }
+    return figure([trace], x={}, y={}, margin=dict.fromkeys("lrtb", 0), uniformtext={"minsize": 10, "mode": "hide"})
 
 
 def by_name(regions: pl.DataFrame) -> pl.DataFrame:

@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 from dash import html
 
+from rankscope.analysis.diagnose import code_of
 from rankscope.analysis.language import text
 from rankscope.analysis.report.phrases import lead_line
 from rankscope.dashboard.figures import host as figures
@@ -21,6 +22,7 @@ _MEANING = text(
     "launching too late. And how far it is ahead of its device."
 )
 _ROWS = 200
+_LEAST_SHARE = 0.005  # of a call, to be drawn
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
@@ -47,6 +49,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             card(text("By rank, mean per judged step"), table(figures.by_rank(judged), _RANKS))
             if len(judged)
             else None,
+            *_calls(run),
             *_of_devices(run, marks),
             card(text("From launch to start on the device"), table(delays, _DELAYS), note=_DELAY)
             if len(delays)
@@ -59,6 +62,15 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             else None,
         ]
     )
+
+
+def _calls(run: Run) -> list[Any]:
+    """Where in the code main threads were, if enough of it was sampled."""
+    if not run.report.code:
+        return []
+    code = code_of(run.timeline)
+    chart = plot(figures.calls(code.tree(_LEAST_SHARE), code.step_ns), height=560)
+    return [card(text("What the main threads did"), chart, note=_CALLS)]
 
 
 def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
@@ -77,6 +89,10 @@ def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
     ]
 
 
+_CALLS = text(
+    "Calls in the judged steps of all ranks, from samples; without those of torch and of Python's library. "
+    "Click one to enlarge it."
+)
 _AHEAD = text(
     "Mean over ranks, where phases end: the work that is enqueued and not done. At 0 the device waits for the host."
 )

@@ -79,6 +79,7 @@ def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -
     pairs: list[tuple[str, Any]] = [
         (say("finding.who"), phrases.who(finding.ranks, finding.nodes, finding.groups)),
         (say("finding.where"), phrases.label(finding.where)),
+        (say("finding.code"), finding.code),
         (say("finding.steps"), quantities.ranges(finding.steps)),
         (say("finding.cost"), html.Strong(phrases.cost(run.report, finding))),
         (say("finding.gain"), phrases.gain(run.report, finding)),
