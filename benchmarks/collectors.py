@@ -110,12 +110,16 @@ def measure() -> dict[str, float]:
     time.sleep(0.5)
     mark = session._session.emit.mark if session._session else lambda _: None
     results["a mark of device_marks"] = cpu_ns_per_call(lambda: mark(0), 100)  # fewer than there are events
-    looking = [thread.native_id for thread in threading.enumerate() if thread.name == "rankscope-device"]
-    before = sum(map(cpu_ns_of, looking))
+    threads = {thread.name: thread.native_id for thread in threading.enumerate()}
+    watched = {
+        "the thread that sees 20 marks, per second": threads.get("rankscope-device"),
+        "the thread that takes 10 samples, per second": threads.get("rankscope-samples"),
+    }
+    before = {name: cpu_ns_of(thread) for name, thread in watched.items()}
     for _ in range(100):
         mark(0)
         time.sleep(0.05)
-    results["the thread that sees 20 marks, per second"] = (sum(map(cpu_ns_of, looking)) - before) / 5
+    results |= {name: (cpu_ns_of(thread) - before[name]) / 5 for name, thread in watched.items()}
     dist.destroy_process_group()
     return results
 

@@ -120,7 +120,7 @@ def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
 
 
 def recorded(*rows, until, steps=(), said_late=False, early=()):
-    """`last_progress` of a run of three ranks. A row is (rank, seq, start s, end s or None, whole).
+    """`last_progress` of a run of three ranks. A row is (rank, seq, start s, end s or None, whole); then the operation.
 
     `early`: ends that were moved by so many s, to the arrival of a last rank that came after them, by (rank, seq).
     """
@@ -131,7 +131,7 @@ def recorded(*rows, until, steps=(), said_late=False, early=()):
                 "rank": rank,
                 "group_id": ALL,
                 "seq": seq,
-                "op": "allreduce",
+                "op": op[0] if op else "allreduce",
                 "start_ns": round(start * second),
                 "end_ns": None if end is None else round(end * second),
                 "instance_id": seq if whole else None,
@@ -141,7 +141,7 @@ def recorded(*rows, until, steps=(), said_late=False, early=()):
                 "tag": 0,
                 "size_bytes": 8,
             }
-            for rank, seq, start, end, whole in rows
+            for rank, seq, start, end, whole, *op in rows
         ],
         schema_overrides={"end_ns": pl.Int64, "early_ns": pl.Int64, "instance_id": pl.Int64},
     )
@@ -199,6 +199,14 @@ def test_operation_whose_end_was_lost_does_not_hold_its_rank():
     """The end of operation 1 was lost; operation 2 ended on all ranks, and then nothing was called for a minute."""
     lost = ((0, 1, 0, None, False), (1, 1, 0, 1, False), *((rank, 2, 2, 3, True) for rank in (0, 1)))
     assert recorded(*lost, until=63)["seq"].null_count() == 2
+
+
+def test_first_operation_of_its_kind_was_hung_where_the_groups_others_have_ends():
+    """Ranks 0 and 1 come to a barrier, the first of the job; rank 2 does not. NCCL's operations never have ends."""
+    barrier = [(rank, 2, 2, None, False, "barrier") for rank in (0, 1)]
+    assert held(recorded(*STUCK[:3], *barrier, until=14.5)) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
+    unseen = [(rank, seq, start, None, whole) for rank, seq, start, _, whole in STUCK[:3]]
+    assert held(recorded(*unseen, *barrier, until=14.5))[0] == (0, 2, None, None)
 
 
 NCCL = [(rank, seq, start, None, whole) for rank, seq, start, _, whole in STUCK]  # whose ends nobody sees

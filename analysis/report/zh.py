@@ -964,6 +964,17 @@ CHINESE: dict[str, str] = {
     "; {share} of the step is in code that belongs to no known part, most of it at {place}": (
         "；每步 {share} 的时间在不属于任何已知部分的代码中，主要在 {place}"
     ),
+    "What the main threads did": "主线程在做什么",
+    "Where in the code they were when they were looked at, 10 times a second; each call with what it calls. Calls of "
+    "torch and of Python's library count for the line that made them.": (
+        "每秒查看 10 次时它们位于代码的何处；每个调用包含它所调用的。torch 与 Python 标准库的调用计入调用它们的那一行。"
+    ),
+    "{0} ± {1}": "{0} ± {1}",
+    "code": "代码",
+    "Calls in the judged steps of all ranks, from samples; without those of torch and of Python's library. "
+    "Click one to enlarge it.": (
+        "所有 rank 在所评判步中的调用，来自采样；不含 torch 与 Python 标准库的调用。点击可放大。"
+    ),
     "they train too": "它们也在训练",
     "no optimizer ran there": "其中没有优化器运行",
     "another job of {count} in this run is not analysed here: rankscope report {it}": (

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.finding import CodeShare, Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named, place_in_code
-from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.report.quantities import duration, duration_with_error
 from rankscope.analysis.timeline.own import BLOCKED
 
 __all__ = ["PLACES", "SAMPLES", "Code", "merged_places", "sampled_in"]
@@ -126,7 +126,7 @@ class Code:
         usual = self._below(self.samples.filter(~mine & own)["place"]) / others
         beyond = share - usual
         place = self._way_down(beyond)
-        sigma = math.sqrt(share[place] * (1 - share[place]) / count + usual[place] * (1 - usual[place]) / others)
+        sigma = math.hypot(_sigma(share[place], count), _sigma(usual[place], others))
         if (
             not place
             or usual[place] >= _EVERYWHERE
@@ -137,7 +137,7 @@ class Code:
         return text(
             "{place}: {time} of the step on {ranks}, {usual} on the others",
             place=self._called(place),
-            time=duration(share[place] * self.step_ns),
+            time=duration_with_error(share[place] * self.step_ns, _Z95 * _sigma(share[place], count) * self.step_ns),
             ranks=named("rank", finding.ranks),
             usual=duration(usual[place] * self.step_ns),
         )
@@ -215,7 +215,7 @@ class Code:
             file=file,
             line=line,
             fraction=fraction,
-            uncertainty=_Z95 * math.sqrt(fraction * (1 - fraction) / total),
+            uncertainty=_Z95 * _sigma(fraction, total),
             ns_per_step=round(fraction * self.step_ns),
         )
 
@@ -235,3 +235,8 @@ class Code:
                 return "" if own == place else place_in_code(function, file, line)
             own = parent
         return ""
+
+
+def _sigma(share: float, count: int) -> float:
+    """Standard deviation of a share of so many samples."""
+    return math.sqrt(share * (1 - share) / count)

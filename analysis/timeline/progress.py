@@ -30,7 +30,8 @@ def last_progress(
     never came to it, it failed, by a timeout or with that rank: then 1 s is enough. What a rank does that comes when
     the others have given up does not count.
 
-    Of operations whose ends are never seen, as NCCL's, those count that some member has not called, if NCCL's RAS said
+    Of operations whose ends are never seen, as NCCL's (and not the only one of its kind, where the group's others have
+    ends), those count that some member has not called, if NCCL's RAS said
     that a rank was late (`said_late`); else it is not known how far the rank was (`completed` is null).
     """
     steps_ns = _few_steps_ns(steps)
@@ -42,7 +43,9 @@ def last_progress(
     outstanding = pl.col("instance_id").is_null() & lasted & _none_later_ended()
     if not _stands_still(collectives, regions, counters, still_ns):
         outstanding = pl.lit(False)
-    seen = pl.col("end_ns").is_not_null().any().over("op") | said_late
+    ends = pl.col("end_ns").is_not_null().any()
+    only = ~pl.col("_p2p") & (pl.len().over("rank", "group_id", "op") == 1)
+    seen = ends.over("op") | (only & ends.over("group_id")) | said_late
     marked = numbered.with_columns((outstanding & seen).alias("_held"), (outstanding & ~seen).alias("_unknown"))
     counts = (
         marked.filter(~pl.col("_p2p"))
