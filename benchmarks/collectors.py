@@ -39,8 +39,8 @@ def cpu_ns_per_call(call: Callable[[], object], calls: int) -> float:
 
 
 def cpu_ns_of(thread: int | None) -> int:
-    """CPU time that a thread of this process has had."""
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0])
+    """CPU time that a thread of this process has had; 0 where there is no such thread."""
+    return 0 if thread is None else int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0])
 
 
 def measure() -> dict[str, float]:
@@ -113,7 +113,7 @@ def measure() -> dict[str, float]:
     threads = {thread.name: thread.native_id for thread in threading.enumerate()}
     watched = {
         "the thread that sees 20 marks, per second": threads.get("rankscope-device"),
-        "the thread that takes 10 samples, per second": threads.get("rankscope-samples"),
+        "the thread that takes 5 samples, per second": threads.get("rankscope-samples"),
     }
     before = {name: cpu_ns_of(thread) for name, thread in watched.items()}
     for _ in range(100):

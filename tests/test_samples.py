@@ -1,12 +1,15 @@
 """Where in the code main threads are: what a real job's samples say, and how trees of calls are read."""
 
+import gc
 import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +21,7 @@ pytest.importorskip("torch")
 import rankscope
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.timeline.code import PLACES, SAMPLES, Code, merged_places, sampled_in
+from rankscope.collectors.frames import current_frames
 from rankscope.collectors.rank import samples
 
 RANKSCOPE = [sys.executable, "-m", "rankscope"]
@@ -44,7 +48,7 @@ def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tm
     augment = f"where_in_the_code.py:{line_of('time.sleep(AUGMENT_S)')} (augment)"
     place, _, rest = finding["code"].partition(": ")
     assert (place, rest.partition(" on ")[2]) == (augment, "rank 1, 0 ns on the others")
-    assert float(rest.split()[0]) == pytest.approx(40, abs=12), "some 120 samples of a step of 62 ms"
+    assert float(rest.split()[0]) == pytest.approx(40, abs=16), "some 60 samples of a step of 62 ms"
 
     calls = {(call["function"], call["line"]): call for call in told["code"]}
     main = calls["main", line_of("model(load(rank))")]
@@ -52,7 +56,7 @@ def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tm
     of_package = next(call for call in told["code"] if call["function"] == "tokenize")
     assert of_package["file"] == str(tmp_path / "site-packages/tokens/__init__.py")
     assert of_package["part"] in ("compute", "other")
-    assert of_package["ns_per_step"] == pytest.approx(20e6, rel=0.4)
+    assert of_package["ns_per_step"] == pytest.approx(20e6, abs=11e6)
     files = rankscope.open(tmp_path / "run").table("frames").collect()["file"].unique()
     assert not [file for file in files if "/torch/" in file or file.endswith("/threading.py")]
     text = subprocess.run([*RANKSCOPE, "report", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
@@ -100,6 +104,78 @@ def test_a_chain_of_calls_is_told_once_and_the_tree_is_bounded(monkeypatch):
     assert chains.is_full
     assert len(chains.new) == 2
     assert nodes[-1] == chains.new[-1][0], "what does not fit counts for the call above"
+
+
+# Threads that come and go, and a collector that runs Python code with nearly every object: before Python 3.11.12
+# `sys._current_frames()` stopped 7 of 7 such processes within a second (gh-106883).
+BUSY = """
+import gc, os, sys, threading, time
+from rankscope.collectors.frames import current_frames
+
+class Node:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        for _ in range(300):
+            pass
+
+def look():
+    while True:
+        current_frames()
+        time.sleep(0.0005)
+
+def work(depth):
+    if depth:
+        return work(depth - 1)
+    for _ in range(20):
+        Node()
+
+def spawn():
+    while True:
+        threads = [threading.Thread(target=work, args=(10,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(20)
+for target in (look, spawn, spawn, spawn):
+    threading.Thread(target=target, daemon=True).start()
+time.sleep(4)
+print(gc.isenabled(), flush=True)
+os._exit(0)
+"""
+
+
+def test_looking_at_other_threads_never_stops_the_process():
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_looking_leaves_the_garbage_collector_as_it_is_and_keeps_nothing_alive():
+    class Held:
+        pass
+
+    def hold(until: threading.Event, told: list[weakref.ref[Held]]) -> None:
+        held = Held()
+        told.append(weakref.ref(held))
+        until.wait()
+
+    for enabled in (True, False):
+        until, told = threading.Event(), []
+        thread = threading.Thread(target=hold, args=(until, told))
+        thread.start()
+        (gc.enable if enabled else gc.disable)()
+        try:
+            assert samples.Chains().node(current_frames()[thread.ident])
+            assert gc.isenabled() == enabled
+            gc.disable()
+            until.set()
+            thread.join()
+            assert told[0]() is None, "no collection was needed to let go of it"
+        finally:
+            gc.enable()
 
 
 def frames(*rows: tuple[int, int, int, str, int]) -> pl.DataFrame:

@@ -213,7 +213,7 @@ _ENGLISH: dict[str, str] = {
     "blames.label": "what it did longer",
     # what main threads did
     "code": "What the main threads did",
-    "code.means": "Where in the code they were when they were looked at, 10 times a second; each call with what it "
+    "code.means": "Where in the code they were when they were looked at, 5 times a second; each call with what it "
     "calls. Calls of torch and of Python's library count for the line that made them.",
     "code.share": "share",
     "code.share.value": "{0} ± {1}",

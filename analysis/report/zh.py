@@ -965,9 +965,9 @@ CHINESE: dict[str, str] = {
         "；每步 {share} 的时间在不属于任何已知部分的代码中，主要在 {place}"
     ),
     "What the main threads did": "主线程在做什么",
-    "Where in the code they were when they were looked at, 10 times a second; each call with what it calls. Calls of "
+    "Where in the code they were when they were looked at, 5 times a second; each call with what it calls. Calls of "
     "torch and of Python's library count for the line that made them.": (
-        "每秒查看 10 次时它们位于代码的何处；每个调用包含它所调用的。torch 与 Python 标准库的调用计入调用它们的那一行。"
+        "每秒查看 5 次时它们位于代码的何处；每个调用包含它所调用的。torch 与 Python 标准库的调用计入调用它们的那一行。"
     ),
     "{0} ± {1}": "{0} ± {1}",
     "code": "代码",

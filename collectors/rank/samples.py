@@ -17,6 +17,7 @@ import time
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
+from rankscope.collectors.frames import UNSAFE, current_frames
 from rankscope.collectors.schema import RecordType
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 tables = ("samples", "frames")
 
-PERIOD_S = 0.1  # on average: a fixed one could keep step with the training
+PERIOD_S = 0.2  # on average: a fixed one could keep step with the training
 _MOST_NODES = 20_000
 _MOST_FRAMES = 200
 
@@ -44,6 +45,9 @@ clock = time.perf_counter_ns
 
 def start(emit: Emit) -> None:
     global _stopped
+    if UNSAFE:
+        emit.gap("samples", "samples", f"not sampled: {UNSAFE}")
+        return
     _stopped = threading.Event()
     sampler = emit.guard("samples", _sample)
     threading.Thread(target=sampler, args=(emit, _stopped), name="rankscope-samples", daemon=True).start()
@@ -58,7 +62,7 @@ def _sample(emit: Emit, stopped: threading.Event) -> None:
     while not stopped.wait(random.uniform(0.5, 1.5) * PERIOD_S):
         if not emit.live:
             return
-        frame = sys._current_frames().get(emit.training_thread or 0)
+        frame = current_frames().get(emit.training_thread or 0)
         now_ns = clock()
         node = chains.node(frame)
         del frame  # it would keep the job's tensors

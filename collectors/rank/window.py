@@ -19,6 +19,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rankscope.collectors.frames import UNSAFE, current_frames
+
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
 
@@ -228,10 +230,12 @@ class _Windows:
 
     def stacks(self, message: dict[str, Any]) -> None:
         """Tell the agent where each Python thread is, the innermost call first."""
+        if UNSAFE:
+            return  # the agent asks py-spy
         own = threading.get_ident()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         main = threading.main_thread().ident
-        frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+        frames = sorted(current_frames().items(), key=lambda item: item[0] != main)
         threads: list[dict[str, Any]] = []
         for ident, frame in frames[:_MOST_THREADS]:
             if ident == own:
