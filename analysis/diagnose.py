@@ -725,7 +725,7 @@ def _verdict(
                 _blocked(breakdown),
                 _unexplained(phases),
                 _unknown(breakdown, code),
-                _left_open(breakdown, lead),
+                _left_open(breakdown, lead, code),
                 _stopped(breakdown) if hosts_only else "",
                 absent,
             ),
@@ -806,18 +806,20 @@ def _stopped(breakdown: pl.DataFrame) -> str:
     return said if share >= _LARGE else ""
 
 
-def _left_open(breakdown: pl.DataFrame, lead: Lead | None) -> str:
+def _left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
     """What CUDA events leave open of the devices' time, where it is much."""
     if lead is None:
         return ""
     said = []
     if lead.idle_fraction >= _MUCH_BLOCKED:
-        said.append(
+        place = code.most_of(None)
+        said += [
             text(
                 "; devices may stand idle for up to {share} of the step, which rankscope trigger RUN --steps 3 tells",
                 share=percent(lead.idle_fraction),
-            )
-        )
+            ),
+            text(" (the hosts are mostly at {place})", place=place) if place else "",
+        ]
     grid = step_grid(breakdown)
     mixed = float(grid.of(MIXED).mean() / grid.step_ns)
     if mixed >= _MUCH_BLOCKED:

@@ -419,6 +419,30 @@ def every_mark_has_a_time() -> str:
     return f"{rows.group_by('mark').len().rows()}; clock error, ns: {median(rows['clock_error_ns'])}"
 
 
+@check(66)
+def samples_see_a_host_that_waits() -> str:
+    """The device works 50 ms and more for each step, and the host waits for it in one line."""
+    text = """
+import torch, torch.distributed as dist
+device, side = ("cuda", 8192) if torch.cuda.is_available() else ("cpu", 256)
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+weights = torch.nn.Parameter(torch.randn(side, side, device=device))
+optimizer = torch.optim.SGD([weights], 1e-9)
+for _ in range(300):
+    loss = sum((weights @ weights).mean() for _ in range(8))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
+dist.destroy_process_group()
+"""
+    calls = good(recorded("samples", script("waiting", text))).report()["code"]
+    line = 1 + text.splitlines().index("    loss.item()")
+    waits = sum(call["fraction"] for call in calls if call["line"] == line)
+    claim(bool(REHEARSED) or waits > 0.5, f"{waits:.0%} of the samples are in .item(): {calls}")
+    return f"{waits:.0%} of the samples are in .item()"
+
+
 @check(7, 37)
 def captures_are_left_alone() -> str:
     job = training("capture", "--steps", "12", "--warmup", "2", "--captures", "3")

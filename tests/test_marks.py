@@ -52,6 +52,7 @@ class Job:
     no_calls: bool = False  # of collectives
     said: bool = True  # rankscope.step() ends the steps
     window: tuple[float, float] | None = None  # a deep window of rank 0
+    sampled: bool = False  # where the host is, every 10 ms
     on_node_1: tuple[int, ...] = ()  # whose clock is 5 s behind
     length: Callable[[int, int], tuple[float, float]] = lambda rank, step: (1, 1)  # of the data: forward, backward
 
@@ -60,7 +61,7 @@ class Rank:
     def __init__(self, job, rank):
         self.job, self.rank = job, rank
         self.host = self.device = 0.0
-        self.regions, self.calls, self.marks, self.steps, self.ends = [], [], [], [], []
+        self.regions, self.calls, self.marks, self.steps, self.ends, self.waited = [], [], [], [], [], []
 
     def stop(self, kind, ms):
         if ms:
@@ -120,7 +121,9 @@ def record(folder, job):
                 r.mark("step_end", step)
                 r.steps.append(r.host)
             r.ends.append(r.device)
-            r.host = r.device if job.waits else r.host
+            if job.waits:
+                r.waited.append((r.host, r.device))
+                r.host = r.device
     write_run(folder)
     if job.on_node_1:
         write_run(folder, node=1)
@@ -156,6 +159,13 @@ def write(folder, r):
     for kind, *span in r.regions:
         row = {"kind": REGION_KINDS.index(kind), "name_id": names.index(kind), "thread": 0}
         part.add_row("regions", row | spans(*span) | {"microbatch": None, "stage": None})
+    if r.job.sampled:
+        for frame, line in ((1, 5), (2, 9)):
+            call = {"parent": frame - 1, "function": "launch" if frame == 1 else "wait", "file": "/train.py"}
+            part.add_row("frames", call | {"frame": frame, "line": line})
+        for at in range(0, int(r.ends[-1]), 10):
+            waits = any(begin <= at < end for begin, end in r.waited)
+            part.add_row("samples", {"time_ns": ns(at), "frame": 2 if waits else 1})
     for number, (start, group, duration) in enumerate(r.calls):
         op = {"issued_ns": ns(start + 0.01), "group_id": group, "op": OPS.index("allreduce"), "dtype": 2, "tag": 0}
         op |= {"seq": sum(g == group for _, g, _ in r.calls[:number]), "is_async": True, "peer": -1, "thread": 0}
@@ -409,8 +419,17 @@ def test_host_that_sets_the_pace_is_said_with_what_it_may_cost_and_how_to_know(t
     assert "devices may stand idle for up to 96 % of the step" in said
     assert said.endswith("rankscope trigger RUN --steps 3")
     assert "; devices may stand idle for up to 96 % of the step" in report.verdict
+    sampled = diagnosed(tmp_path / "sampled", host=250, waits=True, sampled=True)
+    assert "--steps 3 tells (the hosts are mostly at train.py:5 (launch))" in sampled.verdict
     assert "The host sets the pace in 96 % of the step" in rankscope_("report", tmp_path).stdout
     assert "The host sets the pace in 96 % of the step" in (tmp_path / "report.html").read_text()
+
+
+def test_samples_say_where_the_host_is_that_sets_the_pace(tmp_path):
+    """It needs 42 ms for a step of 320 ms, and waits for its device at the end; parts of the step are the device's."""
+    launch, wait = diagnosed(tmp_path, waits=True, sampled=True).code
+    assert (launch.function, launch.fraction, launch.part, launch.depth) == ("launch", 1, None, 0)
+    assert (wait.function, wait.fraction, wait.depth) == ("wait", pytest.approx(278 / 320, abs=1 / 32), 1)
 
 
 def test_host_that_loses_its_lead_each_step_is_not_called_healthy(tmp_path):

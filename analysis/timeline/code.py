@@ -148,9 +148,9 @@ class Code:
         part = pl.Series("part", self._parts()[1:], dtype=pl.String)
         return self.places.with_columns(share, part).filter(pl.col("share") >= least)
 
-    def most_of(self, part: str) -> str | None:
-        """The innermost call in which main threads are for most of this part."""
-        places = self.samples.filter(pl.col("part") == part)["place"]
+    def most_of(self, part: str | None) -> str | None:
+        """The innermost call in which main threads are for most of this part; None: of what is in no known part."""
+        places = self.samples.filter(pl.col("part").eq_missing(pl.lit(part)))["place"]
         if len(places) < _FEW:
             return None
         counts, children = self._below(places), self._children()
