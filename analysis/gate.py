@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rankscope.analysis.compare import Comparison, FindingChange, StepChange
-from rankscope.analysis.finding import COARSE, NOT_OF_SPEED, Finding, Report
+from rankscope.analysis.finding import COARSE, Finding, Report
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.comparison import step_change
-from rankscope.analysis.report.digest import missing_ranks
+from rankscope.analysis.report.digest import missing_ranks, speed_was_judged
 from rankscope.analysis.report.quantities import duration, percent
 
 __all__ = ["Gate", "gate"]
@@ -67,7 +67,7 @@ def _unseen(report: Report) -> Iterator[str]:
     missing = missing_ranks(report)
     if missing:
         yield f"{named('rank', missing)} of {report.world_size} not recorded"
-    if not report.findings and all(check.detector in NOT_OF_SPEED for check in report.healthy):
+    if not report.findings and not speed_was_judged(report):
         yield report.verdict
 
 

@@ -17,6 +17,7 @@ import polars as pl
 from rankscope.analysis.diagnose import report_on
 from rankscope.analysis.finding import Report
 from rankscope.analysis.language import text
+from rankscope.analysis.readers.native import run_folder
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl import nccl_durations, nccl_waits
@@ -118,7 +119,7 @@ class State:
 
     def _follow(self, key: str) -> None:
         """Read a run, and again when its files have changed, until its job has ended."""
-        path = self._paths[key]
+        path = run_folder(self._paths[key])
         seen = None
         rest_s = 0.0
         while not self._ended.wait(rest_s):

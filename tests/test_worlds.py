@@ -108,7 +108,7 @@ def test_of_worlds_that_train_at_once_the_largest_is_judged(tmp_path):
     assert run.judged() == (
         4,
         [
-            f"ranks 0,1 {asked} (they train too) and are not analysed here: rankscope report RUN/world=0",
+            f"ranks 0,1 {asked} (they train) and are not analysed here: rankscope report RUN/world=0",
             f"ranks 0-7 {asked} (no optimizer ran there) and are not analysed here: rankscope report RUN/world=2",
         ],
     )
@@ -125,6 +125,10 @@ def test_what_has_ended_before_is_a_restart_or_another_job(tmp_path):
         2,
         ["attempt 0 was restarted and is not analysed, only the last attempt (1) is"] * 2,
     )
+    stuck = Run(tmp_path / "stuck")
+    stuck.world("aa", ranks=2, since=10, until=20)
+    stuck.world("bb", ranks=2, since=30, until=None, trains=False, attempt=1)
+    assert stuck.judged()[1] == ["attempt 0 was restarted and is not analysed, only the last attempt (1) is"]
     again = Run(tmp_path / "again")
     again.world("aa", ranks=3, since=10, until=20)
     again.world("bb", ranks=1, since=30, until=40)

@@ -32,7 +32,7 @@ from rankscope.collectors.schema import (
     TABLES,
 )
 
-__all__ = ["NativeReader", "open_run", "read_rows", "recognises", "schema_of"]
+__all__ = ["NativeReader", "open_run", "read_rows", "recognises", "run_folder", "schema_of"]
 
 _DEVICE_WORLD = r"@([0-9a-f]+)"  # in what a rank's readings are called
 _OPTIMIZER = REGION_KINDS.index("optimizer")
@@ -116,9 +116,14 @@ def schema_of(name: str) -> dict[str, Any]:
 
 def recognises(path: Path) -> bool:
     """Whether this is a run folder: it says what was launched, or holds at least one table."""
-    ((folder,), _) = _of_world([str(path)])
-    path = Path(folder)
+    path = run_folder(path)
     return path.is_dir() and (any(path.glob("run/node=*.json")) or any(True for _ in _parts(path)))
+
+
+def run_folder(path: Path) -> Path:
+    """The folder of a run; `path` may also be one of its worlds, which need be no folder."""
+    ((folder,), _) = _of_world([str(path)])
+    return Path(folder)
 
 
 def open_run(folders: list[str]) -> NativeReader:
@@ -387,7 +392,7 @@ class NativeReader:
                 "{ranks} of another world ran at the same time ({what}) and are not analysed here: "
                 "rankscope report {it}",
                 ranks=named("rank", world.ranks),
-                what=text("they train too") if world.trains else text("no optimizer ran there"),
+                what=text("they train") if world.trains else text("no optimizer ran there"),
                 it=address,
             )
         if world.attempt < mine.attempt:
@@ -578,11 +583,13 @@ def _columns(part: _Part, *names: str) -> pl.DataFrame:
 def _that_trains(worlds: list[_World]) -> int:
     """Of those that train, and ran when the one that began last did, the one with most ranks: its number.
 
-    What ended before is an attempt that was restarted, or another job.
+    What ended before is an attempt that was restarted, even if the last one never came to train, or another job.
     """
-    training = [world for world in worlds if world.trains] or worlds
-    last = max(training, key=lambda world: (world.attempt, world.start_ns))
-    beside = [world for world in training if world is last or world.is_beside(last)]
+    newest = [world for world in worlds if world.attempt == max(world.attempt for world in worlds)]
+    training = [world for world in worlds if world.trains and any(world.is_beside(other) for other in newest)]
+    judged = training or [world for world in newest if world.trains] or newest
+    last = max(judged, key=lambda world: (world.attempt, world.start_ns))
+    beside = [world for world in judged if world is last or world.is_beside(last)]
     return worlds.index(max(beside, key=lambda world: len(world.ranks)))
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.analysis.finding import REST, Blame, Clock, DevicePart, Finding, PathPart, Report
+from rankscope.analysis.finding import NOT_OF_SPEED, REST, Blame, Clock, DevicePart, Finding, PathPart, Report
 from rankscope.analysis.report.texts import PART_ORDER, PICTURES
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "marked_ranks",
     "missing_ranks",
     "picture_values",
+    "speed_was_judged",
     "worst_clocks",
 ]
 
@@ -158,3 +159,8 @@ def picture_values(split: Breakdown, finding: Finding) -> dict[int, int]:
 
 def _known(numbers: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(sorted({number for number in numbers if number is not None}))
+
+
+def speed_was_judged(report: Report) -> bool:
+    """Whether a check that says anything about how fast the job is found it healthy."""
+    return any(check.detector not in NOT_OF_SPEED for check in report.healthy)

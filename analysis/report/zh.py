@@ -976,7 +976,7 @@ CHINESE: dict[str, str] = {
         "所有 rank 在所评判步中的调用，来自采样；不含 torch 与 Python 标准库的调用。点击可放大。"
     ),
     " (the hosts are mostly at {place})": "（主机大多在 {place}）",
-    "they train too": "它们也在训练",
+    "they train": "它们在训练",
     "no optimizer ran there": "其中没有优化器运行",
     "another job of {count} in this run is not analysed here: rankscope report {it}": (
         "本次运行中另一个有 {count} 的作业此处不作分析：rankscope report {it}"

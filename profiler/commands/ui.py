@@ -35,9 +35,11 @@ def command(
     lang: Annotated[str, typer.Option(metavar="LANGUAGE", help=LANG_HELP)] = "en",
     price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
 ) -> None:
+    from rankscope.analysis.readers.native import run_folder
+
     of_an_hour, language = parse_price(price), parse_language(lang)
     for path in run:
-        if not path.exists():
+        if not run_folder(path).exists():
             raise RankscopeError(f"{path} does not exist")
     if len(run) > 2:
         raise RankscopeError(f"one run, or two to compare; {len(run)} were given")
