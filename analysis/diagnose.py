@@ -206,7 +206,7 @@ def conclude(
     healthy = _with_hidden(healthy, hidden, found, not_checked)
     findings, fidelity = _with_gains(root_causes_first(found), run)
     costs = delays(timeline.phases, timeline.collectives)
-    code = code_of(timeline)
+    code, aside = code_of(timeline), _set_aside(timeline)
     findings = tuple(
         replace(finding, stood_still=_stood_still(costs, finding), code=code.of_finding(finding))
         for finding in findings
@@ -221,7 +221,7 @@ def conclude(
         source="",
         verdict=_verdict(
             *(findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]),
-            *(lead, "device_waits" in tables, code),
+            *(lead, "device_waits" in tables, code, aside),
         ),
         ranks=seen,
         world_size=world_size,
@@ -600,9 +600,17 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
 
 def code_of(timeline: Timeline) -> Code:
     """Where main threads are in the judged steps, and were at the end."""
-    judged = timeline.steps.filter("judged")
-    step_ns = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item() or 0.0
-    samples = timeline.samples.join(judged, on=["rank", "step"], how="semi")
+    return _code_in(timeline, timeline.steps.filter("judged"))
+
+
+def _set_aside(timeline: Timeline) -> Code:
+    """The same of the steps that were set aside as outliers."""
+    return _code_in(timeline, timeline.steps.filter(pl.col("aside") == "outlier"))
+
+
+def _code_in(timeline: Timeline, steps: pl.DataFrame) -> Code:
+    step_ns = steps.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item() or 0.0
+    samples = timeline.samples.join(steps, on=["rank", "step"], how="semi")
     last = timeline.samples.group_by("rank", maintain_order=True).agg(pl.col("place").last())
     return Code(samples, timeline.places, step_ns, dict(last.iter_rows()))
 
@@ -613,10 +621,14 @@ def _summary(steps: pl.DataFrame) -> StepSummary:
     length = judged["end_ns"] - judged["start_ns"]
     mean, median, p90 = length.mean(), length.median(), length.quantile(0.9)
     aside = steps.filter(~pl.col("judged")).unique("step")["aside"]
+    outliers = steps.filter(pl.col("aside") == "outlier")
+    outliers_ns = (outliers["end_ns"] - outliers["start_ns"]).sum()
+    beyond_ns = outliers_ns - len(outliers) * (mean or 0.0)
     return StepSummary(
         count=judged["step"].n_unique(),
         warmup=int((aside == "warm-up").sum()),
         outliers=int((aside == "outlier").sum()),
+        outliers_fraction=max(beyond_ns, 0.0) / max(length.sum() + outliers_ns, 1),
         mean_ns=None if mean is None else round(mean),
         median_ns=None if median is None else round(median),
         p90_ns=None if p90 is None else round(p90),
@@ -689,6 +701,7 @@ def _verdict(
     lead: Lead | None,
     hosts_only: bool,
     code: Code,
+    aside: Code,
 ) -> str:
     """One sentence."""
     missing = sorted(set(range(world_size or 0)) - set(seen))
@@ -702,6 +715,7 @@ def _verdict(
         if missing
         else ""
     )
+    absent = joined("", (_of_outliers(steps, aside), absent))
     if findings:
         return text("{headline}{absent}.", headline=_headline(findings, steps, len(seen), rate), absent=absent)
     if not any(check.detector not in NOT_OF_SPEED for check in healthy):
@@ -834,6 +848,19 @@ def _unexplained(phases: pl.DataFrame) -> str:
     share = phases.select(length.filter(unknown).sum() / length.sum()).item() or 0.0
     much = text("; the devices stand idle {share} of the step, and the trace does not show why", share=percent(share))
     return much if share >= _MUCH_BLOCKED else ""
+
+
+def _of_outliers(steps: StepSummary, code: Code) -> str:
+    """What the steps take that were set aside, where it is much, and where in the code."""
+    if steps.outliers_fraction < _LARGE:
+        return ""
+    place = code.most()
+    return text(
+        "; steps set aside as outliers ({count}) take {share} of the time{at}",
+        count=steps.outliers,
+        share=percent(steps.outliers_fraction),
+        at=text(", mostly at {place}", place=place) if place else "",
+    )
 
 
 def _unknown(breakdown: pl.DataFrame, code: Code) -> str:

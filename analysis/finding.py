@@ -111,11 +111,15 @@ class NotChecked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """The steps that were judged; `warmup` and `outliers` were set aside and are counted here."""
+    """The steps that were judged; `warmup` and `outliers` were set aside and are counted here.
+
+    `outliers_fraction` of the time of judged steps and outliers together is what outliers take beyond the mean step.
+    """
 
     count: int
     warmup: int
     outliers: int
+    outliers_fraction: float = 0.0
     mean_ns: int | None  # over ranks and judged steps: what shares are shares of
     median_ns: int | None
     p90_ns: int | None

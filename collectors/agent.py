@@ -107,7 +107,8 @@ class _Rank:
             records = ring.read(clock(), last=last)
             if len(records):
                 self._records.append(records)
-                if self.heard_ns is not None or (records["type"] == RecordType.COLLECTIVE).any():
+                of_job = records["type"] != RecordType.SAMPLE  # those come as long as the process lives
+                if (of_job if self.heard_ns else records["type"] == RecordType.COLLECTIVE).any():
                     self.heard_ns = clock()
         if sum(map(len, self._records)) > RING_SLOTS:
             self.flush()

@@ -30,7 +30,7 @@ KEPT_BATCHES = 10_000
 RESERVE_BYTES = 65_536
 
 # Small and irreplaceable: kept in memory until the disk takes them. Of the others, rows are dropped and counted.
-_KEPT = ("ranks", "groups", "strings", "frames", "gaps")
+_KEPT = ("ranks", "groups", "strings", "gaps")
 
 _SCHEMAS = {
     table.name: pa.schema([pa.field(c.name, pa.type_for_alias(c.type), nullable=c.nullable) for c in table.columns])

@@ -323,7 +323,7 @@ def tmpfs(path: Path, options: str) -> Iterator[Path]:
 
 @needs_root
 def test_job_outlives_a_full_disk(undisturbed, tmp_path):
-    with tmpfs(tmp_path / "disk", "size=128k"):
+    with tmpfs(tmp_path / "disk", "size=160k"):
         running = start(tmp_path, TRANSFORMER, "--steps", STEPS, "--digest", ranks=2, run="disk/run")
         job = running.end()
         assert job.code == 0, job.stderr

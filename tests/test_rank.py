@@ -259,7 +259,8 @@ def test_what_accumulates_gradients_is_a_backward_pass_and_nothing_else(tmp_path
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert table(run, "regions")["kind"].to_list() == [REGION_KINDS.index("backward")] * 4
+    kinds = [REGION_KINDS[kind] for kind in table(run, "regions")["kind"]]
+    assert [kind for kind in kinds if kind != "gc"] == ["backward"] * 4
 
 
 def test_torch_compile_and_torchscript_see_no_difference(tmp_path):

@@ -50,6 +50,12 @@ def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tm
     assert (place, rest.partition(" on ")[2]) == (augment, "rank 1, 0 ns on the others")
     assert float(rest.split()[0]) == pytest.approx(40, abs=16), "some 60 samples of a step of 62 ms"
 
+    evaluate = f"where_in_the_code.py:{line_of('time.sleep(seconds)')} (evaluate)"
+    said = f"; steps set aside as outliers (2) take {{}} % of the time, mostly at {evaluate}"
+    fraction = told["steps"]["outliers_fraction"]
+    assert said.format(round(100 * fraction)) in told["verdict"]
+    assert fraction == pytest.approx(4 / (200 * 0.0625 + 4), abs=0.02)
+
     calls = {(call["function"], call["line"]): call for call in told["code"]}
     main = calls["main", line_of("model(load(rank))")]
     assert (main["depth"], main["fraction"] > 0.9) == (0, True)
@@ -72,7 +78,7 @@ def test_a_job_that_hangs_says_where_its_rank_was_seen_last(tmp_path):
     job.wait(60)
     told = report(tmp_path / "run")
     hang = next(finding for finding in told["findings"] if finding["detector"] == "hang")
-    line = line_of("time.sleep(3600)")
+    line = line_of("time.sleep(seconds)")
     assert (hang["ranks"], hang["code"]) == ([0], f"rank 0 last seen at where_in_the_code.py:{line} (evaluate)")
 
 

@@ -112,7 +112,8 @@ def head_facts(report: Report) -> list[str]:
     if steps.count:
         facts += [say("head.steps", steps.count), say("head.step_source", steps.source)]
         if steps.warmup or steps.outliers:
-            facts.append(say("head.steps.set_aside", steps.warmup, steps.outliers))
+            key = "head.steps.set_aside.time" if steps.outliers_fraction else "head.steps.set_aside"
+            facts.append(say(key, steps.warmup, steps.outliers, percent(steps.outliers_fraction)))
     else:
         facts.append(say("head.steps.none"))
     if steps.mean_ns is not None:

@@ -136,6 +136,7 @@ _ENGLISH: dict[str, str] = {
     "title": "rankscope report",
     "head.steps": "steps judged: {0}",
     "head.steps.set_aside": "set aside: warm-up {0}, outliers {1}",
+    "head.steps.set_aside.time": "set aside: warm-up {0}, outliers {1} ({2} of the time)",
     "head.steps.none": "no steps were judged",
     "head.mean": "mean step {0}",
     "head.median": "median {0}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -150,7 +150,11 @@ class Code:
 
     def most_of(self, part: str | None) -> str | None:
         """The innermost call in which main threads are for most of this part; None: of what is in no known part."""
-        places = self.samples.filter(pl.col("part").eq_missing(pl.lit(part)))["place"]
+        return replace(self, samples=self.samples.filter(pl.col("part").eq_missing(pl.lit(part)))).most()
+
+    def most(self) -> str | None:
+        """The innermost call in which main threads are for most of the time."""
+        places = self.samples["place"]
         if len(places) < _FEW:
             return None
         counts, children = self._below(places), self._children()
