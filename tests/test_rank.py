@@ -291,6 +291,23 @@ def test_torch_compile_and_torchscript_see_no_difference(tmp_path):
     assert REGION_KINDS.index("compile") in table(run, "regions")["kind"]
 
 
+def test_the_jobs_random_numbers_are_its_own(tmp_path):
+    done, run = record(
+        tmp_path,
+        """
+        import random, time
+        import numpy as np
+        random.seed(7), np.random.seed(7), torch.manual_seed(7)
+        time.sleep(2)
+        drawn = [random.random(), float(np.random.rand()), torch.rand(1).item()]
+        random.seed(7), np.random.seed(7), torch.manual_seed(7)
+        assert drawn == [random.random(), float(np.random.rand()), torch.rand(1).item()]
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert table(run, "samples").height > 3
+
+
 def test_only_the_rank_itself_records(tmp_path):
     """Spawned and forked workers, and subprocesses that import torch, leave no record and do not disturb it."""
     done, run = record(

@@ -59,7 +59,8 @@ def stop() -> None:
 
 def _sample(emit: Emit, stopped: threading.Event) -> None:
     chains = Chains()
-    while not stopped.wait(random.uniform(0.5, 1.5) * PERIOD_S):
+    chance = random.Random()  # the module's own numbers are the job's
+    while not stopped.wait(chance.uniform(0.5, 1.5) * PERIOD_S):
         if not emit.live:
             return
         frame = current_frames().get(emit.training_thread or 0)
