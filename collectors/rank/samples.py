@@ -94,6 +94,8 @@ class Chains:
             code = frame.f_code
             shown = self._shown.get(code)
             if shown is None:
+                if len(self._shown) >= _MOST_NODES:  # a job that makes code all the time
+                    self._shown.clear()
                 shown = self._shown[code] = not _is_hidden(code.co_filename)
             if shown:
                 calls.append((code, frame.f_lineno or 0))

@@ -235,11 +235,11 @@ class _Windows:
         own = threading.get_ident()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         main = threading.main_thread().ident
-        frames = sorted(current_frames().items(), key=lambda item: item[0] != main)
+        # Without this call's own frame, which would hold the list that holds it, and with it all that others work on.
+        others = [(ident, frame) for ident, frame in current_frames().items() if ident != own]
+        frames = sorted(others, key=lambda item: item[0] != main)
         threads: list[dict[str, Any]] = []
         for ident, frame in frames[:_MOST_THREADS]:
-            if ident == own:
-                continue
             calls: list[str] = []
             at: FrameType | None = frame
             while at is not None and len(calls) < _MOST_FRAMES:
