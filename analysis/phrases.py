@@ -8,7 +8,7 @@ from itertools import pairwise
 from rankscope.analysis.language import Text, text
 from rankscope.analysis.report.quantities import ranges
 
-__all__ = ["counted", "every_nth", "named", "place_in_code"]
+__all__ = ["counted", "every_nth", "is_installed", "named", "place_in_code"]
 
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
@@ -31,6 +31,11 @@ def place_in_code(function: str, file: str, line: int) -> str:
         if found:
             return f"{inside}:{line} ({function})"
     return f"{file.rpartition('/')[2]}:{line} ({function})"
+
+
+def is_installed(file: str) -> bool:
+    """Whether this is a package's code, not the job's own."""
+    return any(folder in file for folder in _INSTALLED)
 
 
 def every_nth(shown: Sequence[int], judged: int) -> Text:

@@ -196,7 +196,7 @@ TABLES: dict[str, Table] = {
                 Column("name", "string", "", "torch's name of the group."),
                 Column("backend", "string", "", "gloo, nccl, …"),
                 Column("role", "string", "", "The group's description, when it has one (`mesh_dp`, …)."),
-                Column("members", "string", "", "Global ranks as ranges: `0-3,8`."),
+                Column("members", "string", "", "Global ranks as ranges: `0-3,8`; empty: of several worlds."),
             ),
         ),
         Table(

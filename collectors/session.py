@@ -27,7 +27,7 @@ from typing import Any
 from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.imports import after_import
 from rankscope.collectors.ring import Ring
-from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, REGION_KINDS, RecordType
+from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS, RecordType
 
 __all__ = ["Emit", "annotate", "on_group", "step"]
 
@@ -212,7 +212,7 @@ class Emit:
 
     def group(self, name: str, ranks: list[int], backend: str, role: str) -> Group:
         """Announce a process group and return its entry; a name used again is a new group."""
-        members = as_ranges(ranks)
+        members = as_ranges([rank for rank in ranks if rank != NO_PEER])
         count = self._incarnations.get((name, members), 0)
         self._incarnations[name, members] = count + 1
         digest = blake2b(f"{name}\n{members}\n{count}".encode(), digest_size=8).digest()
@@ -442,12 +442,13 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(("size", "rank", "ranks", "backend", "store", "name"), args, strict=False)) | kwargs
         size = int(args[0])
         backend_of = sys.modules["torch"].distributed.get_backend_config
+        first = _session is None
         if _session is None:
             _session = _Session(int(args[1]), size, backend_of(group), given["store"])
             os.register_at_fork(after_in_child=_leave_child)
             _session.start()
         if hasattr(group, "group_name"):  # else this rank is no member, and has no number in it
-            ranks = list(given["ranks"]) or list(range(size))
+            ranks = list(given["ranks"]) or _numbered(size, group.group_name, first)
             backend = str(given["backend"])
             if backend == "undefined":  # the script leaves it to torch
                 backend = backend_of(group)
@@ -455,6 +456,15 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     except Exception as error:
         _failed = True
         print(f"rankscope: this rank is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _numbered(size: int, name: str, first: bool) -> list[int]:
+    """The global ranks of a group that was made without saying them.
+
+    torch makes its default group so, and calls it by a number. Others make groups across worlds, as for the weights
+    that trainers send to engines: its ranks are none of this world's, and not known.
+    """
+    return list(range(size)) if first or name.isdecimal() else [NO_PEER] * size
 
 
 def _leave_child() -> None:

@@ -176,6 +176,28 @@ def test_groups_after_one_that_this_rank_is_not_in_are_noted(tmp_path):
     assert "mine" in table(run, "groups")["role"].to_list()
 
 
+def test_groups_across_worlds_have_no_known_members(tmp_path):
+    """As OpenRLHF and SGLang make them for weights, each side with numbers of the group's own."""
+    done, run = record(
+        tmp_path,
+        """
+        store = dist.PrefixStore("weights", dist.distributed_c10d._get_default_store())
+        named = {"group_name": "weights", "timeout": dist.distributed_c10d.default_pg_timeout}
+        group, _ = dist.distributed_c10d._new_process_group_helper(1, 0, [], "gloo", store, **named)
+        dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
+        dist.broadcast(torch.ones(2), 0, group=group)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    groups = table(run, "groups")
+    assert dict(groups.select("name", "members").rows())["weights"] == ""
+    assert groups.filter(pl.col("name") != "weights")["members"].to_list() == ["0"] * 2
+    report = rankscope.diagnose(rankscope.open(run))
+    assert "1 of 1 collectives were not matched across ranks: group unknown" in [gap.why for gap in report.gaps]
+
+
 def test_backend_and_device_are_those_that_torch_chose(tmp_path):
     """The script leaves both to torch, which takes gloo where there is no GPU."""
     done, run = record(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.finding import CodeShare, Finding
 from rankscope.analysis.language import text
-from rankscope.analysis.phrases import named, place_in_code
+from rankscope.analysis.phrases import is_installed, named, place_in_code
 from rankscope.analysis.report.quantities import duration, duration_with_error
 from rankscope.analysis.timeline.own import BLOCKED
 
@@ -33,7 +33,6 @@ _EXPLAINS = 0.3  # share of what a finding costs, from which a place is said bes
 _SURE = 2.5  # standard deviations
 _EVERYWHERE = 0.5  # share of the others' time from which a place tells nothing about one rank
 _Z95 = 1.96
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 Floats = NDArray[np.float64]
 
@@ -235,7 +234,7 @@ class Code:
         own = place
         while own:
             _, parent, function, file, line = self.places.row(own - 1)
-            if not any(folder in file for folder in _INSTALLED):
+            if not is_installed(file):
                 return "" if own == place else place_in_code(function, file, line)
             own = parent
         return ""

@@ -220,7 +220,8 @@ def _streams(
     sender, receiver = ends["sender"].to_numpy(), ends["receiver"].to_numpy()
     known_sides = (sender >= 0) & (receiver >= 0) & (sender != receiver)
     named = named.select("group", group_size=pl.Series([len(m) for m in members], dtype=pl.UInt32))
-    named = named.with_columns(pl.when(pl.col("group").is_not_null()).then("group_size"))
+    known_members = pl.col("group").is_not_null() & (pl.col("group_size") > 0)
+    named = named.with_columns(pl.when(known_members).then("group_size"))
     streams = _Streams(
         named=named[group_of],
         is_p2p=np.arange(len(group_of)) >= len(ids),
