@@ -34,7 +34,7 @@ from rankscope.collectors.schema import (
 
 __all__ = ["NativeReader", "open_run", "read_rows", "recognises", "run_folder", "schema_of"]
 
-_DEVICE_WORLD = r"@([0-9a-f]+)"  # in what a rank's readings are called
+_OF_RANK = r"^(rank\d+)@([0-9a-f]+)"  # what a rank's readings are called: its world is behind the @
 _OPTIMIZER = REGION_KINDS.index("optimizer")
 _MAGIC = b"ARROW1"
 _NAMED_WORLDS = 4  # besides the one that is read; engines that generate for a job may each have their own
@@ -607,9 +607,9 @@ def _with_ranks_of(world: _World, launch: dict[str, Any]) -> dict[str, Any]:
 
 def _of_world_only(counters: pl.DataFrame, world: str) -> pl.DataFrame:
     """Without the readings of other worlds' ranks (`rank0@WORLD`); those of this one are called `rank0`."""
-    whose = pl.col("device").str.extract(_DEVICE_WORLD)
+    whose = pl.col("device").str.extract(_OF_RANK, 2)
     mine = counters.filter(whose.is_null() | (whose == world))
-    return mine.with_columns(pl.col("device").str.replace(_DEVICE_WORLD, ""))
+    return mine.with_columns(pl.col("device").str.replace(_OF_RANK, "$1"))
 
 
 def _windows(roots: list[Path]) -> list[list[Path]]:
