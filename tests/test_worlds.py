@@ -129,6 +129,9 @@ def test_what_has_ended_before_is_a_restart_or_another_job(tmp_path):
     stuck.world("aa", ranks=2, since=10, until=20)
     stuck.world("bb", ranks=2, since=30, until=None, trains=False, attempt=1)
     assert stuck.judged()[1] == ["attempt 0 was restarted and is not analysed, only the last attempt (1) is"]
+    earlier = Trace.open(tmp_path / "stuck" / "world=0")
+    later = f"attempt 1, which came later, is not analysed here: rankscope report {tmp_path}/stuck/world=1"
+    assert later in whys(earlier)
     again = Run(tmp_path / "again")
     again.world("aa", ranks=3, since=10, until=20)
     again.world("bb", ranks=1, since=30, until=40)

@@ -401,6 +401,12 @@ class NativeReader:
                 attempt=world.attempt,
                 last=mine.attempt,
             )
+        if world.attempt > mine.attempt:
+            return text(
+                "attempt {attempt}, which came later, is not analysed here: rankscope report {it}",
+                attempt=world.attempt,
+                it=address,
+            )
         return text(
             "another job of {count} in this run is not analysed here: rankscope report {it}",
             count=counted(len(world.ranks), "rank"),

@@ -981,6 +981,9 @@ CHINESE: dict[str, str] = {
     " (the hosts are mostly at {place})": "（主机大多在 {place}）",
     "they train": "它们在训练",
     "no optimizer ran there": "其中没有优化器运行",
+    "attempt {attempt}, which came later, is not analysed here: rankscope report {it}": (
+        "之后的第 {attempt} 次尝试此处不作分析：rankscope report {it}"
+    ),
     "another job of {count} in this run is not analysed here: rankscope report {it}": (
         "本次运行中另一个有 {count} 的作业此处不作分析：rankscope report {it}"
     ),
