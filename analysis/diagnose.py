@@ -206,7 +206,7 @@ def conclude(
     healthy = _with_hidden(healthy, hidden, found, not_checked)
     findings, fidelity = _with_gains(root_causes_first(found), run)
     costs = delays(timeline.phases, timeline.collectives)
-    code, aside = code_of(timeline), _set_aside(timeline)
+    code = code_of(timeline)
     findings = tuple(
         replace(finding, stood_still=_stood_still(costs, finding), code=code.of_finding(finding))
         for finding in findings
@@ -221,7 +221,7 @@ def conclude(
         source="",
         verdict=_verdict(
             *(findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]),
-            *(lead, "device_waits" in tables, code, aside),
+            *(lead, "device_waits" in tables, code, _of_outliers(steps, timeline, code)),
         ),
         ranks=seen,
         world_size=world_size,
@@ -600,17 +600,9 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
 
 def code_of(timeline: Timeline) -> Code:
     """Where main threads are in the judged steps, and were at the end."""
-    return _code_in(timeline, timeline.steps.filter("judged"))
-
-
-def _set_aside(timeline: Timeline) -> Code:
-    """The same of the steps that were set aside as outliers."""
-    return _code_in(timeline, timeline.steps.filter(pl.col("aside") == "outlier"))
-
-
-def _code_in(timeline: Timeline, steps: pl.DataFrame) -> Code:
-    step_ns = steps.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item() or 0.0
-    samples = timeline.samples.join(steps, on=["rank", "step"], how="semi")
+    judged = timeline.steps.filter("judged")
+    step_ns = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item() or 0.0
+    samples = timeline.samples.join(judged, on=["rank", "step"], how="semi")
     last = timeline.samples.group_by("rank", maintain_order=True).agg(pl.col("place").last())
     return Code(samples, timeline.places, step_ns, dict(last.iter_rows()))
 
@@ -701,9 +693,9 @@ def _verdict(
     lead: Lead | None,
     hosts_only: bool,
     code: Code,
-    aside: Code,
+    aside: str,
 ) -> str:
-    """One sentence."""
+    """One sentence; `aside` is what it says of steps that were not judged."""
     missing = sorted(set(range(world_size or 0)) - set(seen))
     absent = (
         text(
@@ -715,7 +707,7 @@ def _verdict(
         if missing
         else ""
     )
-    absent = joined("", (_of_outliers(steps, aside), absent))
+    absent = joined("", (aside, absent))
     if findings:
         return text("{headline}{absent}.", headline=_headline(findings, steps, len(seen), rate), absent=absent)
     if not any(check.detector not in NOT_OF_SPEED for check in healthy):
@@ -850,11 +842,12 @@ def _unexplained(phases: pl.DataFrame) -> str:
     return much if share >= _MUCH_BLOCKED else ""
 
 
-def _of_outliers(steps: StepSummary, code: Code) -> str:
+def _of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
     """What the steps take that were set aside, where it is much, and where in the code."""
     if steps.outliers_fraction < _LARGE:
         return ""
-    place = code.most()
+    outliers = timeline.steps.filter(pl.col("aside") == "outlier")
+    place = replace(code, samples=timeline.samples.join(outliers, on=["rank", "step"], how="semi")).most()
     return text(
         "; steps set aside as outliers ({count}) take {share} of the time{at}",
         count=steps.outliers,

@@ -7,10 +7,9 @@ from itertools import pairwise
 
 from rankscope.analysis.language import Text, text
 from rankscope.analysis.report.quantities import ranges
+from rankscope.collectors.schema import INSTALLED
 
 __all__ = ["counted", "every_nth", "is_installed", "named", "place_in_code"]
-
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def named(kind: str, numbers: Sequence[int]) -> Text:
@@ -26,7 +25,7 @@ def counted(number: int, noun: str) -> Text:
 def place_in_code(function: str, file: str, line: int) -> str:
     """`train.py:38 (main)`; of installed packages with their folders."""
     function = function.rpartition("<locals>.")[2]
-    for folder in _INSTALLED:
+    for folder in INSTALLED:
         _, found, inside = file.partition(folder)
         if found:
             return f"{inside}:{line} ({function})"
@@ -35,7 +34,7 @@ def place_in_code(function: str, file: str, line: int) -> str:
 
 def is_installed(file: str) -> bool:
     """Whether this is a package's code, not the job's own."""
-    return any(folder in file for folder in _INSTALLED)
+    return any(folder in file for folder in INSTALLED)
 
 
 def every_nth(shown: Sequence[int], judged: int) -> Text:

@@ -17,6 +17,7 @@ __all__ = [
     "DEVICE_MARKS",
     "DEVICE_WORK",
     "DTYPES",
+    "INSTALLED",
     "NCCL_ALGORITHMS",
     "NCCL_EVENTS",
     "NCCL_PROTOCOLS",
@@ -106,6 +107,7 @@ DEVICE_WORK = (
     "memory",
 )
 P2P_OPS = ("send", "recv", "recv_any_source")
+INSTALLED = ("/site-packages/", "/dist-packages/")  # in the path of code that is a package's, not the job's
 LEFT_OFF = "collector left off by RANKSCOPE_DISABLE"  # the why of such a gap
 ALL_TO_ALL_OPS = ("alltoall", "alltoall_base")
 

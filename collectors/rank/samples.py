@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 from rankscope.collectors.frames import UNSAFE, current_frames
-from rankscope.collectors.schema import RecordType
+from rankscope.collectors.schema import INSTALLED, RecordType
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
@@ -35,7 +35,6 @@ _OWN = tuple(
     for folder in (os.path.dirname(sys.modules["torch"].__file__ or "-"), os.path.dirname(os.path.dirname(__file__)))
 )
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 _UNNAMED = ("<frozen ", "<eval_with_key")
 
 _stopped = threading.Event()
@@ -116,4 +115,4 @@ class Chains:
 def _is_hidden(file: str) -> bool:
     if file.startswith(_OWN) or file.startswith(_UNNAMED):
         return True
-    return file.startswith(_STDLIB) and not any(folder in file for folder in _INSTALLED)
+    return file.startswith(_STDLIB) and not any(folder in file for folder in INSTALLED)
