@@ -165,6 +165,24 @@ def test_nothing_is_predicted_across_nodes_whose_clocks_are_too_uncertain(tmp_pa
         run_of(folder)
 
 
+def test_mended_rank_takes_what_its_peers_take_between_the_same_operations(tmp_path):
+    """Of two spans of forward rank 1 needs 30 ms more in the second one only; in the first nobody waits."""
+    (tmp_path / "run").mkdir(parents=True)
+    said = {"schema_version": SCHEMA_VERSION, "node": 0, "state": "closed", "launch": {}}
+    (tmp_path / "run/node=00000.json").write_text(json.dumps(said))
+    for rank, second in ((0, 20), (1, 50)):
+        rows = []
+        for step in range(STEPS):
+            begin = 120 * step
+            rows += [("forward", begin, begin + 110), ("optimizer", begin + 110, begin + 120)]
+            calls = ((begin + 40, begin + 50), (begin + 50 + second, begin + 110))
+            rows += [(2 * step + i, *call) for i, call in enumerate(calls)] + [("wait", *call) for call in calls]
+        write(tmp_path, rank, rows, world_size=2, node=0, is_async=False)
+    run = run_of(tmp_path)
+    assert (run.step_ns, step_ms(run.gain("rank:1"))) == (120 * MS, 90)
+    assert step_ms(run.gain("balance")) == 105
+
+
 def test_balanced_ranks_all_take_the_mean(tmp_path):
     assert step_ms(run_of(record(tmp_path, {0: 40, 1: 70})).gain("balance")) == 75
 

@@ -263,7 +263,7 @@ def _assembled(
         part=np.concatenate([nothing, part, np.full(n_ops + n_rows, _TRANSFER)]),
         label=np.concatenate([nothing, label, row_label[first_row], row_label]),
         instance=np.concatenate([nothing, np.full(n_chain, _NONE), ids, instance_id]),
-        start_ns=keys.origin + np.concatenate([nothing + 1, chain_start, last_began, local_began]),
+        start_ns=keys.origin + np.concatenate([nothing + 1, chain_start, last_began, arrival - row_place * keys.span]),
         end_ns=keys.origin + np.concatenate([chain_start[first_of_rank], chain_end, op_end, local_end]),
         parts=PARTS,
         labels=tuple(labels),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from rankscope.analysis.language import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.cost_model import fit_line
 from rankscope.analysis.timeline.device_graph import device_graph, first_steps
-from rankscope.analysis.timeline.graph import Floats, Ints, NotReplayable, replay
+from rankscope.analysis.timeline.graph import Floats, Graph, Ints, NotReplayable, replay
 from rankscope.analysis.timeline.host_graph import HostGraph, fidelity, graph_of, step_lengths
 from rankscope.analysis.timeline.links import busy_time, link_rates
 from rankscope.analysis.timeline.own import OWN
@@ -63,6 +63,7 @@ class Rerun:
     )  # of DDP's gradients: group_id, step, instance_id and size_bytes, in the order they are reduced
     lengths_ns: Floats  # of the rows of `host.steps`, as replayed with nothing changed
     judged: Bools
+    section: Ints  # of each node: how many matched operations its rank had called in the step when it began
 
     @property
     def step_ns(self) -> float:
@@ -123,52 +124,50 @@ class Rerun:
     def _as_the_others(self, ranks: tuple[int, ...], duration: Floats) -> Floats | None:
         """Own time of `ranks`, by step and label, becomes the median of all others that have their role."""
         chosen = np.isin(sorted(self.nodes), ranks)
-        peers = [(each, ~chosen & (self.role == each)) for each in np.unique(self.role[chosen])]
-        if not peers or not all(others.any() for _, others in peers):
-            return None
-
-        def usual(own: Floats) -> Floats:
-            as_peers: Floats = own.copy()
-            for each, others in peers:
-                as_peers[self.role == each] = np.median(own[others], axis=0)
-            return as_peers
-
-        return self._own_time_as(chosen, usual, duration)
+        alike = [self.role == each for each in np.unique(self.role[chosen])]
+        peers = [_Peers(chosen & role, ~chosen & role, np.median) for role in alike]
+        known = bool(peers) and all(some.others.any() for some in peers)
+        return self._own_time_as(peers, duration) if known else None
 
     def _like_a_mean_stage(self, argument: str, duration: Floats) -> Floats | None:
         """Own time of the stage's ranks, by step and label, becomes the mean over the ranks of all stages."""
         staged = np.isin(sorted(self.nodes), list(self.stages))
         of_stage = [rank for rank, stage in self.stages.items() if stage == _number(argument)]
         chosen = np.isin(sorted(self.nodes), of_stage)
-        if not chosen.any():
-            return None
-        return self._own_time_as(chosen, lambda own: own[staged].mean(axis=0), duration)
+        return self._own_time_as([_Peers(chosen, staged, np.mean)], duration) if chosen.any() else None
 
     def _balanced(self, argument: str, duration: Floats) -> Floats | None:
         """Own time of every rank, by step and label, becomes the mean over ranks."""
         if argument or len(self.nodes) < 2:
             return None
-        return self._own_time_as(np.ones(len(self.nodes), bool), lambda own: own.mean(axis=0), duration)
+        everybody = np.ones(len(self.nodes), bool)
+        return self._own_time_as([_Peers(everybody, everybody, np.mean)], duration)
 
-    def _own_time_as(self, chosen: Bools, usual: Callable[[Floats], Floats], duration: Floats) -> Floats:
-        """Durations in which the own time of the `chosen` ranks is what `usual` makes of all ranks', for each label.
+    def _own_time_as(self, peers: Sequence[_Peers], duration: Floats) -> Floats:
+        """Durations in which own time of the chosen ranks is, by step and label, what is typical of the others.
 
-        `usual` gets an array of (rank, step) in ns. What a rank has no time of stays away.
+        It is spread over the spans between operations as that of the others is, if all have one role and call equally
+        many in the step. What a rank has no time of stays away.
         """
         graph = self.host.graph
         own = np.flatnonzero(np.isin(graph.part, [graph.parts.index(part) for part in OWN]) & (graph.step >= 0))
         row = np.searchsorted(sorted(self.nodes), graph.rank[own])
-        shape = len(self.nodes), int(graph.step.max()) + 1
+        calls = np.zeros((len(self.nodes), int(graph.step.max()) + 1), np.int64)
+        np.maximum.at(calls, (row, graph.step[own]), self.section[own])
         scaled = duration.copy()
-        for label in np.unique(graph.label[own]):
-            of_label = graph.label[own] == label
-            nodes, at = own[of_label], np.ravel_multi_index((row[of_label], graph.step[own[of_label]]), shape)
-            spent: Floats = np.zeros(shape)
-            np.add.at(spent.reshape(-1), at, duration[nodes])
-            factor: Floats = np.divide(
-                usual(spent), spent, out=np.ones(shape), where=chosen[:, np.newaxis] & (spent > 0)
-            )
-            scaled[nodes] *= factor.ravel()[at]
+        for some in peers:
+            ranks = np.flatnonzero(some.chosen | some.others)
+            comparable = (calls[ranks] == calls[ranks[0]]).all(axis=0) & (self.role[ranks] == self.role[ranks[0]]).all()
+            of_ranks = np.isin(row, ranks)
+            nodes, place = own[of_ranks], np.searchsorted(ranks, row[of_ranks])
+            for label in np.unique(graph.label[nodes]):
+                of_label = graph.label[nodes] == label
+                some_nodes, step = nodes[of_label], graph.step[nodes[of_label]]
+                sections, span = np.unique(self.section[some_nodes] * comparable[step], return_inverse=True)
+                at = place[of_label], step, span
+                spent = np.zeros((len(ranks), calls.shape[1], len(sections)))
+                np.add.at(spent, at, duration[some_nodes])
+                scaled[some_nodes] *= _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical)[at]
         return np.asarray(scaled)
 
     # ---- what takes no time or less
@@ -255,6 +254,26 @@ class Rerun:
     def _operations(self) -> list[str]:
         graph = self.host.graph
         return [graph.labels[code] for code in np.unique(graph.label[graph.instance >= 0]).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """Ranks whose own time becomes what is typical of others, a function such as the median."""
+
+    chosen: Bools
+    others: Bools
+    typical: Callable[..., Floats]
+
+
+def _as_peers(spent: Floats, chosen: Bools, others: Bools, typical: Callable[..., Floats]) -> Floats:
+    """Factors for times of (rank, step, span): each step's sum becomes the typical one, spread as is typical."""
+    whole = typical(spent[others].sum(axis=2), axis=0)
+    share = np.where(spent > 0, typical(spent[others], axis=0), 0.0)
+    share = np.where(share.sum(axis=2, keepdims=True) > 0, share, spent)
+    total = share.sum(axis=2, keepdims=True)
+    wanted = np.divide(share * whole[:, np.newaxis], total, out=np.zeros_like(share), where=total > 0)
+    changes = (spent > 0) & chosen[:, np.newaxis, np.newaxis]
+    return np.asarray(np.divide(wanted, spent, out=np.ones_like(spent), where=changes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +376,27 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
         buckets=_gradient_buckets(timeline),
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
         judged=host.steps["judged"].fill_null(False).to_numpy(),
+        section=_sections(host.graph),
     )
+
+
+def _sections(graph: Graph) -> Ints:
+    """How many matched operations the node's rank had called in the node's step when it began; 0 of no rank or step."""
+    of_rank = np.flatnonzero((graph.rank >= 0) & (graph.step >= 0))
+    sides = of_rank[graph.instance[of_rank] >= 0]
+    order = np.lexsort((graph.start_ns[sides], graph.instance[sides], graph.rank[sides]))
+    sides = sides[order]
+    first = (np.diff(graph.rank[sides], prepend=-1) != 0) | (np.diff(graph.instance[sides], prepend=-1) != 0)
+    calls = sides[first]  # where its arrival and its end are two nodes
+    at = np.concatenate([calls, of_rank])
+    is_call = np.arange(len(at)) < len(calls)
+    order = np.lexsort((~is_call, graph.start_ns[at], graph.step[at], graph.rank[at]))
+    at, called = at[order], np.cumsum(is_call[order])
+    begins = (np.diff(graph.rank[at], prepend=-1) != 0) | (np.diff(graph.step[at], prepend=-1) != 0)
+    before: Ints = (called - is_call[order])[np.maximum.accumulate(np.where(begins, np.arange(len(at)), 0))]
+    section = np.zeros(len(graph), np.int64)
+    section[at] = called - before
+    return section
 
 
 def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:
