@@ -57,6 +57,7 @@ NO_RANK = (
 
 _CREDENTIALS = struct.Struct("3i")
 _FD = struct.Struct("i")
+_SET_NODE_RANK = "set NODE_RANK on each node"
 _WORLD = re.compile("[0-9a-f]{1,16}")
 _BAD_MESSAGE = (KeyError, TypeError, ValueError, OverflowError)  # pyarrow's own are subclasses of these
 
@@ -217,6 +218,8 @@ class Agent:
         self._windows_of: str | None = None  # the world whose ranks it knows
         self._reports: list[dict[str, Any]] = []
         self._node: _NodeTables | None = None
+        self._node_said = False  # by a launcher; else it is the only one until it meets another
+        self._id = os.urandom(4).hex()  # the other nodes' agents know it by that
         addresses = _own_addresses()
         self._sampler = Sampler(frozenset(addresses), hz)
         self._pinger: ping.Pinger | None = None
@@ -228,6 +231,7 @@ class Agent:
         self._state: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "state": "running",
+            "agent": self._id,
             "hostname": socket.gethostname(),
             "addresses": sorted(a for a in addresses if not (a == "::1" or a.startswith("127."))),
             "start_ns": self._started_ns,
@@ -257,7 +261,7 @@ class Agent:
                 self._work()
         except Exception as error:
             # Nobody would see a traceback here; the run must say it itself, and keep what there is.
-            self._begin(0)
+            self._begin(None)
             self._gap("*", f"the agent failed: {type(error).__name__}: {error}")
         self._close()
 
@@ -392,7 +396,7 @@ class Agent:
             except OSError as error:
                 raise ValueError(f"the ring cannot be mapped: {error}") from None
         elif kind == "peer":
-            self._meet(str(message["name"]), str(message["host"]), int(message["port"]), int(message["node"]))
+            self._meet(connection.rank, message)
         elif kind in ("step", "slow", "window", "stacks"):
             self._hear(connection.rank, message)
         elif kind == "bye":
@@ -403,7 +407,8 @@ class Agent:
     def _hello(self, connection: _Connection, hello: dict[str, Any], ring_fd: int) -> None:
         if connection.rank:
             raise ValueError("it said hello before")
-        node = self._begin(int(hello["node"]))
+        said = None if hello["node"] is None else int(hello["node"])
+        node = self._begin(said)
         rank, attempt, world = int(hello["rank"]), int(hello["attempt"]), hello["world"]
         if world is not None and not _WORLD.fullmatch(world):
             raise ValueError(f"{world!r} is no name of a world")
@@ -414,7 +419,8 @@ class Agent:
             connection.rank = _Rank(hello, ring_fd, world, attempt, node.index, self._run)
         except OSError as error:
             raise ValueError(f"the ring cannot be mapped: {error}") from None
-        reply = json.dumps({"port": self.port, "name": self._run.path.name, "node": node.index}).encode()
+        known = {"port": self.port, "name": self._run.path.name, "node": node.index, "agent": self._id}
+        reply = json.dumps(known).encode()
         with contextlib.suppress(OSError):  # its end will be noticed with the next packet
             connection.channel.send(reply)  # before all that takes longer: the rank waits for it
         connection.report = {"rank": rank, "world": world, "attempt": attempt, "pid": hello["pid"], "bye": False}
@@ -430,9 +436,9 @@ class Agent:
         if world == self._windows_of or not self._in_windows():
             self._windows_of = world
             self._windows.join(rank, connection.send, connection.pid)
-        if node.index != int(hello["node"]):
-            why = f"rank {rank} says that it is on node {hello['node']}, another rank beside it said {node.index}"
-            self._gap("clocks", f"{why}: set NODE_RANK on each node")
+        if said not in (None, node.index):
+            why = f"rank {rank} says that it is on node {said}, where others are on node {node.index}"
+            self._gap("clocks", f"{why}: {_SET_NODE_RANK}")
 
     def _in_windows(self) -> list[tuple[_Connection, _Rank]]:
         """Those who may record deep windows and tell their stacks: the ranks of one world, see `_hear`."""
@@ -488,12 +494,26 @@ class Agent:
 
     # ---- the node
 
-    def _begin(self, index: int) -> _NodeTables:
-        """The node is known, from the first rank that says hello."""
+    def _begin(self, said: int | None) -> _NodeTables:
+        """The node has a number, with the first rank that says hello: what a launcher said to it, else 0 at first."""
         if self._node is None:
-            self._node = _NodeTables(self._run, index)
-            self._state["node"] = index
+            self._node = _NodeTables(self._run, said or 0)
+            self._state["node"] = self._node.index
+        elif said is not None and not self._node_said and self._pinger is None:
+            self._renumber(self._node, said)
+        self._node_said |= said is not None
         return self._node
+
+    def _renumber(self, node: _NodeTables, index: int) -> None:
+        """All that the node has written is of node `index`; readers take a rank's node from its entry in the JSON."""
+        key = f"node={index:05d}"
+        try:
+            self._run.rename(node.tables.key, key)
+        except OSError as error:
+            self._gap("*", f"the node's files could not be renamed to {key}: {error}")
+            return
+        node.index, node.tables.key, self._state["node"] = index, key, index
+        self._write_state()
 
     def _tell_pids(self) -> None:
         ranks = [(c.rank.device, c.pid, c.tid or c.pid) for c in self._connections if c.rank]
@@ -511,9 +531,10 @@ class Agent:
             node.tables.gap("counters", why, source=source, start_ns=time_ns)
 
     def _take_ras(self, node: _NodeTables) -> None:
-        """Where the job stands still NCCL's RAS is asked, by node 0's agent: it speaks for all processes."""
-        heard = [c.rank.heard_ns for c in self._connections if c.rank and c.rank.heard_ns]
-        if node.index == 0 and self._uses_nccl and heard:
+        """Where the job stands still NCCL's RAS is asked, by the agent of a rank 0: it speaks for all processes."""
+        ranks = [c.rank for c in self._connections if c.rank]
+        heard = [rank.heard_ns for rank in ranks if rank.heard_ns]
+        if any(rank.rank == 0 for rank in ranks) and self._uses_nccl and heard:
             self._ras.look(max(heard), self._windows.step_ns)
         while not self._ras.answers.empty():
             time_ns, answer, rows = self._ras.answers.get()
@@ -544,12 +565,30 @@ class Agent:
 
     # ---- the other nodes
 
-    def _meet(self, name: str, host: str, port: int, peer: int) -> None:
-        """The run lies in the folder of the name that rank 0's node gave it, mostly node 0, whose agent is pinged."""
-        if self._node is None or self._node.index == peer or self._pinger:
+    def _meet(self, rank: _Rank, message: Mapping[str, Any]) -> None:
+        """The run lies in the folder of the name that rank 0's node gave it, mostly node 0, whose agent is pinged.
+
+        Where both have the same number, since no launcher said one, that of the first rank here is this node's.
+        """
+        name, peer, agent = str(message["name"]), int(message["node"]), str(message["agent"])
+        host, port = str(message["host"]), int(message["port"])
+        if self._node is None or agent == self._id or self._pinger:
             return  # after an elastic restart it may be told of another node 0; ours is the first
         if name in ("", ".", "..") or "/" in name:
             raise ValueError(f"{name!r} is no name of a run")
+        index = self._node.index
+        if index == peer:
+            index = min(c.rank.rank for c in self._connections if c.rank and c.rank.world == rank.world)
+        there = self._run.path.parent / name / "run"
+        shared = there != self._run.path / "run"  # it may be ours already
+        while index == peer or (shared and (there / f"node={index:05d}.json").exists()):
+            index += 1
+        if index != self._node.index:
+            if self._node_said:
+                why = f"another node than this one is node {self._node.index} too, so this is node {index}"
+                self._gap("clocks", f"{why}: {_SET_NODE_RANK}")
+            self._renumber(self._node, index)
+        self._state["peer"] = agent
         try:
             self._run.move(name)
         except OSError as error:
@@ -581,7 +620,7 @@ class Agent:
             if connection in self._connections:
                 self._end(connection, "the agent was asked to end while the rank was still running")
         if self._node is None:
-            self._begin(0)
+            self._begin(None)
             self._gap("*", NO_RANK)
         self._windows.close()
         if self._node:

@@ -293,7 +293,8 @@ class _Session:
         os.close(ring.fd)  # the mapping and the agent hold it
         self.emit = Emit(ring, self._channel)
         self._agent_gone = False
-        self._peer_known = self.node == 0 or self.local_rank != 0
+        # Where a launcher says which node this is, one rank of each is enough, and the first needs none.
+        self._peer_known = rank == 0 or (self.node is not None and (self.node == 0 or self.local_rank != 0))
         if rank == 0:
             store.set(_STORE_KEY, json.dumps(agent))
 
@@ -365,7 +366,7 @@ class _Session:
             self._peer_known = True
             peer = json.loads(self._store.get(_STORE_KEY))
             host = os.environ.get("MASTER_ADDR", "")
-            self.emit.send({"type": "peer", "host": host} | {name: peer[name] for name in ("name", "port", "node")})
+            self.emit.send({"type": "peer", "host": host} | peer)
 
     def close(self) -> None:
         """End the recording: no hook is left, and no thread of torch's is about to call into a dying interpreter.
@@ -396,10 +397,11 @@ def _world(store: Any) -> str | None:  # noqa: ANN401
     return None
 
 
-def _place(rank: int, world_size: int) -> tuple[int, int]:
+def _place(rank: int, world_size: int) -> tuple[int, int | None]:
     """Local rank and node, as torchrun, `rankscope exec`, Lightning or DeepSpeed say in the environment.
 
     Where nobody says how many ranks a node has, all are on this one if they meet at its loopback address; else one.
+    Where nobody says which node it is the agent numbers it, when it meets another one.
     """
 
     def said(*names: str) -> int | None:
@@ -411,7 +413,7 @@ def _place(rank: int, world_size: int) -> tuple[int, int]:
         local_world = world_size if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
     local_rank = said("LOCAL_RANK", "RANKSCOPE_LOCAL_RANK")
     node = said("GROUP_RANK", "RANKSCOPE_NODE", "NODE_RANK", "CROSS_RANK")
-    return rank % local_world if local_rank is None else local_rank, rank // local_world if node is None else node
+    return rank % local_world if local_rank is None else local_rank, node
 
 
 def _running_operations() -> list[bytes]:

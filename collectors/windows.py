@@ -174,10 +174,9 @@ class Windows:
 
     def work(self, node: int) -> None:
         """Requests are taken up, and brought as far as they can be now."""
-        if self._node is None:
-            self._node = node
-            if self._fixed:
-                self._ask_fixed(*self._fixed)
+        if self._node is None and self._fixed:
+            self._ask_fixed(*self._fixed)
+        self._node = node
         if self._told_path != self._run.path:
             self._told_path = self._run.path
             self._tell_new_paths()

@@ -66,6 +66,11 @@ class RunFolder:
             writer.flush(folder, at_any_rate=True)
             writer.seal(folder)
 
+    def rename(self, old: str, new: str) -> None:
+        """What the partition `old` ("node=00000") has written is that of `new`. Raises OSError."""
+        for path in self.path.glob(f"*/*{old}*"):
+            os.rename(path, path.with_name(path.name.replace(old, new)))
+
     def move(self, name: str) -> None:
         """Every file lies under `name` beside the old folder, which is gone if it is empty. Raises OSError."""
         old, new = self.path, self.path.parent / name
@@ -262,7 +267,7 @@ class Partition:
 
     def __init__(self, run: RunFolder, key: str, prefix: str = "") -> None:
         self._run = run
-        self._key = key
+        self.key = key
         self._prefix = prefix
         self._writers: dict[str, _TableWriter] = {}
 
@@ -307,14 +312,14 @@ class Partition:
         if gaps:
             gaps.flush(self._folder(gaps), at_any_rate=True)
             gaps.seal(self._folder(gaps))
-        self._run.refused += [(writer, self._key) for writer in self._writers.values() if writer.waiting]
+        self._run.refused += [(writer, self.key) for writer in self._writers.values() if writer.waiting]
 
     def _in_order(self) -> Sequence[_TableWriter]:
         """The gaps come last, as the others add to them."""
         return sorted(self._writers.values(), key=lambda writer: writer.table.name == "gaps")
 
     def _folder(self, writer: _TableWriter) -> Path:
-        return self._run.path / writer.table.name / self._key
+        return self._run.path / writer.table.name / self.key
 
     def _tell_loss(self, writer: _TableWriter) -> None:
         now_ns = time.perf_counter_ns()

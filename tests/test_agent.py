@@ -352,7 +352,7 @@ def test_node_0_that_does_not_answer_pings_is_a_gap(agent, started):
         closed_port = server.getsockname()[1]
     rank = Rank(agent.name, rank=1, node=1)
     started.append(rank)
-    rank.do(f"say(type='peer', name='run', host='127.0.0.1', port={closed_port}, node=0)")
+    rank.do(f"say(type='peer', name='run', host='127.0.0.1', port={closed_port}, node=0, agent='a')")
     rank.bye()
     agent.end()
     (text,) = (text for text in why(agent.out, "node=00001") if "pings" in text)
@@ -549,7 +549,7 @@ def test_two_nodes_find_each_other_share_a_folder_and_relate_their_clocks(two_no
     started += [zero, one]
     one.do("regions(3)")
     wait_for(lambda: live_rows(tmp_path / "second", "regions") == 3)
-    one.do(f"say(type='peer', name={zero.reply['name']!r}, host='10.99.0.1', port={zero.reply['port']}, node=0)")
+    one.do(f"say(type='peer', host='10.99.0.1', **{zero.reply})")
     wait_for(lambda: live_rows(tmp_path / "first", "clocks") > 10)
     one.do("regions(2, 3)")
     one.bye()
@@ -579,7 +579,7 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
         return json.loads((tmp_path / "heard").read_text())
 
     told = [hears(zero), hears(one)]
-    one.do(f"say(type='peer', name={zero.reply['name']!r}, host='127.0.0.1', port={zero.reply['port']}, node=0)")
+    one.do(f"say(type='peer', host='127.0.0.1', **{zero.reply})")
     told.append(hears(one))
     assert [(message["first"], Path(message["path"]).parents[1].name) for message in told] == [
         (900, "first"),

@@ -175,3 +175,53 @@ def test_deep_windows_and_counters_are_of_the_world_that_steps(tmp_path):
         for name in ("world=0", "world=1")
     }
     assert min(of_ranks.values()) > 5
+
+
+def test_nodes_that_no_launcher_numbers_get_numbers_when_they_meet(tmp_path):
+    """An engine and a trainer on each of two nodes; both nodes are 0 until the trainers meet.
+
+    Later a launcher says on the first node that it is 7: its ranks, and the pings of the other one, are of node 7.
+    """
+    folders = tmp_path / "first", tmp_path / "second"
+    agents = [Agent(folder) for folder in folders]
+    engines = [Rank(agent.name, world=world, node=None) for agent, world in zip(agents, ("aa", "bb"), strict=True)]
+    trainers = [Rank(a.name, world="cc", node=None, rank=r, world_size=2) for r, a in enumerate(agents)]
+    named = []
+    try:
+        engines[1].bye()  # its files are closed before its node is numbered
+        assert [rank.reply["node"] for rank in (*engines, *trainers)] == [0, 0, 0, 0]
+        trainers[1].do(f"say(type='peer', host='127.0.0.1', **{trainers[0].reply})", "regions(3)")
+        wait_for(lambda: [path.name for path in sorted(tmp_path.glob("*/run/node=*.json"))][-1:] == ["node=00001.json"])
+        named.append(Rank(agents[0].name, world="dd", node=7))
+        wait_for(lambda: (folders[0] / "run" / "node=00007.json").exists())
+        time.sleep(1)
+    finally:
+        for rank in (engines[0], *trainers, *named):
+            rank.bye()
+        for agent in reversed(agents):
+            agent.end()
+    assert not folders[1].exists()
+    run = rankscope.open(folders[0])
+    assert run.table("ranks").collect().select("rank", "node").sort("rank").rows() == [(0, 7), (1, 1)]
+    clocks = run.table("clocks").collect().filter(pl.col("peer") >= 0)
+    assert set(clocks.select("node", "peer").rows()) == {(1, 7)}
+    assert not [gap.why for gap in run.gaps() if "NODE_RANK" in gap.why]
+    of_worlds = [Trace.open(folders[0] / f"world={n}").table("ranks").collect()["node"].to_list() for n in range(4)]
+    assert sorted(of_worlds) == [[1], [7], [7], [7, 1]]
+
+
+def test_two_nodes_that_were_given_one_number_are_told_apart_and_it_is_said(tmp_path):
+    first, second = agents = [Agent(tmp_path / name) for name in ("first", "second")]
+    ranks = [Rank(agent.name, rank=r, node=3, world_size=2) for r, agent in enumerate(agents)]
+    try:
+        ranks[1].do(f"say(type='peer', host='127.0.0.1', **{ranks[0].reply})", "regions(3)")
+        wait_for(lambda: not second.out.exists())
+    finally:
+        for rank in ranks:
+            rank.bye()
+        for agent in reversed(agents):
+            agent.end()
+    run = rankscope.open(first.out)
+    assert run.table("ranks").collect()["node"].to_list() == [3, 1]
+    said = "another node than this one is node 3 too, so this is node 1: set NODE_RANK on each node"
+    assert [(gap.table, gap.node) for gap in run.gaps() if gap.why == said] == [("clocks", 1)]

@@ -26,6 +26,7 @@ from rankscope.collectors.schema import (
     NCCL_ALGORITHMS,
     NCCL_EVENTS,
     NCCL_PROTOCOLS,
+    NO_PEER,
     OPS,
     REGION_KINDS,
     SCHEMA_VERSION,
@@ -173,6 +174,7 @@ class NativeReader:
         mine = self._worlds[self._world]
         self._parts = [p for p in parts if p.rank is None or (p.world, p.attempt) == (mine.name, mine.attempt)]
         self.run = {node: _with_ranks_of(mine, launch) for node, launch in run.items()}
+        self._node_of = _nodes(run, mine.name, mine.attempt)
         self._raw: dict[str, pl.DataFrame] = {}
         self._tables: dict[str, pl.DataFrame] = {}
         self._seen: set[str] = set()  # tables whose gaps are noted
@@ -204,6 +206,8 @@ class NativeReader:
                 frame = self._with_node(frame)
             if name != "strings":
                 frame = self._with_names(frame)
+            if name == "clocks":
+                frame = _with_peers(frame, self.run)
             if name == "counters":
                 frame = _of_world_only(frame, self._worlds[self._world].name)
             if name not in _READ_BY_OTHERS:
@@ -249,7 +253,8 @@ class NativeReader:
             frames = [self._whole_rows(name, list(of_schema)) for _, of_schema in alike]
             schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
             schema |= {c.name: _POLARS[c.type] for c in TABLES[name].columns}
-            self._raw[name] = pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
+            frame = pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
+            self._raw[name] = _on_nodes(frame, self._node_of) if name == "ranks" else frame
         return self._raw[name]
 
     def _read_part(self, part: _Part) -> list[pa.Table]:
@@ -551,9 +556,14 @@ def _worlds(run: Mapping[int, Mapping[str, Any]], parts: list[_Part]) -> list[_W
 
 def _world(run: Mapping[int, Mapping[str, Any]], name: str, attempt: int, parts: list[_Part]) -> _World:
     rows = pl.concat(
-        [_columns(part, "start_ns", "node") for part in parts if part.table == "ranks"]
-        or [pl.DataFrame(schema={"start_ns": pl.Int64, "node": pl.Int32})]
+        [
+            _columns(part, "start_ns", "node").with_columns(pl.lit(part.rank, pl.Int32).alias("rank"))
+            for part in parts
+            if part.table == "ranks"
+        ]
+        or [pl.DataFrame(schema={"start_ns": pl.Int64, "node": pl.Int32, "rank": pl.Int32})]
     )
+    rows = _on_nodes(rows, _nodes(run, name, attempt))
     nodes = frozenset(rows["node"].to_list())
     start_ns = rows.filter(pl.col("node") == min(nodes, default=0))["start_ns"].min()
     begun = start_ns if isinstance(start_ns, int) else 0
@@ -602,6 +612,26 @@ def _that_trains(worlds: list[_World]) -> int:
 def _is_of(entry: Mapping[str, Any], world: str, attempt: int) -> bool:
     """Whether this rank of a run's JSON is of that world."""
     return (entry.get("world") or "", entry.get("attempt", 0)) == (world, attempt)
+
+
+def _nodes(run: Mapping[int, Mapping[str, Any]], world: str, attempt: int) -> dict[int, int]:
+    """The node of each rank: a node may get its number after its ranks have begun."""
+    entries = [(entry, node) for node, launch in run.items() for entry in launch.get("ranks", ())]
+    return {entry["rank"]: node for entry, node in entries if "rank" in entry and _is_of(entry, world, attempt)}
+
+
+def _on_nodes(rows: pl.DataFrame, node_of: Mapping[int, int]) -> pl.DataFrame:
+    node = pl.col("rank").replace_strict(node_of, default=pl.col("node"), return_dtype=pl.Int32)
+    return rows.with_columns(node.alias("node")) if node_of else rows
+
+
+def _with_peers(clocks: pl.DataFrame, run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
+    """Which node each one pinged: that may have got another number since it was asked for it."""
+    number = {launch["agent"]: node for node, launch in run.items() if "agent" in launch}
+    pinged = {node: number[launch["peer"]] for node, launch in run.items() if launch.get("peer") in number}
+    peer = pl.col("node").replace_strict(pinged, default=pl.col("peer"), return_dtype=pl.Int32)
+    is_ping = pl.col("peer") != NO_PEER
+    return clocks.with_columns(pl.when(is_ping).then(peer).otherwise("peer").alias("peer")) if pinged else clocks
 
 
 def _with_ranks_of(world: _World, launch: dict[str, Any]) -> dict[str, Any]:
