@@ -125,7 +125,7 @@ class Rerun:
         """Own time of `ranks`, by step and label, becomes the median of all others that have their role."""
         chosen = np.isin(sorted(self.nodes), ranks)
         alike = [self.role == each for each in np.unique(self.role[chosen])]
-        peers = [_Peers(chosen & role, ~chosen & role, _as_one_of_them) for role in alike]
+        peers = [_Peers(chosen & role, ~chosen & role, np.median) for role in alike]
         known = bool(peers) and all(some.others.any() for some in peers)
         return self._own_time_as(peers, duration) if known else None
 
@@ -134,20 +134,20 @@ class Rerun:
         staged = np.isin(sorted(self.nodes), list(self.stages))
         of_stage = [rank for rank, stage in self.stages.items() if stage == _number(argument)]
         chosen = np.isin(sorted(self.nodes), of_stage)
-        return self._own_time_as([_Peers(chosen, staged, _as_their_mean)], duration) if chosen.any() else None
+        return self._own_time_as([_Peers(chosen, staged, np.mean)], duration) if chosen.any() else None
 
     def _balanced(self, argument: str, duration: Floats) -> Floats | None:
         """Own time of every rank, by step and label, becomes the mean over ranks."""
         if argument or len(self.nodes) < 2:
             return None
         everybody = np.ones(len(self.nodes), bool)
-        return self._own_time_as([_Peers(everybody, everybody, _as_their_mean)], duration)
+        return self._own_time_as([_Peers(everybody, everybody, np.mean)], duration)
 
     def _own_time_as(self, peers: Sequence[_Peers], duration: Floats) -> Floats:
-        """Durations in which own time of the chosen ranks is, by step and label, like that of the others.
+        """Durations in which own time of the chosen ranks is, by step and label, what is typical of the others.
 
-        So is how it is spread over the spans between operations, if all have one role and call equally many in the
-        step. What a rank has no time of stays away.
+        It is spread over the spans between operations as that of the others is, if all have one role and call equally
+        many in the step. What a rank has no time of stays away.
         """
         graph = self.host.graph
         own = np.flatnonzero(np.isin(graph.part, [graph.parts.index(part) for part in OWN]) & (graph.step >= 0))
@@ -167,7 +167,7 @@ class Rerun:
                 at = place[of_label], step, span
                 spent = np.zeros((len(ranks), calls.shape[1], len(sections)))
                 np.add.at(spent, at, duration[some_nodes])
-                scaled[some_nodes] *= some.factors(spent, ranks)[at]
+                scaled[some_nodes] *= _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical)[at]
         return np.asarray(scaled)
 
     # ---- what takes no time or less
@@ -258,40 +258,22 @@ class Rerun:
 
 @dataclass(frozen=True, slots=True)
 class _Peers:
-    """Ranks whose own time becomes what `like` makes of the others': a sum for each step, and how it is spread."""
+    """Ranks whose own time becomes what is typical of others, a function such as the median."""
 
     chosen: Bools
     others: Bools
-    like: Callable[[Floats, int], tuple[Floats, Floats]]
-
-    def factors(self, spent: Floats, ranks: Ints) -> Floats:
-        """Of times by (rank, step, span), of these ranks."""
-        chosen = self.chosen[ranks]
-        whole, spread = self.like(spent[self.others[ranks]], int(chosen.sum()))
-        own = spent[chosen]
-        spread = np.where(own > 0, spread, 0.0)
-        spread = np.where(spread.sum(axis=2, keepdims=True) > 0, spread, own)
-        total = spread.sum(axis=2, keepdims=True)
-        wanted = np.divide(spread * whole[:, np.newaxis], total, out=np.zeros_like(own), where=total > 0)
-        factors = np.ones_like(spent)
-        factors[chosen] = np.divide(wanted, own, out=np.ones_like(own), where=own > 0)
-        return factors
+    typical: Callable[..., Floats]
 
 
-def _as_one_of_them(others: Floats, count: int) -> tuple[Floats, Floats]:
-    """The median of their sums; spread as that of the rank that is nearest to it, for the next rank the next nearest.
-
-    Not as is usual of all of them: ranks that no longer scatter would wait less for each other.
-    """
-    sums = others.sum(axis=2)
-    whole = np.median(sums, axis=0)
-    nearest = np.argsort(np.abs(sums - whole), axis=0, kind="stable")[np.arange(count) % len(sums)]
-    return whole, np.take_along_axis(others, nearest[:, :, np.newaxis], axis=0)
-
-
-def _as_their_mean(others: Floats, count: int) -> tuple[Floats, Floats]:
-    mean = others.mean(axis=0)
-    return mean.sum(axis=1), np.broadcast_to(mean, (count, *mean.shape))
+def _as_peers(spent: Floats, chosen: Bools, others: Bools, typical: Callable[..., Floats]) -> Floats:
+    """Factors for times of (rank, step, span): each step's sum becomes the typical one, spread as is typical."""
+    whole = typical(spent[others].sum(axis=2), axis=0)
+    share = np.where(spent > 0, typical(spent[others], axis=0), 0.0)
+    share = np.where(share.sum(axis=2, keepdims=True) > 0, share, spent)
+    total = share.sum(axis=2, keepdims=True)
+    wanted = np.divide(share * whole[:, np.newaxis], total, out=np.zeros_like(share), where=total > 0)
+    changes = (spent > 0) & chosen[:, np.newaxis, np.newaxis]
+    return np.asarray(np.divide(wanted, spent, out=np.ones_like(spent), where=changes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
