@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_rank import of_script
 
 import rankscope
 
@@ -97,7 +98,7 @@ class Running:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        return Job(code, self._outputs[0].read_text(), self._outputs[1].read_text(), self.run)
+        return Job(code, of_script(self._outputs[0].read_text()), self._outputs[1].read_text(), self.run)
 
 
 def start(folder: Path, script: Path, *arguments: object, ranks: int, record: bool = True, run: str = "run") -> Running:
