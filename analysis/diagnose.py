@@ -599,10 +599,12 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
 
 
 def code_of(timeline: Timeline) -> Code:
-    """Where main threads are in the judged steps, and were at the end."""
+    """Where main threads are in the judged steps, or if there are none in the recording; and were at the end."""
     judged = timeline.steps.filter("judged")
-    step_ns = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item() or 0.0
-    samples = timeline.samples.join(judged, on=["rank", "step"], how="semi")
+    step_ns = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item()
+    samples = timeline.samples
+    if len(judged):
+        samples = samples.join(judged, on=["rank", "step"], how="semi")
     last = timeline.samples.group_by("rank", maintain_order=True).agg(pl.col("place").last())
     return Code(samples, timeline.places, step_ns, dict(last.iter_rows()))
 
@@ -716,7 +718,9 @@ def _verdict(
             why = text("no step was seen")
         if steps.warmup and not steps.count:
             why = text("{steps} seen, all of them warm-up", steps=counted(steps.warmup, "step"))
-        more = joined("", (_made_of(breakdown), _unexplained(phases), absent))
+        place = None if steps.count else code.most()
+        seen_at = text("; main threads were mostly at {place}", place=place) if place else ""
+        more = joined("", (_made_of(breakdown), _unexplained(phases), seen_at, absent))
         if healthy and not steps.count:
             return text("No rank hangs; cannot judge: {why}{more}.", why=why, more=more)
         return text("Cannot judge: {why}{more}.", why=why, more=more)

@@ -168,8 +168,9 @@ class PhaseTime:
 class CodeShare:
     """A call in which main threads were in this share of the samples of judged steps, with all that it calls.
 
-    `depth` is how many listed calls it is in; calls follow the one that they are in. `part` is that of the step in
-    which most of it is, None where that is none. `uncertainty` is the 95 % half width of `fraction`.
+    Where no step was judged it is the share of all samples, and `ns_per_step` is None. `depth` is how many listed calls
+    it is in; calls follow the one that they are in. `part` is that of the step in which most of it is, None where that
+    is none. `uncertainty` is the 95 % half width of `fraction`.
     """
 
     depth: int
@@ -179,7 +180,7 @@ class CodeShare:
     line: int
     fraction: float
     uncertainty: float
-    ns_per_step: int
+    ns_per_step: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

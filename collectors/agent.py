@@ -507,6 +507,8 @@ class Agent:
     def _renumber(self, node: _NodeTables, index: int) -> None:
         """All that the node has written is of node `index`; readers take a rank's node from its entry in the JSON."""
         key = f"node={index:05d}"
+        if index == node.index or self._file_of(index, self._run.path).exists():  # of a node that has joined this run
+            return
         try:
             self._run.rename(node.tables.key, key)
         except OSError as error:
@@ -579,15 +581,16 @@ class Agent:
         index = self._node.index
         if index == peer:
             index = min(c.rank.rank for c in self._connections if c.rank and c.rank.world == rank.world)
-        there = self._run.path.parent / name / "run"
-        shared = there != self._run.path / "run"  # it may be ours already
-        while index == peer or (shared and (there / f"node={index:05d}.json").exists()):
+        there = self._run.path.parent / name
+        while index == peer or (there != self._run.path and self._file_of(index, there).exists()):
             index += 1
         if index != self._node.index:
             if self._node_said:
                 why = f"another node than this one is node {self._node.index} too, so this is node {index}"
                 self._gap("clocks", f"{why}: {_SET_NODE_RANK}")
             self._renumber(self._node, index)
+            if self._node.index != index:
+                return  # that node's files must not be written over
         self._state["peer"] = agent
         try:
             self._run.move(name)
@@ -643,7 +646,7 @@ class Agent:
     def _write_state(self) -> None:
         """`run/node=….json` says how things stand; on a full disk it stays as it was."""
         self._state["name"] = self._run.path.name
-        path = self._run.path / "run" / f"node={self._state['node']:05d}.json"
+        path = self._file_of(self._state["node"], self._run.path)
         unfinished = path.with_name(f".{path.name}.new")
         try:
             unfinished.write_text(json.dumps(self._state, indent=1))
@@ -652,6 +655,10 @@ class Agent:
         except OSError:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
+
+    @staticmethod
+    def _file_of(node: int, run: Path) -> Path:
+        return run / "run" / f"node={node:05d}.json"
 
     # ---- the process
 

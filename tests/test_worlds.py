@@ -49,19 +49,21 @@ def test_trainers_are_judged_alone_beside_what_generates_for_them(tmp_path):
     assert (finding["detector"], finding["ranks"]) == ("slow_rank", [1])
     assert finding["lost_ns_per_step"] == pytest.approx(30e6, rel=0.2)
     other = "ranks 0,1 of another world ran at the same time (no optimizer ran there) and are not analysed here: "
-    assert other + f"rankscope report {tmp_path}/run/world=0" in [gap["why"] for gap in trainers["gaps"]]
+    (said,) = (gap["why"] for gap in trainers["gaps"] if gap["why"].startswith(other))
+    engines = said.removeprefix(f"{other}rankscope report {tmp_path}/")
+    judged = {"run/world=0": "run/world=1", "run/world=1": "run/world=0"}[engines]  # whichever began first
 
-    tables = {name: rankscope.open(tmp_path / name) for name in ("run", "run/world=0", "run/world=1")}
+    tables = {name: rankscope.open(tmp_path / name) for name in ("run", engines, judged)}
     operations = {name: run.table("collectives").collect()["op"].value_counts() for name, run in tables.items()}
-    assert operations["run"].sort("op").equals(operations["run/world=1"].sort("op"))
-    assert dict(operations["run/world=0"].rows()) == {"allreduce": 200}
-    for name, pids in (("run", 2), ("run/world=0", 2)):
+    assert operations["run"].sort("op").equals(operations[judged].sort("op"))
+    assert dict(operations[engines].rows()) == {"allreduce": 200}
+    for name, pids in (("run", 2), (engines, 2)):
         counters = tables[name].table("counters").collect()
         assert set(counters.filter(source="host")["device"]) == {"", "rank0", "rank1"}
         assert tables[name].table("ranks").collect()["pid"].n_unique() == pids
-    told = subprocess.run([*RANKSCOPE, "report", "run/world=0"], cwd=tmp_path, capture_output=True, timeout=100)
+    told = subprocess.run([*RANKSCOPE, "report", engines], cwd=tmp_path, capture_output=True, timeout=100)
     assert told.returncode == 0
-    assert (tmp_path / "run/world=0/report.html").exists()
+    assert (tmp_path / engines / "report.html").exists()
 
 
 def test_a_world_that_is_not_there_is_one_line(tmp_path):
@@ -225,3 +227,25 @@ def test_two_nodes_that_were_given_one_number_are_told_apart_and_it_is_said(tmp_
     assert run.table("ranks").collect()["node"].to_list() == [3, 1]
     said = "another node than this one is node 3 too, so this is node 1: set NODE_RANK on each node"
     assert [(gap.table, gap.node) for gap in run.gaps() if gap.why == said] == [("clocks", 1)]
+
+
+def test_a_world_without_steps_tells_what_its_main_threads_did(tmp_path):
+    """An engine that generates in 30 of its 40 samples, and waits for requests in the others."""
+    write_run(tmp_path)
+    write(tmp_path, "ranks", "rank=0", [RANK_ROW | {"world_size": 1}])
+    calls = [(1, 0, "serve", 7), (2, 1, "generate", 8), (3, 1, "next_request", 9)]
+    rows = [
+        {"frame": f, "parent": p, "function": c, "file": "/home/me/engine.py", "line": line} for f, p, c, line in calls
+    ]
+    write(tmp_path, "frames", "rank=0", rows)
+    write(tmp_path, "samples", "rank=0", [{"time_ns": i, "frame": 2 if i % 4 else 3} for i in range(40)])
+    told = report(tmp_path)
+    assert [(c["function"], c["fraction"], c["ns_per_step"]) for c in told["code"]] == [
+        ("serve", 1.0, None),
+        ("generate", 0.75, None),
+        ("next_request", 0.25, None),
+    ]
+    assert told["verdict"] == "Cannot judge: no step was seen; main threads were mostly at engine.py:8 (generate)."
+    text = subprocess.run([*RANKSCOPE, "report", str(tmp_path)], capture_output=True, text=True, timeout=100).stdout
+    for said in (text, (tmp_path / "report.html").read_text()):
+        assert "these are shares of the whole recording." in " ".join(said.split())

@@ -57,6 +57,7 @@ def _environment() -> Environment:
         clock_error=phrases.clock_error,
         one_or_many=phrases.one_or_many,
         operator_row=phrases.operator_row,
+        code_means=phrases.code_means,
         code_row=phrases.code_row,
         cost=phrases.cost,
         cost_per_step=phrases.cost_per_step,

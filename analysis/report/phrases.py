@@ -31,6 +31,7 @@ from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 
 __all__ = [
     "clock_error",
+    "code_means",
     "code_row",
     "cost",
     "cost_per_step",
@@ -168,12 +169,18 @@ def path_row(part: PathPart | Blame) -> tuple[str, str, str]:
     return say("path.all") if part.rank is None else str(part.rank), part_short(part.part), label(part.label)
 
 
+def code_means(code: Sequence[CodeShare]) -> str:
+    """What the rows of what main threads did mean."""
+    return say("code.means") if code[0].ns_per_step is not None else f"{say('code.means')} {say('code.whole')}"
+
+
 def code_row(share: CodeShare) -> tuple[str, str, str, str]:
-    """Share and time of the step, part, and place of a row of what main threads did."""
+    """Share and time of the step, part, and place of a row of what main threads did; without a step only its share."""
     part = "" if share.part is None else part_short(share.part)
     fraction = say("code.share.value", percent(share.fraction), percent(share.uncertainty).removesuffix(" %"))
     place = place_in_code(share.function, share.file, share.line)
-    return fraction, duration(share.ns_per_step), part, "\u00a0\u00a0" * share.depth + place
+    time = "" if share.ns_per_step is None else duration(share.ns_per_step)
+    return fraction, time, part, "\u00a0\u00a0" * share.depth + place
 
 
 def label(said: str) -> str:

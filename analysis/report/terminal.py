@@ -18,6 +18,7 @@ from rankscope.analysis.language import speaking, spoken
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.phrases import (
     clock_error,
+    code_means,
     code_row,
     cost,
     gain,
@@ -268,7 +269,7 @@ def _code(code: Sequence[CodeShare]) -> list[RenderableType]:
     table = _table(*(say(f"code.{column}") for column in ("share", "time", "part", "place")), text_columns=(2, 3))
     for share in code:
         table.add_row(*map(_text, code_row(share)))
-    return [_heading("code"), _text(say("code.means"), "dim"), table]
+    return [_heading("code"), _text(code_means(code), "dim"), table]
 
 
 def _per_rank(report: Report, split: digest.Breakdown) -> list[RenderableType]:

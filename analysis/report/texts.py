@@ -216,6 +216,7 @@ _ENGLISH: dict[str, str] = {
     "code": "What the main threads did",
     "code.means": "Where in the code they were when they were looked at, 5 times a second; each call with what it "
     "calls. Calls of torch and of Python's library count for the line that made them.",
+    "code.whole": "No step was judged: these are shares of the whole recording.",
     "code.share": "share",
     "code.share.value": "{0} ± {1}",
     "code.time": "per step",

@@ -972,11 +972,13 @@ CHINESE: dict[str, str] = {
     "torch and of Python's library count for the line that made them.": (
         "每秒查看 5 次时它们位于代码的何处；每个调用包含它所调用的。torch 与 Python 标准库的调用计入调用它们的那一行。"
     ),
+    "No step was judged: these are shares of the whole recording.": "没有步被评判：这些是整个记录中的占比。",
+    "; main threads were mostly at {place}": "；主线程大多在 {place}",
     "{0} ± {1}": "{0} ± {1}",
     "code": "代码",
-    "Calls in the judged steps of all ranks, from samples; without those of torch and of Python's library. "
+    "Calls in the judged steps of all ranks, or of the whole recording if none was judged, from samples; without those of torch and of Python's library. "
     "Click one to enlarge it.": (
-        "所有 rank 在所评判步中的调用，来自采样；不含 torch 与 Python 标准库的调用。点击可放大。"
+        "所有 rank 在所评判步中的调用（没有步被评判时为整个记录），来自采样；不含 torch 与 Python 标准库的调用。点击可放大。"
     ),
     " (the hosts are mostly at {place})": "（主机大多在 {place}）",
     "they train": "它们在训练",

@@ -82,16 +82,17 @@ def sampled_in(samples: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
 class Code:
     """The samples of judged steps (SAMPLES), the tree of places (PLACES), and the mean step in ns.
 
-    `last` is where each rank was seen last, also if that is in no step.
+    Where no step was judged the samples are those of the whole recording, and there is no step. `last` is where each
+    rank was seen last, also if that is in no step.
     """
 
     samples: pl.DataFrame
     places: pl.DataFrame
-    step_ns: float
+    step_ns: float | None
     last: Mapping[int, int]
 
     def shares(self) -> tuple[CodeShare, ...]:
-        """Where main threads are: the tree of calls, each with what it calls, as far as that is 4 % of the step.
+        """Where main threads are: the tree of calls, each with what it calls, as far as that is 4 % of the time.
 
         Of calls that do nothing but call one other the last is listed. Empty with fewer than 20 samples.
         """
@@ -119,7 +120,7 @@ class Code:
         mine = pl.col("rank").is_in(finding.ranks)
         own = ~pl.col("part").is_in(BLOCKED).fill_null(value=False)
         count, others = self.samples.filter(mine).height, self.samples.filter(~mine).height
-        if min(count, others) < _FEW or not finding.lost_fraction:
+        if min(count, others) < _FEW or not finding.lost_fraction or self.step_ns is None:
             return None
         share = self._below(self.samples.filter(mine & own)["place"]) / count
         usual = self._below(self.samples.filter(~mine & own)["place"]) / others
@@ -219,7 +220,7 @@ class Code:
             line=line,
             fraction=fraction,
             uncertainty=_Z95 * _sigma(fraction, total),
-            ns_per_step=round(fraction * self.step_ns),
+            ns_per_step=None if self.step_ns is None else round(fraction * self.step_ns),
         )
 
     def _called(self, place: int) -> str:

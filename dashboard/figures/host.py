@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import polars as pl
@@ -124,7 +124,7 @@ def phases_by_rank(marks: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def calls(tree: pl.DataFrame, step_ns: float) -> Figure:
+def calls(tree: pl.DataFrame, step_ns: float | None) -> Figure:
     """Main threads' calls, each below the one that it is in, as wide as its share; `tree` is that of `Code.tree`."""
     rows = tree.select("place", "parent", "share", "part").rows()
     trace = {
@@ -134,10 +134,7 @@ def calls(tree: pl.DataFrame, step_ns: float) -> Figure:
         "labels": [place_in_code(*of) for of in tree.select("function", "file", "line").iter_rows()],
         "values": tree["share"].to_list(),
         "branchvalues": "total",
-        "text": [
-            f"{percent(share)}, {duration(share * step_ns)}{', ' * bool(part)}{part_label(part) if part else ''}"
-            for _, _, share, part in rows
-        ],
+        "text": [", ".join(_share(share, step_ns, part)) for _, _, share, part in rows],
         "textinfo": "label",
         "textfont": {"size": 12, "color": "white"},
         "hovertemplate": "%{label}<br>%{text}<extra></extra>",
@@ -145,6 +142,14 @@ def calls(tree: pl.DataFrame, step_ns: float) -> Figure:
         "marker": {"colors": [LIGHT[part or "other"] for *_, part in rows]},
     }
     return figure([trace], x={}, y={}, margin=dict.fromkeys("lrtb", 0), uniformtext={"minsize": 10, "mode": "hide"})
+
+
+def _share(share: float, step_ns: float | None, part: str | None) -> Iterator[str]:
+    yield percent(share)
+    if step_ns is not None:
+        yield duration(share * step_ns)
+    if part:
+        yield part_label(part)
 
 
 def by_name(regions: pl.DataFrame) -> pl.DataFrame:

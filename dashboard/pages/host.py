@@ -90,8 +90,8 @@ def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
 
 
 _CALLS = text(
-    "Calls in the judged steps of all ranks, from samples; without those of torch and of Python's library. "
-    "Click one to enlarge it."
+    "Calls in the judged steps of all ranks, or of the whole recording if none was judged, from samples; without those "
+    "of torch and of Python's library. Click one to enlarge it."
 )
 _AHEAD = text(
     "Mean over ranks, where phases end: the work that is enqueued and not done. At 0 the device waits for the host."
