@@ -240,8 +240,8 @@ def test_calls_have_what_they_call_and_pass_on():
     assert spent.most_of("gc") is None
 
 
-def test_a_finding_has_the_place_where_its_ranks_are_and_the_others_are_not():
-    finding = Finding(
+def slow_rank() -> Finding:
+    return Finding(
         detector="slow_rank",
         severity="high",
         title="",
@@ -253,6 +253,10 @@ def test_a_finding_has_the_place_where_its_ranks_are_and_the_others_are_not():
         lost_fraction=0.3,
         uncertainty_ns=0,
     )
+
+
+def test_a_finding_has_the_place_where_its_ranks_are_and_the_others_are_not():
+    finding = slow_rank()
     waits = [(1, "step", "compute", 60), (1, "step", "wait", 40)]
     apart = code((0, "read", "other", 40), (0, "step", "compute", 60), *waits)
     assert apart.of_finding(finding) == "train.py:3 (read): 400 ± 96 µs of the step on rank 0, 0 ns on the others"
@@ -265,6 +269,22 @@ def test_a_finding_has_the_place_where_its_ranks_are_and_the_others_are_not():
         "rank 0 last seen at train.py:3 (read)",
         "rank 1 last seen at train.py:4 (step)",
     )
+
+
+def test_a_line_that_is_reached_in_two_ways_is_one():
+    """Forward and, computing it again, backward call the layer that is slow; below backward it calls itself."""
+    ways = frames(
+        *((0, 1, 0, "main", 1), (0, 2, 1, "forward", 2), (0, 3, 1, "backward", 3), (0, 4, 2, "layer", 4)),
+        *((0, 5, 3, "layer", 4), (0, 6, 5, "layer", 4), (1, 1, 0, "main", 1), (1, 2, 1, "step", 5)),
+    )
+    places, of_frames = merged_places(ways)
+    place = dict(of_frames.filter(pl.col("rank") == 0).select("frame", "place").iter_rows())
+    step = dict(of_frames.filter(pl.col("rank") == 1).select("frame", "place").iter_rows())[2]
+    seen = [(0, place[4], 22), (0, place[6], 20), (0, place[3], 3), (0, step, 55), (1, step, 55)]
+    rows = [(rank, 0, "compute", 0, at) for rank, at, count in seen for _ in range(count)]
+    rows += [(1, 0, "wait", 0, step)] * 45
+    told = Code(pl.DataFrame(rows, SAMPLES, orient="row"), places, 1e6, {}).of_finding(slow_rank())
+    assert told == "train.py:4 (layer): 420 ± 97 µs of the step on rank 0, 0 ns on the others"
 
 
 def test_samples_outside_of_steps_are_kept_without_one():

@@ -29,6 +29,7 @@ _MOSTLY = 0.75  # of a call, to be said to be in this part of the step
 _MOST = 0.7  # of a part, to be said to be where it is spent
 _FEW = 20  # samples of which nothing is said
 _SAME_WAY = 0.7  # share of what a call has beyond the other ranks, that one call below it must have to be named instead
+_ONE_WAY = 0.1  # share of it from which a call is one of several ways to the same line
 _EXPLAINS = 0.3  # share of what a finding costs, from which a place is said beside it
 _SURE = 2.5  # standard deviations
 _EVERYWHERE = 0.5  # share of the others' time from which a place tells nothing about one rank
@@ -125,21 +126,22 @@ class Code:
         share = self._below(self.samples.filter(mine & own)["place"]) / count
         usual = self._below(self.samples.filter(~mine & own)["place"]) / others
         beyond = share - usual
-        place = self._way_down(beyond)
-        sigma = math.hypot(_sigma(share[place], count), _sigma(usual[place], others))
+        places = self._one_line(beyond, self._way_down(beyond))
+        here, there = float(share[places].sum()), float(usual[places].sum())
+        sigma = math.hypot(_sigma(here, count), _sigma(there, others))
         if (
-            not place
-            or usual[place] >= _EVERYWHERE
-            or share[place] * count < _LEAST_SAMPLES
-            or beyond[place] < max(_SURE * sigma, _EXPLAINS * finding.lost_fraction)
+            not places[0]
+            or there >= _EVERYWHERE
+            or here * count < _LEAST_SAMPLES
+            or here - there < max(_SURE * sigma, _EXPLAINS * finding.lost_fraction)
         ):
             return None
         return text(
             "{place}: {time} of the step on {ranks}, {usual} on the others",
-            place=self._called(place),
-            time=duration_with_error(share[place] * self.step_ns, _Z95 * _sigma(share[place], count) * self.step_ns),
+            place=self._called(places[0]),
+            time=duration_with_error(here * self.step_ns, _Z95 * _sigma(here, count) * self.step_ns),
             ranks=named("rank", finding.ranks),
-            usual=duration(usual[place] * self.step_ns),
+            usual=duration(there * self.step_ns),
         )
 
     def tree(self, least: float) -> pl.DataFrame:
@@ -209,6 +211,29 @@ class Code:
                 break
             place = largest
         return place
+
+    def _one_line(self, beyond: Floats, place: int) -> list[int]:
+        """The places below this one with the same line of code, if most of what is beyond is in it, largest first.
+
+        A line is reached in several ways where backward computes a forward again. Else the place alone.
+        """
+        if beyond[place] <= 0:
+            return [place]
+        children = self._children()
+        found: dict[tuple[object, ...], list[int]] = {}
+        left: list[tuple[int, frozenset[tuple[object, ...]]]] = [(place, frozenset())]
+        while left:
+            above, lines = left.pop()
+            for child in children.get(above, ()):
+                if beyond[child] < _ONE_WAY * beyond[place]:
+                    continue
+                _, _, *line = self.places.row(child - 1)
+                if tuple(line) not in lines:  # a recursion counts once
+                    found.setdefault(tuple(line), []).append(child)
+                left.append((child, lines | {tuple(line)}))
+        same = [places for places in found.values() if beyond[places].sum() >= _SAME_WAY * beyond[place]]
+        innermost = max(same, key=max, default=[place])  # places come after those that they are in
+        return sorted(innermost, key=lambda each: -beyond[each])
 
     def _share(self, place: int, depth: int, part: str | None, fraction: float, total: int) -> CodeShare:
         _, _, function, file, line = self.places.row(place - 1)
