@@ -479,10 +479,8 @@ class Agent:
             connection.flight.finish()
             rank.take_flight(connection.flight)
         if not connection.report["bye"]:
-            why = (
-                why or f"rank {rank.rank} ended without a goodbye (killed or crashed); nothing after this was recorded"
-            )
-            rank.tables.gap("*", why, start_ns=clock())
+            killed = "it ended without a goodbye (killed or crashed); nothing after that was recorded"
+            rank.tables.gap("*", why or killed, start_ns=clock())
         rank.flush()
         rank.tables.close()
         connection.report |= {"ended": True, "end_ns": clock()}
