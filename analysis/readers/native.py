@@ -394,9 +394,10 @@ class NativeReader:
         address = f"{self._where.rstrip('/')}/world={number}"
         if world.is_beside(mine):
             return text(
-                "{ranks} of another world ran at the same time ({what}) and are not analysed here: "
+                "{ranks} of another world ran at the same time ({what}) and {en_are} not analysed here: "
                 "rankscope report {it}",
                 ranks=named("rank", world.ranks),
+                en_are="is" if len(world.ranks) == 1 else "are",
                 what=text("they train") if world.trains else text("no optimizer ran there"),
                 it=address,
             )

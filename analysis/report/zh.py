@@ -956,7 +956,7 @@ CHINESE: dict[str, str] = {
     "{missing} of {world}: no trace of them is here": "共 {world} 个 rank，这里没有 {missing} 的 trace",
     "{absent} of {world} left no dump: {ranks}": "共 {world} 个 rank，其中 {absent} 没有留下 dump：{ranks}",
     "attempt {attempt} was restarted and is not analysed, only the last attempt ({last}) is": "第 {attempt} 次尝试已被重启，不作分析，只分析最后一次（{last}）",
-    "{ranks} of another world ran at the same time ({what}) and are not analysed here: rankscope report {it}": (
+    "{ranks} of another world ran at the same time ({what}) and {en_are} not analysed here: rankscope report {it}": (
         "另一个 world 的 {ranks} 同时在运行（{what}），此处不作分析：rankscope report {it}"
     ),
     "{place}: {time} of the step on {ranks}, {usual} on the others": (
