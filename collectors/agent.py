@@ -299,6 +299,9 @@ class Agent:
             self._flush(self._node)
 
     def _flush(self, node: _NodeTables) -> None:
+        if self._run.gone:
+            self._terminated = True
+            return
         for connection in self._connections:
             if connection.rank:
                 if connection.flight:
@@ -495,6 +498,8 @@ class Agent:
     def _begin(self, said: int | None) -> _NodeTables:
         """The node has a number, with the first rank that says hello: what a launcher said to it, else 0 at first."""
         if self._node is None:
+            if self._run.gone:  # nothing was in it yet
+                self._run.reserve()
             self._node = _NodeTables(self._run, said or 0)
             self._state["node"] = self._node.index
         elif said is not None and not self._node_said and self._pinger is None:
@@ -616,6 +621,8 @@ class Agent:
     # ---- the end
 
     def _close(self) -> None:
+        if self._run.gone:
+            return
         for connection in list(self._connections):
             self._receive(connection)
             if connection in self._connections:

@@ -57,10 +57,22 @@ class RunFolder:
         with open(handle, "wb", buffering=0) as file, contextlib.suppress(OSError):  # then there is none
             file.write(os.urandom(RESERVE_BYTES))
 
+    @property
+    def gone(self) -> bool:
+        """Whether somebody has removed the folder; what is under its name now is another run's."""
+        try:
+            os.stat(self.path / "run" / self._reserve)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            pass  # a file system that does not answer now
+        return False
+
     def close(self) -> None:
         """What the partitions still hold is written, in the space that was kept for it."""
         with contextlib.suppress(OSError):
             (self.path / "run" / self._reserve).unlink()
+        self._reserve = ""
         for writer, key in self.refused:
             folder = self.path / writer.table.name / key
             writer.flush(folder, at_any_rate=True)
@@ -77,14 +89,14 @@ class RunFolder:
         if old == new:
             return
         new.mkdir(exist_ok=True)
-        folders = []
+        folders, reserve, self._reserve = [], self._reserve, ""  # should it end halfway, nobody knows where that is
         for folder, _, files in os.walk(old):
             target = new / Path(folder).relative_to(old)
             target.mkdir(exist_ok=True)
             for file in files:
                 os.rename(Path(folder) / file, target / file)
             folders.append(folder)
-        self.path = new
+        self.path, self._reserve = new, reserve
         for folder in reversed(folders):
             try:
                 os.rmdir(folder)

@@ -600,3 +600,25 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
     of_ranks = [json.loads(path.read_text())["ranks"] for path in answers]
     assert of_ranks[0] == {"0": {"state": "refused", "why": "because"}}
     assert of_ranks[1] == {"1": {"state": "gone", "why": "the rank ended before it was done"}}
+
+
+def test_an_agent_whose_run_was_removed_writes_nothing_into_the_next_one(tmp_path, started):
+    """The first agent has recorded a rank, and another one nothing yet, when their folder is removed and used again."""
+    agents = [Agent(tmp_path / "run"), Agent(tmp_path / "run")]
+    rank = Rank(agents[0].name)
+    started += [*agents, rank]
+    rank.do("regions(3)")
+    wait_for(lambda: live_rows(tmp_path / "run", "regions") == 3)
+    shutil.rmtree(tmp_path / "run")
+    after = Agent(tmp_path / "run")
+    next_rank = Rank(after.name)
+    started += [after, next_rank]
+    next_rank.do("regions(5)")
+    agents[0].process.wait(20)  # its rank need not end first
+    rank.do("regions(3)")
+    agents[1].end()
+    next_rank.bye()
+    after.end()
+    assert table(tmp_path / "run", "regions").height == 5
+    assert [rank["ended"] for rank in state(tmp_path / "run")["ranks"]] == [True]
+    assert not [text for text in why(tmp_path / "run", "node=00000") if "no rank reported" in text]
