@@ -46,6 +46,7 @@ FLUSH_NS = 1_000_000_000
 ANCHOR_NS = 10_000_000_000
 LINGER_NS = 5_000_000_000  # after the last rank, where no launcher says when to end
 GIVE_UP_NS = 600_000_000_000
+MEET_NS = 5_000_000_000  # after its first rank's hello another node should have been met
 PACKET_BYTES = 128 * 1024
 PING_FAILURES = 3  # in a row
 NICE = 5
@@ -147,6 +148,7 @@ class _NodeTables:
 
     def __init__(self, run: RunFolder, index: int) -> None:
         self.index = index
+        self.since_ns = clock()
         self.tables = Partition(run, f"node={index:05d}")
         self._ids: dict[str, int] = {}
 
@@ -302,6 +304,7 @@ class Agent:
         if self._run.gone:
             self._terminated = True
             return
+        self._number_alone(node)
         for connection in self._connections:
             if connection.rank:
                 if connection.flight:
@@ -604,6 +607,17 @@ class Agent:
             self._peer = peer
             self._pinger = ping.Pinger(host, port)
             self._pinger.start()
+
+    def _number_alone(self, node: _NodeTables) -> None:
+        """Where rank 0's node was not met, since it records nothing, this one has the number of its lowest rank."""
+        if node.index or self._node_said or self._pinger or clock() - node.since_ns < MEET_NS:
+            return
+        here: dict[tuple[str | None, int], list[int]] = {}
+        for report in self._reports:
+            here.setdefault((report["world"], report["world_size"]), []).append(report["rank"])
+        lowest = [min(ranks) for (_, size), ranks in here.items() if len(set(ranks)) < size and min(ranks)]
+        if lowest:
+            self._renumber(node, lowest[0])
 
     def _take_pings(self, node: _NodeTables, *, ending: bool = False) -> None:
         pinger = self._pinger

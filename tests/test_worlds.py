@@ -212,6 +212,21 @@ def test_nodes_that_no_launcher_numbers_get_numbers_when_they_meet(tmp_path):
     assert sorted(of_worlds) == [[1], [7], [7], [7, 1]]
 
 
+def test_a_node_that_meets_no_other_has_the_number_of_its_lowest_rank(tmp_path):
+    """Ranks 5 and 4 of 6; rank 0's node is not recorded. Beside them an engine, whose world is all here."""
+    agent = Agent(tmp_path / "run")
+    engine = Rank(agent.name, world="aa", node=None)
+    ranks = [Rank(agent.name, world="bb", node=None, rank=rank, world_size=6) for rank in (5, 4)]
+    try:
+        wait_for(lambda: (agent.out / "run/node=00004.json").exists())
+    finally:
+        for rank in (engine, *ranks):
+            rank.bye()
+        agent.end()
+    assert rankscope.open(agent.out).table("ranks").collect()["node"].to_list() == [4, 4]
+    assert [path.name for path in (agent.out / "run").glob("node=*")] == ["node=00004.json"]
+
+
 def test_two_nodes_that_were_given_one_number_are_told_apart_and_it_is_said(tmp_path):
     first, second = agents = [Agent(tmp_path / name) for name in ("first", "second")]
     ranks = [Rank(agent.name, rank=r, node=3, world_size=2) for r, agent in enumerate(agents)]
