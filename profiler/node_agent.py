@@ -69,6 +69,8 @@ class Agent:
         written = _written_by(self._name, self.out)
         if written:
             self.out, self.node = written
+        if not self.out.exists():
+            return f"{self.out} was removed during the job: there is no recording"
         if early is None and code == 0:
             return None
         when = "at the end of" if early is None else "during"

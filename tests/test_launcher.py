@@ -97,6 +97,22 @@ def test_run_module_whose_agent_dies_ends_with_torchruns_code_and_one_line(tmp_p
 
 
 @needs_torch
+def test_run_whose_folder_is_removed_says_so_in_one_line(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import shutil, time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "shutil.rmtree('out')\n"
+        "time.sleep(3)\n"
+        "print('trained')\n"
+    )
+    done = rankscope_("run", "--out", "out", *ONE_RANK, "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["trained"]), done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("rankscope")]
+    assert said == [f"rankscope: {tmp_path}/out was removed during the job: there is no recording"]
+    assert not (tmp_path / "out").exists()
+
+
+@needs_torch
 def test_run_where_nothing_can_be_written_runs_the_job_all_the_same(tmp_path):
     """The run folder's parent is a file; the program is no Python."""
     (tmp_path / "file").touch()

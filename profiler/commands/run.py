@@ -89,6 +89,8 @@ def _finish(agent: Agent, *, report: bool) -> None:
     trouble = agent.end()
     if trouble:
         _say(trouble)
+    if not agent.out.exists():
+        return
     if agent.node:
         _say(f"this node's part of the run is in {agent.out}")
     elif not report:
