@@ -587,8 +587,13 @@ class Agent:
         index = self._node.index
         if index == peer:
             index = min(c.rank.rank for c in self._connections if c.rank and c.rank.world == rank.world)
-        there = self._run.path.parent / name
-        while index == peer or (there != self._run.path and self._file_of(index, there).exists()):
+        here, there = self._run.path, self._run.path.parent / name
+
+        def taken(index: int) -> bool:
+            is_ours = index == self._state["node"]
+            return any(self._file_of(index, run).exists() for run in {here, there} if not (is_ours and run == here))
+
+        while index == peer or taken(index):
             index += 1
         if index != self._node.index:
             if self._node_said:
