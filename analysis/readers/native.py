@@ -174,7 +174,6 @@ class NativeReader:
         mine = self._worlds[self._world]
         self._parts = [p for p in parts if p.rank is None or (p.world, p.attempt) == (mine.name, mine.attempt)]
         self.run = {node: _with_ranks_of(mine, launch) for node, launch in run.items()}
-        self._node_of = _nodes(run, mine.name, mine.attempt)
         self._raw: dict[str, pl.DataFrame] = {}
         self._tables: dict[str, pl.DataFrame] = {}
         self._seen: set[str] = set()  # tables whose gaps are noted
@@ -254,7 +253,10 @@ class NativeReader:
             schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
             schema |= {c.name: _POLARS[c.type] for c in TABLES[name].columns}
             frame = pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
-            self._raw[name] = _on_nodes(frame, self._node_of) if name == "ranks" else frame
+            if name == "ranks":
+                mine = self._worlds[self._world]
+                frame = _on_nodes(frame, self.run, mine.name, mine.attempt)
+            self._raw[name] = frame
         return self._raw[name]
 
     def _read_part(self, part: _Part) -> list[pa.Table]:
@@ -564,7 +566,7 @@ def _world(run: Mapping[int, Mapping[str, Any]], name: str, attempt: int, parts:
         ]
         or [pl.DataFrame(schema={"start_ns": pl.Int64, "node": pl.Int32, "rank": pl.Int32})]
     )
-    rows = _on_nodes(rows, _nodes(run, name, attempt))
+    rows = _on_nodes(rows, run, name, attempt)
     nodes = frozenset(rows["node"].to_list())
     start_ns = rows.filter(pl.col("node") == min(nodes, default=0))["start_ns"].min()
     begun = start_ns if isinstance(start_ns, int) else 0
@@ -615,13 +617,10 @@ def _is_of(entry: Mapping[str, Any], world: str, attempt: int) -> bool:
     return (entry.get("world") or "", entry.get("attempt", 0)) == (world, attempt)
 
 
-def _nodes(run: Mapping[int, Mapping[str, Any]], world: str, attempt: int) -> dict[int, int]:
-    """The node of each rank: a node may get its number after its ranks have begun."""
+def _on_nodes(rows: pl.DataFrame, run: Mapping[int, Mapping[str, Any]], world: str, attempt: int) -> pl.DataFrame:
+    """Rows of this world's ranks on the nodes that list them, which may have got their number after their ranks."""
     entries = [(entry, node) for node, launch in run.items() for entry in launch.get("ranks", ())]
-    return {entry["rank"]: node for entry, node in entries if "rank" in entry and _is_of(entry, world, attempt)}
-
-
-def _on_nodes(rows: pl.DataFrame, node_of: Mapping[int, int]) -> pl.DataFrame:
+    node_of = {entry["rank"]: node for entry, node in entries if "rank" in entry and _is_of(entry, world, attempt)}
     node = pl.col("rank").replace_strict(node_of, default=pl.col("node"), return_dtype=pl.Int32)
     return rows.with_columns(node.alias("node")) if node_of else rows
 

@@ -126,7 +126,8 @@ class Code:
         share = self._below(self.samples.filter(mine & own)["place"]) / count
         usual = self._below(self.samples.filter(~mine & own)["place"]) / others
         beyond = share - usual
-        places = self._one_line(beyond, self._way_down(beyond))
+        children = self._children()
+        places = self._one_line(children, beyond, _way_down(children, beyond))
         here, there = float(share[places].sum()), float(usual[places].sum())
         sigma = math.hypot(_sigma(here, count), _sigma(there, others))
         if (
@@ -201,25 +202,13 @@ class Code:
         """What the place calls for so long, the longest last."""
         return sorted((c for c in children.get(place, ()) if counts[c] >= least), key=lambda child: counts[child])
 
-    def _way_down(self, beyond: Floats) -> int:
-        """From the outermost call to the one below which what is beyond spreads over several."""
-        children = self._children()
-        place = 0
-        while following := children.get(place):
-            largest = max(following, key=lambda child: beyond[child])
-            if beyond[largest] < _SAME_WAY * beyond[place]:
-                break
-            place = largest
-        return place
-
-    def _one_line(self, beyond: Floats, place: int) -> list[int]:
+    def _one_line(self, children: Mapping[int, list[int]], beyond: Floats, place: int) -> list[int]:
         """The places below this one with the same line of code, if most of what is beyond is in it, largest first.
 
         A line is reached in several ways where backward computes a forward again. Else the place alone.
         """
         if beyond[place] <= 0:
             return [place]
-        children = self._children()
         found: dict[tuple[object, ...], list[int]] = {}
         left: list[tuple[int, frozenset[tuple[object, ...]]]] = [(place, frozenset())]
         while left:
@@ -264,6 +253,17 @@ class Code:
                 return "" if own == place else place_in_code(function, file, line)
             own = parent
         return ""
+
+
+def _way_down(children: Mapping[int, list[int]], beyond: Floats) -> int:
+    """From the outermost call to the one below which what is beyond spreads over several."""
+    place = 0
+    while following := children.get(place):
+        largest = max(following, key=lambda child: beyond[child])
+        if beyond[largest] < _SAME_WAY * beyond[place]:
+            break
+        place = largest
+    return place
 
 
 def _sigma(share: float, count: int) -> float:
