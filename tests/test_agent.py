@@ -609,7 +609,7 @@ def test_an_agent_whose_run_was_removed_writes_nothing_into_the_next_one(tmp_pat
     started += [*agents, rank]
     rank.do("regions(3)")
     wait_for(lambda: live_rows(tmp_path / "run", "regions") == 3)
-    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "removed")  # at once: agents write meanwhile
     after = Agent(tmp_path / "run")
     next_rank = Rank(after.name)
     started += [after, next_rank]

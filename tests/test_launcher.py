@@ -99,9 +99,10 @@ def test_run_module_whose_agent_dies_ends_with_torchruns_code_and_one_line(tmp_p
 @needs_torch
 def test_run_whose_folder_is_removed_says_so_in_one_line(tmp_path):
     (tmp_path / "train.py").write_text(
-        "import shutil, time, torch.distributed as dist\n"
+        "import os, time, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
-        "shutil.rmtree('out')\n"
+        "os.mkdir('away')\n"
+        "os.rename('out', 'away/out')\n"  # at once: the agent writes meanwhile
         "time.sleep(3)\n"
         "print('trained')\n"
     )
