@@ -1,17 +1,26 @@
-"""Whether a run's timeline and its replay fit into memory: a process that takes too much is killed without a word."""
+"""What of a run fits into memory, its timeline and replay included: who takes too much is killed without a word."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rankscope.analysis.timeline.device_graph import MOST_ROWS
 from rankscope.analysis.trace import BadInput, Trace
 
-__all__ = ["available_bytes", "check_memory", "needed_bytes"]
+if TYPE_CHECKING:
+    from rankscope.analysis.readers.native import NativeReader
+
+__all__ = ["available_bytes", "check_memory", "check_share", "needed_bytes", "readable_share"]
 
 # Measured on traces of 0.3 to 2.5 GB (docs/performance.md).
 _BEFORE = 160_000_000
 _OF_TIMELINE, _OF_GRAPH = 260, 290  # for each kernel and launch
+
+# Of a recorded run, for each row: measured on simulated ones of 64 to 1,024 ranks (docs/performance.md).
+_OF_ROW, _OF_OTHER_ROW = {"regions": 1300, "collectives": 1300, "device_marks": 400, "flight_records": 400}, 200
+_MOST = 8_000_000_000  # a report on so much takes one to two minutes
+_SHARE = 0.5  # of the memory that is free
 
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # cgroup v2, v1
 
@@ -28,6 +37,27 @@ def check_memory(trace: Trace) -> None:
         "are free. Give the files of fewer ranks, profile fewer steps, or report on a machine with more memory "
         "(rankscope import does with 0.2 GB and makes a small folder that can be moved there)"
     )
+
+
+def readable_share(reader: NativeReader) -> float:
+    """What share of a recorded run a report holds without being told which: 1 is all."""
+    free = available_bytes()
+    most = _MOST if free is None else min(_MOST, _SHARE * free)
+    return (most - _BEFORE) / max(_of_rows(reader), 1)
+
+
+def check_share(reader: NativeReader, share: float) -> None:
+    """Nothing, where this share of a recorded run fits or nobody can tell. Raises `BadInput` with what to do."""
+    needed, free = _BEFORE + share * _of_rows(reader), available_bytes()
+    if free is not None and needed > free:
+        raise BadInput(
+            f"{reader.where}: so many steps need about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: name "
+            "fewer of them, or report on a machine with more memory"
+        )
+
+
+def _of_rows(reader: NativeReader) -> float:
+    return sum(count * _OF_ROW.get(name, _OF_OTHER_ROW) for name, count in reader.estimated_rows().items())
 
 
 def needed_bytes(rows: int) -> int:

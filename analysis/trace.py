@@ -10,12 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import polars as pl
 
 from rankscope.analysis.finding import Gap
 from rankscope.collectors.schema import TABLES
+
+if TYPE_CHECKING:
+    from rankscope.analysis.stretch import Stretch
 
 __all__ = ["BadInput", "Reader", "Trace", "in_order"]
 
@@ -97,6 +100,11 @@ class Trace:
 
     def __contains__(self, name: object) -> bool:
         return name in self.reader.tables()
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """The steps that are read of a run that rankscope recorded; None: everything."""
+        return getattr(self.reader, "stretch", None)
 
     def tables(self) -> tuple[str, ...]:
         """Names of the tables that this run has."""

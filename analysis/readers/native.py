@@ -6,14 +6,17 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.language import Text, joined, text
@@ -33,6 +36,9 @@ from rankscope.collectors.schema import (
     TABLES,
 )
 
+if TYPE_CHECKING:
+    from rankscope.analysis.stretch import Stretch
+
 __all__ = ["NativeReader", "open_run", "read_rows", "recognises", "run_folder", "schema_of"]
 
 _OF_RANK = r"^(rank\d+)@([0-9a-f]+)"  # what a rank's readings are called: its world is behind the @
@@ -42,7 +48,8 @@ _NAMED_WORLDS = 4  # besides the one that is read; engines that generate for a j
 _HEADER = 8  # the magic, padded
 _PARTITION = re.compile(r"(rank|node)=(\d+)")
 _FILE = re.compile(r"(?:(?:w([0-9a-f]+)-)?a(\d+)-)?part-(\d+)\.arrow")
-_ADDRESS = re.compile(r"world=(\d+)")  # of one world of a run, after the run's folder
+_WORLD = re.compile(r"world=(\d+)")  # one world of a run, and one of its steps or more: after the run's folder
+_STEPS = re.compile(r"steps=(\d+)(?:-(\d+))?")
 _RUN_FILE = re.compile(r"node=(\d+)\.json")
 _CODES = {
     "kind": (REGION_KINDS, "user"),
@@ -55,6 +62,9 @@ _CODES = {
     "mark": (DEVICE_MARKS, "unknown"),
 }
 _ENDS_LATER = "completions"
+_WHOLE = ("ranks", "groups", "gaps", "windows", "ras")  # also where only some steps of a run are read
+_BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what is read before and after a stretch
+_SPARSE = 40  # rows
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
 _LARGE = ("kernels", "launches")  # whoever reads them keeps what is needed of them
 _POLARS = {
@@ -83,6 +93,15 @@ class _Part:
     world: str
     attempt: int | None
     number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Address:
+    """What a path names: the folders of a run, and of it perhaps one world by its number, and steps."""
+
+    folders: list[str]
+    world: int | None
+    steps: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +141,14 @@ def recognises(path: Path) -> bool:
 
 
 def run_folder(path: Path) -> Path:
-    """The folder of a run; `path` may also be one of its worlds, which need be no folder."""
-    ((folder,), _) = _of_world([str(path)])
-    return Path(folder)
+    """The folder of a run; `path` may also be one of its worlds, or some of its steps, which need be no folder."""
+    return Path(*_address([str(path)]).folders)
 
 
 def open_run(folders: list[str]) -> NativeReader:
     """Everything that these folders hold of one run. Raises `BadInput` if that is nothing."""
-    of_run, world = _of_world(folders)
-    roots = list(dict.fromkeys(_existing_folder(folder) for folder in of_run))
+    address = _address(folders)
+    roots = list(dict.fromkeys(_existing_folder(folder) for folder in address.folders))
     run, torn = _run_files(roots)
     parts = [part for root in roots for part in _parts(root)]
     _refuse_two_runs(parts)
@@ -144,9 +162,12 @@ def open_run(folders: list[str]) -> NativeReader:
                 f"{where}: node {node} wrote schema version {version}, this rankscope reads up to {SCHEMA_VERSION}: "
                 "update rankscope"
             )
-    reader = NativeReader(run, parts, torn, _windows(roots), where=of_run[0], world=world)
+    reader = NativeReader(run, parts, torn, _windows(roots), where=address.folders[0], world=address.world)
     if not reader.ranks():
         raise BadInput(f"{where}: no rank reported{reader.why_no_rank()}")
+    from rankscope.analysis.stretch import stretch_of  # it knows the timeline, which knows readers
+
+    reader.stretch = stretch_of(reader, address.steps)
     return reader
 
 
@@ -166,7 +187,7 @@ class NativeReader:
         """Of several worlds this one, by number, is read; None: the one that trains. Raises `BadInput`."""
         self._all_closed = bool(run) and all(launch.get("state") == "closed" for launch in run.values())
         self._windows = windows
-        self._where = where  # the run's folder, as it was given
+        self.where = where  # the run's folder, as it was given
         self._worlds = _worlds(run, parts)
         if world is not None and world >= len(self._worlds):
             raise BadInput(f"{where} has no world={world}: the last is world={len(self._worlds) - 1}")
@@ -179,6 +200,7 @@ class NativeReader:
         self._seen: set[str] = set()  # tables whose gaps are noted
         self._gaps = gaps
         self._imported = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
+        self.stretch: Stretch | None = None  # what is read of the run; None: all
 
     def tables(self) -> tuple[str, ...]:
         return tuple(name for name in TABLES if any(p.table == name for p in self._parts))
@@ -224,9 +246,56 @@ class NativeReader:
         files = [part.path for part in self._parts if part.table == name]
         return sum(map(_rows_in, files))
 
-    def size_bytes(self, name: str) -> int:
-        """What the files of the rows that are read take on the disk."""
-        return sum(part.path.stat().st_size for part in self._parts if part.table == name)
+    def estimated_rows(self) -> dict[str, float]:
+        """How many rows each table has in the whole run, by the size of its files and the rows of the largest."""
+        largest: dict[str, tuple[int, Path]] = {}
+        size: dict[str, int] = {}
+        for part in self._parts:
+            of_part = part.path.stat().st_size
+            size[part.table] = size.get(part.table, 0) + of_part
+            largest[part.table] = max(largest.get(part.table, (0, part.path)), (of_part, part.path))
+        return {name: _rows_in(path) * size[name] / max(of_part, 1) for name, (of_part, path) in largest.items()}
+
+    def extent(self, name: str, rank: int | None = None) -> pl.DataFrame:
+        """Of each file of a table (or of one rank's) in the whole run: rank, node, rows, size_bytes, first, last."""
+        order = TABLES[name].order
+        node_of = dict(self._read_raw("ranks").select("rank", "node").iter_rows())
+        rows = []
+        for part in self._parts:
+            if part.table == name and rank in (None, part.rank):
+                table, _ = read_rows(part.path, closed=False, columns=[order])
+                known = table is not None and order in table.column_names and len(table)
+                ends = pc.min_max(table[order]).as_py().values() if known else (None, None)
+                node = node_of.get(part.rank) if part.node is None else part.node
+                rows.append((part.rank, node, len(table) if known else 0, part.path.stat().st_size, *ends))
+        names = {"rank": pl.Int32, "node": pl.Int32, "rows": pl.Int64, "size_bytes": pl.Int64}
+        return pl.DataFrame(rows, schema=names | {"first": pl.Int64, "last": pl.Int64}, orient="row")
+
+    def sizes_of_ranks(self) -> dict[int, int]:
+        """What each rank's files take on the disk."""
+        sizes: dict[int, int] = {}
+        for part in self._parts:
+            if part.rank is not None:
+                sizes[part.rank] = sizes.get(part.rank, 0) + part.path.stat().st_size
+        return sizes
+
+    def pieces_of_rank(self, name: str, rank: int, *columns: str) -> Iterator[pl.DataFrame]:
+        """These columns of one rank's rows in the whole run, file by file, after an empty piece; names are numbers."""
+        schema = {column: kind for column, kind in schema_of(name).items() if column in ("rank", *columns)}
+        yield pl.DataFrame(schema=schema)
+        stored = [f"{column}_id" if column == "name" else column for column in columns]
+        for part in self._parts:
+            if part.table == name and part.rank == rank:
+                table, _ = read_rows(part.path, closed=False, columns=stored)
+                if table is not None and set(stored) <= set(table.column_names):
+                    rows = pl.DataFrame(pl.from_arrow(table.select(stored))).rename({"name_id": "name"}, strict=False)
+                    yield _with_codes(rows.with_columns(rank=rank)).select(pl.col(c).cast(t) for c, t in schema.items())
+
+    def sparse_clocks(self) -> pl.DataFrame:
+        """Of the table `clocks` in the whole run a few rows from both ends of each file: roughly how clocks run."""
+        read = [(part, rows) for part in self._parts if part.table == "clocks" for rows in self._read_part(part)]
+        ends = [(part, pa.concat_tables([t[:_SPARSE], t[max(len(t) - _SPARSE, _SPARSE) :]])) for part, t in read]
+        return _with_peers(self._together("clocks", ends), self.run)
 
     def gaps(self) -> list[Gap]:
         for name in self.tables():
@@ -237,7 +306,10 @@ class NativeReader:
         return [*self._gaps, *self._run_gaps(), *self._end_gaps(), *self._said_gaps()]
 
     def cannot(self) -> dict[str, str]:
-        return {table: why for launch in self._imported for table, why in launch.get("cannot", {}).items()}
+        cannot = {table: why for launch in self._imported for table, why in launch.get("cannot", {}).items()}
+        if self.stretch and not self.stretch.is_to_the_end:
+            cannot["progress"] = text("only steps before the end of the job were read")
+        return cannot
 
     def why_no_rank(self) -> str:
         """What the agent wrote about the ranks that never came, as the end of a sentence."""
@@ -247,17 +319,48 @@ class NativeReader:
     def _read_raw(self, name: str) -> pl.DataFrame:
         """The table with ids and codes as written; every gap that shows while reading is noted once."""
         if name not in self._raw:
-            read = [(part, table) for part in self._parts if part.table == name for table in self._read_part(part)]
-            alike = itertools.groupby(read, key=lambda one: one[1].schema)
-            frames = [self._whole_rows(name, list(of_schema)) for _, of_schema in alike]
-            schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
-            schema |= {c.name: _POLARS[c.type] for c in TABLES[name].columns}
-            frame = pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
+            parts = [part for part in self._parts if part.table == name]
+            if self.stretch and _is_cut(name):
+                read = [piece for span, of_owner in self._spans(name, parts) for piece in self._within(of_owner, *span)]
+            else:
+                read = [(part, table) for part in parts for table in self._read_part(part)]
+            frame = self._together(name, read)
             if name == "ranks":
                 mine = self._worlds[self._world]
                 frame = _on_nodes(frame, self.run, mine.name, mine.attempt)
             self._raw[name] = frame
         return self._raw[name]
+
+    def _together(self, name: str, read: list[tuple[_Part, pa.Table]]) -> pl.DataFrame:
+        """The rows of these parts, and whose they are."""
+        alike = itertools.groupby(read, key=lambda one: one[1].schema)
+        frames = [self._whole_rows(name, list(of_schema)) for _, of_schema in alike]
+        schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
+        schema |= {c.name: _POLARS[c.type] for c in TABLES[name].columns}
+        return pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
+
+    def _spans(self, name: str, parts: list[_Part]) -> Iterator[tuple[tuple[int, int], list[_Part]]]:
+        """Each owner's parts, in the order in which they were written, and from when to when their rows are wanted."""
+        assert self.stretch
+        node_of = dict(self._read_raw("ranks").select("rank", "node").iter_rows())
+        beside_ns = _BESIDE_NS.get(name, 0)
+        for (rank, node), of_owner in itertools.groupby(parts, key=lambda part: (part.rank, part.node)):
+            begin, end = self.stretch.span_on(node_of.get(rank) if node is None else node)
+            yield (begin - beside_ns, end + beside_ns), sorted(of_owner, key=lambda part: part.number)
+
+    def _within(self, parts: list[_Part], begin_ns: int, end_ns: int) -> Iterator[tuple[_Part, pa.Table]]:
+        """The rows of one owner's parts that are between these times, both included."""
+        order = TABLES[parts[0].table].order
+        middle = cache(lambda number: _middle_ns(parts[number].path, order))
+        # Of parts that follow each other these and one on either side, since their times overlap a little.
+        first = bisect_left(range(len(parts)), begin_ns, key=middle)
+        last = bisect_right(range(len(parts)), end_ns, key=middle)
+        for part in parts[max(first - 1, 0) : last + 1]:
+            for rows in self._read_part(part):
+                at = rows[order]
+                kept = rows.filter(pc.and_(pc.greater_equal(at, begin_ns), pc.less_equal(at, end_ns)))
+                if kept.num_rows:
+                    yield part, kept
 
     def _read_part(self, part: _Part) -> list[pa.Table]:
         """The part's rows, if it has any."""
@@ -355,12 +458,7 @@ class NativeReader:
                     .select(owner, column, pl.coalesce("_name", pl.format("#{}", column)).alias(_named(column)))
                 )
                 frame = frame.join(different, how="left", on=[owner, column], maintain_order="left").drop(column)
-        for column, (known, default) in _CODES.items():
-            if column in frame.columns:
-                codes = dict(enumerate(known))
-                name = pl.col(column).replace_strict(codes, default=default, return_dtype=pl.String)
-                frame = frame.with_columns(pl.when(pl.col(column).is_not_null()).then(name).alias(column))
-        return frame
+        return _with_codes(frame)
 
     def _run_gaps(self) -> list[Gap]:
         """Nodes that did not close, ranks that left nothing, attempts that are not analysed."""
@@ -393,7 +491,7 @@ class NativeReader:
         return [Gap(table="ranks", rank=None, node=None, count=None, why=why) for why in whys]
 
     def _not_analysed(self, number: int, world: _World, mine: _World) -> str:
-        address = f"{self._where.rstrip('/')}/world={number}"
+        address = f"{self.where.rstrip('/')}/world={number}"
         if world.is_beside(mine):
             return text(
                 "{ranks} of another world ran at the same time ({what}) and {en_are} not analysed here: "
@@ -455,6 +553,16 @@ class NativeReader:
         """What collectors, session and agent recorded themselves."""
         said = self._read_raw("gaps").select("table", "rank", "node", "count", "why")
         return [replace(Gap(**row), why=_as_recorded(row["why"])) for row in said.iter_rows(named=True)]
+
+
+def _with_codes(frame: pl.DataFrame) -> pl.DataFrame:
+    """Codes become what they stand for."""
+    for column, (known, default) in _CODES.items():
+        if column in frame.columns:
+            codes = dict(enumerate(known))
+            name = pl.col(column).replace_strict(codes, default=default, return_dtype=pl.String)
+            frame = frame.with_columns(pl.when(pl.col(column).is_not_null()).then(name).alias(column))
+    return frame
 
 
 def _as_recorded(why: str) -> str:
@@ -533,14 +641,25 @@ def _parts(root: Path) -> Iterable[_Part]:
         )
 
 
-def _of_world(folders: list[str]) -> tuple[list[str], int | None]:
-    """The folders of a run, and the number of one of its worlds if they end in it: `runs/…/world=1`."""
-    found = [_ADDRESS.fullmatch(Path(folder).name) for folder in folders]
-    numbers = {int(match[1]) for match in found if match}
-    if len(numbers) > 1:
-        raise BadInput(f"{', '.join(folders)}: these are several worlds, give the folders of one")
-    of_run = [str(Path(f).parent) if match else f for f, match in zip(folders, found, strict=True)]
-    return of_run, next(iter(numbers), None)
+def _address(paths: list[str]) -> _Address:
+    """The folders of a run, and what of it is named: `runs/…/world=1`, `runs/…/steps=100-200`, or both."""
+    found = [_named_by(Path(path)) for path in paths]
+    of = {(world, steps) for _, world, steps in found}
+    if len(of) > 1:
+        raise BadInput(f"{', '.join(paths)}: these are several parts of a run, give the folders of one")
+    world, steps = next(iter(of), (None, None))
+    return _Address(folders=[str(folder) for folder, *_ in found], world=world, steps=steps)
+
+
+def _named_by(path: Path) -> tuple[Path, int | None, tuple[int, int] | None]:
+    steps = None
+    if match := _STEPS.fullmatch(path.name):
+        steps = int(match[1]), int(match[2] or match[1])
+        if steps[1] < steps[0]:
+            raise BadInput(f"{path}: the last of these steps is before the first")
+        path = path.parent
+    match = _WORLD.fullmatch(path.name)
+    return (path.parent, int(match[1]), steps) if match else (path, None, steps)
 
 
 def _worlds(run: Mapping[int, Mapping[str, Any]], parts: list[_Part]) -> list[_World]:
@@ -670,6 +789,18 @@ def _refuse_two_runs(parts: list[_Part]) -> None:
             raise BadInput(f"{who} is in both {first} and {root}: these are two runs, give the folders of one")
 
 
+def _is_cut(name: str) -> bool:
+    """Whether only those rows of a table are read that belong to a stretch of the run."""
+    return name not in _WHOLE and TABLES[name].order.endswith("_ns")
+
+
+def _middle_ns(path: Path, order: str) -> float:
+    """A time in the midst of a file's rows; that of a file without rows is at its end, where one may be written."""
+    table, _ = read_rows(path, closed=False, columns=[order])
+    rows = table[order] if table is not None and order in table.column_names else []
+    return rows[len(rows) // 2].as_py() if len(rows) else math.inf
+
+
 def _rows_in(path: Path) -> int:
     """What the file's footer says; 0 where it has none."""
     from pyarrow import dataset  # 3 MB
@@ -680,8 +811,10 @@ def _rows_in(path: Path) -> int:
         return 0
 
 
-def read_rows(path: Path, *, closed: bool) -> tuple[pa.Table | None, str | None]:
-    """The good rows of an Arrow file, and what is wrong with it.
+def read_rows(
+    path: Path, *, closed: bool, columns: Sequence[str] | None = None
+) -> tuple[pa.Table | None, str | None]:
+    """The good rows of an Arrow file, and what is wrong with it; of a whole file only these columns, if it has them.
 
     The part that is being written has no footer: it is read as a stream. So is a file that was cut.
     """
@@ -691,7 +824,7 @@ def read_rows(path: Path, *, closed: bool) -> tuple[pa.Table | None, str | None]
         return None, text("could not be read ({error})", error=error.strerror)
     if data.startswith(_MAGIC) and data.endswith(_MAGIC) and len(data) > 2 * _HEADER:
         try:
-            return pa.ipc.open_file(pa.BufferReader(data)).read_all(), None
+            return _read_file(data, columns), None
         except (pa.ArrowException, OSError):
             pass  # what is good of it may still be read as a stream
     batches: list[pa.RecordBatch] = []
@@ -705,6 +838,14 @@ def read_rows(path: Path, *, closed: bool) -> tuple[pa.Table | None, str | None]
     except (pa.ArrowException, OSError):
         problem = text("was cut off: its last rows are lost")
     return (pa.Table.from_batches(batches) if batches else None), problem
+
+
+def _read_file(data: bytes, columns: Sequence[str] | None) -> pa.Table:
+    file = pa.ipc.open_file(pa.BufferReader(data))
+    if columns is not None:
+        wanted = [number for number, name in enumerate(file.schema.names) if name in columns]
+        file = pa.ipc.open_file(pa.BufferReader(data), options=pa.ipc.IpcReadOptions(included_fields=wanted))
+    return file.read_all()
 
 
 def _with_late_ends(collectives: pl.DataFrame, completions: pl.DataFrame) -> pl.DataFrame:

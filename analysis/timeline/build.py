@@ -9,6 +9,7 @@ import polars as pl
 
 from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.language import Text, joined, text
+from rankscope.analysis.stretch import Stretch
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.code import PLACES, SAMPLES, merged_places, sampled_in
@@ -28,6 +29,7 @@ from rankscope.analysis.timeline.steps import (
     find_steps,
     in_steps,
     judge,
+    number_by_time,
     on_device,
     renumber,
     whole_captures,
@@ -95,6 +97,7 @@ class Timeline:
     ras: pl.DataFrame = field(default_factory=pl.DataFrame)
     samples: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SAMPLES))
     places: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=PLACES))
+    stretch: Stretch | None = None  # what was read of the run; None: all
 
 
 def build_timeline(trace: Trace) -> Timeline:
@@ -116,16 +119,24 @@ def build_timeline(trace: Trace) -> Timeline:
     records = read("flight_records", "rank", "start_ns")
     called = with_durations(read("collectives", "rank", "start_ns"), groups, records)
     collectives = match_collectives(called, groups, clocks)
+    stretch = trace.stretch
+    counted = stretch.beside(clocks) if stretch else None
+    if counted is not None and len(counted):  # what began earlier or later lacks ranks that are ahead or behind
+        begun = pl.col("start_ns").is_between(counted["start_ns"].min(), counted["end_ns"].max())
+        collectives = collectives.filter(begun)
     launches = read("launches", "rank", "start_ns")
     kernels = with_launches(read("kernels", "rank", "start_ns"), launches)
-    steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives)
+    steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives, counted)
     has_device = pl.col("rank").is_in(kernels["rank"].unique().implode())
     if steps.is_empty():
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
         steps = whole_captures(*(table.filter(has_device) for table in tables))
     regions, hosts_steps = in_steps(regions, steps), steps
     steps, marks, of_marks = marked_steps(steps, _marks(trace, clocks), collectives)
-    steps = judge(pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)]), regions)
+    steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)])
+    if stretch:
+        steps = steps.filter(pl.col("step").is_between(stretch.first, stretch.last))
+    steps = judge(steps, regions, stretch.warmup if stretch else None)
     steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
     ops = read("ops", "rank", "start_ns")
     if len(ops):
@@ -133,7 +144,7 @@ def build_timeline(trace: Trace) -> Timeline:
     counters = read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value")
     progress = read("progress", "rank", "group_id")
     late = late_ranks(read("ras", "node", "time_ns"), ranks, trace.run, last_begun_ns(collectives, regions) or 0)
-    if trace.source == "native":  # what a rank did last is all there
+    if trace.source == "native" and (stretch is None or stretch.is_to_the_end):  # what a rank did last is all there
         progress = last_progress(collectives, regions, counters, steps, said_late=len(late) > 0)
     split = steps if "breakdown" not in trace.reader.cannot() else steps.filter(has_device)
     marks = by_marks(marks, steps, hosts_steps, regions, collectives)
@@ -158,6 +169,7 @@ def build_timeline(trace: Trace) -> Timeline:
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
         *of_marks,
         *profiled_gaps(steps),
+        *([Gap(table="*", rank=None, node=None, count=None, why=stretch.said)] if stretch and stretch.said else ()),
         *incomparable,
         *_early_gaps(collectives, steps),
         *no_ops,
@@ -187,6 +199,7 @@ def build_timeline(trace: Trace) -> Timeline:
         progress=progress,
         marks=marks,
         clocks=clocks,
+        stretch=stretch,
         comparable=not incomparable,
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
         gaps=gaps,
@@ -262,10 +275,12 @@ def _early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
 
 
 def _comparable_steps(
-    marks: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
+    marks: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, counted: pl.DataFrame | None
 ) -> tuple[pl.DataFrame, list[Gap]]:
-    """The steps, numbered alike on all ranks, or a gap that says that they are not."""
+    """The steps, numbered alike on all ranks, or a gap that says that they are not; of part of a run as `counted`."""
     steps = find_steps(marks, regions, collectives)
+    if counted is not None and len(steps):
+        steps = number_by_time(steps, counted)
     same = agreement(steps, collectives)
     if same is not None and same < _AGREE:
         steps = renumber(steps, collectives)

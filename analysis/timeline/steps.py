@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import polars as pl
 
@@ -17,6 +19,7 @@ __all__ = [
     "find_steps",
     "in_steps",
     "judge",
+    "number_by_time",
     "on_device",
     "renumber",
     "whole_captures",
@@ -112,6 +115,25 @@ def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def number_by_time(steps: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
+    """The steps with each rank's numbers shifted to those of `counted`, one rank's, on the same clock.
+
+    A step has the number of the counted one that it shares most time with; one shift per rank, the most frequent.
+    """
+    begin, end = counted["start_ns"].to_numpy(), counted["end_ns"].to_numpy()
+    middle = ((steps["start_ns"] + steps["end_ns"]) // 2).to_numpy()
+    at = np.clip(np.searchsorted(begin, middle, side="right") - 1, 0, len(begin) - 1)
+    there = np.where(middle < end[at], counted["step"].to_numpy()[at], -1)
+    shift = pl.Series("_shift", there) - steps["step"]
+    known = steps.select("rank", shift).filter(pl.Series(there >= 0))
+    shifts = known.group_by("rank").agg(pl.col("_shift").mode().min())
+    return (
+        steps.join(shifts, on="rank", maintain_order="left")
+        .with_columns((pl.col("step") + pl.col("_shift")).cast(STEP_COLUMNS["step"]))
+        .drop("_shift")
+    )
+
+
 def whole_captures(*tables: pl.DataFrame) -> pl.DataFrame:
     """One step per rank, from the first start to the last end of these tables' rows."""
     spans = pl.concat([table.select("rank", "start_ns", "end_ns") for table in tables])
@@ -183,7 +205,7 @@ def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> p
     )
 
 
-def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
+def judge(steps: pl.DataFrame, regions: pl.DataFrame, warmup: Sequence[int] | None = None) -> pl.DataFrame:
     """The steps with `judged` and, where it is false, `aside`: "warm-up", "outlier" or "incomplete".
 
     One verdict per step number, for all ranks. Incomplete: not all ranks that have steps have it. Warm-up: the first
@@ -191,6 +213,7 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     a profiler made the steps, whose schedule has warmed up, or where the capture is the step. Outlier: longer than
     5 × the median and than the median + 10 MAD, if no more than 2 % of the steps (or a single one) are so: a hiccup,
     not a fault that comes back. The time of a checkpoint does not count there: saving one is meant.
+    Of part of a run it must be said which steps are `warmup`.
     """
     ranks = steps["rank"].n_unique()
     compiles = (
@@ -212,12 +235,9 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     settled = (pl.col("_length") <= _SETTLED * pl.col("_length").median()) & ~pl.col("step").is_in(compiles.implode())
     limit = max(_WARMUP_MIN, int(_WARMUP_SHARE * len(complete)))
     index = pl.int_range(pl.len())
-    warm = complete.with_columns(
-        (
-            ~pl.col("_warmed")
-            & ((index < _WARMUP_MIN) | ((index < limit) & ~(settled & (index >= _WARMUP_MIN)).cum_max()))
-        ).alias("_warmup")
-    )
+    first = (index < _WARMUP_MIN) | ((index < limit) & ~(settled & (index >= _WARMUP_MIN)).cum_max())
+    known = first if warmup is None else pl.col("step").is_in(warmup)
+    warm = complete.with_columns((~pl.col("_warmed") & known).alias("_warmup"))
     verdict = warm.join(_outliers(warm.filter(~pl.col("_warmup"))), on="step", how="left").select(
         "step",
         pl.when("_warmup").then(pl.lit("warm-up")).when("_outlier").then(pl.lit("outlier")).alias("aside"),

@@ -15,6 +15,7 @@ import pyarrow.ipc
 from simulate import GPUS, Job, Recording
 
 from rankscope.collectors.schema import DEVICE_MARKS, DEVICE_WORK, NO_PEER, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
+from rankscope.collectors.writer import write_sealed
 
 __all__ = ["write"]
 
@@ -136,7 +137,7 @@ def _by_rank(folder: Path, table: str, columns: dict[str, np.ndarray]) -> None:
     whole = _table(table, {name: values[order] for name, values in columns.items()})
     ranks, first = np.unique(rank[order], return_index=True)
     for r, start, stop in zip(ranks, first, [*first[1:], len(order)], strict=True):
-        _file(folder / table / f"rank={r:05d}" / "a0-part-0000.arrow", whole.slice(start, stop - start))
+        write_sealed(folder / table / f"rank={r:05d}", "a0-", whole.slice(start, stop - start))
 
 
 def _without_a_profiler(

@@ -41,29 +41,37 @@ def command(
 
 
 def _row(trace: Trace, name: str) -> tuple[str, ...]:
-    from rankscope.analysis.readers.native import NativeReader
-
-    size_bytes = trace.reader.size_bytes(name) if isinstance(trace.reader, NativeReader) else 0
-    frame = trace.table(name).collect()
-    of_nodes = TABLES[name].partition == "node"
-    owners = frame["node" if of_nodes else "rank"].drop_nulls().n_unique()
+    held = _extent(trace, name)
+    count, size_bytes = held["rows"].sum(), held["size_bytes"].sum()
     return (
         name,
-        f"{frame.height:,}",
-        "" if of_nodes else str(owners),
-        _seconds(frame, TABLES[name].order),
+        f"{count:,}",
+        "" if TABLES[name].partition == "node" else str(held["rank"].drop_nulls().n_unique()),
+        _seconds(held) if TABLES[name].order.endswith("_ns") else "",
         f"{size_bytes / 1e6:,.2f} MB",
-        f"{size_bytes / frame.height:,.1f}" if frame.height else "",
+        f"{size_bytes / count:,.1f}" if count else "",
     )
 
 
-def _seconds(frame: pl.DataFrame, order: str) -> str:
+def _extent(trace: Trace, name: str) -> pl.DataFrame:
+    """rank, node, rows, size_bytes, first and last of a table's files, also where only a part of the run is read."""
+    import polars as pl
+
+    from rankscope.analysis.readers.native import NativeReader
+
+    if isinstance(trace.reader, NativeReader):
+        return trace.reader.extent(name)
+    rows, order = trace.table(name).collect(), pl.col(TABLES[name].order)
+    by = [owner for owner in ("rank", "node") if owner in rows.columns]
+    held = rows.group_by(by).agg(pl.len().alias("rows"), order.min().alias("first"), order.max().alias("last"))
+    return held.with_columns(size_bytes=0)
+
+
+def _seconds(held: pl.DataFrame) -> str:
     """From the first to the last row, on the node where that is longest; empty for a table without times."""
     import polars as pl
 
-    if not order.endswith("_ns"):
-        return ""
-    spans = frame.group_by("node").agg(pl.col(order).max() - pl.col(order).min())[order].drop_nulls()
+    spans = held.group_by("node").agg(ns=pl.col("last").max() - pl.col("first").min())["ns"].drop_nulls()
     return f"{max(spans) / 1e9:,.1f}" if len(spans) else ""
 
 

@@ -1,0 +1,174 @@
+"""Part of a long run: some of its steps, from the files that hold them and no others.
+
+Which rows are read is settled by time. One rank's steps are counted through the whole run; the stretch is from the
+beginning of one to the end of another, with two more on either side, so that no operation in it lacks a rank; and
+every node's clock says when that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.finding import Clock
+from rankscope.analysis.language import text
+from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
+from rankscope.analysis.timeline.steps import find_steps, judge
+from rankscope.analysis.trace import BadInput
+
+if TYPE_CHECKING:
+    from rankscope.analysis.readers.native import NativeReader
+
+__all__ = ["Stretch", "stretch_of"]
+
+_EVER = 1 << 62  # later than all there is
+_BESIDE = 2  # steps that are read before the first and after the last
+_SLACK_NS, _SLACK_UNKNOWN_NS = 1_000_000_000, 10_000_000_000  # of a node's clock; of one that nobody related to others
+_NEEDED = ("optimizer", "backward", "compile", "checkpoint")  # regions that make steps, or set them aside
+_AS_MUCH = 0.9  # as any other rank has in its files: it lost little, and did not end early
+_FEWEST = 20  # steps that are worth a report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What is read of a run: steps `first` to `last`, both included, by the numbers of one rank; `said` says so.
+
+    `counted` are that rank's steps in the whole run, on its node's clock: (rank, node, step, start_ns, end_ns, source,
+    judged, aside). Where there are none, it is the last part of the run, and no step. `spans` says from when to when
+    rows are read, by node, on its own clock, both included.
+    """
+
+    first: int
+    last: int
+    said: str
+    counted: pl.DataFrame
+    spans: Mapping[int, tuple[int, int]]
+
+    def span_on(self, node: int | None) -> tuple[int, int]:
+        """From when to when rows of this node are read; of an unknown one, as long as any other's."""
+        if node in self.spans:
+            return self.spans[node]
+        return min(begin for begin, _ in self.spans.values()), max(end for _, end in self.spans.values())
+
+    @property
+    def unread(self) -> int:
+        """How many steps were not read."""
+        return len(self.counted) - (self.last - self.first + 1)
+
+    @property
+    def warmup(self) -> list[int]:
+        """The steps of the whole run that are warm-up."""
+        return self.counted.filter(aside="warm-up")["step"].to_list()
+
+    @property
+    def is_to_the_end(self) -> bool:
+        """Whether all is read that came after its first step."""
+        return any(until == _EVER for _, until in self.spans.values())
+
+    def beside(self, clocks: Sequence[Clock]) -> pl.DataFrame:
+        """(rank, step, start_ns, end_ns) of the counted rank from the step before the first to that after the last.
+
+        Times are on node 0's clock.
+        """
+        rows = self.counted.filter(pl.col("step").is_between(self.first - 1, self.last + 1))
+        return rows.lazy().pipe(apply_clocks, clocks).select("rank", "step", "start_ns", "end_ns").collect()
+
+
+def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch | None:
+    """These steps of the run; None: the last that fit into memory and into a minute or two, or no stretch if all do.
+
+    Raises `BadInput` where the run does not have these steps, or they do not fit.
+    """
+    from rankscope.analysis.memory import check_share, readable_share  # it knows the graph, which is made of timelines
+
+    share = 1.0 if steps else readable_share(reader)
+    if not steps and share >= 1:
+        return None
+    node = reader.read("ranks").select("rank", "node")
+    rank = _reference(reader)
+    counted = _count_steps(reader, rank).join(node, on="rank", maintain_order="left")
+    count = len(counted)  # numbered from 0
+    if steps is None and not count:
+        return _last_part(reader, rank, share, counted)
+    if not count:
+        raise BadInput(f"{reader.where} has no steps; call rankscope.step() once per step")
+    first, last = steps or (max(count - max(int(share * count), _FEWEST), 0), count - 1)
+    last = min(last, count - 1)
+    if first > last:
+        raise BadInput(f"{reader.where} has no step {first}: the last is {last}")
+    check_share(reader, (last - first + 1 + 2 * _BESIDE) / count)
+    begin, end = counted["start_ns"].to_list(), counted["end_ns"].to_list()
+    until = end[last + _BESIDE] if last + _BESIDE < count else None
+    so = text("as was asked for") if steps else text("as much as a report holds: RUN/steps=FIRST-LAST reads others")
+    which = {"first": first, "last": last, "count": count, "so": so}
+    said = text("only steps {first}-{last} of {count} were read, {so}", **which) if last - first + 1 < count else ""
+    spans = _spans(reader, counted["node"][0], begin[max(first - _BESIDE, 0)], until)
+    return Stretch(first=first, last=last, said=said, counted=counted, spans=spans)
+
+
+def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFrame) -> Stretch:
+    """As large a share of a run without steps as can be read."""
+    held = pl.concat(reader.extent(name, rank) for name in ("collectives", "regions", "samples"))
+    last_ns, whole_ns = held["last"].max(), held["last"].max() - held["first"].min()
+    so = {"read": duration(round(share * whole_ns)), "whole": duration(whole_ns)}
+    said = text("only the last {read} of {whole} were read, as much as a report holds", **so)
+    spans = _spans(reader, held["node"][0], round(last_ns - share * whole_ns), None)
+    return Stretch(first=0, last=-1, said=said, counted=counted, spans=spans)
+
+
+def _reference(reader: NativeReader) -> int:
+    """The lowest rank that has about as much in its files as any other."""
+    size = reader.sizes_of_ranks()
+    return min(rank for rank, of_rank in size.items() if of_rank >= _AS_MUCH * max(size.values()))
+
+
+def _count_steps(reader: NativeReader, rank: int) -> pl.DataFrame:
+    """All steps of a rank, judged by their lengths."""
+    marks = pl.concat(reader.pieces_of_rank("steps", rank, "start_ns", "end_ns", "thread"))
+    regions = pl.concat(
+        piece.filter(pl.col("kind").is_in(_NEEDED))
+        for piece in reader.pieces_of_rank("regions", rank, "start_ns", "end_ns", "kind", "name", "thread")
+    )
+    called = pl.concat(
+        _last_before(piece, regions.filter(kind="optimizer")["start_ns"])
+        for piece in reader.pieces_of_rank("collectives", rank, "start_ns")
+    )
+    steps = find_steps(marks, regions.sort("start_ns"), called.sort("start_ns"))
+    return judge(steps, regions)
+
+
+def _last_before(calls: pl.DataFrame, optimizers: pl.Series) -> pl.DataFrame:
+    """The first of the calls, and of those between two runs of optimizers the last: it tells whether there are any."""
+    between = np.searchsorted(optimizers.sort().to_numpy(), calls["start_ns"].to_numpy())
+    kept = np.append(between[1:] != between[:-1], True) if len(between) else np.zeros(0, bool)
+    kept[:1] = True
+    return calls.filter(pl.Series(kept, dtype=pl.Boolean))
+
+
+def _spans(reader: NativeReader, node: int, since_ns: int, until_ns: int | None) -> dict[int, tuple[int, int]]:
+    """From when to when each node's rows are read, on its clock; what is given is on that of `node`."""
+    nodes = {*reader.run, *reader.read("ranks")["node"].drop_nulls()}
+    clocks = {clock.node: clock for clock in fit_clocks(reader.sparse_clocks(), nodes)}
+
+    def on(clock: Clock) -> tuple[int, int]:
+        slack_ns = _SLACK_UNKNOWN_NS if clock.error_ns is None else _SLACK_NS
+        begin_ns = _shown(clock, _common(clocks[node], since_ns)) - slack_ns
+        return begin_ns, _EVER if until_ns is None else _shown(clock, _common(clocks[node], until_ns)) + slack_ns
+
+    return {clock.node: on(clock) for clock in clocks.values()}
+
+
+def _common(clock: Clock, own_ns: int) -> int:
+    """A node's time on node 0's clock."""
+    return own_ns + clock.offset_ns + round((own_ns - clock.at_ns) * clock.drift_ppm * 1e-6)
+
+
+def _shown(clock: Clock, common_ns: int) -> int:
+    """Node 0's time on a node's clock, but for the drift's second order."""
+    own_ns = common_ns - clock.offset_ns
+    return own_ns - round((own_ns - clock.at_ns) * clock.drift_ppm * 1e-6)
