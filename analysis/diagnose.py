@@ -38,6 +38,7 @@ from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.costs import cost_of, money_text
 from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.report.texts import part_name
+from rankscope.analysis.stretch import Stretch
 from rankscope.analysis.timeline.arrivals import charged_to_last
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
@@ -221,7 +222,8 @@ def conclude(
         source="",
         verdict=_verdict(
             *(findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]),
-            *(lead, "device_waits" in tables, code, _of_outliers(steps, timeline, code)),
+            *(lead, "device_waits" in tables, code),
+            joined("", (_of_outliers(steps, timeline, code), _unread(timeline.stretch))),
         ),
         ranks=seen,
         world_size=world_size,
@@ -232,6 +234,7 @@ def conclude(
         healthy=tuple(healthy),
         not_checked=(*not_checked, *_not_observed(timeline)),
         breakdown=_mean_parts(tables["breakdown"]),
+        history=timeline.stretch.history() if timeline.stretch else None,
         device=device_parts(timeline.kernels),
         phases=phase_times(tables["marks"]),
         lead=lead,
@@ -586,7 +589,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
         for name in ("collectives", "regions", "phases", "breakdown", "proxies")
         if (frame := getattr(timeline, name)) is not None
     }
-    tables |= {"steps": steps, "ranks": timeline.ranks, "counters": timeline.counters}
+    tables |= {"steps": steps, "all_steps": timeline.steps, "ranks": timeline.ranks, "counters": timeline.counters}
     tables |= {"groups": timeline.groups, "progress": timeline.progress, "ras": timeline.ras}
     tables |= {"kernels": timeline.kernels, "launches": timeline.launches, "memory": timeline.memory}
     tables["gpus"] = timeline.gpus
@@ -858,6 +861,11 @@ def _of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
         share=percent(steps.outliers_fraction),
         at=text(", mostly at {place}", place=place) if place else "",
     )
+
+
+def _unread(stretch: Stretch | None) -> str:
+    """That steps were left out which nobody asked to leave out."""
+    return text("; {only}", only=stretch.said) if stretch and not stretch.asked else ""
 
 
 def _unknown(breakdown: pl.DataFrame, code: Code) -> str:

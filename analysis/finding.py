@@ -16,6 +16,7 @@ __all__ = [
     "Finding",
     "Gap",
     "Healthy",
+    "History",
     "Lead",
     "NotChecked",
     "Operator",
@@ -25,6 +26,7 @@ __all__ = [
     "Pipeline",
     "Rate",
     "Report",
+    "Span",
     "StepSummary",
     "StoodStill",
     "Utilisation",
@@ -124,6 +126,26 @@ class StepSummary:
     median_ns: int | None
     p90_ns: int | None
     source: str  # "rankscope.step()" | "ProfilerStep" | "optimizer" | "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Steps that follow each other, `first` to `last`, and their median length."""
+
+    first: int
+    last: int
+    median_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """All steps of a run of which only `read` were analysed: lengths on one rank, by spans of as many steps each."""
+
+    rank: int
+    count: int
+    median_ns: int
+    read: Span
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +383,7 @@ class Report:
     healthy: tuple[Healthy, ...]
     not_checked: tuple[NotChecked, ...]
     breakdown: tuple[Part, ...]
+    history: History | None = None  # None: all steps were read
     device: tuple[DevicePart, ...] = ()
     phases: tuple[PhaseTime, ...] = ()  # with `lead` only where CUDA events were recorded
     lead: Lead | None = None

@@ -17,9 +17,9 @@ __all__ = ["available_bytes", "check_memory", "check_share", "needed_bytes", "re
 _BEFORE = 160_000_000
 _OF_TIMELINE, _OF_GRAPH = 260, 290  # for each kernel and launch
 
-# Of a recorded run, for each row: measured on simulated ones of 64 to 1,024 ranks (docs/performance.md).
+# Of a recorded run, for each row: measured on simulated ones of 16 to 1,024 ranks (docs/performance.md).
 _OF_ROW, _OF_OTHER_ROW = {"regions": 1300, "collectives": 1300, "device_marks": 400, "flight_records": 400}, 200
-_MOST = 8_000_000_000  # a report on so much takes one to two minutes
+_MOST = 3_000_000_000  # a report on so much takes half a minute, while a job that has ended may hold its machines
 _SHARE = 0.5  # of the memory that is free
 
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # cgroup v2, v1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.finding import Clock
+from rankscope.analysis.finding import Clock, History, Span
 from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
@@ -31,6 +31,7 @@ _BESIDE = 2  # steps that are read before the first and after the last
 _SLACK_NS, _SLACK_UNKNOWN_NS = 1_000_000_000, 10_000_000_000  # of a node's clock; of one that nobody related to others
 _NEEDED = ("optimizer", "backward", "compile", "checkpoint")  # regions that make steps, or set them aside
 _AS_MUCH = 0.9  # as any other rank has in its files: it lost little, and did not end early
+_SPANS = 60  # of which a history tells the length of a step
 _FEWEST = 20  # steps that are worth a report
 
 
@@ -45,13 +46,14 @@ class Stretch:
 
     first: int
     last: int
+    asked: bool  # for these steps; else they are what could be read
     said: str
     counted: pl.DataFrame
     spans: Mapping[int, tuple[int, int]]
 
     def span_on(self, node: int | None) -> tuple[int, int]:
         """From when to when rows of this node are read; of an unknown one, as long as any other's."""
-        if node in self.spans:
+        if node is not None and node in self.spans:
             return self.spans[node]
         return min(begin for begin, _ in self.spans.values()), max(end for _, end in self.spans.values())
 
@@ -70,6 +72,25 @@ class Stretch:
         """Whether all is read that came after its first step."""
         return any(until == _EVER for _, until in self.spans.values())
 
+    def history(self) -> History | None:
+        """The lengths of all steps of the counted rank; None where all were read, or there are none."""
+        if not self.unread or self.counted.is_empty():
+            return None
+        per_span = -(-len(self.counted) // _SPANS)
+        firsts = range(0, len(self.counted), per_span)
+        return History(
+            rank=self.counted["rank"][0],
+            count=len(self.counted),
+            median_ns=self._span(0, len(self.counted) - 1).median_ns,
+            read=self._span(self.first, self.last),
+            spans=tuple(self._span(first, min(first + per_span, len(self.counted)) - 1) for first in firsts),
+        )
+
+    def _span(self, first: int, last: int) -> Span:
+        rows = self.counted[first : last + 1]  # numbered from 0
+        lengths = (rows["end_ns"] - rows["start_ns"]).to_numpy()
+        return Span(first=first, last=last, median_ns=round(float(np.median(lengths))))
+
     def beside(self, clocks: Sequence[Clock]) -> pl.DataFrame:
         """(rank, step, start_ns, end_ns) of the counted rank from the step before the first to that after the last.
 
@@ -80,7 +101,7 @@ class Stretch:
 
 
 def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch | None:
-    """These steps of the run; None: the last that fit into memory and into a minute or two, or no stretch if all do.
+    """These steps of the run; None: the last that fit into memory and into half a minute, or no stretch if all do.
 
     Raises `BadInput` where the run does not have these steps, or they do not fit.
     """
@@ -104,21 +125,21 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
     check_share(reader, (last - first + 1 + 2 * _BESIDE) / count)
     begin, end = counted["start_ns"].to_list(), counted["end_ns"].to_list()
     until = end[last + _BESIDE] if last + _BESIDE < count else None
-    so = text("as was asked for") if steps else text("as much as a report holds: RUN/steps=FIRST-LAST reads others")
-    which = {"first": first, "last": last, "count": count, "so": so}
-    said = text("only steps {first}-{last} of {count} were read, {so}", **which) if last - first + 1 < count else ""
+    which = {"first": first, "last": last, "count": count}
+    said = text("only steps {first}-{last} of {count} were read", **which) if last - first + 1 < count else ""
     spans = _spans(reader, counted["node"][0], begin[max(first - _BESIDE, 0)], until)
-    return Stretch(first=first, last=last, said=said, counted=counted, spans=spans)
+    return Stretch(first=first, last=last, asked=steps is not None, said=said, counted=counted, spans=spans)
 
 
 def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFrame) -> Stretch:
     """As large a share of a run without steps as can be read."""
     held = pl.concat(reader.extent(name, rank) for name in ("collectives", "regions", "samples"))
-    last_ns, whole_ns = held["last"].max(), held["last"].max() - held["first"].min()
+    last_ns = int(held["last"].drop_nulls().to_numpy().max())
+    whole_ns = last_ns - int(held["first"].drop_nulls().to_numpy().min())
     so = {"read": duration(round(share * whole_ns)), "whole": duration(whole_ns)}
-    said = text("only the last {read} of {whole} were read, as much as a report holds", **so)
+    said = text("only the last {read} of {whole} were read", **so)
     spans = _spans(reader, held["node"][0], round(last_ns - share * whole_ns), None)
-    return Stretch(first=0, last=-1, said=said, counted=counted, spans=spans)
+    return Stretch(first=0, last=-1, asked=False, said=said, counted=counted, spans=spans)
 
 
 def _reference(reader: NativeReader) -> int:

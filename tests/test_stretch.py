@@ -1,16 +1,18 @@
-"""Part of a long run: `RUN/steps=100-150` reads what these steps need, and no more, with the same numbers."""
+"""Part of a long run: `RUN/steps=70-99` reads what these steps need, and no more, with the same numbers."""
 
 import json
+import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
 
-import rankscope
+from rankscope.analysis import memory
 from rankscope.analysis.diagnose import read_run
+from rankscope.analysis.report import html, terminal
+from rankscope.analysis.trace import BadInput, Trace
 from rankscope.collectors import writer
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
@@ -19,29 +21,122 @@ from simulate import Job, healthy_resources, run
 
 RANKSCOPE = [sys.executable, "-m", "rankscope"]
 SLOW, SINCE = 5, 60
+AT = ["rank", "step"]
 
 
 @pytest.fixture(scope="module", params=["fsdp", "3d", "ddp-nccl", "pp-1f1b", "3d-nccl"])
 def job(request, tmp_path_factory):
-    """A job of 120 steps on 2 nodes or more whose clocks differ, in files of 256 rows; one rank slow from step 60 on."""
-    job = Job(parallel=request.param, ranks=16, steps=120, seed=1, nic_bytes_per_s=20e9)
+    """120 steps of 16 ranks on two nodes whose clocks differ, in files of 256 rows; one rank is slow from 60 on."""
+    return written(request.param, tmp_path_factory.mktemp(request.param) / "run")
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory):
+    return written("fsdp", tmp_path_factory.mktemp("fsdp") / "run")
+
+
+def written(parallel: str, folder: Path) -> Path:
+    job = Job(parallel=parallel, ranks=16, steps=120, seed=1, nic_bytes_per_s=20e9)
     can = healthy_resources(job)
     can.slowness[SINCE:, SLOW] *= 1.5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SEAL_ROWS", 256)
-        return write(run(job, can), tmp_path_factory.mktemp(request.param) / "run")
+        return write(run(job, can), folder)
 
 
-def test_steps_of_part_of_a_run_are_cut_as_in_all_of_it(job):
+def told(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RANKSCOPE, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+
+
+def test_steps_of_part_of_a_run_are_those_of_all_of_it(job):
     _, whole = read_run(job)
-    _, part = read_run(job / "steps=70-99")
-    at = ["rank", "step"]
-    wanted = whole.steps.filter(pl.col("step").is_between(70, 99))
-    assert part.steps.select(*at, "judged").equals(wanted.select(*at, "judged"))
-    assert len(wanted) == 16 * 30
-    lengths = part.steps.join(wanted, on=at).select(pl.col("end_ns") - pl.col("start_ns"), ns=pl.col("end_ns_right") - pl.col("start_ns_right"))
-    assert (lengths["end_ns"] - lengths["ns"]).abs().max() <= 5_000  # clocks are fitted to other pings
-    both = part.breakdown.join(whole.breakdown, on=[*at, "part"], how="left")
-    assert (both["ns"] - both["ns_right"]).abs().max() <= 200_000
+    report, part = read_run(job / "steps=70-99")
+    wanted = pl.col("step").is_between(70, 99)
+    assert part.steps.equals(whole.steps.filter(wanted))
+    assert part.steps["judged"].all()
+    assert len(part.steps) == 16 * 30
+    assert part.breakdown.sort(*AT, "part").equals(whole.breakdown.filter(wanted).sort(*AT, "part"))
     assert part.matched_fraction == 1
     assert len(part.collectives) < len(whole.collectives) / 3
+    assert report.findings[0].ranks == (SLOW,)
+    assert [gap.why for gap in report.gaps] == ["only steps 70-99 of 120 were read"]
+    assert next(check for check in report.not_checked if check.detector == "hang").why.startswith("only steps before")
+
+
+def test_a_rank_that_becomes_slow_is_no_slowdown_of_all(fsdp):
+    """Other ranks then compute more beside communication and less alone."""
+    report, _ = read_run(fsdp)
+    assert [finding.detector for finding in report.findings] == ["slow_rank"]
+    assert report.history is None
+
+
+def test_of_a_run_that_is_too_large_the_last_steps_are_judged_and_how_the_others_were_is_said(fsdp, monkeypatch):
+    """By steps of 130 ms before step 60 and 190 ms after it."""
+    rows = sum(Trace.open(fsdp).reader.estimated_rows().values())
+    monkeypatch.setattr(memory, "_MOST", memory._BEFORE + rows * 1300 // 4)
+    report, timeline = read_run(fsdp)
+    assert timeline.steps["step"].min() in range(87, 93)
+    assert timeline.steps["step"].max() == 119
+    first = timeline.steps["step"].min()
+    assert report.verdict.endswith(f" and 15 ranks wait for it; only steps {first}-119 of 120 were read.")
+    assert (report.history.count, report.history.rank, len(report.history.spans)) == (120, 0, 60)
+    fast, slow = (f(span.median_ns for span in report.history.spans) for f in (min, max))
+    assert fast == pytest.approx(130e6, rel=0.1)
+    assert slow > 185e6
+    assert report.history.median_ns == pytest.approx(report.history.read.median_ns, rel=0.35)
+    text = terminal.render_short(report, width=200)
+    assert f"Read were steps {first}-119 of 120" in text
+    assert "rankscope diff RUN/steps=" in text
+    assert "Over the whole run a step takes from" in html.render(report)
+    assert "hang" in [check.detector for check in report.healthy]
+
+
+def test_what_does_not_fit_is_one_line(fsdp, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 161_000_000)
+    with pytest.raises(BadInput, match=r"so many steps need about 0\.2 GB, and 0\.2 GB are free: name fewer of them"):
+        Trace.open(fsdp / "steps=10-100")
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ("steps=120-130", "has no step 120: the last is 119"),
+        ("steps=30-20", "the last of these steps is before the first"),
+        ("steps=all", "does not exist"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "export"])
+def test_steps_that_are_not_there_are_one_line(fsdp, command, steps, why):
+    done = told(command, fsdp / steps)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_command_takes_steps_of_a_run(fsdp, tmp_path):
+    before, after = fsdp / "steps=20-49", fsdp / "steps=70-99"
+    changed = json.loads(told("diff", before, after, "--json").stdout)
+    assert changed["step"]["change_ns"] > 50e6
+    assert told("check", after, "--against", before).returncode == 1
+    assert told("export", after, "--out", tmp_path / "part.pftrace.gz").returncode == 0
+    assert "rank:5" in told("whatif", after, "--fix", "rank:5").stdout
+    assert told("report", after).returncode == 0
+    assert (after / "report.html").exists()
+
+
+def test_ls_counts_what_the_files_hold(fsdp):
+    lines = {line.split()[0]: line.split() for line in told("ls", fsdp / "steps=20-49").stdout.splitlines() if line}
+    rows = len(Trace.open(fsdp).table("collectives").collect())
+    assert lines["collectives"][1:3] == [f"{rows:,}", "16"]
+
+
+def test_a_rank_whose_first_records_were_lost_has_the_steps_of_the_others(fsdp, tmp_path):
+    """Steps are numbered by when they were, not by how many a rank has left."""
+    run = tmp_path / "run"
+    shutil.copytree(fsdp, run)
+    for part in run.glob("*/rank=00003/a0-part-000[0-2].arrow"):
+        if part.parents[1].name in ("regions", "collectives"):
+            part.unlink()
+    _, whole = read_run(fsdp)
+    _, part_of = read_run(run / "steps=70-99")
+    assert part_of.steps.equals(whole.steps.filter(pl.col("step").is_between(70, 99)))

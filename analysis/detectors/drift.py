@@ -51,19 +51,21 @@ _SECONDARY = ("wait", "bubble", "overlapped")  # grow because something else doe
 def detect(
     breakdown: pl.DataFrame,
     steps: pl.DataFrame,
+    all_steps: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     min_steps: int = 30,
     min_z: float = 5.0,
 ) -> list[Finding]:
-    """Steps that creep up, as one finding."""
+    """Steps that creep up, as one finding; `all_steps` are also those that are not judged."""
+    first = _first(all_steps)
     grid = judged_grid(breakdown, min_steps)
     for seen in (_job(grid), *_falling_behind(grid)):
         line = trend(seen.lengths)
         where, ranks = _what_grows(seen, line)
-        lost = _lost(grid, line, ranks)
+        lost = _lost(grid, line, first, ranks)
         if seen.beyond_peers:  # who waits for it loses no more than the steps grow
-            grown = _lost(grid, trend(_job(grid).lengths))
+            grown = _lost(grid, trend(_job(grid).lengths), first)
             lost = replace(lost, ns=min(lost.ns, grown.ns + grown.half_width_ns))
         if lost.ns < min_fraction * grid.step_ns or line.z < min_z:
             continue
@@ -84,11 +86,16 @@ def detect(
 
 
 def resolution_ns(
-    breakdown: pl.DataFrame, *, min_fraction: float = 0.03, min_steps: int = 30, min_z: float = 5.0
+    breakdown: pl.DataFrame,
+    all_steps: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
+    min_steps: int = 30,
+    min_z: float = 5.0,
 ) -> int:
     """What a drift costs per step that would just have been reported."""
     grid = judged_grid(breakdown, min_steps)
-    scatter = _lost(grid, trend(_job(grid).lengths)).half_width_ns
+    scatter = _lost(grid, trend(_job(grid).lengths), _first(all_steps)).half_width_ns
     return round(max(min_fraction * grid.step_ns, min_z / 1.96 * scatter))
 
 
@@ -118,13 +125,18 @@ class _Seen:
     beyond_peers: bool
 
 
-def _lost(grid: StepGrid, line: Trend, ranks: tuple[int, ...] = ()) -> Estimate:
-    """What the mean judged step takes longer than step 0 did: it grew through the warm-up too, which is not judged.
+def _first(all_steps: pl.DataFrame | None) -> int:
+    """The first step that was recorded, judged or not; of part of a run, that was read."""
+    return 0 if all_steps is None else int(all_steps["step"].to_numpy().min())
+
+
+def _lost(grid: StepGrid, line: Trend, first: int, ranks: tuple[int, ...] = ()) -> Estimate:
+    """What the mean judged step takes longer than the first did: it grew through the warm-up too, which is not judged.
 
     Where only some ranks grow, that is no more than what the longest rank of each step is longer by their lines: at
     first others are, by chance.
     """
-    since = np.array(grid.steps) / (grid.steps[-1] - grid.steps[0])
+    since = (np.array(grid.steps) - first) / (grid.steps[-1] - grid.steps[0])
     grown = Estimate(line.growth * float(since.mean()), line.half_width * float(since.mean()))
     named = np.isin(grid.ranks, ranks)
     if not named.any() or grown.ns <= 0:

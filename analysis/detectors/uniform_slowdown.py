@@ -53,7 +53,9 @@ def detect(
     if min(inside.sum(), (~inside).sum()) < min_steps or rank_sum_z(lengths, inside) < min_z:
         return []
     usual, slow = np.median(lengths[~inside]), np.median(lengths[inside])
-    grown = {part: _growth(values, inside) for part, values in grid.parts.items()}
+    # Where one rank is late, what the others compute beside communication and what they compute alone change places.
+    parts = grid.parts | {"compute": grid.of("compute", "overlapped")}
+    grown = {part: _growth(values, inside) for part, values in parts.items() if part != "overlapped"}
     where = max(grown, key=lambda part: grown[part])
     if slow < min_ratio * usual or grown[where] < (slow - usual) / 2 or where not in (*OWN, "transfer"):
         return []

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import polars as pl
@@ -65,8 +67,12 @@ _ENDS_LATER = "completions"
 _WHOLE = ("ranks", "groups", "gaps", "windows", "ras")  # also where only some steps of a run are read
 _BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what is read before and after a stretch
 _SPARSE = 40  # rows
+_FILES_AT_ONCE = 16
+_AT_THE_END = 1 << 62
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
 _LARGE = ("kernels", "launches")  # whoever reads them keeps what is needed of them
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 _POLARS = {
     "int32": pl.Int32,
     "int64": pl.Int64,
@@ -93,6 +99,7 @@ class _Part:
     world: str
     attempt: int | None
     number: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +144,7 @@ def schema_of(name: str) -> dict[str, Any]:
 def recognises(path: Path) -> bool:
     """Whether this is a run folder: it says what was launched, or holds at least one table."""
     path = run_folder(path)
-    return path.is_dir() and (any(path.glob("run/node=*.json")) or any(True for _ in _parts(path)))
+    return path.is_dir() and (any(path.glob("run/node=*.json")) or any(map(_parts_in, _partitions(path))))
 
 
 def run_folder(path: Path) -> Path:
@@ -150,7 +157,7 @@ def open_run(folders: list[str]) -> NativeReader:
     address = _address(folders)
     roots = list(dict.fromkeys(_existing_folder(folder) for folder in address.folders))
     run, torn = _run_files(roots)
-    parts = [part for root in roots for part in _parts(root)]
+    parts = [part for root in roots for of_one in _at_once(_parts_in, _partitions(root)) for part in of_one]
     _refuse_two_runs(parts)
     where = ", ".join(folders)
     if not run and not torn and not parts:
@@ -251,32 +258,31 @@ class NativeReader:
         largest: dict[str, tuple[int, Path]] = {}
         size: dict[str, int] = {}
         for part in self._parts:
-            of_part = part.path.stat().st_size
-            size[part.table] = size.get(part.table, 0) + of_part
-            largest[part.table] = max(largest.get(part.table, (0, part.path)), (of_part, part.path))
+            size[part.table] = size.get(part.table, 0) + part.size_bytes
+            largest[part.table] = max(largest.get(part.table, (0, part.path)), (part.size_bytes, part.path))
         return {name: _rows_in(path) * size[name] / max(of_part, 1) for name, (of_part, path) in largest.items()}
 
     def extent(self, name: str, rank: int | None = None) -> pl.DataFrame:
         """Of each file of a table (or of one rank's) in the whole run: rank, node, rows, size_bytes, first, last."""
         order = TABLES[name].order
         node_of = dict(self._read_raw("ranks").select("rank", "node").iter_rows())
-        rows = []
-        for part in self._parts:
-            if part.table == name and rank in (None, part.rank):
-                table, _ = read_rows(part.path, closed=False, columns=[order])
-                known = table is not None and order in table.column_names and len(table)
-                ends = pc.min_max(table[order]).as_py().values() if known else (None, None)
-                node = node_of.get(part.rank) if part.node is None else part.node
-                rows.append((part.rank, node, len(table) if known else 0, part.path.stat().st_size, *ends))
+        parts = [part for part in self._parts if part.table == name and rank in (None, part.rank)]
+
+        def held(part: _Part) -> tuple[int | None, ...]:
+            table, _ = read_rows(part.path, closed=False, columns=[order])
+            at = table[order] if table is not None and order in table.column_names else pa.chunked_array([], pa.int64())
+            node = node_of.get(part.rank) if part.node is None else part.node
+            return (part.rank, node, len(at), part.size_bytes, *pc.min_max(at).as_py().values())
+
         names = {"rank": pl.Int32, "node": pl.Int32, "rows": pl.Int64, "size_bytes": pl.Int64}
-        return pl.DataFrame(rows, schema=names | {"first": pl.Int64, "last": pl.Int64}, orient="row")
+        return pl.DataFrame(_at_once(held, parts), schema=names | {"first": pl.Int64, "last": pl.Int64}, orient="row")
 
     def sizes_of_ranks(self) -> dict[int, int]:
         """What each rank's files take on the disk."""
         sizes: dict[int, int] = {}
         for part in self._parts:
             if part.rank is not None:
-                sizes[part.rank] = sizes.get(part.rank, 0) + part.path.stat().st_size
+                sizes[part.rank] = sizes.get(part.rank, 0) + part.size_bytes
         return sizes
 
     def pieces_of_rank(self, name: str, rank: int, *columns: str) -> Iterator[pl.DataFrame]:
@@ -293,7 +299,7 @@ class NativeReader:
 
     def sparse_clocks(self) -> pl.DataFrame:
         """Of the table `clocks` in the whole run a few rows from both ends of each file: roughly how clocks run."""
-        read = [(part, rows) for part in self._parts if part.table == "clocks" for rows in self._read_part(part)]
+        read = self._read([part for part in self._parts if part.table == "clocks"])
         ends = [(part, pa.concat_tables([t[:_SPARSE], t[max(len(t) - _SPARSE, _SPARSE) :]])) for part, t in read]
         return _with_peers(self._together("clocks", ends), self.run)
 
@@ -319,12 +325,7 @@ class NativeReader:
     def _read_raw(self, name: str) -> pl.DataFrame:
         """The table with ids and codes as written; every gap that shows while reading is noted once."""
         if name not in self._raw:
-            parts = [part for part in self._parts if part.table == name]
-            if self.stretch and _is_cut(name):
-                read = [piece for span, of_owner in self._spans(name, parts) for piece in self._within(of_owner, *span)]
-            else:
-                read = [(part, table) for part in parts for table in self._read_part(part)]
-            frame = self._together(name, read)
+            frame = self._together(name, self._read([part for part in self._parts if part.table == name]))
             if name == "ranks":
                 mine = self._worlds[self._world]
                 frame = _on_nodes(frame, self.run, mine.name, mine.attempt)
@@ -339,32 +340,49 @@ class NativeReader:
         schema |= {c.name: _POLARS[c.type] for c in TABLES[name].columns}
         return pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
 
-    def _spans(self, name: str, parts: list[_Part]) -> Iterator[tuple[tuple[int, int], list[_Part]]]:
+    def _read(self, parts: list[_Part]) -> list[tuple[_Part, pa.Table]]:
+        """The rows of a table's parts, of a stretch of the run those that it needs; what is not good is noted."""
+        if self.stretch and parts and _is_cut(parts[0].table):
+            found = [read for of_owner in _at_once(self._within, self._by_owner(parts)) for read in of_owner]
+        else:
+            found = _at_once(lambda part: (part, *read_rows(part.path, closed=self._closed(part))), parts)
+        return [(part, rows) for part, table, problem in found if (rows := self._good_rows(part, table, problem))]
+
+    def _by_owner(self, parts: list[_Part]) -> list[tuple[list[_Part], int, int]]:
         """Each owner's parts, in the order in which they were written, and from when to when their rows are wanted."""
         assert self.stretch
         node_of = dict(self._read_raw("ranks").select("rank", "node").iter_rows())
-        beside_ns = _BESIDE_NS.get(name, 0)
+        beside_ns = _BESIDE_NS.get(parts[0].table, 0)
+        found = []
         for (rank, node), of_owner in itertools.groupby(parts, key=lambda part: (part.rank, part.node)):
             begin, end = self.stretch.span_on(node_of.get(rank) if node is None else node)
-            yield (begin - beside_ns, end + beside_ns), sorted(of_owner, key=lambda part: part.number)
+            in_order = sorted(of_owner, key=lambda part: part.number)
+            found.append((in_order, begin - beside_ns, end + beside_ns))
+        return found
 
-    def _within(self, parts: list[_Part], begin_ns: int, end_ns: int) -> Iterator[tuple[_Part, pa.Table]]:
-        """The rows of one owner's parts that are between these times, both included."""
+    def _within(self, owner: tuple[list[_Part], int, int]) -> list[tuple[_Part, pa.Table | None, str | None]]:
+        """The rows of one owner's parts that are between two times, both included, and what is wrong with the parts."""
+        parts, begin_ns, end_ns = owner
         order = TABLES[parts[0].table].order
-        middle = cache(lambda number: _middle_ns(parts[number].path, order))
-        # Of parts that follow each other these and one on either side, since their times overlap a little.
-        first = bisect_left(range(len(parts)), begin_ns, key=middle)
-        last = bisect_right(range(len(parts)), end_ns, key=middle)
-        for part in parts[max(first - 1, 0) : last + 1]:
-            for rows in self._read_part(part):
-                at = rows[order]
-                kept = rows.filter(pc.and_(pc.greater_equal(at, begin_ns), pc.less_equal(at, end_ns)))
-                if kept.num_rows:
-                    yield part, kept
 
-    def _read_part(self, part: _Part) -> list[pa.Table]:
-        """The part's rows, if it has any."""
-        table, problem = read_rows(part.path, closed=self._closed(part))
+        @cache
+        def middle_ns(number: int) -> int:
+            return _middle_ns(parts[number].path, order)
+
+        # Of parts that follow each other these and one on either side, since their times overlap a little.
+        first = bisect_left(range(len(parts)), begin_ns, key=lambda number: middle_ns(number))
+        last = bisect_right(range(len(parts)), end_ns, key=lambda number: middle_ns(number))
+        found = []
+        for part in parts[max(first - 1, 0) : last + 1]:
+            rows, problem = read_rows(part.path, closed=self._closed(part))
+            if rows is not None and order in rows.column_names:
+                at = rows[order]
+                rows = rows.filter(pc.and_(pc.greater_equal(at, begin_ns), pc.less_equal(at, end_ns)))
+            found.append((part, rows, problem))
+        return found
+
+    def _good_rows(self, part: _Part, table: pa.Table | None, problem: str | None) -> pa.Table | None:
+        """The part's rows, if it has any; what was wrong with it is noted."""
         if problem:
             self._note(
                 part,
@@ -374,7 +392,7 @@ class NativeReader:
                 ),
             )
         if table is None or not table.num_rows:
-            return []
+            return None
         columns = TABLES[part.table].columns
         missing = [c.name for c in columns if c.name not in table.column_names and not c.nullable]
         if missing:
@@ -383,8 +401,8 @@ class NativeReader:
                 table.num_rows,
                 text("{name} has no column {column}: it was not read", name=part.path.name, column=missing[0]),
             )
-            return []
-        return [table.replace_schema_metadata()]
+            return None
+        return table.replace_schema_metadata()
 
     def _whole_rows(self, name: str, parts: list[tuple[_Part, pa.Table]]) -> pl.DataFrame:
         """The rows of these parts, all with the same columns, and whose they are: together, since there may be many."""
@@ -624,21 +642,46 @@ def _run_files(roots: list[Path]) -> tuple[dict[int, dict[str, Any]], list[Gap]]
     return run, gaps
 
 
-def _parts(root: Path) -> Iterable[_Part]:
-    for path in sorted(root.glob("*/*/*.arrow")):
-        partition, file = _PARTITION.fullmatch(path.parent.name), _FILE.fullmatch(path.name)
-        if partition is None or file is None or path.parents[1].name not in TABLES:
-            continue
-        of_rank, owner = partition[1] == "rank", int(partition[2])
-        yield _Part(
-            path=path,
-            table=path.parents[1].name,
-            rank=owner if of_rank else None,
-            node=None if of_rank else owner,
-            world=file[1] or "",
-            attempt=int(file[2] or 0) if of_rank else None,
-            number=int(file[3]),
-        )
+def _partitions(root: Path) -> Iterator[Path]:
+    """The folders of each table's ranks or nodes, in order."""
+    for name in sorted(TABLES):
+        yield from sorted(Path(entry) for entry in _entries(root / name) if _PARTITION.fullmatch(entry.name))
+
+
+def _parts_in(partition: Path) -> list[_Part]:
+    """The parts of one rank's or node's table, in order."""
+    owned = _PARTITION.fullmatch(partition.name)
+    parts = []
+    for entry in _entries(partition):
+        file = _FILE.fullmatch(entry.name)
+        if owned and file and entry.is_file():
+            of_rank, owner = owned[1] == "rank", int(owned[2])
+            part = _Part(
+                path=partition / entry.name,
+                table=partition.parent.name,
+                rank=owner if of_rank else None,
+                node=None if of_rank else owner,
+                world=file[1] or "",
+                attempt=int(file[2] or 0) if of_rank else None,
+                number=int(file[3]),
+                size_bytes=entry.stat().st_size,
+            )
+            parts.append(part)
+    return sorted(parts, key=lambda part: part.path.name)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing where it is not there, or is being moved by its agent."""
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
+
+
+def _at_once(do: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
+    """What it does with each item, in their order; on shared storage most of the time is spent waiting for files."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        return list(pool.map(do, items))
 
 
 def _address(paths: list[str]) -> _Address:
@@ -794,11 +837,11 @@ def _is_cut(name: str) -> bool:
     return name not in _WHOLE and TABLES[name].order.endswith("_ns")
 
 
-def _middle_ns(path: Path, order: str) -> float:
+def _middle_ns(path: Path, order: str) -> int:
     """A time in the midst of a file's rows; that of a file without rows is at its end, where one may be written."""
     table, _ = read_rows(path, closed=False, columns=[order])
     rows = table[order] if table is not None and order in table.column_names else []
-    return rows[len(rows) // 2].as_py() if len(rows) else math.inf
+    return rows[len(rows) // 2].as_py() if len(rows) else _AT_THE_END
 
 
 def _rows_in(path: Path) -> int:
@@ -811,9 +854,7 @@ def _rows_in(path: Path) -> int:
         return 0
 
 
-def read_rows(
-    path: Path, *, closed: bool, columns: Sequence[str] | None = None
-) -> tuple[pa.Table | None, str | None]:
+def read_rows(path: Path, *, closed: bool, columns: Sequence[str] | None = None) -> tuple[pa.Table | None, str | None]:
     """The good rows of an Arrow file, and what is wrong with it; of a whole file only these columns, if it has them.
 
     The part that is being written has no footer: it is read as a stream. So is a file that was cut.

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rankscope.analysis.finding import Finding, Report
+from rankscope.analysis.finding import Finding, History, Report
 from rankscope.analysis.language import LANGUAGES, speaking, spoken
 from rankscope.analysis.report import digest, palette, phrases, quantities, svg, texts
 from rankscope.analysis.report.texts import say
@@ -87,6 +87,8 @@ def _page(report: Report) -> dict[str, Any]:
     return {
         "report": report,
         "facts": phrases.head_facts(report),
+        "history": phrases.history_lines(report),
+        "course": None if report.history is None else course(report.history),
         "missing": tuple(digest.missing_ranks(report)),
         "time": _time(report, split) if split.rows else None,
         "findings": [(finding, _picture(split, finding)) for finding in report.findings],
@@ -188,6 +190,15 @@ def _steps(report: Report) -> list[_Chart]:
         caption = say("steps.strip.binned", per_row, per_cell) if per_row * per_cell > 1 else say("steps.strip")
         charts.append(_Chart(chart=strip, caption=caption))
     return charts
+
+
+def course(history: History) -> _Chart:
+    """The length of a step over the whole run."""
+    lengths = {history.rank: [span.median_ns for span in history.spans]}
+    ends = say("history.first"), say("history.last", history.count - 1)
+    per_span = history.spans[0].last - history.spans[0].first + 1
+    line, _ = svg.step_chart(lengths, points=len(history.spans), ends=ends)
+    return _Chart(chart=line, caption=say("history.chart", per_span, history.rank))
 
 
 def _waits(report: Report, marked: frozenset[int]) -> Markup:

@@ -36,6 +36,7 @@ def _as_object(report: Report) -> dict[str, Any]:
         "nodes": list(report.nodes),
         "rate": dataclasses.asdict(report.rate),
         "steps": dataclasses.asdict(report.steps),
+        "history": None if report.history is None else dataclasses.asdict(report.history),
         "verdict": report.verdict,
         "findings": [_finding(finding, report.rate) for finding in report.findings],
         "healthy": [healthy.detector for healthy in report.healthy],

@@ -82,9 +82,10 @@ def _of_steps(timeline: Timeline, first: int, last: int) -> Timeline:
     inside = timeline.steps.filter(mine)
     if inside.is_empty():
         there = timeline.steps["step"].unique()
-        raise NotExportable(
-            f"there is no step {first}-{last}: the run has {f'steps {ranges(there)}' if len(there) else 'none'}"
-        )
+        here = f"steps {ranges(there)}" if len(there) else "none"
+        if timeline.stretch and timeline.stretch.unread:
+            raise NotExportable(f"only {here} were read: rankscope export RUN/steps={first}-{last} reads others")
+        raise NotExportable(f"there is no step {first}-{last}: the run has {here}")
     window = inside.group_by("rank").agg(_from=pl.col("start_ns").min(), _to=pl.col("end_ns").max())
 
     def kept(name: str) -> pl.DataFrame:

@@ -18,6 +18,7 @@ from rankscope.analysis.finding import (
     PathPart,
     PhaseTime,
     Report,
+    Span,
     Window,
 )
 from rankscope.analysis.language import translated
@@ -89,6 +90,7 @@ def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
     return rows
 
 
+_CHANGED = 1.03  # a span of steps is that much longer than another
 _OWN_LABELS = frozenset({LEFT_LATE, BEGAN_LATE, *IDLE_LABELS})
 
 
@@ -129,6 +131,30 @@ def head_facts(report: Report) -> list[str]:
         key = "mfu" if share is None else "hfu" if share >= COUNTED else "hfu.least"
         facts.append(say(f"head.{key}", percent(report.utilisation.mfu), peak, percent(share or 0.0)))
     return [*facts, say("source", report.source)]
+
+
+def history_lines(report: Report) -> list[str]:
+    """How long the steps of the whole run are, where only some were read, and how to see what changed."""
+    history = report.history
+    if history is None:
+        return []
+    read, fast, slow = history.read, *(f(history.spans, key=lambda span: span.median_ns) for f in (min, max))
+    lines = [
+        say(
+            "history.read",
+            *(read.first, read.last, history.count, history.rank, duration(read.median_ns)),
+            duration(history.median_ns),
+        )
+    ]
+    if slow.median_ns >= _CHANGED * fast.median_ns:
+        lines.append(say("history.changed", *(text for span in (fast, slow) for text in _span_facts(span))))
+        most = read.last - read.first + 1  # more might not fit
+        lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
+    return lines
+
+
+def _span_facts(span: Span) -> tuple[str, str]:
+    return duration(span.median_ns), f"{span.first}-{span.last}"
 
 
 def _recorded_ranks(report: Report) -> str:

@@ -116,8 +116,13 @@ def columns(values: dict[int, int], marked: frozenset[int]) -> Markup:
     return _svg(width, bottom + 26, "".join(pieces), label=say("finding.evidence"), css="picture")
 
 
-def step_chart(step_ns: Mapping[int, Sequence[int]], *, points: int) -> tuple[Markup, int]:
-    """Median over the ranks as a line, shortest to longest rank as a band, and how many steps a point stands for."""
+def step_chart(
+    step_ns: Mapping[int, Sequence[int]], *, points: int, ends: tuple[str, str] | None = None
+) -> tuple[Markup, int]:
+    """Median over the ranks as a line, shortest to longest rank as a band, and how many steps a point stands for.
+
+    `ends` say what the first and the last one are, if not judged steps.
+    """
     left, height, bottom = 64, 110, 122
     steps = max(len(row) for row in step_ns.values())
     per_point = -(-steps // points)
@@ -134,13 +139,14 @@ def step_chart(step_ns: Mapping[int, Sequence[int]], *, points: int) -> tuple[Ma
         at = [f"{left + (i + 0.5) * pitch:.1f} {bottom - height * v / longest:.1f}" for i, v in enumerate(values)]
         return " ".join(reversed(at) if backwards else at)
 
+    first, last = ends or (say("steps.first"), say("steps.last", steps))
     css = "line" if len(high) > 1 else "line dot"
     pieces = [
         f'<polygon class="band" points="{line(high)} {line(low, backwards=True)}"/>' if len(step_ns) > 1 else "",
         f'<polyline class="{css}" points="{line(middle)} {line(middle[-1:]) if len(high) == 1 else ""}"/>',
         _y_axis(left, bottom, height, duration(longest)),
-        f'<text class="quiet" x="{left}" y="{bottom + 18}">{escape(say("steps.first"))}</text>',
-        f'<text class="quiet end" x="{WIDTH}" y="{bottom + 18}">{escape(say("steps.last", steps))}</text>',
+        f'<text class="quiet" x="{left}" y="{bottom + 18}">{escape(first)}</text>',
+        f'<text class="quiet end" x="{WIDTH}" y="{bottom + 18}">{escape(last)}</text>',
     ]
     return _svg(WIDTH, bottom + 24, "".join(pieces), label=say("steps")), per_point
 

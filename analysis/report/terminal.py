@@ -25,6 +25,7 @@ from rankscope.analysis.report.phrases import (
     gap_extent,
     head_facts,
     healthy_items,
+    history_lines,
     label,
     lead_line,
     no_finding,
@@ -171,6 +172,7 @@ def _head(report: Report) -> RenderableType:
     lines = [_text(f"{say('title')}  {report.path}", "dim"), _text(report.verdict, "bold")]
     facts = head_facts(report)
     lines.append(_text(together("; ", facts), "dim"))
+    lines += [_text(line) for line in history_lines(report)]
     missing = digest.missing_ranks(report)
     if not report.ranks and not report.steps.count:
         lines.append(_text(say("head.unreadable"), "yellow"))

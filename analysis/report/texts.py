@@ -150,6 +150,14 @@ _ENGLISH: dict[str, str] = {
     "head.step_source": "steps from {0}",
     "head.missing": "Not recorded: {0}. What they did is not in these numbers.",
     "head.unreadable": "The record holds no ranks and no steps. A rank is recorded from its first process group on.",
+    "history": "The whole run",
+    "history.read": "Read were steps {0}-{1} of {2}: on rank {3} they take {4}, all steps {5} (medians); "
+    "RUN/steps=FIRST-LAST reads others",
+    "history.changed": "Over the whole run a step takes from {0} (steps {1}) to {2} (steps {3})",
+    "history.diff": "What changed between them: rankscope diff RUN/steps={0} RUN/steps={1}",
+    "history.chart": "Line: median length of {0} steps each on rank {1}, all steps of the run.",
+    "history.first": "step 0",
+    "history.last": "step {0}",
     # time
     "time": "Where a step's time goes",
     "time.mean": "mean over {0}; mean step {1}",

@@ -131,11 +131,13 @@ def build_timeline(trace: Trace) -> Timeline:
     if steps.is_empty():
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
         steps = whole_captures(*(table.filter(has_device) for table in tables))
+    if stretch:  # with the one before, which ends on the device where the first begins
+        steps = steps.filter(pl.col("step").is_between(stretch.first - 1, stretch.last))
     regions, hosts_steps = in_steps(regions, steps), steps
     steps, marks, of_marks = marked_steps(steps, _marks(trace, clocks), collectives)
     steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)])
     if stretch:
-        steps = steps.filter(pl.col("step").is_between(stretch.first, stretch.last))
+        steps = steps.filter(pl.col("step") >= stretch.first)
     steps = judge(steps, regions, stretch.warmup if stretch else None)
     steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
     ops = read("ops", "rank", "start_ns")

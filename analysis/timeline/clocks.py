@@ -52,8 +52,10 @@ def fit_clocks(clocks: pl.DataFrame, nodes: Iterable[int]) -> list[Clock]:
     own = sorted(set(nodes))
     peers = clocks.filter(pl.col("node").is_in(own), pl.col("peer") != NO_PEER)["peer"]
     reference = min(peers.mode().to_list() or own, default=0)
-    anchors = {node: _unix_minus_monotonic(clocks, node) for node in {reference, *own}}
-    return [_fit_node(clocks, node, reference, anchors) for node in own]
+    of = clocks.partition_by("node", as_dict=True)
+    rows = {node: of.get((node,), clocks.clear()) for node in {reference, *own}}
+    anchors = {node: _unix_minus_monotonic(rows[node]) for node in rows}
+    return [_fit_node(rows[node], node, reference, anchors) for node in own]
 
 
 def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[Clock]:
@@ -106,7 +108,7 @@ def apply_clocks(frame: pl.LazyFrame, clocks: Iterable[Clock]) -> pl.LazyFrame:
 def _fit_node(clocks: pl.DataFrame, node: int, reference: int, anchors: dict[int, int | None]) -> Clock:
     if node == reference:
         return Clock(node=node, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference")
-    pings = clocks.filter((pl.col("node") == node) & (pl.col("peer") == reference)).sort("t1_ns")
+    pings = clocks.filter(peer=reference).sort("t1_ns")
     bursts = _good_bursts(pings)
     if bursts is not None:
         return _fit_bursts(node, bursts)
@@ -151,9 +153,9 @@ def _fit_bursts(node: int, bursts: _Bursts) -> Clock:
     )
 
 
-def _unix_minus_monotonic(clocks: pl.DataFrame, node: int) -> int | None:
-    """Median over the anchors, since unix time may jump; None without anchors."""
-    anchors = clocks.filter((pl.col("node") == node) & (pl.col("peer") == NO_PEER))
+def _unix_minus_monotonic(clocks: pl.DataFrame) -> int | None:
+    """Median over the anchors of one node, since unix time may jump; None without anchors."""
+    anchors = clocks.filter(peer=NO_PEER)
     between = anchors["t2_ns"] - (anchors["t1_ns"] + (anchors["t4_ns"] - anchors["t1_ns"]) // 2)
     return int(between.sort()[len(between) // 2]) if len(between) else None
 

@@ -8,6 +8,7 @@ how much the largest busy time shrinks without it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,15 +105,15 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
     seen = breakdown.select("rank", "step").unique()
     ranks = seen["rank"].unique().sort()
     steps = seen.group_by("step").agg(pl.len()).filter(pl.col("len") == len(ranks))["step"].sort()
-    shape = (len(ranks), len(steps))
     kept = breakdown.filter(pl.col("step").is_in(steps.implode()))
-    parts: dict[str, Floats] = {}
-    for (part,), rows in kept.group_by("part"):
-        values = np.zeros(shape)
-        index = np.searchsorted(ranks.to_numpy(), rows["rank"].to_numpy())
-        np.add.at(values, (index, np.searchsorted(steps.to_numpy(), rows["step"].to_numpy())), rows["ns"].to_numpy())
-        parts[str(part)] = values
-    step_ns = sum(float(values.sum()) for values in parts.values()) / max(len(ranks) * len(steps), 1)
+    names = kept["part"].unique().sort()
+    shape = (len(names), len(ranks), len(steps))
+    part = kept["part"].replace_strict(names, pl.int_range(len(names), eager=True)).to_numpy()
+    rank = np.searchsorted(ranks.to_numpy(), kept["rank"].to_numpy())
+    cell = (part * len(ranks) + rank) * len(steps) + np.searchsorted(steps.to_numpy(), kept["step"].to_numpy())
+    values = np.bincount(cell, kept["ns"].to_numpy(), math.prod(shape)).reshape(shape)
+    step_ns = float(values.sum()) / max(len(ranks) * len(steps), 1)
+    parts = dict(zip(names.to_list(), values, strict=True))
     return StepGrid(tuple(ranks.to_list()), tuple(steps.to_list()), parts, step_ns)
 
 

@@ -12,6 +12,7 @@ from dash import dcc, html
 from rankscope.analysis.finding import Evidence, Finding, Report
 from rankscope.analysis.language import text
 from rankscope.analysis.report import digest, phrases, quantities, svg
+from rankscope.analysis.report.html import course
 from rankscope.analysis.report.texts import detector_name, part_label, part_meaning, say, together
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
@@ -63,6 +64,7 @@ def _verdict(report: Report) -> Any:  # noqa: ANN401
             html.Div(
                 [html.H1(report.verdict), facts(*phrases.head_facts(report), rate)], className=f"verdict {severity}"
             ),
+            *(html.P(line) for line in phrases.history_lines(report)),
             html.P(warning, className="warning") if warning else None,
         ]
     )
@@ -220,7 +222,11 @@ def _steps(report: Report) -> list[Any]:
     caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
     if per_point > 1:
         caption = together(" ", (caption, say("steps.binned", per_point)))
-    return [Chart(line, title=say("steps")), quiet(caption)]
+    whole = [] if report.history is None else [course(report.history)]
+    return [
+        *(Chart(line, title=say("steps")), quiet(caption)),
+        *(part for drawn in whole for part in (Chart(drawn.chart, title=say("history")), quiet(drawn.caption))),
+    ]
 
 
 def _ranks(report: Report, split: digest.Breakdown) -> list[Any]:

@@ -36,7 +36,8 @@ def command(
     from rankscope.analysis.trace import Trace
 
     wanted, between = _ranks(ranks), _steps(steps)
-    file = out or Path(run[0].resolve().name.split(".")[0] + _SUFFIX)
+    with clear_input_errors():
+        file = out or Path(_name(run[0]) + _SUFFIX)
     if file.exists():
         raise RankscopeError(f"{file} exists already: name a file that does not with --out")
     with clear_input_errors():
@@ -57,6 +58,14 @@ def command(
     finally:
         unfinished.unlink(missing_ok=True)
     print(f"{file}: {events:,} events, {file.stat().st_size / 1e6:,.1f} MB; open it at https://ui.perfetto.dev")
+
+
+def _name(run: Path) -> str:
+    """The run's, with what of it is named: `run-steps=100-110`."""
+    from rankscope.analysis.readers.native import run_folder
+
+    folder, whole = run_folder(run).resolve(), run.resolve()
+    return "-".join((folder.name.split(".")[0], *whole.parts[len(folder.parts) :]))
 
 
 def _packed(path: Path) -> IO[bytes]:

@@ -42,7 +42,7 @@ def command(
 
 def _row(trace: Trace, name: str) -> tuple[str, ...]:
     held = _extent(trace, name)
-    count, size_bytes = held["rows"].sum(), held["size_bytes"].sum()
+    count, size_bytes = int(held["rows"].sum()), int(held["size_bytes"].sum())
     return (
         name,
         f"{count:,}",
