@@ -9,12 +9,24 @@ from rankscope.analysis.language import Text, text
 from rankscope.analysis.report.quantities import ranges
 from rankscope.collectors.schema import INSTALLED
 
-__all__ = ["counted", "every_nth", "is_installed", "named", "place_in_code"]
+__all__ = ["counted", "every_nth", "is_installed", "named", "place_in_code", "some_ranges"]
+
+_FEW = 3  # steps that follow each other by chance
+_RUNS = 12  # of numbers that a reader reads
 
 
 def named(kind: str, numbers: Sequence[int]) -> Text:
     """`rank 2`, `ranks 0-3,8`; `Rank 2` where the kind is written so."""
     return Text(f"{kind} {{numbers}}" if len(numbers) == 1 else f"{kind}s {{numbers}}", {"numbers": ranges(numbers)})
+
+
+def some_ranges(numbers: Sequence[int]) -> str:
+    """Numbers in order as ranges, of many the first, and how many more there are: `0-3,8,20-39 and 12 more`."""
+    ends = [at for at, (number, after) in enumerate(pairwise(numbers), 1) if after != number + 1]
+    if len(ends) < _RUNS:
+        return ranges(numbers)
+    shown = ends[_RUNS - 1]
+    return text("{shown} and {more} more", shown=ranges(numbers[:shown]), more=len(numbers) - shown)
 
 
 def counted(number: int, noun: str) -> Text:
@@ -40,15 +52,18 @@ def is_installed(file: str) -> bool:
 def every_nth(shown: Sequence[int], judged: int) -> Text:
     """How often something happens that shows in these steps of `judged`.
 
-    `in every step`; `every 5th step` if the distances say so, with a few left out at most; else `in 3 of 40 steps`.
+    `in every step`; `in steps 20-39` if they follow each other; `every 5th step` if the distances say so, with a few
+    left out at most; else `in 3 of 40 steps`.
     """
     times = len(shown)
     if times == judged:
         return text("in every step")
+    if times > _FEW and shown[-1] - shown[0] + 1 == times:
+        return text("in steps {first}-{last}", first=shown[0], last=shown[-1])
     distances = [after - before for before, after in pairwise(shown)]
     period = min(distances, default=0)
     regular = all(distance % period == 0 for distance in distances) and distances.count(period) * 2 >= len(distances)
-    if times < 4 or period < 2 or not regular:
+    if times <= _FEW or period < 2 or not regular:
         return text("in {times} of {judged} steps", times=times, judged=judged)
     ending = {1: "st", 2: "nd", 3: "rd"}.get(period % 10 if period % 100 not in (11, 12, 13) else 0, "th")
     return text("every {period}{en_ending} step", period=period, en_ending=ending)

@@ -198,6 +198,22 @@ def test_load_that_lasts_on_one_of_two_hosts_is_not_a_slow_rank(seed):
     assert slow(job({0: loaded(2 * seed), 1: loaded(2 * seed + 1)})) == []
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("when", "ms"), [(range(20, 40), 40), (range(18), 60)])
+def test_one_of_two_ranks_that_is_slow_for_half_of_the_run(seed, when, ms):
+    own = healthy(range(2), seed)
+    own[1] = [value + ms * (step in when) for step, value in enumerate(own[1])]
+    (finding,) = slow(job(own))
+    assert finding.ranks == (1,)
+    assert len({*when} ^ {*finding.steps}) <= 2
+    assert finding.lost_ns_per_step == pytest.approx(ms * MS * len(when) / STEPS, rel=0.25)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_healthy_ranks_have_no_slow_one(seed):
+    assert slow(job(healthy(range(2), seed))) == []
+
+
 def test_one_long_hiccup_is_not_a_slow_rank():
     own = healthy()
     own[1][7] += 3000

@@ -6,7 +6,7 @@ pipeline those of the same stage. A rank is slow if
 
 - it is above its peers in most judged steps (`persistence`) by at least `min_z` robust standard deviations of what
   the peers differ among themselves and of what its own steps, or stretches of steps, scatter; or its excess comes in
-  bursts that hardly any other rank has;
+  bursts that hardly any other rank has; or no rank is so, and it alone is above its peers for a part of the run;
 - it costs at least `min_fraction` of the step, clear of its own scatter;
 - the peers really were blocked longer than this rank: the loss is no larger than that, within two standard
   deviations.
@@ -103,6 +103,7 @@ from rankscope.analysis.timeline.own import (
 )
 from rankscope.analysis.timeline.roles import roles_of
 from rankscope.analysis.timeline.stages import replicas
+from rankscope.analysis.timeline.trend import longest_stretch, rank_sum_z
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -122,6 +123,8 @@ _BURST_Z, _BURST_SHARE = (
     5,
     0.8,
 )  # a burst is this far out of the noise, and this share of the run's bursts is the rank's
+
+_WHILE = 1.05  # what a step is longer than usual, from which it counts to a stretch of slow ones
 
 # Regions that other detectors judge, or that follow from others.
 _NOT_OWN = ("wait", "gc", "input", "compile", "checkpoint")
@@ -250,6 +253,8 @@ def _by_own_time(
         slow_nodes, peers = _slow_nodes(peers, grid, ranks, persistence, min_z, least_ns)
     excess, by_label = peers.excess, peers.excess_by_label
     found = [_persistent(excess, by_label, persistence, min_z), _bursts(grid, excess, persistence)]
+    if not any(found):
+        found.append(_while(grid, excess, min_z))
     each = [np.array([row]) for row in range(len(grid.ranks))]
     priced = [s for kind in found for s in _priced(kind, peers, peers.own, each, seen)]
     # A rank that is always a little behind may have bursts besides: the costlier of the two is told.
@@ -746,6 +751,23 @@ def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Sh
     if not _MIN_BURSTS <= typical.sum() < persistence * len(typical):
         return {}
     return {row: (np.where(typical, excess[row], 0.0), typical)}
+
+
+def _while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, _Shown]:
+    """The rank that is above its peers for a part of the run, by far more than from one step to the next.
+
+    Of two ranks, one that is slow in half of the steps would hide in its own scatter.
+    """
+    found: dict[int, _Shown] = {}
+    if excess.shape[1] < 2 * _STRETCHES:
+        return found
+    least_ns = max(0.1 * grid.step_ns, _BURST_Z * robust_deviation(np.diff(excess, axis=1)) / np.sqrt(2))
+    for row, values in enumerate(excess):
+        inside = longest_stretch(grid.step_ns + values, _WHILE)
+        lasts = min(inside.sum(), (~inside).sum()) >= _STRETCHES
+        if lasts and np.median(values[inside]) >= least_ns and rank_sum_z(values, inside) >= min_z:
+            found[row] = np.where(inside, values, 0.0), inside
+    return found if len(found) == 1 else {}
 
 
 def _priced(

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from rankscope.analysis.finding import Finding, History, Report
 from rankscope.analysis.language import LANGUAGES, speaking, spoken
+from rankscope.analysis.phrases import some_ranges
 from rankscope.analysis.report import digest, palette, phrases, quantities, svg, texts
 from rankscope.analysis.report.texts import say
 
@@ -52,7 +53,7 @@ def _environment() -> Environment:
         css_variables=palette.css_variables,
         duration=quantities.duration,
         percent=quantities.percent,
-        ranges=quantities.ranges,
+        some_ranges=some_ranges,
         detector_name=texts.detector_name,
         clock_error=phrases.clock_error,
         one_or_many=phrases.one_or_many,

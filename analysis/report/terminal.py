@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rankscope.analysis.finding import Blame, CodeShare, DevicePart, Finding, PathPart, Pipeline, Report, Wait
 from rankscope.analysis.language import speaking, spoken
+from rankscope.analysis.phrases import some_ranges
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.phrases import (
     clock_error,
@@ -38,7 +39,7 @@ from rankscope.analysis.report.phrases import (
     who,
     window_lines,
 )
-from rankscope.analysis.report.quantities import duration, percent, ranges, scale_for, shares
+from rankscope.analysis.report.quantities import duration, percent, scale_for, shares
 from rankscope.analysis.report.texts import (
     part_label,
     part_meaning,
@@ -206,7 +207,7 @@ def _finding_facts(report: Report, finding: Finding) -> Table:
     if finding.code:
         facts.append((say("finding.code"), finding.code))
     if finding.steps:
-        facts.append((say("finding.steps"), ranges(finding.steps)))
+        facts.append((say("finding.steps"), some_ranges(finding.steps)))
     facts += [
         (say("finding.cost"), _text(cost(report, finding), "bold")),
         *((say("finding.stood_still"), said) for said in [stood_still(report, finding)] if said),

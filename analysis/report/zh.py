@@ -165,6 +165,8 @@ CHINESE: dict[str, str] = {
     "Line: median length of {0} steps each on rank {1}, all steps of the run.": "线：rank {1} 上每 {0} 步的中位步时，包括运行的所有步。",
     "step 0": "第 0 步",
     "step {0}": "第 {0} 步",
+    "in steps {first}-{last}": "第 {first}-{last} 步",
+    "{shown} and {more} more": "{shown} 以及另外 {more} 个",
     "no steps were judged": "没有可评估的步",
     "mean step {0}": "平均步时 {0}",
     "median {0}": "中位数 {0}",

@@ -11,6 +11,7 @@ from dash import dcc, html
 
 from rankscope.analysis.finding import Evidence, Finding, Report
 from rankscope.analysis.language import text
+from rankscope.analysis.phrases import some_ranges
 from rankscope.analysis.report import digest, phrases, quantities, svg
 from rankscope.analysis.report.html import course
 from rankscope.analysis.report.texts import detector_name, part_label, part_meaning, say, together
@@ -82,7 +83,7 @@ def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -
         (say("finding.who"), phrases.who(finding.ranks, finding.nodes, finding.groups)),
         (say("finding.where"), phrases.label(finding.where)),
         (say("finding.code"), finding.code),
-        (say("finding.steps"), quantities.ranges(finding.steps)),
+        (say("finding.steps"), some_ranges(finding.steps)),
         (say("finding.cost"), html.Strong(phrases.cost(run.report, finding))),
         (say("finding.gain"), phrases.gain(run.report, finding)),
         (say("finding.advice"), finding.advice),
