@@ -138,10 +138,12 @@ class State:
         path = self._paths[key]
         try:
             self._set(key, stage=0)
+            trace = Trace.open(path)
+            if trace.stretch:  # which steps are read of a large run depends on the memory that is free
+                files += f" {trace.stretch.first}-{trace.stretch.last}"
             stored = load(path, files)
             if stored is not None:
                 self._set(key, scene=stored)
-            trace = Trace.open(path)
             running = any(launch.get("state") == "running" for launch in trace.run.values())
             self._set(key, stage=1)
             timeline = build_timeline(trace)

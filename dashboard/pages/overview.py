@@ -63,9 +63,13 @@ def _verdict(report: Report) -> Any:  # noqa: ANN401
     return html.Div(
         [
             html.Div(
-                [html.H1(report.verdict), facts(*phrases.head_facts(report), rate)], className=f"verdict {severity}"
+                [
+                    html.H1(report.verdict),
+                    facts(*phrases.head_facts(report), rate),
+                    *(quiet(line) for line in phrases.history_lines(report)),
+                ],
+                className=f"verdict {severity}",
             ),
-            *(html.P(line) for line in phrases.history_lines(report)),
             html.P(warning, className="warning") if warning else None,
         ]
     )

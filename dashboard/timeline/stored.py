@@ -71,7 +71,7 @@ def load(run: Path, tables: str) -> Scene | None:
 def build_or_store(run: Path, tables: str, timeline: Timeline) -> Scene:
     """The lanes of this timeline, stored if there are many; of a run that can't be written to they stay in memory.
 
-    `tables` is the run's fingerprint from before it was read.
+    `tables` is the run's fingerprint from before it was read, and behind a blank which of its steps were.
     """
     if events_of(timeline) < _STORED_FROM or not (run / "run").is_dir():
         return build_scene(timeline)
@@ -97,7 +97,7 @@ def _store(run: Path, tables: str, timeline: Timeline) -> None:
         sizes = {name: [array.dtype.str, len(array)] for name, array in arrays.items()}
         whole = {"tables": tables, "code": _code(), "arrays": sizes, "scene": head}
         _write(made / _HEAD, json.dumps(whole, separators=(",", ":")).encode())
-        if fingerprint(run) != tables:
+        if fingerprint(run) != tables.partition(" ")[0]:
             return  # it has grown since it was read
         shutil.rmtree(run / FOLDER, ignore_errors=True)
         made.chmod(0o755)
