@@ -199,19 +199,20 @@ def test_load_that_lasts_on_one_of_two_hosts_is_not_a_slow_rank(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(("when", "ms"), [(range(20, 40), 40), (range(18), 60)])
-def test_one_of_two_ranks_that_is_slow_for_half_of_the_run(seed, when, ms):
-    own = healthy(range(2), seed)
-    own[1] = [value + ms * (step in when) for step, value in enumerate(own[1])]
+@pytest.mark.parametrize("when", [range(80, 160), range(0, 160, 2), range(100)])
+def test_one_of_two_ranks_that_is_slow_for_a_part_of_the_run(seed, when):
+    """Each is the other's only peer, so what half of the steps have looks like scatter."""
+    own = {rank: [ms for part in range(4) for ms in noisy(180, seed=f"{seed} {rank} {part}")] for rank in (0, 1)}
+    own[1] = [value + 50 * (step in when) for step, value in enumerate(own[1])]
     (finding,) = slow(job(own))
     assert finding.ranks == (1,)
-    assert len({*when} ^ {*finding.steps}) <= 2
-    assert finding.lost_ns_per_step == pytest.approx(ms * MS * len(when) / STEPS, rel=0.25)
+    assert len({*when} ^ {*finding.steps}) <= 10  # hiccups of either rank
+    assert finding.lost_ns_per_step == pytest.approx(50 * MS * len(when) / len(own[1]), rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_two_healthy_ranks_have_no_slow_one(seed):
-    assert slow(job(healthy(range(2), seed))) == []
+def test_two_healthy_ranks_have_no_slow_one():
+    found = [slow(job(healthy(range(2), seed))) for seed in range(100)]
+    assert found == [[]] * 100
 
 
 def test_one_long_hiccup_is_not_a_slow_rank():

@@ -6,7 +6,7 @@ pipeline those of the same stage. A rank is slow if
 
 - it is above its peers in most judged steps (`persistence`) by at least `min_z` robust standard deviations of what
   the peers differ among themselves and of what its own steps, or stretches of steps, scatter; or its excess comes in
-  bursts that hardly any other rank has; or no rank is so, and it alone is above its peers for a part of the run;
+  bursts that hardly any other rank has; or it alone is above its peers for a long part of the run;
 - it costs at least `min_fraction` of the step, clear of its own scatter;
 - the peers really were blocked longer than this rank: the loss is no larger than that, within two standard
   deviations.
@@ -62,6 +62,7 @@ analysis of stragglers. Thresholds are measured on healthy jobs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -124,7 +125,10 @@ _BURST_Z, _BURST_SHARE = (
     0.8,
 )  # a burst is this far out of the noise, and this share of the run's bursts is the rank's
 
+_DENSEST, _DENSEST_SIGMAS = 0.4, 2 * 0.5244  # share of the steps, and how wide that is where scatter is normal
+_CLEAR_Z = 3.0  # standard deviations of what lasts
 _WHILE = 1.05  # what a step is longer than usual, from which it counts to a stretch of slow ones
+_LONG = 50  # steps: load on a host lasts, too
 
 # Regions that other detectors judge, or that follow from others.
 _NOT_OWN = ("wait", "gc", "input", "compile", "checkpoint")
@@ -252,9 +256,8 @@ def _by_own_time(
     if seen is None or len(grid.steps) >= ENOUGH_STEPS:
         slow_nodes, peers = _slow_nodes(peers, grid, ranks, persistence, min_z, least_ns)
     excess, by_label = peers.excess, peers.excess_by_label
-    found = [_persistent(excess, by_label, persistence, min_z), _bursts(grid, excess, persistence)]
-    if not any(found):
-        found.append(_while(grid, excess, min_z))
+    at_times = _while(grid, excess, min_z) or _bursts(grid, excess, persistence)
+    found = [_persistent(excess, by_label, persistence, min_z), at_times]
     each = [np.array([row]) for row in range(len(grid.ranks))]
     priced = [s for kind in found for s in _priced(kind, peers, peers.own, each, seen)]
     # A rank that is always a little behind may have bursts besides: the costlier of the two is told.
@@ -742,7 +745,20 @@ def _persistent(excess: Floats, by_label: dict[str, Floats], persistence: float,
 
 def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Shown]:
     """The rank whose excess comes in bursts, in fewer steps, if hardly any other rank has bursts."""
-    burst = excess > max(0.1 * grid.step_ns, _BURST_Z * robust_deviation(excess))
+    found = _beyond(grid, excess, robust_deviation(excess), persistence)
+    if found or len(excess) != 2 or excess.shape[1] < _STRETCHES:
+        return found
+    # Of two ranks each is the other's peer, and one that is slow in half of the steps hides in its own scatter. The
+    # densest part of the steps tells that; and whether this is load that lasts, which comes to an end, their mean.
+    ordered, part = np.sort(excess[0]), math.ceil(_DENSEST * excess.shape[1])
+    scatter = float((ordered[part - 1 :] - ordered[: len(ordered) - part + 1]).min()) / _DENSEST_SIGMAS
+    clear = estimates(excess)[0] >= _CLEAR_Z / 1.96 * lasting_half_widths(excess)
+    return {row: shown for row, shown in _beyond(grid, excess, scatter, persistence).items() if clear[row]}
+
+
+def _beyond(grid: StepGrid, excess: Floats, scatter: float, persistence: float) -> dict[int, _Shown]:
+    """The rank whose excess goes far beyond this scatter in some steps, if hardly any other rank's does."""
+    burst = excess > max(0.1 * grid.step_ns, _BURST_Z * scatter)
     cost = np.where(burst, excess, 0.0).sum(axis=1)
     row = int(cost.argmax())
     if cost[row] == 0 or cost[row] < _BURST_SHARE * cost.sum():
@@ -754,20 +770,23 @@ def _bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, _Sh
 
 
 def _while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, _Shown]:
-    """The rank that is above its peers for a part of the run, by far more than from one step to the next.
-
-    Of two ranks, one that is slow in half of the steps would hide in its own scatter.
-    """
+    """The one rank that is above its peers for a long part of the run, by far more than stretches of it differ."""
     found: dict[int, _Shown] = {}
-    if excess.shape[1] < 2 * _STRETCHES:
-        return found
-    least_ns = max(0.1 * grid.step_ns, _BURST_Z * robust_deviation(np.diff(excess, axis=1)) / np.sqrt(2))
     for row, values in enumerate(excess):
         inside = longest_stretch(grid.step_ns + values, _WHILE)
-        lasts = min(inside.sum(), (~inside).sum()) >= _STRETCHES
-        if lasts and np.median(values[inside]) >= least_ns and rank_sum_z(values, inside) >= min_z:
+        if min(inside.sum(), (~inside).sum()) < _LONG:
+            continue
+        scatter = np.concatenate([_of_stretches(values[inside]), _of_stretches(values[~inside])]).std()
+        enough = np.median(values[inside]) >= max(0.1 * grid.step_ns, _BURST_Z * scatter)
+        if enough and rank_sum_z(values, inside) >= min_z:
             found[row] = np.where(inside, values, 0.0), inside
     return found if len(found) == 1 else {}
+
+
+def _of_stretches(values: Floats) -> Floats:
+    """What the means of eight stretches of steps differ from the mean of all."""
+    means = np.array([stretch.mean() for stretch in np.array_split(values, 8)])
+    return np.asarray(means - means.mean())
 
 
 def _priced(
