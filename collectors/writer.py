@@ -160,7 +160,8 @@ class _Part:
     """One file while it is written. Raises OSError when the disk does not take it."""
 
     def __init__(self, folder: Path, prefix: str, number: int, schema: pa.Schema) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        for inside in (folder.parent, folder):  # not the run's own: where that has been removed nothing is written
+            inside.mkdir(exist_ok=True)
         while True:
             self.name = f"{prefix}part-{number:04d}.arrow"
             try:

@@ -15,6 +15,7 @@ from rankscope.analysis.timeline.breakdown import PARTS, InvariantError, breakdo
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.matching import match_collectives, members_of
+from rankscope.analysis.timeline.own import step_grid
 from rankscope.analysis.timeline.steps import agreement, find_steps, judge, renumber
 from rankscope.analysis.trace import Trace
 from rankscope.collectors.schema import REGION_KINDS, TABLES
@@ -299,6 +300,11 @@ def judged(lengths, compiles=(), saves=()):
         *((rank, "checkpoint", int(at[i]) + begin, int(at[i]) + end) for i, rank, begin, end in saves),
     )
     return judge(steps, rows)["aside"].to_list()
+
+
+def test_a_grid_of_no_judged_step_is_empty():
+    grid = step_grid(pl.DataFrame(schema={"rank": pl.Int32, "step": pl.Int32, "part": pl.String, "ns": pl.Int64}))
+    assert (grid.ranks, grid.steps, grid.parts, grid.step_ns) == ((), (), {}, 0)
 
 
 def test_warmup_lasts_until_the_steps_settle():

@@ -90,6 +90,7 @@ def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
     return rows
 
 
+_COMPARED = 50  # steps tell apart what differs little
 _CHANGED = 1.03  # a span of steps is that much longer than another
 _OWN_LABELS = frozenset({LEFT_LATE, BEGAN_LATE, *IDLE_LABELS})
 
@@ -142,19 +143,19 @@ def history_lines(report: Report) -> list[str]:
     lines = [
         say(
             "history.read",
-            *(read.first, read.last, history.count, history.rank, duration(read.median_ns)),
+            *(ranges(range(read.first, read.last + 1)), history.count, history.rank, duration(read.median_ns)),
             duration(history.median_ns),
         )
     ]
     if slow.median_ns >= _CHANGED * fast.median_ns:
         lines.append(say("history.changed", *(text for span in (fast, slow) for text in _span_facts(span))))
-        most = read.last - read.first + 1  # more might not fit
+        most = max(read.last - read.first + 1, _COMPARED)  # many more might not fit
         lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
     return lines
 
 
 def _span_facts(span: Span) -> tuple[str, str]:
-    return duration(span.median_ns), f"{span.first}-{span.last}"
+    return duration(span.median_ns), ranges(range(span.first, span.last + 1))
 
 
 def _recorded_ranks(report: Report) -> str:

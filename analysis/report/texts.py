@@ -151,7 +151,7 @@ _ENGLISH: dict[str, str] = {
     "head.missing": "Not recorded: {0}. What they did is not in these numbers.",
     "head.unreadable": "The record holds no ranks and no steps. A rank is recorded from its first process group on.",
     "history": "The whole run",
-    "history.read": "Read were steps {0}-{1} of {2}: on rank {3} they take {4}, all steps {5} (medians); "
+    "history.read": "Read were steps {0} of {1}: on rank {2} they take {3}, all steps {4} (medians); "
     "RUN/steps=FIRST-LAST reads others",
     "history.changed": "Over the whole run a step takes from {0} (steps {1}) to {2} (steps {3})",
     "history.diff": "What changed between them: rankscope diff RUN/steps={0} RUN/steps={1}",

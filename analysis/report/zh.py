@@ -159,7 +159,7 @@ CHINESE: dict[str, str] = {
     "only the last {read} of {whole} were read": "共 {whole}，只读取了最后 {read}",
     "only steps before the end of the job were read": "只读取了作业结束之前的步",
     "The whole run": "整个运行",
-    "Read were steps {0}-{1} of {2}: on rank {3} they take {4}, all steps {5} (medians); RUN/steps=FIRST-LAST reads others": "读取了共 {2} 步中的第 {0}-{1} 步：在 rank {3} 上每步 {4}，全部步为 {5}（中位数）；用 RUN/steps=FIRST-LAST 读取其他步",
+    "Read were steps {0} of {1}: on rank {2} they take {3}, all steps {4} (medians); RUN/steps=FIRST-LAST reads others": "读取了共 {1} 步中的第 {0} 步：在 rank {2} 上每步 {3}，全部步为 {4}（中位数）；用 RUN/steps=FIRST-LAST 读取其他步",
     "Over the whole run a step takes from {0} (steps {1}) to {2} (steps {3})": "在整个运行中，一步用时从 {0}（第 {1} 步）到 {2}（第 {3} 步）",
     "What changed between them: rankscope diff RUN/steps={0} RUN/steps={1}": "两者之间的变化：rankscope diff RUN/steps={0} RUN/steps={1}",
     "Line: median length of {0} steps each on rank {1}, all steps of the run.": "线：rank {1} 上每 {0} 步的中位步时，包括运行的所有步。",

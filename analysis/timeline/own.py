@@ -108,7 +108,7 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
     kept = breakdown.filter(pl.col("step").is_in(steps.implode()))
     names = kept["part"].unique().sort()
     shape = (len(names), len(ranks), len(steps))
-    part = kept["part"].replace_strict(names, pl.int_range(len(names), eager=True)).to_numpy()
+    part = np.searchsorted(names.to_numpy(), kept["part"].to_numpy())
     rank = np.searchsorted(ranks.to_numpy(), kept["rank"].to_numpy())
     cell = (part * len(ranks) + rank) * len(steps) + np.searchsorted(steps.to_numpy(), kept["step"].to_numpy())
     values = np.bincount(cell, kept["ns"].to_numpy(), math.prod(shape)).reshape(shape)
