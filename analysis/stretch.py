@@ -107,7 +107,9 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
     """
     from rankscope.analysis.memory import check_share, readable_share  # it knows the graph, which is made of timelines
 
-    share = 1.0 if steps else readable_share(reader)
+    if steps and reader.imported:
+        raise BadInput(f"{reader.where} was imported, and such a run is read as a whole: name it without its steps")
+    share = 1.0 if steps or reader.imported else readable_share(reader)
     if not steps and share >= 1:
         return None
     node = reader.read("ranks").select("rank", "node")
@@ -171,15 +173,16 @@ def _last_before(calls: pl.DataFrame, optimizers: pl.Series) -> pl.DataFrame:
     return calls.filter(pl.Series(kept, dtype=pl.Boolean))
 
 
-def _spans(reader: NativeReader, node: int, since_ns: int, until_ns: int | None) -> dict[int, tuple[int, int]]:
+def _spans(reader: NativeReader, node: int | None, since_ns: int, until_ns: int | None) -> dict[int, tuple[int, int]]:
     """From when to when each node's rows are read, on its clock; what is given is on that of `node`."""
     nodes = {*reader.run, *reader.read("ranks")["node"].drop_nulls()}
     clocks = {clock.node: clock for clock in fit_clocks(reader.sparse_clocks(), nodes)}
+    own = clocks[min(clocks) if node is None else node]  # None: it is lost whose rank that is
 
     def on(clock: Clock) -> tuple[int, int]:
         slack_ns = _SLACK_UNKNOWN_NS if clock.error_ns is None else _SLACK_NS
-        begin_ns = _shown(clock, _common(clocks[node], since_ns)) - slack_ns
-        return begin_ns, _EVER if until_ns is None else _shown(clock, _common(clocks[node], until_ns)) + slack_ns
+        begin_ns = _shown(clock, _common(own, since_ns)) - slack_ns
+        return begin_ns, _EVER if until_ns is None else _shown(clock, _common(own, until_ns)) + slack_ns
 
     return {clock.node: on(clock) for clock in clocks.values()}
 

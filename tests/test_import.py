@@ -79,6 +79,15 @@ def test_a_large_table_is_written_in_pieces(tmp_path, monkeypatch):
     assert answers(tmp_path / "run") == answers(tmp_path / "trace.json")
 
 
+def test_an_imported_run_is_read_as_a_whole(tmp_path):
+    trace = {"schemaVersion": 1, "distributedInfo": {"rank": 3}, "traceEvents": [TRACE]}
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    import_.command([tmp_path / "trace.json"], tmp_path / "run")
+    done = rankscope("report", tmp_path / "run" / "steps=0-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "was imported, and such a run is read as a whole: name it without its steps" in done.stderr
+
+
 def test_the_source_and_what_it_cannot_show_survive(tmp_path):
     write(tmp_path / "traces" / "rank0.json", distributedInfo={"rank": 0, "world_size": 1000})
     done = rankscope("import", tmp_path / "traces", "-o", tmp_path / "run")

@@ -206,8 +206,13 @@ class NativeReader:
         self._tables: dict[str, pl.DataFrame] = {}
         self._seen: set[str] = set()  # tables whose gaps are noted
         self._gaps = gaps
-        self._imported = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
+        self._imports = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
         self.stretch: Stretch | None = None  # what is read of the run; None: all
+
+    @property
+    def imported(self) -> bool:
+        """Whether the rows come from another tool's files."""
+        return bool(self._imports)
 
     def tables(self) -> tuple[str, ...]:
         return tuple(name for name in TABLES if any(p.table == name for p in self._parts))
@@ -307,12 +312,12 @@ class NativeReader:
         for name in self.tables():
             if name not in self._seen:
                 self.read(name)
-        if self._imported:
-            return [*self._gaps, *(Gap(**gap) for launch in self._imported for gap in launch.get("gaps", ()))]
+        if self._imports:
+            return [*self._gaps, *(Gap(**gap) for launch in self._imports for gap in launch.get("gaps", ()))]
         return [*self._gaps, *self._run_gaps(), *self._end_gaps(), *self._said_gaps()]
 
     def cannot(self) -> dict[str, str]:
-        cannot = {table: why for launch in self._imported for table, why in launch.get("cannot", {}).items()}
+        cannot = {table: why for launch in self._imports for table, why in launch.get("cannot", {}).items()}
         if self.stretch and not self.stretch.is_to_the_end:
             cannot["progress"] = text("only steps before the end of the job were read")
         return cannot
@@ -415,7 +420,7 @@ class NativeReader:
         frame = pl.DataFrame(pl.from_arrow(pa.concat_tables([table for _, table in parts])))
         frame = frame.with_columns(pl.lit(None).alias(c.name) for c in columns if c.name not in frame.columns)
         frame = frame.select(*owners, *(pl.col(c.name).cast(_POLARS[c.type]) for c in columns))
-        needed = [] if self._imported else [c.name for c in columns if not c.nullable]
+        needed = [] if self._imports else [c.name for c in columns if not c.nullable]
         if not any(frame[column].null_count() for column in needed):
             return frame
         lacking = frame.select(pl.any_horizontal(pl.col(needed).is_null())).to_series()
