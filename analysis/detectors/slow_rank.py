@@ -49,7 +49,8 @@ slowest.
 **False alarms.** Ranks that have other work by design (an uneven shard, a rank 0 that logs) are reported too: the time
 is lost, though no machine is at fault. A stage that is longer than the others is `stage_imbalance`; where each stage
 has one rank only this is not checked. Another process that keeps one core of the node busy looks like a slow rank, and
-is one. Where all ranks are slow alike, there is no peer to tell it by.
+is one. Where all ranks are slow alike, there is no peer to tell it by. Of two ranks, one that becomes slow is told from
+load that comes and goes where it was slow for 50 steps and not for 50.
 
 **What to try.** See what only this rank does in the named region. Compare its host with the others: clock speed,
 temperature, other processes, CPU pinning, memory pressure. Swap two hosts: what stays with the rank is the work,

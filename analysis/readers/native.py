@@ -265,7 +265,8 @@ class NativeReader:
         for part in self._parts:
             size[part.table] = size.get(part.table, 0) + part.size_bytes
             largest[part.table] = max(largest.get(part.table, (0, part.path)), (part.size_bytes, part.path))
-        return {name: _rows_in(path) * size[name] / max(of_part, 1) for name, (of_part, path) in largest.items()}
+        rows = {name: len(_order_of(path, TABLES[name].order)) for name, (_, path) in largest.items()}
+        return {name: rows[name] * size[name] / max(of_part, 1) for name, (of_part, _) in largest.items()}
 
     def extent(self, name: str, rank: int | None = None) -> pl.DataFrame:
         """Of each file of a table (or of one rank's) in the whole run: rank, node, rows, size_bytes, first, last."""
@@ -274,8 +275,7 @@ class NativeReader:
         parts = [part for part in self._parts if part.table == name and rank in (None, part.rank)]
 
         def held(part: _Part) -> tuple[int | None, ...]:
-            table, _ = read_rows(part.path, closed=False, columns=[order])
-            at = table[order] if table is not None and order in table.column_names else pa.chunked_array([], pa.int64())
+            at = _order_of(part.path, order)
             node = node_of.get(part.rank) if part.node is None else part.node
             return (part.rank, node, len(at), part.size_bytes, *pc.min_max(at).as_py().values())
 
@@ -844,9 +844,14 @@ def _is_cut(name: str) -> bool:
 
 def _middle_ns(path: Path, order: str) -> int:
     """A time in the midst of a file's rows; that of a file without rows is at its end, where one may be written."""
-    table, _ = read_rows(path, closed=False, columns=[order])
-    rows = table[order] if table is not None and order in table.column_names else []
+    rows = _order_of(path, order)
     return rows[len(rows) // 2].as_py() if len(rows) else _AT_THE_END
+
+
+def _order_of(path: Path, order: str) -> pa.ChunkedArray:
+    """What a file's rows are ordered by; nothing where it has none that are good. The part being written has some."""
+    table, _ = read_rows(path, closed=False, columns=[order])
+    return table[order] if table is not None and order in table.column_names else pa.chunked_array([], pa.int64())
 
 
 def _rows_in(path: Path) -> int:
