@@ -343,6 +343,7 @@ def test_own_time_of_nested_operators():
 
 def a_run(folder: Path, *, steps: int, step_ns: int) -> Path:
     """Rank 0 took steps of this length, the first from 0 on, and computes in them all."""
+    (folder / "run").mkdir(parents=True)
     rank = Partition(RunFolder(folder), "rank=00000", "a0-")
     said = {"hostname": "host", "device": "cuda", "torch": "2.13.0", "python": "3.11", "command": "train.py"}
     rank.add_row("ranks", said | {"start_ns": 0, "local_rank": 0, "world_size": 2, "pid": 1, "node": 0})
@@ -352,7 +353,6 @@ def a_run(folder: Path, *, steps: int, step_ns: int) -> Path:
     kind = np.full(steps, REGION_KINDS.index("optimizer"))
     rank.add("regions", of_all | {"start_ns": ends - 1000, "end_ns": ends, "kind": kind})
     rank.close()
-    (folder / "run").mkdir()
     (folder / "run" / "node=00000.json").write_text('{"state": "closed"}')
     return folder
 
