@@ -227,11 +227,11 @@ def _steps(report: Report) -> list[Any]:
     caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
     if per_point > 1:
         caption = together(" ", (caption, say("steps.binned", per_point)))
-    whole = [] if report.history is None else [course(report.history)]
-    return [
-        *(Chart(line, title=say("steps")), quiet(caption)),
-        *(part for drawn in whole for part in (Chart(drawn.chart, title=say("history")), quiet(drawn.caption))),
-    ]
+    shown = [Chart(line, title=say("steps")), quiet(caption)]
+    if report.history is not None:
+        whole = course(report.history)
+        shown += [Chart(whole.chart, title=say("history")), quiet(whole.caption)]
+    return shown
 
 
 def _ranks(report: Report, split: digest.Breakdown) -> list[Any]:

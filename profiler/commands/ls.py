@@ -68,7 +68,7 @@ def _extent(trace: Trace, name: str) -> pl.DataFrame:
 
 
 def _seconds(held: pl.DataFrame) -> str:
-    """From the first to the last row, on the node where that is longest; empty for a table without times."""
+    """From the first to the last row, on the node where that is longest; empty for a table without rows."""
     import polars as pl
 
     spans = held.group_by("node").agg(ns=pl.col("last").max() - pl.col("first").min())["ns"].drop_nulls()

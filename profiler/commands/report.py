@@ -89,7 +89,7 @@ def _write_into(folder: Path, report: Report, language: str) -> None:
     from rankscope.analysis.report import html, json_form
 
     try:
-        folder.mkdir(exist_ok=True)  # one world of a run
+        folder.mkdir(parents=True, exist_ok=True)  # one world of a run, or some of its steps
         (folder / "report.json").write_text(json_form.render(report), encoding="utf-8")
         (folder / "report.html").write_text(html.render(report, language=language), encoding="utf-8")
     except OSError as error:
