@@ -139,10 +139,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All steps of a run of which only `read` were analysed: lengths on one rank, by spans of as many steps each."""
+    """All steps of a run of which only `read` were analysed: lengths on one rank, by spans of as many steps each.
+
+    Of steps before `kept` nothing else is left.
+    """
 
     rank: int
     count: int
+    kept: int
     median_ns: int
     read: Span
     spans: tuple[Span, ...]

@@ -20,6 +20,8 @@ from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.steps import find_steps, judge
 from rankscope.analysis.trace import BadInput
+from rankscope.collectors.retention import last_before_each
+from rankscope.collectors.schema import COUNTS_STEPS
 
 if TYPE_CHECKING:
     from rankscope.analysis.readers.native import NativeReader
@@ -29,7 +31,6 @@ __all__ = ["Stretch", "stretch_of"]
 _EVER = 1 << 62  # later than all there is
 _BESIDE = 2  # steps that are read before the first and after the last
 _SLACK_NS, _SLACK_UNKNOWN_NS = 1_000_000_000, 10_000_000_000  # of a node's clock; of one that nobody related to others
-_NEEDED = ("optimizer", "backward", "compile", "checkpoint")  # regions that make steps, or set them aside
 _AS_MUCH = 0.9  # as any other rank has in its files: it lost little, and did not end early
 _SPANS = 60  # of which a history tells the length of a step
 _FEWEST = 20  # steps that are worth a report
@@ -39,6 +40,8 @@ _FEWEST = 20  # steps that are worth a report
 class Stretch:
     """What is read of a run: steps `first` to `last`, both included, by the numbers of one rank; `said` says so.
 
+    Of the steps before `kept` the agents have removed the details; 0: of none.
+
     `counted` are that rank's steps in the whole run, on its node's clock: (rank, node, step, start_ns, end_ns, source,
     judged, aside). Where there are none, it is the last part of the run, and no step. `spans` says from when to when
     rows are read, by node, on its own clock, both included.
@@ -46,6 +49,7 @@ class Stretch:
 
     first: int
     last: int
+    kept: int
     asked: bool  # for these steps; else they are what could be read
     said: str
     counted: pl.DataFrame
@@ -81,6 +85,7 @@ class Stretch:
         return History(
             rank=self.counted["rank"][0],
             count=len(self.counted),
+            kept=self.kept,
             median_ns=self._span(0, len(self.counted) - 1).median_ns,
             read=self._span(self.first, self.last),
             spans=tuple(self._span(first, min(first + per_span, len(self.counted)) - 1) for first in firsts),
@@ -110,7 +115,7 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
     if steps and reader.imported:
         raise BadInput(f"{reader.where} was imported, and such a run is read as a whole: name it without its steps")
     share = 1.0 if steps or reader.imported else readable_share(reader)
-    if not steps and share >= 1:
+    if not steps and share >= 1 and not reader.kept_since:
         return None
     node = reader.read("ranks").select("rank", "node")
     rank = _reference(reader)
@@ -120,28 +125,61 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
         return _last_part(reader, rank, share, counted)
     if not count:
         raise BadInput(f"{reader.where} has no steps; call rankscope.step() once per step")
-    first, last = steps or (max(count - max(int(share * count), _FEWEST), 0), count - 1)
+    kept = _first_kept(reader, counted)
+    if not steps and share >= 1 and not kept:
+        return None
+    if kept == count:
+        raise BadInput(f"{reader.where}: no step of it is left in detail, older ones made room (rankscope run --keep)")
+    first, last = steps or (max(count - max(int(share * (count - kept)), _FEWEST), kept), count - 1)
     last = min(last, count - 1)
     if first > last:
         raise BadInput(f"{reader.where} has no step {first}: the last is {last}")
-    check_share(reader, (last - first + 1 + 2 * _BESIDE) / count)
+    if first < kept:
+        raise BadInput(
+            f"{reader.where}: of step {first} only the length is left, older ones made room (rankscope run --keep); "
+            f"the first that is there is {kept}"
+        )
+    check_share(reader, (last - first + 1 + 2 * _BESIDE) / (count - kept))
     begin, end = counted["start_ns"].to_list(), counted["end_ns"].to_list()
     until = end[last + _BESIDE] if last + _BESIDE < count else None
+    spans = _spans(reader, counted["node"][0], begin[max(first - _BESIDE, 0)], until)
     which = {"first": first, "last": last, "count": count}
     said = text("only steps {first}-{last} of {count} were read", **which) if last - first + 1 < count else ""
-    spans = _spans(reader, counted["node"][0], begin[max(first - _BESIDE, 0)], until)
-    return Stretch(first=first, last=last, asked=steps is not None, said=said, counted=counted, spans=spans)
+    if kept:
+        said += text(" (of those before step {kept} only the length was kept)", kept=kept)
+    asked = steps is not None
+    return Stretch(first=first, last=last, kept=kept, asked=asked, said=said, counted=counted, spans=spans)
+
+
+def _first_kept(reader: NativeReader, counted: pl.DataFrame) -> int:
+    """The first step of which, with what is read beside it, no node has removed anything; their count if none."""
+    kept_ns = _kept_since(reader, counted["node"][0])
+    whole = 0 if kept_ns is None else int(np.searchsorted(counted["start_ns"].to_numpy(), kept_ns))
+    return min(whole + _BESIDE, len(counted)) if whole else 0
+
+
+def _kept_since(reader: NativeReader, node: int | None) -> int | None:
+    """From when on no node has removed anything, on the clock of `node`, with time to spare; None: none ever has."""
+    if not reader.kept_since:
+        return None
+    clocks = _clocks(reader)
+    own = _of(clocks, node)
+    since = [(clocks[other], since_ns) for other, since_ns in reader.kept_since.items()]
+    return max(_shown(own, _common(clock, since_ns)) + _slack_ns(clock) for clock, since_ns in since)
 
 
 def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFrame) -> Stretch:
     """As large a share of a run without steps as can be read."""
     held = pl.concat(reader.extent(name, rank) for name in ("collectives", "regions", "samples"))
+    node = held["node"][0]
     last_ns = int(held["last"].drop_nulls().to_numpy().max())
-    whole_ns = last_ns - int(held["first"].drop_nulls().to_numpy().min())
-    so = {"read": duration(round(share * whole_ns)), "whole": duration(whole_ns)}
+    first_ns = int(held["first"].drop_nulls().to_numpy().min())
+    kept_ns = max(first_ns, _kept_since(reader, node) or first_ns)
+    since_ns = round(last_ns - min(share, 1.0) * (last_ns - kept_ns))
+    so = {"read": duration(last_ns - since_ns), "whole": duration(last_ns - first_ns)}
     said = text("only the last {read} of {whole} were read", **so)
-    spans = _spans(reader, held["node"][0], round(last_ns - share * whole_ns), None)
-    return Stretch(first=0, last=-1, asked=False, said=said, counted=counted, spans=spans)
+    spans = _spans(reader, node, since_ns, None)
+    return Stretch(first=0, last=-1, kept=0, asked=False, said=said, counted=counted, spans=spans)
 
 
 def _reference(reader: NativeReader) -> int:
@@ -154,7 +192,7 @@ def _count_steps(reader: NativeReader, rank: int) -> pl.DataFrame:
     """All steps of a rank, judged by their lengths."""
     marks = pl.concat(reader.pieces_of_rank("steps", rank, "start_ns", "end_ns", "thread"))
     regions = pl.concat(
-        piece.filter(pl.col("kind").is_in(_NEEDED))
+        piece.filter(pl.col("kind").is_in(COUNTS_STEPS))
         for piece in reader.pieces_of_rank("regions", rank, "start_ns", "end_ns", "kind", "name", "thread")
     )
     called = pl.concat(
@@ -167,24 +205,35 @@ def _count_steps(reader: NativeReader, rank: int) -> pl.DataFrame:
 
 def _last_before(calls: pl.DataFrame, optimizers: pl.Series) -> pl.DataFrame:
     """The first of the calls, and of those between two runs of optimizers the last: it tells whether there are any."""
-    between = np.searchsorted(optimizers.sort().to_numpy(), calls["start_ns"].to_numpy())
-    kept = np.append(between[1:] != between[:-1], True) if len(between) else np.zeros(0, bool)
-    kept[:1] = True
-    return calls.filter(pl.Series(kept, dtype=pl.Boolean))
+    needed = last_before_each(optimizers.sort().to_numpy(), calls["start_ns"].to_numpy())
+    return calls.filter(pl.Series(needed, dtype=pl.Boolean))
 
 
 def _spans(reader: NativeReader, node: int | None, since_ns: int, until_ns: int | None) -> dict[int, tuple[int, int]]:
     """From when to when each node's rows are read, on its clock; what is given is on that of `node`."""
-    nodes = {*reader.run, *reader.read("ranks")["node"].drop_nulls()}
-    clocks = {clock.node: clock for clock in fit_clocks(reader.sparse_clocks(), nodes)}
-    own = clocks[min(clocks) if node is None else node]  # None: it is lost whose rank that is
+    clocks = _clocks(reader)
+    own = _of(clocks, node)
 
     def on(clock: Clock) -> tuple[int, int]:
-        slack_ns = _SLACK_UNKNOWN_NS if clock.error_ns is None else _SLACK_NS
+        slack_ns = _slack_ns(clock)
         begin_ns = _shown(clock, _common(own, since_ns)) - slack_ns
         return begin_ns, _EVER if until_ns is None else _shown(clock, _common(own, until_ns)) + slack_ns
 
     return {clock.node: on(clock) for clock in clocks.values()}
+
+
+def _clocks(reader: NativeReader) -> dict[int, Clock]:
+    nodes = {*reader.run, *reader.read("ranks")["node"].drop_nulls()}
+    return {clock.node: clock for clock in fit_clocks(reader.sparse_clocks(), nodes)}
+
+
+def _of(clocks: Mapping[int, Clock], node: int | None) -> Clock:
+    """The clock of a rank's node; None: it is lost whose rank that is."""
+    return clocks[min(clocks) if node is None else node]
+
+
+def _slack_ns(clock: Clock) -> int:
+    return _SLACK_UNKNOWN_NS if clock.error_ns is None else _SLACK_NS
 
 
 def _common(clock: Clock, own_ns: int) -> int:

@@ -34,6 +34,7 @@ from rankscope.collectors.drain import Records, Ring, Threads, columns_by_table
 from rankscope.collectors.flight import FlightRecorder
 from rankscope.collectors.node import Sample
 from rankscope.collectors.ras import Ras
+from rankscope.collectors.retention import Retention, usual_bytes
 from rankscope.collectors.sampler import Sampler
 from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, TABLES, RecordType
 from rankscope.collectors.windows import Windows
@@ -44,6 +45,7 @@ __all__ = ["Agent", "main"]
 DRAIN_NS = 200_000_000
 FLUSH_NS = 1_000_000_000
 ANCHOR_NS = 10_000_000_000
+RETAIN_NS = 5_000_000_000
 LINGER_NS = 5_000_000_000  # after the last rank, where no launcher says when to end
 GIVE_UP_NS = 600_000_000_000
 MEET_NS = 5_000_000_000  # after its first rank's hello another node should have been met
@@ -205,6 +207,7 @@ class Agent:
         launch: dict[str, Any],
         profile_steps: tuple[int, int] | None = None,
         profile_slow: int = 0,
+        keep_bytes: int | None = None,
     ) -> None:
         """Raises OSError when the run cannot be written to `out`."""
         self._run = RunFolder(out)
@@ -213,10 +216,12 @@ class Agent:
         self._until_stdin_closes = until_stdin_closes
         self._stdin_open = until_stdin_closes
         self._terminated = False
-        self._due_ns = {"drain": 0, "flush": 0, "anchor": 0}
+        self._due_ns = {"drain": 0, "flush": 0, "anchor": 0, "retain": 0}
         self._last_rank_ns: int | None = None
         self._connections: set[_Connection] = set()
         self._windows = Windows(self._run, self._gap_of_rank, self._add_window, fixed=profile_steps, slow=profile_slow)
+        keep_bytes = usual_bytes(out) if keep_bytes is None else keep_bytes
+        self._retention = Retention(keep_bytes)
         self._windows_of: str | None = None  # the world whose ranks it knows
         self._reports: list[dict[str, Any]] = []
         self._node: _NodeTables | None = None
@@ -240,6 +245,7 @@ class Agent:
             "start_unix_ns": time.time_ns(),
             "closed_unix_ns": None,
             "hz": hz,
+            "keep_bytes": keep_bytes,
             "launch": launch,
             "versions": _versions(),
             "ranks": self._reports,
@@ -315,8 +321,20 @@ class Agent:
         self._take_pings(node)
         self._take_ras(node)
         node.tables.flush()
+        if self._is_due("retain", RETAIN_NS) and self._retention.decide():
+            self._state["kept_since_ns"] = self._retention.since_ns
+            self._state_changed = True
         if self._state_changed:
             self._write_state()
+        if not self._state_changed:  # the run's JSON says since when all is there, before anything is removed
+            self._retain()
+
+    def _retain(self) -> None:
+        try:
+            self._retention.work()
+        except OSError as error:
+            self._retention = Retention(0)
+            self._gap("*", f"older records are not removed any more, and the recording grows: {error}")
 
     # ---- the ranks
 
@@ -425,6 +443,7 @@ class Agent:
             connection.rank = _Rank(hello, ring_fd, world, attempt, node.index, self._run)
         except OSError as error:
             raise ValueError(f"the ring cannot be mapped: {error}") from None
+        self._retention.watch(connection.rank.tables)
         known = {"port": self.port, "name": self._run.path.name, "node": node.index, "agent": self._id}
         reply = json.dumps(known).encode()
         with contextlib.suppress(OSError):  # its end will be noticed with the next packet
@@ -504,6 +523,7 @@ class Agent:
             if self._run.gone:  # nothing was in it yet
                 self._run.reserve()
             self._node = _NodeTables(self._run, said or 0)
+            self._retention.watch(self._node.tables)
             self._state["node"] = self._node.index
         elif said is not None and not self._node_said and self._pinger is None:
             self._renumber(self._node, said)
@@ -750,6 +770,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--profile-steps", type=json.loads, help="first and last step of a deep window, as JSON")
     parser.add_argument("--profile-slow", type=int, default=0, help="how many slow steps may open a deep window")
+    parser.add_argument("--keep-bytes", type=int, help="what the node's files may take; 0: all are kept")
     parser.add_argument("--launch", type=json.loads, default={}, help="JSON object to keep with the run")
     arguments = parser.parse_args(argv)
     if not arguments.hz > 0:
@@ -774,6 +795,7 @@ def main(argv: list[str] | None = None) -> int:
             launch=arguments.launch,
             profile_steps=arguments.profile_steps,
             profile_slow=arguments.profile_slow,
+            keep_bytes=arguments.keep_bytes,
         )
     except OSError as error:
         print(f"rankscope: nothing is recorded: cannot write to {arguments.out}: {error.strerror}", file=sys.stderr)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "ALL_TO_ALL_OPS",
+    "COUNTS_STEPS",
     "DEVICE_MARKS",
     "DEVICE_WORK",
     "DTYPES",
@@ -76,6 +77,8 @@ REGION_KINDS = (
     "sync",
     "operator",  # a long operator in a profiler's trace: read from such traces, not recorded
 )
+# Of these steps are made, and set aside: they stay where a long recording is reduced.
+COUNTS_STEPS = ("optimizer", "backward", "compile", "checkpoint")
 
 OPS = (
     "unknown",

@@ -11,7 +11,8 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pyarrow.ipc
 
 from rankscope.collectors.schema import TABLES, Table
 
-__all__ = ["SEAL_ROWS", "Partition", "RunFolder", "batch_of", "read_live", "write_sealed"]
+__all__ = ["SEAL_ROWS", "Partition", "RunFolder", "Sealed", "batch_of", "read_live", "write_sealed"]
 
 SEAL_ROWS = 65_536
 MAGIC_BYTES = 8
@@ -146,14 +147,47 @@ def write_sealed(folder: Path, prefix: str, rows: pa.Table, first: int = 0) -> i
     """The rows lie in the folder as sealed parts, in the order they have: the number after the last. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for begin in range(0, rows.num_rows, SEAL_ROWS):
-        _write_file(folder / f"{prefix}part-{first:04d}.arrow", rows.slice(begin, SEAL_ROWS).combine_chunks())
+        _write_file(folder / _part_name(prefix, first), rows.slice(begin, SEAL_ROWS).combine_chunks())
         first += 1
     return first
+
+
+def _part_name(prefix: str, number: int) -> str:
+    return f"{prefix}part-{number:04d}.arrow"
 
 
 def _write_file(path: Path, rows: pa.Table) -> None:
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, rows.schema, options=_SEALED) as file:
         file.write_table(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A file that is not written any more: its number, its size, and of what its rows are ordered by the first.
+
+    `last` is the last of it and of the files before. `reduced` tells that it had other rows, which were removed.
+    """
+
+    number: int
+    size_bytes: int
+    first: int
+    last: int
+    reduced: bool = False
+
+
+def _replace_file(path: Path, number: int, rows: pa.Table, order: str, *, reduced: bool = False) -> Sealed:
+    """The file holds these rows and no others, in the order they have. Raises OSError, and then it is as it was."""
+    unfinished = path.with_name(f".{path.name}.sealing")
+    try:
+        _write_file(unfinished, rows.combine_chunks())
+        size_bytes = unfinished.stat().st_size
+        os.replace(unfinished, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    first, last = (rows[order][at].as_py() or 0 for at in (0, -1))  # null in `gaps` only
+    return Sealed(number, size_bytes, first, last, reduced)
 
 
 class _Part:
@@ -163,7 +197,7 @@ class _Part:
         for inside in (folder.parent, folder):  # not the run's own: where that has been removed nothing is written
             inside.mkdir(exist_ok=True)
         while True:
-            self.name = f"{prefix}part-{number:04d}.arrow"
+            self.name = _part_name(prefix, number)
             try:
                 os.close(os.open(folder / self.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
                 break
@@ -171,13 +205,13 @@ class _Part:
                 number += 1
         self.number = number
         self.rows = 0
-        self._whole_bytes = 0
+        self.whole_bytes = 0
         self._sink = pa.OSFile(str(folder / self.name), "wb")  # unbuffered: what is written is with the system
         self._writer = pa.ipc.new_file(self._sink, schema, options=_LIVE)
 
     def write(self, batch: pa.RecordBatch) -> None:
         self._writer.write_batch(batch)
-        self._whole_bytes = self._sink.tell()
+        self.whole_bytes = self._sink.tell()
         self.rows += batch.num_rows
 
     def abandon(self, folder: Path) -> None:
@@ -185,22 +219,20 @@ class _Part:
         self._close()
         try:
             if self.rows:
-                os.truncate(folder / self.name, self._whole_bytes)
+                os.truncate(folder / self.name, self.whole_bytes)
             else:
                 os.unlink(folder / self.name)
         except OSError:
             pass  # a torn batch at the end is what readers expect anyway
 
-    def seal(self, folder: Path, order: str) -> None:
-        """The file is whole and sorted; where the disk refuses, it stays as it is, without a footer."""
+    def seal(self, folder: Path, order: str) -> Sealed | None:
+        """The file is whole and sorted; where the disk refuses, it stays as it is, without a footer, and is None."""
         self._close()
-        path, unfinished = folder / self.name, folder / f".{self.name}.sealing"
         try:
-            _write_file(unfinished, read_live(path).sort_by(order).combine_chunks())
-            os.replace(unfinished, path)
+            rows = read_live(folder / self.name).sort_by(order)
+            return _replace_file(folder / self.name, self.number, rows, order)
         except (OSError, pa.ArrowInvalid):
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
+            return None
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):
@@ -215,6 +247,7 @@ class _TableWriter:
         self.lost = 0
         self.lost_since_ns = 0
         self.why = ""
+        self.sealed: list[Sealed] = []
         self._prefix = prefix
         self._pending: list[pa.RecordBatch] = []
         self._part: _Part | None = None
@@ -247,8 +280,41 @@ class _TableWriter:
 
     def seal(self, folder: Path) -> None:
         if self._part:
-            self._part.seal(folder, self.table.order)
+            sealed = self._part.seal(folder, self.table.order)
+            if sealed:
+                last = max([sealed.last, *(part.last for part in self.sealed[-1:])])
+                self.sealed.append(replace(sealed, last=last))
             self._part = None
+
+    @property
+    def size_bytes(self) -> int:
+        """What its files take."""
+        return sum(part.size_bytes for part in self.sealed) + (self._part.whole_bytes if self._part else 0)
+
+    def rows(self, folder: Path, parts: Iterable[Sealed]) -> pa.Table:
+        """The rows of sealed parts. Raises OSError."""
+        tables = [_SCHEMAS[self.table.name].empty_table()]
+        for part in parts:
+            with pa.OSFile(str(folder / _part_name(self._prefix, part.number))) as source:
+                tables.append(pa.ipc.open_file(source).read_all())
+        return pa.concat_tables(tables)
+
+    def live_rows(self, folder: Path) -> pa.Table:
+        """The rows of the part that is being written. Raises OSError."""
+        return read_live(folder / self._part.name) if self._part else _SCHEMAS[self.table.name].empty_table()
+
+    def reduce(self, folder: Path, parts: Sequence[Sealed], rows: pa.Table) -> None:
+        """In the place of sealed parts that follow each other are these rows of theirs. Raises OSError."""
+        rows, left = rows.sort_by(self.table.order), []
+        numbers = iter([part.number for part in parts])
+        for begin in range(0, rows.num_rows, SEAL_ROWS):
+            number, few = next(numbers), rows.slice(begin, SEAL_ROWS)
+            path = folder / _part_name(self._prefix, number)
+            left.append(_replace_file(path, number, few, self.table.order, reduced=True))
+        for number in numbers:
+            (folder / _part_name(self._prefix, number)).unlink(missing_ok=True)
+        at = self.sealed.index(parts[0])
+        self.sealed[at : at + len(parts)] = left
 
     def _write(self, folder: Path, batch: pa.RecordBatch, at_any_rate: bool) -> bool:
         if not at_any_rate and time.monotonic() < self._retry_at:
@@ -281,6 +347,7 @@ class Partition:
     def __init__(self, run: RunFolder, key: str, prefix: str = "") -> None:
         self._run = run
         self.key = key
+        self.closed = False
         self._prefix = prefix
         self._writers: dict[str, _TableWriter] = {}
 
@@ -316,6 +383,7 @@ class Partition:
 
     def close(self) -> None:
         """All rows are written and all parts sealed, as far as the disk takes them; its folder has the rest."""
+        self.closed = True
         for writer in self._in_order():
             writer.flush(self._folder(writer), at_any_rate=True)
             writer.seal(self._folder(writer))
@@ -326,6 +394,29 @@ class Partition:
             gaps.flush(self._folder(gaps), at_any_rate=True)
             gaps.seal(self._folder(gaps))
         self._run.refused += [(writer, self.key) for writer in self._writers.values() if writer.waiting]
+
+    @property
+    def size_bytes(self) -> int:
+        """What its files take."""
+        return sum(writer.size_bytes for writer in self._writers.values())
+
+    def sealed(self, table: str) -> Sequence[Sealed]:
+        """The table's files that are not written any more, in the order in which they were."""
+        return self._writers[table].sealed if table in self._writers else ()
+
+    def rows(self, table: str, parts: Iterable[Sealed], *, live: bool = False) -> pa.Table:
+        """The rows of these files, with `live` those of the one that is being written too. Raises OSError."""
+        writer = self._writers.get(table)
+        if writer is None:
+            return _SCHEMAS[table].empty_table()
+        read = writer.rows(self._folder(writer), parts)
+        return pa.concat_tables([read, writer.live_rows(self._folder(writer))]) if live else read
+
+    def reduce(self, table: str, parts: Sequence[Sealed], rows: pa.Table | None = None) -> None:
+        """In the place of these files, which follow each other, are files of these rows or none. Raises OSError."""
+        writer = self._writers[table]
+        none = _SCHEMAS[table].empty_table()
+        writer.reduce(self._folder(writer), parts, none if rows is None else rows)
 
     def _in_order(self) -> Sequence[_TableWriter]:
         """The gaps come last, as the others add to them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,10 +26,12 @@ __all__ = [
     "torchrun_program",
 ]
 
-OWN_VALUES = ("--out", "--name", "--hz", "--profile-steps", "--profile-slow")
+OWN_VALUES = ("--out", "--name", "--hz", "--keep", "--profile-steps", "--profile-slow")
 OWN_FLAGS = ("--no-report", "--help")
 LANG_HELP = "Language of what is shown: en, or zh (Chinese). JSON stays English."
 PRICE_HELP = "Price of an hour of one GPU (on CPUs, of one rank): findings then say what they cost in it."
+
+_UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
 # torchrun's options that take no value. All others take one, which matters only for finding the script.
 _TORCHRUN_FLAGS = (
@@ -48,15 +51,17 @@ class Options:
     out: str | None = None
     name: str | None = None
     hz: float = 1.0
+    keep_bytes: int | None = None  # 0: everything; None: what is usual
     report: bool = True
     help: bool = False
     profile_steps: tuple[int, int] | None = None
     profile_slow: int = 0
 
     def for_agent(self) -> list[str]:
-        """What the agent needs to know to open windows by itself."""
+        """What the agent needs to know to open windows by itself, and what it may keep."""
         steps = ["--profile-steps", json.dumps(self.profile_steps)] if self.profile_steps else []
-        return [*steps, *(["--profile-slow", str(self.profile_slow)] if self.profile_slow else [])]
+        keep = [] if self.keep_bytes is None else ["--keep-bytes", str(self.keep_bytes)]
+        return [*steps, *(["--profile-slow", str(self.profile_slow)] if self.profile_slow else []), *keep]
 
 
 def split(arguments: list[str]) -> tuple[Options, list[str]]:
@@ -86,6 +91,7 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
             out=values.get("--out"),
             name=values.get("--name"),
             hz=_hz(values.get("--hz", "1")),
+            keep_bytes=_bytes(values["--keep"]) if "--keep" in values else None,
             report="--no-report" not in flags,
             help="--help" in flags,
             profile_steps=_steps(values["--profile-steps"]) if "--profile-steps" in values else None,
@@ -103,6 +109,15 @@ def _hz(text: str) -> float:
     if not 0 < hz <= 100:
         raise RankscopeError(f"--hz is how often per second the node's counters are read, above 0 to 100; got {text}")
     return hz
+
+
+def _bytes(text: str) -> int:
+    """As in 500M; 0 for `all`."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([MGT])", text)
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if not size and text != "all":
+        raise RankscopeError(f"--keep is what a node's files may take, as in 500M, 20G or 1T, or all; got {text}")
+    return size
 
 
 def parse_language(text: str) -> str:

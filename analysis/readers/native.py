@@ -208,6 +208,8 @@ class NativeReader:
         self._gaps = gaps
         self._imports = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
         self.stretch: Stretch | None = None  # what is read of the run; None: all
+        since = {node: launch.get("kept_since_ns") for node, launch in run.items()}
+        self.kept_since = {node: ns for node, ns in since.items() if isinstance(ns, int)}  # of nodes that removed rows
 
     @property
     def imported(self) -> bool:
@@ -672,7 +674,7 @@ def _parts_in(partition: Path) -> list[_Part]:
                 size_bytes=entry.stat().st_size,
             )
             parts.append(part)
-    return sorted(parts, key=lambda part: part.path.name)
+    return sorted(parts, key=lambda part: (part.world, part.attempt or 0, part.number))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

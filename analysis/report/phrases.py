@@ -149,8 +149,11 @@ def history_lines(report: Report) -> list[str]:
     ]
     if slow.median_ns >= _CHANGED * fast.median_ns:
         lines.append(say("history.changed", *(text for span in (fast, slow) for text in _span_facts(span))))
+    if slow.median_ns >= _CHANGED * fast.median_ns and min(fast.first, slow.first) >= history.kept:
         most = max(read.last - read.first + 1, _COMPARED)  # many more might not fit
         lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
+    if history.kept:
+        lines.append(say("history.kept", history.kept))
     return lines
 
 

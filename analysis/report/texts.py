@@ -155,6 +155,7 @@ _ENGLISH: dict[str, str] = {
     "RUN/steps=FIRST-LAST reads others",
     "history.changed": "Over the whole run a step takes from {0} (steps {1}) to {2} (steps {3})",
     "history.diff": "What changed between them: rankscope diff RUN/steps={0} RUN/steps={1}",
+    "history.kept": "Of steps before {0} only the length is left: older records made room (rankscope run --keep)",
     "history.chart": "Line: median length of {0} steps each on rank {1}, all steps of the run.",
     "history.first": "step 0",
     "history.last": "step {0}",

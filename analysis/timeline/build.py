@@ -121,9 +121,8 @@ def build_timeline(trace: Trace) -> Timeline:
     collectives = match_collectives(called, groups, clocks)
     stretch = trace.stretch
     counted = stretch.beside(clocks) if stretch else None
-    if counted is not None and len(counted):  # what began earlier or later lacks ranks that are ahead or behind
-        begun = pl.col("start_ns").is_between(counted["start_ns"].min(), counted["end_ns"].max())
-        collectives = collectives.filter(begun)
+    if stretch and counted is not None and len(counted):
+        collectives = collectives.filter(_begun_within(counted, stretch))
     launches = read("launches", "rank", "start_ns")
     kernels = with_launches(read("kernels", "rank", "start_ns"), launches)
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives, counted)
@@ -206,6 +205,16 @@ def build_timeline(trace: Trace) -> Timeline:
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
         gaps=gaps,
     )
+
+
+def _begun_within(counted: pl.DataFrame, stretch: Stretch) -> pl.Expr:
+    """What began in these steps of one rank: what began earlier or later lacks ranks that are ahead or behind.
+
+    Where the run begins or ends with them no rank is lacking.
+    """
+    since, until = counted["start_ns"].min(), counted["end_ns"].max()
+    is_after = pl.col("start_ns") >= since if stretch.first > 0 else pl.lit(True)
+    return is_after & (pl.col("start_ns") <= until if stretch.last + 1 < len(stretch.counted) else pl.lit(True))
 
 
 def _marks(trace: Trace, clocks: list[Clock]) -> pl.DataFrame:
