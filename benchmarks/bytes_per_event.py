@@ -1,4 +1,5 @@
-"""How many bytes an event takes on disk, in an event-dense job, and how many events a second the agent can take.
+"""How many bytes an event takes on disk, in an event-dense job, and how many events a second the agent can take: where
+all is kept, and where the recording may take a quarter of that.
 
     python benchmarks/bytes_per_event.py
 
@@ -20,6 +21,7 @@ from threading import get_ident
 
 from rankscope.analysis.trace import Trace
 from rankscope.collectors import drain, ring
+from rankscope.collectors.retention import Retention
 from rankscope.collectors.schema import RING_SLOTS, RecordType
 from rankscope.collectors.writer import Partition, RunFolder
 
@@ -59,15 +61,19 @@ def fill(target: ring.Ring, number: int) -> None:
         target.write(RecordType.REGION, kind, 0, kind, start, start + 120_000 + start % 7_000, get_ident(), -1, -1)
 
 
-def agent_speed(rings: int) -> None:
-    """Fill a ring `rings` times, and print what reading it, making columns and writing Arrow files costs."""
+def agent_speed(rings: int, most_bytes: int = 0) -> int:
+    """Fill a ring `rings` times, and print what reading it, making columns and writing Arrow files costs.
+
+    Returns the bytes on disk, which may be no more than `most_bytes` if that is not 0.
+    """
     target = ring.Ring()
     source = drain.Ring(target.fd)
     threads = drain.Threads(get_ident())
-    spent_ns, events = 0, 0
+    spent_ns, pause_ns, events, number = 0, 0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         partition = Partition(RunFolder(Path(folder)), "rank=00000", "a0-")
-        number = 0
+        retention = Retention(most_bytes)
+        retention.watch(partition)
         for _ in range(rings):
             before = number
             while (number - before + 1) * 21 < RING_SLOTS:
@@ -77,23 +83,38 @@ def agent_speed(rings: int) -> None:
             for table, columns in drain.columns_by_table(source.read(time.perf_counter_ns()), threads).items():
                 partition.add(table, columns)
             partition.flush()
+            written_ns = time.process_time_ns()
+            retention.decide()
+            retention.work()
+            pause_ns = max(pause_ns, time.process_time_ns() - written_ns)
             spent_ns += time.process_time_ns() - start_ns
             events += (number - before) * 13
         start_ns = time.process_time_ns()
         partition.close()
         spent_ns += time.process_time_ns() - start_ns
+        size_bytes = partition.size_bytes
+        reduced = sum(
+            p.size_bytes for table in ("regions", "collectives") for p in partition.sealed(table) if p.reduced
+        )
     os.close(target.fd)
-    print(f"agent, ring to sealed Arrow files: {events / (spent_ns / 1e9) / 1e6:.2f} M events per CPU-second")
+    kept = f", {size_bytes / 1e6:.1f} MB on disk"
+    if most_bytes:
+        kept += f" of at most {most_bytes / 1e6:.1f}: {reduced / 1e6:.2f} MB are lengths of older steps"
+        kept += f"; the longest pause is {pause_ns / 1e6:.0f} ms"
+    speed = events / (spent_ns / 1e9) / 1e6
+    print(f"agent, ring to sealed Arrow files: {speed:.2f} M events per CPU-second, {number} steps{kept}")
+    return size_bytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rings", type=int, default=10)
+    parser.add_argument("--rings", type=int, default=40)
     args = parser.parse_args()
     bytes_on_disk(args.ranks, args.steps)
-    agent_speed(args.rings)
+    everything = agent_speed(args.rings)
+    agent_speed(args.rings, everything // 4)
 
 
 if __name__ == "__main__":
