@@ -85,6 +85,7 @@ class _Rank:
         texts = ("hostname", "device", "torch", "python", "command")
         numbers = ("start_ns", "local_rank", "world_size", "pid")
         row = {name: str(hello[name]) for name in texts} | {name: int(hello[name]) for name in numbers}
+        self.world_size = int(hello["world_size"])
         self._row: dict[str, Any] = row | {"node": node}
         self.tables.add_row("ranks", self._row)
 
@@ -630,7 +631,8 @@ class Agent:
         self._state_changed = True
         if port:
             self._peer = peer
-            self._pinger = ping.Pinger(host, port)
+            alike = sum(c.rank is not None and c.rank.world == rank.world for c in self._connections)
+            self._pinger = ping.Pinger(host, port, nodes=rank.world_size // alike)
             self._pinger.start()
 
     def _number_alone(self, node: _NodeTables) -> None:

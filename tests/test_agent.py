@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.collectors import writer
+from rankscope.collectors import ping, writer
 from rankscope.collectors.drain import Ring as RingReader
 from rankscope.collectors.ring import Ring
 from rankscope.collectors.schema import RECORD, RING_SLOTS, RecordType
@@ -600,6 +601,19 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
     of_ranks = [json.loads(path.read_text())["ranks"] for path in answers]
     assert of_ranks[0] == {"0": {"state": "refused", "why": "because"}}
     assert of_ranks[1] == {"1": {"state": "gone", "why": "the rank ended before it was done"}}
+
+
+def test_all_nodes_of_a_large_job_may_ask_for_the_time_at_once():
+    """500 nodes ask before one is answered; none is turned away, and none fails."""
+    port = ping.listen()
+    nodes = [socket.create_connection(("127.0.0.1", port)) for _ in range(500)]
+    for node in nodes:
+        node.settimeout(5)
+        with node:
+            before = time.perf_counter_ns()
+            node.sendall(b"rankscpe")
+            received, answered = struct.unpack("<qq", node.recv(16))
+            assert before < received <= answered < time.perf_counter_ns()
 
 
 def test_an_agent_whose_run_was_removed_writes_nothing_into_the_next_one(tmp_path, started):
