@@ -48,6 +48,14 @@ def folder_of(number: int) -> str:
     return f"window-{number:04d}"
 
 
+def _path_of(run: Path, number: int) -> Path:
+    return run / "run" / f"window={number:04d}.json"
+
+
+def _answer_of(run: Path, number: int, node: int) -> Path:
+    return run / "run" / f"window={number:04d}.node={node:05d}.json"
+
+
 def ask(run: Path, request: Mapping[str, Any]) -> int:
     """Put a request into the run's folder: its number. Raises OSError."""
     taken = [int(found[1]) for path in (run / "run").glob("window=*.json") if (found := _REQUEST.fullmatch(path.name))]
@@ -56,7 +64,7 @@ def ask(run: Path, request: Mapping[str, Any]) -> int:
     while True:
         unfinished.write_text(json.dumps({"id": number} | dict(request)))
         try:
-            os.link(unfinished, run / "run" / f"window={number:04d}.json")
+            os.link(unfinished, _path_of(run, number))
         except FileExistsError:
             number += 1
             continue
@@ -114,6 +122,8 @@ class Windows:
         self._node: int | None = None
         self._members: dict[int, _Member] = {}
         self._requests: dict[int, _Request] = {}
+        # Where a thousand nodes look every second, they look for one name: the folder has more entries than nodes.
+        self._next = 1
 
     # ---- what the agent hears
 
@@ -180,10 +190,13 @@ class Windows:
         if self._told_path != self._run.path:
             self._told_path = self._run.path
             self._tell_new_paths()
-        for path in (self._run.path / "run").glob("window=*.json"):
-            found = _REQUEST.fullmatch(path.name)
-            if found and int(found[1]) not in self._requests:
-                self._take_up(int(found[1]), path)
+        number = self._next
+        while (path := _path_of(self._run.path, number)).exists():
+            if number not in self._requests:
+                self._take_up(number, path)
+            number += 1
+        while self._next in self._requests:
+            self._next += 1
         for request in self._requests.values():
             if not request.over:
                 self._go_on(request)
@@ -216,7 +229,7 @@ class Windows:
 
     def _ask_fixed(self, first: int, last: int) -> None:
         """Each node is told the steps at its start, and asks for them under the same number."""
-        path = self._run.path / "run" / "window=0001.json"
+        path = _path_of(self._run.path, 1)
         request = {"id": 1, "kind": "window", "ranks": None, "first": first, "steps": last - first + 1}
         with contextlib.suppress(OSError):
             path.write_text(json.dumps(request | {"reason": "--profile-steps"}))
@@ -302,9 +315,8 @@ class Windows:
 
     def _chosen(self, request: _Request) -> int | None:
         """The first step, as the first node's agent has answered."""
-        for path in (self._run.path / "run").glob(f"window={request.number:04d}.node=*.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                return int(json.loads(path.read_bytes())["first"])
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads(_answer_of(self._run.path, request.number, min(self._nodes())).read_bytes())["first"])
         return None
 
     def _nodes(self) -> list[int]:
@@ -425,7 +437,7 @@ class Windows:
     def _answer(self, request: _Request) -> None:
         """What came of the request so far, for who asked. On a full disk there is no answer."""
         answer = {"first": request.first, "over": request.over, "ranks": request.states}
-        path = self._run.path / "run" / f"window={request.number:04d}.node={self._node or 0:05d}.json"
+        path = _answer_of(self._run.path, request.number, self._node or 0)
         unfinished = path.with_name(f".{path.name}.new")
         with contextlib.suppress(OSError):
             unfinished.write_text(json.dumps(answer))

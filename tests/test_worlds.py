@@ -12,8 +12,8 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from tests.test_agent import Agent, Rank, wait_for
-from tests.test_trace import RANK_ROW, REGION, whys, write, write_run
+from test_agent import Agent, Rank, wait_for
+from test_trace import RANK_ROW, REGION, whys, write, write_run
 
 import rankscope
 from rankscope.analysis.trace import BadInput, Trace
