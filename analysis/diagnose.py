@@ -34,6 +34,7 @@ from rankscope.analysis.finding import (
     Wait,
 )
 from rankscope.analysis.language import Text, joined, text
+from rankscope.analysis.looks import look_around
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.costs import cost_of, money_text
 from rankscope.analysis.report.quantities import duration, percent, rounded
@@ -141,7 +142,8 @@ def diagnose(
     (None: by its name). `price` is that of an hour of one GPU, for ranks on CPUs of one rank.
     """
     timeline = build_timeline(trace)
-    return report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
+    report = report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
+    return with_looks(trace, report, timeline)
 
 
 def read_run(path: PathLike | Sequence[PathLike]) -> tuple[Report, Timeline]:
@@ -149,6 +151,13 @@ def read_run(path: PathLike | Sequence[PathLike]) -> tuple[Report, Timeline]:
     trace = Trace.open(path)
     timeline = build_timeline(trace)
     return report_on(trace, timeline), timeline
+
+
+def with_looks(trace: Trace, report: Report, timeline: Timeline) -> Report:
+    """The report, where only part of the run was read with a look at other parts that differ from it."""
+    return look_around(
+        report, timeline, lambda first, last: read_run([f"{path}/steps={first}-{last}" for path in trace.paths])
+    )
 
 
 def report_on(

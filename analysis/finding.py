@@ -9,6 +9,7 @@ __all__ = [
     "NOT_OF_SPEED",
     "REST",
     "Blame",
+    "Change",
     "Clock",
     "DevicePart",
     "Evidence",
@@ -18,6 +19,7 @@ __all__ = [
     "Healthy",
     "History",
     "Lead",
+    "Look",
     "NotChecked",
     "Operator",
     "Part",
@@ -138,6 +140,30 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Mean time per step that a part takes more, or less where it is negative."""
+
+    part: str
+    ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A phase of a run whose steps are longer or shorter than those that were read, and what some of them tell.
+
+    `findings` are the titles of what was found in steps `first` to `last`, `changes` what parts take there more than in
+    those that were read. Where the phase was not looked into, `why` says so.
+    """
+
+    phase: Span
+    first: int | None = None
+    last: int | None = None
+    findings: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """All steps of a run of which only `read` were analysed: lengths on one rank, by spans of as many steps each.
 
@@ -150,6 +176,7 @@ class History:
     median_ns: int
     read: Span
     spans: tuple[Span, ...]
+    looks: tuple[Look, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

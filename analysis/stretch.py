@@ -26,14 +26,14 @@ from rankscope.collectors.schema import COUNTS_STEPS
 if TYPE_CHECKING:
     from rankscope.analysis.readers.native import NativeReader
 
-__all__ = ["Stretch", "stretch_of"]
+__all__ = ["FEWEST", "Stretch", "stretch_of"]
 
+FEWEST = 20  # steps that are worth a report
 _EVER = 1 << 62  # later than all there is
 _BESIDE = 2  # steps that are read before the first and after the last
 _SLACK_NS, _SLACK_UNKNOWN_NS = 1_000_000_000, 10_000_000_000  # of a node's clock; of one that nobody related to others
 _AS_MUCH = 0.9  # as any other rank has in its files: it lost little, and did not end early
 _SPANS = 60  # of which a history tells the length of a step
-_FEWEST = 20  # steps that are worth a report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +86,13 @@ class Stretch:
             rank=self.counted["rank"][0],
             count=len(self.counted),
             kept=self.kept,
-            median_ns=self._span(0, len(self.counted) - 1).median_ns,
-            read=self._span(self.first, self.last),
-            spans=tuple(self._span(first, min(first + per_span, len(self.counted)) - 1) for first in firsts),
+            median_ns=self.span(0, len(self.counted) - 1).median_ns,
+            read=self.span(self.first, self.last),
+            spans=tuple(self.span(first, min(first + per_span, len(self.counted)) - 1) for first in firsts),
         )
 
-    def _span(self, first: int, last: int) -> Span:
+    def span(self, first: int, last: int) -> Span:
+        """These steps of the counted rank, `last` included."""
         rows = self.counted[first : last + 1]  # numbered from 0
         lengths = (rows["end_ns"] - rows["start_ns"]).to_numpy()
         return Span(first=first, last=last, median_ns=round(float(np.median(lengths))))
@@ -130,7 +131,7 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
         return None
     if kept == count:
         raise BadInput(f"{reader.where}: no step of it is left in detail, older ones made room (rankscope run --keep)")
-    first, last = steps or (max(count - max(int(share * (count - kept)), _FEWEST), kept), count - 1)
+    first, last = steps or (max(count - max(int(share * (count - kept)), FEWEST), kept), count - 1)
     last = min(last, count - 1)
     if first > last:
         raise BadInput(f"{reader.where} has no step {first}: the last is {last}")

@@ -79,7 +79,7 @@ class Trace:
     `run` is what each node's agent wrote about the launch, by node.
     """
 
-    path: str
+    paths: tuple[str, ...]
     source: str
     run: dict[int, dict[str, Any]]
     reader: Reader
@@ -96,7 +96,11 @@ class Trace:
         source, module = _choose(names)
         reader = module.open_run(names)
         origin = next((str(launch["source"]) for launch in reader.run.values() if "source" in launch), source)
-        return cls(path=", ".join(names), source=origin, run=reader.run, reader=reader)
+        return cls(paths=tuple(names), source=origin, run=reader.run, reader=reader)
+
+    @property
+    def path(self) -> str:
+        return ", ".join(self.paths)
 
     def __contains__(self, name: object) -> bool:
         return name in self.reader.tables()

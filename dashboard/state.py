@@ -14,7 +14,7 @@ from pathlib import Path
 
 import polars as pl
 
-from rankscope.analysis.diagnose import report_on
+from rankscope.analysis.diagnose import report_on, with_looks
 from rankscope.analysis.finding import Report
 from rankscope.analysis.language import text
 from rankscope.analysis.readers.native import run_folder
@@ -162,7 +162,9 @@ class State:
                     read_at=time.time(),
                 )
                 if self._progress[key].run is None:
-                    self._set(key, run=run)  # the verdict does not wait for the lanes
+                    self._set(key, run=run)  # the verdict does not wait for the lanes, nor for other steps
+                looked = with_looks(trace, report, timeline)
+                run = run if looked is report else replace(run, report=looked)
                 self._set(key, scene=scene.result())
         except BadInput as error:
             self._set(key, error=str(error))

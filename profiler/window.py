@@ -68,7 +68,7 @@ def convert(folder: Path, described: Mapping[str, Any]) -> int:
     known["clock_error_ns"] = {str(rank): error_ns for rank, (_, error_ns) in clocks.items()}
     node = int(described["node"])
     placed = _Placed(reader=reader, clocks=clocks, node=node, run={node: known})
-    rows = write(Trace(path=str(folder), source="kineto", run=placed.run, reader=placed), folder)
+    rows = write(Trace(paths=(str(folder),), source="kineto", run=placed.run, reader=placed), folder)
     _copy_clocks(folder, node)
     for path in paths.values():
         Path(path).unlink()

@@ -98,7 +98,7 @@ class Job:
 
     def report(self):
         run = {node: {"addresses": [f"10.0.0.{node}"]} for node in set(self.node.values())}
-        return diagnose(Trace(path="by hand", source="native", run=run, reader=Tables(self.rows)))
+        return diagnose(Trace(paths=("by hand",), source="native", run=run, reader=Tables(self.rows)))
 
 
 def of(report, detector):

@@ -87,7 +87,7 @@ def run(backward_ms, *, world_size=None, device="cpu", gaps=(), steps=STEPS, rec
             what = {"op": "allreduce", "dtype": "float32", "is_async": True, "peer": -1, "tag": 0, "size_bytes": 4}
             if recorded:
                 rows["collectives"].append(by | call | what | {"thread": 0})
-    return Trace(path="by hand", source="native", run={}, reader=Tables(rows))
+    return Trace(paths=("by hand",), source="native", run={}, reader=Tables(rows))
 
 
 def not_checked(report):

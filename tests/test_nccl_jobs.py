@@ -137,7 +137,7 @@ class Job:
         return root
 
     def trace(self):
-        return Trace(path="by hand", source="native", run={}, reader=Tables(self.rows))
+        return Trace(paths=("by hand",), source="native", run={}, reader=Tables(self.rows))
 
     def report(self):
         return diagnose(self.trace())

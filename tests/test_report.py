@@ -258,6 +258,7 @@ def check(value: object, schema: dict, where: str) -> None:
     """Hold `value` against the keywords of JSON schema that docs/report.schema.json uses."""
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "null": type(None)}
     kinds["boolean"] = bool
+    schema = SCHEMA["$defs"][schema["$ref"].removeprefix("#/$defs/")] if "$ref" in schema else schema
     allowed = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
     fits = (isinstance(value, kinds[kind]) and isinstance(value, bool) == (kind == "boolean") for kind in allowed)
     assert any(fits), where

@@ -9,12 +9,7 @@ from rankscope.analysis.report.phrases import who
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, scale_for
 from rankscope.analysis.report.texts import part_label
 
-__all__ = ["arrow", "finding_row", "part_columns", "signed", "step_change"]
-
-
-def signed(ns: float) -> str:
-    """`+30.1 ms`, `-2 µs`, `0`."""
-    return "0" if round(ns) == 0 else f"{'+' if ns > 0 else '-'}{duration(abs(ns))}"
+__all__ = ["arrow", "finding_row", "part_columns", "step_change"]
 
 
 def arrow(a: float | None, b: float | None, write: Callable[[float], str]) -> str:

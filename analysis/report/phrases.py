@@ -14,6 +14,7 @@ from rankscope.analysis.finding import (
     Evidence,
     Finding,
     Lead,
+    Look,
     Operator,
     PathPart,
     PhaseTime,
@@ -25,8 +26,8 @@ from rankscope.analysis.language import translated
 from rankscope.analysis.phrases import counted, place_in_code
 from rankscope.analysis.report.costs import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.report.digest import GapGroup
-from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
-from rankscope.analysis.report.texts import part_short, say, together
+from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges, signed
+from rankscope.analysis.report.texts import part_label, part_short, say, together
 from rankscope.analysis.timeline.delays import BEGAN_LATE, LEFT_LATE
 from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 
@@ -91,6 +92,7 @@ def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
 
 
 _COMPARED = 50  # steps tell apart what differs little
+_PARTS = 3  # of a step, that say how another phase of the run differs
 _CHANGED = 1.03  # a span of steps is that much longer than another
 _OWN_LABELS = frozenset({LEFT_LATE, BEGAN_LATE, *IDLE_LABELS})
 
@@ -149,12 +151,27 @@ def history_lines(report: Report) -> list[str]:
     ]
     if slow.median_ns >= _CHANGED * fast.median_ns:
         lines.append(say("history.changed", *(text for span in (fast, slow) for text in _span_facts(span))))
-    if slow.median_ns >= _CHANGED * fast.median_ns and min(fast.first, slow.first) >= history.kept:
-        most = max(read.last - read.first + 1, _COMPARED)  # many more might not fit
-        lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
+        if not history.looks and min(fast.first, slow.first) >= history.kept:
+            most = max(read.last - read.first + 1, _COMPARED)  # many more might not fit
+            lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
+    lines += [_looked(look, read) for look in history.looks]
     if history.kept:
         lines.append(say("history.kept", history.kept))
     return lines
+
+
+def _looked(look: Look, read: Span) -> str:
+    """What a phase of the run is like, beside the steps that were read."""
+    length, steps = _span_facts(look.phase)
+    more_ns = look.phase.median_ns - read.median_ns
+    line = say("look.longer" if more_ns > 0 else "look.shorter", steps, length, percent(abs(more_ns) / read.median_ns))
+    if look.changes:
+        parts = (together(" ", (part_label(c.part), signed(c.ns))) for c in look.changes[:_PARTS])
+        line = together("; ", (line, together(", ", parts)))
+    if look.first is None or look.last is None:
+        return together("; ", (line, look.why or say("look.lengths")))
+    found = together("; ", look.findings) or say("look.nothing")
+    return together("; ", (line, say("look.found", ranges(range(look.first, look.last + 1)), found)))
 
 
 def _span_facts(span: Span) -> tuple[str, str]:

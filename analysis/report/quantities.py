@@ -16,6 +16,7 @@ __all__ = [
     "rounded",
     "scale_for",
     "shares",
+    "signed",
 ]
 
 _UNITS = (("h", 3_600_000_000_000), ("min", 60_000_000_000), ("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000))
@@ -36,6 +37,11 @@ def duration(ns: float) -> str:
         return "?"
     unit, unit_ns = _unit(ns)
     return f"{_significant(ns / unit_ns, 3, whole=unit_ns == 1)} {unit}"
+
+
+def signed(ns: float) -> str:
+    """`+30.1 ms`, `-2 µs`, `0`."""
+    return "0" if round(ns) == 0 else f"{'+' if ns > 0 else '-'}{duration(abs(ns))}"
 
 
 def duration_with_error(ns: float, error_ns: float) -> str:

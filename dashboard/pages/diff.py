@@ -10,8 +10,8 @@ from dash import Dash, Input, Output, dcc, html, no_update
 
 from rankscope.analysis.compare import Comparison, NotComparable, compare
 from rankscope.analysis.language import text
-from rankscope.analysis.report.comparison import arrow, finding_row, signed, step_change
-from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.report.comparison import arrow, finding_row, step_change
+from rankscope.analysis.report.quantities import duration, signed
 from rankscope.analysis.report.texts import part_label
 from rankscope.dashboard.figures.changes import Step, steps_from_a_to_b
 from rankscope.dashboard.page import (

@@ -89,8 +89,7 @@ def _parts(found: Comparison) -> str:
 
 
 def _ranks(found: Comparison) -> str:
-    from rankscope.analysis.report.comparison import signed
-    from rankscope.analysis.report.quantities import duration
+    from rankscope.analysis.report.quantities import duration, signed
     from rankscope.analysis.report.texts import part_label
 
     rows = [
@@ -114,8 +113,8 @@ def _findings(found: Comparison) -> str:
 
 
 def _operations(operations: Sequence[OperationChange]) -> str:
-    from rankscope.analysis.report.comparison import arrow, signed
-    from rankscope.analysis.report.quantities import duration
+    from rankscope.analysis.report.comparison import arrow
+    from rankscope.analysis.report.quantities import duration, signed
 
     rows = [("operation", "group", "per step", "bytes", "transfer", "time of a rank")]
     for one in operations[:_SHOWN]:
@@ -127,8 +126,8 @@ def _operations(operations: Sequence[OperationChange]) -> str:
 
 
 def _kernels(kernels: Sequence[KernelChange]) -> str:
-    from rankscope.analysis.report.comparison import arrow, signed
-    from rankscope.analysis.report.quantities import duration
+    from rankscope.analysis.report.comparison import arrow
+    from rankscope.analysis.report.quantities import duration, signed
 
     rows = [("kernel", "time", "count", "change")]
     for one in kernels[:_SHOWN]:

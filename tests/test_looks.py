@@ -1,0 +1,98 @@
+"""A run that is too long for a report: phases of it whose steps differ are found by their lengths, and looked into."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_report import SCHEMA, check
+
+from rankscope.analysis import memory
+from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.report import html, json_form, terminal
+from rankscope.analysis.trace import Trace
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
+from record import write
+from simulate import Job, healthy_resources, run
+
+STEPS, SLOW, FROM, UNTIL = 800, 5, 200, 300
+
+
+def recorded(folder: Path, slowness: np.ndarray) -> Path:
+    """800 steps of 130 ms on 16 ranks, whose compute takes so many times longer."""
+    job = Job(parallel="fsdp", ranks=16, steps=STEPS, seed=2, nic_bytes_per_s=20e9)
+    can = healthy_resources(job)
+    can.slowness[:] *= slowness
+    return write(run(job, can), folder)
+
+
+def judged(folder: Path, share: float):
+    """The report where only this share of the run fits."""
+    trace = Trace.open(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_MOST", memory._BEFORE + memory._of_rows(trace.reader) * share)
+        return diagnose(Trace.open(folder))
+
+
+@pytest.fixture(scope="module")
+def slow_for_a_while(tmp_path_factory):
+    """Rank 5 computes half as fast again from step 200 to 299; the last 200 are read."""
+    slowness = np.ones((STEPS, 16))
+    slowness[FROM:UNTIL, SLOW] = 1.5
+    return judged(recorded(tmp_path_factory.mktemp("while") / "run", slowness), 0.25)
+
+
+@pytest.fixture(scope="module")
+def slower_since(tmp_path_factory):
+    """All ranks compute a fifth longer from step 400 on; the last 200 are read."""
+    slowness = np.ones((STEPS, 16))
+    slowness[400:] = 1.2
+    return judged(recorded(tmp_path_factory.mktemp("since") / "run", slowness), 0.25)
+
+
+def test_a_rank_that_was_slow_for_a_while_is_named_though_other_steps_were_read(slow_for_a_while):
+    report = slow_for_a_while
+    assert report.findings == ()
+    (look,) = report.history.looks
+    assert (look.phase.first, look.phase.last) == (FROM, UNTIL - 1)
+    assert look.phase.median_ns == pytest.approx(1.46 * report.history.read.median_ns, rel=0.03)
+    assert FROM <= look.first < look.last < UNTIL
+    assert [title.split(":")[0] for title in look.findings] == [f"Rank {SLOW} is slow"]
+    assert " were read. Steps 200-299 took " in report.verdict
+    assert report.verdict.endswith(f" longer than these: {look.findings[0]}.")
+
+
+def test_that_all_became_slower_is_said_with_the_part_that_did(slower_since):
+    """A step's 111 ms of compute, of 130, have become 133."""
+    (look,) = slower_since.history.looks
+    assert (look.phase.first, look.phase.last) == (0, 399)
+    assert look.findings == ()
+    assert look.changes[0].part == "compute"
+    compute_ns = np.mean([part.ns_per_step for part in slower_since.breakdown if part.part == "compute"])
+    assert look.changes[0].ns == pytest.approx(compute_ns * (1 / 1.2 - 1), rel=0.1)
+    assert "Steps 0-399 took 16 % less than these: compute -2" in slower_since.verdict
+
+
+def test_every_form_of_the_report_says_it(slow_for_a_while):
+    line = "found in steps 200-299: Rank 5 is slow"
+    assert line in terminal.render_short(slow_for_a_while, width=400)
+    assert "longer than those that were read" in html.render(slow_for_a_while)
+    assert "第 200-299 步每步" in html.render(slow_for_a_while, language="zh")
+    said = json.loads(json_form.render(slow_for_a_while))
+    check(said, SCHEMA, "report")
+    assert said["history"]["looks"][0]["phase"]["first"] == FROM
+
+
+def test_no_more_steps_are_read_beside_than_the_report_has(slow_for_a_while):
+    looked = sum(look.last - look.first + 1 for look in slow_for_a_while.history.looks)
+    read = slow_for_a_while.history.read
+    assert looked <= read.last - read.first + 1
+
+
+def test_a_healthy_run_has_no_phases(tmp_path):
+    report = judged(recorded(tmp_path / "run", np.ones((STEPS, 16))), 0.25)
+    assert report.history.count == STEPS
+    assert report.history.looks == ()
+    assert report.verdict.endswith(" of 800 were read.")
