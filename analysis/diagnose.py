@@ -150,7 +150,7 @@ def read_run(path: PathLike | Sequence[PathLike]) -> tuple[Report, Timeline]:
     """The report and timeline of the run at this path. Raises BadInput."""
     trace = Trace.open(path)
     timeline = build_timeline(trace)
-    return report_on(trace, timeline), timeline
+    return with_looks(trace, report_on(trace, timeline), timeline), timeline
 
 
 def with_looks(trace: Trace, report: Report, timeline: Timeline) -> Report:

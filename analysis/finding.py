@@ -15,6 +15,7 @@ __all__ = [
     "Evidence",
     "Fidelity",
     "Finding",
+    "Found",
     "Gap",
     "Healthy",
     "History",
@@ -148,17 +149,26 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What is told of a finding in steps other than those that were read."""
+
+    detector: str
+    severity: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """A phase of a run whose steps are longer or shorter than those that were read, and what some of them tell.
 
-    `findings` are the titles of what was found in steps `first` to `last`, `changes` what parts take there more than in
-    those that were read. Where the phase was not looked into, `why` says so.
+    `findings` are root causes in steps `first` to `last`, `changes` what parts take there more than in those that were
+    read. Where the phase was not looked into, `why` says so.
     """
 
     phase: Span
     first: int | None = None
     last: int | None = None
-    findings: tuple[str, ...] = ()
+    findings: tuple[Found, ...] = ()
     changes: tuple[Change, ...] = ()
     why: str = ""
 

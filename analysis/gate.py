@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rankscope.analysis.compare import Comparison, FindingChange, StepChange
-from rankscope.analysis.finding import COARSE, Finding, Report
+from rankscope.analysis.finding import COARSE, Finding, Found, Look, Report
 from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.comparison import step_change
-from rankscope.analysis.report.digest import missing_ranks, speed_was_judged
-from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.report.digest import looks_of, missing_ranks, speed_was_judged
+from rankscope.analysis.report.quantities import duration, percent, ranges
 
 __all__ = ["Gate", "gate"]
 
@@ -33,8 +33,11 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     """
     known = [change for change in against.findings if _no_worse(change)] if against else []
     roots = [finding for finding in report.findings if finding.caused_by is None]
-    counting = [f for f in roots if _SEVERITIES.index(f.severity) >= _SEVERITIES.index(severity)]
+    counted_severities = _SEVERITIES[_SEVERITIES.index(severity) :]
+    counting = [finding for finding in roots if finding.severity in counted_severities]
     failures = [_told(finding) for finding in counting if not any(change.b == finding for change in known)]
+    elsewhere = [(look, found) for look in looks_of(report) for found in look.findings]
+    failures += [_told_of(look, found) for look, found in elsewhere if found.severity in counted_severities]
     unseen = list(_unseen(report))
     bounded = False
     if against:
@@ -62,6 +65,14 @@ def _told(finding: Finding) -> str:
     return f"{finding.title} ({finding.detector}, {finding.severity}{share})"
 
 
+def _told_of(look: Look, found: Found) -> str:
+    return f"{_phase(look)}: {found.title} ({found.detector}, {found.severity})"
+
+
+def _phase(look: Look) -> str:
+    return f"steps {ranges(range(look.phase.first, look.phase.last + 1))}"
+
+
 def _unseen(report: Report) -> Iterator[str]:
     """What was not there to be judged."""
     missing = missing_ranks(report)
@@ -69,6 +80,9 @@ def _unseen(report: Report) -> Iterator[str]:
         yield f"{named('rank', missing)} of {report.world_size} not recorded"
     if not report.findings and not speed_was_judged(report):
         yield report.verdict
+    for look in looks_of(report):
+        if not look.findings:
+            yield f"why {_phase(look)} take {duration(look.phase.median_ns)}, and those that were judged do not"
 
 
 def _hidden(report: Report) -> Iterator[str]:

@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from rankscope.analysis.compare import NotComparable, compare
-from rankscope.analysis.finding import Change, History, Look, Report, Span
+from rankscope.analysis.finding import Change, Found, History, Look, Report, Span
 from rankscope.analysis.language import joined, text
 from rankscope.analysis.report.quantities import percent, ranges, signed
 from rankscope.analysis.report.texts import part_name
@@ -58,7 +58,7 @@ def _sentence(look: Look, read: Span) -> str:
     """What the verdict says of the phase that differs most."""
     more = look.phase.median_ns / read.median_ns - 1
     change = (text("{part} {ns}", part=part_name(c.part), ns=signed(c.ns)) for c in look.changes[:1])
-    what = next(iter((*look.findings, *change)), "")
+    what = next(iter((*(found.title for found in look.findings), *change)), "")
     said = {"steps": ranges(range(look.phase.first, look.phase.last + 1)), "share": percent(abs(more))}
     because = text(": {what}", what=what) if what else ""
     if more > 0:
@@ -115,6 +115,10 @@ def _look(report: Report, timeline: Timeline, phase: Span, kept: int, steps: int
         phase=phase,
         first=first,
         last=first + steps - 1,
-        findings=tuple(finding.title for finding in other.findings if not finding.caused_by),
+        findings=tuple(
+            Found(detector=finding.detector, severity=finding.severity, title=finding.title)
+            for finding in other.findings
+            if not finding.caused_by
+        ),
         changes=tuple(Change(part=c.part, ns=c.change_ns) for c in parts),
     )

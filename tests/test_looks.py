@@ -10,6 +10,7 @@ from test_report import SCHEMA, check
 
 from rankscope.analysis import memory
 from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.gate import gate
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.trace import Trace
 
@@ -59,9 +60,11 @@ def test_a_rank_that_was_slow_for_a_while_is_named_though_other_steps_were_read(
     assert (look.phase.first, look.phase.last) == (FROM, UNTIL - 1)
     assert look.phase.median_ns == pytest.approx(1.46 * report.history.read.median_ns, rel=0.03)
     assert FROM <= look.first < look.last < UNTIL
-    assert [title.split(":")[0] for title in look.findings] == [f"Rank {SLOW} is slow"]
+    assert [(found.detector, found.title.split(":")[0]) for found in look.findings] == [
+        ("slow_rank", f"Rank {SLOW} is slow")
+    ]
     assert " were read. Steps 200-299 took " in report.verdict
-    assert report.verdict.endswith(f" longer than these: {look.findings[0]}.")
+    assert report.verdict.endswith(f" longer than these: {look.findings[0].title}.")
 
 
 def test_that_all_became_slower_is_said_with_the_part_that_did(slower_since):
@@ -83,6 +86,14 @@ def test_every_form_of_the_report_says_it(slow_for_a_while):
     said = json.loads(json_form.render(slow_for_a_while))
     check(said, SCHEMA, "report")
     assert said["history"]["looks"][0]["phase"]["first"] == FROM
+
+
+def test_a_gate_does_not_let_such_a_run_pass(slow_for_a_while, slower_since):
+    (failure,) = gate(slow_for_a_while).failures
+    assert failure.startswith("steps 200-299: Rank 5 is slow")
+    assert gate(slow_for_a_while, severity="high").failures == (failure,)
+    assert gate(slower_since).failures == ()
+    assert gate(slower_since).unseen[0].startswith("why steps 0-399 take 130 ms")
 
 
 def test_no_more_steps_are_read_beside_than_the_report_has(slow_for_a_while):

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.analysis.finding import NOT_OF_SPEED, REST, Blame, Clock, DevicePart, Finding, PathPart, Report
+from rankscope.analysis.finding import NOT_OF_SPEED, REST, Blame, Clock, DevicePart, Finding, Look, PathPart, Report
 from rankscope.analysis.report.texts import PART_ORDER, PICTURES
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "extreme_devices",
     "extreme_ranks",
     "gap_groups",
+    "is_healthy",
+    "looks_of",
     "main_blames",
     "main_path",
     "marked_ranks",
@@ -164,3 +166,13 @@ def _known(numbers: Iterable[int | None]) -> tuple[int, ...]:
 def speed_was_judged(report: Report) -> bool:
     """Whether a check that says anything about how fast the job is found it healthy."""
     return any(check.detector not in NOT_OF_SPEED for check in report.healthy)
+
+
+def looks_of(report: Report) -> tuple[Look, ...]:
+    """Phases of the run that are not as those steps which were judged."""
+    return report.history.looks if report.history else ()
+
+
+def is_healthy(report: Report) -> bool:
+    """Whether the job's speed was judged and nothing was found, in no phase of it."""
+    return not report.findings and speed_was_judged(report) and not looks_of(report)

@@ -170,7 +170,7 @@ def _looked(look: Look, read: Span) -> str:
         line = together("; ", (line, together(", ", parts)))
     if look.first is None or look.last is None:
         return together("; ", (line, look.why or say("look.lengths")))
-    found = together("; ", look.findings) or say("look.nothing")
+    found = together("; ", (found.title for found in look.findings)) or say("look.nothing")
     return together("; ", (line, say("look.found", ranges(range(look.first, look.last + 1)), found)))
 
 

@@ -184,7 +184,7 @@ def _head(report: Report) -> RenderableType:
 
 def _findings(report: Report, findings: Sequence[Finding]) -> list[RenderableType]:
     if not findings:
-        return [_text(no_finding(report), "green" if digest.speed_was_judged(report) else "yellow")]
+        return [_text(no_finding(report), "green" if digest.is_healthy(report) else "yellow")]
     blocks: list[RenderableType] = []
     for number, finding in enumerate(findings, 1):
         blocks += [_finding_title(number, finding), _indented(_finding_facts(report, finding))]

@@ -52,7 +52,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001
 
 
 def _verdict(report: Report) -> Any:  # noqa: ANN401
-    severity = report.findings[0].severity if report.findings else "good" if digest.speed_was_judged(report) else ""
+    severity = report.findings[0].severity if report.findings else "good" if digest.is_healthy(report) else ""
     missing = digest.missing_ranks(report)
     warning = None
     if not report.ranks and not report.steps.count:
