@@ -35,7 +35,9 @@ from rankscope.analysis.finding import (
 )
 from rankscope.analysis.language import Text, joined, text
 from rankscope.analysis.looks import look_around
+from rankscope.analysis.memory import check_share
 from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.readers.native import NativeReader
 from rankscope.analysis.report.costs import cost_of, money_text
 from rankscope.analysis.report.quantities import duration, percent, rounded
 from rankscope.analysis.report.texts import part_name
@@ -155,9 +157,13 @@ def read_run(path: PathLike | Sequence[PathLike]) -> tuple[Report, Timeline]:
 
 def with_looks(trace: Trace, report: Report, timeline: Timeline) -> Report:
     """The report, where only part of the run was read with a look at other parts that differ from it."""
-    return look_around(
-        report, timeline, lambda first, last: read_run([f"{path}/steps={first}-{last}" for path in trace.paths])
-    )
+
+    def read(first: int, last: int) -> tuple[Report, Timeline]:
+        if isinstance(trace.reader, NativeReader) and trace.stretch:
+            check_share(trace.reader, trace.stretch.share(first, last), beside=True)
+        return read_run([f"{path}/steps={first}-{last}" for path in trace.paths])
+
+    return look_around(report, timeline, read)
 
 
 def report_on(

@@ -46,9 +46,14 @@ def readable_share(reader: NativeReader) -> float:
     return (most - _BEFORE) / max(_of_rows(reader), 1)
 
 
-def check_share(reader: NativeReader, share: float) -> None:
-    """Nothing, where this share of a recorded run fits or nobody can tell. Raises `BadInput` with what to do."""
+def check_share(reader: NativeReader, share: float, *, beside: bool = False) -> None:
+    """Nothing, where this share of a recorded run fits or nobody can tell. Raises `BadInput` with what to do.
+
+    `beside` says that it must fit beside what this process holds already.
+    """
     needed, free = _BEFORE + share * _of_rows(reader), available_bytes()
+    if free is not None and beside:
+        free -= _own_bytes(Path("/proc"))
     if free is not None and needed > free:
         raise BadInput(
             f"{reader.where}: so many steps need about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: name "
@@ -71,7 +76,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     None where the system does not say.
     """
     try:
-        system, own = _fields(proc / "meminfo"), _fields(proc / "self" / "status")
+        system = _fields(proc / "meminfo")
         groups = (proc / "self" / "cgroup").read_text().splitlines()
         free = system["MemAvailable"] + system.get("SwapFree", 0)
     except (OSError, KeyError, ValueError):
@@ -84,7 +89,15 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
             if not folder.is_relative_to(cgroups):
                 break
             free = min(free, *(_left(folder, *names) for names in _LIMITS))
-    return free + own.get("VmRSS", 0)
+    return free + _own_bytes(proc)
+
+
+def _own_bytes(proc: Path) -> int:
+    """What this process holds; 0 where nobody knows."""
+    try:
+        return _fields(proc / "self" / "status").get("VmRSS", 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def _fields(path: Path) -> dict[str, int]:

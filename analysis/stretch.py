@@ -66,6 +66,10 @@ class Stretch:
         """How many steps were not read."""
         return len(self.counted) - (self.last - self.first + 1)
 
+    def share(self, first: int, last: int) -> float:
+        """That these steps, with what is read beside them, are of all that are left."""
+        return _share(first, last, len(self.counted) - self.kept)
+
     @property
     def warmup(self) -> list[int]:
         """The steps of the whole run that are warm-up."""
@@ -140,7 +144,7 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
             f"{reader.where}: of step {first} only the length is left, older ones made room (rankscope run --keep); "
             f"the first that is there is {kept}"
         )
-    check_share(reader, (last - first + 1 + 2 * _BESIDE) / (count - kept))
+    check_share(reader, _share(first, last, count - kept))
     begin, end = counted["start_ns"].to_list(), counted["end_ns"].to_list()
     until = end[last + _BESIDE] if last + _BESIDE < count else None
     spans = _spans(reader, counted["node"][0], begin[max(first - _BESIDE, 0)], until)
@@ -150,6 +154,10 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
         said += text(" (of those before step {kept} only the length was kept)", kept=kept)
     asked = steps is not None
     return Stretch(first=first, last=last, kept=kept, asked=asked, said=said, counted=counted, spans=spans)
+
+
+def _share(first: int, last: int, count: int) -> float:
+    return (last - first + 1 + 2 * _BESIDE) / count
 
 
 def _first_kept(reader: NativeReader, counted: pl.DataFrame) -> int:
