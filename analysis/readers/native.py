@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.language import Text, joined, text
 from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.report.quantities import bytes_text, duration
 from rankscope.analysis.trace import BadInput
 from rankscope.collectors.schema import (
     DEVICE_MARKS,
@@ -504,7 +505,19 @@ class NativeReader:
             )
             rank = missing[0] if len(missing) == 1 else None
             gaps.append(Gap(table="ranks", rank=rank, node=None, count=len(missing), why=why))
-        return gaps + self._other_worlds()
+        return [*gaps, *self._removed(), *self._other_worlds()]
+
+    def _removed(self) -> Iterator[Gap]:
+        """That old records made room; one line, whatever the number of nodes."""
+        since = [ns - self.run[node].get("start_ns", ns) for node, ns in self.kept_since.items()]
+        sizes = [self.run[node].get("keep_bytes", 0) for node in self.kept_since]
+        if since:
+            why = text(
+                "records of the first {removed} made room, to keep within {size} a node (rankscope run --keep)",
+                removed=duration(max(since)),
+                size=bytes_text(min(sizes)),
+            )
+            yield Gap(table="*", rank=None, node=None, count=None, why=why)
 
     def _other_worlds(self) -> list[Gap]:
         """A line for each other attempt and world; of very many, how many more there are."""

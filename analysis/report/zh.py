@@ -171,6 +171,7 @@ CHINESE: dict[str, str] = {
     "Steps {0} take {1}, {2} less than those that were read": "第 {0} 步每步 {1}，比读取的步短 {2}",
     "found in steps {0}: {1}": "在第 {0} 步中发现：{1}",
     "only the lengths of such are left": "这些步只剩步时",
+    "records of the first {removed} made room, to keep within {size} a node (rankscope run --keep)": "为使每个节点不超过 {size}，最初 {removed} 的记录已让出空间（rankscope run --keep）",
     "Of steps before {0} only the length is left: older records made room (rankscope run --keep)": "第 {0} 步之前的步只剩步时：较旧的记录已让出空间（rankscope run --keep）",
     "Line: median length of {0} steps each on rank {1}, all steps of the run.": "线：rank {1} 上每 {0} 步的中位步时，包括运行的所有步。",
     "step 0": "第 0 步",
