@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from rankscope.analysis.compare import NotComparable, compare
 from rankscope.analysis.finding import Change, Found, History, Look, Report, Span
 from rankscope.analysis.language import joined, text
-from rankscope.analysis.report.quantities import percent, ranges, signed
-from rankscope.analysis.report.texts import part_name
+from rankscope.analysis.report.phrases import part_change
+from rankscope.analysis.report.quantities import percent, ranges
 from rankscope.analysis.stretch import FEWEST, Stretch
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.trace import BadInput
@@ -57,8 +57,7 @@ def look_around(report: Report, timeline: Timeline, read: ReadSteps) -> Report:
 def _sentence(look: Look, read: Span) -> str:
     """What the verdict says of the phase that differs most."""
     more = look.phase.median_ns / read.median_ns - 1
-    change = (text("{part} {ns}", part=part_name(c.part), ns=signed(c.ns)) for c in look.changes[:1])
-    what = next(iter((*(found.title for found in look.findings), *change)), "")
+    what = next(iter((*(found.title for found in look.findings), *map(part_change, look.changes))), "")
     said = {"steps": ranges(range(look.phase.first, look.phase.last + 1)), "share": percent(abs(more))}
     because = text(": {what}", what=what) if what else ""
     if more > 0:

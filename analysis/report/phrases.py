@@ -9,6 +9,7 @@ from rankscope.analysis.finding import (
     COUNTED,
     REST,
     Blame,
+    Change,
     Clock,
     CodeShare,
     Evidence,
@@ -22,12 +23,12 @@ from rankscope.analysis.finding import (
     Span,
     Window,
 )
-from rankscope.analysis.language import translated
+from rankscope.analysis.language import spoken, text, translated
 from rankscope.analysis.phrases import counted, place_in_code
 from rankscope.analysis.report.costs import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.report.digest import GapGroup
 from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges, signed
-from rankscope.analysis.report.texts import part_label, part_short, say, together
+from rankscope.analysis.report.texts import part_name, part_short, say, together
 from rankscope.analysis.timeline.delays import BEGAN_LATE, LEFT_LATE
 from rankscope.analysis.timeline.device_phases import IDLE_LABELS
 
@@ -47,6 +48,7 @@ __all__ = [
     "no_finding",
     "one_or_many",
     "operator_row",
+    "part_change",
     "path_row",
     "phase_rows",
     "resolution",
@@ -160,14 +162,18 @@ def history_lines(report: Report) -> list[str]:
     return lines
 
 
+def part_change(change: Change) -> str:
+    return text("{part} {ns}", part=part_name(change.part), ns=signed(change.ns))
+
+
 def _looked(look: Look, read: Span) -> str:
     """What a phase of the run is like, beside the steps that were read."""
     length, steps = _span_facts(look.phase)
     more_ns = look.phase.median_ns - read.median_ns
     line = say("look.longer" if more_ns > 0 else "look.shorter", steps, length, percent(abs(more_ns) / read.median_ns))
     if look.changes:
-        parts = (together(" ", (part_label(c.part), signed(c.ns))) for c in look.changes[:_PARTS])
-        line = together("; ", (line, together(", ", parts)))
+        changes = (spoken(part_change(change)) for change in look.changes[:_PARTS])
+        line = together("; ", (line, together(", ", changes)))
     if look.first is None or look.last is None:
         return together("; ", (line, look.why or say("look.lengths")))
     found = together("; ", (found.title for found in look.findings)) or say("look.nothing")
