@@ -45,9 +45,9 @@ def look_around(report: Report, timeline: Timeline, read: ReadSteps) -> Report:
         return report
     count = stretch.last - stretch.first + 1
     phases = _phases(stretch, history)[: max(1, min(_MOST_LOOKS, count // FEWEST))]
-    steps = max(FEWEST, min(_MOST_STEPS, count // max(len(phases), 1)))
     if not phases:
         return report
+    steps = max(FEWEST, min(_MOST_STEPS, count // len(phases)))
     looks = [_look(report, timeline, phase, stretch.kept, steps, read) for phase in phases]
     in_order = tuple(sorted(looks, key=lambda look: look.phase.first))
     verdict = joined(" ", (report.verdict, _sentence(looks[0], history.read)))

@@ -37,8 +37,8 @@ _COUNTS_STEPS = pa.array([REGION_KINDS.index(kind) for kind in COUNTS_STEPS if k
 
 
 def usual_bytes(folder: Path) -> int:
-    """What a node's files may take where nobody said it. Raises OSError."""
-    return min(_USUAL_BYTES, int(_USUAL_SHARE * shutil.disk_usage(folder).free))
+    """What a node's files may take where nobody said it, above 0. Raises OSError."""
+    return max(1, min(_USUAL_BYTES, int(_USUAL_SHARE * shutil.disk_usage(folder).free)))
 
 
 class Retention:
