@@ -28,7 +28,7 @@ _REMOVED = (
     "samples",
 )
 _REDUCED = ("collectives", "regions")
-_USUAL_BYTES, _USUAL_SHARE = 20_000_000_000, 0.25  # of the disk's free space
+_USUAL_BYTES, _USUAL_SHARE = 10_000_000_000, 0.25  # of the disk's free space
 _FREED = 0.1  # of what it may take, at once
 _PARTS_AT_ONCE = 8
 _WORK_S = 0.05  # a second, in which the rings wait
