@@ -170,6 +170,8 @@ def test_every_microbatch_of_a_pipeline_has_marks_at_both_ends_of_its_passes(spl
 
     if torch.__version__.startswith("2.5."):
         pytest.skip("the job's stages are made as from torch 2.6 on")
+    if torch.__version__.startswith("2.9."):
+        pytest.skip("torch 2.9's pipelines do not run on gloo")
     words = [RANKSCOPE, "run", "--no-report", "--out", str(tmp_path / "run"), "--standalone", "--nproc-per-node", "2"]
     schedule = "ScheduleInterleavedZeroBubble" if split else "Schedule1F1B"
     words += [str(HERE / "jobs/pipeline_marks.py"), str(build(tmp_path)), schedule]
