@@ -64,7 +64,7 @@ def _verdict(report: Report) -> Any:  # noqa: ANN401
         [
             html.Div(
                 [
-                    html.H1(report.verdict),
+                    html.H1(report.verdict.replace(" %", "\u00a0%")),
                     facts(*phrases.head_facts(report), rate),
                     *(quiet(line) for line in phrases.history_lines(report)),
                 ],
