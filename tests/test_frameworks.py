@@ -54,7 +54,7 @@ def found(report: dict) -> list[tuple[str, list[int], str]]:
 
 
 def test_megatron_pipeline_is_1f1b_and_names_the_stage_that_is_too_long(tmp_path):
-    """24 steps of 4 microbatches; stage 0 sleeps 20 ms in each forward, and balanced stages would share that."""
+    """24 steps of 4 microbatches; stage 0 sleeps 40 ms in each forward, and balanced stages would share that."""
     report = train(tmp_path, "megatron", "megatron_gpt.py", "--pipeline", "2", "--slow-rank", "0")
     of_schedule = regions(tmp_path, "forward", "backward").drop_nulls("stage")
     assert (of_schedule["stage"] == of_schedule["rank"]).all()
@@ -91,11 +91,11 @@ def test_megatron_chunks_of_the_interleaved_schedule_are_stages_of_their_own(tmp
 
 
 def test_megatron_without_a_pipeline_names_the_slow_rank(tmp_path):
-    """Rank 1 sleeps 20 ms in the forward of each of 4 microbatches. No backward is torch's own: all are seen."""
+    """Rank 1 sleeps 40 ms in the forward of each of 4 microbatches. No backward is torch's own: all are seen."""
     report = train(tmp_path, "megatron", "megatron_gpt.py", "--slow-rank", "1")
     assert len(regions(tmp_path, "backward")) == 2 * 24 * 4
     assert found(report)[0] == ("slow_rank", [1], "forward")
-    assert report["findings"][0]["lost_ns_per_step"] == pytest.approx(80 * MS, rel=0.15)
+    assert report["findings"][0]["lost_ns_per_step"] == pytest.approx(160 * MS, rel=0.2)
     assert share(report, "other") < 0.1
 
 

@@ -103,7 +103,7 @@ class Running:
 
 def start(folder: Path, script: Path, *arguments: object, ranks: int, record: bool = True, run: str = "run") -> Running:
     launcher = [RANKSCOPE, "run", "--out", folder / run] if record else TORCHRUN
-    return Running(folder, [*launcher, "--nproc-per-node", ranks, script, *arguments], folder / run)
+    return Running(folder, [*launcher, "--standalone", "--nproc-per-node", ranks, script, *arguments], folder / run)
 
 
 def train(folder: Path, *arguments: object, ranks: int = 4, record: bool = True) -> Job:

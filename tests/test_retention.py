@@ -42,7 +42,8 @@ def both(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SEAL_ROWS", FILES)
         whole = write(run(job, can), tmp_path_factory.mktemp(request.param) / "run")
-        return whole, as_kept(whole, whole.parent / "kept")
+        kept = as_kept(whole, whole.parent / "kept")
+    return whole, kept, *read_run(kept)
 
 
 def as_kept(whole: Path, folder: Path) -> Path:
@@ -90,9 +91,8 @@ def size_of(run: Path) -> int:
 
 
 def test_kept_steps_are_those_of_the_whole_run_and_older_ones_have_their_lengths(both):
-    whole, kept = both
+    whole, kept, report, part = both
     assert size_of(kept) < 0.65 * size_of(whole)
-    report, part = read_run(kept)
     first = report.history.kept
     assert 30 < first < 110
     _, all_of_it = read_run(whole)
@@ -108,8 +108,7 @@ def test_kept_steps_are_those_of_the_whole_run_and_older_ones_have_their_lengths
 
 
 def test_it_is_said_what_is_left(both):
-    _, kept = both
-    report, _ = read_run(kept)
+    _, kept, report, _ = both
     first = report.history.kept
     assert report.findings == () or report.findings[0].ranks == (SLOW,)
     why = f"only steps {first}-119 of 120 were read (of those before step {first} only the length was kept)"
@@ -125,7 +124,7 @@ def test_it_is_said_what_is_left(both):
     assert f"Of steps before {first} only" in html.render(report)
     with pytest.raises(BadInput, match=rf"of step 10 only the length is left, .*; the first that is there is {first}$"):
         Trace.open(kept / "steps=10-20")
-    assert read_run(kept / f"steps={first}-{first + 3}")[0].history.kept == first
+    assert Trace.open(kept / f"steps={first}-{first + 3}").stretch.kept == first
 
 
 def told(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

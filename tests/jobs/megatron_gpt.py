@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--save", help="a folder for a checkpoint after step 4")
-    parser.add_argument("--slow-rank", type=int, help="takes 20 ms longer for the forward of each microbatch")
+    parser.add_argument("--slow-rank", type=int, help="takes 40 ms longer for the forward of each microbatch")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def chunks_of(config):
 
 def forward(slow, batches, model):
     if slow:
-        time.sleep(0.02)
+        time.sleep(0.04)
     words = next(batches)
     positions = torch.arange(SEQUENCE).unsqueeze(0).expand(BATCH, -1)
     later = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool()
