@@ -455,8 +455,7 @@ class Agent:
         self._reports.append(connection.report)
         self._state["versions"]["torch"] = str(hello["torch"])
         self._tell_pids()
-        if self._sampler.ident is None:
-            self._sampler.start()
+        self._sampler.start()
         self._write_state()
         self._windows.work(node.index)
         if world == self._windows_of or not self._in_windows():
@@ -555,6 +554,7 @@ class Agent:
             self._state_changed = True
         while not self._sampler.readings.empty():
             node.add_samples(*self._sampler.readings.get())
+        self._sampler.tell_hanging()
         while not self._sampler.gaps.empty():
             source, why, time_ns = self._sampler.gaps.get()
             node.tables.gap("counters", why, source=source, start_ns=time_ns)

@@ -1,4 +1,4 @@
-"""Reads the collectors of `node/` at a steady rate, in a thread, so that a driver that hangs stops nothing else."""
+"""Reads the collectors of `node/` at a steady rate, each in a thread: a driver that hangs costs its own source only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from rankscope.collectors.node import Collector, Node, Sample, Unavailable
 __all__ = ["Sampler"]
 
 _WAIT_S = 3.0
+_HANGS_S = 30.0
 
 
-class Sampler(threading.Thread):
+class Sampler:
     """From `start` to `finish`, `readings` fills with (time_ns, samples) and `gaps` with (source, why, time_ns).
 
     `topology` is what `topology.read` found, None until it has.
@@ -26,78 +27,94 @@ class Sampler(threading.Thread):
 
     def __init__(self, addresses: frozenset[str], hz: float) -> None:
         """The collectors are imported, which would slow down a thread beside it; their sources are not touched yet."""
-        super().__init__(daemon=True)
         self.readings: SimpleQueue[tuple[int, list[Sample]]] = SimpleQueue()
         self.gaps: SimpleQueue[tuple[str, str, int]] = SimpleQueue()
         self.node = Node(addresses=addresses, gap=self._gap)
         self.topology: dict[str, list[topology.Device]] | None = None
         self._every_s = 1 / hz
         self._ending = threading.Event()
-        self._collectors: dict[str, Collector] = {}
+        self._began_ns: dict[str, int] = {}  # by collector: when it was asked for what it has not answered yet
+        self._told_ns: dict[str, int] = {}  # those of them of which a gap says that they hang
+        self._threads: list[threading.Thread] = []
         for module in pkgutil.iter_modules(node_collectors.__path__):
             try:
                 imported = importlib.import_module(f"{node_collectors.__name__}.{module.name}")
-                self._collectors[module.name] = cast(Collector, imported)
             except Exception as error:
                 self._gap(module.name, f"the collector cannot be imported: {type(error).__name__}: {error}")
+                continue
+            work = (module.name, cast(Collector, imported))
+            self._threads.append(threading.Thread(target=self._work, args=work, name=module.name, daemon=True))
+        if "gpu" not in {thread.name for thread in self._threads}:
+            self._threads.append(threading.Thread(target=self._read_topology, daemon=True))
 
-    def run(self) -> None:
-        self._start_all()
-        self._read_topology()
-        while not self._ending.is_set():
-            self._sample_all()
-            self._ending.wait(self._every_s - time.monotonic() % self._every_s)
-        self._sample_all()
-        for name in list(self._collectors):
-            self._switch_off(name)
+    def start(self) -> None:
+        """A second call does nothing."""
+        if self._threads[0].ident is None:
+            for thread in self._threads:
+                thread.start()
 
     def finish(self) -> None:
-        """A last reading has been made, and the collectors are stopped, or there is a gap that says which hangs."""
-        if self.ident is None:
-            return  # never started
+        """A last reading has been made, and the collectors are stopped, or there is a gap that says which hang."""
         self._ending.set()
-        self.join(_WAIT_S)
-        if self.is_alive():
-            self._gap("agent", "a collector of the node hangs; what it had to say at the end is missing")
+        until_s = time.monotonic() + _WAIT_S
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, until_s - time.monotonic()))
+        self.tell_hanging(0)
+
+    def tell_hanging(self, after_s: float = _HANGS_S) -> None:
+        """There is a gap for each collector that has not answered for so long, once."""
+        now_ns = time.perf_counter_ns()
+        for name, began_ns in self._began_ns.copy().items():
+            if now_ns - began_ns >= after_s * 1e9 and self._told_ns.get(name) != began_ns:
+                self._told_ns[name] = began_ns
+                self.gaps.put((name, "the collector hangs: until it answers, nothing of its source is seen", began_ns))
 
     def _gap(self, source: str, why: str) -> None:
         self.gaps.put((source, why, time.perf_counter_ns()))
 
-    def _start_all(self) -> None:
-        for name, collector in list(self._collectors.items()):
-            try:
-                collector.start(self.node)
-                continue
-            except Unavailable as error:
-                self._gap(name, str(error))
-            except Exception as error:
-                self._gap(name, f"the collector did not start: {type(error).__name__}: {error}")
-            del self._collectors[name]
+    def _work(self, name: str, collector: Collector) -> None:
+        self._began_ns[name] = time.perf_counter_ns()
+        try:
+            collector.start(self.node)
+            has_started = True
+        except Unavailable as error:
+            has_started = False
+            self._gap(name, str(error))
+        except Exception as error:
+            has_started = False
+            self._gap(name, f"the collector did not start: {type(error).__name__}: {error}")
+        if name == "gpu":
+            self._read_topology(has_driver=has_started)
+        if has_started:
+            self._sample(name, collector)
+        del self._began_ns[name]
 
-    def _read_topology(self) -> None:
+    def _sample(self, name: str, collector: Collector) -> None:
+        is_last = False
+        try:
+            while not is_last:
+                is_last = self._ending.is_set()
+                self._began_ns[name] = time_ns = time.perf_counter_ns()
+                samples = [(s, n, d, float(value)) for s, n, d, value in collector.sample(self.node)]
+                self.readings.put((time_ns, samples))
+                if not is_last:
+                    del self._began_ns[name]
+                    self._ending.wait(self._every_s - time.monotonic() % self._every_s)
+        except Exception as error:
+            self._gap(name, f"the collector was switched off: {type(error).__name__}: {error}")
+        try:
+            collector.stop()
+        except Exception as error:
+            self._gap(name, f"the collector did not stop: {type(error).__name__}: {error}")
+
+    def _read_topology(self, *, has_driver: bool = False) -> None:
         try:
             found = topology.read(self.node.sys)
-            if "gpu" in self._collectors:  # it has initialised the driver's library
+            if has_driver:
                 from rankscope.collectors.node import gpu  # not above: without NVML, the other collectors still work
 
                 gpu.add_driver_facts(found["gpus"])
             self.topology = found
         except Exception as error:
             self._gap("topology", f"where this node's devices are was not seen: {type(error).__name__}: {error}")
-
-    def _sample_all(self) -> None:
-        for name, collector in list(self._collectors.items()):
-            time_ns = time.perf_counter_ns()
-            try:
-                self.readings.put(
-                    (time_ns, [(s, n, d, float(value)) for s, n, d, value in collector.sample(self.node)])
-                )
-            except Exception as error:
-                self._gap(name, f"the collector was switched off: {type(error).__name__}: {error}")
-                self._switch_off(name)
-
-    def _switch_off(self, name: str) -> None:
-        try:
-            self._collectors.pop(name).stop()
-        except Exception as error:
-            self._gap(name, f"the collector did not stop: {type(error).__name__}: {error}")

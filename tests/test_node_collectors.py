@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,6 +100,24 @@ def test_every_drivers_names_become_ours(node, read, tmp_path, driver, files, ex
     for file, value in files.items():
         put(tmp_path / f"class/infiniband/{driver}/ports/1/hw_counters/{file}", f"{value}\n")
     assert read(rdma) == {(f"{driver}/1", name): value for name, value in expected.items()}
+
+
+def test_rdma_device_that_goes_is_told_once_and_the_others_stay(node, read, tmp_path, gaps):
+    node.sys = tmp_path
+    ports = [tmp_path / f"class/infiniband/mlx5_{card}/ports/1" for card in range(2)]
+    for port in ports:
+        put(port / "counters/port_xmit_data", "1000\n")
+        put(port / "counters/port_xmit_wait", "7\n")
+        put(port / "rate", "100 Gb/sec (4X EDR)\n")
+    assert len(read(rdma)) == 6
+    put(ports[0] / "counters/port_xmit_data", "")
+    put(ports[0] / "counters/port_xmit_wait", "")
+    read(rdma)
+    assert read(rdma).keys() == {
+        ("mlx5_1/1", name) for name in ("port_xmit_data_bytes", "port_xmit_wait", "rate_bytes_per_s")
+    }
+    ((source, why),) = gaps
+    assert (source, why.partition(":")[0]) == ("rdma", "mlx5_0/1 cannot be read any more")
 
 
 def test_rdma_counters_never_fall(node, read, tmp_path, gaps):
@@ -320,11 +340,21 @@ def test_more_addresses_than_are_read_are_a_gap(node, gaps, read, connect, monke
 
 
 class NvmlError(Exception):
-    pass
+    def __init__(self, text, value=3):
+        super().__init__(text)
+        self.value = value
 
 
 def refuse(*_):
     raise NvmlError("Not Supported")
+
+
+def lose(*_):
+    raise NvmlError("GPU is lost", 15)
+
+
+def time_out():
+    raise NvmlError("Timeout", 10)
 
 
 def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
@@ -367,7 +397,10 @@ def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
 
 
 def test_gpu_tells_links_errors_and_what_held_its_clock_down(node, read, gaps, monkeypatch):
-    """NVLink counts in KiB, slowdowns in ns, one of two links is up; an Xid 79 comes, then energy is gone."""
+    """NVLink counts in KiB, slowdowns in ns, one of two links is up; an Xid 79 comes, then energy and events are gone.
+
+    A GPU that has fallen off the bus (79) does not tell its index.
+    """
     fields = {1: 2048, 2: 4096, 3: 5, 4: 1, 5: 2_500_000_000, 6: 1}
     xids = [SimpleNamespace(device=0, eventData=79)]
 
@@ -383,6 +416,8 @@ def test_gpu_tells_links_errors_and_what_held_its_clock_down(node, read, gaps, m
     nvml = SimpleNamespace(
         NVMLError=NvmlError,
         NVML_SUCCESS=0,
+        NVML_ERROR_TIMEOUT=10,
+        NVML_ERROR_GPU_IS_LOST=15,
         NVML_VALUE_TYPE_UNSIGNED_INT=1,
         NVML_NVLINK_MAX_LINKS=18,
         NVML_VOLATILE_ECC=0,
@@ -401,7 +436,7 @@ def test_gpu_tells_links_errors_and_what_held_its_clock_down(node, read, gaps, m
         nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetIndex=lambda handle: handle,
+        nvmlDeviceGetIndex=refuse,
         nvmlDeviceGetFieldValues=field_values,
         nvmlDeviceGetNvLinkState=state,
         nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: 10 + kind,
@@ -409,7 +444,7 @@ def test_gpu_tells_links_errors_and_what_held_its_clock_down(node, read, gaps, m
         nvmlEventSetCreate=lambda: "events",
         nvmlEventSetFree=lambda events: None,
         nvmlDeviceRegisterEvents=lambda handle, kinds, events: None,
-        nvmlEventSetWait_v2=lambda events, timeout: xids.pop() if xids else refuse(),
+        nvmlEventSetWait_v2=lambda events, timeout: xids.pop() if xids else time_out(),
     )
     monkeypatch.setattr(gpu, "pynvml", nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5a1f")
@@ -431,6 +466,12 @@ def test_gpu_tells_links_errors_and_what_held_its_clock_down(node, read, gaps, m
     del expected["energy_j"]
     assert {name: value for (_, name), value in read(gpu).items()} == expected
     assert gaps[1:] == [("gpu", "energy_j of gpu0 cannot be read any more: Not Supported")]
+    nvml.nvmlDeviceGetTotalEccErrors = nvml.nvmlDeviceGetFieldValues = nvml.nvmlDeviceGetNvLinkState = lose
+    assert read(gpu) == {("gpu0", "xid_errors"): 1}
+    assert gaps[2:] == [("gpu", "gpu0 cannot be read any more: GPU is lost")]
+    nvml.nvmlEventSetWait_v2 = refuse
+    assert [read(gpu)["gpu0", "xid_errors"] for _ in range(2)] == [1, 1]
+    assert gaps[3:] == [("gpu", "the driver's error events (Xid) cannot be read any more: Not Supported")]
 
 
 def test_collector_that_fails_is_switched_off_alone(monkeypatch):
@@ -440,9 +481,37 @@ def test_collector_that_fails_is_switched_off_alone(monkeypatch):
     monkeypatch.setattr(nic, "sample", fail)
     sampler = Sampler(frozenset(), hz=1000)
     sampler.start()
-    sources = [source for _ in range(9) for source, *_ in sampler.readings.get(timeout=10)[1]]
+    read = [sampler.readings.get(timeout=10)[1] for _ in range(200)]
+    sources = {source for samples in read for source, *_ in samples}
     assert "host" in sources
     assert "nic" not in sources
     sampler.finish()
     told = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
     assert [why for source, why, _ in told if source == "nic"] == ["the collector was switched off: RuntimeError: no"]
+
+
+def test_collector_that_hangs_costs_its_own_source_and_is_told_once(monkeypatch):
+    """A driver does not answer the second question; host and the others are read on meanwhile."""
+    asked, answer = [], threading.Event()
+
+    def sample(node):
+        asked.append(time.perf_counter_ns())
+        if len(asked) > 1:
+            answer.wait()
+        return [("nic", "rx_bytes", "eth0", 1.0)]
+
+    monkeypatch.setattr(nic, "sample", sample)
+    sampler = Sampler(frozenset(), hz=50)
+    sampler.start()
+    from_hosts = 0
+    while from_hosts < 10:
+        _, samples = sampler.readings.get(timeout=10)
+        from_hosts += len(asked) > 1 and any(source == "host" for source, *_ in samples)
+        sampler.tell_hanging(0.1)
+    sampler.tell_hanging(0.1)
+    sampler.finish()
+    answer.set()
+    told = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
+    ((why, since_ns),) = [(why, time_ns) for source, why, time_ns in told if source == "nic"]
+    assert why == "the collector hangs: until it answers, nothing of its source is seen"
+    assert abs(since_ns - asked[1]) < 50e6

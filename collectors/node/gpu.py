@@ -15,6 +15,7 @@ Source: NVML (nvidia-ml-py), AMD SMI.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -58,13 +59,21 @@ def start(node: Node) -> None:
 def sample(node: Node) -> Iterator[Sample]:
     if _amd:
         yield from _amd.sample(node)
+    lost = set()
     for reading in list(_readings):
         device, name, handle, read = reading
+        if device in lost:
+            _readings.remove(reading)
+            continue
         try:
             yield "gpu", name, device, read(handle)
         except pynvml.NVMLError as error:
             _readings.remove(reading)
-            node.gap("gpu", f"{name} of {device} cannot be read any more: {error}")
+            if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
+                lost.add(device)
+                node.gap("gpu", f"{device} cannot be read any more: {error}")
+            else:
+                node.gap("gpu", f"{name} of {device} cannot be read any more: {error}")
     if _xids:
         for device, count in _xids.read(node).items():
             yield "gpu", "xid_errors", device, float(count)
@@ -94,44 +103,49 @@ def add_driver_facts(gpus: Iterable[topology.Device]) -> None:
 class _XidWatch:
     """The driver's error events (Xid) of all GPUs, as they come."""
 
-    def __init__(self, events: Any, handles: dict[str, Any]) -> None:  # noqa: ANN401
+    def __init__(self, events: Any, devices: dict[int | None, str]) -> None:  # noqa: ANN401
         self._events = events
-        self._handles = handles
-        self._counts = dict.fromkeys(handles, 0)
+        self._devices = devices
+        self._counts = dict.fromkeys(devices.values(), 0)
+        self._is_lost = False
 
     @classmethod
     def begin(cls, node: Node) -> _XidWatch | None:
         """None, and a gap, where no GPU's driver gives events."""
-        handles = {}
+        devices = {}
         try:
             events = pynvml.nvmlEventSetCreate()
             for index in range(pynvml.nvmlDeviceGetCount()):
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
-                handles[f"gpu{index}"] = handle
+                devices[_pointer(handle)] = f"gpu{index}"
         except (pynvml.NVMLError, AttributeError) as error:
             node.gap("gpu", f"the driver's error events (Xid) are not seen: {error}")
             return None
-        return cls(events, handles)
+        return cls(events, devices)
 
     def read(self, node: Node) -> dict[str, int]:
         """How many there were of each GPU since the start; each new one is told once."""
         for _ in range(_XIDS_AT_ONCE):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
-            except pynvml.NVMLError:  # a timeout: there is none
+            except pynvml.NVMLError as error:
+                if error.value != pynvml.NVML_ERROR_TIMEOUT and not self._is_lost:  # a timeout: there is none
+                    self._is_lost = True
+                    node.gap("gpu", f"the driver's error events (Xid) cannot be read any more: {error}")
                 break
-            device = self._device_of(event.device)
-            self._counts[device] += 1
+            device = self._devices.get(_pointer(event.device), "a GPU")
+            self._counts[device] = self._counts.get(device, 0) + 1
             node.gap("gpu", f"{device}: the driver reports Xid {event.eventData}; `dmesg` has its text")
         return self._counts
 
     def end(self) -> None:
         pynvml.nvmlEventSetFree(self._events)
 
-    def _device_of(self, handle: Any) -> str:  # noqa: ANN401
-        index = pynvml.nvmlDeviceGetIndex(handle)
-        return f"gpu{index}"
+
+def _pointer(handle: Any) -> int | None:  # noqa: ANN401
+    """What tells a device: a GPU that has fallen off the bus does not even tell its index any more."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _field(handle: Any, field: int, link: int = 0) -> float:  # noqa: ANN401  (an opaque handle of NVML's)

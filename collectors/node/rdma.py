@@ -139,24 +139,33 @@ def start(node: Node) -> None:
 
 
 def sample(node: Node) -> Iterator[Sample]:
+    gone: set[str] = set()
     for device, rate in _rates:
         yield "rdma", "rate_bytes_per_s", device, rate
     for counter in list(_counters):
-        value = counter.read()
+        if counter.device in gone:
+            _drop(counter)
+            continue
+        try:
+            value = counter.read()
+        except (OSError, ValueError) as error:  # its driver was taken out, say
+            gone.add(counter.device)
+            _rates[:] = [rate for rate in _rates if rate[0] != counter.device]
+            _drop(counter)
+            node.gap("rdma", f"{counter.device} cannot be read any more: {error}")
+            continue
         if counter.before == [_HIGHEST.get(counter.name)]:
             node.gap(
                 "rdma", f"{counter.name} of {counter.device} stands at its highest value: perfquery -R sets it back"
             )
-            _close(counter)
-            _counters.remove(counter)
+            _drop(counter)
         else:
             yield "rdma", counter.name, counter.device, float(value)
 
 
 def stop() -> None:
-    for counter in _counters:
-        _close(counter)
-    _counters.clear()
+    for counter in list(_counters):
+        _drop(counter)
     _rates.clear()
 
 
@@ -183,7 +192,8 @@ def _opened(port: Path, part: str) -> tuple[int, int] | None:
         return None
 
 
-def _close(counter: _Counter) -> None:
+def _drop(counter: _Counter) -> None:
+    _counters.remove(counter)
     for fd in counter.fds:
         os.close(fd)
 
