@@ -27,6 +27,8 @@ def sampled(folder, readings):
         for index in range(READINGS):
             for (source, name, device), values in own.items():
                 value = values[index % len(values)] if isinstance(values, list) else values
+                if value is None:
+                    continue  # not read
                 where = {"source_id": ids[source], "name_id": ids[name], "device_id": ids[device]}
                 part.add_row("counters", {"time_ns": index * EVERY_MS * MS} | where | {"value": float(value)})
         part.flush()
@@ -109,6 +111,29 @@ def test_node_whose_gpus_are_all_throttled_is_one_cause(tmp_path):
 def test_low_clocks_without_a_loss_or_a_reason_are_silent(before, readings, tmp_path):
     report = sampled(record(tmp_path, before), readings)
     assert "throttling" not in {finding.detector for finding in report.findings}
+
+
+def test_slow_ranks_gpu_that_was_not_read_is_not_healthy(tmp_path):
+    """The driver of rank 3's GPU hangs from the start, or after a quarter of a second."""
+    of_others = gpus([1.8, 1.8, 1.8, 1.8], {})
+    for name in ("never", "at first"):
+        readings = {key: value for key, value in of_others.items() if key[3] != "gpu3"}
+        folder = record(tmp_path / name, SLOW)
+        if name == "at first":
+            lost = [None] * (READINGS - 5)
+            readings |= {key: [of_others[key]] * 5 + lost for key in of_others if key[3] == "gpu3"}
+        why = reasons_of(sampled(folder, readings))["throttling"]
+        assert why == "rank 3 is slow, and the GPU's clock was not read there, or not all the time"
+    healthy = sampled(record(tmp_path / "all", SLOW), of_others)
+    assert "throttling" in {check.detector for check in healthy.healthy}
+
+
+def test_slow_ranks_host_that_was_not_read_is_not_healthy(tmp_path):
+    readings = hosts(dict.fromkeys(range(3), 0.02), cpu_steal_s={0: 0.0})
+    why = reasons_of(sampled(record(tmp_path / "none", SLOW), readings))["noisy_host"]
+    assert why == "rank 3 is slow, and the host's counters were not read there, or not all the time"
+    healthy = sampled(record(tmp_path / "all", SLOW), hosts(dict.fromkeys(range(4), 0.02)))
+    assert "noisy_host" in {check.detector for check in healthy.healthy}
 
 
 def test_what_was_not_read_is_said(tmp_path):

@@ -38,7 +38,7 @@ from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.own import StepGrid
-from rankscope.analysis.timeline.readings import during, growth
+from rankscope.analysis.timeline.readings import during, growth, well_read
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -47,6 +47,7 @@ collectors = ()
 _MOSTLY = 0.5
 _OTHERS = 0.9  # chance makes some ranks queue longer on a busy machine: of few, the one that does most is the measure
 _QUEUED, _STOLEN, _STALLED = "queued", "stolen", "stalled"
+_OF_NODE, _OF_RANK = ("cpu_steal_s", "memory_stalled_s"), ("main_thread_queued_s",)
 _RANK = r"^rank(\d+)$"
 
 
@@ -86,6 +87,8 @@ def detect(
         share = min(1.0, sum(lost.values()) / slow.lost_ns_per_step)
         if share >= min_explained and share * slow.lost_fraction >= min_fraction:
             found.append(_finding(hosts, slow, lost, share))
+    if not found:
+        _require_readings(counters, steps, hosts, slow_rank)
     return found
 
 
@@ -137,6 +140,27 @@ def _hosts(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> 
         first_ns=int(rows["time_ns"].min()),  # type: ignore[arg-type]
         last_ns=int(rows["time_ns"].max()),  # type: ignore[arg-type]
     )
+
+
+def _require_readings(counters: pl.DataFrame, steps: pl.DataFrame, hosts: _Hosts, slow_rank: list[Finding]) -> None:
+    """Not resolvable if what was read of other ranks and nodes was not of a slow one, or not all the time."""
+    read = well_read(during(counters, "host", steps))
+    names = {name for *_, name in read} & {*_OF_NODE, *_OF_RANK}
+    for slow in slow_rank:
+        unread = {
+            rank
+            for rank in slow.ranks
+            for name in names
+            if (hosts.node_of.get(rank), f"rank{rank}" if name in _OF_RANK else "", name) not in read
+        }
+        if unread:
+            raise NotResolvable(
+                text(
+                    "{ranks} {en_is} slow, and the host's counters were not read there, or not all the time",
+                    ranks=named("rank", sorted(unread)),
+                    en_is="is" if len(unread) == 1 else "are",
+                )
+            )
 
 
 def _lost(hosts: _Hosts, grid: StepGrid, ranks: tuple[int, ...]) -> dict[str, float]:

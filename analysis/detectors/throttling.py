@@ -29,7 +29,7 @@ from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import percent
 from rankscope.analysis.timeline.own import MIXED
-from rankscope.analysis.timeline.readings import during
+from rankscope.analysis.timeline.readings import during, well_read
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 
@@ -64,6 +64,7 @@ def detect(
     clocks = _clocks(counters, gpus, steps)
     throttled = clocks.filter(pl.col("clock_hz") < (1 - min_drop) * pl.col("usual_hz"), pl.col("named") >= _MOSTLY)
     if throttled.is_empty():
+        _require_readings(counters, gpus, steps, slow_rank)
         return []
     if isinstance(slow_rank, NotChecked):
         raise NotResolvable(
@@ -82,6 +83,8 @@ def detect(
         share = min(1.0, explained_ns / finding.lost_ns_per_step)
         if share * finding.lost_fraction >= min_fraction:
             found.append(_finding(finding, mine, share))
+    if not found:
+        _require_readings(counters, gpus, steps, slow_rank)
     return found
 
 
@@ -98,6 +101,23 @@ def resolution_ns(
     _clocks(counters, gpus, steps)
     grid = judged_grid(breakdown, 1)
     return round(max(min_drop * float(grid.own.mean()), min_fraction * grid.step_ns))
+
+
+def _require_readings(
+    counters: pl.DataFrame, gpus: pl.DataFrame, steps: pl.DataFrame, slow_rank: list[Finding] | NotChecked
+) -> None:
+    """Not resolvable if the clock of a slow rank's GPU was not read, or stopped being read."""
+    read = {(node, device) for node, device, name in well_read(during(counters, "gpu", steps)) if name in _NEEDED}
+    known = {rank for rank, *where in gpus.iter_rows() if tuple(where) in read}
+    for slow in slow_rank if isinstance(slow_rank, list) else ():
+        if unread := set(slow.ranks) - known:
+            raise NotResolvable(
+                text(
+                    "{ranks} {en_is} slow, and the GPU's clock was not read there, or not all the time",
+                    ranks=named("rank", sorted(unread)),
+                    en_is="is" if len(unread) == 1 else "are",
+                )
+            )
 
 
 def _clocks(counters: pl.DataFrame, gpus: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:

@@ -691,6 +691,12 @@ CHINESE: dict[str, str] = {
     "look at the node's power supply and cabling": "检查该节点的供电和线缆",
     "look at its cooling and the node's power supply": "检查其散热和该节点的供电",
     "compare its power limit with the others' (nvidia-smi -q -d POWER)": "比较它与其他 GPU 的功耗上限（nvidia-smi -q -d POWER）",
+    "{ranks} {en_is} slow, and the GPU's clock was not read there, or not all the time": (
+        "{ranks} 慢，而该处的 GPU 频率没有读取，或没有全程读取"
+    ),
+    "{ranks} {en_is} slow, and the host's counters were not read there, or not all the time": (
+        "{ranks} 慢，而该处的主机计数器没有读取，或没有全程读取"
+    ),
     "no GPU's clock was read during the judged steps": "已评估的步期间没有读取 GPU 频率",
     "the GPUs' {counters} was not recorded": "没有记录 GPU 的 {counters}",
     "fewer than two GPUs were seen at work, so there is no other to compare a clock with": "工作中的 GPU 不足两个，没有可比较频率的对象",

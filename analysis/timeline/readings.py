@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-__all__ = ["GAUGES", "during", "gpus_of_ranks", "growth", "rates"]
+__all__ = ["GAUGES", "during", "gpus_of_ranks", "growth", "rates", "well_read"]
 
 # Read at a moment; all other counters are cumulative (see the collectors of nodes).
 GAUGES = frozenset(
@@ -41,6 +41,12 @@ def during(counters: pl.DataFrame, source: str, steps: pl.DataFrame) -> pl.DataF
     first, last = steps.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
     rows = counters.filter(pl.col("source") == source, pl.col("time_ns").is_between(first, last))
     return rows.sort("node", "device", "name", "time_ns")
+
+
+def well_read(rows: pl.DataFrame) -> set[tuple[int, str, str]]:
+    """(node, device, name) of what was read at least half as often as what was read most often of that name."""
+    counts = rows.group_by("node", "device", "name").len().filter(2 * pl.col("len") >= pl.col("len").max().over("name"))
+    return set(counts.select("node", "device", "name").iter_rows())
 
 
 def growth(rows: pl.DataFrame) -> pl.DataFrame:
