@@ -33,6 +33,7 @@
 enum { NCCL_SUCCESS = 0 };
 
 enum {
+  EVENT_GROUP = 1 << 0,
   EVENT_COLL = 1 << 1,
   EVENT_P2P = 1 << 2,
   EVENT_PROXY_OP = 1 << 3,
@@ -146,7 +147,7 @@ static pthread_mutex_t setup = PTHREAD_MUTEX_INITIALIZER;
 static int ring_fd = -1;
 static Record *_Atomic ring;
 static _Atomic uint64_t last_number;
-static _Atomic uint64_t lost;
+static _Atomic uint64_t lost, never_ended;
 static _Atomic uint32_t last_call;
 static int wanted = -1; /* NCCL's mask of events; -1: not asked for yet */
 static bool wanted_steps;
@@ -191,12 +192,15 @@ EXPORT int rankscope_nccl_ring(void) {
   return answer;
 }
 
-/* How many events found the pool empty, so far. */
+/* How many events found the pool empty, or were started over by another, so far. */
 EXPORT uint64_t rankscope_nccl_lost(void) { return atomic_load_explicit(&lost, memory_order_relaxed); }
+
+/* How many operations were begun and never ended nor went a step, so far: their memory was taken back. */
+EXPORT uint64_t rankscope_nccl_never_ended(void) { return atomic_load_explicit(&never_ended, memory_order_relaxed); }
 
 /* ---- what is remembered between start and stop */
 
-enum { STEPS = 8, POOL = 16384, COMMS = 4096 };
+enum { STEPS = 8, POOL = 16384, COMMS = 4096, NEVER_ENDS_NS = 2000000000 };
 
 typedef struct Operation Operation;
 
@@ -210,7 +214,8 @@ typedef struct {
 } Step;
 
 struct Operation {
-  bool live, is_span, is_send, has_peer;
+  _Atomic bool live;
+  bool is_span, is_send, has_peer;
   uint8_t channel;
   uint32_t call;
   int peer, steps;
@@ -231,6 +236,24 @@ static _Atomic uint32_t never_used;
 /* A new tag with every change, so that a thread that was asleep does not take an old head for the present one. */
 static uint64_t next_tag(uint64_t head) { return (head & ~0xFFFFFFFFull) + (1ull << 32); }
 
+/* NCCL begins an operation for each proxy, but only those of networks end it: CollNet's and others' never do, nor do they
+   have steps. When the pool is empty those are taken back, in the order of the pool, which is about that of their age. */
+static Operation *take_back(void) {
+  static _Atomic uint32_t hand;
+  int64_t before = now_ns() - NEVER_ENDS_NS;
+  for (int looked = 0; looked < 256; looked++) {
+    Operation *operation = &pool[atomic_fetch_add_explicit(&hand, 1, memory_order_relaxed) % POOL];
+    bool live = true, idle = !operation->is_span && !operation->steps && operation->start < before;
+    for (int step = 0; idle && step < STEPS; step++) idle = !operation->step[step].live;
+    if (idle && atomic_compare_exchange_strong(&operation->live, &live, false)) {
+      atomic_fetch_add_explicit(&never_ended, 1, memory_order_relaxed);
+      return operation;
+    }
+  }
+  atomic_fetch_add_explicit(&lost, 1, memory_order_relaxed);
+  return NULL;
+}
+
 static Operation *take(void) {
   uint64_t head = atomic_load_explicit(&free_list, memory_order_acquire);
   while ((uint32_t)head) {
@@ -242,8 +265,7 @@ static Operation *take(void) {
   uint32_t fresh = atomic_load_explicit(&never_used, memory_order_relaxed);
   while (fresh < POOL)
     if (atomic_compare_exchange_weak(&never_used, &fresh, fresh + 1)) return &pool[fresh];
-  atomic_fetch_add_explicit(&lost, 1, memory_order_relaxed);
-  return NULL;
+  return take_back();
 }
 
 static void give_back(Operation *operation) {
@@ -366,16 +388,15 @@ static void *start_step(const Description *event) {
   Operation *operation = event->parent;
   if (!is_ours(operation) || kind_of(operation) != IS_OPERATION || !operation->live) return NULL;
   Step *step = &operation->step[(unsigned)event->proxy_step.step % STEPS];
-  if (step->live) {
-    atomic_fetch_add_explicit(&lost, 1, memory_order_relaxed);
-    return NULL;
-  }
+  void *handle = (void *)((uintptr_t)step | IS_STEP);
+  if (step->live && step->index == event->proxy_step.step) return handle; /* at every poll until the network takes it */
+  if (step->live) atomic_fetch_add_explicit(&lost, 1, memory_order_relaxed); /* NCCL has forgotten the one before */
   *step = (Step){.operation = operation,
                  .index = event->proxy_step.step,
                  .live = true,
                  .start = now_ns(),
                  .bytes = operation->bytes < 0 ? -1 : 0};
-  return (void *)((uintptr_t)step | IS_STEP);
+  return handle;
 }
 
 static void *start_span(const Description *event, uint8_t kind, uint8_t channel, uint64_t timer) {
@@ -483,7 +504,8 @@ static void *start_event(int version, uintptr_t context, const Description *even
   case EVENT_KERNEL:
     return start_span(event, SPAN_KERNEL, event->kernel.channel, is_v3 ? 0 : event->kernel.timer);
   case EVENT_NET_PLUGIN: return start_span(event, SPAN_NETWORK, 0, 0);
-  default: return NULL; /* groups, and what the caller asked for: torch's own records say it */
+  case EVENT_GROUP: return call_handle(0); /* without a handle for it, NCCL 2.26 and 2.27 do not tell its calls */
+  default: return NULL; /* what the caller asked for: torch's own records say it */
   }
 }
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 tables = ("nccl_calls", "nccl_events")
 
+_LOSSES = {  # counters of the plugin, and what they count
+    "rankscope_nccl_lost": "more was under way at once than the plugin can follow",
+    "rankscope_nccl_never_ended": "NCCL does not tell what these proxies do: of CollNet, of copies or of kernels",
+}
+
 
 def start(emit: Emit) -> None:
     """The agent reads the plugin's ring, or `gaps` says why there is none."""
@@ -39,18 +44,18 @@ def start(emit: Emit) -> None:
     if ring < 0:
         raise OSError(-ring, os.strerror(-ring))
     emit.hand_over(ring)
-    lost_so_far = plugin.rankscope_nccl_lost
-    lost_so_far.restype = ctypes.c_uint64
-    told = 0
+    told = dict.fromkeys(_LOSSES, 0)
 
-    def tell_lost() -> None:
-        nonlocal told
-        lost = lost_so_far()
-        if lost > told:
-            emit.gap("nccl_events", "nccl", "more was under way at once than the plugin can follow", count=lost - told)
-            told = lost
+    def tell_losses() -> None:
+        for counter, why in _LOSSES.items():
+            so_far = getattr(plugin, counter)
+            so_far.restype = ctypes.c_uint64
+            count = so_far()
+            if count > told[counter]:
+                emit.gap("nccl_events", "nccl", why, count=count - told[counter])
+                told[counter] = count
 
-    emit.on_tick(emit.guard("nccl", tell_lost))
+    emit.on_tick(emit.guard("nccl", tell_losses))
 
 
 def stop() -> None:

@@ -109,11 +109,11 @@ static void play(void *context, int mask, uint64_t hash, int rank, int n, int64_
     d3.coll.name = "world", d3.coll.hash = hash, d3.coll.seq = (uint64_t)n, d3.coll.func = "AllReduce", d3.coll.count = 1000;
     d3.coll.datatype = "ncclFloat32", d3.coll.channels = 2, d3.coll.algo = "RING", d3.coll.proto = "SIMPLE";
     coll = NULL;
-    if (mask & COLL) plugin->start(context, &coll, &d3);
+    if (mask & COLL && group) plugin->start(context, &coll, &d3); /* as NCCL 2.26 and 2.27 do it: not without a group's handle */
   } else {
     d.coll.seq = (uint64_t)n, d.coll.func = "AllReduce", d.coll.count = 1000, d.coll.datatype = "ncclFloat32";
     d.coll.channels = 2, d.coll.algo = "RING", d.coll.proto = "SIMPLE", d.coll.group = group, d.coll.root = 0;
-    coll = start(context, mask, COLL, &d);
+    coll = version == 4 && !group ? NULL : start(context, mask, COLL, &d);
   }
   at(t + 8);
   stop(coll);
@@ -140,6 +140,11 @@ static void play(void *context, int mask, uint64_t hash, int rank, int n, int64_
           state(steps[s], is_send ? SEND_GPU : RECV_WAIT, 0);
         }
         if (is_send && version > 3 && now >= when[1] && now < when[2]) state(steps[s], SEND_PEER, 0); /* at every poll */
+        if (!is_send && s == 2 && op && now > when[0] && now < when[0] + 5) { /* at every poll until the network takes it */
+          Descr4 again = {.parent = op, .rank = rank};
+          again.step.step = s;
+          steps[s] = start(context, mask, STEP, &again);
+        }
         if (!is_send && now == when[1]) state(steps[s], RECV_FLUSH, 500);
         if (now == when[2]) state(steps[s], is_send ? SEND_WAIT : RECV_GPU, 500);
         if (now == when[3]) stop(steps[s]);
