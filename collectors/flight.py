@@ -6,6 +6,7 @@ interpreter's lock; the agent asks it. Source: `torch/csrc/distributed/c10d/cont
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import shutil
@@ -16,9 +17,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["LAST", "SOCKET", "FlightRecorder", "fetch"]
+__all__ = ["GATE", "LAST", "SOCKET", "FlightRecorder", "fetch"]
 
-SOCKET, LAST = "rank", "last.json"  # in the rank's folder; the second is what it leaves behind
+# In the rank's folder: torch's socket, what the rank leaves behind, and the file that is locked while somebody asks, or
+# while the rank captures a CUDA graph: an answer looks at events, which breaks a capture under way in another thread.
+SOCKET, LAST, GATE = "rank", "last.json", "gate"
 SHORTEST_S, LONGEST_S = 1.0, 30.0
 TIMEOUT_S = 10.0
 _GOING_S = 5.0
@@ -66,13 +69,19 @@ class FlightRecorder(threading.Thread):
         self._ending = threading.Event()
         self._next = 0  # the first record that was not in the last answer
         self._open: set[int] = set()  # those in it that had not ended
+        self._unmeasured: dict[int, Row] = {}  # those in it that had, without a duration: the next answer may have it
         self._asked_at = time.monotonic()
         self._pause_s = SHORTEST_S
 
     def run(self) -> None:
         while not self._ending.wait(self._pause_s):
             try:
-                self._take(fetch(str(self._folder / SOCKET), self._handler))
+                with (self._folder / GATE).open() as gate:
+                    fcntl.flock(gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    answer = fetch(str(self._folder / SOCKET), self._handler)
+                self._take(answer)
+            except BlockingIOError:
+                self._pause_s = SHORTEST_S
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 if not self._ending.wait(_GOING_S):  # a rank that ends shuts its server first
                     self.gaps.put((f"torch's Flight Recorder does not answer: {type(error).__name__}: {error}", None))
@@ -103,16 +112,22 @@ class FlightRecorder(threading.Thread):
         missed = max(0, min(numbers) - self._next) + sum(number < min(numbers) for number in self._open)
         if missed:
             self.gaps.put(("torch's Flight Recorder was overwritten; TORCH_FR_BUFFER_SIZE makes it larger", missed))
-        rows, still_open = [], set()
+        rows = [row for number, row in self._unmeasured.items() if number < min(numbers)]
+        still_open, unmeasured = set(), {}
+        groups_end = {_part_of(entry): number for number, entry in zip(numbers, entries, strict=True) if _ends(entry)}
         for number, entry in zip(numbers, entries, strict=True):
-            if number < self._next and number not in self._open:
+            if number < self._next and number not in self._open and number not in self._unmeasured:
                 continue
-            if is_last or entry.get("retired") or entry.get("state") == "completed":
-                rows.append(_row(number, entry, to_monotonic_ns))
+            row = _row(number, entry, to_monotonic_ns)
+            is_part = groups_end.get(_part_of(entry), number) > number
+            if is_last or is_part or row["duration_ns"] is not None or number in self._unmeasured:
+                rows.append(row)
+            elif _has_ended(entry):
+                unmeasured[number] = row
             else:
                 still_open.add(number)
         self._set_pause(max(numbers) + 1 - self._next, len(entries))
-        self._next, self._open = max(numbers) + 1, still_open
+        self._next, self._open, self._unmeasured = max(numbers) + 1, still_open, unmeasured
         if rows:
             self.rows.put(rows)
 
@@ -122,6 +137,20 @@ class FlightRecorder(threading.Thread):
         per_s = new / max(now - self._asked_at, 1e-3)
         self._asked_at = now
         self._pause_s = min(LONGEST_S, max(SHORTEST_S, held / 2 / per_s)) if per_s else LONGEST_S
+
+
+def _has_ended(entry: dict[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _ends(entry: dict[str, Any]) -> bool:
+    """A group of coalesced operations has ended; its parts, which come before it, are never said to have."""
+    return str(entry["profiling_name"]).endswith(":coalesced") and _has_ended(entry)
+
+
+def _part_of(entry: dict[str, Any]) -> tuple[str, int, int]:
+    """The same for the parts of a group of coalesced operations, and for its own entry."""
+    return str(entry["process_group"][0]), int(entry["collective_seq_id"]), int(entry["p2p_seq_id"])
 
 
 def _row(number: int, entry: dict[str, Any], to_monotonic_ns: int) -> Row:

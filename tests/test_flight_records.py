@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socketserver
@@ -51,12 +52,12 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
 
-def entry(number, state="completed", duration_ms=None):
+def entry(number, state="completed", duration_ms=None, **other):
     """An all-reduce as NCCL's recorder has it; the operation `number` is the one `number` + 1 of its group."""
     known = {"record_id": number, "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce"}
     known |= {"collective_seq_id": number + 1, "p2p_seq_id": 0, "is_p2p": False, "state": state}
     known |= {"time_created_ns": time.time_ns(), "retired": state == "completed"}
-    return known if duration_ms is None else known | {"duration_ms": duration_ms}
+    return known | other if duration_ms is None else known | {"duration_ms": duration_ms} | other
 
 
 @pytest.fixture
@@ -66,6 +67,7 @@ def asked(tmp_path, monkeypatch):
     monkeypatch.setattr(flight, "LONGEST_S", 0.05)
     folder = tmp_path / "rank"
     folder.mkdir()
+    (folder / flight.GATE).touch()
     server = Server(str(folder / flight.SOCKET), Answer)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     recorder = flight.FlightRecorder(str(folder), HANDLER)
@@ -96,6 +98,45 @@ def test_every_operation_is_a_row_once_it_has_ended(asked):
     assert rows(recorder, 2) == [(3, 4, None), (4, 5, 1_000_000)]
     assert recorder.gaps.empty()
     assert not folder.exists()
+
+
+def test_duration_that_comes_after_the_end_is_waited_for(asked):
+    """Torch says that an operation has completed before its watchdog has measured how long it took."""
+    server, recorder, _ = asked
+    server.entries = (entry(0), entry(1, retired=False), entry(2, duration_ms=1.0))
+    recorder.start()
+    assert rows(recorder, 1) == [(2, 3, 1_000_000)]
+    server.entries = (entry(1, duration_ms=2.0), entry(2, duration_ms=1.0))
+    assert sorted(rows(recorder, 2)) == [(0, 1, None), (1, 2, 2_000_000)]
+    assert recorder.gaps.empty()
+
+
+def test_parts_of_a_coalesced_operation_end_with_it(asked):
+    """Torch says of the parts of a batch of sends and receives never more than that they were scheduled."""
+    server, recorder, _ = asked
+    batch = {"collective_seq_id": 4, "p2p_seq_id": 7}
+    parts = [entry(n, "scheduled", is_p2p=True, profiling_name=f"nccl:send 0->{n}", **batch) for n in (0, 1)]
+    server.entries = (*parts, entry(2, "started", profiling_name="nccl:coalesced", **batch))
+    recorder.start()
+    time.sleep(0.2)
+    assert recorder.rows.empty()
+    server.entries = (*parts, entry(2, duration_ms=1.0, profiling_name="nccl:coalesced", **batch), entry(3, "started"))
+    assert rows(recorder, 3) == [(0, 7, None), (1, 7, None), (2, 4, 1_000_000)]
+    server.entries = (entry(3, duration_ms=1.0),)
+    assert rows(recorder, 1) == [(3, 4, 1_000_000)]
+    assert recorder.gaps.empty()
+
+
+def test_nobody_asks_while_the_rank_captures_a_cuda_graph(asked):
+    server, recorder, folder = asked
+    server.entries = (entry(0, duration_ms=1.0),)
+    with (folder / flight.GATE).open() as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        recorder.start()
+        time.sleep(0.3)
+        assert recorder.rows.empty()
+    assert rows(recorder, 1) == [(0, 1, 1_000_000)]
+    assert recorder.gaps.empty()
 
 
 def test_what_was_overwritten_is_counted(asked):
@@ -189,6 +230,33 @@ def test_jobs_recorder_is_in_its_run(tmp_path):
     ]
     joined = nccl_durations(dispatched, groups, records)
     assert joined["number"].to_list() == dispatched["number"].to_list()
+
+
+# Without a GPU both calls fail, after what is done before them.
+CAPTURES = """
+import contextlib, fcntl
+with flight_recorder._folder.joinpath("gate").open() as gate:
+    for call in ("capture_begin", "capture_begin", "capture_end", "capture_end"):
+        with contextlib.suppress(Exception):
+            getattr(torch.cuda.CUDAGraph, call)(None)
+        try:
+            fcntl.flock(gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+            print("open")
+        except BlockingIOError:
+            print("shut")
+dist.destroy_process_group()
+"""
+
+
+def test_gate_is_shut_while_graphs_are_captured(tmp_path):
+    """The second capture begins before the first has ended."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("dist.destroy_process_group()\n", CAPTURES))
+    command = [sys.executable, "-m", "rankscope", "run", "--out", str(tmp_path / "run"), "--no-report"]
+    job = [*command, "--standalone", "--nproc-per-node", "1", str(tmp_path / "script.py")]
+    done = subprocess.run(job, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.split() if line in ("open", "shut")] == ["shut", "shut", "shut", "open"]
 
 
 def test_recorder_that_is_off_is_a_gap(tmp_path):

@@ -15,7 +15,7 @@ import pickle
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
@@ -221,16 +221,27 @@ def _read(path: Path) -> _Dump:
     entries: list[_Entry] = []
     pg_ids: dict[int, Group] = {}
     skipped = 0
-    for raw in loaded.get("entries", []):
+    ended: dict[tuple[str, int, int], int] = {}  # groups of coalesced operations, and where their own entries are
+    for raw in reversed(loaded.get("entries", [])):
         try:
-            entry = _entry(raw, by_name, rank)
+            entry, part = _entry(raw, by_name, rank), _part_of(raw)
         except _BROKEN:
             skipped += 1
             continue
+        if str(raw["profiling_name"]).endswith(":coalesced") and not entry.pending:
+            ended[part] = entry.number
+        elif ended.get(part, -1) > entry.number:  # the recorder never says of its parts that they have ended
+            entry = replace(entry, pending=False, started=True)
         entries.append(entry)
         pg_ids[int(raw.get("pg_id", -1))] = entry.group
     status = _status(loaded.get("pg_status") or {}, groups, pg_ids)
-    return _Dump(path, rank, groups, status, tuple(entries), skipped)
+    return _Dump(path, rank, groups, status, tuple(reversed(entries)), skipped)
+
+
+def _part_of(raw: Mapping[str, Any]) -> tuple[str, int, int]:
+    """The same for the parts of a group of coalesced operations, and for its own entry, which comes after them."""
+    name, _ = raw["process_group"]
+    return str(name), int(raw.get("collective_seq_id", raw.get("seq_id", 0))), int(raw.get("p2p_seq_id", 0))
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[Group]:
@@ -266,7 +277,7 @@ def _entry(raw: Mapping[str, Any], by_name: Mapping[str, Group], rank: int) -> _
     is_p2p = bool(raw.get("is_p2p", False)) or _DIRECTION.match(title) is not None
     collective_seq = int(raw.get("collective_seq_id", raw.get("seq_id", 0)))
     state = str(raw.get("state", ""))
-    end = raw.get("time_discovered_completed_ns")
+    end = raw.get("time_discovered_completed_ns") or None  # 0 in JSON, where a pickle has none
     done = state == "completed" or bool(raw.get("retired", False)) or end is not None
     sizes: list[Sequence[int]] = []
     dtypes: list[str] = []

@@ -6,18 +6,25 @@ stays as the job has set it.
 
 Torch's first NCCL backend keeps a recorder of its own; others, which torch 2.15 takes unless `TORCH_DIST_USE_NCCL2=0`,
 have one each by their name.
+
+An answer looks at the events of what has not ended, from a thread of torch's. That would break the capture of a CUDA
+graph under way in another thread, so nobody asks from `capture_begin` to `capture_end`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankscope.collectors.flight import LAST, SOCKET, fetch
+from rankscope.collectors.flight import GATE, LAST, SOCKET, fetch
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
@@ -28,6 +35,8 @@ NCCL_RECORDER = "dump_nccl_trace_json"  # the worker server's handler for the re
 _server: Any = None
 _folder: Path | None = None
 _handler = ""
+_undos: list[Callable[[], None]] = []
+_LONGEST_S = 2.0  # for an answer that is under way
 
 
 def start(emit: Emit) -> None:
@@ -59,6 +68,10 @@ def start(emit: Emit) -> None:
                     group._enable_collectives_timing()
 
     emit.on_tick(emit.guard("flight_recorder", tick))
+    graph = sys.modules["torch"].cuda.CUDAGraph
+    ignored = lambda *_: None  # noqa: E731
+    _undos.append(emit.around("flight_recorder", graph, "capture_begin", ignored, before=lambda _: _gate.shut()))
+    _undos.append(emit.around("flight_recorder", graph, "capture_end", lambda *_: _gate.open()))
 
 
 def recorder_of(torch: Any, group: Any) -> str | None:  # noqa: ANN401
@@ -76,6 +89,7 @@ def serve(emit: Emit, handler: str) -> None:
     global _server, _folder, _handler
     server = sys.modules["torch"]._C._distributed_c10d._WorkerServer
     _folder, _handler = Path(tempfile.mkdtemp(prefix="rankscope-")), handler
+    _gate.place(_folder / GATE)
     _server = server(str(_folder / SOCKET))
     emit.send({"type": "flight_recorder", "folder": str(_folder), "handler": handler})
 
@@ -83,8 +97,47 @@ def serve(emit: Emit, handler: str) -> None:
 def stop() -> None:
     """What the recorder holds is left in the folder, and the server is gone."""
     global _server, _folder
+    while _undos:
+        _undos.pop()()
     if _server is None or _folder is None:
         return
     (_folder / LAST).write_bytes(fetch(str(_folder / SOCKET), _handler))
     _server.shutdown()
     _server = _folder = None
+
+
+class _Gate:
+    """A lock on a file: shared by who asks, ours alone while graphs are captured."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._captures = 0
+        self._lock = threading.Lock()
+
+    def place(self, path: Path) -> None:
+        with self._lock:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if self._captures:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)  # nobody knows the file yet
+
+    def shut(self) -> None:
+        """Nobody asks any more. An answer that is under way has ended, or has taken `_LONGEST_S`."""
+        with self._lock:
+            self._captures += 1
+            if self._captures > 1 or self._fd < 0:
+                return
+            until_s = time.monotonic() + _LONGEST_S
+            while time.monotonic() < until_s:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                time.sleep(0.0005)
+
+    def open(self) -> None:
+        with self._lock:
+            self._captures -= 1
+            if not self._captures and self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+_gate = _Gate()
