@@ -328,7 +328,7 @@ def test_export_without_device_work_and_a_report_that_was_not_exported_say_what_
 # ---------------------------------------------------------------- NCCL
 
 
-def inspector(rank, *, start=None, comm="0xa", ranks=2, sn=1, pid=None):
+def inspector(rank, *, start=None, comm="0xa", ranks=2, sn=1, pid=None, coll="AllReduce"):
     times = {
         "coll_start_ts": start,
         "coll_stop_ts": (start or 0) + 1,
@@ -337,7 +337,7 @@ def inspector(rank, *, start=None, comm="0xa", ranks=2, sn=1, pid=None):
     return {
         "header": {"id": comm, "rank": rank, "n_ranks": ranks, "nnodes": 1},
         "metadata": {"inspector_output_format_version": "v4.0", "hostname": "h", "pid": pid or 100 + rank},
-        "coll_perf": {"coll": "AllReduce", "coll_sn": sn, "coll_msg_size_bytes": 64, "coll_exec_time_us": 9}
+        "coll_perf": {"coll": coll, "coll_sn": sn, "coll_msg_size_bytes": 64, "coll_exec_time_us": 9}
         | ({"event_trace_ts": times} if start else {}),
     }
 
@@ -354,6 +354,19 @@ def test_inspector_with_times_tells_who_waited(tmp_path):
     report = diagnose(trace := Trace.open(tmp_path))
     assert [(w.rank, w.waited_ns) for w in report.waits] == [(0, 300 * US), (1, 0)]
     assert "1 line of 0.log could not be read" in whys(trace)
+
+
+def test_operations_are_numbered_together_where_nccl_counts_each_kind_by_itself(tmp_path):
+    """All-gather 1, reduce-scatter 1, all-gather 2, reduce-scatter 2; rank 1's log begins with the second of these."""
+    calls = [("AllGather", 1, 100), ("ReduceScatter", 1, 200), ("AllGather", 2, 300), ("ReduceScatter", 2, 400)]
+    for rank in range(2):
+        logged = [inspector(rank, start=start + rank, sn=sn, coll=coll) for coll, sn, start in calls[rank:]]
+        write_lines(tmp_path / f"{rank}.log", *logged)
+    rows = Trace.open(tmp_path).table("collectives").sort("rank", "start_ns").select("rank", "op", "seq").collect()
+    assert rows.rows() == [
+        *((0, op, seq) for seq, op in enumerate(["allgather", "reduce_scatter"] * 2)),
+        *((1, op, seq) for seq, op in [(1, "reduce_scatter"), (2, "allgather"), (3, "reduce_scatter")]),
+    ]
 
 
 def test_inspector_without_times_says_what_to_set(tmp_path):

@@ -326,6 +326,21 @@ def _op(name: str) -> str:
     return OPS_BY_NAME.get(name.lower(), "unknown")
 
 
+def _sequences(ops: Sequence[_Op]) -> dict[tuple[str, str, int], int]:
+    """The number of each collective in its communicator: NCCL counts each kind of them by itself."""
+    begin: dict[tuple[str, str, int], int] = {}
+    for op in ops:
+        if op.op not in P2P_OPS:
+            key = op.comm, op.op, op.seq
+            begin[key] = min(begin.get(key, op.start_ns), op.start_ns)
+    counts: Counter[str] = Counter()
+    numbers = {}
+    for key in sorted(begin, key=lambda key: begin[key]):
+        numbers[key] = counts[key[0]]
+        counts[key[0]] += 1
+    return numbers
+
+
 def _frames(log: _Log) -> tuple[dict[str, pl.DataFrame], list[Gap]]:
     """The tables, with global ranks, and what could not be placed."""
     world = max(log.sizes, key=lambda comm: log.sizes[comm])
@@ -340,6 +355,7 @@ def _frames(log: _Log) -> tuple[dict[str, pl.DataFrame], list[Gap]]:
     }
     members[world] |= {rank: rank for rank in range(log.sizes[world])}
     placed = [op for op in log.ops if op.process in rank_of]
+    seq_of = _sequences(placed)
     ranks = sorted(rank_of.values())
     frames: dict[str, list[Row]] = {
         "ranks": [{"rank": rank, "start_ns": 0, "world_size": log.sizes[world]} for rank in ranks],
@@ -365,7 +381,7 @@ def _frames(log: _Log) -> tuple[dict[str, pl.DataFrame], list[Gap]]:
                 "device_start_ns": op.device_start_ns,
                 "end_ns": op.end_ns,
                 "group_id": group_id[op.comm],
-                "seq": op.seq,
+                "seq": seq_of.get((op.comm, op.op, op.seq), op.seq),
                 "op": op.op,
                 "dtype": op.dtype,
                 "peer": members[op.comm].get(op.peer, NO_PEER),
