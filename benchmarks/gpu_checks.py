@@ -449,6 +449,15 @@ def captures_are_left_alone() -> str:
     return f"3 captures of 1 s each, ended well; gaps: {job.gaps('device_events')}"
 
 
+@check(69)
+def captures_during_collectives_are_left_alone() -> str:
+    job = all_reduces("graphs", "--steps", "50", "--captures", "5")
+    records = job.table("flight_records")
+    without = records["duration_ns"].null_count()
+    claim(records.height >= 110 and not without, f"{records.height} records, {without} without a duration")
+    return f"5 captures of 2 s each, ended well; {records.height} records; gaps: {job.gaps('flight_recorder')}"
+
+
 @check(14)
 def graphs_survive_a_window() -> str:
     text = """

@@ -3,7 +3,8 @@
     rankscope run --standalone --nproc-per-node 2 benchmarks/nccl_job.py --one-gpu
 
 With `--one-gpu` all ranks use device 0, and NCCL takes each for a node of its own: it then talks through sockets, as
-between nodes, which its proxies do. `--late 1:20` lets rank 1 come 20 ms late to each.
+between nodes, which its proxies do. `--late 1:20` lets rank 1 come 20 ms late to each. `--captures 5` then captures so
+many CUDA graphs on rank 0, each for 2 s, while an all-reduce is under way to which rank 1 comes 3 s late.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--mib", type=float, default=64)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--captures", type=int, default=0)
     parser.add_argument("--late", default="-1:0", help="RANK:MILLISECONDS")
     arguments = parser.parse_args()
     rank = int(os.environ["RANK"])
@@ -40,7 +42,25 @@ def main() -> None:
         tensor.fill_(1)
         if device.type == "cuda":
             torch.cuda.synchronize()
+    for _ in range(arguments.captures):
+        if rank == 1:
+            time.sleep(3)
+        work = dist.all_reduce(tensor, async_op=True)
+        if rank == 0:
+            capture(2.0)
+        work.wait()
+        torch.cuda.synchronize()
     end(device, started, arguments.steps)
+
+
+def capture(seconds: float) -> None:
+    """Capture a graph in the mode that other threads can break, and keep it open; what runs on the device runs on."""
+    ones, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="global")
+        ones.mul_(2)
+        time.sleep(seconds)
+        graph.capture_end()
 
 
 def begin(arguments: argparse.Namespace) -> torch.device:
