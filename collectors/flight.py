@@ -17,6 +17,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from rankscope.collectors.ping import unix_anchor
+
 __all__ = ["GATE", "LAST", "SOCKET", "FlightRecorder", "fetch"]
 
 # In the rank's folder: torch's socket, what the rank leaves behind, and the file that is locked while somebody asks, or
@@ -104,7 +106,8 @@ class FlightRecorder(threading.Thread):
 
     def _take(self, answer: bytes, *, is_last: bool = False) -> None:
         """Rows of the records that have ended since the last answer, at the end of all."""
-        to_monotonic_ns = time.perf_counter_ns() - time.time_ns()
+        before_ns, unix_ns, _, after_ns = unix_anchor()
+        to_monotonic_ns = (before_ns + after_ns) // 2 - unix_ns
         entries = json.loads(answer).get("entries", [])
         if not entries:
             return
