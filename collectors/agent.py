@@ -252,6 +252,8 @@ class Agent:
             "ranks": self._reports,
         }
         self._state_changed = False
+        self._told_since_ns: int | None = None  # by the JSON on the disk
+        self._told_of_retention = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
         listener.setblocking(False)
@@ -327,15 +329,24 @@ class Agent:
             self._state_changed = True
         if self._state_changed:
             self._write_state()
-        if not self._state_changed:  # the run's JSON says since when all is there, before anything is removed
-            self._retain()
+        self._retain()
 
     def _retain(self) -> None:
-        try:
-            self._retention.work()
-        except OSError as error:
-            self._retention = Retention(0)
-            self._gap("*", f"older records are not removed any more, and the recording grows: {error}")
+        """A little of what is too much is removed, once the run's JSON says since when all is there."""
+        if self._told_since_ns != self._retention.since_ns:
+            try:  # the disk is full
+                self._run.spend_reserve()
+                self._write_state()
+            except OSError:
+                return
+        if self._told_since_ns == self._retention.since_ns:
+            try:
+                self._retention.work()
+            except (OSError, pa.ArrowInvalid) as error:
+                if not self._told_of_retention:
+                    self._told_of_retention = True
+                    self._gap("*", f"some older records could not be removed, which is tried again: {error}")
+        self._run.refill_reserve()
 
     # ---- the ranks
 
@@ -698,6 +709,7 @@ class Agent:
             unfinished.write_text(json.dumps(self._state, indent=1))
             os.replace(unfinished, path)
             self._state_changed = False
+            self._told_since_ns = self._state.get("kept_since_ns")
         except OSError:
             with contextlib.suppress(OSError):
                 unfinished.unlink()

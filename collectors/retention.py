@@ -7,10 +7,11 @@ before, and still has their lengths.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,9 @@ _REDUCED = ("collectives", "regions")
 _USUAL_BYTES, _USUAL_SHARE = 10_000_000_000, 0.25  # of the disk's free space
 _FREED = 0.1  # of what it may take, at once
 _PARTS_AT_ONCE = 8
+_PARTS_BESIDE = 16
 _WORK_S = 0.05  # a second, in which the rings wait
+_REST_S = 60.0
 _OPTIMIZER, _BACKWARD = map(REGION_KINDS.index, ("optimizer", "backward"))
 _COUNTS_STEPS = pa.array([REGION_KINDS.index(kind) for kind in COUNTS_STEPS if kind != "backward"], pa.uint8())
 
@@ -54,6 +57,7 @@ class Retention:
         self._most_bytes = most_bytes
         self._partitions: list[Partition] = []
         self._to_do: deque[tuple[Partition, str]] = deque()
+        self._resting: dict[tuple[Partition, str], float] = {}  # until when: something of it could not be removed
 
     def watch(self, partition: Partition) -> None:
         self._partitions.append(partition)
@@ -77,22 +81,26 @@ class Retention:
         return True
 
     def work(self) -> None:
-        """A little of what is to be removed is. Raises OSError."""
+        """A little of what is to be removed is. Raises OSError or ArrowInvalid: that is tried again in a minute."""
         deadline = time.monotonic() + _WORK_S
         while self._to_do and time.monotonic() < deadline:
             partition, table = self._to_do[0]
             old = [part for part in partition.sealed(table) if not part.reduced and self._is_old(part)]
-            if not old:
-                self._to_do.popleft()
-            elif table in _REMOVED:
-                partition.reduce(table, old[:_PARTS_AT_ONCE])
-            else:
-                _reduce(partition, table, old[:_PARTS_AT_ONCE])
+            try:
+                if not old:
+                    self._to_do.popleft()
+                elif table in _REMOVED:
+                    partition.reduce(table, old[:_PARTS_AT_ONCE])
+                else:
+                    _reduce(partition, table, old[:_PARTS_AT_ONCE])
+            except (OSError, pa.ArrowInvalid):
+                self._resting[self._to_do.popleft()] = time.monotonic() + _REST_S
+                raise
 
     def _removable(self) -> Iterator[tuple[Partition, str, Sealed]]:
         """The newest file of a table that goes on is none of them: something must be left to judge."""
-        for partition in self._partitions:
-            for table in (*_REMOVED, *_REDUCED):
+        for partition, table in itertools.product(self._partitions, (*_REMOVED, *_REDUCED)):
+            if self._resting.get((partition, table), 0.0) < time.monotonic():
                 sealed = partition.sealed(table)
                 for part in sealed if partition.closed else sealed[:-1]:
                     if not part.reduced:
@@ -105,6 +113,9 @@ class Retention:
 def _reduce(partition: Partition, table: str, old: Sequence[Sealed]) -> None:
     """In the place of these parts, and of the last that was reduced, are the rows by which steps are counted."""
     before = [part for part in partition.sealed(table) if part.reduced][-1:]
+    if table == "collectives":
+        while len(old) > 1 and len(_beside(partition, old)) > _PARTS_BESIDE:
+            old = old[: len(old) // 2]
     rows = partition.rows(table, old).sort_by("start_ns")
     if table == "regions":
         kinds = rows["kind"]
@@ -114,17 +125,26 @@ def _reduce(partition: Partition, table: str, old: Sequence[Sealed]) -> None:
         needed[backward[last_before_each(optimizers, _starts(rows)[backward])]] = True
         needed[:1] = True  # the first step begins there
     else:
-        needed = last_before_each(_optimizers_between(partition, old), _starts(rows))
+        needed = last_before_each(_optimizers(partition, _beside(partition, old), old[-1].last), _starts(rows))
     kept = rows.filter(pa.array(needed))
     partition.reduce(table, [*before, *old], pa.concat_tables([partition.rows(table, before), kept]))
 
 
-def _optimizers_between(partition: Partition, parts: Sequence[Sealed]) -> npt.NDArray[np.int64]:
-    """When the optimizers began, in order, from the first row of these parts to the last."""
+def _beside(partition: Partition, parts: Sequence[Sealed]) -> list[Sealed]:
+    """The files of regions of the time of these parts."""
     first, last = parts[0].first, parts[-1].last
-    known = [part for part in partition.sealed("regions") if part.first <= last and part.last >= first]
-    rows = partition.rows("regions", known, live=True)
-    return np.sort(_starts(rows.filter(pc.equal(rows["kind"], _OPTIMIZER))))
+    return [part for part in partition.sealed("regions") if part.first <= last and part.last >= first]
+
+
+def _optimizers(partition: Partition, files: Iterable[Sealed], until_ns: int) -> npt.NDArray[np.int64]:
+    """When those in these files began, in order; with the file that is being written, where that is not later."""
+    tables = (partition.rows("regions", [file]) for file in files)
+    starts = [_starts(rows.filter(pc.equal(rows["kind"], _OPTIMIZER))) for rows in tables]
+    sealed = partition.sealed("regions")
+    if not sealed or sealed[-1].last <= until_ns:
+        live = partition.live_rows("regions")
+        starts.append(_starts(live.filter(pc.equal(live["kind"], _OPTIMIZER))))
+    return np.sort(np.concatenate(starts)) if starts else np.zeros(0, np.int64)
 
 
 def last_before_each(marks: npt.NDArray[np.int64], times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

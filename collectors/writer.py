@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.ipc
 
 from rankscope.collectors.schema import TABLES, Table
@@ -48,6 +49,7 @@ class RunFolder:
         self.path = path
         self.refused: list[tuple[_TableWriter, str]] = []  # with the partition: small tables that found no space
         self._reserve = ""
+        self._is_spent = False
 
     def reserve(self) -> None:
         """Space for what a full disk must not cost. Raises OSError where nothing can be written at all."""
@@ -57,6 +59,22 @@ class RunFolder:
         self._reserve = Path(name).name
         with open(handle, "wb", buffering=0) as file, contextlib.suppress(OSError):  # then there is none
             file.write(os.urandom(RESERVE_BYTES))
+
+    def spend_reserve(self) -> None:
+        """Its space is free, for what must be written now. Raises OSError."""
+        os.truncate(self.path / "run" / self._reserve, 0)
+        self._is_spent = True
+
+    def refill_reserve(self) -> None:
+        """Its space is reserved again, if there is any."""
+        if self._is_spent:
+            path = self.path / "run" / self._reserve
+            try:
+                path.write_bytes(os.urandom(RESERVE_BYTES))
+                self._is_spent = False
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(path, 0)
 
     @property
     def gone(self) -> bool:
@@ -206,15 +224,18 @@ class _Part:
         self.number = number
         self.rows = 0
         self.whole_bytes = 0
+        self._times: list[int] = []  # the first and the last of each batch, as far as known
         self._sink = pa.OSFile(str(folder / self.name), "wb")  # unbuffered: what is written is with the system
         self._writer = pa.ipc.new_file(self._sink, schema, options=_LIVE)
 
-    def write(self, batch: pa.RecordBatch) -> None:
+    def write(self, batch: pa.RecordBatch, order: str) -> None:
         self._writer.write_batch(batch)
         self.whole_bytes = self._sink.tell()
         self.rows += batch.num_rows
+        ends = pc.min_max(batch[order])
+        self._times += [ends[end].as_py() or 0 for end in ("min", "max")]  # null in `gaps` only
 
-    def abandon(self, folder: Path) -> None:
+    def abandon(self, folder: Path) -> Sealed | None:
         """The file ends after its last whole batch, or is gone if it has none. Nothing may be appended any more."""
         self._close()
         try:
@@ -224,15 +245,21 @@ class _Part:
                 os.unlink(folder / self.name)
         except OSError:
             pass  # a torn batch at the end is what readers expect anyway
+        return self._as_it_is()
 
     def seal(self, folder: Path, order: str) -> Sealed | None:
-        """The file is whole and sorted; where the disk refuses, it stays as it is, without a footer, and is None."""
+        """The file is whole and sorted; where the disk refuses, it stays as it is, without a footer."""
         self._close()
         try:
             rows = read_live(folder / self.name).sort_by(order)
             return _replace_file(folder / self.name, self.number, rows, order)
         except (OSError, pa.ArrowInvalid):
+            return self._as_it_is()
+
+    def _as_it_is(self) -> Sealed | None:
+        if not self.rows:
             return None
+        return Sealed(self.number, self.whole_bytes, min(self._times), max(self._times))
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):
@@ -280,11 +307,14 @@ class _TableWriter:
 
     def seal(self, folder: Path) -> None:
         if self._part:
-            sealed = self._part.seal(folder, self.table.order)
-            if sealed:
-                last = max([sealed.last, *(part.last for part in self.sealed[-1:])])
-                self.sealed.append(replace(sealed, last=last))
-            self._part = None
+            self._finish(self._part.seal(folder, self.table.order))
+
+    def _finish(self, sealed: Sealed | None) -> None:
+        """The part is not written any more."""
+        if sealed:
+            last = max([sealed.last, *(part.last for part in self.sealed[-1:])])
+            self.sealed.append(replace(sealed, last=last))
+        self._part = None
 
     @property
     def size_bytes(self) -> int:
@@ -292,11 +322,15 @@ class _TableWriter:
         return sum(part.size_bytes for part in self.sealed) + (self._part.whole_bytes if self._part else 0)
 
     def rows(self, folder: Path, parts: Iterable[Sealed]) -> pa.Table:
-        """The rows of sealed parts. Raises OSError."""
+        """The rows of these parts. Raises OSError or ArrowInvalid."""
         tables = [_SCHEMAS[self.table.name].empty_table()]
         for part in parts:
-            with pa.OSFile(str(folder / _part_name(self._prefix, part.number))) as source:
-                tables.append(pa.ipc.open_file(source).read_all())
+            path = folder / _part_name(self._prefix, part.number)
+            try:
+                with pa.OSFile(str(path)) as source:
+                    tables.append(pa.ipc.open_file(source).read_all())
+            except pa.ArrowInvalid:  # the disk did not take its footer
+                tables.append(read_live(path))
         return pa.concat_tables(tables)
 
     def live_rows(self, folder: Path) -> pa.Table:
@@ -323,13 +357,12 @@ class _TableWriter:
             if self._part is None:
                 self._part = _Part(folder, self._prefix, self._next_part, batch.schema)
                 self._next_part = self._part.number + 1
-            self._part.write(batch)
+            self._part.write(batch, self.table.order)
         except OSError as error:
             self.why = os.strerror(error.errno) if error.errno else str(error)
             self._retry_at = time.monotonic() + RETRY_S
             if self._part:
-                self._part.abandon(folder)
-                self._part = None
+                self._finish(self._part.abandon(folder))
             return False
         return True
 
@@ -404,13 +437,15 @@ class Partition:
         """The table's files that are not written any more, in the order in which they were."""
         return self._writers[table].sealed if table in self._writers else ()
 
-    def rows(self, table: str, parts: Iterable[Sealed], *, live: bool = False) -> pa.Table:
-        """The rows of these files, with `live` those of the one that is being written too. Raises OSError."""
+    def rows(self, table: str, parts: Iterable[Sealed]) -> pa.Table:
+        """The rows of these files. Raises OSError or ArrowInvalid."""
         writer = self._writers.get(table)
-        if writer is None:
-            return _SCHEMAS[table].empty_table()
-        read = writer.rows(self._folder(writer), parts)
-        return pa.concat_tables([read, writer.live_rows(self._folder(writer))]) if live else read
+        return writer.rows(self._folder(writer), parts) if writer else _SCHEMAS[table].empty_table()
+
+    def live_rows(self, table: str) -> pa.Table:
+        """The rows of the file that is being written. Raises OSError."""
+        writer = self._writers.get(table)
+        return writer.live_rows(self._folder(writer)) if writer else _SCHEMAS[table].empty_table()
 
     def reduce(self, table: str, parts: Sequence[Sealed], rows: pa.Table | None = None) -> None:
         """In the place of these files, which follow each other, are files of these rows or none. Raises OSError."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.util
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
 
 from rankscope.analysis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
 from rankscope.analysis.stretch import _count_steps
 from rankscope.analysis.trace import BadInput, Trace
-from rankscope.collectors import writer
+from rankscope.collectors import agent, writer
 from rankscope.collectors.retention import Retention
 from rankscope.collectors.writer import Partition, RunFolder
 
@@ -157,3 +162,103 @@ def test_a_size_that_is_none_is_one_line(tmp_path, size):
     assert done.returncode == 2
     assert f"--keep is what a node's files may take, as in 500M, 20G or 1T, or all; got {size}" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def filled(partition: Partition, table: str, since: int, count: int) -> None:
+    """Rows that do not compress, `count` of them, a microsecond apart."""
+    numbers = np.random.default_rng(since).integers(0, 2**62, count)
+    times = np.arange(since, since + count) * 1000
+    columns = {"end_ns": times, "number": numbers}
+    if table == "regions":
+        columns = {"start_ns": times, "end_ns": numbers, "name_id": numbers % 2**32}
+        columns |= {"kind": np.zeros(count, np.uint8), "thread": np.zeros(count, np.uint16)}
+    partition.add(table, columns)
+    partition.flush()
+
+
+def test_what_cannot_be_removed_is_tried_again_and_the_rest_goes(tmp_path, monkeypatch):
+    """A file of regions cannot be read for a while."""
+    monkeypatch.setattr(writer, "SEAL_ROWS", 1000)
+    (tmp_path / "run").mkdir()
+    partition = Partition(RunFolder(tmp_path), "rank=00000", "a0-")
+    for since in range(0, 20_000, 1000):
+        filled(partition, "regions", since, 1000)
+        filled(partition, "completions", since, 1000)
+    (broken, *_) = sorted((tmp_path / "regions" / "rank=00000").iterdir())
+    content = broken.read_bytes()
+    broken.write_bytes(b"x" * len(content))
+    retention = Retention(partition.size_bytes // 2)
+    retention.watch(partition)
+    assert retention.decide()
+
+    def work() -> None:
+        for _ in range(100):
+            retention.work()
+
+    with pytest.raises((OSError, pa.ArrowInvalid)):
+        work()
+    work()
+    assert len(partition.sealed("completions")) < 12
+    assert not any(part.reduced for part in partition.sealed("regions"))
+    broken.write_bytes(content)
+    monkeypatch.setattr(retention, "_resting", {})
+    while retention.decide():
+        work()
+    assert partition.sealed("regions")[0].reduced
+    assert partition.size_bytes <= retention._most_bytes
+
+
+def test_files_that_the_disk_did_not_let_seal_are_counted_and_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEAL_ROWS", 1000)
+    (tmp_path / "run").mkdir()
+    partition = Partition(RunFolder(tmp_path), "rank=00000", "a0-")
+    retention = Retention(100_000)
+    retention.watch(partition)
+
+    def refuse(path: Path, rows: pa.Table) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(writer, "_write_file", refuse)
+        for since in range(0, 10_000, 1000):
+            filled(partition, "regions", since, 1000)
+    assert partition.size_bytes == size_of(tmp_path) > 150_000
+    for since in range(10_000, 20_000, 1000):
+        filled(partition, "regions", since, 1000)
+        while retention.decide():
+            for _ in range(100):
+                retention.work()
+    assert partition.size_bytes == size_of(tmp_path) <= 100_000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_on_a_full_disk_older_records_still_make_room(tmp_path, monkeypatch):
+    """Another job fills the disk in the moment in which there is too much: the run's JSON takes what was reserved."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("this machine mounts nothing")
+    monkeypatch.setattr(writer, "SEAL_ROWS", 1000)
+    monkeypatch.setattr(agent, "RETAIN_NS", 1)
+    try:
+        out = disk / "run"
+        out.mkdir()
+        running = agent.Agent(
+            agent._bind("test-full"), out, hz=1, until_stdin_closes=False, launch={}, keep_bytes=200_000
+        )
+        node = running._begin(0)
+        partition = Partition(running._run, "rank=00000", "a0-")
+        running._retention.watch(partition)
+        for since in range(0, 40_000, 1000):
+            filled(partition, "completions", since, 1000)
+        with (disk / "other").open("wb", buffering=0) as other, contextlib.suppress(OSError):
+            while True:
+                other.write(b"x" * 4096)
+        for _ in range(5):
+            running._flush(node)
+        assert partition.size_bytes <= 200_000
+        state = json.loads((out / "run" / "node=00000.json").read_text())
+        assert state["kept_since_ns"] == running._retention.since_ns
+        assert (out / "run" / running._run._reserve).stat().st_size == writer.RESERVE_BYTES
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
