@@ -127,6 +127,7 @@ _AS_REPLAYED = ("slow_link", "gc_stall", "recompile")
 _REPLAYED = 8  # of one kind; each takes a replay
 _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
+_READINGS = 3
 _LISTED = 20  # of the causes of waiting and of the critical path
 _MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
 
@@ -148,11 +149,24 @@ def diagnose(
     return with_looks(trace, report, timeline)
 
 
-def read_run(path: PathLike | Sequence[PathLike]) -> tuple[Report, Timeline]:
-    """The report and timeline of the run at this path. Raises BadInput."""
-    trace = Trace.open(path)
-    timeline = build_timeline(trace)
-    return with_looks(trace, report_on(trace, timeline), timeline), timeline
+def read_run(
+    path: PathLike | Sequence[PathLike],
+    *,
+    flops_per_step: float | None = None,
+    peak_tflops: float | None = None,
+    price: float | None = None,
+) -> tuple[Report, Timeline]:
+    """The report, as by `diagnose`, and the timeline of the run at this path. Raises BadInput.
+
+    A running job whose older records make room meanwhile is read again.
+    """
+    for _ in range(_READINGS):
+        trace = Trace.open(path)
+        timeline = build_timeline(trace)
+        report = report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
+        if not (isinstance(trace.reader, NativeReader) and trace.reader.has_shrunk):
+            break
+    return with_looks(trace, report, timeline), timeline
 
 
 def with_looks(trace: Trace, report: Report, timeline: Timeline) -> Report:

@@ -162,10 +162,11 @@ class Look:
     """A phase of a run whose steps are longer or shorter than those that were read, and what some of them tell.
 
     `findings` are root causes in steps `first` to `last`, `changes` what parts take there more than in those that were
-    read. Where the phase was not looked into, `why` says so.
+    read. Where the phase was not looked into, `why` says so. As many `others` differ in the same direction.
     """
 
     phase: Span
+    others: int = 0
     first: int | None = None
     last: int | None = None
     findings: tuple[Found, ...] = ()

@@ -5,6 +5,7 @@ A report holds one part of such a run. Lengths are known of all steps, so it can
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.compare import NotComparable, compare
 from rankscope.analysis.finding import Change, Found, History, Look, Report, Span
 from rankscope.analysis.language import joined, text
+from rankscope.analysis.phrases import counted
 from rankscope.analysis.report.phrases import part_change
 from rankscope.analysis.report.quantities import percent, ranges
 from rankscope.analysis.stretch import FEWEST, Stretch
@@ -27,7 +29,8 @@ __all__ = ["look_around"]
 _BLOCK = 20  # steps whose median counts as one
 _SMOOTH = 5  # blocks, so that a phase lasts some 50 steps
 _DIFFERENT = 1.1  # as in Greyhound: a shift above 10 %
-_WORTH = 0.01  # of the run's time, that a phase takes more or less
+_STILL = 1.05  # a phase that has begun goes on: noise does not cut it into pieces
+_WORTH = 0.01  # of the run's time, that all phases in one direction take more or less
 _MOST_LOOKS, _MOST_STEPS = 3, 200
 _PART = 0.02  # of the step that was read: changes of a part below are not listed
 
@@ -44,21 +47,31 @@ def look_around(report: Report, timeline: Timeline, read: ReadSteps) -> Report:
     if stretch is None or history is None or stretch.asked:
         return report
     count = stretch.last - stretch.first + 1
-    phases = _phases(stretch, history)[: max(1, min(_MOST_LOOKS, count // FEWEST))]
-    if not phases:
+    phases = _phases(stretch, history)
+    chosen = phases[: max(1, min(_MOST_LOOKS, count // FEWEST))]
+    if not chosen:
         return report
-    steps = max(FEWEST, min(_MOST_STEPS, count // len(phases)))
-    looks = [_look(report, timeline, phase, stretch.kept, steps, read) for phase in phases]
+    steps = max(FEWEST, min(_MOST_STEPS, count // len(chosen)))
+    looks = [_look(report, timeline, phase, stretch.kept, steps, read) for phase in chosen]
+    rest = Counter(_is_longer(phase, history) for phase in phases[len(chosen) :])
+    looks = [replace(look, others=rest.pop(_is_longer(look.phase, history), 0)) for look in looks]
     in_order = tuple(sorted(looks, key=lambda look: look.phase.first))
     verdict = joined(" ", (report.verdict, _sentence(looks[0], history.read)))
     return replace(report, verdict=verdict, history=replace(history, looks=in_order))
+
+
+def _is_longer(phase: Span, history: History) -> bool:
+    return phase.median_ns > history.read.median_ns
 
 
 def _sentence(look: Look, read: Span) -> str:
     """What the verdict says of the phase that differs most."""
     more = look.phase.median_ns / read.median_ns - 1
     what = next(iter((*(found.title for found in look.findings), *map(part_change, look.changes))), "")
-    said = {"steps": ranges(range(look.phase.first, look.phase.last + 1)), "share": percent(abs(more))}
+    steps = ranges(range(look.phase.first, look.phase.last + 1))
+    if look.others:
+        steps = text("{steps}, and {others},", steps=steps, others=counted(look.others, "other phase"))
+    said = {"steps": steps, "share": percent(abs(more))}
     because = text(": {what}", what=what) if what else ""
     if more > 0:
         return text("Steps {steps} took {share} longer than these{because}.", because=because, **said)
@@ -69,17 +82,29 @@ def _phases(stretch: Stretch, history: History) -> list[Span]:
     """The phases of the run whose steps are longer or shorter than those that were read; what differs most first."""
     usual = history.read.median_ns
     lengths = _medians(stretch)
-    kind = np.where(lengths > _DIFFERENT * usual, 1, np.where(lengths < usual / _DIFFERENT, -1, 0))
+    longer, shorter = _lasting(lengths / usual), _lasting(usual / lengths)
+    kind = np.where(longer, 1, np.where(shorter, -1, 0))
     first_block, last_block = stretch.first // _BLOCK, stretch.last // _BLOCK
     kind[first_block : last_block + 1] = 0
+    excess_ns = np.abs(lengths - usual) * _BLOCK
+    for sign in (1, -1):
+        if excess_ns[kind == sign].sum() < _WORTH * history.median_ns * history.count:
+            kind[kind == sign] = 0
     edges = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)]
     found = []
     for begin, end in pairwise(edges):
-        excess_ns = abs(float((lengths[begin:end] - usual).sum())) * _BLOCK
-        if end > begin and kind[begin] and excess_ns >= _WORTH * history.median_ns * history.count:
+        if kind[begin]:
             last = min(end * _BLOCK, history.count) - 1
-            found.append((excess_ns, stretch.span(begin * _BLOCK, last)))
+            found.append((float(excess_ns[begin:end].sum()), stretch.span(begin * _BLOCK, last)))
     return [span for _, span in sorted(found, key=lambda one: one[0], reverse=True)]
+
+
+def _lasting(ratio: Floats) -> NDArray[np.bool_]:
+    """Where it is above `_DIFFERENT`, and from there on, both ways, as long as it is above `_STILL`."""
+    above = ratio > _STILL
+    piece = np.cumsum(np.diff(above, prepend=False))
+    lasting: NDArray[np.bool_] = above & np.isin(piece, piece[ratio > _DIFFERENT])
+    return lasting
 
 
 def _medians(stretch: Stretch) -> Floats:
@@ -107,6 +132,9 @@ def _look(report: Report, timeline: Timeline, phase: Span, kept: int, steps: int
         changed = compare(report, timeline, other, of_other)
     except (BadInput, NotComparable) as error:
         return Look(phase=phase, why=str(error))
+    except Exception as error:  # the report on what was read is done, and must not be lost for this
+        why = text("looking into it failed: {error}", error=f"{type(error).__name__}: {error}")
+        return Look(phase=phase, why=why)
     least_ns = _PART * changed.step.a_ns
     clear = (c for c in changed.parts if c.uncertainty_ns is not None and abs(c.change_ns) > c.uncertainty_ns)
     parts = sorted((c for c in clear if abs(c.change_ns) >= least_ns), key=lambda c: abs(c.change_ns), reverse=True)

@@ -133,8 +133,8 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
     kept = _first_kept(reader, counted)
     if not steps and share >= 1 and not kept:
         return None
-    if kept == count:
-        raise BadInput(f"{reader.where}: no step of it is left in detail, older ones made room (rankscope run --keep)")
+    if kept == count and not steps:  # a job that stands still, say
+        return _last_part(reader, rank, share, counted.clear())
     first, last = steps or (max(count - max(int(share * (count - kept)), FEWEST), kept), count - 1)
     last = min(last, count - 1)
     if first > last:
@@ -177,16 +177,21 @@ def _kept_since(reader: NativeReader, node: int | None) -> int | None:
     return max(_shown(own, _common(clock, since_ns)) + _slack_ns(clock) for clock, since_ns in since)
 
 
-def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFrame) -> Stretch:
-    """As large a share of a run without steps as can be read."""
-    held = pl.concat(reader.extent(name, rank) for name in ("collectives", "regions", "samples"))
+def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFrame) -> Stretch | None:
+    """As large a share of a run without steps as can be read; None where there is nothing to be read."""
+    held = pl.concat(reader.extent(name, rank) for name in ("collectives", "regions", "samples")).drop_nulls("last")
+    if held.is_empty():
+        return None
     node = held["node"][0]
-    last_ns = int(held["last"].drop_nulls().to_numpy().max())
-    first_ns = int(held["first"].drop_nulls().to_numpy().min())
+    last_ns = int(held["last"].to_numpy().max())
+    first_ns = int(held["first"].to_numpy().min())
     kept_ns = max(first_ns, _kept_since(reader, node) or first_ns)
+    kept_ns = min(kept_ns, int(held["first"].to_numpy().max()))  # the newest file of a table stays
     since_ns = round(last_ns - min(share, 1.0) * (last_ns - kept_ns))
     so = {"read": duration(last_ns - since_ns), "whole": duration(last_ns - first_ns)}
     said = text("only the last {read} of {whole} were read", **so)
+    if reader.kept_since:
+        said += text(" (older records made room)")
     spans = _spans(reader, node, since_ns, None)
     return Stretch(first=0, last=-1, kept=0, asked=False, said=said, counted=counted, spans=spans)
 

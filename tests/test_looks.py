@@ -1,18 +1,28 @@
 """A run that is too long for a report: phases of it whose steps differ are found by their lengths, and looked into."""
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import polars as pl
 import pytest
 from test_report import SCHEMA, check
 
 from rankscope.analysis import memory
 from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.finding import Report
 from rankscope.analysis.gate import gate
+from rankscope.analysis.looks import _phases, look_around
+from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.report import html, json_form, terminal
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.stretch import Stretch
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.steps import judge
+from rankscope.analysis.trace import BadInput, Trace
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write
@@ -107,3 +117,64 @@ def test_a_healthy_run_has_no_phases(tmp_path):
     assert report.history.count == STEPS
     assert report.history.looks == ()
     assert report.verdict.endswith(" of 800 were read.")
+
+
+def stretch_of(lengths: np.ndarray, read: int) -> Stretch:
+    """A run of one rank with steps of these lengths in ms, of which the last so many are read."""
+    ends = np.cumsum(lengths * 1e6).astype(np.int64)
+    number = np.arange(len(ends), dtype=np.int32)
+    columns = {"rank": np.zeros_like(number), "step": number, "start_ns": np.append(0, ends[:-1]), "end_ns": ends}
+    no_regions = pl.DataFrame(schema=schema_of("regions"))
+    steps = judge(pl.DataFrame(columns | {"source": ["optimizer"] * len(ends)}), no_regions)
+    counted = steps.with_columns(node=pl.lit(0, pl.Int32))
+    last = len(ends) - 1
+    return Stretch(
+        first=len(ends) - read, last=last, kept=0, asked=False, said="", counted=counted, spans={0: (0, 1 << 62)}
+    )
+
+
+def phases(lengths: np.ndarray, read: int) -> list[tuple[int, int]]:
+    stretch = stretch_of(lengths, read)
+    return [(span.first, span.last) for span in _phases(stretch, stretch.history())]
+
+
+def test_phases_that_are_short_count_together():
+    """A hundred incidents of 180 steps at twice the length: 13 % of the run, none of them 1 %."""
+    lengths = np.random.default_rng(1).normal(100, 2, 120_000)
+    for number in range(100):
+        lengths[1000 + number * 1100 :][:180] *= 2
+    found = sorted(phases(lengths, 5000))
+    assert len(found) == 100
+    assert all(abs(first - 1000 - number * 1100) <= 20 for number, (first, _) in enumerate(found))
+
+
+def test_noise_does_not_cut_a_phase_into_pieces():
+    """The first half takes 12 % longer, and steps scatter by a tenth."""
+    lengths = np.random.default_rng(1).normal(100, 10, 120_000)
+    lengths[:60_000] *= 1.12
+    assert len(phases(lengths, 5000)) < 20
+    (first, last) = phases(lengths, 5000)[0]
+    assert last - first > 3000
+
+
+def test_scatter_alone_is_no_phase():
+    for seed in range(5):
+        assert phases(np.random.default_rng(seed).normal(100, 30, 60_000).clip(30), 5000) == []
+
+
+def test_others_of_the_kind_are_counted(slow_for_a_while):
+    """A report of 200 steps has room for three looks, and the run for five phases."""
+    rng = np.random.default_rng(1)
+    lengths = rng.normal(100, 2, 6000)
+    for number in range(5):
+        lengths[1000 + number * 800 :][:200] *= 1.5
+    stretch = stretch_of(lengths, 200)
+    report = replace(slow_for_a_while, verdict="Read.", history=stretch.history())
+    nothing = BadInput("nothing was read")
+
+    def read(first: int, last: int) -> tuple[Report, Timeline]:
+        raise nothing
+
+    looked = look_around(report, SimpleNamespace(stretch=stretch), read)
+    assert sorted(look.others for look in looked.history.looks) == [0, 0, 2]
+    assert re.search(r"^Read. Steps \d+-\d+, and 2 other phases, took 50 % longer than these.$", looked.verdict)

@@ -5,11 +5,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
 
-from rankscope.analysis import memory
+from rankscope.analysis import diagnose, memory
 from rankscope.analysis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
 from rankscope.analysis.trace import BadInput, Trace
@@ -151,3 +152,73 @@ def test_files_that_are_being_written_count(fsdp, tmp_path):
         part.write_bytes(part.read_bytes()[:-8])
     whole, live = (Trace.open(path).reader.estimated_rows()["collectives"] for path in (fsdp, run))
     assert live == pytest.approx(whole, rel=0.01)
+
+
+def kept(run: Path, folder: Path, since_ns: int, *nodes: int) -> Path:
+    """The run, whose agents say that before this time they have removed records."""
+    shutil.copytree(run, folder)
+    for node in nodes:
+        path = folder / "run" / f"node={node:05d}.json"
+        said = json.loads(path.read_text()) if path.exists() else json.loads(path.with_stem("node=00000").read_text())
+        path.write_text(json.dumps(said | {"node": node, "kept_since_ns": since_ns, "keep_bytes": 10**7}))
+    return folder
+
+
+def ends_ns(run: Path) -> list[int]:
+    return read_run(run)[1].steps.filter(rank=0)["end_ns"].to_list()
+
+
+def test_a_job_of_whose_steps_nothing_is_left_is_judged_by_what_came_after(fsdp, tmp_path):
+    """One that hangs or evaluates for long, until its last steps have made room too."""
+    report, _ = read_run(kept(fsdp, tmp_path / "run", ends_ns(fsdp)[-1] + 10**9, 0, 1))
+    assert "cannot judge: no step was seen; only the last" in report.verdict
+    assert report.verdict.endswith("were read (older records made room).")
+    assert [step for step in report.breakdown if step.ns_per_step] == []
+
+
+def test_what_a_node_without_ranks_of_this_world_removed_is_no_loss(fsdp, tmp_path):
+    report, _ = read_run(kept(fsdp, tmp_path / "run", ends_ns(fsdp)[-5], 7))
+    assert report.history is None
+    assert report.findings[0].ranks == (SLOW,)
+
+
+def test_a_run_whose_last_attempt_came_no_further_than_its_first_word_is_read(fsdp, tmp_path):
+    folder = kept(fsdp, tmp_path / "run", ends_ns(fsdp)[60], 0, 1)
+    for path in folder.glob("ranks/*/a0-part-0000.arrow"):
+        later = pl.read_ipc(path).with_columns(start_ns=pl.lit(ends_ns(fsdp)[-1] + 10**9))
+        writer.write_sealed(path.parent, "a1-", later.to_arrow())
+    report, _ = read_run(folder)
+    assert report.verdict == "Cannot judge: no step was seen."
+
+
+def test_records_that_make_room_while_they_are_read_are_read_again(fsdp, tmp_path, monkeypatch):
+    """The agents of a running job write down that steps before 40 go, just as the run has been opened."""
+    ends = ends_ns(fsdp)
+    folder = kept(fsdp, tmp_path / "run", ends[20], 0, 1)
+    states = sorted((folder / "run").glob("node=*.json"))
+    for path in states:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "running"}))
+    opened = []
+
+    def open_and_remove(path):
+        opened.append(trace := Trace.open(path))
+        if len(opened) == 1:
+            for state in states:
+                said = json.loads(state.read_text()) | {"kept_since_ns": ends[40]}
+                state.write_text(json.dumps(said))
+        return trace
+
+    monkeypatch.setattr(diagnose, "Trace", SimpleNamespace(open=open_and_remove))
+    report, _ = read_run(folder)
+    assert len(opened) == 2
+    assert report.history.kept > 40
+
+
+def test_a_file_that_cannot_be_read_costs_no_other(fsdp, tmp_path):
+    """It lies in the midst of a rank's files, among which those of the steps are searched."""
+    folder = tmp_path / "run"
+    shutil.copytree(fsdp, folder)
+    files = sorted((folder / "collectives" / "rank=00003").iterdir())
+    files[len(files) // 2].write_bytes(b"")
+    rows = [len(read_run(run / "steps=100-110")[1].collectives.filter(rank=3)) for run in (fsdp, folder)]
+    assert rows[0] == rows[1] > 0

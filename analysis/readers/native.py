@@ -8,10 +8,10 @@ import math
 import os
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -170,7 +170,7 @@ def open_run(folders: list[str]) -> NativeReader:
                 f"{where}: node {node} wrote schema version {version}, this rankscope reads up to {SCHEMA_VERSION}: "
                 "update rankscope"
             )
-    reader = NativeReader(run, parts, torn, _windows(roots), where=address.folders[0], world=address.world)
+    reader = NativeReader(run, parts, torn, roots, where=address.folders[0], world=address.world)
     if not reader.ranks():
         raise BadInput(f"{where}: no rank reported{reader.why_no_rank()}")
     from rankscope.analysis.stretch import stretch_of  # it knows the timeline, which knows readers
@@ -187,14 +187,15 @@ class NativeReader:
         run: dict[int, dict[str, Any]],
         parts: list[_Part],
         gaps: list[Gap],
-        windows: list[list[Path]],
+        roots: list[Path],
         *,
         where: str,
         world: int | None,
     ) -> None:
         """Of several worlds this one, by number, is read; None: the one that trains. Raises `BadInput`."""
         self._all_closed = bool(run) and all(launch.get("state") == "closed" for launch in run.values())
-        self._windows = windows
+        self._windows = _windows(roots)
+        self._roots = roots
         self.where = where  # the run's folder, as it was given
         self._worlds = _worlds(run, parts)
         if world is not None and world >= len(self._worlds):
@@ -209,8 +210,19 @@ class NativeReader:
         self._gaps = gaps
         self._imports = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
         self.stretch: Stretch | None = None  # what is read of the run; None: all
-        since = {node: launch.get("kept_since_ns") for node, launch in run.items()}
-        self.kept_since = {node: ns for node, ns in since.items() if isinstance(ns, int)}  # of nodes that removed rows
+
+    @cached_property
+    def kept_since(self) -> dict[int, int]:
+        """From when on all is there, by node, of those of this world's nodes that have removed rows."""
+        return _kept_since(self.run, self._read_raw("ranks")["node"].to_list())
+
+    @property
+    def has_shrunk(self) -> bool:
+        """Whether older records have made room since it was opened, so that what was read may lack rows."""
+        if self._all_closed:
+            return False
+        run, _ = _run_files(self._roots)
+        return _kept_since(run, self.run) != _kept_since(self.run, self.run)
 
     @property
     def imported(self) -> bool:
@@ -375,7 +387,10 @@ class NativeReader:
 
         @cache
         def middle_ns(number: int) -> int:
-            return _middle_ns(parts[number].path, order)
+            at_ns = _middle_ns(parts[number].path, order)
+            if at_ns == _AT_THE_END and number < len(parts) - 1:  # it cannot be read
+                return middle_ns(number - 1) if number else -_AT_THE_END
+            return at_ns
 
         # Of parts that follow each other these and one on either side, since their times overlap a little.
         first = bisect_left(range(len(parts)), begin_ns, key=lambda number: middle_ns(number))
@@ -516,6 +531,11 @@ class NativeReader:
                 "records of the first {removed} made room, to keep within {size} a node (rankscope run --keep)",
                 removed=duration(max(since)),
                 size=bytes_text(min(sizes)),
+            )
+            yield Gap(table="*", rank=None, node=None, count=None, why=why)
+        if self.has_shrunk:
+            why = text(
+                "more records made room while this was read, so rows of the first steps may be missing: read it again"
             )
             yield Gap(table="*", rank=None, node=None, count=None, why=why)
 
@@ -662,6 +682,12 @@ def _run_files(roots: list[Path]) -> tuple[dict[int, dict[str, Any]], list[Gap]]
     return run, gaps
 
 
+def _kept_since(run: Mapping[int, Mapping[str, Any]], nodes: Container[int]) -> dict[int, int]:
+    """From when on all is there, by node, of those of them that have removed rows."""
+    since = {node: launch.get("kept_since_ns") for node, launch in run.items() if node in nodes}
+    return {node: ns for node, ns in since.items() if isinstance(ns, int)}
+
+
 def _partitions(root: Path) -> Iterator[Path]:
     """The folders of each table's ranks or nodes, in order."""
     for name in sorted(TABLES):
@@ -674,7 +700,7 @@ def _parts_in(partition: Path) -> list[_Part]:
     parts = []
     for entry in _entries(partition):
         file = _FILE.fullmatch(entry.name)
-        if owned and file and entry.is_file():
+        if owned and file and (size_bytes := _size(entry)) is not None:
             of_rank, owner = owned[1] == "rank", int(owned[2])
             part = _Part(
                 path=partition / entry.name,
@@ -684,7 +710,7 @@ def _parts_in(partition: Path) -> list[_Part]:
                 world=file[1] or "",
                 attempt=int(file[2] or 0) if of_rank else None,
                 number=int(file[3]),
-                size_bytes=entry.stat().st_size,
+                size_bytes=size_bytes,
             )
             parts.append(part)
     return sorted(parts, key=lambda part: (part.world, part.attempt or 0, part.number))
@@ -696,6 +722,14 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return list(os.scandir(folder))
     except OSError:
         return []
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """Of a file; None: it is none, or has made room in this moment."""
+    try:
+        return entry.stat().st_size if entry.is_file() else None
+    except OSError:
+        return None
 
 
 def _at_once(do: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:

@@ -169,6 +169,8 @@ def part_change(change: Change) -> str:
 def _looked(look: Look, read: Span) -> str:
     """What a phase of the run is like, beside the steps that were read."""
     length, steps = _span_facts(look.phase)
+    if look.others:
+        steps = text("{steps}, and {others},", steps=steps, others=counted(look.others, "other phase"))
     more_ns = look.phase.median_ns - read.median_ns
     line = say("look.longer" if more_ns > 0 else "look.shorter", steps, length, percent(abs(more_ns) / read.median_ns))
     if look.changes:

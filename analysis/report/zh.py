@@ -18,6 +18,7 @@ _COUNTED = {
     "judged step": "个已评估的步",
     "line": "行",
     "more finding": "个其他问题",
+    "other phase": "个其他阶段",
     "other check": "项其他检查",
     "name": "个名称",
     "operation": "个操作",
@@ -163,6 +164,8 @@ CHINESE: dict[str, str] = {
     "Read were steps {0} of {1}: on rank {2} they take {3}, all steps {4} (medians); RUN/steps=FIRST-LAST reads others": "读取了共 {1} 步中的第 {0} 步：在 rank {2} 上每步 {3}，全部步为 {4}（中位数）；用 RUN/steps=FIRST-LAST 读取其他步",
     "Over the whole run a step takes from {0} (steps {1}) to {2} (steps {3})": "在整个运行中，一步用时从 {0}（第 {1} 步）到 {2}（第 {3} 步）",
     "What changed between them: rankscope diff RUN/steps={0} RUN/steps={1}": "两者之间的变化：rankscope diff RUN/steps={0} RUN/steps={1}",
+    "{steps}, and {others},": "{steps} 及{others}",
+    "looking into it failed: {error}": "查看该阶段失败：{error}",
     "Steps {steps} took {share} longer than these{because}.": "第 {steps} 步比这些步长 {share}{because}。",
     "Steps {steps} took {share} less than these{because}.": "第 {steps} 步比这些步短 {share}{because}。",
     ": {what}": "：{what}",
@@ -171,6 +174,10 @@ CHINESE: dict[str, str] = {
     "Steps {0} take {1}, {2} less than those that were read": "第 {0} 步每步 {1}，比读取的步短 {2}",
     "found in steps {0}: {1}": "在第 {0} 步中发现：{1}",
     "only the lengths of such are left": "这些步只剩步时",
+    "more records made room while this was read, so rows of the first steps may be missing: read it again": (
+        "读取期间又有记录让出空间，最初几步的行可能缺失：请重新读取"
+    ),
+    " (older records made room)": "（较旧的记录已让出空间）",
     "records of the first {removed} made room, to keep within {size} a node (rankscope run --keep)": "为使每个节点不超过 {size}，最初 {removed} 的记录已让出空间（rankscope run --keep）",
     "Of steps before {0} only the length is left: older records made room (rankscope run --keep)": "第 {0} 步之前的步只剩步时：较旧的记录已让出空间（rankscope run --keep）",
     "Line: median length of {0} steps each on rank {1}, all steps of the run.": "线：rank {1} 上每 {0} 步的中位步时，包括运行的所有步。",

@@ -118,8 +118,11 @@ def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
 def number_by_time(steps: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
     """The steps with each rank's numbers shifted to those of `counted`, one rank's, on the same clock.
 
-    A step has the number of the counted one that it shares most time with; one shift per rank, the most frequent.
+    A step has the number of the counted one that it shares most time with; one shift per rank, the most frequent. Where
+    none is counted none is left.
     """
+    if counted.is_empty():
+        return steps.clear()
     begin, end = counted["start_ns"].to_numpy(), counted["end_ns"].to_numpy()
     middle = ((steps["start_ns"] + steps["end_ns"]) // 2).to_numpy()
     at = np.clip(np.searchsorted(begin, middle, side="right") - 1, 0, len(begin) - 1)

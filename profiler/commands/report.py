@@ -38,14 +38,13 @@ def command(
     lang: Annotated[str, typer.Option(metavar="LANGUAGE", help=LANG_HELP)] = "en",
     price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
 ) -> None:
-    from rankscope.analysis.diagnose import diagnose
+    from rankscope.analysis.diagnose import read_run
     from rankscope.analysis.readers import native
     from rankscope.analysis.report import html, json_form, terminal
-    from rankscope.analysis.trace import Trace
 
     of_an_hour, language = parse_price(price), parse_language(lang)
     with clear_input_errors():
-        report = diagnose(Trace.open(run), flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=of_an_hour)
+        report, _ = read_run(run, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=of_an_hour)
     if json == "-":
         sys.stdout.write(json_form.render(report))
     else:
