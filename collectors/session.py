@@ -55,6 +55,9 @@ class Emit:
         self.in_flight: set[int] = set()  # records of operations whose end torch will tell us
         self.training_thread = threading.main_thread().ident  # by the first backward: of Ray Train's it is another one
         self.backwards = 0  # how many have begun
+        self.in_backward = 0  # how many are under way on the training thread: one may begin within another
+        self.device: int | None = None  # index of the CUDA device that the training uses, once something has shown it
+        self.exiting = False  # the process ends
         self.in_microbatch = False  # of a pipeline's schedule, whose forwards and backwards have marks of their own
         self._channel = channel
         self._sending = threading.Lock()
@@ -154,6 +157,14 @@ class Emit:
             self.training_thread = threading.get_ident()
             ids = {"thread": self.training_thread, "tid": threading.get_native_id()}
             self.send({"type": "training_thread"} | ids)
+
+    def learn_device(self, tensor: Any) -> None:  # noqa: ANN401
+        """Which device the training uses: that of the first operation or weight which is on one.
+
+        torch's current device is another where a script never sets it, and moves its model by number.
+        """
+        if self.device is None and getattr(tensor, "is_cuda", False):
+            self.device = tensor.device.index
 
     def on_tick(self, read: Callable[[], None]) -> None:
         """Call `read` about once a second from a training thread, at the end of a step or collective."""
@@ -358,6 +369,8 @@ class _Session:
     def _tick(self) -> None:
         self.emit.flush()
         if self._agent_gone:
+            if threading.get_ident() != self.emit.training_thread:
+                return  # hooks come out where they were put in
             self.emit.live = False
         if not self.emit.live:
             self.emit.stop()
@@ -377,6 +390,7 @@ class _Session:
         """
         if os.getpid() != self.pid:
             return
+        self.emit.exiting = True
         self.emit.stop()
         deadline = clock() + 500_000_000
         seen: list[bytes] | None = None

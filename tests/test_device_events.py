@@ -190,3 +190,33 @@ def test_every_microbatch_of_a_pipeline_has_marks_at_both_ends_of_its_passes(spl
             assert passes[:9] == [*(ahead if rank == 0 else one_and_one), "optimizer"]
             took = job.marks(rank).select(took=pl.col("device_ns").diff(), of="mark").filter(of="forward_end")["took"]
             assert took.median() == pytest.approx(2 * MS, rel=0.1)
+
+
+# The weights are on device 1, and the script never says torch.cuda.set_device(1).
+ELSEWHERE = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+import rankscope
+sys.path.insert(0, sys.argv[2])
+from pretend import learn, pretend
+dist.init_process_group("gloo")
+pretend(Path(sys.argv[1]))
+learn(1)
+for _ in range(5):
+    rankscope.step()
+"""
+
+
+def test_a_device_that_is_not_the_current_one_has_no_marks_of_another(tmp_path):
+    from pretend import build
+
+    (tmp_path / "script.py").write_text(ELSEWHERE)
+    words = [RANKSCOPE, "run", "--no-report", "--out", str(tmp_path / "run"), "--standalone", "--nproc-per-node", "1"]
+    words += [str(tmp_path / "script.py"), str(build(tmp_path)), str(HERE / "cuda")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    job = Job(done.stdout, tmp_path / "run", tmp_path)
+    why = "the main thread computes on device 1: no marks there without torch.cuda.set_device"
+    assert job.gaps(0) == [(why, None)]
+    assert not (job.run / "device_marks").exists()

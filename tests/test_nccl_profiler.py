@@ -221,7 +221,7 @@ def test_missing_compiler_is_said_in_one_line(monkeypatch, tmp_path):
 )
 def test_job_whose_nccl_has_no_plugin_says_why(plugin, monkeypatch, tmp_path, version, environment, why):
     cuda = SimpleNamespace(is_initialized=lambda: True, nccl=SimpleNamespace(version=lambda: version))
-    distributed = SimpleNamespace(get_backend_config=lambda: "cuda:nccl")
+    distributed = SimpleNamespace(is_initialized=lambda: True, get_backend_config=lambda: "cuda:nccl")
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, distributed=distributed))
     if not environment:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

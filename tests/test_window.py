@@ -281,6 +281,53 @@ def test_other_profilers_are_not_disturbed_and_failures_cost_the_window_only(one
     assert counts["aten::addmm"] == 2
 
 
+def test_optimizers_that_run_within_backward_make_no_steps_of_windows(one_rank):
+    """torch's profiler would be lost where a backward ends: the steps are those that the script says."""
+    done, run = one_rank(
+        """
+        import rankscope
+        weights = list(model.parameters())
+        of = {weight: torch.optim.SGD([weight], lr=0.1) for weight in weights}
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(lambda weight: of[weight].step())
+        for _ in range(12):
+            model(torch.ones(4, 8)).sum().backward()
+            rankscope.step()
+            time.sleep(0.01)
+        print("on:", torch.autograd._profiler_enabled(), torch.autograd.profiler._is_profiler_enabled)
+        """,
+        asked=[{"first": 4, "steps": 2}],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on: False False" in done.stdout
+    assert "Leaked" not in done.stderr
+    assert "no active" not in done.stderr
+    assert requests(run)[1]["ranks"]["0"]["state"] == "recorded", requests(run)
+    assert rankscope.open(run).table("windows").collect()["steps"].to_list() == [2]
+
+
+def test_a_window_whose_steps_take_too_long_is_closed(one_rank):
+    """A validation begins within it: half a second is the most here."""
+    done, run = one_rank(
+        """
+        from rankscope.collectors.rank import window
+        window._LONGEST_S, window._LONGEST = 0.5, 0
+        for _ in range(6): step()
+        for _ in range(30):
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.1)
+        print("on:", torch.autograd._profiler_enabled())
+        for _ in range(6): step()
+        """,
+        asked=[{"first": 4, "steps": 4}],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on: False" in done.stdout
+    assert requests(run)[1]["ranks"]["0"]["state"] == "discarded", requests(run)
+    (gap,) = [gap.why for gap in rankscope.open(run).gaps() if gap.table == "windows"]
+    assert gap.startswith("window 1: its steps took too long")
+
+
 def test_a_slow_step_opens_one_window_and_a_profiler_that_fails_ends_all(one_rank):
     """Steps of about 10 ms, two of 400 ms: one window, 3 steps long. From step 150 on torch's profiler is broken."""
     done, run = one_rank(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
@@ -38,12 +39,16 @@ def start(emit: Emit) -> None:
             return super().run_backward(*args, **kwargs)
 
     def record(start_ns: int, end_ns: int, *_: object) -> None:
+        if get_ident() == emit.training_thread:
+            emit.in_backward -= 1
         if not emit.in_microbatch:
             emit.mark(_MARKS[1])
         emit.region(_BACKWARD, name_id, start_ns, end_ns)
 
     def before(_: object) -> None:
         emit.backward_begins()
+        if get_ident() == emit.training_thread:
+            emit.in_backward += 1
         if not emit.in_microbatch:
             emit.mark(_MARKS[0])
 

@@ -198,12 +198,18 @@ class _Recorder:
                 work = self.unbox_work(result[-1] if isinstance(result, (tuple, list)) else result)
                 if work is not None:  # else part of a coalesced operation
                     self.watch(work, code, number, size, args[0])
-            elif not self.device_gap_told:
-                self.device_gap_told = True
-                self.emit.gap("collectives", "collectives", "when collectives end on the device is not seen")
+            else:
+                self.on_device(first)
             self.emit.tick(issued_ns)
 
         return record
+
+    def on_device(self, tensor: Any) -> None:  # noqa: ANN401
+        """Note what is known of an operation on a device."""
+        self.emit.learn_device(tensor)
+        if not self.device_gap_told:
+            self.device_gap_told = True
+            self.emit.gap("collectives", "collectives", "when collectives end on the device is not seen")
 
     def group_of(self, boxed: Any) -> Group:  # noqa: ANN401
         group = self.unbox_group(boxed)

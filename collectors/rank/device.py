@@ -10,19 +10,26 @@ if TYPE_CHECKING:
 
 tables = ()
 
+_PATIENCE = 10  # seconds
+
 
 def start(emit: Emit) -> None:
-    """Say it once, within a second of CUDA's first use."""
+    """Say it once, within a second of the first operation or optimizer on it."""
     torch = sys.modules["torch"]
     cuda = torch.cuda
-    told = False
+    told, ticks = False, 0
 
     def tell() -> None:
-        nonlocal told
+        nonlocal told, ticks
         if told or not cuda.is_initialized():
             return
+        ticks += 1
+        if emit.device is None and ticks >= _PATIENCE:  # no optimizer of torch's, no operation on a device
+            emit.device = cuda.current_device()
+        if emit.device is None:
+            return
         told = True
-        device = cuda.get_device_properties(cuda.current_device())
+        device = cuda.get_device_properties(emit.device)
         uuid = None
         if torch.version.hip and hasattr(device, "pci_bus_id"):  # HIP's UUID is not that of AMD SMI in all versions
             uuid = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"

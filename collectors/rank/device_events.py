@@ -177,7 +177,7 @@ class _Marks:
 
     def _begin(self) -> None:
         """The thread runs, once the main thread has a context on the device that torch takes for the current one."""
-        if not self._torch.cuda.is_initialized():
+        if self._emit.device is None or not self._torch.cuda.is_initialized():
             return
         if self._torch.version.hip:
             why = "no marks on AMD: there a look at an event from another thread breaks the capture of graphs"
@@ -190,8 +190,8 @@ class _Marks:
         self._device = self._driver.made("cuCtxGetDevice", ctypes.c_int)
         module = self._torch._C
         self._get_device: Callable[[], int] = module._cuda_getDevice
-        if self._device != self._get_device():
-            self._tell_elsewhere(self._device, "no marks there without torch.cuda.set_device")
+        if not self._device == self._get_device() == self._emit.device:
+            self._tell_elsewhere(self._emit.device, "no marks there without torch.cuda.set_device")
             return
         self._get_stream: Callable[[int], int] = module._cuda_getCurrentRawStream
         self._is_capturing: Callable[[], bool] = module._cuda_isCurrentStreamCapturing

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from rankscope.collectors.flight import GATE, LAST, SOCKET, fetch
 
@@ -35,23 +36,26 @@ NCCL_RECORDER = "dump_nccl_trace_json"  # the worker server's handler for the re
 _server: Any = None
 _folder: Path | None = None
 _handler = ""
+_emit: Emit | None = None
 _undos: list[Callable[[], None]] = []
 _LONGEST_S = 2.0  # for an answer that is under way
 
 
 def start(emit: Emit) -> None:
     """The server runs from the first tick on at which the job uses NCCL."""
-    seen: set[str] = set()
+    seen: WeakSet[Any] = WeakSet()  # groups; a name may be used again
     is_timed = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
     def tick() -> None:
         torch = sys.modules["torch"]
-        if not torch.cuda.is_initialized() or "nccl" not in str(torch.distributed.get_backend_config()):
+        if not (torch.cuda.is_initialized() and torch.distributed.is_initialized()):
+            return
+        if "nccl" not in str(torch.distributed.get_backend_config()):
             return
         for group, name in list(sys.modules["torch.distributed.distributed_c10d"]._world.pg_names.items()):
-            if name in seen:
+            if group in seen:
                 continue
-            seen.add(name)
+            seen.add(group)
             handler = recorder_of(torch, group)
             if handler is None:
                 continue
@@ -86,9 +90,10 @@ def recorder_of(torch: Any, group: Any) -> str | None:  # noqa: ANN401
 
 def serve(emit: Emit, handler: str) -> None:
     """Let the agent ask this process's Flight Recorder. Raises AttributeError where torch has no worker server."""
-    global _server, _folder, _handler
+    global _server, _folder, _handler, _emit
     server = sys.modules["torch"]._C._distributed_c10d._WorkerServer
     _folder, _handler = Path(tempfile.mkdtemp(prefix="rankscope-")), handler
+    _emit = emit
     _gate.place(_folder / GATE)
     _server = server(str(_folder / SOCKET))
     emit.send({"type": "flight_recorder", "folder": str(_folder), "handler": handler})
@@ -99,11 +104,14 @@ def stop() -> None:
     global _server, _folder
     while _undos:
         _undos.pop()()
-    if _server is None or _folder is None:
+    server, folder, _server, _folder = _server, _folder, None, None
+    if server is None or folder is None:
         return
-    (_folder / LAST).write_bytes(fetch(str(_folder / SOCKET), _handler))
-    _server.shutdown()
-    _server = _folder = None
+    try:
+        if _emit is not None and _emit.exiting:  # else the agent is gone, or has been told that this is off
+            (folder / LAST).write_bytes(fetch(str(folder / SOCKET), _handler))
+    finally:
+        server.shutdown()
 
 
 class _Gate:

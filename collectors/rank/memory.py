@@ -31,15 +31,22 @@ def start(emit: Emit) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     torch = sys.modules["torch"]
 
+    has_stats = True
+
     def read() -> None:
+        nonlocal has_stats
         now = time.perf_counter_ns()
         rss = int(os.pread(_statm, 128, 0).split()[1]) * page
         readings = {"rss_bytes": rss}
-        if torch.cuda.is_initialized():
-            stats = torch.cuda.memory_stats()
+        if emit.device is not None and has_stats and torch.cuda.is_initialized():
+            try:
+                stats = torch.cuda.memory_stats(emit.device)
+            except RuntimeError as error:  # an allocator of the job's own
+                has_stats, stats = False, {}
+                why = str(error).partition("\n")[0]
+                emit.gap("memory", "memory", f"the CUDA allocator does not tell its state: {why}")
             readings |= {name: stats[key] for key, name in _CUDA_STATS.items() if key in stats}
-            device = torch.cuda.get_device_properties(torch.cuda.current_device())
-            readings["cuda_total_bytes"] = device.total_memory
+            readings["cuda_total_bytes"] = torch.cuda.get_device_properties(emit.device).total_memory
         for name, value in readings.items():
             emit.ring.write(RecordType.MEMORY, 0, 0, emit.name(name), now, value, 0, 0, 0)
 

@@ -72,7 +72,7 @@ class _Told:
 
     def __call__(self) -> None:
         torch = sys.modules["torch"]
-        if self._done or not torch.cuda.is_initialized():
+        if self._done or not (torch.cuda.is_initialized() and torch.distributed.is_initialized()):
             return
         self._done = True
         if "nccl" not in str(torch.distributed.get_backend_config()):

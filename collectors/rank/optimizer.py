@@ -64,6 +64,7 @@ def start(emit: Emit) -> None:
         name_id = names.get(optimizer)
         if name_id is None:
             name_id = names[optimizer] = emit.name(f"{type(optimizer).__name__}#{len(names)}")
+            emit.learn_device(next((weight for group in optimizer.param_groups for weight in group["params"]), None))
         end_ns = clock()
         emit.mark(_MARKS[1])
         emit.region(_OPTIMIZER, name_id, start_ns, end_ns)

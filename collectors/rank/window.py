@@ -38,6 +38,8 @@ _SLOW_RATIO, _SLOW_MADS = 1.5, 10
 _RENEWED = 10  # steps between two looks at what is usual
 _RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one makes no steps
 _SAVING_S = 10.0  # an exiting rank waits no longer for its trace
+_DEVICE_S = 2.0  # nor for what its device still does
+_LONGEST_S, _LONGEST = 30.0, 20  # a window is open no longer than so many times its usual steps, 30 s at least
 _MOST_FRAMES, _MOST_THREADS, _MOST_BYTES = 40, 64, 100_000
 
 clock = time.perf_counter_ns
@@ -134,7 +136,9 @@ class _Usual:
 class _Profile:
     """One recording of torch.profiler, with nothing read from it in Python. Used on one thread, but for `save`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int | None) -> None:
+        """`device` is the index of that which the training uses, if it uses one."""
+        self._index = device
         self._profiler = sys.modules["torch.autograd.profiler"]
         torch = sys.modules["torch"]
         has_cuda = torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
@@ -171,10 +175,23 @@ class _Profile:
             self._torch.ops.profiler._record_function_exit._RecordFunction(self._span)
             self._span = None
 
-    def stop(self) -> None:
+    def device_ends(self) -> bool:
+        """Whether the device comes to the end of what the job has enqueued, within a while."""
+        if not self._device:
+            return True
+        end = self._torch.cuda.Event()
+        end.record(self._torch.cuda.current_stream(self._index))
+        until_s = time.monotonic() + _DEVICE_S
+        while not end.query():
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def stop(self, *, at_exit: bool = False) -> None:
         self.end_step()
-        if self._device:
-            self._torch.cuda.synchronize()  # what still runs would be lost, as torch's own profiler has it
+        if self._device and not at_exit:  # what another stream waits for then may never come
+            self._torch.cuda.synchronize(self._index)  # else what still runs is lost, as torch's own profiler has it
         self._result = self._profiler._disable_profiler()
         self._profiler._run_on_profiler_stop()
 
@@ -210,6 +227,9 @@ class _Windows:
         self._window: dict[str, Any] | None = None  # the one that is prepared or records
         self._profile: _Profile | None = None
         self._recording = False
+        self._thread = 0  # that which records
+        self._until_s = 0.0  # when the window is closed at the latest
+        self._cuda = sys.modules["torch"].cuda
         self._row: dict[str, int] = {}
         self._own_call = False
         self._give_back: list[Callable[[], None]] = []
@@ -255,12 +275,16 @@ class _Windows:
     # ---- from the thread that trains
 
     def progress(self) -> None:
-        """The agent knows how far this rank is, to name a step that is still to come."""
+        """The agent knows how far this rank is, to name a step that is still to come; a window that lasts is closed."""
+        if self._recording and time.monotonic() > self._until_s and self._may_act():
+            self._finish("its steps took too long, and a profiler takes more memory the longer it is on")
         self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
 
     def step(self, end_ns: int, optimizer: int | None) -> None:
         """Where a step has ended: a window may begin, go on or end."""
-        if self._why_closed or not self._steps.ended(optimizer, self._emit.backwards):
+        if self._why_closed or self._emit.in_backward or self._is_capturing():
+            return  # torch's profiler can neither begin nor end within a backward or a capture of a CUDA graph
+        if not self._steps.ended(optimizer, self._emit.backwards):
             return
         done = self._steps.done
         self._take_in()
@@ -273,6 +297,15 @@ class _Windows:
             self._measure(end_ns)
             return
         self._last_ns = None  # what a window touches is not usual
+
+    def _may_act(self) -> bool:
+        """Whether a recording can be ended here: on the thread that began it, and not within a backward or capture."""
+        return threading.get_ident() == self._thread and not self._emit.in_backward and not self._is_capturing()
+
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured here. To ask of a device that the training does not use makes a context."""
+        device = self._emit.device
+        return device is not None and device == self._cuda.current_device() and self._cuda.is_current_stream_capturing()
 
     def _take_in(self) -> None:
         """What was heard from the agent is among what is asked, or changes it."""
@@ -304,7 +337,7 @@ class _Windows:
             self._refuse(f"{other} is at work and is not disturbed")
             return
         start_ns = clock()
-        self._profile = _Profile()
+        self._profile = _Profile(self._emit.device)
         self._make_way()
         self._ours(self._profile.prepare)
         self._row = {"start_ns": start_ns, "start_stall_ns": clock() - start_ns}
@@ -323,12 +356,14 @@ class _Windows:
             return
         if not self._recording:
             self._recording = True
+            self._thread = threading.get_ident()
+            self._until_s = time.monotonic() + max(_LONGEST_S, _LONGEST * steps * self._usual.median_ns / 1e9)
             begin_ns = clock()
             self._ours(self._profile.start)
             self._row["start_stall_ns"] += clock() - begin_ns
         self._profile.next_step(done)
 
-    def _finish(self, why: str = "", *, at_exit: bool = False) -> None:
+    def _finish(self, why: str = "", *, at_exit: bool = False, stop: bool = True) -> None:
         """The recording is over; what there is of it is saved, or thrown away for this reason."""
         assert self._window is not None
         assert self._profile is not None
@@ -338,15 +373,18 @@ class _Windows:
         stop_ns = clock()
         if self._recording:
             self._recording = False
-            profile.stop()
+            if stop:
+                profile.stop(at_exit=at_exit)
         end_ns = clock()
         row = self._row | {"end_ns": end_ns, "stop_stall_ns": end_ns - stop_ns}
         if why:
             self._emit.gap("windows", "window", f"window {window['id']}: {why}")
         self._say(window, "discarded" if why else "saving", why=why, row=row)
+        if why:
+            return
         if at_exit:  # when no thread can be started any more
             self._save(window, profile)
-        elif not why:
+        else:
             save = self._emit.guard("window", self._save)
             self._saving = threading.Thread(target=save, args=(window, profile), name="rankscope-save", daemon=True)
             self._saving.start()
@@ -374,7 +412,7 @@ class _Windows:
         """The rank ends, or the collector is off: a recording is ended and saved, and what was asked for is refused."""
         try:
             if self._window is not None and self._recording:
-                self._finish(at_exit=True)
+                self._end()
         finally:
             self._get_out_of_the_way()
             self._why_closed = "the collector 'window' was switched off" if self._emit.live else "the job ended before"
@@ -386,6 +424,18 @@ class _Windows:
                 self._refuse(self._why_closed)
             if self._saving is not None:
                 self._saving.join(_SAVING_S)
+
+    def _end(self) -> None:
+        """A recording that is under way when the rank ends, or the collector is off."""
+        assert self._profile is not None
+        if not self._may_act():
+            self._finish("it ended on another thread, or within a backward", stop=False)
+        elif not self._emit.exiting:
+            self._finish("the agent is gone, or the collector was switched off")
+        elif not self._profile.device_ends():
+            self._finish("the rank ended while its device was still at work", stop=False)
+        else:
+            self._finish(at_exit=True)
 
     # ---- other profilers
 

@@ -34,11 +34,20 @@ def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctyp
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(
         name="NVIDIA H100", uuid=f"{device}-0", total_memory=80 << 30
     )
-    torch.cuda.memory_stats = dict
+    torch.cuda.memory_stats = lambda device: {}
     torch._C._cuda_getDevice = lambda: driver.current_device
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch._C._cuda_isCurrentStreamCapturing = lambda: bool(driver.fake_is_capturing())
+    learn(0)
     return driver
+
+
+def learn(device: int) -> None:
+    """The recording takes it for the device of the weights, which are on none."""
+    from rankscope.collectors import session
+
+    if session._session is not None:
+        session._session.emit.device = device
 
 
 def wait_for_anchors(driver: ctypes.CDLL, count: int) -> None:
