@@ -236,9 +236,10 @@ def test_jobs_recorder_is_in_its_run(tmp_path):
 CAPTURES = """
 import contextlib, fcntl
 with flight_recorder._folder.joinpath("gate").open() as gate:
-    for call in ("capture_begin", "capture_begin", "capture_end", "capture_end"):
+    for call in ("capture_begin", "capture_begin", "capture_end", "capture_end", "refused"):
+        torch.cuda.is_current_stream_capturing = lambda: call != "refused"
         with contextlib.suppress(Exception):
-            getattr(torch.cuda.CUDAGraph, call)(None)
+            getattr(torch.cuda.CUDAGraph, call.replace("refused", "capture_begin"))(None)
         try:
             fcntl.flock(gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(gate, fcntl.LOCK_UN)
@@ -250,13 +251,19 @@ dist.destroy_process_group()
 
 
 def test_gate_is_shut_while_graphs_are_captured(tmp_path):
-    """The second capture begins before the first has ended."""
+    """The second capture begins before the first has ended; the last one is refused."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("dist.destroy_process_group()\n", CAPTURES))
     command = [sys.executable, "-m", "rankscope", "run", "--out", str(tmp_path / "run"), "--no-report"]
     job = [*command, "--standalone", "--nproc-per-node", "1", str(tmp_path / "script.py")]
     done = subprocess.run(job, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.split() if line in ("open", "shut")] == ["shut", "shut", "shut", "open"]
+    assert [line for line in done.stdout.split() if line in ("open", "shut")] == [
+        "shut",
+        "shut",
+        "shut",
+        "open",
+        "open",
+    ]
 
 
 def test_recorder_that_is_off_is_a_gap(tmp_path):

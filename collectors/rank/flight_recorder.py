@@ -72,9 +72,14 @@ def start(emit: Emit) -> None:
                     group._enable_collectives_timing()
 
     emit.on_tick(emit.guard("flight_recorder", tick))
-    graph = sys.modules["torch"].cuda.CUDAGraph
-    ignored = lambda *_: None  # noqa: E731
-    _undos.append(emit.around("flight_recorder", graph, "capture_begin", ignored, before=lambda _: _gate.shut()))
+    cuda = sys.modules["torch"].cuda
+
+    def begun(*_: object) -> None:
+        if not cuda.is_current_stream_capturing():  # it was refused, and nobody will end it
+            _gate.open()
+
+    graph = cuda.CUDAGraph
+    _undos.append(emit.around("flight_recorder", graph, "capture_begin", begun, before=lambda _: _gate.shut()))
     _undos.append(emit.around("flight_recorder", graph, "capture_end", lambda *_: _gate.open()))
 
 
@@ -143,7 +148,7 @@ class _Gate:
 
     def open(self) -> None:
         with self._lock:
-            self._captures -= 1
+            self._captures = max(0, self._captures - 1)
             if not self._captures and self._fd >= 0:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
