@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import selectors
 import signal
 import socket
@@ -252,6 +253,7 @@ class Agent:
             "ranks": self._reports,
         }
         self._state_changed = False
+        self._callers: set[int] = set()  # processes that have asked whether there is an agent, and have not ended
         self._told_since_ns: int | None = None  # by the JSON on the disk
         self._told_of_retention = False
         self._selector = selectors.DefaultSelector()
@@ -283,6 +285,8 @@ class Agent:
             return False
         if self._until_stdin_closes:
             return not self._stdin_open
+        if self._callers:
+            return False
         if self._last_rank_ns is None:
             return clock() - self._started_ns > GIVE_UP_NS
         return clock() - self._last_rank_ns > LINGER_NS
@@ -467,7 +471,7 @@ class Agent:
         self._state["versions"]["torch"] = str(hello["torch"])
         self._tell_pids()
         self._sampler.start()
-        self._write_state()
+        self._state_changed = True  # not now: on slow storage the next ranks would wait for it
         self._windows.work(node.index)
         if world == self._windows_of or not self._in_windows():
             self._windows_of = world
@@ -497,6 +501,19 @@ class Agent:
             rank.tables.gap("*", "messages of the rank (names, groups, gaps) that could not be sent", count=dropped)
         self._end(connection)
 
+    def _wait_for(self, pid: int, pidfd: int) -> None:
+        """The agent does not end before this process, `rankscope exec` or what it has become, which may start ranks."""
+
+        def gone() -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            self._callers.discard(pid)
+            if self._last_rank_ns is not None:
+                self._last_rank_ns = clock()
+
+        self._callers.add(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, gone)
+
     def _end(self, connection: _Connection, why: str = "") -> None:
         """The connection is closed; what its rank left is read to the end and sealed."""
         self._connections.discard(connection)
@@ -504,7 +521,10 @@ class Agent:
         connection.channel.close()
         if connection.pidfd >= 0:
             self._selector.unregister(connection.pidfd)
-            os.close(connection.pidfd)
+            if connection.rank is None and not self._until_stdin_closes and connection.pid not in self._callers:
+                self._wait_for(connection.pid, connection.pidfd)
+            else:
+                os.close(connection.pidfd)
         rank = connection.rank
         if rank is None:
             return
@@ -544,7 +564,9 @@ class Agent:
     def _renumber(self, node: _NodeTables, index: int) -> None:
         """All that the node has written is of node `index`; readers take a rank's node from its entry in the JSON."""
         key = f"node={index:05d}"
-        if index == node.index or self._file_of(index, self._run.path).exists():  # of a node that has joined this run
+        if index == node.index or os.path.exists(
+            self._file_of(index, self._run.path)
+        ):  # of a node that has joined this run
             return
         try:
             self._run.rename(node.tables.key, key)
@@ -623,7 +645,14 @@ class Agent:
 
         def taken(index: int) -> bool:
             is_ours = index == self._state["node"]
-            return any(self._file_of(index, run).exists() for run in {here, there} if not (is_ours and run == here))
+            files = (self._file_of(index, run) for run in {here, there} if not (is_ours and run == here))
+            return any(map(os.path.exists, files))
+
+        if here != there and not _is_run_of(there, agent):
+            self._gap(
+                "*", f"this node's files stay in {here.name}: {name}, as node 0 calls the run, is another run here"
+            )
+            name = here.name
 
         while index == peer or taken(index):
             index += 1
@@ -748,6 +777,15 @@ class _WithoutPandas:
             raise ImportError("the agent works without pandas")
 
 
+def _is_run_of(folder: Path, agent: str) -> bool:
+    """Whether this agent of node 0, or one that has met it, writes there, or nobody yet."""
+    said = []
+    for path in folder.glob("run/node=*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            said.append(json.loads(path.read_bytes()))
+    return not said or any(agent in (state.get("agent"), state.get("peer")) for state in said)
+
+
 def _own_addresses() -> set[str]:
     """All of this node's IPv4 and IPv6 addresses, without zone."""
     families = (socket.AF_INET, socket.AF_INET6)
@@ -816,10 +854,23 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     listener.listen(1024)
     os.nice(NICE)
+    _take_room(shares=not arguments.until_stdin_closes)
     print(json.dumps({"ready": True, "port": agent.port}), flush=True)
     _let_go_of_output()
     agent.run()
     return 0
+
+
+def _take_room(*, shares: bool) -> None:
+    """Descriptors for as many ranks as there may be; where the first rank has started it, not only its processor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if shares:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # schedulers send them to all of a job
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _let_go_of_output() -> None:

@@ -6,11 +6,12 @@ An exception here would abort the user's `import torch`, so nothing but the stan
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
 
-__all__ = ["autoload"]
+__all__ = ["autoload", "say"]
 
 
 def autoload() -> None:
@@ -19,13 +20,21 @@ def autoload() -> None:
         if _may_be_recorded():
             _arm()
     except Exception as error:
-        print(f"rankscope: not recording this process: {error!r}", file=sys.stderr)
+        say(f"not recording this process: {error!r}")
+
+
+def say(line: str) -> None:
+    """One line on standard error, if that is there and takes it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"rankscope: {line}", file=sys.stderr)
 
 
 def _may_be_recorded() -> bool:
     env = os.environ
     # Subprocesses and spawned workers of a rank inherit the claim and stay out.
-    return bool(env.get("RANKSCOPE_AGENT")) and env.get("RANKSCOPE_DISABLE") != "all" and "RANKSCOPE_CLAIM" not in env
+    is_claimed = env.get("RANKSCOPE_CLAIM", str(os.getpid())) != str(os.getpid())  # not by what execs itself
+    return bool(env.get("RANKSCOPE_AGENT")) and env.get("RANKSCOPE_DISABLE") != "all" and not is_claimed
 
 
 def _arm() -> None:
@@ -33,10 +42,10 @@ def _arm() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not hasattr(c10d, "_new_process_group_helper"):
         return  # a torch built without distributed
-    if "LOCAL_RANK" in os.environ or "RANKSCOPE_LOCAL_RANK" in os.environ:
+    if "LOCAL_RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
         _claim()
-    # Else a launcher, which makes no process group and whose children are the ranks, or a rank started by a script's
-    # own means (`torch.multiprocessing.spawn`, Lightning).
+    # Else perhaps a launcher, which makes no process group and whose children are the ranks: srun may start torchrun as
+    # it starts a rank.
 
     from rankscope.collectors import session
 

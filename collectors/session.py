@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from rankscope.collectors import rank as rank_collectors
+from rankscope.collectors.boot import say
 from rankscope.collectors.imports import after_import
 from rankscope.collectors.ring import Ring
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS, RecordType
@@ -34,6 +36,7 @@ __all__ = ["Emit", "annotate", "on_group", "step"]
 _MAX_NAMES = 10_000  # a script that makes a new name every step must not grow without bound
 _TICK_NS = 1_000_000_000
 _PACKET_BYTES = 128 * 1024
+_HELLO_S = 5  # for the agent's answer
 _STORE_KEY = "rankscope/agent"
 _WORLD_KEY = "rankscope/world"
 _USER = REGION_KINDS.index("user")
@@ -203,7 +206,7 @@ class Emit:
         if collector in self._off:
             return
         self._off.add(collector)
-        print(f"rankscope: collector '{collector}' switched off: {why}", file=sys.stderr)
+        say(f"collector '{collector}' switched off: {why}")
         self.gap("*", collector, f"collector switched off: {why}")
         stop = self._stops.get(collector)
         if stop is not None:
@@ -285,18 +288,18 @@ class Group:
 class _Session:
     """The recording of this process, from its first process group on."""
 
-    def __init__(self, rank: int, world_size: int, backend: str, store: Any) -> None:  # noqa: ANN401
-        """`backend` is by devices, as in `cpu:gloo,cuda:nccl`."""
+    def __init__(self, group: Any, rank: int, world_size: int, backend: str, store: Any) -> None:  # noqa: ANN401
+        """`backend` is by devices, as in `cpu:gloo,cuda:nccl`. Neither the group nor its store is kept alive."""
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
         self.local_rank, self.node = _place(rank, world_size)
         self.pid = os.getpid()
-        self._store = store
+        self._group = weakref.ref(group)
         self.world = _world(store)
         ring = Ring()
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.settimeout(2)
+        self._channel.settimeout(_HELLO_S)
         self._channel.connect("\0" + os.environ["RANKSCOPE_AGENT"])
         socket.send_fds(self._channel, [json.dumps(self._hello()).encode()], [ring.fd])
         agent = json.loads(self._channel.recv(4096))
@@ -306,8 +309,8 @@ class _Session:
         self._agent_gone = False
         # Where a launcher says which node this is, one rank of each is enough, and the first needs none.
         self._peer_known = rank == 0 or (self.node is not None and (self.node == 0 or self.local_rank != 0))
-        if rank == 0:
-            store.set(_STORE_KEY, json.dumps(agent))
+        if rank == 0 and (kept := self._store()):
+            kept.set(_STORE_KEY, json.dumps(agent))
 
     def _hello(self) -> dict[str, Any]:
         # What the job can use beside the CPU, the collector `device` tells when it does.
@@ -325,7 +328,7 @@ class _Session:
             "device": "cpu" if "cpu" in devices else devices[0],
             "torch": str(sys.modules["torch"].__version__),
             "python": sys.version.split()[0],
-            "command": " ".join(sys.orig_argv)[:2000],
+            "command": " ".join(sys.orig_argv)[:2000].encode(errors="replace").decode(),
             "main_thread": threading.main_thread().ident,
             "start_ns": clock(),
             "monotonic_ns": clock(),
@@ -375,11 +378,17 @@ class _Session:
         if not self.emit.live:
             self.emit.stop()
             return
-        if not self._peer_known and self._store.check([_STORE_KEY]):
+        store = None if self._peer_known else self._store()
+        if store and store.check([_STORE_KEY]):
             self._peer_known = True
-            peer = json.loads(self._store.get(_STORE_KEY))
+            peer = json.loads(store.get(_STORE_KEY))
             host = os.environ.get("MASTER_ADDR", "")
             self.emit.send({"type": "peer", "host": host} | peer)
+
+    def _store(self) -> Any:  # noqa: ANN401
+        """The group's store as torch keeps it; None where the group is gone. It ends with the group, as without us."""
+        _, store = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map.get(self._group(), (None, None))
+        return store
 
     def close(self) -> None:
         """End the recording: no hook is left, and no thread of torch's is about to call into a dying interpreter.
@@ -460,7 +469,7 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         backend_of = sys.modules["torch"].distributed.get_backend_config
         first = _session is None
         if _session is None:
-            _session = _Session(int(args[1]), size, backend_of(group), given["store"])
+            _session = _Session(group, int(args[1]), size, backend_of(group), given["store"])
             os.register_at_fork(after_in_child=_leave_child)
             _session.start()
         if hasattr(group, "group_name"):  # else this rank is no member, and has no number in it
@@ -471,7 +480,7 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             _session.emit.group(group.group_name, ranks, backend, str(group.group_desc or ""))
     except Exception as error:
         _failed = True
-        print(f"rankscope: this rank is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"this rank is not recorded: {type(error).__name__}: {error}")
 
 
 def _numbered(size: int, name: str, first: bool) -> list[int]:

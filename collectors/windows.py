@@ -191,7 +191,7 @@ class Windows:
             self._told_path = self._run.path
             self._tell_new_paths()
         number = self._next
-        while (path := _path_of(self._run.path, number)).exists():
+        while os.path.exists(path := _path_of(self._run.path, number)):
             if number not in self._requests:
                 self._take_up(number, path)
             number += 1

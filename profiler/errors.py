@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-__all__ = ["NotRecorded", "RankscopeError", "clear_input_errors"]
+__all__ = ["NotRecorded", "RankscopeError", "clear_input_errors", "say"]
 
 
 class RankscopeError(Exception):
@@ -14,6 +15,13 @@ class RankscopeError(Exception):
 
 class NotRecorded(Exception):  # noqa: N818  (the job goes on all the same)
     """Why a job is not recorded, in one line."""
+
+
+def say(line: str) -> None:
+    """One line on standard error, if that is there and takes it: the job must not depend on it."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(f"rankscope: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager

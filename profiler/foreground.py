@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
@@ -56,8 +57,9 @@ def run_to_end(command: list[str], environment: Mapping[str, str]) -> int:
 
 def exit_like(code: int) -> None:
     """Exit with the code, or for -N die of signal N, without a core file of our own."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            stream.flush()
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import rankscope
 from rankscope.profiler import commands
-from rankscope.profiler.errors import RankscopeError
+from rankscope.profiler.errors import RankscopeError, say
 
 __all__ = ["main"]
 
@@ -23,7 +23,7 @@ def main() -> None:
     try:
         _dispatch(sys.argv[1:])
     except RankscopeError as error:
-        print(f"rankscope: {error}", file=sys.stderr)
+        say(str(error))
         sys.exit(2)
 
 

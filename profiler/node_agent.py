@@ -21,6 +21,7 @@ __all__ = ["NEUTRAL_FOLDER", "Agent", "answers", "await_answer", "start_detached
 
 READY_S = 15.0
 ENDING_S = 20.0
+_WORDS, _WORD = 100, 1000
 # `python -m` puts the working directory on sys.path, where a user's own `queue.py` would break what we start.
 NEUTRAL_FOLDER = "/"
 
@@ -92,7 +93,8 @@ def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any], o
 
     Raises NotRecorded.
     """
-    with TemporaryFile() as errors:
+    alive, inherited = os.pipe()  # which ends with the agent
+    with TemporaryFile() as errors, os.fdopen(alive) as alive_file:
         starter = os.fork()
         if starter == 0:
             # Not from here: the job would find a child that it has not started when it waits for its own.
@@ -104,11 +106,13 @@ def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any], o
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
                     start_new_session=True,
+                    pass_fds=[inherited],
                 )
             finally:
                 os._exit(0)
+        os.close(inherited)
         os.waitpid(starter, 0)
-        if not await_answer(name, until=lambda: os.fstat(errors.fileno()).st_size > 0):
+        if not await_answer(name, until=lambda: bool(select.select([alive_file], [], [], 0)[0])):
             raise NotRecorded(_last_line(errors))
 
 
@@ -123,9 +127,15 @@ def await_answer(name: str, until: Callable[[], bool] = lambda: False) -> bool:
 
 
 def _command(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> list[str]:
-    described = json.dumps({**launch, "socket": name})
+    described = json.dumps({**launch, "command": _shortened(launch["command"]), "socket": name})
     options = ["--socket", name, "--out", str(out), "--hz", str(hz), "--launch", described]
     return [sys.executable, "-m", "rankscope.collectors.agent", *options]
+
+
+def _shortened(command: Sequence[str]) -> list[str]:
+    """What of a command the run keeps: one argument of the agent's takes no more than 128 KiB."""
+    words = [word.encode(errors="replace").decode()[:_WORD] for word in command[:_WORDS]]
+    return words if len(command) <= _WORDS else [*words, f"… and {len(command) - _WORDS} more"]
 
 
 def _written_by(name: str, out: Path) -> tuple[Path, int] | None:

@@ -616,6 +616,25 @@ def test_all_nodes_of_a_large_job_may_ask_for_the_time_at_once():
             assert before < received <= answered < time.perf_counter_ns()
 
 
+def test_a_node_does_not_move_into_another_run(tmp_path, started):
+    """On this node's own disk lies an older run of the name that node 0, elsewhere, gives the run of today."""
+    older = tmp_path / "exp" / "run" / "node=00000.json"
+    older.parent.mkdir(parents=True)
+    older.write_text(json.dumps({"agent": "of yesterday", "node": 0}))
+    agent = Agent(tmp_path / "exp-2")
+    rank = Rank(agent.name, rank=1, node=1, world_size=2)
+    started += [agent, rank]
+    rank.do("say(type='peer', name='exp', host='127.0.0.1', port=0, node=0, agent='of today')")
+    rank.do("regions(3)")
+    rank.bye()
+    agent.end()
+    assert table(tmp_path / "exp-2", "regions").height == 3
+    assert list((tmp_path / "exp").iterdir()) == [older.parent]
+    assert "this node's files stay in exp-2: exp, as node 0 calls the run, is another run here" in why(
+        tmp_path / "exp-2", "node=00001"
+    )
+
+
 def test_an_agent_whose_run_was_removed_writes_nothing_into_the_next_one(tmp_path, started):
     """The first agent has recorded a rank, and another one nothing yet, when their folder is removed and used again."""
     agents = [Agent(tmp_path / "run"), Agent(tmp_path / "run")]

@@ -274,12 +274,95 @@ def test_exec_without_an_agent_or_a_command(tmp_path, job):
     assert done.stderr == "rankscope: cannot run no-such-program: it is not on PATH\n"
 
 
+TRAIN = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(2))
+dist.destroy_process_group()
+print("rank", os.environ["RANK"], "has ended")
+"""
+
+
+@needs_torch
+def test_exec_records_ranks_of_a_launcher_that_is_started_like_a_rank(tmp_path, job):
+    """In a batch script Slurm says SLURM_LOCALID=0 to what then is torchrun."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    torchrun = f"exec {sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 train.py"
+    done = rankscope_("exec", "--out", "run", "--", "bash", "-c", torchrun, cwd=tmp_path, SLURM_LOCALID="0", **job)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "run/ranks").iterdir()) == ["rank=00000", "rank=00001"]
+
+
+@needs_torch
+def test_the_agent_waits_for_what_exec_has_become(tmp_path, job):
+    """A script trains twice, and prepares something in between that takes longer than an agent waits for ranks."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+    twice = f"{sys.executable} train.py && sleep 6.5 && {sys.executable} train.py"
+    done = rankscope_("exec", "--out", "run", "--", "bash", "-c", twice, cwd=tmp_path, **job, **env)
+    assert done.returncode == 0, done.stderr
+    node = tmp_path / "run/run/node=00000.json"
+    wait_for(lambda: json.loads(node.read_text())["state"] == "closed")
+    assert [rank["ended"] for rank in json.loads(node.read_text())["ranks"]] == [True, True]
+
+
+@needs_torch
+def test_a_group_is_not_kept_alive(tmp_path):
+    """A store in a file removes it with its last user; one on a port lets the next have it."""
+    (tmp_path / "train.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', f'file://{os.getcwd()}/store', rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(2))\n"
+        "dist.destroy_process_group()\n"
+        "assert not os.path.exists('store')\n"
+        "port = 0\n"
+        "for _ in range(2):\n"
+        "    store = dist.TCPStore('127.0.0.1', port, 1, True)\n"
+        "    port = store.port\n"
+        "    dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+        "    dist.all_reduce(torch.ones(2))\n"
+        "    dist.destroy_process_group()\n"
+        "    del store\n"
+    )
+    done = rankscope_("run", "--no-report", "--out", "run", *ONE_RANK, "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_torch
+@pytest.mark.parametrize("redirected", [">&-", "2>&-", "2>/dev/full", ">/dev/full"])
+def test_a_job_does_not_depend_on_where_its_output_goes(redirected, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN.replace('print("rank"', 'open("ended", "w"); ("rank"'))
+    run = f"{sys.executable} -m rankscope run --out run {' '.join(ONE_RANK)} train.py {redirected}"
+    done = subprocess.run(["bash", "-c", run], cwd=tmp_path, timeout=DEADLINE_S, capture_output=True)
+    assert (done.returncode, (tmp_path / "ended").exists()) == (0, True)
+
+
+def test_exec_is_not_misled_by_noise_nor_by_many_arguments(tmp_path, job):
+    command = ["exec", "--out", "run", "sh", "-c", "echo [$RANKSCOPE_AGENT]", *(f"shard-{n:020}" for n in range(9000))]
+    done = rankscope_(*command, cwd=tmp_path, LD_PRELOAD="/nowhere/libnoise.so", **job)
+    assert done.stdout == f"[{agent_name(job)}]\n"
+    assert "nothing is recorded" not in done.stderr
+
+
+def test_a_user_without_a_home_runs_jobs(tmp_path):
+    """As in a container whose user number has no name."""
+    without = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
+    code = "from rankscope.collectors import nccl_profiler as p; print(p.built(), p.settings({}))"
+    strange = "import os, pwd; pwd.getpwuid = lambda uid: {}[uid]; "
+    done = subprocess.run([sys.executable, "-c", strange + code], env=without, capture_output=True, text=True)
+    assert done.stdout == "None {}\n", done.stderr
+
+
 def test_ranks_of_one_job_agree_on_the_agent_and_other_jobs_do_not():
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert agent_name({**slurm, "SLURM_PROCID": "0"}) == agent_name({**slurm, "SLURM_PROCID": "1"})
     assert agent_name(slurm) != agent_name({**slurm, "SLURM_STEP_ID": "1"})
     by_address = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert agent_name(by_address) != agent_name({**by_address, "MASTER_PORT": "2"})
+    in_a_batch_script = {"SLURM_JOB_ID": "7"}  # of which there may be several at once
+    ask = f"from rankscope.profiler.commands.exec import agent_name; print(agent_name({in_a_batch_script}))"
+    named = {subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout for _ in range(2)}
+    assert len(named) == 2
 
 
 def test_a_ranks_place_is_passed_on_under_names_of_our_own():

@@ -104,7 +104,10 @@ def too_old(nccl: Sequence[object]) -> str | None:
 
 def _path() -> Path:
     """In the user's cache folder, under a name that changes with all that goes into it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rankscope")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rankscope")
+    except RuntimeError:  # a user without a home
+        cache = Path("/nonexistent")
     parts = (_SOURCE.read_bytes(), repr(sorted(_NAMED.items())).encode(), os.uname().machine.encode())
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
     return cache / f"libnccl-profiler-rankscope-{digest}.so"

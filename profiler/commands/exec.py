@@ -19,23 +19,24 @@ process's place.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
-from pathlib import PurePath
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
 
 from rankscope.collectors import nccl_profiler
 from rankscope.profiler.arguments import Options, program_name, split
-from rankscope.profiler.errors import NotRecorded, RankscopeError
+from rankscope.profiler.errors import NotRecorded, RankscopeError, say
 from rankscope.profiler.folder import claim
 from rankscope.profiler.node_agent import answers, await_answer, start_detached
 
 __all__ = ["agent_name", "main", "place"]
 
-# What the job is called by those who start it; the first that is set counts.
+# What the job is called by those who start it; the first of which all are set counts.
 _JOB = (
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ("PMIX_NAMESPACE",),
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> None:
         raise RankscopeError("--no-report is for `rankscope run`; `rankscope exec` makes no report")
     program = shutil.which(command[0])
     if program is None:
-        _say(f"cannot run {command[0]}: it is not on PATH")
+        say(f"cannot run {command[0]}: it is not on PATH")
         sys.exit(127)  # as a shell does
     environment = dict(os.environ)
     environment.pop("RANKSCOPE_CLAIM", None)  # where a rank starts a job of its own
@@ -77,19 +78,30 @@ def main(arguments: list[str]) -> None:
         environment["RANKSCOPE_AGENT"] = name
         environment.update(nccl_profiler.settings(environment))
     except (NotRecorded, OSError) as error:
-        _say(f"nothing is recorded: {error}; the job runs as without rankscope")
-    os.execve(program, command, environment)
+        say(f"nothing is recorded: {error}; the job runs as without rankscope")
+    try:
+        os.execve(program, command, environment)
+    except OSError as error:
+        say(f"cannot run {program}: {error.strerror}")
+        sys.exit(126)  # as a shell does
 
 
 def agent_name(environment: Mapping[str, str]) -> str:
     """Give the socket's name that all ranks of this user's job on this node agree on."""
     for variables in _JOB:
         values = [environment.get(variable, "") for variable in variables]
-        if values[0] not in ("", "none"):  # torchrun calls a job without a name `none`
+        if not {"", "none"} & set(values):  # torchrun calls a job without a name `none`
             break
     else:
-        values = [f"pid {os.getpid()}"]
+        values = [f"pid {os.getpid()}", *_process()]
     return f"rankscope-{os.getuid()}-{hashlib.sha256(' '.join(values).encode()).hexdigest()[:16]}"
+
+
+def _process() -> Iterator[str]:
+    """What tells this process from those of other containers with its number, which may share the network."""
+    with contextlib.suppress(OSError):
+        yield str(os.stat("/proc/self/ns/pid").st_ino)
+        yield Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # when it began
 
 
 def place(environment: Mapping[str, str]) -> dict[str, str]:
@@ -117,8 +129,4 @@ def _ensure_agent(name: str, options: Options, command: list[str]) -> None:
                 out = claim(options.out, options.name or program_name(command))
                 launch = {"command": command, "directory": os.getcwd()}
                 start_detached(name, out, options.hz, launch, options.for_agent())
-                _say(f"recording this node in {out}")
-
-
-def _say(line: str) -> None:
-    print(f"rankscope: {line}", file=sys.stderr, flush=True)
+                say(f"recording this node in {out}")

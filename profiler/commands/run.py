@@ -30,7 +30,7 @@ from pathlib import Path
 
 from rankscope.collectors import nccl_profiler
 from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
-from rankscope.profiler.errors import NotRecorded, RankscopeError
+from rankscope.profiler.errors import NotRecorded, RankscopeError, say
 from rankscope.profiler.folder import claim
 from rankscope.profiler.foreground import exit_like, run_to_end
 from rankscope.profiler.node_agent import NEUTRAL_FOLDER, Agent
@@ -65,9 +65,9 @@ def main(arguments: list[str]) -> None:
         environment["RANKSCOPE_AGENT"] = socket
         environment.update(nccl_profiler.settings(environment))
     except (NotRecorded, OSError) as error:
-        _say(f"nothing is recorded: {error}; the job runs as without rankscope")
+        say(f"nothing is recorded: {error}; the job runs as without rankscope")
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        _say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading rankscope: no rank will be recorded")
+        say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading rankscope: no rank will be recorded")
     with ExitStack() as stack:
         if agent and not is_own():
             paths = [stack.enter_context(visible_package()), os.environ.get("PYTHONPATH", "")]
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
         try:
             _finish(agent, report=options.report)
         except KeyboardInterrupt:
-            _say(f"no report; for one: rankscope report {agent.out}")
+            say(f"no report; for one: rankscope report {agent.out}")
     exit_like(code)
 
 
@@ -91,13 +91,13 @@ def _finish(agent: Agent, *, report: bool) -> None:
     """The agent has ended, and the user has read what was found, or where this node's part lies."""
     trouble = agent.end()
     if trouble:
-        _say(trouble)
+        say(trouble)
     if not agent.out.exists():
         return
     if agent.node:
-        _say(f"this node's part of the run is in {agent.out}")
+        say(f"this node's part of the run is in {agent.out}")
     elif not report:
-        _say(f"recorded in {agent.out}")
+        say(f"recorded in {agent.out}")
     else:
         _await_other_nodes(agent.out)
         _report(agent.out)
@@ -132,8 +132,4 @@ def _report(out: Path) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         trouble = str(error)
     if trouble:
-        _say(f"the report failed ({trouble}); the run is in {out}")
-
-
-def _say(line: str) -> None:
-    print(f"rankscope: {line}", file=sys.stderr, flush=True)
+        say(f"the report failed ({trouble}); the run is in {out}")
