@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,6 +165,7 @@ def kept(run: Path, folder: Path, since_ns: int, *nodes: int) -> Path:
     return folder
 
 
+@cache
 def ends_ns(run: Path) -> list[int]:
     return read_run(run)[1].steps.filter(rank=0)["end_ns"].to_list()
 
