@@ -100,7 +100,7 @@ def _agent() -> Iterator[Check]:
     with TemporaryDirectory(prefix="rankscope-") as folder:
         start = time.perf_counter()
         try:
-            agent = Agent(name, Path(folder, "run"), 1.0, {})
+            agent = Agent(name, Path(folder, "run"), 1.0, {"command": sys.argv, "directory": os.getcwd()})
         except (NotRecorded, OSError) as error:
             yield Check("agent", False, str(error))
             return
