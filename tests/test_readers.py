@@ -298,6 +298,36 @@ def test_two_gpus_in_one_export_are_two_ranks(tmp_path):
         assert part in said
 
 
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (("job7_0", "job7_2", "job7_10"), (0, 2, 10)),
+        (("a_rank3_x", "b_rank1_y"), (3, 1)),
+        (("node1", "node10", "node2_late"), (0, 2, 1)),
+    ],
+)
+def test_exports_of_one_gpu_each_are_the_ranks_that_their_names_say_or_counted_by_name(tmp_path, names, ranks):
+    """Each begins at another time; they are given as a shell sorts them."""
+    files = [tmp_path / f"{name}.sqlite" for name in sorted(names)]
+    for file in files:
+        nsight(file, kernels=[(names.index(file.stem), 20, 0, process(50), 5, 1)])
+    trace = Trace.open(files)
+    starts = dict(trace.table("kernels").select("rank", "start_ns").collect().rows())
+    assert starts == {rank: start for start, rank in enumerate(ranks)}
+    assert ("counted by name" in whys(trace)) == (names[0] == "node1")
+
+
+def test_a_gpu_on_which_a_process_only_copies_is_no_rank(tmp_path):
+    """The process of GPU 1 has cleared something on GPU 0."""
+    extra = "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET (start INTEGER, end INTEGER, deviceId INTEGER, globalPid INTEGER);"
+    extra += f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMSET VALUES (1, 2, 0, {process(51)}), (3, 4, 1, {process(51)});"
+    kernels = [(10, 20, 0, process(50), 5, 1), (12, 30, 1, process(51), 5, 1)]
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, extra=extra))
+    rows = trace.table("kernels").select("rank", "start_ns", "device").collect().sort("rank", "start_ns").rows()
+    assert rows == [(0, 10, 0), (1, 3, 1), (1, 12, 1)]
+    assert "copies on GPUs on which their process computes nothing" in whys(trace)
+
+
 def test_export_data_under_its_other_name_and_memory_copies(tmp_path):
     extra = """
         CREATE TABLE EXPORT_META_DATA (name TEXT, value TEXT);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,10 @@ from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.trace import BadInput, in_order
 from rankscope.collectors.schema import TABLES
 
-__all__ = ["NO_STEPS", "FrameReader", "files_in", "gap", "in_one_line", "shaped", "table"]
+__all__ = ["NO_STEPS", "FrameReader", "by_name", "files_in", "gap", "in_one_line", "shaped", "table"]
 
 NO_STEPS = text("the format does not say where steps begin")
+_NUMBER = re.compile(r"([0-9]+)")
 
 Row = Mapping[str, Any]
 
@@ -80,16 +82,21 @@ def gap(table: str, why: str, *, rank: int | None = None, count: int | None = No
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """These files, and the files that lie directly in these folders, in order of their names."""
+    """These files, and the files that lie directly in these folders, in order of their names (2 before 10)."""
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            files += sorted(f for f in path.iterdir() if f.is_file() and not f.name.startswith("."))
+            files += sorted((f for f in path.iterdir() if f.is_file() and not f.name.startswith(".")), key=by_name)
         else:
             files.append(path)
     if not files:
         raise BadInput(f"{', '.join(paths)} holds no file")
     return files
+
+
+def by_name(path: Path) -> tuple[int | str, ...]:
+    """Sorts paths as people number them: `rank2` comes before `rank10`."""
+    return tuple(int(part) if part.isdecimal() else part for part in _NUMBER.split(str(path)))
 
 
 def in_one_line(error: Exception) -> str:

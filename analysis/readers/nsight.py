@@ -1,14 +1,16 @@
 """Reads Nsight Systems' SQLite exports (`nsys export --type sqlite`).
 
 Device work, the calls that launched it, and NVTX ranges; several GPUs may share one file. A file does not say which
-ranks its GPUs are: they are taken in the order of the files and, within a file, of the devices. Tables that an export
-lacks are no error, but `gaps` names them. Times are ns since the capture began, on one clock per file.
+ranks its GPUs are: where each file is of one GPU, the numbers in the files' names are taken; else ranks are counted in
+the order of the names and, within a file, of the devices. Tables that an export lacks are no error, but `gaps` names
+them. Times are ns since the capture began, on one clock per file.
 
 Source: Nsight Systems user guide, "SQLite schema reference"; exports of 2021 to 2026.
 """
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,7 +24,7 @@ from rankscope.analysis.finding import Gap
 from rankscope.analysis.kinds import MEMORY, device_work
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import counted
-from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, files_in, gap, in_one_line, shaped, table
+from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, by_name, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.trace import BadInput
 
 __all__ = ["open_run", "recognises"]
@@ -37,6 +39,7 @@ _KERNEL, _MEMCPY, _MEMSET, _GRAPH, _RUNTIME = (
 _DEVICE = (_KERNEL, _MEMCPY, _MEMSET, _GRAPH)
 _META = ("META_DATA_EXPORT", "EXPORT_META_DATA")
 _NVTX = "NVTX_EVENTS"
+_RANK = re.compile(r"rank[-_ ]?([0-9]{1,6})(?![0-9])", re.IGNORECASE)
 _RANGES = (59, 60)  # NVTX push/pop and start/end ranges
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 # Torch numbers each call of an operator (`aten::add, op_id = 17`): the name alone is what is alike.
@@ -68,6 +71,14 @@ class _Capture:
     version: str
     problems: tuple[tuple[str, int | None, str], ...]  # table, count, why
 
+    @property
+    def places(self) -> list[tuple[int | None, int]]:
+        """Process and device of each rank: a GPU on which a process only copies is no rank of its own."""
+        computes = (pl.col("work") != MEMORY).any()
+        places = self.device.group_by("process", "device").agg(computes.alias("computes")).sort("device", "process")
+        any_computes = pl.col("computes").any().over("process")
+        return places.filter(pl.col("computes") | ~any_computes).select("process", "device").rows()
+
 
 def recognises(path: Path) -> bool:
     """Such an export, the report that it is made from, or a folder in which an export lies."""
@@ -78,27 +89,31 @@ def recognises(path: Path) -> bool:
 
 def open_run(paths: Sequence[str]) -> FrameReader:
     """What these exports hold of one run. Raises `BadInput`."""
-    files = [f for f in files_in(paths) if _is_export(f)]
+    files = sorted((f for f in files_in(paths) if _is_export(f)), key=by_name)
     if not files:
         raise BadInput(f"{paths[0]} is no SQLite export: make one with `nsys export --type sqlite {paths[0]}`")
     captures = [_read(file) for file in files]
     frames: dict[str, list[pl.DataFrame]] = {"kernels": [], "launches": [], "regions": []}
     ranks: list[dict[str, Any]] = []
     missing: list[Gap] = []
+    numbers = _numbers(files) if all(len(capture.places) == 1 for capture in captures) else None
+    if len(files) > 1 and numbers is None:
+        missing.append(gap("ranks", text("the files do not say which ranks they are: they are counted by name")))
     for node, capture in enumerate(captures):
-        places = capture.device.select("process", "device").unique().sort("device", "process").rows()
+        places = capture.places
+        first = len(ranks) if numbers is None else numbers[node]
         rank_of = pl.DataFrame(
             {
                 "process": [process for process, _ in places],
                 "device": [device for _, device in places],
-                "rank": range(len(ranks), len(ranks) + len(places)),
+                "rank": range(first, first + len(places)),
                 "node": node,
             },
             schema={"process": pl.Int64, "device": pl.Int64, "rank": pl.Int32, "node": pl.Int32},
         )
         ranks += [
             {
-                "rank": len(ranks) + i,
+                "rank": first + i,
                 "node": node,
                 "local_rank": i,
                 "start_ns": 0,
@@ -108,7 +123,10 @@ def open_run(paths: Sequence[str]) -> FrameReader:
             }
             for i, (process, device) in enumerate(places)
         ]
-        on_rank = capture.device.join(rank_of, on=["process", "device"], how="left", nulls_equal=True)
+        on_rank = capture.device.join(rank_of, on=["process", "device"], nulls_equal=True)
+        if len(on_rank) < len(capture.device):
+            why = text("{file}: copies on GPUs on which their process computes nothing", file=capture.name)
+            missing.append(gap("kernels", why, count=len(capture.device) - len(on_rank)))
         frames["kernels"].append(on_rank.drop("process"))
         launched = on_rank.select("process", "correlation", "rank", "node").drop_nulls("correlation")
         launched = launched.unique(["process", "correlation"], keep="first")
@@ -141,6 +159,18 @@ def open_run(paths: Sequence[str]) -> FrameReader:
             for node, capture in enumerate(captures)
         },
     )
+
+
+def _numbers(files: Sequence[Path]) -> list[int] | None:
+    """The rank that each name says: after the word, or the one number in which they differ (`report_0`, `report_1`)."""
+    said = [_RANK.search(file.stem) for file in files]
+    numbers = [int(match[1]) for match in said if match]
+    if len(numbers) < len(files):
+        parts = list(zip(*(by_name(Path(file.stem)) for file in files), strict=False))
+        differ = [part for part in parts if len(set(part)) > 1]
+        alike = len({len(by_name(Path(file.stem))) for file in files}) == 1
+        numbers = [number for number in differ[0] if isinstance(number, int)] if alike and len(differ) == 1 else []
+    return numbers if len(set(numbers)) == len(files) else None
 
 
 def _is_export(path: Path) -> bool:

@@ -1069,6 +1069,8 @@ CHINESE: dict[str, str] = {
     "the export does not show when Python collects garbage": "导出文件不显示 Python 何时进行垃圾回收",
     "the export does not say what torch.compile builds": "导出文件没有说明 torch.compile 编译了什么",
     "the export does not say which process group a communication kernel is of": "导出文件没有说明通信 kernel 属于哪个进程组",
+    "the files do not say which ranks they are: they are counted by name": "文件未说明各属哪个 rank：按文件名顺序编号",
+    "{file}: copies on GPUs on which their process computes nothing": "{file}：进程在其不做计算的 GPU 上的拷贝",
     "{name} holds {gpus}: their ranks are taken in the order of the devices": "{name} 含 {gpus}：其 rank 按设备顺序确定",
     "what ran inside CUDA graphs is not told apart; record with `--cuda-graph-trace=node`": "CUDA graph 内部的任务没有区分；请用 `--cuda-graph-trace=node` 采集",
     "it has no TARGET_INFO_GPU, so the GPUs' names are not known": "没有 TARGET_INFO_GPU，因此 GPU 名称未知",
