@@ -12,7 +12,8 @@ demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
 
 test: $(INSTALLED) $(FRAMEWORKS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 check: lint test
 

@@ -2,11 +2,13 @@
 
 Communication is what a communication library runs on the device, whatever the profiler calls its row: NCCL (the old
 `ncclKernel_AllReduce_RING_LL_Sum_float` and the new `ncclDevKernel_AllReduce_Sum_f32_RING_LL`), RCCL (which may name
-nothing but `ncclDevKernel_Generic`), NVSHMEM and DeepEP (`deep_ep::…`, `…::ep::…`). Memory is copies and fills.
-What only marks or waits, such as `gpu_user_annotation`, `cuda_sync` or `overhead`, is no work of the device.
+nothing but `ncclDevKernel_Generic`), NVSHMEM and DeepEP (`deep_ep::…`, `…::ep::…`), MSCCL, MORI, torch's symmetric
+memory, Transformer Engine's userbuffers, the all-reduces of inference engines. Memory is copies and fills. What only
+marks or waits, such as `gpu_user_annotation`, `cuda_sync` or `overhead`, is no work of the device.
 
-Source: names in traces of NCCL 2.4 to 2.27 and RCCL 2.22; `c10d/nccl2/ProcessGroupNCCL.cpp` of torch 2.15; DeepEP's
-namespaces; Kineto's activity types (`libkineto/src/ActivityType.cpp`).
+Source: names in traces of NCCL 2.4 to 2.27 and RCCL 2.22, and in the sources of NCCL 2.28; torch's
+`c10d/nccl2/ProcessGroupNCCL.cpp` (2.15) and `symm_mem/CUDASymmetricMemoryOps.cu`; those of the libraries named above;
+Kineto's activity types (`libkineto/src/ActivityType.cpp`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import re
 __all__ = [
     "COMMUNICATION",
     "COMPUTE",
+    "COPIES_TO_HOST",
     "DEVICE_CATEGORIES",
     "MEMORY",
     "MEMORY_CALLS",
@@ -39,10 +42,16 @@ WAITING_CALLS = (
     r"^(((cuda|hip)(Stream|Device|Event|Ctx|Thread)|cu(Stream|Event|Ctx))Synchronize|(cuda|hip)Memcpy(WithStream)?)"
     r"(_ptsz|_ptds|_spt)?(_v\d+)?$"
 )
+COPIES_TO_HOST = r"DtoH|DeviceToHost"  # as profilers name them
 MEMORY_CALLS = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
 
-_COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|\bdeep_ep\b|\bep::", re.IGNORECASE)
-_NCCL_OP = re.compile(r"nccl(?:Dev)?(?:Kernel)?_?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)")
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|(nv|roc)shmem|msccl|\bdeep_ep\b|(\b|_)ep::|\bmori::|userbuffers|multimem_\w*(reduce|gather)"
+    r"|(one|two)_shot_(all_)?reduce|cross_device_reduce|all_?reduce_fusion",
+    re.IGNORECASE,
+)
+_BLIT = re.compile(r"^__amd_rocclr_(copy|fill)")  # AMD's copies and fills that run as kernels
+_NCCL_OP = re.compile(r"nccl(?:Symk?)?(?:Dev)?(?:Kernel)?_?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)")
 
 _OPS = {
     "AllReduce": "allreduce",
@@ -89,7 +98,7 @@ OPS_BY_NAME = {
 def device_work(category: str, name: str) -> str | None:
     """What a profiler's row stands for on the device; None if it is none of the device's work."""
     if category in _KERNELS:
-        return COMMUNICATION if _COMMUNICATION.search(name) else COMPUTE
+        return COMMUNICATION if _COMMUNICATION.search(name) else MEMORY if _BLIT.match(name) else COMPUTE
     return MEMORY if category in _COPIES else None
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "STILL_NS",
     "STILL_STEPS",
     "TABLES",
+    "WINDOW_STEP",
     "Column",
     "RecordType",
     "Table",
@@ -77,6 +78,7 @@ REGION_KINDS = (
     "sync",
     "operator",  # a long operator in a profiler's trace: read from such traces, not recorded
 )
+WINDOW_STEP = "rankscope step #"  # and its number: what a deep window calls the span of a step
 # Of these steps are made, and set aside: they stay where a long recording is reduced.
 COUNTS_STEPS = ("optimizer", "backward", "compile", "checkpoint")
 

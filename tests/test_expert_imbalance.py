@@ -120,6 +120,7 @@ def test_a_slow_rank_among_even_experts_stays_a_slow_rank(tmp_path):
     assert (finding.detector, finding.ranks) == ("slow_rank", (3,))
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux" or not importlib.util.find_spec("torch"), reason="recording needs torch")
 def test_a_real_job_with_uneven_splits(tmp_path):
     """Three ranks of 120 tokens, of which rank 2's expert gets 240 of 360: 60 ms more than the mean."""

@@ -94,6 +94,7 @@ def test_without_backward_or_reductions_it_is_not_judged():
         exposed_communication.detect(breakdown, phases, regions, collectives.clear())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("late", [False, True], ids=["DDP", "by hand after backward"])
 def test_real_job_that_reduces_after_backward_is_told_so(late, tmp_path):
     launcher = [

@@ -53,6 +53,7 @@ def found(report: dict) -> list[tuple[str, list[int], str]]:
     return [(finding["detector"], finding["ranks"], finding["where"]) for finding in report["findings"]]
 
 
+@pytest.mark.alone
 def test_megatron_pipeline_is_1f1b_and_names_the_stage_that_is_too_long(tmp_path):
     """24 steps of 4 microbatches; stage 0 sleeps 40 ms in each forward, and balanced stages would share that."""
     report = train(tmp_path, "megatron", "megatron_gpt.py", "--pipeline", "2", "--slow-rank", "0")
@@ -90,6 +91,7 @@ def test_megatron_chunks_of_the_interleaved_schedule_are_stages_of_their_own(tmp
     assert "stage_imbalance" not in [check["detector"] for check in report["not_checked"]]
 
 
+@pytest.mark.alone
 def test_megatron_without_a_pipeline_names_the_slow_rank(tmp_path):
     """Rank 1 sleeps 40 ms in the forward of each of 4 microbatches. No backward is torch's own: all are seen."""
     report = train(tmp_path, "megatron", "megatron_gpt.py", "--slow-rank", "1")
@@ -128,6 +130,7 @@ def test_deepspeed_steps_of_several_groups_of_weights_are_one(tmp_path):
     assert report["steps"]["count"] + report["steps"]["warmup"] + report["steps"]["outliers"] == 20
 
 
+@pytest.mark.alone
 def test_deepspeed_pipeline_is_1f1b_and_names_the_stage_that_is_too_long(tmp_path):
     report = train(tmp_path, "deepspeed", "deepspeed_pipeline.py")
     of_schedule = regions(tmp_path, "forward", "backward").drop_nulls("stage")

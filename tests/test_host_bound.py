@@ -9,6 +9,7 @@ import pytest
 
 import rankscope
 from rankscope.analysis.detectors import NotResolvable, host_bound
+from rankscope.analysis.kinds import WAITING_CALLS
 
 MS = 1_000_000
 STEPS = 10
@@ -38,7 +39,9 @@ def tables(host_ms, *calls, step_ms=100, in_turn=False):
         pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
         pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row"),
         pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row"),
-        pl.DataFrame(launches, {"rank": pl.Int64, **span, "name": pl.String}, orient="row").with_columns(thread=0),
+        pl.DataFrame(launches, {"rank": pl.Int64, **span, "name": pl.String}, orient="row").with_columns(
+            thread=0, waits=pl.col("name").str.contains(WAITING_CALLS)
+        ),
     )
 
 
@@ -80,7 +83,8 @@ def beside_communication(over_ms):
         table.filter(pl.col("end_ns") > pl.col("start_ns")),
         pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row"),
         pl.DataFrame(
-            schema={"rank": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64, "name": pl.String, "thread": int}
+            schema=dict.fromkeys(("rank", "start_ns", "end_ns", "thread"), pl.Int64)
+            | {"name": pl.String, "waits": pl.Boolean}
         ),
     )
 

@@ -132,6 +132,7 @@ def assert_adds_up(job: Job) -> None:
 # ---- healthy jobs
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("attempt", range(HEALTHY_RUNS))
 def test_healthy_job_has_no_finding(parallel, attempt, tmp_path):
@@ -149,6 +150,7 @@ def test_healthy_job_has_no_finding(parallel, attempt, tmp_path):
 # ---- jobs with one known fault
 
 
+@pytest.mark.alone
 def test_rank_that_sleeps_in_forward_is_named_with_what_it_costs(tmp_path):
     job = train(tmp_path, "--fault", "slow-rank", "--fault-rank", 2, "--fault-ms", 30)
     assert found(job) == [("slow_rank", [2])]
@@ -156,6 +158,7 @@ def test_rank_that_sleeps_in_forward_is_named_with_what_it_costs(tmp_path):
     assert_adds_up(job)
 
 
+@pytest.mark.alone
 def test_sleeping_dataloader_is_an_input_stall_and_no_slow_rank(tmp_path):
     job = train(tmp_path, "--fault", "input", "--fault-rank", 1, "--fault-ms", 30)
     assert found(job) == [("input_stall", [1])]
@@ -163,6 +166,7 @@ def test_sleeping_dataloader_is_an_input_stall_and_no_slow_rank(tmp_path):
     assert_adds_up(job)
 
 
+@pytest.mark.alone
 def test_collecting_a_large_heap_is_a_gc_stall_that_costs_what_the_script_measured(tmp_path):
     """With a collection every 5th step, one costs a fifth of its time per step."""
     job = train(tmp_path, "--fault", "gc", "--fault-rank", 3)
@@ -177,6 +181,7 @@ def test_collecting_a_large_heap_is_a_gc_stall_that_costs_what_the_script_measur
     assert_adds_up(job)
 
 
+@pytest.mark.alone
 def test_uneven_sequences_are_no_slow_rank(tmp_path):
     job = train(tmp_path, "--fault", "uneven")
     assert [detector for detector, _ in found(job)] == ["uneven_work"]
@@ -202,6 +207,7 @@ def assert_blames_link_of_node_1(job: Job) -> None:
     assert_adds_up(job)
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_slow_link_is_named(tmp_path):
     job = train_on_nodes(tmp_path)
@@ -211,6 +217,7 @@ def test_slow_link_is_named(tmp_path):
         assert abs(clocks[node]["offset_ns"]) <= clocks[node]["error_ns"] < MS
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_slow_link_is_named_though_a_clock_is_5_s_off(tmp_path):
     job = train_on_nodes(tmp_path, "--skewed-node", 2, "--skew-s", 5)

@@ -39,6 +39,7 @@ def report(run: Path) -> dict:
     return json.loads(told.stdout)
 
 
+@pytest.mark.alone
 def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tmp_path):
     command = [*RANKSCOPE, "run", "--out", "run", "--no-report", "--nproc-per-node", "2", str(JOB), "200"]
     subprocess.run(command, cwd=tmp_path, timeout=100, check=True, capture_output=True)

@@ -268,6 +268,7 @@ def test_slow_rank_of_a_split_stage_on_devices_costs_what_its_replica_makes_the_
 # ---- a real job
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 @pytest.mark.skipif(sys.platform != "linux", reason="recording needs Linux")
 @pytest.mark.parametrize("long", [None, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import polars as pl
@@ -13,6 +14,7 @@ import rankscope
 from rankscope.analysis.detectors import NotResolvable, sync_point
 from rankscope.analysis.diagnose import root_causes_first
 from rankscope.analysis.finding import Finding
+from rankscope.analysis.kinds import WAITING_CALLS
 from rankscope.analysis.timeline import build_timeline
 from rankscope.analysis.timeline.lead import host_gaps, lost_lead
 
@@ -57,7 +59,10 @@ def tables(*calls, idle=(80, 100), ranks=2, launched=True):
         (parts, {"rank": pl.Int32, "step": pl.Int32, "part": pl.String, "ns": pl.Int64}),
         (phases, {"rank": pl.Int32, "step": pl.Int32, "part": pl.String, "label": pl.String, **span}),
         (kernels, {"rank": pl.Int32, **span, "launch_ns": pl.Int64, "launch_thread": pl.UInt16}),
-        (launches, {"rank": pl.Int32, **span, "name": pl.String, "thread": pl.UInt16}),
+        (
+            [(*call, re.search(WAITING_CALLS, call[3]) is not None) for call in launches],
+            {"rank": pl.Int32, **span, "name": pl.String, "thread": pl.UInt16, "waits": pl.Boolean},
+        ),
         (regions, {"rank": pl.Int32, **span, "name": pl.String, "kind": pl.String, "thread": pl.UInt16}),
     )
     return [pl.DataFrame(rows, schema, orient="row") for rows, schema in frames]
@@ -135,8 +140,12 @@ def test_a_late_host_follows_from_its_synchronisations_if_they_explain_half_of_i
         assert found[1].caused_by == ("sync_point" if sync_ms == 12 else None)
 
 
-def test_item_in_a_profilers_trace_is_the_root_and_named_as_it_is_written(tmp_path):
-    """In each step of 100 ms the host waits in .item() until 80, and launches what comes next at 95."""
+@pytest.mark.parametrize("call", ["cudaStreamSynchronize", "cudaMemcpyAsync"])
+def test_item_in_a_profilers_trace_is_the_root_and_named_as_it_is_written(tmp_path, call):
+    """In each step of 100 ms the host waits in .item() until 80, and launches what comes next at 95.
+
+    A copy to memory that is not pinned is over when its call returns, whatever its name says.
+    """
     events = []
     for number in range(8):
         at = 100_000 * number  # µs
@@ -147,13 +156,16 @@ def test_item_in_a_profilers_trace_is_the_root_and_named_as_it_is_written(tmp_pa
             event("user_annotation", "log the loss", at + 500, 80_000),
             event("cpu_op", "aten::item", at + 900, 79_200),
             event("cpu_op", ITEM, at + 950, 79_100),
-            launch(at + 1_000, 79_010, 1000 + number, name="cudaStreamSynchronize"),
+            launch(at + 1_000, 79_010, 1000 + number, name=call),
             launch(at + 95_000, 5, 2 * number + 1),
             kernel("gemm", at + 95_010, 4_990, 2 * number + 1),
         ]
+        if call == "cudaMemcpyAsync":
+            where = {"pid": 0, "tid": 7, "device": 0, "stream": 7, "correlation": 1000 + number}
+            events.append(event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", at + 80_002, 3, **where))
     report = rankscope.diagnose(opened(tmp_path, events, distributedInfo={"rank": 0, "world_size": 1}))
     root, *others = report.findings
-    assert (root.detector, root.where) == ("sync_point", f"log the loss, {ITEM}, cudaStreamSynchronize")
+    assert (root.detector, root.where) == ("sync_point", f"log the loss, {ITEM}, {call}")
     assert root.lost_ns_per_step == pytest.approx(15.01 * MS, abs=0.02 * MS)
     assert [(f.detector, f.caused_by) for f in others] == [("host_bound", "sync_point")]
 

@@ -81,6 +81,7 @@ def script(tmp_path: Path, body: str) -> Path:
     return path
 
 
+@pytest.mark.alone
 def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
     """Two ranks: steps 3 and 4, a window of both, one of rank 1 alone, stacks; the report has it on the run's clock."""
     train = script(
@@ -281,6 +282,39 @@ def test_other_profilers_are_not_disturbed_and_failures_cost_the_window_only(one
     assert counts["aten::addmm"] == 2
 
 
+def test_a_profiler_of_the_scripts_own_is_left_alone_while_it_warms_up_and_does_not_count_while_it_waits(
+    one_rank, tmp_path
+):
+    """It waits for 12 steps, in which it names steps all the same, warms up for 8 and records 4. Two at once would end
+    the process with SIGSEGV."""
+    done, run = one_rank(
+        """
+        from torch.profiler import ProfilerActivity, profile, schedule
+        plan = schedule(wait=12, warmup=8, active=4, repeat=1)
+        with profile(activities=[ProfilerActivity.CPU], schedule=plan) as own:
+            for _ in range(24):
+                step()
+                own.step()
+        own.export_chrome_trace(str(Path(sys.argv[1]) / "own.json"))
+        for _ in range(8): step()
+        """,
+        asked=[{"first": first} for first in (4, 15, 27)],
+    )
+    assert done.returncode == 0, done.stderr
+    assert [answer["ranks"]["0"]["state"] for _, answer in sorted(requests(run).items())] == [
+        "recorded",
+        "refused",
+        "recorded",
+    ], requests(run)
+    trace = rankscope.open(run)
+    assert [gap.why for gap in trace.gaps() if gap.table == "windows"] == [
+        "window 2 was not opened: a torch.profiler of the script's own, which warms up, is at work and is not disturbed"
+    ]
+    assert [window.steps for window in rankscope.diagnose(trace).windows] == [(4, 5), (27, 28)]
+    named = json.loads((tmp_path / "own.json").read_bytes())["traceEvents"]
+    assert len([event for event in named if event.get("name") == "aten::addmm"]) == 2 * 4
+
+
 def test_optimizers_that_run_within_backward_make_no_steps_of_windows(one_rank):
     """torch's profiler would be lost where a backward ends: the steps are those that the script says."""
     done, run = one_rank(
@@ -328,6 +362,7 @@ def test_a_window_whose_steps_take_too_long_is_closed(one_rank):
     assert gap.startswith("window 1: its steps took too long")
 
 
+@pytest.mark.alone
 def test_a_slow_step_opens_one_window_and_a_profiler_that_fails_ends_all(one_rank):
     """Steps of about 10 ms, two of 400 ms: one window, 3 steps long. From step 150 on torch's profiler is broken."""
     done, run = one_rank(

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price, visible
 from rankscope.analysis.finding import Finding
-from rankscope.analysis.kinds import COMMUNICATION, MEMORY_CALLS, WAITING_CALLS
+from rankscope.analysis.kinds import COMMUNICATION, MEMORY_CALLS
 from rankscope.analysis.language import joined, text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
@@ -219,7 +219,7 @@ def _launching(grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> 
     """ns per step and rank in which the host made one call soon after the other, without waiting for the device."""
     seen = phases.group_by("rank").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
     lasts = pl.col("end_ns") - pl.col("start_ns")
-    waits = pl.when(pl.col("name").str.contains(WAITING_CALLS) | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)
+    waits = pl.when(pl.col("waits") | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)
     until_next = pl.col("start_ns").shift(-1) - pl.col("start_ns") - waits
     of_thread = ["rank", "thread"]
     spent = (
@@ -242,7 +242,7 @@ def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
         *("rank", "start_ns", "end_ns"),
         kind=pl.when(pl.col("name").str.contains(MEMORY_CALLS))
         .then(pl.lit("memory"))
-        .when(pl.col("name").str.contains(WAITING_CALLS))
+        .when("waits")
         .then(pl.lit("sync"))
         .when(pl.col("name").str.contains(_LAUNCH))
         .then(pl.lit("launch")),

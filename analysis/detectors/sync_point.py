@@ -1,10 +1,11 @@
 """The host waits for its device, and falls behind it: the device then idles for work that is launched late.
 
 **Signal.** The host's lead is followed over the capture. Each call that returns only when the device has caught up
-(`cudaStreamSynchronize`, `cudaDeviceSynchronize`, `cudaEventSynchronize`, a blocking `cudaMemcpy`, and HIP's) took away
-as much lead as it lasted; each time in which the device idled for work launched late would have used up as much of it.
-What the lead would have covered is what the calls cost; what the busiest rank would be shorter without it is the loss,
-reported above `min_fraction` of the step. Gaps of less than `min_ns` are not counted.
+(`cudaStreamSynchronize`, `cudaDeviceSynchronize`, `cudaEventSynchronize`, a blocking `cudaMemcpy`, a `cudaMemcpyAsync`
+to pageable memory, and HIP's) took away as much lead as it lasted; each time in which the device idled for work
+launched late would have used up as much of it. What the lead would have covered is what the calls cost; what the
+busiest rank would be shorter without it is the loss, reported above `min_fraction` of the step. Gaps of less than
+`min_ns` are not counted.
 
 **Why it costs time.** A host that launches ahead hides its own slowness behind the device's work. A synchronisation
 empties the queue: whatever Python does next, the device waits for it.
@@ -27,7 +28,6 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
 from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.kinds import WAITING_CALLS
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
 from rankscope.analysis.report.quantities import duration, percent
@@ -123,7 +123,7 @@ def _costs(
     """The grid, the calls with the gaps that they cost, and what they cost, an array of (rank, step) in ns."""
     if kernels["launch_ns"].null_count() == len(kernels):
         raise NotResolvable(text("the trace does not hold the calls that launched the device's work"))
-    calls = launches.filter(pl.col("name").str.contains(WAITING_CALLS))
+    calls = launches.filter("waits")
     if calls.is_empty():
         raise NotResolvable(text("the trace holds no call that waits for a device, not even the profiler's own"))
     grid = judged_grid(breakdown, _LEAST_STEPS)

@@ -47,7 +47,7 @@ from rankscope.analysis.readers.scan import (
 from rankscope.analysis.readers.spill import Rows, Spill, joined
 from rankscope.analysis.report.quantities import ranges
 from rankscope.analysis.trace import BadInput
-from rankscope.collectors.schema import ALL_TO_ALL_OPS, P2P_OPS
+from rankscope.collectors.schema import ALL_TO_ALL_OPS, P2P_OPS, WINDOW_STEP
 
 try:
     from isal import igzip_lib
@@ -88,7 +88,7 @@ _OPERATORS = ("cpu_op", "Operator")  # the oldest files have annotations among t
 WHOLE = tuple(name.encode() for name in (*DEVICE_CATEGORIES, *_LAUNCHES))
 BRIEF = tuple(name.encode() for name in (*_OPERATORS, *_ANNOTATIONS))
 _LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device stood idle, and too few to take memory
-_ANNOTATION_NAME = re.compile(r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.|gloo:")
+_ANNOTATION_NAME = re.compile(rf"ProfilerStep#|{WINDOW_STEP}|enumerate\(DataLoader\)|Optimizer\.|gloo:")
 _STEP_NAME = re.compile(r"ProfilerStep#(\d+)")
 _REGION_KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
 _COMMUNICATION_REGIONS = ("nccl:", "gloo:", "c10d::")
@@ -747,8 +747,7 @@ def _threads(names: Sequence[str], spans: Rows, launches: Rows, *operators: Rows
     """By code of a thread's name: 0 for the main thread, which announces the steps (else launches most), then in order
     of appearance.
     """
-    announces = np.array([bool(_STEP_NAME.match(name)) for name in names])
-    steps = spans.where(announces.__getitem__, "name")["tid"]
+    steps = spans.where(_announces(names).__getitem__, "name")["tid"]
 
     def threads_of(*tables: Rows) -> Iterator[Ints]:
         return (rows["tid"] for table in tables for rows in table.blocks("tid"))
@@ -763,6 +762,12 @@ def _threads(names: Sequence[str], spans: Rows, launches: Rows, *operators: Rows
     number = np.zeros(max(ordered, default=0) + 1, np.uint16)
     number[ordered] = np.minimum(np.arange(len(ordered)), (1 << 16) - 1)
     return number
+
+
+def _announces(names: Sequence[str]) -> NDArray[np.bool_]:
+    """Which of the names say that a step begins: in a deep window those of rankscope, and none of the script's own."""
+    of_window = np.array([name.startswith(WINDOW_STEP) for name in names], bool)
+    return of_window if of_window.any() else np.array([bool(_STEP_NAME.search(name)) for name in names], bool)
 
 
 def _as_seen(codes: Ints) -> list[int]:
@@ -788,14 +793,13 @@ def _regions_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFram
 
 def _region_kind(name: str) -> str | None:
     """The kind of an annotation of this name; None for a step, and for what collectives say better."""
-    if name.startswith(("ProfilerStep#", *_COMMUNICATION_REGIONS)):
+    if name.startswith(("ProfilerStep#", WINDOW_STEP, *_COMMUNICATION_REGIONS)):
         return None
     return next((kind for begin, kind in _REGION_KINDS.items() if name.startswith(begin)), "user")
 
 
 def _steps_frame(capture: _Capture) -> pl.DataFrame:
-    announces = np.array([bool(_STEP_NAME.search(name)) for name in capture.names])
-    rows = capture.spans.where(announces.__getitem__, "name")
+    rows = capture.spans.where(_announces(capture.names).__getitem__, "name")
     return _spans_frame(capture, rows).select("start_ns", "end_ns", "thread")
 
 

@@ -13,7 +13,7 @@ from rankscope.analysis.stretch import Stretch
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.code import PLACES, SAMPLES, merged_places, sampled_in
-from rankscope.analysis.timeline.device_phases import device_phases, with_launches
+from rankscope.analysis.timeline.device_phases import device_phases, with_launches, with_waits
 from rankscope.analysis.timeline.marks import MARK_COLUMNS, by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl import proxies, with_durations
@@ -56,7 +56,7 @@ class Timeline:
       was recorded `duration_ns` on the device, which tells transfer and wait of an operation without an end |
     | regions | those of the schema, step (of the host) |
     | kernels | those of the schema and of `device_phases.with_launches` |
-    | launches | those of the schema |
+    | launches | those of the schema and of `device_phases.with_waits` |
     | phases | rank, step, part, label, start_ns, end_ns, without gap or overlap: the device's time on ranks with
       kernels or marks, the main thread's on the others |
     | breakdown | rank, step, part, ns: each step's parts, zeros included; they sum to the step |
@@ -125,6 +125,7 @@ def build_timeline(trace: Trace) -> Timeline:
         collectives = collectives.filter(_begun_within(counted, stretch))
     launches = read("launches", "rank", "start_ns")
     kernels = with_launches(read("kernels", "rank", "start_ns"), launches)
+    launches = with_waits(launches, kernels)
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives, counted)
     has_device = pl.col("rank").is_in(kernels["rank"].unique().implode())
     if steps.is_empty():

@@ -12,12 +12,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
+from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, COPIES_TO_HOST, MEMORY, WAITING_CALLS
 from rankscope.analysis.timeline.breakdown import PARTS, Grid, Spans, as_phases, joined
 from rankscope.analysis.timeline.device import by_rank
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["IDLE_LABELS", "QUEUED", "UNSEEN", "device_phases", "with_launches"]
+__all__ = ["IDLE_LABELS", "QUEUED", "UNSEEN", "device_phases", "with_launches", "with_waits"]
 
 # Labels of idle time: the device's own gap from one row to the next; longer, although the next was queued (it waits for
 # an event, or for what the trace does not show); before work of unknown launch; and where the host was in no region.
@@ -62,6 +62,21 @@ def with_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame
     calls, none = dict(by_rank(launches)), launches.clear()
     frames = [_with_calls(rows, calls.get(rank, none)) for rank, rows in by_rank(kernels)]
     return pl.concat([_with_calls(kernels.clear(), none), *frames])
+
+
+def with_waits(launches: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """The launches with `waits`: whether the call returns only when the device has caught up.
+
+    That is so by its name, or of a copy to the host that is over when its call returns: one to pageable memory.
+
+    Source: CUDA Runtime API, "API synchronization behavior".
+    """
+    is_copy = (pl.col("work") == MEMORY) & pl.col("name").str.contains(COPIES_TO_HOST)
+    copied = kernels.filter(is_copy).select("rank", "correlation", copied_ns="end_ns").drop_nulls()
+    copied = copied.unique(["rank", "correlation"])
+    with_copies = launches.join(copied, on=["rank", "correlation"], how="left", maintain_order="left")
+    is_over = (pl.col("copied_ns") <= pl.col("end_ns")).fill_null(value=False)
+    return with_copies.with_columns(waits=pl.col("name").str.contains(WAITING_CALLS) | is_over).drop("copied_ns")
 
 
 def _with_calls(kernels: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:

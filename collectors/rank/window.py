@@ -8,6 +8,7 @@ session's thread, what the rank's Python threads are doing, for a rank that stan
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.frames import UNSAFE, current_frames
+from rankscope.collectors.schema import WINDOW_STEP
 
 if TYPE_CHECKING:
     from rankscope.collectors.session import Emit
@@ -50,6 +52,7 @@ _current: _Windows | None = None
 def start(emit: Emit) -> None:
     global _current
     _current = _Windows(emit)
+    _current.watch_others()
     emit.on_message("window", emit.guard("window", _current.ask))
     emit.on_message("watch", emit.guard("window", _current.watch))
     emit.on_message("stacks", emit.guard("window", _current.stacks))
@@ -164,10 +167,13 @@ class _Profile:
         self._kineto.start_trace()
 
     def next_step(self, step: int) -> None:
-        """A `ProfilerStep` span begins, where another one ended; its begin relates the clocks."""
+        """The span of a step begins, where another one ended; its begin relates the clocks.
+
+        It is not called as torch's are: a profiler of the script's own that waits for its turn makes those meanwhile.
+        """
         self.end_step()
         before = clock()
-        self._span = self._torch.ops.profiler._record_function_enter_new(f"ProfilerStep#{step}")
+        self._span = self._torch.ops.profiler._record_function_enter_new(f"{WINDOW_STEP}{step}")
         self.marks.append((step, before, clock()))
 
     def end_step(self) -> None:
@@ -232,6 +238,7 @@ class _Windows:
         self._cuda = sys.modules["torch"].cuda
         self._row: dict[str, int] = {}
         self._own_call = False
+        self._other_warms_up = False  # a profiler of the script's own, of which torch says nothing until it records
         self._give_back: list[Callable[[], None]] = []
         self._saving: threading.Thread | None = None
         self._why_closed = ""
@@ -338,7 +345,6 @@ class _Windows:
             return
         start_ns = clock()
         self._profile = _Profile(self._emit.device)
-        self._make_way()
         self._ours(self._profile.prepare)
         self._row = {"start_ns": start_ns, "start_stall_ns": clock() - start_ns}
         if done == first:
@@ -369,7 +375,6 @@ class _Windows:
         assert self._profile is not None
         window, profile = self._window, self._profile
         self._window, self._profile = None, None
-        self._get_out_of_the_way()
         stop_ns = clock()
         if self._recording:
             self._recording = False
@@ -447,6 +452,8 @@ class _Windows:
         profiler = sys.modules["torch.autograd.profiler"]
         if profiler._is_profiler_enabled or sys.modules["torch"].autograd._profiler_enabled():
             return "a torch.profiler of the script's own"
+        if self._other_warms_up:  # torch would end with SIGSEGV when it stops
+            return "a torch.profiler of the script's own, which warms up,"
         return ""
 
     def _ours(self, call: Callable[[], None]) -> None:
@@ -456,16 +463,20 @@ class _Windows:
         finally:
             self._own_call = False
 
-    def _make_way(self) -> None:
-        """A profiler that the script starts while ours is on finds it gone: torch refuses two at once."""
+    def watch_others(self) -> None:
+        """A profiler that the script prepares or starts while ours is on finds it gone: torch refuses two at once."""
         profiler = sys.modules["torch.autograd.profiler"]
-        leave = self._emit.guard("window", self._leave)
-        for name in ("_prepare_profiler", "_enable_profiler"):
+        for name, prepares in (("_prepare_profiler", True), ("_enable_profiler", False)):
             original = getattr(profiler, name)
+            hears = self._emit.guard("window", functools.partial(self._hear_of_other, prepares=prepares))
 
-            def wrapper(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:  # noqa: ANN401
-                if not self._own_call:
-                    leave()
+            def wrapper(
+                *args: Any,  # noqa: ANN401
+                _original: Callable[..., Any] = original,
+                _hears: Callable[[], None] = hears,
+                **kwargs: Any,  # noqa: ANN401
+            ) -> Any:  # noqa: ANN401
+                _hears()
                 return _original(*args, **kwargs)
 
             def undo(name: str = name, original: object = original, wrapper: object = wrapper) -> None:
@@ -474,6 +485,11 @@ class _Windows:
 
             setattr(profiler, name, wrapper)
             self._give_back.append(undo)
+
+    def _hear_of_other(self, *, prepares: bool) -> None:
+        if not self._own_call:
+            self._leave()
+            self._other_warms_up = prepares
 
     def _leave(self) -> None:
         forked = not self._emit.live
