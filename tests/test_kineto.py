@@ -397,7 +397,7 @@ def test_a_bare_array(tmp_path):
         ("a.pt.trace.json", b"\x00\x01 not json", "is no trace of torch.profiler: it has no traceEvents"),
         ("a.pt.trace.json", b'{"traceEvents": []}', "holds no event"),
         ("a.pt.trace.json", b'{"traceEvents": [', "holds no event"),
-        ("a.pt.trace.json.gz", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}')[:12], "is cut off"),
+        ("a.pt.trace.json.gz", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}', mtime=0)[:12], "is cut off"),
         ("a.pt.trace.json.gz", b"\x1f\x8bnot gzip at all", "cannot be read further"),
         ("a.txt", b"hello", "is in no format that can be read"),
     ],
