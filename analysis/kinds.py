@@ -20,6 +20,7 @@ __all__ = [
     "COMPUTE",
     "COPIES_TO_HOST",
     "DEVICE_CATEGORIES",
+    "LAUNCHING_CALLS",
     "MEMORY",
     "MEMORY_CALLS",
     "OPS_BY_NAME",
@@ -42,6 +43,8 @@ WAITING_CALLS = (
     r"^(((cuda|hip)(Stream|Device|Event|Ctx|Thread)|cu(Stream|Event|Ctx))Synchronize|(cuda|hip)Memcpy(WithStream)?)"
     r"(_ptsz|_ptds|_spt)?(_v\d+)?$"
 )
+# Those that a row of the device always follows.
+LAUNCHING_CALLS = r"^((cuda|hip)(Ext)?(Module)?Launch(Cooperative)?Kernel|cuLaunchKernel|(cuda|hip)MemcpyAsync)"
 COPIES_TO_HOST = r"DtoH|DeviceToHost"  # as profilers name them
 MEMORY_CALLS = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
 

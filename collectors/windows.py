@@ -384,13 +384,16 @@ class Windows:
         for rank in request.saved:
             self._note(request, rank, "converting")
         try:
-            request.converter = subprocess.Popen(
-                [sys.executable, "-m", "rankscope.profiler.window", str(folder), json.dumps(described)],
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=request.errors,
-            )
+            with TemporaryFile() as told:  # more than an argument may be, where there are many steps
+                told.write(json.dumps(described).encode())
+                told.seek(0)
+                request.converter = subprocess.Popen(
+                    [sys.executable, "-m", "rankscope.profiler.window", str(folder)],
+                    cwd="/",
+                    stdin=told,
+                    stdout=subprocess.DEVNULL,
+                    stderr=request.errors,
+                )
         except OSError as error:
             self._converted(request, f"the traces were not converted: {error}")
 

@@ -33,13 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["convert", "place"]
 
 _NICE = 10
-_STEP = "ProfilerStep"
 
 
 def main(arguments: list[str]) -> int:
-    """Convert the traces that the agent describes; 1 and one line if that fails."""
+    """Convert the traces that the agent describes on standard input; 1 and one line if that fails."""
     os.nice(_NICE)
-    folder, described = Path(arguments[0]), json.loads(arguments[1])
+    folder, described = Path(arguments[0]), json.load(sys.stdin)
     try:
         convert(folder, described)
     except Exception as error:  # half a window would give other answers

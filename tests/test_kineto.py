@@ -197,6 +197,90 @@ def test_a_kernel_without_words_takes_those_of_the_operator_that_launched_it(tmp
     assert rows(trace, "groups", "name") == [("3",)]
 
 
+def test_a_batch_of_sends_and_receives_is_what_was_called_before_its_kernel_was_launched(tmp_path):
+    """Rank 0 sends 1000 elements to rank 1 and receives 500 in the same kernel, which is launched after both calls;
+    rank 1's calls are not in its file the first time."""
+    batch = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+    for rank in (0, 1):
+        events = []
+        for number, (at, there) in enumerate(((0, rank == 0), (1000, True))):
+            send, recv = {"Dst Rank": 1 - rank, "Seq": 2 * number + 1}, {"Src Rank": 1 - rank, "Seq": 2 * number + 2}
+            if there:
+                sent, received = (1000, 500) if rank == 0 else (500, 1000)
+                events.append(event("cpu_op", "record_param_comms", at, 10, **meta("send", sent, **send)))
+                events.append(event("cpu_op", "record_param_comms", at + 12, 10, **meta("recv", received, **recv)))
+            events += [
+                launch(at + 30, 2, number + 1),
+                kernel(batch, at + 100 + 50 * rank, 200, number + 1, device=rank),
+            ]
+        write(tmp_path / f"rank{rank}.json", events, distributedInfo={"rank": rank, "world_size": 2})
+    found = build_timeline(Trace.open(tmp_path)).collectives.sort("rank", "device_start_ns", "op")
+    known = found.filter(pl.col("peer") >= 0).select("rank", "device_start_ns", "op", "peer", "size_bytes")
+    assert known.rows() == [
+        (0, 100_000, "recv", 1, 1000),
+        (0, 100_000, "send", 1, 2000),
+        (0, 1_100_000, "recv", 1, 1000),
+        (0, 1_100_000, "send", 1, 2000),
+        (1, 1_150_000, "recv", 0, 2000),
+        (1, 1_150_000, "send", 0, 1000),
+    ]
+    (lost,) = found.filter(pl.col("peer") < 0).select("rank", "device_start_ns", "op", "instance_id").rows()
+    assert lost == (1, 150_000, "send", None)
+    assert (
+        found.filter(pl.col("instance_id").is_not_null())["device_start_ns"].to_list()
+        == [1_100_000] * 2 + [1_150_000] * 2
+    )
+
+
+def test_what_the_profiler_lost_is_told_and_such_steps_are_not_judged(tmp_path):
+    """20 kernels of 480 µs in each of 6 steps of 10 ms; the driver dropped all of the last three steps but one."""
+    events = []
+    for number in range(6):
+        at = 10_000 * number
+        events.append(step(number, at, 9_990))
+        for n in range(20):
+            events.append(launch(at + 50 + 10 * n, 5, 20 * number + n))
+            if number < 3 or (number, n) == (4, 7):
+                events.append(kernel("gemm", at + 300 + 480 * n, 480, 20 * number + n))
+    trace = opened(tmp_path, events)
+    report = diagnose(trace)
+    assert report.steps.count == 3
+    told = [gap.why for gap in report.gaps]
+    assert "what 59 calls of 120 launched was not recorded" in told
+    assert "3 steps not judged, since much of what was launched in them was not recorded" in told
+    assert {part.part for part in report.breakdown if part.ns_per_step > 1_000_000} == {"compute"}
+
+
+def test_rows_without_a_time_and_several_devices_are_told(tmp_path):
+    base = 1_735_632_360_000_000_000
+    events = [launch(10 * n, 5, n) for n in range(4)]
+    events += [kernel("a", 10, 10, 0), kernel("b", 20, 10, 1, device=1), kernel("c", -base / 1000, 0, 2)]
+    trace = opened(tmp_path, events, baseTimeNanoseconds=base)
+    assert rows(trace, "kernels", "start_ns") == [(base + 10_000,), (base + 20_000,)]
+    assert whys(trace)[:2] == [
+        ("kernels", 0, 1, "1 device row to which the driver gave no time were left out"),
+        ("kernels", 0, None, "its work on 2 devices counts as that of one"),
+    ]
+
+
+def test_without_named_steps_the_main_thread_is_the_one_with_the_optimizer_and_not_that_of_backward(tmp_path):
+    """Thread 2, autograd's, launches ten times as much."""
+    events = []
+    for number in range(6):
+        at = 10_000 * number
+        events.append(event("user_annotation", "enumerate(DataLoader)#_Iter.__next__", at, 4_000, tid=1))
+        events += [launch(at + 4_000, 5, 100 * number, tid=1), kernel("forward", at + 4_010, 1_000, 100 * number)]
+        for n in range(1, 11):
+            events.append(launch(at + 5_000 + 10 * n, 5, 100 * number + n, tid=2))
+            events.append(kernel("backward", at + 5_100 + 400 * n, 400, 100 * number + n))
+        events.append(event("user_annotation", "Optimizer.step#SGD.step", at + 5_500, 400, tid=1))
+    report = diagnose(opened(tmp_path, events))
+    assert report.steps.source == "optimizer"
+    assert report.steps.count >= 3
+    (waits,) = [part.ns_per_step for part in report.breakdown if part.part == "input"]
+    assert waits == 4_000_000
+
+
 def test_ranks_with_different_numbers_of_kernels_are_aligned_by_their_ends(tmp_path):
     """Rank 1 lacks the first of five. It comes 300 µs late to each of the others, so rank 0 waits 4 × 300 µs."""
     begin = [0, 10_000, 25_000, 31_000, 47_000]

@@ -315,6 +315,26 @@ def test_a_profiler_of_the_scripts_own_is_left_alone_while_it_warms_up_and_does_
     assert len([event for event in named if event.get("name") == "aten::addmm"]) == 2 * 4
 
 
+def test_a_window_that_was_prepared_and_never_records_leaves_no_profiler_behind(one_rank):
+    """A step before its first one the collector is switched off; what the script profiles then is whole."""
+    done, run = one_rank(
+        """
+        from rankscope.collectors.rank import window
+        from torch.profiler import ProfilerActivity, profile
+        for _ in range(3): step()
+        print("prepared:", window._current._profile is not None)
+        window.stop()
+        with profile(activities=[ProfilerActivity.CPU]) as own: step()
+        print("seen:", sum(event.name == "aten::addmm" for event in own.events()))
+        """,
+        asked=[{"first": 4}],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "prepared: True\nseen: 2\n" in done.stdout
+    assert "no active profiling session" not in done.stderr
+    assert requests(run)[1]["ranks"]["0"]["state"] == "refused", requests(run)
+
+
 def test_optimizers_that_run_within_backward_make_no_steps_of_windows(one_rank):
     """torch's profiler would be lost where a backward ends: the steps are those that the script says."""
     done, run = one_rank(

@@ -109,10 +109,18 @@ _DTYPES = {
     "ComplexDouble": ("complex128", 16),
     "Float8_e4m3fn": ("float8_e4m3fn", 1),
     "Float8_e5m2": ("float8_e5m2", 1),
+    "Float8_e4m3fnuz": ("float8_e4m3fn", 1),  # AMD's
+    "Float8_e5m2fnuz": ("float8_e5m2", 1),
+    "UInt16": ("unknown", 2),
+    "UInt32": ("unknown", 4),
+    "UInt64": ("unknown", 8),
 }
 
 _OTHER, _DEVICE, _LAUNCH, _SPAN, _OPERATOR = range(5)  # what a row's category makes of it
 _UNKNOWN_GROUP = ""
+_BATCH = "SendRecv"  # in the name of the kernel
+_NO_TIME_NS = -(10**15)  # before the trace's base: what is left of a time of 0
+_FEW = 0.01  # share of the device rows that another device may have
 _MAX_WORLD = 1 << 20  # what is beyond is no number of ranks
 
 Ints = NDArray[Any]
@@ -414,7 +422,7 @@ class _Capture:
     shaped: Rows  # those whose shapes tell their FLOPs
     device_metas: dict[str, Ints]
     operator_metas: dict[str, Ints]
-    main_device: int | None  # the one that most rows are of
+    devices: list[int]  # the one that most rows are of first
     threads: Ints  # by code of its name: the number of each thread
     found: list[tuple[str, int | None, str]] = field(default_factory=list)  # table, rows missing, why
 
@@ -432,11 +440,16 @@ class _Capture:
         return size if isinstance(size, int) and 0 < size <= _MAX_WORLD else None
 
     @property
+    def main_device(self) -> int | None:
+        return self.devices[0] if self.devices else None
+
+    @property
     def file_name(self) -> str:
         return self.label.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
     def problems(self) -> list[tuple[str, int | None, str]]:
-        return [*self.found, *self._unlaunched()]
+        several = text("its work on {devices} counts as that of one", devices=counted(len(self.devices), "device"))
+        return [*self.found, *self._unlaunched(), *([("kernels", None, several)] if len(self.devices) > 1 else [])]
 
     def _unlaunched(self) -> list[tuple[str, int | None, str]]:
         if not len(self.launches):
@@ -478,6 +491,7 @@ def _read(label: str, source: _Source, spill: Spill, operators_from_ns: int) -> 
     names: list[str] = [""]
     roles: list[int] = [_OTHER]  # by code: what a row of the category with this name is
     is_annotation = [False]  # by code: whether an operator of this name is an annotation
+    without_time = 0
     role_of, annotates = np.array(roles, np.int8), np.array(is_annotation)
     for batch in scan_events(scanner, source, begun, result):
         for raw in scanner.names(len(names)):
@@ -488,6 +502,10 @@ def _read(label: str, source: _Source, spill: Spill, operators_from_ns: int) -> 
             role_of, annotates = np.array(roles, np.int8), np.array(is_annotation)
         role = role_of[batch.rows["cat"]]
         role[(role == _OPERATOR) & annotates[batch.rows["name"]]] = _SPAN
+        ts, dur = batch.rows["ts"], batch.rows["dur"]
+        timeless = (role == _DEVICE) & ((ts < _NO_TIME_NS) | ((ts == 0) & (dur == 0)))
+        role[timeless] = _OTHER
+        without_time += int(timeless.sum())
         long_operator = (role == _OPERATOR) & (batch.rows["dur"] >= operators_from_ns)
         if len(batch.metas["row"]):
             at = batch.metas["row"]
@@ -520,10 +538,15 @@ def _read(label: str, source: _Source, spill: Spill, operators_from_ns: int) -> 
         shaped=shaped,
         device_metas=joined(on_device),
         operator_metas=about_operators,
-        main_device=_main_device(device),
+        devices=_devices(device),
         threads=_threads(names, spans, launches, operators, shaped),
-        found=_scan_problems(scanner.counts(), result, source.problem),
+        found=[*_scan_problems(scanner.counts(), result, source.problem), *_timeless(without_time)],
     )
+
+
+def _timeless(count: int) -> list[tuple[str, int | None, str]]:
+    why = text("{rows} to which the driver gave no time were left out", rows=counted(count, "device row"))
+    return [("kernels", count, why)] if count else []
 
 
 def _no_rows(kinds: Mapping[str, str]) -> dict[str, Ints]:
@@ -662,13 +685,14 @@ def _nodes(ranks: Mapping[int, _Capture]) -> dict[int, int]:
     return nodes
 
 
-def _main_device(rows: Rows) -> int | None:
+def _devices(rows: Rows) -> list[int]:
+    """The devices that work for this process, the one with most rows first, without those that hardly have any."""
     seen: Counter[int] = Counter()
     for block in rows.blocks("device"):
         which, count = np.unique(block["device"], return_counts=True)
         seen.update(dict(zip(which.tolist(), count.tolist(), strict=True)))
     del seen[MISSING_SHORT]
-    return max(sorted(seen), key=seen.__getitem__, default=None)
+    return [d for d in sorted(seen, key=lambda d: (-seen[d], d)) if seen[d] >= _FEW * seen.total()]
 
 
 def _missing_ranks(ranks: Mapping[int, _Capture]) -> list[Gap]:
@@ -744,10 +768,14 @@ def _launches_frames(capture: _Capture, most: int | None) -> Iterator[pl.DataFra
 
 
 def _threads(names: Sequence[str], spans: Rows, launches: Rows, *operators: Rows) -> Ints:
-    """By code of a thread's name: 0 for the main thread, which announces the steps (else launches most), then in order
-    of appearance.
+    """By code of a thread's name: 0 for the main thread, then in order of appearance.
+
+    The main thread announces the steps; else it runs the optimizer or waits for the loader (autograd's own thread may
+    launch more); else it launches most.
     """
-    steps = spans.where(_announces(names).__getitem__, "name")["tid"]
+    trains = np.array([name.startswith(tuple(_REGION_KINDS)) for name in names], bool)
+    chosen = (spans.where(which.__getitem__, "name")["tid"] for which in (_announces(names), trains))
+    steps = next((tids for tids in chosen if len(tids)), np.empty(0, np.int64))
 
     def threads_of(*tables: Rows) -> Iterator[Ints]:
         return (rows["tid"] for table in tables for rows in table.blocks("tid"))
@@ -835,7 +863,7 @@ class _Groups:
 
     def add(self, name: str, ranks: str, role: str) -> None:
         """A group as a collective names it; what is known of it already stays."""
-        if name in self.members:
+        if self.members.get(name):  # the configuration may leave it open
             return
         try:
             listed = json.loads(ranks)
@@ -867,7 +895,10 @@ class _Groups:
 
 
 def _collectives(capture: _Capture, groups: _Groups) -> _Calls:
-    """One row per kernel of NCCL or RCCL, in order; `group` and `seq` as far as the file tells (null: it does not)."""
+    """One row per kernel of NCCL or RCCL, in order, of a batch of sends and receives one for each of these.
+
+    `group` and `seq` as far as the file tells (null: it does not).
+    """
     used = np.zeros(len(capture.names), bool)
     for block in capture.device.blocks("name"):
         used[block["name"]] = True
@@ -880,7 +911,9 @@ def _collectives(capture: _Capture, groups: _Groups) -> _Calls:
     rows = {c: values[order] for c, values in rows.items()}
     launches = capture.launches.where(lambda values: np.isin(values, rows["correlation"]), "correlation")
     launch = _launch_of(launches["correlation"], rows["correlation"])
-    meta = _meta_of(capture, rows["row"], launches, launch)
+    is_batch = np.array([_BATCH in name for name in capture.names], bool)[rows["name"]]
+    said = _said_of(capture, rows["row"], launches, launch, is_batch)
+    rows, launch, meta = {c: values[said.kernel] for c, values in rows.items()}, launch[said.kernel], said.meta
     start, end = rows["ts"], rows["ts"] + rows["dur"]
     host_start, host_end, thread = start.copy(), start.copy(), np.zeros(len(start), np.int64)
     launched = launch >= 0
@@ -931,20 +964,64 @@ def _launch_of(known: Ints, correlation: Ints) -> Ints:
     return np.where((known[row] == correlation) & (correlation != MISSING), row, -1)
 
 
-def _meta_of(capture: _Capture, at: Ints, launches: Mapping[str, Ints], launch: Ints) -> dict[str, Ints]:
-    """What the file says about each of these kernels: on the kernel itself, else on the operator that launched it."""
-    metas = capture.device_metas
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What the file says of communication: row by row the position of the kernel, and columns."""
+
+    kernel: Ints
+    meta: dict[str, Ints]
+
+
+def _said_of(capture: _Capture, at: Ints, launches: Mapping[str, Ints], launch: Ints, is_batch: Ints) -> _Said:
+    """What the file says about each of these kernels: on the kernel itself, else on the operator that launched it.
+
+    A batch of sends and receives is launched where it ends, within none of their operators: its kernel has a row for
+    each that came before it. One whose operators are not in the file is a send to nobody.
+    """
+    metas, ops = capture.device_metas, capture.operator_metas
     place, known = np.searchsorted(metas["row"], at), np.append(metas["row"], -1)
     own = np.where(known[place] == at, place, -1)
-    of_operator = np.where(own < 0, _enclosing(capture.operator_metas, launches, launch), -1)
+    of_operator = np.where(own < 0, _enclosing(ops, launches, launch), -1)
+    op_of = [op_said(name) for name in capture.names]
+    transfers = {c: values[[op_of[code] in P2P_OPS for code in ops["collective"]]] for c, values in ops.items()}
+    of_batch = np.flatnonzero(is_batch & (own < 0) & (of_operator < 0)) if len(transfers["ts"]) else at[:0]
+    batched, transfer = _batched(transfers, launches, launch, of_batch)
+    alone = np.setdiff1d(of_batch, batched)
+    kernel = np.concatenate([np.setdiff1d(np.arange(len(at)), batched), batched])
+    order = np.argsort(kernel, kind="stable")
     found = {}
     for column in _META_KEPT:
         none = MISSING if column in ("in_nelems", "out_nelems", "seq", "src", "dst") else NO_NAME
         values = np.full(len(at), none, np.int64)
         values[own >= 0] = metas[column][own[own >= 0]]
-        values[of_operator >= 0] = capture.operator_metas[column][of_operator[of_operator >= 0]]
-        found[column] = values
-    return found
+        values[of_operator >= 0] = ops[column][of_operator[of_operator >= 0]]
+        if len(alone) and column in ("collective", "group", "ranks", "description"):
+            values[alone] = transfers[column][0]
+        if column == "seq":
+            values[alone] = 0
+        found[column] = np.concatenate([np.delete(values, np.unique(batched)), transfers[column][transfer]])[order]
+    return _Said(kernel[order], found)
+
+
+def _batched(
+    transfers: Mapping[str, Ints], launches: Mapping[str, Ints], launch: Ints, of_batch: Ints
+) -> tuple[Ints, Ints]:
+    """For each of these kernels the sends and receives called on its thread since the communication launched before."""
+    kernels, ops = [of_batch[:0]], [of_batch[:0]]
+    launched = of_batch[launch[of_batch] >= 0]
+    all_launched = launch[launch >= 0]
+    for thread in np.unique(transfers["tid"]):
+        calls = np.flatnonzero(transfers["tid"] == thread)
+        calls = calls[np.argsort(transfers["ts"][calls], kind="stable")]
+        begins = np.unique(launches["ts"][all_launched[launches["tid"][all_launched] == thread]])
+        for kernel in launched[launches["tid"][launch[launched]] == thread]:
+            begin = launches["ts"][launch[kernel]]
+            before = np.searchsorted(begins, begin) - 1
+            since = begins[before] if before >= 0 else np.iinfo(np.int64).min
+            first, last = np.searchsorted(transfers["ts"][calls], [since, begin])
+            kernels.append(np.full(last - first, kernel))
+            ops.append(calls[first:last])
+    return np.concatenate(kernels), np.concatenate(ops)
 
 
 def _enclosing(ops: Mapping[str, Ints], launches: Mapping[str, Ints], launch: Ints) -> Ints:
@@ -980,9 +1057,20 @@ def _number(
     """Give each row its `seq` where the file does not: the sequences of all ranks are aligned."""
     everyone = _everyone(ranks)
     by_group: dict[str, dict[int, Ints]] = {}
+    transfers: dict[tuple[str, int, int], dict[int, Ints]] = {}  # by group, sender and receiver
     for rank, calls in collectives.items():
+        peer = np.array(calls["peer"], np.int64)
+        sends = np.array(calls["op"]) == "send"
         for name in set(calls["group"]):
-            by_group.setdefault(name, {})[rank] = np.flatnonzero(calls["group"] == name)
+            of_group = calls["group"] == name
+            by_group.setdefault(name, {})[rank] = np.flatnonzero(of_group & (peer < 0))
+            for other, is_send in set(zip(peer[of_group].tolist(), sends[of_group].tolist(), strict=True)):
+                ends = (rank, other) if is_send else (other, rank)
+                at = np.flatnonzero(of_group & (peer == other) & (sends == is_send))
+                if other >= 0:
+                    transfers.setdefault((name, *ends), {})[rank] = at
+    for rows in transfers.values():
+        _number_transfers(collectives, rows, one_clock=one_clock)
     for name, rows in sorted(by_group.items()):
         if name != _UNKNOWN_GROUP and all((collectives[rank]["seq"][at] != MISSING).all() for rank, at in rows.items()):
             _tell_apart({rank: (collectives[rank], at) for rank, at in rows.items()})
@@ -998,6 +1086,19 @@ def _number(
                 groups[rank].members[name] = everyone
         for rank, shift in shifts.items():
             collectives[rank]["seq"][rows[rank]] = np.arange(len(rows[rank])) + shift
+
+
+def _number_transfers(collectives: Mapping[int, _Calls], rows: Mapping[int, Ints], *, one_clock: bool) -> None:
+    """Number what one rank sends to another on both: torch counts there what the rank exchanges with all."""
+    codes: dict[tuple[Any, ...], int] = {}
+    sequences = {rank: _as_sequence(collectives[rank], at, codes, ("dtype", "size_bytes")) for rank, at in rows.items()}
+    shifts = sequence.align(sequences, one_clock=one_clock)
+    if shifts is None:  # a small message may end on its sender long before
+        first, last = sequences.values()
+        last_begins = 0 if np.array_equal(first.kind, last.kind) else len(first.kind)
+        shifts = dict(zip(rows, (0, last_begins), strict=True))
+    for rank, at in rows.items():
+        collectives[rank]["seq"][at] = np.arange(len(at)) + shifts[rank]
 
 
 def _tell_apart(rows: Mapping[int, tuple[_Calls, Ints]]) -> None:
@@ -1023,9 +1124,11 @@ def _tell_apart(rows: Mapping[int, tuple[_Calls, Ints]]) -> None:
                 seen[seq] = seen.get(seq, 0) + 1
 
 
-def _as_sequence(calls: _Calls, at: Ints, codes: dict[tuple[Any, ...], int]) -> sequence.Sequence:
+def _as_sequence(
+    calls: _Calls, at: Ints, codes: dict[tuple[Any, ...], int], kind_by: Sequence[str] = ("op", "dtype", "size_bytes")
+) -> sequence.Sequence:
     """These rows; `codes` are of the kinds on all ranks."""
-    kinds = ((calls["op"][i], calls["dtype"][i], calls["size_bytes"][i]) for i in at)
+    kinds = (tuple(calls[column][i] for column in kind_by) for i in at)
     kind = np.array([codes.setdefault(key, len(codes)) for key in kinds], np.int64)
     return sequence.Sequence(kind=kind, end_ns=calls["end_ns"][at])
 

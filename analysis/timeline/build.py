@@ -14,6 +14,7 @@ from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, che
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.code import PLACES, SAMPLES, merged_places, sampled_in
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches, with_waits
+from rankscope.analysis.timeline.lost_work import set_lost_aside
 from rankscope.analysis.timeline.marks import MARK_COLUMNS, by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl import proxies, with_durations
@@ -50,8 +51,8 @@ class Timeline:
     | frame | columns |
     |---|---|
     | ranks | those of the schema |
-    | steps | rank, step, start_ns, end_ns, source, judged, aside (why not judged: "warm-up", "outlier", "incomplete" or
-      "profiled"; else null) |
+    | steps | rank, step, start_ns, end_ns, source, judged, aside (why not judged: "warm-up", "outlier", "incomplete",
+      "lost" or "profiled"; else null) |
     | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps); where NCCL
       was recorded `duration_ns` on the device, which tells transfer and wait of an operation without an end |
     | regions | those of the schema, step (of the host) |
@@ -139,6 +140,7 @@ def build_timeline(trace: Trace) -> Timeline:
     if stretch:
         steps = steps.filter(pl.col("step") >= stretch.first)
     steps = judge(steps, regions, stretch.warmup if stretch else None)
+    steps, of_lost = set_lost_aside(steps, hosts_steps, kernels, launches)
     steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
     ops = read("ops", "rank", "start_ns")
     if len(ops):
@@ -170,6 +172,7 @@ def build_timeline(trace: Trace) -> Timeline:
         *_timing_gaps(records),
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
         *of_marks,
+        *of_lost,
         *profiled_gaps(steps),
         *([Gap(table="*", rank=None, node=None, count=None, why=stretch.said)] if stretch and stretch.said else ()),
         *incomparable,

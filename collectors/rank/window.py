@@ -32,7 +32,9 @@ tables = ("windows",)
 _WATCHED_BY = {
     "NSYS_PROFILING_SESSION_ID": "Nsight Systems",
     "CUDA_INJECTION64_PATH": "a tool injected into CUDA (Nsight Systems, Nsight Compute, …)",
+    "HSA_TOOLS_LIB": "a ROCm profiler",
     "ROCP_TOOL_LIB": "a ROCm profiler",
+    "ROCP_TOOL_LIBRARIES": "a ROCm profiler",
     "ROCPROFILER_REGISTER_TOOL_LIB": "a ROCm profiler",
 }
 _HISTORY, _ENOUGH = 50, 20  # steps
@@ -233,7 +235,7 @@ class _Windows:
         self._window: dict[str, Any] | None = None  # the one that is prepared or records
         self._profile: _Profile | None = None
         self._recording = False
-        self._thread = 0  # that which records
+        self._thread = 0  # that which prepared and records
         self._until_s = 0.0  # when the window is closed at the latest
         self._cuda = sys.modules["torch"].cuda
         self._row: dict[str, int] = {}
@@ -344,6 +346,7 @@ class _Windows:
             self._refuse(f"{other} is at work and is not disturbed")
             return
         start_ns = clock()
+        self._thread = threading.get_ident()
         self._profile = _Profile(self._emit.device)
         self._ours(self._profile.prepare)
         self._row = {"start_ns": start_ns, "start_stall_ns": clock() - start_ns}
@@ -362,7 +365,6 @@ class _Windows:
             return
         if not self._recording:
             self._recording = True
-            self._thread = threading.get_ident()
             self._until_s = time.monotonic() + max(_LONGEST_S, _LONGEST * steps * self._usual.median_ns / 1e9)
             begin_ns = clock()
             self._ours(self._profile.start)
@@ -418,6 +420,9 @@ class _Windows:
         try:
             if self._window is not None and self._recording:
                 self._end()
+            elif self._profile is not None and not self._emit.exiting and self._may_act():
+                self._ours(self._profile.start)  # else the driver would go on to collect for it
+                self._profile.stop(at_exit=True)
         finally:
             self._get_out_of_the_way()
             self._why_closed = "the collector 'window' was switched off" if self._emit.live else "the job ended before"
