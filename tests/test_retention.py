@@ -152,8 +152,7 @@ def test_a_job_that_may_keep_3_mb_has_its_last_steps_and_the_lengths_of_all(tmp_
     assert report["history"]["count"] == steps
     assert steps > report["history"]["kept"] > steps / 4
     assert f"of those before step {report['history']['kept']} only the length was kept" in report["verdict"]
-    assert report["findings"][0]["detector"] == "slow_rank"
-    assert report["findings"][0]["ranks"] == [1]
+    assert [1] in [finding["ranks"] for finding in report["findings"] if finding["detector"] == "slow_rank"]
 
 
 @pytest.mark.parametrize("size", ["20", "0G", "-1G", "some"])
