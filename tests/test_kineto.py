@@ -232,6 +232,29 @@ def test_a_batch_of_sends_and_receives_is_what_was_called_before_its_kernel_was_
     )
 
 
+@pytest.mark.parametrize("ahead", [0, 80, 600])
+def test_a_device_whose_clock_is_off_does_not_change_who_was_last(tmp_path, ahead):
+    """Rank 0 comes 500 µs after rank 1 to each of 20 reductions; rank 1's device, in µs, is so much ahead."""
+    for rank in (0, 1):
+        events = [step(1, 0, 41_000)]
+        for n in range(20):
+            at, arrived = 2_000 * n, (1_500, 1_000)[rank]
+            off = ahead * rank
+            events += [launch(at, 5, 2 * n), kernel("gemm", at + 10 + off, arrived - 10, 2 * n, device=rank)]
+            words = {"device": rank, **meta(Seq=n)}
+            events += [
+                launch(at + 10, 5, 2 * n + 1),
+                kernel(ALLREDUCE, at + arrived + off, 1600 - arrived, 2 * n + 1, **words),
+            ]
+        write(tmp_path / f"rank{rank}.json", events, distributedInfo={"rank": rank, "world_size": 2})
+    timeline = build_timeline(Trace.open(tmp_path))
+    waits = timeline.collectives.group_by("rank").agg(pl.col("wait_ns").mean(), pl.col("is_last").all()).sort("rank")
+    expected = 500_000 if ahead != 80 else 420_000  # so little is within what ends differ by anyway
+    assert waits.rows() == [(0, 0, True), (1, expected, False)]
+    told = [gap.why for gap in timeline.gaps if "clock" in gap.why]
+    assert told == ["its device's clock was 300 µs off the others' and was set right"] * (2 if ahead == 600 else 0)
+
+
 def test_what_the_profiler_lost_is_told_and_such_steps_are_not_judged(tmp_path):
     """20 kernels of 480 µs in each of 6 steps of 10 ms; the driver dropped all of the last three steps but one."""
     events = []

@@ -1075,6 +1075,7 @@ CHINESE: dict[str, str] = {
     "its work on {devices} counts as that of one": "其在 {devices} 上的工作按一台设备计",
     "what {lost} of {all:,} launched was not recorded": "{all:,} 次启动调用中，{lost}所启动的工作没有记录",
     "{steps} not judged, since much of what was launched in them was not recorded": "{steps}未判断，因为其中启动的工作有许多没有记录",
+    "its device's clock was {offset} off the others' and was set right": "其设备时钟与其他设备相差 {offset}，已校正",
     "the files do not say which ranks they are: they are counted by name": "文件未说明各属哪个 rank：按文件名顺序编号",
     "{file}: copies on GPUs on which their process computes nothing": "{file}：进程在其不做计算的 GPU 上的拷贝",
     "{name} holds {gpus}: their ranks are taken in the order of the devices": "{name} 含 {gpus}：其 rank 按设备顺序确定",

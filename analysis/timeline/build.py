@@ -13,6 +13,7 @@ from rankscope.analysis.stretch import Stretch
 from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.code import PLACES, SAMPLES, merged_places, sampled_in
+from rankscope.analysis.timeline.device_clocks import device_clocks, on_one_clock
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches, with_waits
 from rankscope.analysis.timeline.lost_work import set_lost_aside
 from rankscope.analysis.timeline.marks import MARK_COLUMNS, by_marks, mark_phases, marked_steps
@@ -119,13 +120,16 @@ def build_timeline(trace: Trace) -> Timeline:
     groups = read("groups", "rank", "start_ns")
     records = read("flight_records", "rank", "start_ns")
     called = with_durations(read("collectives", "rank", "start_ns"), groups, records)
+    devices_off, of_device_clocks = device_clocks(called)
+    called = on_one_clock(called, devices_off, "device_start_ns", "end_ns", if_known="device_start_ns")
     collectives = match_collectives(called, groups, clocks)
     stretch = trace.stretch
     counted = stretch.beside(clocks) if stretch else None
     if stretch and counted is not None and len(counted):
         collectives = collectives.filter(_begun_within(counted, stretch))
     launches = read("launches", "rank", "start_ns")
-    kernels = with_launches(read("kernels", "rank", "start_ns"), launches)
+    kernels = on_one_clock(read("kernels", "rank", "start_ns"), devices_off, "start_ns", "end_ns")
+    kernels = with_launches(kernels, launches)
     launches = with_waits(launches, kernels)
     steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives, counted)
     has_device = pl.col("rank").is_in(kernels["rank"].unique().implode())
@@ -168,6 +172,7 @@ def build_timeline(trace: Trace) -> Timeline:
     gaps = [
         *trace.gaps(),
         *_clock_gaps(clocks),
+        *of_device_clocks,
         *_unmatched_gaps(collectives),
         *_timing_gaps(records),
         *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
