@@ -8,6 +8,8 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from test_kineto import ALLREDUCE, event, kernel, launch, meta, write
+from test_kineto import step as profiler_step
 
 import rankscope
 from rankscope.analysis.detectors import NotResolvable, exposed_communication
@@ -92,6 +94,39 @@ def test_without_backward_or_reductions_it_is_not_judged():
         exposed_communication.detect(breakdown, phases, regions.filter(kind="optimizer"), collectives)
     with pytest.raises(NotResolvable, match="reduction"):
         exposed_communication.detect(breakdown, phases, regions, collectives.clear())
+
+
+@pytest.mark.parametrize("begin", [70, 51])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_on_devices_backward_is_what_autograds_thread_has_launched(tmp_path, begin, microbatches):
+    """Two ranks, steps of 100 ms: forward until 30, backward until 70, optimizer from 90 on; the gradients' reduction
+    takes 20 ms, from `begin` on. Hosts launch all of a step in its first 2 ms. With two microbatches forward and
+    backward come twice in that time, and the second backward takes 20 ms."""
+    spans = [("forward", 0, 30, 1), ("backward", 30, 70, 2)]
+    if microbatches == 2:
+        spans = [("forward", 0, 15, 1), ("backward", 15, 35, 2), ("forward", 35, 50, 1), ("backward", 50, 70, 2)]
+    for rank in (0, 1):
+        events = []
+        for number in range(6):
+            at, first = 100_000 * number, 100 * number
+            events.append(profiler_step(number, at, 99_990))
+            words = {"device": rank, "stream": 20, **meta(elements=10 * MB, Seq=number)}
+            events += [launch(at + 1_000, 5, first), kernel(ALLREDUCE, at + 1000 * begin, 20_000, first, **words)]
+            for n, (name, since, until, thread) in enumerate(spans, 1):
+                events.append(launch(at + 100 * n, 5, first + n, tid=thread))
+                events.append(kernel(name, at + 1000 * since, 1000 * (until - since), first + n, device=rank))
+            events.append(event("user_annotation", "Optimizer.step#SGD.step", at + 1_500, 200))
+            events += [launch(at + 1_600, 5, first + 9), kernel("sgd", at + 90_000, 9_990, first + 9, device=rank)]
+        write(tmp_path / f"rank{rank}.json", events, distributedInfo={"rank": rank, "world_size": 2})
+    report = rankscope.diagnose(rankscope.open(tmp_path))
+    assert "exposed_communication" not in [check.detector for check in report.not_checked]
+    found = [finding for finding in report.findings if finding.detector == "exposed_communication"]
+    if begin == 51:
+        assert found == []
+        return
+    (finding,) = found
+    assert finding.title.startswith("Of 20.0 ms per step for reducing gradients, 20.0 ms come after backward")
+    assert finding.lost_ns_per_step == pytest.approx((20 - 20 / 5) * MS, rel=0.1)
 
 
 @pytest.mark.alone

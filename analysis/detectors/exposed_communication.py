@@ -10,6 +10,8 @@ each, is the measure; what is above it is the loss, reported above `min_fraction
 behind the rest of backward; one bucket for all (`bucket_cap_mb` too large, `no_sync`, a reduction by hand after
 backward) leaves the links idle first and the ranks idle then.
 
+On a device backward is what autograd's thread launched, and lies where its kernels do.
+
 **False alarms.** On CPU ranks computation and communication share the processors: hiding one slows down the other, and
 less is gained than the model says. Waiting for slow peers is not counted, slow links are: see `slow_link`.
 
@@ -28,6 +30,7 @@ from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, 
 from rankscope.analysis.finding import Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.report.quantities import duration, percent
+from rankscope.analysis.timeline.backward import last_backwards
 from rankscope.analysis.timeline.own import MIXED, Floats, StepGrid, estimate, sums
 
 __all__ = ["collectors", "detect", "resolution_ns"]
@@ -35,7 +38,6 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 collectors = ("backward", "collectives")
 
 _TRIM = 0.1
-_MAIN_THREAD = 0
 _REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_scatter_base")
 _NEARLY_ALL = 0.98  # of backward's computation: it is over then
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
@@ -47,19 +49,20 @@ def detect(
     phases: pl.DataFrame,
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
+    kernels: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.05,
     min_fraction_unhidden: float = 0.03,
     max_buckets: int = 8,
 ) -> list[Finding]:
     """What reducing the gradients during backward would hide, as one finding for all ranks."""
-    grid, rows, spans = _spans(breakdown, phases, regions, collectives)
+    grid, rows, spans, is_alone = _spans(breakdown, phases, regions, collectives, kernels)
     most = min(max_buckets, max(1, int(np.median(spans["bytes"]) // _LEAST_BUCKET_BYTES)))
     left = np.stack([_left_over(spans, buckets) for buckets in range(1, most + 1)])
     saved = np.median(spans["exposed"] - left, axis=1)  # (buckets, step), of the median rank
     means = [estimate(np.maximum(of_buckets, 0.0), _TRIM) for of_buckets in saved]
     best = max(means, key=lambda mean: mean.ns)
-    unhidden = np.median(spans["exposed"] - spans["hidden"]) > 0 and _one_backward(regions)
+    unhidden = np.median(spans["exposed"] - spans["hidden"]) > 0 and is_alone
     if not best.clear or best.ns < (min_fraction_unhidden if unhidden else min_fraction) * grid.step_ns:
         return []
     buckets = 1 + next(i for i, mean in enumerate(means) if mean.ns * _AS_GOOD >= best.ns)
@@ -94,24 +97,24 @@ def resolution_ns(
     phases: pl.DataFrame,
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
+    kernels: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.05,
 ) -> int:
     """The smallest loss per step that would have been reported."""
-    grid, _, _ = _spans(breakdown, phases, regions, collectives)
+    grid, *_ = _spans(breakdown, phases, regions, collectives, kernels)
     return round(min_fraction * grid.step_ns)
 
 
-def _one_backward(regions: pl.DataFrame) -> bool:
-    """Whether most steps have one backward: no gradients accumulate, and there is no pipeline."""
-    main = regions.filter(pl.col("kind") == "backward", pl.col("thread") == _MAIN_THREAD)
-    return bool(main.group_by("rank", "step").len()["len"].median() == 1)
-
-
 def _spans(
-    breakdown: pl.DataFrame, phases: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
-) -> tuple[StepGrid, pl.DataFrame, dict[str, Floats]]:
-    """The grid, the transfers after backward, and by (rank, step): ns of backward, hidden and exposed, and bytes.
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    regions: pl.DataFrame,
+    collectives: pl.DataFrame,
+    kernels: pl.DataFrame | None,
+) -> tuple[StepGrid, pl.DataFrame, dict[str, Floats], bool]:
+    """The grid, the transfers after backward, and by (rank, step): ns of backward, hidden and exposed, and bytes; and
+    whether most steps have one backward: no gradients accumulate, and there is no pipeline.
 
     `backward` reaches to its last computation; `hidden` and `exposed` is the gradients' communication before and after.
     """
@@ -120,15 +123,13 @@ def _spans(
         raise NotResolvable(text("CUDA events do not tell transfers from what the devices compute meanwhile"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
-    main = regions.filter(pl.col("thread") == _MAIN_THREAD)
-    backward = _bounds(main.filter(pl.col("kind") == "backward"), "backward_ns", "returned_ns")
-    if backward.is_empty():
-        raise NotResolvable(text("no backward was recorded"))
-    # The last backward counts: with gradients accumulated over several, only that one reduces.
-    update = _bounds(main.filter(pl.col("kind") == "optimizer"), "update_ns", "updated_ns")
-    window = backward.join(update, on=["rank", "step"])
-    inside = phases.join(window, on=["rank", "step"]).filter(
-        pl.col("start_ns") >= pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns")
+    window = last_backwards(regions, phases, kernels)
+    if window.is_empty():
+        raise NotResolvable(text("no backward was recorded that an optimizer follows"))
+    inside = (
+        phases.join(window, on=["rank", "step"])
+        .filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
+        .with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
     )
     worked = inside.filter(pl.col("part").is_in(["compute", "overlapped"]), pl.col("start_ns") < pl.col("returned_ns"))
     # What little comes after the last transfer (copies into the gradients) is not what buckets could hide behind.
@@ -139,11 +140,16 @@ def _spans(
     exposed = inside.join(window.select("rank", "step", "computed_ns"), on=["rank", "step"]).filter(
         pl.col("part") == "transfer", pl.col("start_ns") >= pl.col("computed_ns"), pl.col("label").is_in(_REDUCTIONS)
     )
-    reductions = collectives.join(window, on=["rank", "step"]).filter(
-        pl.col("op").is_in(_REDUCTIONS),
-        pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"),
-        pl.col("wait_ns").is_not_null(),
-        pl.col("end_ns").is_not_null(),
+    began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
+    reductions = (
+        collectives.with_columns(start_ns=began)
+        .join(window, on=["rank", "step"])
+        .filter(
+            pl.col("op").is_in(_REDUCTIONS),
+            pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"),
+            pl.col("wait_ns").is_not_null(),
+            pl.col("end_ns").is_not_null(),
+        )
     )
     begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))
     hidden = reductions.sort("rank", "start_ns").with_columns(
@@ -161,13 +167,8 @@ def _spans(
     )
     if per_step.is_empty() or per_step["bytes"].sum() == 0:
         raise NotResolvable(text("no reduction of gradients was seen between backward and optimizer"))
-    return grid, exposed, {name: sums(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
-
-
-def _bounds(regions: pl.DataFrame, first: str, last: str) -> pl.DataFrame:
-    """(rank, step) with start and end of its last region."""
-    ordered = regions.sort("start_ns").group_by("rank", "step").last()
-    return ordered.select("rank", "step", pl.col("start_ns").alias(first), pl.col("end_ns").alias(last))
+    spans = {name: sums(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
+    return grid, exposed, spans, 2 * int(window["alone"].sum()) > len(window)
 
 
 def _left_over(spans: dict[str, Floats], buckets: int) -> Floats:

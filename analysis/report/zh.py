@@ -493,7 +493,7 @@ CHINESE: dict[str, str] = {
     "between all-to-alls": "各次 all-to-all 之间",
     "received {size:,} bytes": "收到 {size:,} 字节",
     # exposed_communication
-    "no backward was recorded": "没有记录 backward",
+    "no backward was recorded that an optimizer follows": "没有记录到其后有优化器的反向传播",
     "no reduction of gradients was seen between backward and optimizer": "在 backward 与优化器之间没有看到梯度规约",
     "Of {communication} per step for reducing gradients, {exposed} come after backward and block all ranks": "通信未被掩盖：每步梯度规约 {communication}，其中 {exposed} 发生在 backward 之后，阻塞所有 rank",
     "In {buckets} buckets, each sent while backward goes on, {share} of that would be left: set bucket_cap_mb to about {size_mb:.2g} in DistributedDataParallel; where gradients are reduced by hand, do it layer by layer from hooks.": "若分成 {buckets} 个桶、在 backward 进行时逐个发送，只会剩下其中的 {share}：把 DistributedDataParallel 的 bucket_cap_mb 设为约 {size_mb:.2g}；若手动规约梯度，则在 hook 中逐层进行。",
