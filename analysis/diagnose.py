@@ -124,6 +124,7 @@ _BOUNDED = ("slow_rank", "slow_link", "input_stall", "gc_stall", "recompile")  #
 # Costs what mending brings, also if that is more: who waits for a neighbour's transfer is not blocked by bytes, and
 # what is left of a shorter one may be hidden altogether; stops of several ranks in a step add up along a pipeline.
 _AS_REPLAYED = ("slow_link", "gc_stall", "recompile")
+_UNMATCHED = 0.03  # share of the step that a rank stands still in unmatched operations, from which no replay counts
 _REPLAYED = 8  # of one kind; each takes a replay
 _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
 _LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
@@ -232,9 +233,10 @@ def conclude(
         reasons["links"] = text("all ranks that were seen run on one node")
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     run = _replayable(timeline, tables["links"])
-    found, hidden = _as_replayed(found, run)
+    measure = _unmatched(tables["breakdown"]) or run
+    found, hidden = _as_replayed(found, measure)
     healthy = _with_hidden(healthy, hidden, found, not_checked)
-    findings, fidelity = _with_gains(root_causes_first(found), run)
+    findings, fidelity = _with_gains(root_causes_first(found), measure)
     costs = delays(timeline.phases, timeline.collectives)
     code = code_of(timeline)
     findings = tuple(
@@ -376,6 +378,25 @@ def _with_gains(
 def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun | NotReplayable:
     """The run, ready to be replayed, or why it cannot be."""
     return _tried(lambda: rerun(timeline, links))
+
+
+def _unmatched(breakdown: pl.DataFrame) -> NotReplayable | None:
+    """Why a replay is no measure for findings: a rank stands still in operations of which others are not known.
+
+    Such a rank stays as long in a replay whatever is mended, and the job waits for it.
+    """
+    grid = step_grid(breakdown)
+    if len(grid.ranks) < 2 or not grid.steps:
+        return None
+    unsplit = grid.of("unsplit").mean(axis=1) / grid.step_ns
+    if unsplit.max() < _UNMATCHED:
+        return None
+    why = text(
+        "rank {rank} stands still for {share} of the step in operations that were not matched across ranks",
+        rank=grid.ranks[int(unsplit.argmax())],
+        share=percent(unsplit.max()),
+    )
+    return NotReplayable(why)
 
 
 def _tried(make: Callable[[], _Made]) -> _Made | NotReplayable:
@@ -731,6 +752,8 @@ def _verdict(
 ) -> str:
     """One sentence; `aside` is what it says of steps that were not judged."""
     missing = sorted(set(range(world_size or 0)) - set(seen))
+    judged = set(breakdown["rank"].unique()) if steps.count else set(seen)
+    no_steps = sorted(set(seen) - judged) if judged else []
     absent = (
         text(
             "; {missing} of {world} {en_were} not recorded",
@@ -741,7 +764,14 @@ def _verdict(
         if missing
         else ""
     )
-    absent = joined("", (aside, absent))
+    not_judged = (
+        text(
+            "; {ranks} {en_have} no steps and {en_were} not judged", ranks=named("rank", no_steps), **_number(no_steps)
+        )
+        if no_steps
+        else ""
+    )
+    absent = joined("", (aside, not_judged, absent))
     if findings:
         return text("{headline}{absent}.", headline=_headline(findings, steps, len(seen), rate), absent=absent)
     if not any(check.detector not in NOT_OF_SPEED for check in healthy):
@@ -759,7 +789,7 @@ def _verdict(
     return text(
         "No bottleneck found in {steps} of {ranks}{more}.",
         steps=counted(steps.count, "judged step"),
-        ranks=counted(len(seen), "rank"),
+        ranks=counted(len(seen) - len(no_steps), "rank"),
         more=joined(
             "",
             (
@@ -773,6 +803,11 @@ def _verdict(
             ),
         ),
     )
+
+
+def _number(ranks: Sequence[int]) -> dict[str, str]:
+    """The English verbs for so many."""
+    return {"en_have": "has", "en_were": "was"} if len(ranks) == 1 else {"en_have": "have", "en_were": "were"}
 
 
 def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int, rate: Rate) -> str:

@@ -44,7 +44,9 @@ def tables(received_mb, *, ns_per_byte=2.0, usual_ms=10.0, scatter_ms=0.0):
             parts.append((rank, step, "transfer", 2 * MS))
         at = round(back)
     names = ("rank", "step", "group", "op", "seq", "start_ns", "end_ns", "received_bytes")
-    collectives = pl.DataFrame(rows, names, orient="row").with_columns(device_start_ns=pl.lit(None, pl.Int64))
+    collectives = pl.DataFrame(rows, names, orient="row").with_columns(
+        device_start_ns=pl.lit(None, pl.Int64), group_size=pl.lit(4, pl.UInt32)
+    )
     return pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"), collectives
 
 
@@ -100,6 +102,13 @@ def test_an_operation_that_one_rank_lacks_is_left_out():
     lacks = (pl.col("rank") == 3) & (pl.col("step") == 5)
     (finding,) = expert_imbalance.detect(breakdown, collectives.filter(~lacks))
     assert finding.lost_ns_per_step == pytest.approx(18 * MS * 19 / 20, rel=1e-6)
+
+
+def test_experts_of_ranks_that_were_not_recorded_are_not_called_even():
+    breakdown, collectives = tables(lambda _: [1, 1, 13, 1])
+    for seen in ([2], [0, 1, 3]):
+        with pytest.raises(NotResolvable, match="not recorded on all ranks"):
+            expert_imbalance.detect(breakdown, collectives.filter(pl.col("rank").is_in(seen)))
 
 
 @pytest.mark.parametrize("seed", [1, 3, 5, 7])

@@ -146,9 +146,14 @@ def recorded(*rows, until, steps=(), said_late=False, early=()):
         schema_overrides={"end_ns": pl.Int64, "early_ns": pl.Int64, "instance_id": pl.Int64},
     )
     regions = pl.DataFrame({"start_ns": [], "end_ns": []}, schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
-    counters = pl.DataFrame({"time_ns": [round(until * second)]})
     lengths = pl.DataFrame({"start_ns": [0 for _ in steps], "end_ns": [round(s * second) for s in steps]})
-    return last_progress(collectives, regions, counters, lengths.cast(pl.Int64), said_late=said_late)
+    return last_progress(
+        collectives,
+        regions,
+        None if until is None else round(until * second),
+        lengths.cast(pl.Int64),
+        said_late=said_late,
+    )
 
 
 STUCK = ((0, 1, 0, 1, True), (1, 1, 0, 1, True), (2, 1, 0, 1, True), (0, 2, 2, None, False), (1, 2, 2, 14, False))
@@ -174,6 +179,13 @@ def test_recorded_run_that_ended_soon_or_has_long_steps_was_not_hung():
     slow = (STUCK, 14.5, (4, 4))
     for rows, until, steps in (soon, slow):
         assert recorded(*rows, until=until, steps=steps)["seq"].null_count() == 3
+
+
+def test_where_nothing_was_sampled_nobody_knows_whether_the_job_stood_still():
+    progress = recorded(*STUCK, until=None)
+    assert held(progress) == [(0, 2, None, None), (1, 2, None, None), (2, 1, 1, None)]
+    with pytest.raises(NotResolvable, match="whether the job stood still at its end"):
+        hang.detect(progress, state(groups=((ALL, "all", "0-2"),))["groups"])
 
 
 def test_timeout_of_2_seconds_was_a_hang_if_a_rank_never_came():
@@ -224,7 +236,7 @@ def test_nccls_operations_are_outstanding_where_ras_says_that_a_rank_lags():
     groups = state(groups=((ALL, "all", "0-2"),))["groups"]
     alone = recorded(*NCCL, until=14.5)
     assert held(alone) == [(0, 2, None, None), (1, 2, None, None), (2, 1, 1, None)]
-    with pytest.raises(NotResolvable, match="stood still at its end, and which operations had ended was not seen"):
+    with pytest.raises(NotResolvable, match="or which operations had ended then, was not seen"):
         hang.detect(alone, groups)
     (found,) = hang.detect(recorded(*NCCL, until=14.5, said_late=True), groups, said_by_ras((2, 1, 2, "running")))
     assert (found.ranks, found.title) == ((2,), "Rank 2 does not come to allreduce number 2 of all")

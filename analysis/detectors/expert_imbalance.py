@@ -140,9 +140,12 @@ def resolution_ns(
 ) -> int:
     """The smallest cost that would have been reported."""
     grid = judged_grid(breakdown)
+    if _partial(collectives):
+        raise NotResolvable(_NOT_ALL)
     return round(max(min_fraction * grid.step_ns, _lost(_groups(collectives, grid.steps, min_uneven)).half_width_ns))
 
 
+_NOT_ALL = text("all-to-alls were not recorded on all ranks of their group")
 _STAYS = text(
     "Place popular and unpopular experts on the same rank, or replicate the popular ones; see the router's bias."
 )
@@ -161,8 +164,18 @@ def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float
     rows = _stretches(collectives).filter(pl.col("step").is_in(steps))
     if rows.is_empty():
         raise NotResolvable(text("the end of all-to-alls was not seen, so what is computed between them is not known"))
+    rows = rows.filter(~pl.col("group").is_in(_partial(collectives)))
+    if rows.is_empty():
+        raise NotResolvable(_NOT_ALL)
     by_group = rows.group_by("group", maintain_order=True)
     return [_judged(str(name), of_group, steps, min_uneven) for (name,), of_group in by_group]
+
+
+def _partial(collectives: pl.DataFrame) -> list[str]:
+    """The groups that have all-to-alls, and members without any."""
+    calls = collectives.filter(pl.col("op").is_in(ALL_TO_ALL_OPS))
+    seen = calls.group_by("group").agg(pl.col("rank").n_unique(), pl.col("group_size").max())
+    return seen.filter(~(pl.col("rank") >= pl.col("group_size")).fill_null(value=False))["group"].to_list()
 
 
 def _stretches(collectives: pl.DataFrame) -> pl.DataFrame:

@@ -109,7 +109,9 @@ def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | Non
         if ras is not None and ras["state"].is_in(SILENT).any():
             return [_silent(ras.filter(pl.col("state").is_in(SILENT)))]
         if len(progress.filter(pl.col("enqueued").is_not_null() & pl.col("completed").is_null())):
-            raise NotResolvable(text("the job stood still at its end, and which operations had ended was not seen"))
+            raise NotResolvable(
+                text("whether the job stood still at its end, or which operations had ended then, was not seen")
+            )
         members = {rank for group_id in progress["group_id"].unique() for rank in state.members.get(group_id, ())}
         unseen = len(members - state.counts.keys())
         if unseen:

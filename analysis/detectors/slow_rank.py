@@ -102,6 +102,7 @@ from rankscope.analysis.timeline.own import (
     over_occurrences,
     own_by_label,
     robust_deviation,
+    sums,
 )
 from rankscope.analysis.timeline.roles import roles_of
 from rankscope.analysis.timeline.stages import replicas
@@ -285,6 +286,8 @@ def resolution_ns(
     min_z: float = 5.0,
 ) -> int:
     """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
+    if ranks is not None:
+        _refuse_unseen(breakdown, ranks, collectives, min_fraction)
     waited_for = _waited_for(breakdown, collectives, ranks, regions, hosts_only=device_waits is not None)
     try:
         own_ns = _resolution_of_own_time(breakdown, collectives, regions, groups, min_fraction, min_z)
@@ -331,6 +334,32 @@ def _resolution_of_own_time(
     else:
         least_ns = float(_least_apart(above_peers(grid.own, role), min_z)[1].max())
     return visible(grid, max(min_fraction * grid.step_ns, least_ns))
+
+
+def _refuse_unseen(
+    breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None, min_fraction: float
+) -> None:
+    """Silence is no proof of health where ranks stand still for others that have no steps here, or may do so."""
+    grid = judged_grid(breakdown, 1)
+    world = max(ranks["world_size"].drop_nulls().to_list(), default=0)
+    unseen = sorted({*range(world), *ranks["rank"]} - set(grid.ranks))
+    if not unseen:
+        return
+    for_unseen = grid.of("unsplit")
+    if collectives is not None:
+        nobody = ~pl.col("is_last").any().over("instance_id")
+        waits = collectives.drop_nulls(["instance_id", "wait_ns"]).filter(nobody)
+        for_unseen = for_unseen + np.minimum(grid.of("wait", "bubble"), sums(grid, waits, "wait_ns"))
+    most_ns = float(for_unseen.mean(axis=1).max())
+    if most_ns >= min_fraction * grid.step_ns:
+        raise NotResolvable(
+            text(
+                "ranks stand still for up to {share} of the step with {unseen}, whose steps were not seen",
+                share=percent(most_ns / grid.step_ns),
+                unseen=named("rank", unseen),
+            ),
+            unclear=True,
+        )
 
 
 _Judged = tuple[Lateness, list[tuple[int, ...]], list[int | None]]  # with the ranks of each row, and its node

@@ -150,10 +150,14 @@ def build_timeline(trace: Trace) -> Timeline:
     if len(ops):
         steps, incomparable = steps_of_ops(ops), []
     counters = read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value")
+    samples = read("samples", "rank", "time_ns")
+    memory = read("memory", "rank", "time_ns").select("rank", "time_ns", "name", "value")
     progress = read("progress", "rank", "group_id")
     late = late_ranks(read("ras", "node", "time_ns"), ranks, trace.run, last_begun_ns(collectives, regions) or 0)
     if trace.source == "native" and (stretch is None or stretch.is_to_the_end):  # what a rank did last is all there
-        progress = last_progress(collectives, regions, counters, steps, said_late=len(late) > 0)
+        sampled = (table["time_ns"].max() for table in (counters, samples, memory))
+        until = [ns for ns in sampled if isinstance(ns, int)]
+        progress = last_progress(collectives, regions, max(until, default=None), steps, said_late=len(late) > 0)
     split = steps if "breakdown" not in trace.reader.cannot() else steps.filter(has_device)
     marks = by_marks(marks, steps, hosts_steps, regions, collectives)
     hosts, devices = split.filter(~has_device & marks.is_empty()), split.filter(has_device)
@@ -161,7 +165,7 @@ def build_timeline(trace: Trace) -> Timeline:
     cut = pl.concat([phases(hosts, regions, timed), device_phases(devices, kernels, regions, timed)])
     cut = cut if marks.is_empty() else mark_phases(marks, split, regions)
     places, of_frames = merged_places(trace.table("frames").collect())
-    samples = read("samples", "rank", "time_ns").join(of_frames, on=["rank", "frame"], how="left")
+    samples = samples.join(of_frames, on=["rank", "frame"], how="left")
     samples = samples.with_columns(pl.col("place").fill_null(0))
     arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
     enqueued_in = steps if marks.is_empty() else hosts_steps
@@ -196,7 +200,7 @@ def build_timeline(trace: Trace) -> Timeline:
         breakdown=breakdown(cut, split),
         waits=collectives.drop_nulls("wait_ns").group_by("rank").agg(waited_ns=pl.col("wait_ns").sum()).sort("rank"),
         counters=counters,
-        memory=read("memory", "rank", "time_ns").select("rank", "time_ns", "name", "value"),
+        memory=memory,
         gpus=gpus_of_ranks(trace.run),
         proxies=in_steps(
             proxies(read("nccl_calls", "rank", "start_ns"), read("nccl_events", "rank", "start_ns")), enqueued_in

@@ -16,7 +16,7 @@ _FAILED_NS = 1_000_000_000  # instead of STILL_NS, where an operation is known t
 def last_progress(
     collectives: pl.DataFrame,
     regions: pl.DataFrame,
-    counters: pl.DataFrame,
+    until_ns: int | None,
     steps: pl.DataFrame,
     *,
     said_late: bool = False,
@@ -24,11 +24,11 @@ def last_progress(
     """The table `progress` of a recorded run: one row per rank and group that it used.
 
     Operations count as outstanding only if the job stood still at the end of the recording: no rank began anything for
-    10 s, or for 5 median steps if that is longer, while the nodes' counters were still sampled. `collectives` is the
-    matched table: an operation that all its ranks ended is not outstanding, however long it took. One that ended on
-    some ranks only, after as long, was ended by what ended the job. Where one ended that cannot without a rank that
-    never came to it, it failed, by a timeout or with that rank: then 1 s is enough. What a rank does that comes when
-    the others have given up does not count.
+    10 s, or for 5 median steps if that is longer, before `until_ns`, when anything was sampled last. Where nothing was
+    (None), it is not known whether it stood still. `collectives` is the matched table: an operation that all its ranks
+    ended is not outstanding, however long it took. One that ended on some ranks only, after as long, was ended by what
+    ended the job. Where one ended that cannot without a rank that never came to it, it failed, by a timeout or with
+    that rank: then 1 s is enough. What a rank does that comes when the others have given up does not count.
 
     Of operations whose ends are never seen, as NCCL's (and not the only one of its kind, where the group's others have
     ends), those count that some member has not called, if NCCL's RAS said
@@ -41,11 +41,13 @@ def last_progress(
     still_ns = max(_FAILED_NS if failed else STILL_NS, steps_ns)
     lasted = (pl.col("end_ns") - pl.col("start_ns")).fill_null(still_ns) >= still_ns
     outstanding = pl.col("instance_id").is_null() & lasted & _none_later_ended()
-    if not _stands_still(collectives, regions, counters, still_ns):
+    begun_ns = last_begun_ns(collectives, regions)
+    if until_ns is not None and (begun_ns is None or until_ns - begun_ns < still_ns):
         outstanding = pl.lit(False)
     ends = pl.col("end_ns").is_not_null().any()
     only = ~pl.col("_p2p") & (pl.len().over("rank", "group_id", "op") == 1)
     seen = ends.over("op") | (only & ends.over("group_id")) | said_late
+    seen &= pl.lit(until_ns is not None)
     marked = numbered.with_columns((outstanding & seen).alias("_held"), (outstanding & ~seen).alias("_unknown"))
     counts = (
         marked.filter(~pl.col("_p2p"))
@@ -64,13 +66,6 @@ def last_progress(
         is_p2p=pl.lit(False), is_started=pl.lit(None), node=pl.lit(0), attempt=pl.lit(0)
     )
     return rows.select(pl.col(c).cast(t) for c, t in schema_of("progress").items()).sort(by)
-
-
-def _stands_still(collectives: pl.DataFrame, regions: pl.DataFrame, counters: pl.DataFrame, still_ns: float) -> bool:
-    """Whether the recording went on for that long after the last thing that any rank began."""
-    begun_ns = last_begun_ns(collectives, regions)
-    until = counters["time_ns"].max()
-    return begun_ns is not None and isinstance(until, int) and until - begun_ns >= still_ns
 
 
 def _few_steps_ns(steps: pl.DataFrame) -> float:

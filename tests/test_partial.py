@@ -1,0 +1,75 @@
+"""What a recording lacks must not read as health: runs with a known fault, of which something is taken away."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks/faults"))
+from faults import Case, simulated
+from record import write
+
+import rankscope
+
+SLOW = 4  # the rank of the job below that takes 40 % of the step longer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """16 ranks in 2 replicas of 4 stages, each of 2 ranks."""
+    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True)
+    assert (truth.ranks, log.job.parallel, log.job.ranks) == ((SLOW,), "3d", 16)
+    return write(log, tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture
+def lacking(whole, tmp_path):
+    """The report of the run without these of its folders."""
+
+    def report(*patterns):
+        run = shutil.copytree(whole, tmp_path / "run")
+        taken = [folder for pattern in patterns for folder in run.glob(pattern)]
+        for folder in taken:
+            shutil.rmtree(folder)
+        assert taken
+        return rankscope.diagnose(rankscope.open(run))
+
+    return report
+
+
+def not_checked(report, detector):
+    return [check.why for check in report.not_checked if check.detector == detector]
+
+
+def test_the_whole_run_names_the_rank(whole):
+    (finding,) = rankscope.diagnose(rankscope.open(whole)).findings
+    assert (finding.detector, finding.ranks) == ("slow_rank", (SLOW,))
+
+
+@pytest.mark.parametrize("taken", [f"regions/rank={SLOW:05d}", f"*/rank={SLOW:05d}"], ids=["its phases", "all of it"])
+def test_a_rank_that_was_not_seen_is_not_healthy_when_others_wait_for_it(lacking, taken):
+    report = lacking(taken)
+    assert report.findings == ()
+    (why,) = not_checked(report, "slow_rank")
+    assert why.endswith(f"of the step with rank {SLOW}, whose steps were not seen")
+    assert f"slow_rank could not tell: {why}" in report.verdict
+    said = f"rank {SLOW} of 16 was not recorded" if taken[0] == "*" else f"rank {SLOW} has no steps and was not judged"
+    assert said in report.verdict
+    assert "judged steps of 15 ranks" in report.verdict
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [["collectives/rank=00000"], [f"groups/rank={rank:05d}" for rank in range(16) if rank != SLOW]],
+    ids=["a peer's operations", "the others' groups"],
+)
+def test_a_finding_stays_where_operations_that_were_not_matched_hold_the_replay(lacking, taken):
+    """Mending the rank shortens no step there: others stand still as long, whatever is mended."""
+    (finding,) = lacking(*taken).findings
+    assert (finding.detector, finding.ranks) == ("slow_rank", (SLOW,))
+    assert finding.lost_fraction == pytest.approx(0.45, abs=0.02)
+    assert finding.gain_fraction is None
+    assert "operations that were not matched across ranks" in finding.gain_why
