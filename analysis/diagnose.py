@@ -233,7 +233,7 @@ def conclude(
         reasons["links"] = text("all ranks that were seen run on one node")
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     run = _replayable(timeline, tables["links"])
-    measure = _unmatched(tables["breakdown"]) or run
+    measure = (_unmatched(tables["breakdown"]) if timeline.marks.is_empty() else None) or run
     found, hidden = _as_replayed(found, measure)
     healthy = _with_hidden(healthy, hidden, found, not_checked)
     findings, fidelity = _with_gains(root_causes_first(found), measure)

@@ -73,3 +73,27 @@ def test_a_finding_stays_where_operations_that_were_not_matched_hold_the_replay(
     assert finding.lost_fraction == pytest.approx(0.45, abs=0.02)
     assert finding.gain_fraction is None
     assert "operations that were not matched across ranks" in finding.gain_why
+
+
+def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
+    """Without its calls what it waits for seems its own time; others of its groups say that it must have called."""
+    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel="pp-nccl")
+    assert truth.ranks == (SLOW,)
+    run = write(log, tmp_path / "run")
+    shutil.rmtree(run / "collectives/rank=00000")
+    report = rankscope.diagnose(rankscope.open(run))
+    assert {finding.ranks for finding in report.findings} == {(SLOW,)}
+    told = [gap.why for gap in report.gaps if gap.rank == 0]
+    assert told == ["rank 0 called nothing in 40 steps in which others of its groups did: they are not judged"]
+    assert "rank 0 has no steps and was not judged" in report.verdict
+
+
+@pytest.mark.parametrize("parallel", ["", "ddp-rccl"])
+def test_a_node_is_named_though_a_rank_did_not_say_what_it_is(tmp_path, parallel):
+    log, (truth,) = simulated(Case("slow_node", "loud", 1), small=True, parallel=parallel)
+    run = write(log, tmp_path / "run")
+    shutil.rmtree(run / f"ranks/rank={truth.ranks[0]:05d}")
+    report = rankscope.diagnose(rankscope.open(run))
+    (finding,) = (one for one in report.findings if one.detector == "slow_rank")
+    assert finding.nodes == truth.nodes
+    assert [gap.rank for gap in report.gaps if gap.table == "ranks"] == [truth.ranks[0]]

@@ -348,9 +348,23 @@ class NativeReader:
             frame = self._together(name, self._read([part for part in self._parts if part.table == name]))
             if name == "ranks":
                 mine = self._worlds[self._world]
-                frame = _on_nodes(frame, self.run, mine.name, mine.attempt)
+                frame = self._with_listed(_on_nodes(frame, self.run, mine.name, mine.attempt))
             self._raw[name] = frame
         return self._raw[name]
+
+    def _with_listed(self, ranks: pl.DataFrame) -> pl.DataFrame:
+        """The ranks, with those that left other files only, as far as their nodes' JSON describes them."""
+        mine = self._worlds[self._world]
+        lost = set(self.ranks()) - set(ranks["rank"])
+        rows = [
+            {name: entry.get(name) for name in ("rank", "attempt", "pid", "world_size", "start_ns")} | {"node": node}
+            for node, launch in self.run.items()
+            for entry in launch.get("ranks", ())
+            if entry.get("rank") in lost and _is_of(entry, mine.name, mine.attempt)
+        ]
+        why = text("the rank's own description was lost; its node's JSON says where it ran")
+        self._gaps += [Gap(table="ranks", rank=row["rank"], node=row["node"], count=None, why=why) for row in rows]
+        return pl.concat([ranks, pl.DataFrame(rows)], how="diagonal_relaxed") if rows else ranks
 
     def _together(self, name: str, read: list[tuple[_Part, pa.Table]]) -> pl.DataFrame:
         """The rows of these parts, and whose they are."""

@@ -523,6 +523,8 @@ CHINESE: dict[str, str] = {
     "; {ranks} {en_have} no steps and {en_were} not judged": "；{ranks} 没有步，未作判断",
     "rank {rank} stands still for {share} of the step in operations that were not matched across ranks": "rank {rank} 有 {share} 的步时停在未能跨 rank 匹配的操作中",
     "ranks stand still for up to {share} of the step with {unseen}, whose steps were not seen": "有 rank 在最多 {share} 的步时里与 {unseen} 一起停顿，而后者的步没有看到",
+    "{rank} called nothing in {steps} in which others of its groups did: they are not judged": "{rank} 在 {steps}中没有调用任何操作，而其组内其他 rank 有：这些步未作判断",
+    "the rank's own description was lost; its node's JSON says where it ran": "该 rank 自己的说明已丢失；由其节点的 JSON 得知其运行位置",
     "all-to-alls were not recorded on all ranks of their group": "all-to-all 没有在组内所有 rank 上都有记录",
     "{unseen} of {members} left no state, and the others are not held": "{members} 个 rank 中有 {unseen} 没有留下状态，其余没有被挂住",
     "group {name}": "通信组 {name}",

@@ -15,7 +15,7 @@ from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality
 from rankscope.analysis.timeline.code import PLACES, SAMPLES, merged_places, sampled_in
 from rankscope.analysis.timeline.device_clocks import device_clocks, on_one_clock
 from rankscope.analysis.timeline.device_phases import device_phases, with_launches, with_waits
-from rankscope.analysis.timeline.lost_work import set_lost_aside
+from rankscope.analysis.timeline.lost_work import set_lost_aside, without_lost_operations
 from rankscope.analysis.timeline.marks import MARK_COLUMNS, by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl import proxies, with_durations
@@ -136,6 +136,7 @@ def build_timeline(trace: Trace) -> Timeline:
     if steps.is_empty():
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
         steps = whole_captures(*(table.filter(has_device) for table in tables))
+    steps, of_operations = without_lost_operations(steps, collectives, groups)
     if stretch:  # with the one before, which ends on the device where the first begins
         steps = steps.filter(pl.col("step").is_between(stretch.first - 1, stretch.last))
     regions, hosts_steps = in_steps(regions, steps), steps
@@ -179,8 +180,9 @@ def build_timeline(trace: Trace) -> Timeline:
         *of_device_clocks,
         *_unmatched_gaps(collectives),
         *_timing_gaps(records),
-        *_step_gaps(steps, ranks, trace.reader.cannot().get("steps", _NO_STEPS)),
+        *_step_gaps(steps, ranks, {gap.rank for gap in of_operations}, trace.reader.cannot().get("steps", _NO_STEPS)),
         *of_marks,
+        *of_operations,
         *of_lost,
         *profiled_gaps(steps),
         *([Gap(table="*", rank=None, node=None, count=None, why=stretch.said)] if stretch and stretch.said else ()),
@@ -319,13 +321,13 @@ def _comparable_steps(
     return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)]
 
 
-def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, why_none: str) -> list[Gap]:
+def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, told: set[int | None], why_none: str) -> list[Gap]:
     if not len(steps):
         return [Gap(table="steps", rank=None, node=None, count=None, why=why_none)]
     if steps["source"][0] == CAPTURE:
         why = text("{why_none}; the whole capture is taken as one step", why_none=why_none)
         return [Gap(table="steps", rank=None, node=None, count=None, why=why)]
-    without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()))
+    without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()) - told)
     gaps = [
         Gap(table="steps", rank=rank, node=None, count=None, why=text("rank {rank} has no step", rank=rank))
         for rank in without

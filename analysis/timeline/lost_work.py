@@ -1,20 +1,25 @@
-"""Work of devices that a profiler lost: the calls that launched it are there, its own rows are not.
+"""What was lost of ranks that are there otherwise: it would count as their own time, or as their host's fault.
 
-The driver drops rows where the profiler's buffers are full, and, in processes that have lived long, at the begin of a
-capture. What is lost would count as the device's idle time, and as the host's fault.
+The driver drops rows of a device where the profiler's buffers are full, and, in processes that have lived long, at the
+begin of a capture: the calls that launched them are there, they are not. And a rank whose operations were not recorded
+seems to compute where it waits.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 
 from rankscope.analysis.finding import Gap
 from rankscope.analysis.kinds import LAUNCHING_CALLS
 from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted
+from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.timeline.device import by_rank
+from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.steps import in_steps
+from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["set_lost_aside"]
+__all__ = ["set_lost_aside", "without_lost_operations"]
 
 _MUCH = 0.1  # share of a step's launches from which it is not judged
 _TOLD = 0.01  # share of all from which it is told
@@ -61,3 +66,49 @@ def set_lost_aside(
         )
         gaps.append(Gap(table="steps", rank=None, node=None, count=not_judged, why=why))
     return set_aside, gaps
+
+
+def without_lost_operations(
+    steps: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
+) -> tuple[pl.DataFrame, list[Gap]]:
+    """The steps but for those in which a rank called nothing, and others of its groups what none can do without it."""
+    calls, none = dict(by_rank(collectives.select("rank", "start_ns"))), collectives.select("rank", "start_ns").clear()
+    silent = [_without_calls(rows, calls.get(rank, none)) for rank, rows in by_rank(steps.sort("rank", "start_ns"))]
+    if not any(len(rows) for rows in silent):
+        return steps, []
+    ranks = pl.concat(silent)
+    together = collectives.filter(~pl.col("op").is_in(P2P_OPS)).select("rank", "group_id", "start_ns")
+    called = in_steps(together, steps).drop_nulls("step").select("group_id", "step").unique()
+    once = groups.unique("group_id", keep="last", maintain_order=True)
+    members = [
+        (group_id, rank) for group_id, text in once.select("group_id", "members").rows() for rank in members_of(text)
+    ]
+    of_groups = pl.DataFrame(members, {"group_id": pl.Int64, "rank": pl.Int32}, orient="row")
+    lost = (
+        ranks.join(of_groups, on="rank")
+        .join(called, on=["group_id", "step"], how="semi")
+        .select("rank", "step")
+        .unique()
+    )
+    gaps = [
+        Gap(
+            table="collectives",
+            rank=rank,
+            node=None,
+            count=None,
+            why=text(
+                "{rank} called nothing in {steps} in which others of its groups did: they are not judged",
+                rank=named("rank", [rank]),
+                steps=counted(count, "step"),
+            ),
+        )
+        for rank, count in lost.group_by("rank").len().sort("rank").rows()
+    ]
+    return steps.join(lost, on=["rank", "step"], how="anti", maintain_order="left"), gaps
+
+
+def _without_calls(steps: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """The rank's steps in which it called nothing; both are its own, in order of time."""
+    starts = calls["start_ns"].to_numpy()
+    first, last = (np.searchsorted(starts, steps[column].to_numpy()) for column in ("start_ns", "end_ns"))
+    return steps.filter(pl.Series(last <= first)).select("rank", "step")

@@ -250,6 +250,11 @@ def _node_tables(log: Recording, folder: Path, node: int, clocks: _Clocks, end_n
     run = {"schema_version": SCHEMA_VERSION, "state": "closed", "hostname": f"node{node}", "node": node}
     run |= {"addresses": [_address(node)], "start_ns": int(clocks.of(node, np.float64(0))), "hz": 1.0}
     run |= {"launch": {"command": ["torchrun", "train.py", "--parallel", job.parallel]}, "name": folder.name}
+    run["ranks"] = [
+        {"rank": int(rank), "attempt": 0, "world_size": job.ranks, "start_ns": run["start_ns"]}
+        for rank in range(job.ranks)
+        if rank // GPUS == node
+    ]
     (folder / "run").mkdir(exist_ok=True)
     (folder / "run" / f"node={node:05d}.json").write_text(json.dumps(run))
 
