@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, detectors, severity
+from rankscope.analysis.detectors import NotResolvable, detectors, refuse_unseen, severity
 from rankscope.analysis.finding import (
     COARSE,
     COUNTED,
@@ -233,7 +233,7 @@ def conclude(
         reasons["links"] = text("all ranks that were seen run on one node")
     found, healthy, not_checked = ask(detectors(), tables, said, reasons)
     run = _replayable(timeline, tables["links"])
-    measure = (_unmatched(tables["breakdown"]) if timeline.marks.is_empty() else None) or run
+    measure = (_unmatched(tables["breakdown"], timeline.ranks) if timeline.marks.is_empty() else None) or run
     found, hidden = _as_replayed(found, measure)
     healthy = _with_hidden(healthy, hidden, found, not_checked)
     findings, fidelity = _with_gains(root_causes_first(found), measure)
@@ -312,6 +312,8 @@ def ask(
                 not_checked.append(blind)
             elif not found:
                 resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
+                if getattr(module, "of_ranks", False):
+                    _with_tables(refuse_unseen, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
             told = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
@@ -380,14 +382,18 @@ def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineReru
     return _tried(lambda: rerun(timeline, links))
 
 
-def _unmatched(breakdown: pl.DataFrame) -> NotReplayable | None:
-    """Why a replay is no measure for findings: a rank stands still in operations of which others are not known.
+def _unmatched(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayable | None:
+    """Why a replay is no measure for findings: a rank stands still in operations of which others are not known, or it
+    has no steps.
 
     Such a rank stays as long in a replay whatever is mended, and the job waits for it.
     """
     grid = step_grid(breakdown)
     if len(grid.ranks) < 2 or not grid.steps:
         return None
+    no_steps = sorted(set(ranks["rank"]) - set(grid.ranks))
+    if no_steps:
+        return NotReplayable(text("what {ranks} did between operations was not seen", ranks=named("rank", no_steps)))
     unsplit = grid.of("unsplit").mean(axis=1) / grid.step_ns
     if unsplit.max() < _UNMATCHED:
         return None

@@ -61,18 +61,37 @@ def test_a_rank_that_was_not_seen_is_not_healthy_when_others_wait_for_it(lacking
     assert "judged steps of 15 ranks" in report.verdict
 
 
+OTHERS = [f"groups/rank={rank:05d}" for rank in range(16) if rank != SLOW]
+UNMATCHED = "of the step in operations that were not matched across ranks"
+
+
 @pytest.mark.parametrize(
-    "taken",
-    [["collectives/rank=00000"], [f"groups/rank={rank:05d}" for rank in range(16) if rank != SLOW]],
-    ids=["a peer's operations", "the others' groups"],
+    ("taken", "why"),
+    [
+        (["collectives/rank=00000"], "what rank 0 did between operations was not seen"),
+        (["regions/rank=00000"], "what rank 0 did between operations was not seen"),
+        (OTHERS, UNMATCHED),
+    ],
+    ids=["a peer's operations", "a peer's phases", "the others' groups"],
 )
-def test_a_finding_stays_where_operations_that_were_not_matched_hold_the_replay(lacking, taken):
+def test_a_finding_stays_where_what_was_lost_holds_the_replay(lacking, taken, why):
     """Mending the rank shortens no step there: others stand still as long, whatever is mended."""
     (finding,) = lacking(*taken).findings
     assert (finding.detector, finding.ranks) == ("slow_rank", (SLOW,))
     assert finding.lost_fraction == pytest.approx(0.45, abs=0.02)
     assert finding.gain_fraction is None
-    assert "operations that were not matched across ranks" in finding.gain_why
+    assert finding.gain_why.endswith(why)
+
+
+@pytest.mark.parametrize(("kind", "parallel"), [("input_stall", ""), ("slow_rank", "ddp-nccl"), ("slow_link", "")])
+def test_no_check_of_ranks_calls_those_healthy_that_were_not_seen(tmp_path, kind, parallel):
+    log, (truth,) = simulated(Case(kind, "loud", 1), small=True, parallel=parallel)
+    run = write(log, tmp_path / "run")
+    for rank in truth.ranks:
+        shutil.rmtree(run / f"regions/rank={rank:05d}")
+    report = rankscope.diagnose(rankscope.open(run))
+    assert kind in [one.detector for one in (*report.findings, *report.not_checked)]
+    assert "no steps and" in report.verdict
 
 
 def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
@@ -84,8 +103,21 @@ def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
     report = rankscope.diagnose(rankscope.open(run))
     assert {finding.ranks for finding in report.findings} == {(SLOW,)}
     told = [gap.why for gap in report.gaps if gap.rank == 0]
-    assert told == ["rank 0 called nothing in 40 steps in which others of its groups did: they are not judged"]
+    assert told == ["rank 0 called nothing in 40 steps in which others did: they are not judged"]
     assert "rank 0 has no steps and was not judged" in report.verdict
+
+
+@pytest.mark.parametrize("kept", [range(16), [SLOW]])
+def test_who_waits_for_a_rank_that_was_not_seen_is_not_blamed(tmp_path, kept):
+    """The slow rank's operations were lost, or all but its own; the others of its pipeline come late because of it."""
+    log, _ = simulated(Case("slow_rank", "loud", 1), small=True, parallel="pp-nccl")
+    run = write(log, tmp_path / "run")
+    for folder in (run / "collectives").iterdir():
+        if (folder.name == f"rank={SLOW:05d}") == (len(kept) > 1):
+            shutil.rmtree(folder)
+    report = rankscope.diagnose(rankscope.open(run))
+    assert [finding.title for finding in report.findings] == []
+    assert not_checked(report, "slow_rank") != []
 
 
 @pytest.mark.parametrize("parallel", ["", "ddp-rccl"])

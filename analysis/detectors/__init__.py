@@ -5,6 +5,7 @@ A detector is a module whose docstring is its manual page and which has
 - `collectors`: the collectors that it lives on; with one of them off, silence is no proof of health
 - `detect(<tables by name>, *, <thresholds>) -> list[Finding]`
 - `resolution_ns(<tables by name>) -> int`: a loss per step below this could not have been seen
+- `of_ranks = True` if what it looks for may be on any single rank: then its silence says nothing of ranks without steps
 
 Both functions are pure. Parameters name the tables they read, which hold judged steps only; a table that a detector can
 do without has the default None. A parameter of `detect` with the name of another detector gets its findings, or why it
@@ -20,14 +21,15 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TypedDict
 
+import numpy as np
 import polars as pl
 
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted
+from rankscope.analysis.phrases import counted, named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.exposed import is_bounded
-from rankscope.analysis.timeline.own import MIXED, Estimate, StepGrid, step_grid
+from rankscope.analysis.timeline.own import MIXED, Estimate, StepGrid, step_grid, sums
 
 __all__ = [
     "ENOUGH_STEPS",
@@ -42,6 +44,7 @@ __all__ = [
     "of_hosts",
     "peers_grid",
     "price",
+    "refuse_unseen",
     "severity",
     "transfer_grid",
     "visible",
@@ -50,6 +53,7 @@ __all__ = [
 ENOUGH_STEPS = 5  # to compare steps with each other
 FEW_STEPS = 2  # to tell a mean from chance, where it is very clear
 _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
+_FOR_UNSEEN = 0.03  # of the step: so long ranks stand still with others before these count
 _VISIBLE = 0.5  # share of the step from which a loss must be seen, or the steps have shown nothing
 
 
@@ -100,6 +104,30 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     if not grid.maybe_blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication, so nobody is known to wait for anybody"))
     return grid
+
+
+def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None) -> None:
+    """Not resolvable where ranks stand still, or may do so, for others that have no steps here; or most have none."""
+    grid = step_grid(breakdown)
+    world = max(ranks["world_size"].drop_nulls().to_list(), default=0)
+    unseen = sorted({*range(world), *ranks["rank"]} - set(grid.ranks))
+    if not unseen or not grid.steps or len(grid.ranks) < 2:
+        return
+    for_unseen = grid.of("unsplit")
+    if collectives is not None:
+        nobody = ~pl.col("is_last").any().over("instance_id")
+        waits = collectives.drop_nulls(["instance_id", "wait_ns"]).filter(nobody)
+        for_unseen = for_unseen + np.minimum(grid.of("wait", "bubble", MIXED), sums(grid, waits, "wait_ns"))
+    fraction = float(for_unseen.mean(axis=1).max()) / grid.step_ns
+    if fraction >= _FOR_UNSEEN or len(unseen) > len(grid.ranks):
+        raise NotResolvable(
+            text(
+                "ranks stand still for up to {share} of the step with {unseen}, whose steps were not seen",
+                share=percent(fraction),
+                unseen=named("rank", unseen),
+            ),
+            unclear=True,
+        )
 
 
 def transfer_grid(

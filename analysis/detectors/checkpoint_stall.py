@@ -33,9 +33,10 @@ from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Floats, StepGrid, over_occurrences
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
 
 collectors = ("checkpoint",)
+of_ranks = True
 
 _MAIN_THREAD = 0
 _ASYNCHRONOUS = "async_save"

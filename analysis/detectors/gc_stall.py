@@ -36,9 +36,10 @@ from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, estimate, over_occurrences
 from rankscope.analysis.timeline.stops import held_up
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
 
 collectors = ("gc_pauses",)
+of_ranks = True
 
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
 

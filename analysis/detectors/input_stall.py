@@ -47,9 +47,10 @@ from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Floats, StepGrid, above_peers, estimate
 from rankscope.analysis.timeline.stops import held_up
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
 
 collectors = ("input",)
+of_ranks = True
 
 _ALWAYS = 0.9  # share of the steps above which a stall is there in every step
 _ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same reason

@@ -36,9 +36,10 @@ from rankscope.analysis.report.quantities import duration
 from rankscope.analysis.timeline.own import Floats, StepGrid, over_occurrences
 from rankscope.analysis.timeline.stops import held_up
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
 
 collectors = ("compile",)
+of_ranks = True
 
 _SECOND = r"^compile \S*/[1-9]"
 _REASON = r"^compile \S+: (?:\S+/\S+: )?(.+)$"

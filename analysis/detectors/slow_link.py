@@ -146,6 +146,10 @@ def resolution_ns(
 ) -> int:
     """The smallest loss by a slow link that would have been reported."""
     transfer = _transfer(breakdown, ranks, collectives)
+    judged = pl.col("rank").is_in(transfer.grid.ranks)
+    unseen = sorted(set(ranks["node"].drop_nulls()) - set(ranks.filter(judged)["node"]))
+    if unseen:
+        raise NotResolvable(text("no step of {nodes} was seen", nodes=named("node", unseen)))
     return visible(transfer.grid, max(min_fraction * transfer.grid.step_ns, transfer.ns.half_width_ns))
 
 

@@ -102,16 +102,16 @@ from rankscope.analysis.timeline.own import (
     over_occurrences,
     own_by_label,
     robust_deviation,
-    sums,
 )
 from rankscope.analysis.timeline.roles import roles_of
 from rankscope.analysis.timeline.stages import replicas
 from rankscope.analysis.timeline.trend import longest_stretch, rank_sum_z
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
 
 collectors = ("collectives",)
+of_ranks = True
 
 _TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
 _BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by chance
@@ -286,8 +286,6 @@ def resolution_ns(
     min_z: float = 5.0,
 ) -> int:
     """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
-    if ranks is not None:
-        _refuse_unseen(breakdown, ranks, collectives, min_fraction)
     waited_for = _waited_for(breakdown, collectives, ranks, regions, hosts_only=device_waits is not None)
     try:
         own_ns = _resolution_of_own_time(breakdown, collectives, regions, groups, min_fraction, min_z)
@@ -334,32 +332,6 @@ def _resolution_of_own_time(
     else:
         least_ns = float(_least_apart(above_peers(grid.own, role), min_z)[1].max())
     return visible(grid, max(min_fraction * grid.step_ns, least_ns))
-
-
-def _refuse_unseen(
-    breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None, min_fraction: float
-) -> None:
-    """Silence is no proof of health where ranks stand still for others that have no steps here, or may do so."""
-    grid = judged_grid(breakdown, 1)
-    world = max(ranks["world_size"].drop_nulls().to_list(), default=0)
-    unseen = sorted({*range(world), *ranks["rank"]} - set(grid.ranks))
-    if not unseen:
-        return
-    for_unseen = grid.of("unsplit")
-    if collectives is not None:
-        nobody = ~pl.col("is_last").any().over("instance_id")
-        waits = collectives.drop_nulls(["instance_id", "wait_ns"]).filter(nobody)
-        for_unseen = for_unseen + np.minimum(grid.of("wait", "bubble"), sums(grid, waits, "wait_ns"))
-    most_ns = float(for_unseen.mean(axis=1).max())
-    if most_ns >= min_fraction * grid.step_ns:
-        raise NotResolvable(
-            text(
-                "ranks stand still for up to {share} of the step with {unseen}, whose steps were not seen",
-                share=percent(most_ns / grid.step_ns),
-                unseen=named("rank", unseen),
-            ),
-            unclear=True,
-        )
 
 
 _Judged = tuple[Lateness, list[tuple[int, ...]], list[int | None]]  # with the ranks of each row, and its node
@@ -445,7 +417,7 @@ def _late(waited_for: _WaitedFor, min_fraction: float, persistence: float, min_z
                 counts = int(late.last[row]), int(late.operations[row])
                 one = _Late(members[row], nodes[row], late.least[row], when, least, most_ns, *counts)
                 found.append(_if_evenly_slow(one, waited_for) if when.all() else one)
-    return _not_made_late(found, waited_for.collectives)
+    return _not_made_late(found, waited_for.collectives, set(grid.ranks))
 
 
 def _if_evenly_slow(late: _Late, waited_for: _WaitedFor) -> _Late:
@@ -577,12 +549,34 @@ def _pace(collectives: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(slowed.to_list())
 
 
-def _not_made_late(found: list[_Late], collectives: pl.DataFrame) -> list[_Late]:
-    """Without those of a pipeline's replica that are late by less than half as much as one that sends to them."""
-    if len(found) < 2:
+def _not_made_late(found: list[_Late], collectives: pl.DataFrame, seen: set[int]) -> list[_Late]:
+    """Without those of a pipeline's replica that are late by less than half as much as one that sends to them.
+
+    Where a rank of their replica was not seen, it may be that one, but for those known to compute longer. Not
+    resolvable if no others are left.
+    """
+    if not found:
         return found
     sent = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer") >= 0)
     replica = dict(replicas(sent.select("rank", "peer").unique().rows()))
+    unseen = {number: rank for rank, number in replica.items() if rank not in seen}
+    judged = [
+        late
+        for late in found
+        if late.factor is not None or not {replica.get(rank) for rank in late.ranks} & unseen.keys()
+    ]
+    if not judged:
+        who = found[0].ranks
+        raise NotResolvable(
+            text(
+                "{late} {en_come} late, maybe since {other} of the same pipeline did, whose steps were not seen",
+                late=named("rank", who),
+                en_come="comes" if len(who) == 1 else "come",
+                other=named("rank", [unseen[replica[who[0]]]]),
+            ),
+            unclear=True,
+        )
+    found = judged
     kept: list[_Late] = []
     made_late: dict[int, float] = {}  # by replica, what the first of its ranks is late by: they come by that
     for late in sorted(found, key=lambda late: -late.cost.ns):

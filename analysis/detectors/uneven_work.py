@@ -57,9 +57,10 @@ from rankscope.analysis.timeline.own import (
 )
 from rankscope.analysis.timeline.roles import roles_of
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
 
 collectors = ("collectives", "backward")
+of_ranks = True
 
 _DISAGREE = 3.0  # standard deviations between what forward and backward say: one of them was preempted
 _CLEARLY = 2.5  # half widths of a 95 % interval: a rank that is so clearly longer in all steps is slow, not unlucky

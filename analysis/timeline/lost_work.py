@@ -71,7 +71,10 @@ def set_lost_aside(
 def without_lost_operations(
     steps: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
 ) -> tuple[pl.DataFrame, list[Gap]]:
-    """The steps but for those in which a rank called nothing, and others of its groups what none can do without it."""
+    """The steps but for those in which a rank called nothing, and others of its groups what none can do without it.
+
+    A rank of a group that called nothing at all has no steps, if others called anything.
+    """
     calls, none = dict(by_rank(collectives.select("rank", "start_ns"))), collectives.select("rank", "start_ns").clear()
     silent = [_without_calls(rows, calls.get(rank, none)) for rank, rows in by_rank(steps.sort("rank", "start_ns"))]
     if not any(len(rows) for rows in silent):
@@ -81,15 +84,12 @@ def without_lost_operations(
     called = in_steps(together, steps).drop_nulls("step").select("group_id", "step").unique()
     once = groups.unique("group_id", keep="last", maintain_order=True)
     members = [
-        (group_id, rank) for group_id, text in once.select("group_id", "members").rows() for rank in members_of(text)
+        (group_id, rank) for group_id, said in once.select("group_id", "members").rows() for rank in members_of(said)
     ]
     of_groups = pl.DataFrame(members, {"group_id": pl.Int64, "rank": pl.Int32}, orient="row")
-    lost = (
-        ranks.join(of_groups, on="rank")
-        .join(called, on=["group_id", "step"], how="semi")
-        .select("rank", "step")
-        .unique()
-    )
+    called_with = ranks.join(of_groups, on="rank").join(called, on=["group_id", "step"], how="semi")
+    called_never = ranks.join(collectives.select("rank"), on="rank", how="anti").join(of_groups, on="rank", how="semi")
+    lost = pl.concat([called_with.select("rank", "step"), called_never.filter(pl.lit(len(collectives) > 0))]).unique()
     gaps = [
         Gap(
             table="collectives",
@@ -97,7 +97,7 @@ def without_lost_operations(
             node=None,
             count=None,
             why=text(
-                "{rank} called nothing in {steps} in which others of its groups did: they are not judged",
+                "{rank} called nothing in {steps} in which others did: they are not judged",
                 rank=named("rank", [rank]),
                 steps=counted(count, "step"),
             ),
