@@ -87,7 +87,7 @@ from rankscope.analysis.phrases import every_nth, named
 from rankscope.analysis.report.quantities import duration, percent
 from rankscope.analysis.timeline.arrivals import Arrivals, Lateness, arrivals, lateness
 from rankscope.analysis.timeline.device_phases import IDLE_LABELS
-from rankscope.analysis.timeline.matching import MUTUAL_OPS
+from rankscope.analysis.timeline.matching import MUTUAL_OPS, members_of
 from rankscope.analysis.timeline.own import (
     APART,
     MIXED,
@@ -215,7 +215,7 @@ def detect(
     min_share: float = 0.8,
 ) -> list[Finding]:
     """Name the ranks and nodes whose own time is longer than their peers', or who come late; the costliest first."""
-    waited_for = _waited_for(breakdown, collectives, ranks, regions, hosts_only=device_waits is not None)
+    waited_for = _waited_for(breakdown, collectives, ranks, regions, groups, hosts_only=device_waits is not None)
     try:
         found = _by_own_time(
             *(breakdown, phases, steps, ranks, collectives, regions, groups),
@@ -286,7 +286,7 @@ def resolution_ns(
     min_z: float = 5.0,
 ) -> int:
     """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
-    waited_for = _waited_for(breakdown, collectives, ranks, regions, hosts_only=device_waits is not None)
+    waited_for = _waited_for(breakdown, collectives, ranks, regions, groups, hosts_only=device_waits is not None)
     try:
         own_ns = _resolution_of_own_time(breakdown, collectives, regions, groups, min_fraction, min_z)
     except NotResolvable:
@@ -344,6 +344,7 @@ class _WaitedFor:
     grid: StepGrid
     collectives: pl.DataFrame
     judged: list[_Judged]
+    tangled: dict[int, int]  # ranks that may be late since one is that was not seen, and that one
 
 
 def _waited_for(
@@ -351,6 +352,7 @@ def _waited_for(
     collectives: pl.DataFrame | None,
     ranks: pl.DataFrame | None,
     regions: pl.DataFrame | None,
+    groups: pl.DataFrame | None,
     *,
     hosts_only: bool,
 ) -> _WaitedFor | None:
@@ -362,16 +364,17 @@ def _waited_for(
     if each is None:
         return None
     each = _without_stops(each, grid, [(rank,) for rank in grid.ranks], hosts_only=hosts_only)
+    tangled = _tangled(collectives, groups, set(grid.ranks))
     of_ranks: _Judged = (each, [(rank,) for rank in grid.ranks], [None] * len(grid.ranks))
     node_of = {} if ranks is None else dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
     node_of = {rank: node for rank, node in node_of.items() if rank in grid.ranks}
     nodes = sorted(set(node_of.values()))
     together = lateness(collectives, grid, node_of, regions) if set(node_of) == set(grid.ranks) else None
     if len(nodes) < 2 or len(nodes) == len(node_of) or together is None:
-        return _WaitedFor(grid, collectives, [of_ranks])
+        return _WaitedFor(grid, collectives, [of_ranks], tangled)
     members = [tuple(rank for rank in grid.ranks if node_of[rank] == node) for node in nodes]
     of_nodes: _Judged = (_without_stops(together, grid, members, hosts_only=hosts_only), members, [*nodes])
-    return _WaitedFor(grid, collectives, [of_nodes, of_ranks])
+    return _WaitedFor(grid, collectives, [of_nodes, of_ranks], tangled)
 
 
 def _without_stops(late: Lateness, grid: StepGrid, members: list[tuple[int, ...]], *, hosts_only: bool) -> Lateness:
@@ -417,7 +420,7 @@ def _late(waited_for: _WaitedFor, min_fraction: float, persistence: float, min_z
                 counts = int(late.last[row]), int(late.operations[row])
                 one = _Late(members[row], nodes[row], late.least[row], when, least, most_ns, *counts)
                 found.append(_if_evenly_slow(one, waited_for) if when.all() else one)
-    return _not_made_late(found, waited_for.collectives, set(grid.ranks))
+    return _not_made_late(found, waited_for)
 
 
 def _if_evenly_slow(late: _Late, waited_for: _WaitedFor) -> _Late:
@@ -549,34 +552,53 @@ def _pace(collectives: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(slowed.to_list())
 
 
-def _not_made_late(found: list[_Late], collectives: pl.DataFrame, seen: set[int]) -> list[_Late]:
+def _tangled(collectives: pl.DataFrame, groups: pl.DataFrame | None, judged: set[int]) -> dict[int, int]:
+    """The ranks that share a group with one that was not seen, and those that send to or receive from such.
+
+    What all ranks call together makes nobody late: there each is as late as it is by itself.
+    """
+    seen = judged & set(collectives.drop_nulls("duration_ns")["rank"])
+    found: dict[int, int] = {}
+    for members in set() if groups is None else set(groups["members"]):
+        of_group = set(members_of(members))
+        unseen = of_group - seen
+        if unseen and not of_group >= seen:
+            found |= dict.fromkeys(of_group & seen, min(unseen))
+    replica = _replica_of(collectives)
+    by_replica = {replica[rank]: other for rank, other in found.items() if rank in replica}
+    by_replica |= {number: rank for rank, number in replica.items() if rank not in seen}
+    return found | {rank: by_replica[number] for rank, number in replica.items() if number in by_replica}
+
+
+def _replica_of(collectives: pl.DataFrame) -> dict[int, int]:
+    """By rank of a pipeline the number of its replica: ranks that send to each other."""
+    sent = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer") >= 0)
+    return dict(replicas(sent.select("rank", "peer").unique().rows()))
+
+
+def _not_made_late(found: list[_Late], waited_for: _WaitedFor) -> list[_Late]:
     """Without those of a pipeline's replica that are late by less than half as much as one that sends to them.
 
-    Where a rank of their replica was not seen, it may be that one, but for those known to compute longer. Not
-    resolvable if no others are left.
+    Who exchanges data with ranks that were not seen may be late since they are, but for those known to compute longer.
+    Not resolvable if no others are left.
     """
-    if not found:
-        return found
-    sent = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer") >= 0)
-    replica = dict(replicas(sent.select("rank", "peer").unique().rows()))
-    unseen = {number: rank for rank, number in replica.items() if rank not in seen}
-    judged = [
-        late
-        for late in found
-        if late.factor is not None or not {replica.get(rank) for rank in late.ranks} & unseen.keys()
-    ]
-    if not judged:
-        who = found[0].ranks
+    tangled = waited_for.tangled
+    judged = [late for late in found if late.factor is not None or not set(late.ranks) & tangled.keys()]
+    if found and not judged:
+        who = next(late for late in found if set(late.ranks) & tangled.keys()).ranks
         raise NotResolvable(
             text(
-                "{late} {en_come} late, maybe since {other} of the same pipeline did, whose steps were not seen",
+                "{late} {en_come} late, maybe since {other} did, with which data is exchanged and which was not seen",
                 late=named("rank", who),
                 en_come="comes" if len(who) == 1 else "come",
-                other=named("rank", [unseen[replica[who[0]]]]),
+                other=named("rank", [min(tangled[rank] for rank in who if rank in tangled)]),
             ),
             unclear=True,
         )
-    found = judged
+    found, collectives = judged, waited_for.collectives
+    if len(found) < 2:
+        return found
+    replica = _replica_of(collectives)
     kept: list[_Late] = []
     made_late: dict[int, float] = {}  # by replica, what the first of its ranks is late by: they come by that
     for late in sorted(found, key=lambda late: -late.cost.ns):

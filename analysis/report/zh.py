@@ -527,7 +527,7 @@ CHINESE: dict[str, str] = {
     "the rank's own description was lost; its node's JSON says where it ran": "该 rank 自己的说明已丢失；由其节点的 JSON 得知其运行位置",
     "what {ranks} did between operations was not seen": "没有看到 {ranks} 在操作之间做了什么",
     "no step of {nodes} was seen": "没有看到 {nodes} 的任何步",
-    "{late} {en_come} late, maybe since {other} of the same pipeline did, whose steps were not seen": "{late} 迟到，可能是因为同一流水线的 {other} 迟到，而后者的步没有看到",
+    "{late} {en_come} late, maybe since {other} did, with which data is exchanged and which was not seen": "{late} 迟到，可能是因为与之交换数据的 {other} 迟到，而后者没有看到",
     "all-to-alls were not recorded on all ranks of their group": "all-to-all 没有在组内所有 rank 上都有记录",
     "{unseen} of {members} left no state, and the others are not held": "{members} 个 rank 中有 {unseen} 没有留下状态，其余没有被挂住",
     "group {name}": "通信组 {name}",
