@@ -160,7 +160,8 @@ def kept(run: Path, folder: Path, since_ns: int, *nodes: int) -> Path:
     shutil.copytree(run, folder)
     for node in nodes:
         path = folder / "run" / f"node={node:05d}.json"
-        said = json.loads(path.read_text()) if path.exists() else json.loads(path.with_stem("node=00000").read_text())
+        there = path if path.exists() else path.with_stem("node=00000")
+        said = json.loads(there.read_text()) | ({} if there is path else {"ranks": []})
         path.write_text(json.dumps(said | {"node": node, "kept_since_ns": since_ns, "keep_bytes": 10**7}))
     return folder
 

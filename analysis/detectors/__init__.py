@@ -106,7 +106,7 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     return grid
 
 
-def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None) -> None:
+def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None = None) -> None:
     """Not resolvable where ranks stand still, or may do so, for others that have no steps here; or most have none."""
     grid = step_grid(breakdown)
     world = max(ranks["world_size"].drop_nulls().to_list(), default=0)

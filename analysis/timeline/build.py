@@ -136,9 +136,11 @@ def build_timeline(trace: Trace) -> Timeline:
     if steps.is_empty():
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
         steps = whole_captures(*(table.filter(has_device) for table in tables))
-    steps, of_operations = without_lost_operations(steps, collectives, groups)
     if stretch:  # with the one before, which ends on the device where the first begins
         steps = steps.filter(pl.col("step").is_between(stretch.first - 1, stretch.last))
+    read_whole = pl.col("step") >= (stretch.first if stretch else 0)
+    whole, of_operations = without_lost_operations(steps.filter(read_whole), collectives, groups)
+    steps = pl.concat([steps.filter(~read_whole), whole]).sort("rank", "step", maintain_order=True)
     regions, hosts_steps = in_steps(regions, steps), steps
     steps, marks, of_marks = marked_steps(steps, _marks(trace, clocks), collectives)
     steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)])
