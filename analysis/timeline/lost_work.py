@@ -32,23 +32,23 @@ def set_lost_aside(
 
     `steps` is as `steps.judge` has it, `hosts` the hosts' steps.
     """
-    calls = launches.filter(pl.col("name").str.contains(LAUNCHING_CALLS)).unique(["rank", "correlation"])
-    rows = kernels.select("rank", "correlation", seen=True).drop_nulls().unique()
-    calls = calls.join(rows, on=["rank", "correlation"], how="left")
-    calls = calls.filter(pl.col("seen").any().over("rank"))  # else the file does not relate them
-    if calls["seen"].null_count() == 0:
+    by = ["rank", "correlation"]
+    calls, rows = launches.filter(pl.col("name").str.contains(LAUNCHING_CALLS)), kernels.select(by)
+    if calls.join(rows, on=by, how="anti").is_empty():
         return steps, []
+    calls = calls.unique(by).join(rows.with_columns(seen=True).unique(), on=by, how="left")
+    calls = calls.filter(pl.col("seen").any().over("rank"))  # else the file does not relate them
     calls = in_steps(calls.sort("rank", "start_ns"), hosts)
-    lost, all_calls = pl.col("seen").is_null().sum().alias("lost"), pl.len().alias("all")
-    by_step = calls.drop_nulls("step").group_by("rank", "step").agg(lost, all_calls)
-    unseen = by_step.filter(pl.col("lost") >= _MUCH * pl.col("all"))["step"].unique()
+    lost, launched = pl.col("seen").is_null().sum().alias("lost"), pl.len().alias("launched")
+    by_step = calls.drop_nulls("step").group_by("rank", "step").agg(lost, launched)
+    unseen = by_step.filter(pl.col("lost") >= _MUCH * pl.col("launched"))["step"].unique()
     aside = pl.col("judged") & pl.col("step").is_in(unseen.implode())
     not_judged = steps.filter(aside)["step"].n_unique()
     set_aside = steps.with_columns(
         judged=pl.col("judged") & ~aside,
         aside=pl.when(aside).then(pl.lit("lost")).otherwise("aside"),
     )
-    by_rank = calls.group_by("rank").agg(lost, all_calls).filter(pl.col("lost") >= _TOLD * pl.col("all")).sort("rank")
+    of_ranks = calls.group_by("rank").agg(lost, launched).sort("rank")
     gaps = [
         Gap(
             table="kernels",
@@ -57,7 +57,7 @@ def set_lost_aside(
             count=count,
             why=text("what {lost} of {all:,} launched was not recorded", lost=counted(count, "call"), all=total),
         )
-        for rank, count, total in by_rank.rows()
+        for rank, count, total in of_ranks.filter(pl.col("lost") >= _TOLD * pl.col("launched")).rows()
     ]
     if not_judged:
         why = text(
