@@ -137,3 +137,16 @@ def test_a_node_is_named_though_a_rank_did_not_say_what_it_is(tmp_path, parallel
     (finding,) = (one for one in report.findings if one.detector == "slow_rank")
     assert finding.nodes == truth.nodes
     assert [gap.rank for gap in report.gaps if gap.table == "ranks"] == [truth.ranks[0]]
+
+
+def test_a_rank_that_lost_records_does_not_keep_the_job_from_being_judged(tmp_path):
+    """Its optimizers were lost with them: it counts fewer steps than the others, and what it calls one may be two."""
+    log, _ = simulated(Case("clean", "lost records", 55))
+    report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
+    assert report.findings == ()
+    assert "slow_rank" in [check.detector for check in report.healthy]
+    assert report.steps.count >= 0.8 * log.job.steps
+    (lost,) = {gap.rank for gap in report.gaps if gap.rank is not None}
+    assert f"records of rank {lost} were lost: its steps are numbered by their operations, and 1 step left out" in [
+        gap.why for gap in report.gaps
+    ]

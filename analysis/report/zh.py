@@ -528,6 +528,7 @@ CHINESE: dict[str, str] = {
     "what {ranks} did between operations was not seen": "没有看到 {ranks} 在操作之间做了什么",
     "no step of {nodes} was seen": "没有看到 {nodes} 的任何步",
     "{late} {en_come} late, maybe since {other} did, with which data is exchanged and which was not seen": "{late} 迟到，可能是因为与之交换数据的 {other} 迟到，而后者没有看到",
+    "records of {rank} were lost: its steps are numbered by their operations, and {steps} left out": "{rank} 的部分记录已丢失：其各步按操作编号，略去 {steps}",
     "all-to-alls were not recorded on all ranks of their group": "all-to-all 没有在组内所有 rank 上都有记录",
     "{unseen} of {members} left no state, and the others are not held": "{members} 个 rank 中有 {unseen} 没有留下状态，其余没有被挂住",
     "group {name}": "通信组 {name}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
+from rankscope.analysis import phrases
 from rankscope.analysis.finding import Clock, Gap
 from rankscope.analysis.language import Text, joined, text
 from rankscope.analysis.stretch import Stretch
@@ -31,6 +32,7 @@ from rankscope.analysis.timeline.steps import (
     find_steps,
     in_steps,
     judge,
+    number_by_operations,
     number_by_time,
     on_device,
     renumber,
@@ -131,7 +133,7 @@ def build_timeline(trace: Trace) -> Timeline:
     kernels = on_one_clock(read("kernels", "rank", "start_ns"), devices_off, "start_ns", "end_ns")
     kernels = with_launches(kernels, launches)
     launches = with_waits(launches, kernels)
-    steps, incomparable = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives, counted)
+    steps, incomparable, of_numbers = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives, counted)
     has_device = pl.col("rank").is_in(kernels["rank"].unique().implode())
     if steps.is_empty():
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
@@ -189,6 +191,7 @@ def build_timeline(trace: Trace) -> Timeline:
         *profiled_gaps(steps),
         *([Gap(table="*", rank=None, node=None, count=None, why=stretch.said)] if stretch and stretch.said else ()),
         *incomparable,
+        *of_numbers,
         *_early_gaps(collectives, steps),
         *no_ops,
         *_broken("phases", lambda: check_phases(cut, split)),
@@ -304,8 +307,11 @@ def _early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
 
 def _comparable_steps(
     marks: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, counted: pl.DataFrame | None
-) -> tuple[pl.DataFrame, list[Gap]]:
-    """The steps, numbered alike on all ranks, or a gap that says that they are not; of part of a run as `counted`."""
+) -> tuple[pl.DataFrame, list[Gap], list[Gap]]:
+    """The steps, numbered alike on all ranks, or a gap that says that they are not; of part of a run as `counted`.
+
+    And gaps that say how they were numbered, where ranks have lost some.
+    """
     steps = find_steps(marks, regions, collectives)
     if counted is not None and len(steps):
         steps = number_by_time(steps, counted)
@@ -314,13 +320,25 @@ def _comparable_steps(
         steps = renumber(steps, collectives)
         same = agreement(steps, collectives)
     if same is None or same >= _AGREE:
-        return steps, []
+        return steps, [], []
+    by_operations, left_out = number_by_operations(steps, collectives)
+    if (agreement(by_operations, collectives) or 0) >= _AGREE:
+        return by_operations, [], [_renumbered(rank, count) for rank, count in left_out.items()]
     why = text(
         "step numbers do not mean the same step on all ranks: only {same:.0%} of the collectives "
         "are in the same one; call rankscope.step() at the end of each step",
         same=same,
     )
-    return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)]
+    return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)], []
+
+
+def _renumbered(rank: int, left_out: int) -> Gap:
+    why = text(
+        "records of {rank} were lost: its steps are numbered by their operations, and {steps} left out",
+        rank=phrases.named("rank", [rank]),
+        steps=phrases.counted(left_out, "step"),
+    )
+    return Gap(table="steps", rank=rank, node=None, count=left_out, why=why)
 
 
 def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, told: set[int | None], why_none: str) -> list[Gap]:
