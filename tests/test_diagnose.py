@@ -256,9 +256,11 @@ def test_missing_table_is_the_reason_why_no_detector_that_reads_it_was_asked():
     assert {n.detector: n.why for n in unchecked} == {"slow_rank": "it is dark", "gc_stall": "it is dark"}
 
 
-def test_ranks_out_of_step_are_not_compared():
-    """Rank 1 has two steps to each of rank 0's."""
-    trace = run({0: 40, 1: 70})
+@pytest.mark.parametrize("lost", [[], [0], [0, 1]])
+def test_ranks_out_of_step_are_not_compared(lost):
+    """Rank 1 has two steps to each of rank 0's, and that is not because records were lost."""
+    gap = {"start_ns": 0, "end_ns": MS, "table": "*", "source": "agent", "count": 9, "why": "lost", "node": 0}
+    trace = run({0: 40, 1: 70}, gaps=[gap | {"rank": rank, "attempt": 0} for rank in lost])
     rows = trace.reader.frames["regions"].to_dicts()
     ends = [row for row in rows if (row["rank"], row["kind"]) == (1, "optimizer")]
     halves = [row | {"start_ns": row["start_ns"] - 70 * MS, "end_ns": row["start_ns"] - 65 * MS} for row in ends]

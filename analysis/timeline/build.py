@@ -133,7 +133,10 @@ def build_timeline(trace: Trace) -> Timeline:
     kernels = on_one_clock(read("kernels", "rank", "start_ns"), devices_off, "start_ns", "end_ns")
     kernels = with_launches(kernels, launches)
     launches = with_waits(launches, kernels)
-    steps, incomparable, of_numbers = _comparable_steps(read("steps", "rank", "end_ns"), regions, collectives, counted)
+    lossy = {gap.rank for gap in trace.gaps() if gap.count and gap.rank is not None and gap.table in ("*", "regions")}
+    steps, incomparable, of_numbers = _comparable_steps(
+        read("steps", "rank", "end_ns"), regions, collectives, counted, lossy
+    )
     has_device = pl.col("rank").is_in(kernels["rank"].unique().implode())
     if steps.is_empty():
         tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
@@ -306,11 +309,15 @@ def _early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
 
 
 def _comparable_steps(
-    marks: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, counted: pl.DataFrame | None
+    marks: pl.DataFrame,
+    regions: pl.DataFrame,
+    collectives: pl.DataFrame,
+    counted: pl.DataFrame | None,
+    lossy: set[int],
 ) -> tuple[pl.DataFrame, list[Gap], list[Gap]]:
     """The steps, numbered alike on all ranks, or a gap that says that they are not; of part of a run as `counted`.
 
-    And gaps that say how they were numbered, where ranks have lost some.
+    And gaps that say how those of `lossy` ranks were numbered, who have lost records.
     """
     steps = find_steps(marks, regions, collectives)
     if counted is not None and len(steps):
@@ -321,7 +328,7 @@ def _comparable_steps(
         same = agreement(steps, collectives)
     if same is None or same >= _AGREE:
         return steps, [], []
-    by_operations, left_out = number_by_operations(steps, collectives)
+    by_operations, left_out = number_by_operations(steps, collectives, lossy)
     if (agreement(by_operations, collectives) or 0) >= _AGREE:
         return by_operations, [], [_renumbered(rank, count) for rank, count in left_out.items()]
     why = text(

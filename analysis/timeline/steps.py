@@ -43,7 +43,7 @@ _NEVER, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _MAIN_THREAD = 0
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
 _RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one does not make steps
-_NEARLY_ALL = 0.9
+_NEARLY_ALL, _MOST = 0.9, 0.75
 _COVERS = 0.8  # share of the optimizers' time from first to last in which the anchor must be seen
 _WARMUP_MIN, _WARMUP_SHARE, _SETTLED = 2, 0.2, 1.5
 _OUTLIER_RATIO, _OUTLIER_MADS, _OUTLIER_SHARE = 5, 10, 0.02
@@ -117,28 +117,31 @@ def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def number_by_operations(steps: pl.DataFrame, collectives: pl.DataFrame) -> tuple[pl.DataFrame, dict[int, int]]:
-    """The steps, those of ranks that have lost some with the numbers that their operations have on other ranks.
+def number_by_operations(
+    steps: pl.DataFrame, collectives: pl.DataFrame, lossy: set[int]
+) -> tuple[pl.DataFrame, dict[int, int]]:
+    """The steps, those of `lossy` ranks with the numbers that their operations have on the others.
 
     Where the records of an optimizer were lost, what a rank takes for a step is two of them, and all that follow have
     too low a number: of those that an operation has, the highest is right. A step whose operations have nearly all the
-    same gets that; of these ranks the other steps are left out. By rank also how many.
+    same gets that; the other steps of these ranks are left out. By rank also how many. A rank of which that would be
+    more than a quarter has other steps than its peers, and stays as it is.
     """
     placed = in_steps(collectives, steps).drop_nulls(["instance_id", "step"])
-    there = pl.col("step").max().over("instance_id").alias("there")
     by = ["rank", "step"]
-    numbers = placed.select(*by, there).group_by(by).agg(pl.col("there").mode().min().alias("number"), pl.col("there"))
-    share = pl.col("there").list.eval(pl.element() == pl.element().mode().min()).list.mean()
-    numbers = numbers.select(*by, "number", share.alias("share"))
-    is_same = (pl.col("number") == pl.col("step")) & (pl.col("share") >= _NEARLY_ALL)
-    astray = numbers.filter(is_same.mean().over("rank") < _NEARLY_ALL)
-    ranks = astray["rank"].unique().implode()
-    known = astray.filter(pl.col("share") >= _NEARLY_ALL, pl.len().over("rank", "number") == 1).select(*by, "number")
-    mended = steps.join(known, on=by).with_columns(pl.col("number").cast(STEP_COLUMNS["step"]).alias("step"))
-    numbered = pl.concat([steps.filter(~pl.col("rank").is_in(ranks)), mended.drop("number")]).sort(by)
-    left = steps.filter(pl.col("rank").is_in(ranks)).group_by("rank").len("steps")
-    left = left.join(mended.group_by("rank").len("kept"), on="rank", how="left").sort("rank")
-    return numbered, dict(left.select("rank", pl.col("steps") - pl.col("kept").fill_null(0)).iter_rows())
+    there = placed.select(*by, pl.col("step").max().over("instance_id").alias("number")).filter(
+        pl.col("rank").is_in(lossy)
+    )
+    is_usual = pl.col("number") == pl.col("number").mode().min().over(by)
+    known = there.filter(is_usual.mean().over(by) >= _NEARLY_ALL, is_usual).unique()
+    known = known.filter(pl.len().over("rank", "number") == 1)
+    mended = steps.join(known, on=by)
+    counts = steps.group_by("rank").len("steps").join(mended.group_by("rank").len("kept"), on="rank")
+    counts = counts.filter(pl.col("kept") >= _MOST * pl.col("steps")).sort("rank")
+    is_mended = pl.col("rank").is_in(counts["rank"].implode())
+    mended = mended.filter(is_mended).with_columns(pl.col("number").cast(STEP_COLUMNS["step"]).alias("step"))
+    numbered = pl.concat([steps.filter(~is_mended), mended.drop("number")]).sort(by)
+    return numbered, dict(counts.select("rank", pl.col("steps") - pl.col("kept")).iter_rows())
 
 
 def number_by_time(steps: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
