@@ -273,6 +273,7 @@ def test_rank_that_dies_is_noticed_although_its_child_holds_the_connection(agent
 def test_killed_agent_leaves_files_that_can_be_read(agent, rank):
     rank.do("regions(1000)")
     wait_for(lambda: live_rows(agent.out, "regions") == 1000)
+    wait_for(lambda: (agent.out / "run/node=00000.json").exists())
     agent.process.kill()
     agent.process.wait()
     (part,) = agent.out.glob("regions/rank=00000/*.arrow")
