@@ -102,7 +102,9 @@ def measure() -> dict[str, float]:
     results = {name: cpu_ns_per_call(call, calls) for name, (call, calls) in loops.items()}
 
     if torch.cuda.is_available():
-        torch.ones(1, device="cuda")
+        on_device = torch.ones(1, device="cuda")
+        if session._session:
+            session._session.emit.learn_device(on_device)  # as an optimizer's weights would
     else:
         with tempfile.TemporaryDirectory() as folder:
             pretend(build(Path(folder)))
@@ -111,6 +113,7 @@ def measure() -> dict[str, float]:
     mark = session._session.emit.mark if session._session else lambda _: None
     results["a mark of device_marks"] = cpu_ns_per_call(lambda: mark(0), 100)  # fewer than there are events
     threads = {thread.name: thread.native_id for thread in threading.enumerate()}
+    assert not session._session or "rankscope-device" in threads, "no mark was put"
     watched = {
         "the thread that sees 20 marks, per second": threads.get("rankscope-device"),
         "the thread that takes 5 samples, per second": threads.get("rankscope-samples"),

@@ -67,7 +67,7 @@ def begin(arguments: argparse.Namespace) -> torch.device:
     """The process group, by `arguments.backend`, and the device of this rank: with `one_gpu` that of all."""
     if arguments.one_gpu:
         apart = {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-        os.environ.update(apart)
+        os.environ.update(apart | {"NCCL_SOCKET_IFNAME": "lo"})
     device = torch.device("cpu")
     if arguments.backend == "nccl":
         device = torch.device("cuda", 0 if arguments.one_gpu else int(os.environ["LOCAL_RANK"]))
