@@ -301,6 +301,8 @@ def ask(
     healthy: list[Healthy] = []
     not_checked: list[NotChecked] = []
     unseen = {name: why for name, why in reasons.items() if name not in tables}
+    if "breakdown" in tables and tables["breakdown"]["rank"].n_unique() > 1 and tables["collectives"].is_empty():
+        unseen["collectives"] = reasons["collectives"]  # so they wait for each other in what looks like computing
     answers: dict[str, list[Finding] | NotChecked] = {}
     for name in _in_order(modules):
         module = modules[name]
@@ -620,8 +622,10 @@ def _blind(name: str, module: ModuleType, said: pl.DataFrame, unseen: Mapping[st
         pl.col("source").is_in(module.collectors), pl.col("table") == "*", pl.col("count").is_null()
     ).unique(["rank", "node", "source", "why"])
     if off.is_empty():
-        lacking = next((unseen[table] for table in module.collectors if table in unseen), None)
-        return NotChecked(detector=name, why=lacking) if lacking else None
+        lacking = next((table for table in module.collectors if table in unseen), None)
+        if lacking is None:
+            return None
+        return NotChecked(detector=name, why=unseen[lacking], unclear=lacking == "collectives")
     ranks = off["rank"].drop_nulls().unique().sort().to_list()
     where = text(" on {ranks}", ranks=named("rank", ranks)) if ranks else ""
     source, why = off["source"][0], Text(off["why"][0], {})

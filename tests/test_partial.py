@@ -150,3 +150,15 @@ def test_a_rank_that_lost_records_does_not_keep_the_job_from_being_judged(tmp_pa
     assert f"records of rank {lost} were lost: its steps are numbered by their operations, and 1 step left out" in [
         gap.why for gap in report.gaps
     ]
+
+
+def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(tmp_path):
+    """They wait for each other inside what looks like computing."""
+    log, _ = simulated(Case("slow_link", "loud", 1), small=True)
+    folder = write(log, tmp_path / "run")
+    assert rankscope.diagnose(rankscope.open(folder)).findings[0].detector == "slow_link"
+    shutil.rmtree(folder / "collectives")
+    report = rankscope.diagnose(rankscope.open(folder))
+    unchecked = {check.detector: check.why for check in report.not_checked}
+    assert unchecked["slow_link"] == unchecked["slow_rank"] == unchecked["hang"] == "no communication was recorded"
+    assert "; slow_rank could not tell: no communication was recorded" in report.verdict

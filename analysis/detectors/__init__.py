@@ -53,6 +53,7 @@ __all__ = [
 ENOUGH_STEPS = 5  # to compare steps with each other
 FEW_STEPS = 2  # to tell a mean from chance, where it is very clear
 _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
+_MUCH_UNSPLIT = 0.03  # of the step: neither with more than that, if it is most of what ranks are blocked
 _FOR_UNSEEN = 0.03  # of the step: so long ranks stand still with others before these count
 _VISIBLE = 0.5  # share of the step from which a loss must be seen, or the steps have shown nothing
 
@@ -144,7 +145,9 @@ def transfer_grid(
         raise NotResolvable(text("CUDA events do not tell transfers from what the devices compute meanwhile"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
-    if grid.of("unsplit").mean() > _MOST_UNSPLIT * grid.step_ns:
+    unsplit = float(grid.of("unsplit").mean())
+    most = _MUCH_UNSPLIT if 2 * unsplit > grid.blocked.mean() else _MOST_UNSPLIT
+    if unsplit > most * grid.step_ns:
         raise NotResolvable(text("too much of the blocked time cannot be split into waiting and transfer"))
     return grid
 
