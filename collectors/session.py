@@ -382,8 +382,7 @@ class _Session:
         if store and store.check([_STORE_KEY]):
             self._peer_known = True
             peer = json.loads(store.get(_STORE_KEY))
-            host = os.environ.get("MASTER_ADDR", "")
-            self.emit.send({"type": "peer", "host": host} | peer)
+            self.emit.send({"type": "peer", "host": os.environ.get("MASTER_ADDR") or _host_of(store)} | peer)
 
     def _store(self) -> Any:  # noqa: ANN401
         """The group's store as torch keeps it; None where the group is gone. It ends with the group, as without us."""
@@ -407,6 +406,13 @@ class _Session:
             seen = now if all(b") S " in one for one in now) else None
             time.sleep(0.002)
         self.emit.bye()
+
+
+def _host_of(store: Any) -> str:  # noqa: ANN401
+    """Where rank 0 is by the store, as after `init_process_group(init_method="tcp://…")`; else this very host."""
+    while inner := getattr(store, "underlying_store", None):
+        store = inner
+    return getattr(store, "host", "")
 
 
 def _world(store: Any) -> str | None:  # noqa: ANN401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -450,6 +451,7 @@ def test_rows_that_fit_no_schema_are_refused(tmp_path):
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and network namespaces need root")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
 def tried(*command: str) -> None:
@@ -565,6 +567,30 @@ def test_two_nodes_find_each_other_share_a_folder_and_relate_their_clocks(two_no
     assert pings.height >= 20  # the burst at the start and the one at the end
     ahead_ns = (pl.col("t1_ns") - pl.col("t2_ns") + pl.col("t4_ns") - pl.col("t3_ns")) // 2
     assert abs(pings.select(ahead_ns.median()).item() - 100 * NS_PER_S) < 500_000
+
+
+@needs_root
+@needs_torch
+def test_a_node_finds_rank_0_where_only_the_script_says_it(two_nodes, tmp_path):
+    """No launcher: each rank has what it needs in its call, and nothing of it in its environment."""
+    (tmp_path / "train.py").write_text(
+        "import sys, time, torch, torch.distributed as dist\n"
+        "where = 'tcp://10.99.0.1:29511'\n"
+        "dist.init_process_group('gloo', init_method=where, rank=int(sys.argv[1]), world_size=2)\n"
+        "for _ in range(20):\n"
+        "    dist.all_reduce(torch.ones(2)); time.sleep(0.2)\n"
+        "dist.destroy_process_group()\n"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    env["TORCHELASTIC_RUN_ID"] = f"test-{uuid.uuid4().hex}"
+    recorded = [sys.executable, "-m", "rankscope", "exec", "--out"]
+    ranks = []
+    for rank, node in enumerate(two_nodes):
+        command = ["ip", "netns", "exec", node, *recorded, f"run{rank}", sys.executable, "train.py", str(rank)]
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env=env | {"GLOO_SOCKET_IFNAME": node}))
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    wait_for(lambda: {state(tmp_path / "run0", node)["state"] for node in (0, 1)} == {"closed"})
+    assert table(tmp_path / "run0", "clocks", "node=00001").filter(pl.col("peer") == 0).height >= 20
 
 
 def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path, started):
