@@ -83,15 +83,37 @@ def test_a_finding_stays_where_what_was_lost_holds_the_replay(lacking, taken, wh
     assert finding.gain_why.endswith(why)
 
 
-@pytest.mark.parametrize(("kind", "parallel"), [("input_stall", ""), ("slow_rank", "ddp-nccl"), ("slow_link", "")])
-def test_no_check_of_ranks_calls_those_healthy_that_were_not_seen(tmp_path, kind, parallel):
+@pytest.mark.parametrize(
+    ("kind", "parallel", "table"),
+    [
+        ("input_stall", "", "regions"),
+        ("slow_rank", "ddp-nccl", "regions"),
+        ("slow_rank", "ddp-rccl", "regions"),
+        ("input_stall", "ddp-nccl", "collectives"),
+        ("input_stall", "ddp-rccl", "collectives"),
+        ("slow_link", "", "regions"),
+    ],
+)
+def test_no_check_of_ranks_calls_those_healthy_that_were_not_seen(tmp_path, kind, parallel, table):
     log, (truth,) = simulated(Case(kind, "loud", 1), small=True, parallel=parallel)
     run = write(log, tmp_path / "run")
     for rank in truth.ranks:
-        shutil.rmtree(run / f"regions/rank={rank:05d}")
+        shutil.rmtree(run / f"{table}/rank={rank:05d}")
     report = rankscope.diagnose(rankscope.open(run))
     assert kind in [one.detector for one in (*report.findings, *report.not_checked)]
     assert "no steps and" in report.verdict
+
+
+@pytest.mark.parametrize("parallel", ["ddp-nccl", "ddp-rccl", "3d-nccl"])
+def test_one_rank_is_compared_with_nobody(tmp_path, parallel):
+    """NCCL's durations of the others are there, their steps are not."""
+    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel=parallel)
+    run = write(log, tmp_path / "run")
+    for folder in run.glob("regions/rank=*"):
+        if folder.name != f"rank={truth.ranks[0]:05d}":
+            shutil.rmtree(folder)
+    (why,) = not_checked(rankscope.diagnose(rankscope.open(run)), "slow_rank")
+    assert why.startswith("only one rank was seen")
 
 
 def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
@@ -162,3 +184,15 @@ def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(tmp_path):
     unchecked = {check.detector: check.why for check in report.not_checked}
     assert unchecked["slow_link"] == unchecked["slow_rank"] == unchecked["hang"] == "no communication was recorded"
     assert "; slow_rank could not tell: no communication was recorded" in report.verdict
+
+
+@pytest.mark.parametrize("lost", ["regions/rank=00012", "collectives/rank=00012", "collectives"])
+def test_steps_that_become_longer_do_so_though_who_holds_them_up_was_not_seen(tmp_path, lost):
+    log, (truth,) = simulated(Case("drift", "loud", 1), small=True, parallel="pp-nccl")
+    assert truth.ranks == (12,)
+    run = write(log, tmp_path / "run")
+    shutil.rmtree(run / lost)
+    (finding,) = rankscope.diagnose(rankscope.open(run)).findings
+    assert (finding.detector, finding.ranks) == ("drift", ())
+    assert finding.lost_ns_per_step == pytest.approx(truth.cost_ns, rel=0.05)
+    assert "Steps become longer throughout the run, from 226 ms to 429 ms" in finding.title

@@ -116,9 +116,15 @@ def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.
         return
     for_unseen = grid.of("unsplit")
     if collectives is not None:
+        is_known = pl.col("instance_id").is_not_null()
         nobody = ~pl.col("is_last").any().over("instance_id")
-        waits = collectives.drop_nulls(["instance_id", "wait_ns"]).filter(nobody)
-        for_unseen = for_unseen + np.minimum(grid.of("wait", "bubble", MIXED), sums(grid, waits, "wait_ns"))
+        untimed = pl.lit(None)
+        if "duration_ns" in collectives.columns:  # others that were not matched are unsplit
+            untimed = pl.when(pl.col("end_ns").is_null()).then("duration_ns")
+        waits = pl.when(is_known & nobody).then("wait_ns").when(~is_known).then(untimed)
+        waited = sums(grid, collectives.with_columns(waits.alias("waited_ns")).drop_nulls("waited_ns"), "waited_ns")
+        in_breakdown = grid.of("wait", "bubble", MIXED)
+        for_unseen = for_unseen + (np.minimum(in_breakdown, waited) if in_breakdown.any() else waited)
     fraction = float(for_unseen.mean(axis=1).max()) / grid.step_ns
     if fraction >= _FOR_UNSEEN or len(unseen) > len(grid.ranks):
         raise NotResolvable(

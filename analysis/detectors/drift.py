@@ -4,7 +4,8 @@
 mean is at least `min_fraction` of the step above what it is at the first recorded step, and the rise is `min_z`
 standard deviations clear of chance, where values that resemble the ones before count as fewer. The line must come
 closer to the steps than two levels do: a change at one step is `uniform_slowdown`. `where` is the part that grows most,
-`ranks` are those on which it grows by at least half of what the step does; where it does so on all, none is named.
+`ranks` are those on which it grows by at least half of what the step does; where it does so on all, or nobody who was
+seen holds the others up, none is named.
 Where the steps' own scatter hides it, the same is asked of the rank that falls behind its peers most: lengths that vary
 on all ranks alike do not matter there.
 
@@ -45,7 +46,7 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ()
 
-_SECONDARY = ("wait", "bubble", "overlapped")  # grow because something else does, or beside it
+_SECONDARY = ("wait", "bubble", "unsplit", "overlapped")  # grow because something else does, or beside it
 
 
 def detect(
@@ -60,17 +61,17 @@ def detect(
     """Steps that creep up, as one finding; `all_steps` are also those that are not judged."""
     first = _first(all_steps)
     grid = judged_grid(breakdown, min_steps)
-    for seen in (_job(grid), *_falling_behind(grid)):
+
+    def found(seen: _Seen, where: str, ranks: tuple[int, ...]) -> list[Finding]:
         line = trend(seen.lengths)
-        where, ranks = _what_grows(seen, line)
         lost = _lost(grid, line, first, ranks)
         if seen.beyond_peers:  # who waits for it loses no more than the steps grow
             grown = _lost(grid, trend(_job(grid).lengths), first)
             lost = replace(lost, ns=min(lost.ns, grown.ns + grown.half_width_ns))
         if lost.ns < min_fraction * grid.step_ns or line.z < min_z:
-            continue
+            return []
         if not follows_line(seen.lengths, longest_stretch(seen.lengths, 1 + min_fraction)):
-            continue
+            return []
         return [
             Finding(
                 detector="drift",
@@ -82,7 +83,14 @@ def detect(
                 **price(grid, lost, lost.ns),
             )
         ]
-    return []
+
+    job = _job(grid)
+    where, ranks = _what_grows(job)
+    told = found(job, where, ranks) if where != "wait" else []
+    for rank in () if told else _falling_behind(grid):
+        told = found(rank, *_what_grows(rank))
+    # Else nobody who was seen holds the others up more and more; the steps may grow all the same.
+    return told or found(job, where, ())
 
 
 def resolution_ns(
@@ -168,8 +176,9 @@ def _falling_behind(grid: StepGrid) -> Iterator[_Seen]:
     yield _Seen(grid.step_ns + beyond(busy), parts, (grid.ranks[worst],), beyond_peers=True)
 
 
-def _what_grows(seen: _Seen, line: Trend) -> tuple[str, tuple[int, ...]]:
+def _what_grows(seen: _Seen) -> tuple[str, tuple[int, ...]]:
     """The part that grows most, waiting last of all; and the ranks where it holds half of the growth, if not all."""
+    line = trend(seen.lengths)
     # Where a peer is late, what computes beside communication and what computes alone change places.
     together = sum((seen.parts[part] for part in ("compute", "overlapped") if part in seen.parts), np.zeros(1))
     parts = seen.parts | ({"compute": together} if together.ndim > 1 else {})

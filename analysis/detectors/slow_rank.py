@@ -356,10 +356,12 @@ def _waited_for(
     *,
     hosts_only: bool,
 ) -> _WaitedFor | None:
-    """None where there are no durations of NCCL's."""
+    """None where there are no durations of NCCL's, or steps of one rank only."""
     if collectives is None or "duration_ns" not in collectives.columns:
         return None
     grid = judged_grid(breakdown, FEW_STEPS)
+    if len(grid.ranks) < 2:
+        return None
     each = lateness(collectives, grid, regions=regions)
     if each is None:
         return None
