@@ -119,12 +119,25 @@ def test_healthy_history_is_silent(ms):
 
 def test_lengths_that_vary_or_wander_by_chance_are_silent():
     """Each length is like the one before: the uncorrected test finds a drift in many of these."""
+    unsure = 0
     for seed in range(100):
         rng = random.Random(seed)
         wander = [0.0]
         for _ in range(59):
             wander.append(0.9 * wander[-1] + rng.gauss(0, 4))
-        assert drift.detect(*tables({"compute": lambda _, step, at=wander: 90 + at[step]}, ranks=1)) == []
+        try:
+            assert drift.detect(*tables({"compute": lambda _, step, at=wander: 90 + at[step]}, ranks=1)) == []
+        except NotResolvable:
+            unsure += 1
+    assert unsure <= 5
+
+
+def test_a_rise_that_chance_hardly_makes_is_not_called_healthy():
+    """Lengths scatter by 20 ms around a line that rises by 30, which by itself costs 15."""
+    varies = np.random.default_rng(0).normal(0, 20, 60)
+    breakdown, steps = tables({"compute": lambda _, step: 100 + 30 * step / 59 + varies[step]})
+    with pytest.raises(NotResolvable, match=r"seem to become longer, which costs 20\.8 ms ± 8\.60 ms"):
+        drift.detect(breakdown, steps)
 
 
 def test_short_run_is_not_judged():

@@ -2,12 +2,11 @@
 
 **Signal.** The line through the lengths of the judged steps (half of all pairs of steps are steeper than it) rises: its
 mean is at least `min_fraction` of the step above what it is at the first recorded step, and the rise is `min_z`
-standard deviations clear of chance, where values that resemble the ones before count as fewer. The line must come
-closer to the steps than two levels do: a change at one step is `uniform_slowdown`. `where` is the part that grows most,
-`ranks` are those on which it grows by at least half of what the step does; where it does so on all, or nobody who was
-seen holds the others up, none is named.
-Where the steps' own scatter hides it, the same is asked of the rank that falls behind its peers most: lengths that vary
-on all ranks alike do not matter there.
+standard deviations clear of chance, where values that resemble the ones before count as fewer; from 3 on it is not
+called healthy. The line must come closer to the steps than two levels do: a change at one step is `uniform_slowdown`.
+`where` is the part that grows most, `ranks` are those on which it grows by at least half of what the step does; where
+it does so on all, or nobody who was seen holds the others up, none is named. Where the steps' own scatter hides it, the
+same is asked of the rank that falls behind its peers most: lengths that vary on all ranks alike do not matter there.
 
 **Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a
 look at the first minutes finds a healthy job. The cost is what the steps take longer than the first one did, by the
@@ -33,7 +32,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import judged_grid, price
+from rankscope.analysis.detectors import NotResolvable, judged_grid, price
 from rankscope.analysis.finding import Evidence, Finding
 from rankscope.analysis.language import text
 from rankscope.analysis.phrases import named
@@ -46,6 +45,7 @@ __all__ = ["collectors", "detect", "resolution_ns"]
 
 collectors = ()
 
+_MAYBE_Z = 3.0  # from which a rise is not taken for chance, nor yet for sure
 _SECONDARY = ("wait", "bubble", "unsplit", "overlapped")  # grow because something else does, or beside it
 
 
@@ -90,7 +90,17 @@ def detect(
     for rank in () if told else _falling_behind(grid):
         told = found(rank, *_what_grows(rank))
     # Else nobody who was seen holds the others up more and more; the steps may grow all the same.
-    return told or found(job, where, ())
+    told = told or found(job, where, ())
+    line = trend(job.lengths)
+    lost = _lost(grid, line, first)
+    if not told and lost.ns >= min_fraction * grid.step_ns and line.z >= _MAYBE_Z:
+        why = text(
+            "steps seem to become longer, which costs {lost} ± {error}, but they vary too much to be sure",
+            lost=duration(lost.ns),
+            error=duration(lost.half_width_ns),
+        )
+        raise NotResolvable(why, unclear=True)
+    return told
 
 
 def resolution_ns(

@@ -531,6 +531,7 @@ CHINESE: dict[str, str] = {
     "records of {rank} were lost: its steps are numbered by their operations, and {steps} left out": "{rank} 的部分记录已丢失：其各步按操作编号，略去 {steps}",
     "all-to-alls were not recorded on all ranks of their group": "all-to-all 没有在组内所有 rank 上都有记录",
     "{unseen} of {members} left no state, and the others are not held": "{members} 个 rank 中有 {unseen} 没有留下状态，其余没有被挂住",
+    "steps seem to become longer, which costs {lost} ± {error}, but they vary too much to be sure": "各步似乎在变长，代价为 {lost} ± {error}，但波动过大，无法确定",
     "group {name}": "通信组 {name}",
     "Find out whether the process still lives.": "确认该进程是否还在运行。",
     "rank {rank} is in {held}": "rank {rank} 处于 {held}",
