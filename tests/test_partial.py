@@ -161,9 +161,10 @@ def test_a_node_is_named_though_a_rank_did_not_say_what_it_is(tmp_path, parallel
     assert [gap.rank for gap in report.gaps if gap.table == "ranks"] == [truth.ranks[0]]
 
 
-def test_a_rank_that_lost_records_does_not_keep_the_job_from_being_judged(tmp_path):
+@pytest.mark.parametrize("seed", [55, 97], ids=["early", "late"])
+def test_a_rank_that_lost_records_does_not_keep_the_job_from_being_judged(tmp_path, seed):
     """Its optimizers were lost with them: it counts fewer steps than the others, and what it calls one may be two."""
-    log, _ = simulated(Case("clean", "lost records", 55))
+    log, _ = simulated(Case("clean", "lost records", seed))
     report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
     assert report.findings == ()
     assert "slow_rank" in [check.detector for check in report.healthy]

@@ -123,15 +123,16 @@ def number_by_operations(
     """The steps, those of `lossy` ranks with the numbers that their operations have on the others.
 
     Where the records of an optimizer were lost, what a rank takes for a step is two of them, and all that follow have
-    too low a number: of those that an operation has, the highest is right. A step whose operations have nearly all the
-    same gets that; the other steps of these ranks are left out. By rank also how many. A rank of which that would be
-    more than a quarter has other steps than its peers, and stays as it is.
+    too low a number: of those that an operation has, the highest is right, if only such ranks have it. A step whose
+    operations have nearly all the same gets that; the other steps of these ranks are left out. By rank also how many.
+    A rank of which that would be more than a quarter has other steps than its peers, and stays as it is.
     """
     placed = in_steps(collectives, steps).drop_nulls(["instance_id", "step"])
     by = ["rank", "step"]
-    there = placed.select(*by, pl.col("step").max().over("instance_id").alias("number")).filter(
-        pl.col("rank").is_in(lossy)
-    )
+    is_lossy = pl.col("rank").is_in(lossy)
+    of_others = pl.col("step").filter(~is_lossy).max().over("instance_id")
+    number = pl.coalesce(of_others, pl.col("step").max().over("instance_id"))
+    there = placed.select(*by, number.alias("number")).filter(is_lossy)
     is_usual = pl.col("number") == pl.col("number").mode().min().over(by)
     known = there.filter(is_usual.mean().over(by) >= _NEARLY_ALL, is_usual).unique()
     known = known.filter(pl.len().over("rank", "number") == 1)
