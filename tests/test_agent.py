@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+import typer
 
 import rankscope
 from rankscope.collectors import ping, writer
@@ -26,6 +28,7 @@ from rankscope.collectors.ring import Ring
 from rankscope.collectors.schema import RECORD, RING_SLOTS, RecordType
 from rankscope.collectors.windows import ask
 from rankscope.collectors.writer import SEAL_ROWS, Partition, RunFolder, read_live
+from rankscope.profiler.commands import trigger
 
 AGENT = [sys.executable, "-m", "rankscope.collectors.agent"]
 NS_PER_S = 1_000_000_000
@@ -628,6 +631,23 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
     of_ranks = [json.loads(path.read_text())["ranks"] for path in answers]
     assert of_ranks[0] == {"0": {"state": "refused", "why": "because"}}
     assert of_ranks[1] == {"1": {"state": "gone", "why": "the rank ended before it was done"}}
+
+
+def test_trigger_ends_where_the_agent_was_killed_after_it_had_answered(agent, rank, monkeypatch, capsys):
+    monkeypatch.setattr(trigger, "_STILL_S", 5.0)
+    rank.do("say(type='step', done=100, step_ns=10_000_000)")
+    wait_for(lambda: live_rows(agent.out, "counters") > 0)
+
+    def kill() -> None:
+        wait_for((agent.out / "run/window=0001.node=00000.json").exists)
+        agent.process.kill()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(typer.Exit):
+        trigger.command(agent.out)
+    killing.join()
+    assert capsys.readouterr().out == "rank 0: its agent does not write any more\n"
 
 
 def test_all_nodes_of_a_large_job_may_ask_for_the_time_at_once():

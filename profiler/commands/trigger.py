@@ -23,6 +23,7 @@ __all__ = ["command"]
 
 _SILENT_S = 15.0  # after which nobody is there
 _POLL_S = 0.2
+_STILL_S = 120.0  # without a new reading of its counters an agent is gone; shared folders may show them a minute late
 
 Answers = dict[int, dict[str, Any]]
 
@@ -52,14 +53,20 @@ def command(
         raise typer.Exit(1)
 
 
-def _running(run: Path) -> dict[int, int | None]:
-    """The ranks that write to this folder now, and how many ranks each says there are."""
+def _nodes(run: Path) -> list[dict[str, Any]]:
+    """What each node's agent says of itself and of its ranks."""
     nodes = []
     for path in sorted((run / "run").glob("node=*.json")):
         try:
             nodes.append(json.loads(path.read_bytes()))
         except (OSError, ValueError):
             continue
+    return nodes
+
+
+def _running(run: Path) -> dict[int, int | None]:
+    """The ranks that write to this folder now, and how many ranks each says there are."""
+    nodes = _nodes(run)
     if not nodes:
         raise RankscopeError(f"{run} is no run folder: `rankscope run` prints the folder that it writes")
     found = {
@@ -105,8 +112,10 @@ def _tell_unreached(running: Mapping[int, int | None], wanted: list[int] | None)
 
 def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answers:
     """What each rank made of the request, when all are through with it. Ctrl-C leaves the request as it is."""
-    begun = time.monotonic()
+    begun = checked = time.monotonic()
     told = False
+    given_up: Answers = {}
+    last_seen: dict[int, tuple[float, float]] = {}
     while True:
         first, answers = _answers(run, number)
         if not answers and time.monotonic() - begun > _SILENT_S:
@@ -115,14 +124,36 @@ def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answe
             told = True
             where = f", in {run / folder_of(number)}" if os.isatty(2) else ""
             typer.echo(f"window {number} begins with step {first}{where}", err=True)
+        answers |= given_up
         if expected <= {rank for rank, answer in answers.items() if answer["state"] in ENDED}:
             return answers
-        silent = expected - set(answers)
-        if answers and silent and not is_far and time.monotonic() - begun > 2 * _SILENT_S:
-            for rank in silent:
-                answers[rank] = {"state": "failed", "why": "its agent did not answer"}
-            expected = expected - silent
+        if answers and not is_far and time.monotonic() - begun > 2 * _SILENT_S:
+            for rank in expected - set(answers):
+                given_up[rank] = {"state": "failed", "why": "its agent did not answer"}
+        if time.monotonic() - checked > _STILL_S / 10:
+            checked = time.monotonic()
+            ended = {rank for rank, answer in answers.items() if answer["state"] in ENDED}
+            for rank in expected & _of_dead_agents(run, last_seen) - ended:
+                given_up[rank] = {"state": "failed", "why": "its agent does not write any more"}
         time.sleep(_POLL_S)
+
+
+def _of_dead_agents(run: Path, last_seen: dict[int, tuple[float, float]]) -> set[int]:
+    """The ranks of nodes whose counters have not grown for long.
+
+    `last_seen` keeps from call to call when each node's file was changed last, and since when that is known.
+    """
+    dead = set()
+    for node in _nodes(run):
+        number, now = int(node["node"]), time.monotonic()
+        changed = max((path.stat().st_mtime for path in run.glob(f"counters/node={number:05d}/*.arrow")), default=None)
+        if changed is None:
+            continue
+        if last_seen.get(number, (None, now))[0] != changed:
+            last_seen[number] = (changed, now)
+        elif now - last_seen[number][1] > _STILL_S:
+            dead |= {int(rank["rank"]) for rank in node.get("ranks", ())}
+    return dead
 
 
 def _answers(run: Path, number: int) -> tuple[int | None, Answers]:
