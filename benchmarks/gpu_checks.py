@@ -154,10 +154,10 @@ def recorded(name: str, *job: str, ranks: int = 1, options: tuple[str, ...] = ()
     return launched(command, name, RUNS / name, dict(pair.split("=", 1) for pair in env.split()))
 
 
-def triggered(name: str, *job: str, ranks: int = 1, times: int = 2) -> Job:
-    """A job that runs on until so many windows were asked for, one after the other."""
+def triggered(name: str, *job: str, ranks: int = 1) -> Job:
+    """A job that is asked for two windows, one after the other, and then runs to its end."""
     with begun(recording(name, *job, ranks=ranks), name) as running:
-        for number in range(1, times + 1):
+        for number in (1, 2):
             asking = f"{name}-trigger-{number}"
             while launched([*RANKSCOPE, "trigger", str(RUNS / name), "--steps", "3"], asking, RUNS).code != 0:
                 has_ended = running.poll() is not None
