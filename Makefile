@@ -1,7 +1,7 @@
 # Everything here needs only make and Python 3.10 or later; what else it takes goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-NEEDS := pyproject.toml constraints.txt $(wildcard setup.py analysis/readers/*.c)
+NEEDS := pyproject.toml constraints.txt $(wildcard setup.py analysis/*/*.c)
 STAMP := $(shell cat $(NEEDS) | cksum | cut -d' ' -f1)
 INSTALLED := .venv/installed-$(STAMP)
 FRAMEWORKS := .venv/frameworks-$(STAMP)

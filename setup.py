@@ -11,7 +11,7 @@ setup(
             py_limited_api=True,
             optional=True,
         )
-        for folder, name in (("analysis/readers", "_scan"), ("analysis/timeline", "_replay"))
+        for folder, name in (("analysis/readers", "_scan"), ("analysis/replay", "_replay"))
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -19,11 +19,12 @@ from collections import defaultdict
 from pathlib import Path
 from threading import get_ident
 
-from rankscope.analysis.trace import Trace
-from rankscope.collectors import drain, ring
-from rankscope.collectors.retention import Retention
+from rankscope.analysis.runs.trace import Trace
+from rankscope.collectors.agent import ring_reader
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
+from rankscope.collectors.agent.retention import Retention
+from rankscope.collectors.in_rank import ring_writer
 from rankscope.collectors.schema import RING_SLOTS, RecordType
-from rankscope.collectors.writer import Partition, RunFolder
 
 SCRIPT = Path(__file__).parents[1] / "examples/train_transformer.py"
 RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
@@ -48,7 +49,7 @@ def bytes_on_disk(ranks: int, steps: int) -> None:
     print(f"all tables of the ranks, per event (region or collective): {total / events:.1f} bytes of {events} events")
 
 
-def fill(target: ring.Ring, number: int) -> None:
+def fill(target: ring_writer.Ring, number: int) -> None:
     """Write a step's worth of records: 8 collectives with their ends, 5 regions, on a clock that moves on."""
     now = time.perf_counter_ns() + number * 1_000_000
     for seq in range(8):
@@ -66,9 +67,9 @@ def agent_speed(rings: int, most_bytes: int = 0) -> int:
 
     Returns the bytes on disk, which may be no more than `most_bytes` if that is not 0.
     """
-    target = ring.Ring()
-    source = drain.Ring(target.fd)
-    threads = drain.Threads(get_ident())
+    target = ring_writer.Ring()
+    source = ring_reader.Ring(target.fd)
+    threads = ring_reader.Threads(get_ident())
     spent_ns, pause_ns, events, number = 0, 0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         partition = Partition(RunFolder(Path(folder)), "rank=00000", "a0-")
@@ -80,7 +81,7 @@ def agent_speed(rings: int, most_bytes: int = 0) -> int:
                 fill(target, number)
                 number += 1
             start_ns = time.process_time_ns()
-            for table, columns in drain.columns_by_table(source.read(time.perf_counter_ns()), threads).items():
+            for table, columns in ring_reader.columns_by_table(source.read(time.perf_counter_ns()), threads).items():
                 partition.add(table, columns)
             partition.flush()
             written_ns = time.process_time_ns()

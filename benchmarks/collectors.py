@@ -51,8 +51,8 @@ def measure() -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     import rankscope
-    from rankscope.collectors import session
-    from rankscope.collectors.ring import Ring
+    from rankscope.collectors.in_rank import session
+    from rankscope.collectors.in_rank.ring_writer import Ring
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests/cuda"))
     from pretend import build, pretend

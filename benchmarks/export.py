@@ -17,10 +17,10 @@ from pathlib import Path
 from isal import igzip
 from large_trace import write_large
 
-from rankscope.analysis.diagnose import report_on
+from rankscope.analysis.diagnosis.diagnose import report_on
 from rankscope.analysis.report import perfetto
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.analysis.trace import Trace
 
 
 def main() -> None:

@@ -266,7 +266,7 @@ def plugin_sees_calls() -> str:
 
 
 def waits(job: Job) -> pl.DataFrame:
-    from rankscope.analysis.timeline.nccl import nccl_waits
+    from rankscope.analysis.timeline.nccl_durations import nccl_waits
 
     return nccl_waits(job.table("collectives"), job.table("nccl_calls"), job.table("nccl_events"))
 
@@ -314,7 +314,7 @@ def what_the_plugin_costs() -> str:
 
 @check(24)
 def flight_records_are_joined() -> str:
-    from rankscope.analysis.timeline.nccl import nccl_durations
+    from rankscope.analysis.timeline.nccl_durations import nccl_durations
 
     job = flight()
     found = nccl_durations(job.table("collectives"), job.table("groups"), job.table("flight_records"))

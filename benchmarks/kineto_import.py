@@ -40,7 +40,7 @@ def scan(path: Path) -> None:
 def arrow(path: Path) -> None:
     import pyarrow as pa
 
-    from rankscope.analysis.readers.scan import ROW_COLUMNS
+    from rankscope.analysis.readers.json_scan import ROW_COLUMNS
 
     types = {"i8": pa.int64(), "i4": pa.int32()}
     schema = pa.schema([(name, types[kind]) for name, kind in ROW_COLUMNS.items()])
@@ -55,7 +55,7 @@ def arrow(path: Path) -> None:
 
 
 def python(path: Path) -> None:
-    from rankscope.analysis.readers import scan as scanner
+    from rankscope.analysis.readers import json_scan as scanner
 
     scanner._scan = None
     scan(path)
@@ -68,16 +68,16 @@ def imported(path: Path) -> None:
 
 
 def report(path: Path) -> None:
-    from rankscope.analysis.diagnose import diagnose
-    from rankscope.analysis.trace import Trace
+    from rankscope.analysis.diagnosis.diagnose import diagnose
+    from rankscope.analysis.runs.trace import Trace
 
     diagnose(Trace.open(path))
 
 
 def _batches(path: Path):
     from rankscope.analysis.readers.flops import SHAPED
+    from rankscope.analysis.readers.json_scan import Scan, new_scanner, scan_events
     from rankscope.analysis.readers.kineto import BRIEF, WHOLE, unpacked
-    from rankscope.analysis.readers.scan import Scan, new_scanner, scan_events
 
     with path.open("rb") as file:
         source = unpacked(file)

@@ -21,7 +21,7 @@ os.environ.setdefault("POLARS_MAX_THREADS", "1")  # before polars is loaded
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.finding import Clock
+from rankscope.analysis.model.finding import Clock
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.collectors.schema import OPS
 

@@ -22,14 +22,14 @@ import numpy as np
 import polars as pl
 
 import rankscope
+from rankscope.analysis.metrics.links import judged_links
+from rankscope.analysis.replay.graph import NotReplayable, assemble, replay
+from rankscope.analysis.replay.host_graph import fidelity, graph_of, step_lengths
+from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD, OpGrid, op_grid
+from rankscope.analysis.replay.pipeline_plan import replay as replay_plan
+from rankscope.analysis.replay.whatif import rerun
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.timeline.graph import NotReplayable, assemble, replay
-from rankscope.analysis.timeline.host_graph import fidelity, graph_of, step_lengths
-from rankscope.analysis.timeline.links import judged_links
-from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, OpGrid, op_grid
-from rankscope.analysis.timeline.replay import replay as replay_plan
-from rankscope.analysis.timeline.whatif import rerun
-from rankscope.analysis.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
@@ -42,7 +42,7 @@ FIXES = {
     "gc_stall": "gc",
     "recompile": "compile",
     "checkpoint_stall": "checkpoint",
-    "uneven_work": "balance",
+    "load_imbalance": "balance",
 }
 
 

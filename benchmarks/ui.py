@@ -27,12 +27,12 @@ from playwright.sync_api import Page, sync_playwright
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from rankscope.analysis.report.palette import LIGHT, css_variables
-from rankscope.analysis.timeline.breakdown import PARTS
 from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.host_breakdown import PARTS
 from rankscope.dashboard import timeline
-from rankscope.dashboard.timeline.scene import Scene
+from rankscope.dashboard.timeline.lane_cache import FOLDER, build_or_store, fingerprint, load
+from rankscope.dashboard.timeline.lanes import Scene
 from rankscope.dashboard.timeline.server import packed_view
-from rankscope.dashboard.timeline.stored import FOLDER, build_or_store, fingerprint, load
 
 LANES = 64
 NAMES = 500

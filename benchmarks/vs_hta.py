@@ -61,8 +61,8 @@ RANKSCOPE = (
     + """
 import polars, pyarrow
 from rankscope.analysis.readers import kineto
-from rankscope.analysis.timeline.device import device_parts
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.timeline.device_time import device_parts
+from rankscope.analysis.runs.trace import Trace
 
 def load():
     return Trace.open(sys.argv[1])

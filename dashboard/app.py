@@ -13,10 +13,10 @@ import dash_mantine_components as dmc
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Response, redirect, request
 
-from rankscope.analysis.language import LANGUAGES, language, speak, spoken, text
 from rankscope.analysis.report import palette
 from rankscope.analysis.report.html import chart_styles
-from rankscope.dashboard.page import HOME, address, all_pages, empty, in_language, query_of, quiet, run_in_language
+from rankscope.analysis.text.message import LANGUAGES, language, speak, spoken, text
+from rankscope.dashboard.page_kit import HOME, address, all_pages, empty, in_language, query_of, quiet, run_in_language
 from rankscope.dashboard.state import STAGES, Progress
 from rankscope.dashboard.state import State as Runs
 

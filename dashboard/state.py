@@ -14,19 +14,19 @@ from pathlib import Path
 
 import polars as pl
 
-from rankscope.analysis.diagnose import report_on, with_looks
-from rankscope.analysis.finding import Report
-from rankscope.analysis.language import text
+from rankscope.analysis.diagnosis.diagnose import report_on, with_looks
+from rankscope.analysis.metrics.rank_placement import rank_places
+from rankscope.analysis.model.finding import Report
 from rankscope.analysis.readers.native import run_folder
+from rankscope.analysis.runs.deep_windows import with_windows
+from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
-from rankscope.analysis.timeline.nccl import nccl_durations, nccl_waits
-from rankscope.analysis.timeline.topology import rank_places
-from rankscope.analysis.trace import BadInput, Trace
-from rankscope.analysis.windows import with_windows
+from rankscope.analysis.timeline.nccl_durations import nccl_durations, nccl_waits
 from rankscope.collectors.schema import TABLES
-from rankscope.dashboard.timeline.scene import Scene, build_scene
-from rankscope.dashboard.timeline.stored import build_or_store, fingerprint, load
+from rankscope.dashboard.timeline.lane_cache import build_or_store, fingerprint, load
+from rankscope.dashboard.timeline.lanes import Scene, build_scene
 
 __all__ = ["STAGES", "Progress", "Run", "State"]
 
@@ -95,7 +95,7 @@ class State:
 
     def critical_path(self, run: str) -> pl.DataFrame | None:
         """rank, start_ns, end_ns of what the steps could not do without; None where the run cannot be replayed."""
-        from rankscope.dashboard.replays import path  # it needs Run
+        from rankscope.dashboard.whatif_session import path  # it needs Run
 
         loaded = self._progress[run].run
         return None if loaded is None else path(loaded)

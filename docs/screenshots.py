@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 from werkzeug.serving import make_server
 
 from rankscope.dashboard.app import create_app
-from rankscope.dashboard.page import address, all_pages
+from rankscope.dashboard.page_kit import address, all_pages
 from rankscope.dashboard.state import State
 
 FOLDER = Path(__file__).parent / "screenshots"

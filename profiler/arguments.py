@@ -121,7 +121,7 @@ def _bytes(text: str) -> int:
 
 
 def parse_language(text: str) -> str:
-    from rankscope.analysis.language import LANGUAGES
+    from rankscope.analysis.text.message import LANGUAGES
 
     if text not in LANGUAGES:
         raise RankscopeError(f"--lang is {' or '.join(LANGUAGES)}; got {text}")

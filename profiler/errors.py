@@ -27,7 +27,7 @@ def say(line: str) -> None:
 @contextmanager
 def clear_input_errors() -> Iterator[None]:
     """Input that cannot be analysed is a RankscopeError."""
-    from rankscope.analysis.trace import BadInput
+    from rankscope.analysis.runs.trace import BadInput
 
     try:
         yield

@@ -129,7 +129,7 @@ def await_answer(name: str, until: Callable[[], bool] = lambda: False) -> bool:
 def _command(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> list[str]:
     described = json.dumps({**launch, "command": _shortened(launch["command"]), "socket": name})
     options = ["--socket", name, "--out", str(out), "--hz", str(hz), "--launch", described]
-    return [sys.executable, "-m", "rankscope.collectors.agent", *options]
+    return [sys.executable, "-m", "rankscope.collectors.agent.loop", *options]
 
 
 def _shortened(command: Sequence[str]) -> list[str]:

@@ -19,16 +19,16 @@ import pyarrow as pa
 
 from rankscope.analysis.readers import kineto
 from rankscope.analysis.readers.native import read_rows
+from rankscope.analysis.runs.trace import BadInput, Trace
 from rankscope.analysis.timeline.clocks import TIME_COLUMNS
-from rankscope.analysis.trace import BadInput, Trace
-from rankscope.collectors.writer import write_sealed
+from rankscope.collectors.agent.arrow_writer import write_sealed
 from rankscope.profiler.commands.import_ import write
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from rankscope.analysis.finding import Gap
-    from rankscope.analysis.readers.frames import FrameReader
+    from rankscope.analysis.model.finding import Gap
+    from rankscope.analysis.readers.base import FrameReader
 
 __all__ = ["convert", "place"]
 

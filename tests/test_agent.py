@@ -22,21 +22,21 @@ import pytest
 import typer
 
 import rankscope
-from rankscope.collectors import ping, writer
-from rankscope.collectors.drain import Ring as RingReader
-from rankscope.collectors.ring import Ring
+from rankscope.collectors.agent import arrow_writer, clock_ping
+from rankscope.collectors.agent.arrow_writer import SEAL_ROWS, Partition, RunFolder, read_live
+from rankscope.collectors.agent.deep_windows import ask
+from rankscope.collectors.agent.ring_reader import Ring as RingReader
+from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.schema import RECORD, RING_SLOTS, RecordType
-from rankscope.collectors.windows import ask
-from rankscope.collectors.writer import SEAL_ROWS, Partition, RunFolder, read_live
 from rankscope.profiler.commands import trigger
 
-AGENT = [sys.executable, "-m", "rankscope.collectors.agent"]
+AGENT = [sys.executable, "-m", "rankscope.collectors.agent.loop"]
 NS_PER_S = 1_000_000_000
 
 # A rank that does what it is told, line by line, and answers each line when it has done it.
 RANK = """
 import json, os, signal, socket, sys, threading, time
-from rankscope.collectors.ring import Ring
+from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.schema import RECORD, RING_SLOTS, RecordType as T
 
 name, hello = sys.argv[1], json.loads(sys.argv[2])
@@ -498,7 +498,7 @@ def test_full_disk_costs_rows_that_are_counted_and_nothing_else(small_disk, star
 
 @needs_root
 def test_writing_goes_on_in_a_new_part_once_there_is_space_again(small_disk, monkeypatch):
-    monkeypatch.setattr(writer, "RETRY_S", 0)
+    monkeypatch.setattr(arrow_writer, "RETRY_S", 0)
     tables = Partition(RunFolder(small_disk), "rank=00000")
 
     def write(seed: int) -> None:
@@ -652,7 +652,7 @@ def test_trigger_ends_where_the_agent_was_killed_after_it_had_answered(agent, ra
 
 def test_all_nodes_of_a_large_job_may_ask_for_the_time_at_once():
     """500 nodes ask before one is answered; none is turned away, and none fails."""
-    port = ping.listen()
+    port = clock_ping.listen()
     nodes = [socket.create_connection(("127.0.0.1", port)) for _ in range(500)]
     for node in nodes:
         node.settimeout(5)

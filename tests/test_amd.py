@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from rankscope.collectors import topology
+from rankscope.collectors.agent.node_sampler import Sampler
 from rankscope.collectors.node import Node, Unavailable, gpu
 from rankscope.collectors.rank import device
-from rankscope.collectors.sampler import Sampler
 
 AMDSMI = """
 class AmdSmiException(Exception): pass

@@ -9,8 +9,8 @@ from test_cli import MS, RANK
 from test_rank import names, record, table
 
 import rankscope
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import OPS, REGION_KINDS, SCHEMA_VERSION
-from rankscope.collectors.writer import Partition, RunFolder
 
 RANKS = 4
 NAMES = ("forward", "backward", "wait", "optimizer", "torch.save", "dcp.async_save")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import rankscope
-from rankscope.analysis.readers import scan
+from rankscope.analysis.readers import json_scan
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import REGION_KINDS, SCHEMA_VERSION
-from rankscope.collectors.writer import Partition, RunFolder
 from rankscope.profiler.commands import doctor
 
 MS = 1_000_000
@@ -173,7 +173,7 @@ def test_doctor_names_what_cannot_be_recorded_and_why():
     assert not checks["into the ranks"]["ok"]
     assert "unset" in checks["into the ranks"]["detail"]
     assert all(check["detail"] for check in checks.values())
-    assert checks["compiled parts"]["ok"] == (scan._scan is not None)
+    assert checks["compiled parts"]["ok"] == (json_scan._scan is not None)
 
 
 def test_doctor_says_that_pip_found_no_compiler(monkeypatch, capsys):

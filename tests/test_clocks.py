@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 from test_timeline import ONE_NODE, collectives, groups, matched, table
 
-from rankscope.analysis.finding import Clock
+from rankscope.analysis.model.finding import Clock
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality
 from rankscope.analysis.timeline.matching import match_collectives
 

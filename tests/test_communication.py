@@ -8,8 +8,8 @@ import re
 import pytest
 from test_diagnose import Tables, not_checked
 
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.schema import TABLES
 
 US, MS, KB, MB = 1_000, 1_000_000, 1_000, 1_000_000
@@ -306,7 +306,7 @@ def long_distance(*, limited=0.95, window=6 * MB, rtt_ms=20, speed=1.25e9):
 def test_window_smaller_than_bandwidth_times_round_trip_is_named_with_what_it_should_be():
     """6 MB per 20 ms are 300 MB/s of 1.25 GB/s; the socket sends 291. Of 375 ms 95 % × (1 - 291/1000) are lost."""
     report = long_distance()
-    (finding,) = of(report, "layer_mismatch")
+    (finding,) = of(report, "tcp_window_limit")
     assert finding.title == (
         "TCP's window is too small from node 0 to node 1: 6 MB per round trip of 20.0 ms allow 300 MB/s per socket, "
         "and are the limit 95 % of the time"
@@ -317,7 +317,7 @@ def test_window_smaller_than_bandwidth_times_round_trip_is_named_with_what_it_sh
 
 
 def test_sockets_that_the_window_does_not_limit_are_healthy():
-    assert "layer_mismatch" in healthy(long_distance(limited=0.2))
+    assert "tcp_window_limit" in healthy(long_distance(limited=0.2))
 
 
 def test_receiver_that_reads_too_slowly_has_window_enough():
@@ -328,12 +328,12 @@ def test_receiver_that_reads_too_slowly_has_window_enough():
         job.reduce(["0"], 75 * MB, 375 * MS)
         job.work("optimizer", 5 * MS)
     job.sockets(rate=300e6, limited=0.9, window=60 * MB, rtt_ms=20)
-    assert "layer_mismatch" in healthy(job.report())
+    assert "tcp_window_limit" in healthy(job.report())
 
 
 def test_without_the_interfaces_speed_the_window_is_named_and_no_gain_predicted():
     """It was the limit for 95 % of 375 ms; what a larger one brings depends on the link."""
-    (finding,) = of(long_distance(speed=None), "layer_mismatch")
+    (finding,) = of(long_distance(speed=None), "tcp_window_limit")
     assert finding.lost_ns_per_step == pytest.approx(0.95 * 375 * MS, rel=0.02)
     assert (finding.gain_fraction, finding.gain_why) == (None, "the speed of the network interface was not recorded")
 
@@ -359,7 +359,7 @@ def hybrid(*, size=64 * MB, left=32 * MB, at_once=False):
 
 def test_levels_that_take_turns_are_told_what_pieces_would_hide():
     """Of 20 + 30 ms, four pieces would hide 15."""
-    (finding,) = of(hybrid(), "idle_links")
+    (finding,) = of(hybrid(), "unpipelined_hierarchy")
     assert re.sub(r"\d\d\.\d ms", "x", finding.title) == (
         "Links take turns: the ranks stand still x per step while only reduce_scatter_base within nodes transfers, "
         "and x while only allreduce between nodes does"
@@ -369,12 +369,12 @@ def test_levels_that_take_turns_are_told_what_pieces_would_hide():
 
 
 def test_levels_that_transfer_at_once_are_healthy():
-    assert "idle_links" in healthy(hybrid(at_once=True))
+    assert "unpipelined_hierarchy" in healthy(hybrid(at_once=True))
 
 
 def test_groups_that_reduce_other_things_are_no_levels():
     """Sequence parallelism within a node and data parallelism between nodes: the bytes do not fit."""
-    assert "no collectives of two levels" in not_checked(hybrid(left=20 * MB))["idle_links"]
+    assert "no collectives of two levels" in not_checked(hybrid(left=20 * MB))["unpipelined_hierarchy"]
 
 
 def test_where_ranks_are_missing_the_speed_of_transfers_is_not_judged():
@@ -386,5 +386,5 @@ def test_where_ranks_are_missing_the_speed_of_transfers_is_not_judged():
         job.work("optimizer", 5 * MS)
     job.rows = {name: [row for row in rows if row.get("rank") != 3] for name, rows in job.rows.items()}
     unknown = not_checked(job.report())
-    for detector in ("small_messages", "low_bandwidth", "idle_links"):
+    for detector in ("small_messages", "low_bandwidth", "unpipelined_hierarchy"):
         assert "cannot be split into waiting and transfer" in unknown[detector]

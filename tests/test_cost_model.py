@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from rankscope.analysis.timeline.cost_model import (
+from rankscope.analysis.metrics.bandwidth import (
     Line,
     Link,
     bus_factor,
@@ -18,7 +18,7 @@ from rankscope.analysis.timeline.cost_model import (
     link_of,
     transfers,
 )
-from rankscope.analysis.timeline.exposed import with_exposed
+from rankscope.analysis.metrics.exposed_communication import with_exposed
 
 US, MB = 1_000, 1_000_000
 COLUMNS = (

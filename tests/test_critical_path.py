@@ -10,15 +10,15 @@ import pytest
 from test_kineto import DATA
 from test_timeline import ONE_NODE, matched, regions, table
 
-from rankscope.analysis import diagnose as diagnosis
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.timeline import device_graph as device_graphs
+from rankscope.analysis.diagnosis import diagnose as diagnosis
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.replay import device_graph as device_graphs
+from rankscope.analysis.replay.critical_path import PATH_COLUMNS, critical_path
+from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
+from rankscope.analysis.replay.graph import NotReplayable, replay
+from rankscope.analysis.replay.host_graph import step_lengths
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.analysis.timeline.critical_path import PATH_COLUMNS, critical_path
-from rankscope.analysis.timeline.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
-from rankscope.analysis.timeline.graph import NotReplayable, replay
-from rankscope.analysis.timeline.host_graph import step_lengths
-from rankscope.analysis.trace import Trace
 
 US = 1_000
 

@@ -11,11 +11,11 @@ import pytest
 from test_kineto import DATA
 from test_timeline import ONE_NODE, table
 
-from rankscope.analysis.timeline.breakdown import PHASE_COLUMNS
+from rankscope.analysis.metrics.wait_attribution import CHARGE_COLUMNS, caused_by_rank, delays, victims
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.timeline.delays import CHARGE_COLUMNS, caused_by_rank, delays, victims
+from rankscope.analysis.timeline.host_breakdown import PHASE_COLUMNS
 from rankscope.analysis.timeline.matching import match_collectives
-from rankscope.analysis.trace import Trace
 
 TRANSFER = 2
 

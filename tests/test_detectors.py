@@ -15,12 +15,12 @@ from rankscope.analysis.detectors import (
     detectors,
     gc_stall,
     input_stall,
+    load_imbalance,
     slow_link,
     slow_rank,
-    uneven_work,
 )
-from rankscope.analysis.phrases import every_nth
-from rankscope.analysis.timeline.links import links
+from rankscope.analysis.metrics.links import links
+from rankscope.analysis.text.phrases import every_nth
 
 MS = 1_000_000
 STEPS = 40
@@ -94,7 +94,7 @@ def collecting(tables):
 
 
 def uneven(tables):
-    return uneven_work.detect(tables["breakdown"], tables["phases"], tables["steps"])
+    return load_imbalance.detect(tables["breakdown"], tables["phases"], tables["steps"])
 
 
 def test_rank_that_computes_30_ms_longer_is_named_with_what_it_costs():
@@ -506,12 +506,12 @@ def test_uneven_work_costs_what_the_data_make_of_it_and_not_the_noise():
         forward[rank] = [100 * x + rng.gauss(0, 5) for x in data]
         own[rank] = [f + 100 * x + rng.gauss(0, 5) for f, x in zip(forward[rank], data, strict=True)]
     tables = [job(own, forward=forward)[name] for name in ("breakdown", "phases", "steps")]
-    assert uneven_work.detect(*tables) == []  # half of either part's variance is noise
+    assert load_imbalance.detect(*tables) == []  # half of either part's variance is noise
     # Data of 12.2 ms would have been three fifths of it, and would have been seen.
     noise = 50**0.5
     seen_from = 1.42 * ((150 + noise**2) ** 0.5 - noise)
-    assert uneven_work.resolution_ns(*tables[:2]) == pytest.approx(seen_from * MS, rel=0.2)
-    (finding,) = uneven_work.detect(*tables, min_correlation=0.3)
+    assert load_imbalance.resolution_ns(*tables[:2]) == pytest.approx(seen_from * MS, rel=0.2)
+    (finding,) = load_imbalance.detect(*tables, min_correlation=0.3)
     assert finding.lost_ns_per_step == pytest.approx(1.42 * (150**0.5 - noise) * MS, rel=0.15)
 
 
@@ -658,7 +658,7 @@ def test_how_often_something_happens(shown, said):
 
 def test_every_detector_is_a_manual_page_that_names_its_collectors():
     sections = ["Signal", "Why it costs time", "False alarms", "What to try", "Source"]
-    assert set(detectors()) >= {"gc_stall", "input_stall", "slow_link", "slow_rank", "uneven_work"}
+    assert set(detectors()) >= {"gc_stall", "input_stall", "slow_link", "slow_rank", "load_imbalance"}
     for module in detectors().values():
         assert re.findall(r"^\*\*(.+?)\.\*\* ", module.__doc__, re.MULTILINE) == sections
         assert isinstance(module.collectors, tuple)

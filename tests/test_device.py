@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_timeline import collectives, matched, regions, step_spans
 
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.kinds import device_work, kernel_op
-from rankscope.analysis.timeline.breakdown import breakdown, check_phases
-from rankscope.analysis.timeline.device import device_parts
-from rankscope.analysis.timeline.device_phases import device_phases
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.model.kernels import device_work, kernel_op
+from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.timeline.device_breakdown import device_phases
+from rankscope.analysis.timeline.device_time import device_parts
+from rankscope.analysis.timeline.host_breakdown import breakdown, check_phases
 from rankscope.analysis.timeline.steps import on_device, whole_captures
-from rankscope.analysis.trace import Trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 ORACLE = DATA / "oracle.json"

@@ -9,11 +9,11 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.detectors import NotResolvable, detectors
-from rankscope.analysis.diagnose import ask, diagnose, root_causes_first
-from rankscope.analysis.finding import Finding, NotChecked
+from rankscope.analysis.diagnosis.diagnose import ask, diagnose, root_causes_first
+from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.report import json_form, phrases
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.schema import TABLES
 
 MS = 1_000_000
@@ -121,7 +121,7 @@ def test_slow_rank_of_a_run_is_the_verdict():
     assert (finding.detector, finding.ranks, finding.where) == ("slow_rank", (1,), "backward")
     assert (finding.lost_ns_per_step, finding.lost_ns_total) == (30 * MS, 300 * MS)
     assert (report.steps.count, report.steps.warmup, report.steps.median_ns) == (10, 2, 150 * MS)
-    assert {h.detector for h in report.healthy} >= {"gc_stall", "uneven_work"}
+    assert {h.detector for h in report.healthy} >= {"gc_stall", "load_imbalance"}
     assert set(not_checked(report)) >= {"input_stall", "slow_link"}
 
 
@@ -307,15 +307,15 @@ def test_a_rank_whose_experts_are_popular_is_slow_because_of_them_even_if_that_c
 def test_consequence_follows_its_cause_and_names_it():
     found = [
         finding("gc_stall", 20, (3,)),
-        finding("uneven_work", 25, (0, 1, 2)),
+        finding("load_imbalance", 25, (0, 1, 2)),
         finding("slow_rank", 30, (2,)),
-        finding("uneven_work", 40, (0, 1, 2)),
+        finding("load_imbalance", 40, (0, 1, 2)),
     ]
     ordered = root_causes_first(found)
     assert [(f.detector, f.lost_ns_per_step, f.caused_by) for f in ordered] == [
-        ("uneven_work", 40, None),
+        ("load_imbalance", 40, None),
         ("slow_rank", 30, None),
-        ("uneven_work", 25, "slow_rank"),
+        ("load_imbalance", 25, "slow_rank"),
         ("gc_stall", 20, None),
     ]
 

@@ -13,13 +13,13 @@ import pytest
 from test_cli import MS, rankscope_
 from test_whatif import record
 
-from rankscope.analysis.diagnose import report_on
-from rankscope.analysis.report import perfetto, wire
+from rankscope.analysis.diagnosis.diagnose import report_on
+from rankscope.analysis.report import perfetto, protobuf_wire
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.timeline.rows import nest_rows
-from rankscope.analysis.trace import Trace
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import OPS
-from rankscope.collectors.writer import Partition, RunFolder
+from rankscope.dashboard.timeline.lane_packing import nest_rows
 
 DATA = Path(__file__).parents[2] / "shared/data"
 RESNET = DATA / "kineto/torchrec/resnet18"
@@ -371,12 +371,16 @@ def test_calls_that_nest_are_one_row_and_what_crosses_them_another():
 def test_numbers_are_written_as_the_wire_format_has_them():
     numbers = np.array([0, 1, 127, 128, 300, 2**40, 2**63 - 1, -1])
     there = np.array([True, False] * 4)
-    inner = wire.message(11, [wire.varint(2, numbers)], there)
-    packed = wire.message(1, [wire.varint(8, numbers), wire.fixed64(47, numbers, there), inner])
-    read = [fields(one) for one in fields(wire.encoded(packed))[1]]
+    inner = protobuf_wire.message(11, [protobuf_wire.varint(2, numbers)], there)
+    packed = protobuf_wire.message(
+        1, [protobuf_wire.varint(8, numbers), protobuf_wire.fixed64(47, numbers, there), inner]
+    )
+    read = [fields(one) for one in fields(protobuf_wire.encoded(packed))[1]]
     assert [one[8][0] for one in read] == [int(n) % 2**64 for n in numbers]
     assert [int.from_bytes(one[47][0], "little") if one[47] else None for one in read] == [
         int(n) % 2**64 if t else None for n, t in zip(numbers, there, strict=True)
     ]
     assert [bool(one[11]) for one in read] == there.tolist()
-    assert fields(wire.one(60, wire.one(1, 300) + wire.one(2, "äö")))[60] == [b"\x08\xac\x02\x12\x04" + "äö".encode()]
+    assert fields(protobuf_wire.one(60, protobuf_wire.one(1, 300) + protobuf_wire.one(2, "äö")))[60] == [
+        b"\x08\xac\x02\x12\x04" + "äö".encode()
+    ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rankscope
-from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.text.units import duration
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 
@@ -110,7 +110,7 @@ def test_slow_rank_of_one_stage_is_found_among_those_of_all_stages(tmp_path):
         ("slow_rank", "quiet", 3, 0.05),  # of 109 ms, while later stages compute, nobody waits for most of it
         ("slow_node", "masked", 0, 0.10),
         ("stage_imbalance", "masked", 0, 0.10),
-        ("uneven_work", "quiet", 0, 0.10),
+        ("load_imbalance", "quiet", 0, 0.10),
     ],
 )
 def test_finding_costs_what_the_job_loses(kind, dose, seed, close, tmp_path):

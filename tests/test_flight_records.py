@@ -16,8 +16,8 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.timeline.nccl import nccl_durations
-from rankscope.collectors import flight
+from rankscope.analysis.timeline.nccl_durations import nccl_durations
+from rankscope.collectors.agent import flight_recorder
 from rankscope.collectors.rank.flight_recorder import NCCL_RECORDER
 
 HANDLER = "fr_trace_json?backend=nccl2"
@@ -63,14 +63,14 @@ def entry(number, state="completed", duration_ms=None, **other):
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
     """A server in a rank's folder, and a recorder that asks it every 0.05 s."""
-    monkeypatch.setattr(flight, "SHORTEST_S", 0.05)
-    monkeypatch.setattr(flight, "LONGEST_S", 0.05)
+    monkeypatch.setattr(flight_recorder, "SHORTEST_S", 0.05)
+    monkeypatch.setattr(flight_recorder, "LONGEST_S", 0.05)
     folder = tmp_path / "rank"
     folder.mkdir()
-    (folder / flight.GATE).touch()
-    server = Server(str(folder / flight.SOCKET), Answer)
+    (folder / flight_recorder.GATE).touch()
+    server = Server(str(folder / flight_recorder.SOCKET), Answer)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    recorder = flight.FlightRecorder(str(folder), HANDLER)
+    recorder = flight_recorder.FlightRecorder(str(folder), HANDLER)
     yield server, recorder, folder
     recorder.finish()
     server.shutdown()
@@ -93,7 +93,9 @@ def test_every_operation_is_a_row_once_it_has_ended(asked):
     assert rows(recorder, 1) == [(0, 1, 1_500_000)]
     server.entries = (entry(1, duration_ms=2.0), entry(2, duration_ms=0.25), entry(3, "scheduled"))
     assert rows(recorder, 2) == [(1, 2, 2_000_000), (2, 3, 250_000)]
-    (folder / flight.LAST).write_text(json.dumps({"entries": [entry(3, "started"), entry(4, duration_ms=1.0)]}))
+    (folder / flight_recorder.LAST).write_text(
+        json.dumps({"entries": [entry(3, "started"), entry(4, duration_ms=1.0)]})
+    )
     recorder.finish()
     assert rows(recorder, 2) == [(3, 4, None), (4, 5, 1_000_000)]
     assert recorder.gaps.empty()
@@ -130,7 +132,7 @@ def test_parts_of_a_coalesced_operation_end_with_it(asked):
 def test_nobody_asks_while_the_rank_captures_a_cuda_graph(asked):
     server, recorder, folder = asked
     server.entries = (entry(0, duration_ms=1.0),)
-    with (folder / flight.GATE).open() as gate:
+    with (folder / flight_recorder.GATE).open() as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         recorder.start()
         time.sleep(0.3)
@@ -153,7 +155,7 @@ def test_what_was_overwritten_is_counted(asked):
 
 
 def test_server_without_a_recorder_is_said(asked, monkeypatch):
-    monkeypatch.setattr(flight, "_GOING_S", 0)
+    monkeypatch.setattr(flight_recorder, "_GOING_S", 0)
     server, recorder, _ = asked
     server.handler = "fr_trace_json"
     recorder.start()
@@ -176,7 +178,7 @@ def test_recorder_that_is_off_is_said(asked):
 SCRIPT = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-from rankscope.collectors import session
+from rankscope.collectors.in_rank import session
 from rankscope.collectors.rank import flight_recorder
 dist.all_reduce(torch.ones(4))
 flight_recorder.serve(session._session.emit, "fr_trace_json")
@@ -194,7 +196,7 @@ import torch, torch.distributed as dist
 from torch._C._distributed_c10d import FlightRecorderHook
 from torch.testing._internal.distributed import fake_pg
 dist.init_process_group("gloo")
-from rankscope.collectors import session
+from rankscope.collectors.in_rank import session
 from rankscope.collectors.rank import flight_recorder
 group = dist.new_group(backend="fake")
 hook = FlightRecorderHook.attach(group, [0])

@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from rankscope.analysis.timeline.graph import NotReplayable, assemble, replay, replay_in_python
+from rankscope.analysis.replay.graph import NotReplayable, assemble, replay, replay_in_python
 
 NONE = np.empty(0, dtype=np.int64)
 
@@ -48,7 +48,7 @@ def test_durations_of_another_graph_are_refused():
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("rankscope.analysis.timeline._replay") is None, reason="it was built without a C compiler"
+    importlib.util.find_spec("rankscope.analysis.replay._replay") is None, reason="it was built without a C compiler"
 )
 @pytest.mark.parametrize("nodes", [1, 2, 30, 2000])
 def test_compiled_loop_and_its_python_twin_agree(nodes, monkeypatch):
@@ -61,6 +61,6 @@ def test_compiled_loop_and_its_python_twin_agree(nodes, monkeypatch):
     graph, number = graph_of(duration, *edges)
     fast = replay(graph, graph.duration_ns)
     assert fast.tolist() == replay_in_python(graph, graph.duration_ns).tolist()
-    monkeypatch.setattr("rankscope.analysis.timeline.graph._replay", None)
+    monkeypatch.setattr("rankscope.analysis.replay.graph._replay", None)
     slow, number_of_slow = graph_of(duration, *edges)
     assert replay(slow, slow.duration_ns)[number_of_slow].tolist() == fast[number].tolist()

@@ -12,7 +12,7 @@ import pytest
 
 from rankscope.analysis.detectors import NotResolvable, hang
 from rankscope.analysis.readers.native import schema_of
-from rankscope.analysis.timeline.progress import last_progress
+from rankscope.analysis.timeline.hang_progress import last_progress
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "flight_recorder" / "nvrx"
 

@@ -9,7 +9,7 @@ import pytest
 
 import rankscope
 from rankscope.analysis.detectors import NotResolvable, host_bound
-from rankscope.analysis.kinds import WAITING_CALLS
+from rankscope.analysis.model.kernels import WAITING_CALLS
 
 MS = 1_000_000
 STEPS = 10

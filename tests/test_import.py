@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.readers import kineto, spill
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.readers import kineto, spill_file
 from rankscope.analysis.report import json_form
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.profiler.commands import import_
 from rankscope.profiler.errors import RankscopeError
 
@@ -66,7 +66,7 @@ def test_an_imported_run_gives_the_same_answers(tmp_path, name):
 def test_a_large_table_is_written_in_pieces(tmp_path, monkeypatch):
     """Five kernels that are not in order of time, at most two at once in memory."""
     monkeypatch.setattr(kineto, "_PIECE", 2)
-    monkeypatch.setattr(spill, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(spill_file, "BLOCK_ROWS", 2)
     events = [{**TRACE, "ts": ts, "name": f"k{ts}"} for ts in (50, 10, 40, 20, 30)]
     trace = {"schemaVersion": 1, "distributedInfo": {"rank": 3}, "traceEvents": events}
     (tmp_path / "trace.json").write_text(json.dumps(trace))

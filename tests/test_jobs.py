@@ -141,7 +141,7 @@ def test_healthy_job_has_no_finding(parallel, attempt, tmp_path):
     device_ms = {"ddp": 180, "fsdp2": 120}[parallel]
     job = train(tmp_path, "--parallel", parallel, "--device-ms", device_ms)
     assert found(job) == []
-    assert {"slow_rank", "input_stall", "gc_stall", "uneven_work"} <= set(job.report["healthy"])
+    assert {"slow_rank", "input_stall", "gc_stall", "load_imbalance"} <= set(job.report["healthy"])
     assert job.report["ranks"] == [0, 1, 2, 3]
     assert job.report["matched_fraction"] == 1
     assert_adds_up(job)
@@ -184,7 +184,7 @@ def test_collecting_a_large_heap_is_a_gc_stall_that_costs_what_the_script_measur
 @pytest.mark.alone
 def test_uneven_sequences_are_no_slow_rank(tmp_path):
     job = train(tmp_path, "--fault", "uneven")
-    assert [detector for detector, _ in found(job)] == ["uneven_work"]
+    assert [detector for detector, _ in found(job)] == ["load_imbalance"]
     assert_adds_up(job)
 
 
@@ -308,7 +308,7 @@ def test_killed_rank_is_recorded_to_its_last_moment(tmp_path):
 def test_job_outlives_its_agent(undisturbed, tmp_path):
     running = start(tmp_path, TRANSFORMER, "--steps", STEPS, "--digest", ranks=2)
     running.wait_for_output("step 10 ")
-    running.process("rankscope.collectors.agent").send_signal(signal.SIGKILL)
+    running.process("rankscope.collectors.agent.loop").send_signal(signal.SIGKILL)
     killed_ns = time.perf_counter_ns()
     job = running.end()
     assert job.code == 0, job.stderr

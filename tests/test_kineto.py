@@ -15,17 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.readers import scan, spill
-from rankscope.analysis.readers.sequence import Sequence, align
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.readers import json_scan, spill_file
+from rankscope.analysis.readers.collective_numbering import Sequence, align
+from rankscope.analysis.runs.trace import BadInput, Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.trace import BadInput, Trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "kineto"
 ALLREDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 needs_data = pytest.mark.skipif(not DATA.exists(), reason=f"the public traces are not at {DATA}")
-needs_fast = pytest.mark.skipif(scan._scan is None, reason="the C scanner was not built")
+needs_fast = pytest.mark.skipif(json_scan._scan is None, reason="the C scanner was not built")
 
 
 def event(cat, name, ts, dur, *, pid=1, tid=1, **args):
@@ -538,7 +538,7 @@ BROKEN = {
 def test_broken_json_costs_no_more_than_the_broken_event(tmp_path, monkeypatch, kind, fast):
     was, now, names, said = BROKEN[kind]
     if not fast:
-        monkeypatch.setattr(scan, "_scan", None)
+        monkeypatch.setattr(json_scan, "_scan", None)
     text = text_of([kernel("first", 0, 1, 1), kernel("second", 5, 1, 2), launch(0, 1, 1), launch(0, 1, 2)])
     (tmp_path / "rank0.json").write_text(text.replace(was, now, 1))
     trace = Trace.open(tmp_path / "rank0.json")
@@ -563,7 +563,7 @@ def test_a_file_that_was_cut_is_read_up_to_there(tmp_path):
 def test_an_event_that_never_ends_does_not_swallow_the_others(tmp_path):
     events = [kernel("first", 0, 1), *(kernel(f"k{n}", n, 1) for n in range(40_000))]
     text = text_of(events).replace('"device": 0', '"device": [[', 1)
-    assert len(text) > scan._MAX_EVENT
+    assert len(text) > json_scan._MAX_EVENT
     (tmp_path / "rank0.json").write_text(text)
     trace = Trace.open(tmp_path / "rank0.json")
     assert len(rows(trace, "kernels", "name")) == 40_000
@@ -582,27 +582,32 @@ def both(data, cuts=()):
 
 
 def _scanners():
-    return (scan._FastScanner, scan.PythonScanner)
+    return (json_scan._FastScanner, json_scan.PythonScanner)
 
 
 def _everything(scanner, data, cuts):
-    rows, metas = scan._block(scan.ROW_COLUMNS, 8), scan._block(scan.META_COLUMNS, 3)
+    rows, metas = json_scan._block(json_scan.ROW_COLUMNS, 8), json_scan._block(json_scan.META_COLUMNS, 3)
     buffer, start, found = bytearray(data), 0, []
     for end in [*cuts, len(data)]:
         while True:
             n_rows, n_metas, start, why = scanner.scan(buffer, start, end, end == len(data), False, rows, metas, 0, 0)
             found.append(
-                (why, start, _listed(scan.ROW_COLUMNS, rows, 8, n_rows), _listed(scan.META_COLUMNS, metas, 3, n_metas))
+                (
+                    why,
+                    start,
+                    _listed(json_scan.ROW_COLUMNS, rows, 8, n_rows),
+                    _listed(json_scan.META_COLUMNS, metas, 3, n_metas),
+                )
             )
-            if why != scan.FULL:
+            if why != json_scan.FULL:
                 break
-        if why == scan.CLOSED:
+        if why == json_scan.CLOSED:
             break
     return found, scanner.names(0), scanner.counts()
 
 
 def _listed(columns, block, capacity, used):
-    return {name: values[:used].tolist() for name, values in scan._columns(columns, block, capacity).items()}
+    return {name: values[:used].tolist() for name, values in json_scan._columns(columns, block, capacity).items()}
 
 
 SEED = json.dumps(
@@ -685,18 +690,18 @@ def test_numbers_are_exact(text):
 @needs_fast
 @pytest.mark.parametrize("chunk", [64, 1000, 1 << 20])
 def test_the_size_of_the_pieces_does_not_matter(monkeypatch, chunk):
-    monkeypatch.setattr(scan, "_CHUNK", chunk)
+    monkeypatch.setattr(json_scan, "_CHUNK", chunk)
     events = b",\n".join([SEED.rstrip()[:-1]] * 20) + b'], "after": 1}'
-    result = scan.Scan()
-    scanner = scan.new_scanner(*CATEGORIES)
-    batches = scan.scan_events(scanner, io.BytesIO(events), b"", result)
+    result = json_scan.Scan()
+    scanner = json_scan.new_scanner(*CATEGORIES)
+    batches = json_scan.scan_events(scanner, io.BytesIO(events), b"", result)
     assert sum(len(batch.rows["ts"]) for batch in batches) == 100
     assert (scanner.counts(), result.cut, result.trailer) == ((140, 0, 0, 0), False, b', "after": 1}')
 
 
 def test_names_beyond_the_limit_share_one_code(monkeypatch):
-    monkeypatch.setattr(scan, "MAX_NAMES", 4)
-    scanner = scan.PythonScanner(*CATEGORIES)
+    monkeypatch.setattr(json_scan, "MAX_NAMES", 4)
+    scanner = json_scan.PythonScanner(*CATEGORIES)
     data = json.dumps([event("kernel", "b", 0, 1, pid=1, tid=2)])[1:].encode()
     _everything(scanner, data, [])
     assert (scanner.names(2), scanner.counts()[3]) == ([b"kernel", b"b"], 2)
@@ -760,7 +765,7 @@ def test_the_python_scanner_reads_real_traces_alike(monkeypatch, name):
         return {table: trace.table(table).collect().rows() for table in trace.tables()}, whys(trace)
 
     with_any = everything()
-    monkeypatch.setattr(scan, "_scan", None)
+    monkeypatch.setattr(json_scan, "_scan", None)
     assert everything() == with_any
 
 
@@ -768,7 +773,7 @@ def test_the_python_scanner_reads_real_traces_alike(monkeypatch, name):
 @pytest.mark.parametrize("name", ["param-dlrm8/dlrm_kineto.tar.gz", "torchrec/resnet18"])
 def test_a_table_that_does_not_fit_into_memory_reads_alike(monkeypatch, name):
     in_memory = Trace.open(DATA / name)
-    monkeypatch.setattr(spill, "BLOCK_ROWS", 100)
+    monkeypatch.setattr(spill_file, "BLOCK_ROWS", 100)
     in_pieces = Trace.open(DATA / name)
     assert in_pieces.gaps() == in_memory.gaps()
     for table in in_memory.tables():
@@ -777,7 +782,7 @@ def test_a_table_that_does_not_fit_into_memory_reads_alike(monkeypatch, name):
 
 def test_equal_times_keep_their_order_in_pieces(tmp_path, monkeypatch):
     """Two kernels at a time are read again; those at 20 lie in the first pair and in the last."""
-    monkeypatch.setattr(spill, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(spill_file, "BLOCK_ROWS", 2)
     times = (20, 30, 10, 40, 5, 20)
     trace = opened(tmp_path, [kernel(f"k{i}", ts, 1, correlation=i) for i, ts in enumerate(times)])
     names = [name for piece in trace.pieces("kernels") for name in piece["name"]]
@@ -785,8 +790,8 @@ def test_equal_times_keep_their_order_in_pieces(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(spill, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(spill_file, "BLOCK_ROWS", 2)
     with Path("/dev/full").open("wb", buffering=0) as full:
-        monkeypatch.setattr(spill.tempfile, "TemporaryFile", lambda **_: full)
+        monkeypatch.setattr(spill_file.tempfile, "TemporaryFile", lambda **_: full)
         with pytest.raises(BadInput, match=r"no room for temporary files in \S+: set TMPDIR to another folder"):
             opened(tmp_path, [kernel("k", ts, 1) for ts in range(5)])

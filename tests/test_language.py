@@ -16,13 +16,13 @@ from rich.cells import cell_len
 from test_diagnose import run
 
 from rankscope.analysis.detectors import detectors
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.finding import Report
-from rankscope.analysis.language import joined, speaking, spoken, text
-from rankscope.analysis.phrases import counted, named
-from rankscope.analysis.report import html, json_form, terminal, texts
-from rankscope.analysis.report.zh import CHINESE
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.model.finding import Report
+from rankscope.analysis.report import html, json_form, labels, terminal
+from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.text.chinese import CHINESE
+from rankscope.analysis.text.message import joined, speaking, spoken, text
+from rankscope.analysis.text.phrases import counted, named
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -31,8 +31,8 @@ CODE = sorted(path for folder in ("analysis", "dashboard") for path in (ROOT / f
 
 def templates() -> Iterator[str]:
     """What `text`, `counted` and `named` are called with anywhere, and the report's own words."""
-    yield from texts._ENGLISH.values()
-    yield from map(texts.detector_name, detectors())
+    yield from labels._ENGLISH.values()
+    yield from map(labels.detector_name, detectors())
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):

@@ -12,17 +12,17 @@ import polars as pl
 import pytest
 from test_report import SCHEMA, check
 
-from rankscope.analysis import memory
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.finding import Report
-from rankscope.analysis.gate import gate
-from rankscope.analysis.looks import _phases, look_around
+from rankscope.analysis.compare.gate import gate
+from rankscope.analysis.compare.run_phases import _phases, look_around
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.model.finding import Report
 from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.report import html, json_form, terminal
-from rankscope.analysis.stretch import Stretch
+from rankscope.analysis.runs import memory_budget
+from rankscope.analysis.runs.step_range import Stretch
+from rankscope.analysis.runs.trace import BadInput, Trace
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.steps import judge
-from rankscope.analysis.trace import BadInput, Trace
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write
@@ -43,7 +43,7 @@ def judged(folder: Path, share: float):
     """The report where only this share of the run fits."""
     trace = Trace.open(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_MOST", memory._BEFORE + memory._of_rows(trace.reader) * share)
+        patch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + memory_budget._of_rows(trace.reader) * share)
         return diagnose(Trace.open(folder))
 
 

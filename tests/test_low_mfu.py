@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write
 from simulate import Job, healthy_resources, run
 
-from rankscope.analysis.timeline.utilisation import peak_tflops
+from rankscope.analysis.metrics.mfu import peak_tflops
 
 JOB = Job(parallel="ddp-gpu", ranks=4, steps=12, compute_ns=90e6)
 

@@ -18,11 +18,11 @@ from test_trace import RANK_ROW, write_run
 
 import rankscope
 from rankscope.analysis.report import terminal
-from rankscope.analysis.timeline.breakdown import check_phases
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.timeline.marks import by_marks, mark_phases, marked_steps
+from rankscope.analysis.timeline.cuda_events import by_marks, mark_phases, marked_steps
+from rankscope.analysis.timeline.host_breakdown import check_phases
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import DEVICE_MARKS, OPS, REGION_KINDS
-from rankscope.collectors.writer import Partition, RunFolder
 
 STEPS = 20  # the first 2 are warm-up
 LATENCY_NS = 10_000  # from a mark to the device that has nothing else to do
@@ -365,7 +365,7 @@ def test_sequences_of_uneven_length_cost_what_the_longest_is_above_the_mean(tmp_
     report = diagnosed(tmp_path, ranks=8, length=of_data)
     judged = LENGTHS[0][:, 2:]
     (uneven,) = report.findings
-    assert (uneven.detector, uneven.ranks) == ("uneven_work", tuple(range(8)))
+    assert (uneven.detector, uneven.ranks) == ("load_imbalance", tuple(range(8)))
     lost_ns = 300 * MS * (judged.max(axis=0) - judged.mean(axis=0)).mean()
     assert uneven.lost_ns_per_step == pytest.approx(lost_ns, rel=0.05)
     assert uneven.gain_why == "CUDA events do not tell what the devices waited for; a deep window does"
@@ -374,7 +374,7 @@ def test_sequences_of_uneven_length_cost_what_the_longest_is_above_the_mean(tmp_
 def test_ranks_that_are_long_by_chance_now_in_forward_and_now_in_backward_have_even_data(tmp_path):
     report = diagnosed(tmp_path, ranks=8, length=of_chance)
     assert report.findings == ()
-    assert "uneven_work" in {check.detector for check in report.healthy}
+    assert "load_imbalance" in {check.detector for check in report.healthy}
 
 
 @pytest.mark.parametrize("slow", [{"forward": {5: 120}}, {"slower": {5: 1.2}}], ids=["forward", "all"])
@@ -384,8 +384,8 @@ def test_slow_rank_is_no_uneven_work(tmp_path, slow):
 
 def test_without_nccls_durations_uneven_work_is_not_checked(tmp_path):
     report = diagnosed(tmp_path, ranks=8, length=of_data, durations=False)
-    assert "uneven_work" not in {f.detector for f in report.findings}
-    assert reasons_of(report)["uneven_work"].startswith("backward is not told from communication")
+    assert "load_imbalance" not in {f.detector for f in report.findings}
+    assert reasons_of(report)["load_imbalance"].startswith("backward is not told from communication")
 
 
 def test_throttled_device_is_the_cause_of_its_slow_rank(tmp_path):

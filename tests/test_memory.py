@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rankscope.analysis import memory
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.trace import BadInput, Trace
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.runs import memory_budget
+from rankscope.analysis.runs.trace import BadInput, Trace
 from rankscope.profiler.commands import import_
 
 MEBI = 1 << 20
@@ -38,11 +38,11 @@ def machine(root, *, free_mib, mib=None, limit="max"):
 )
 def test_free_is_what_the_machine_and_each_control_group_leave(tmp_path, group, mib):
     """This process holds 100 MiB already."""
-    assert memory.available_bytes(*machine(tmp_path, free_mib=1000, **group)) == (mib + 100) * MEBI
+    assert memory_budget.available_bytes(*machine(tmp_path, free_mib=1000, **group)) == (mib + 100) * MEBI
 
 
 def test_where_the_system_does_not_say_nothing_is_refused(tmp_path):
-    assert memory.available_bytes(tmp_path, tmp_path) is None
+    assert memory_budget.available_bytes(tmp_path, tmp_path) is None
 
 
 @pytest.mark.parametrize("imported", [False, True])
@@ -57,6 +57,6 @@ def test_a_trace_that_does_not_fit_is_one_clear_line(tmp_path, monkeypatch, impo
     trace = Trace.open(path)
     assert trace.reader.rows("kernels") == 3
     assert diagnose(trace).device[0].busy_ns == 3000
-    monkeypatch.setattr(memory, "available_bytes", lambda: 100_000_000)
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda: 100_000_000)
     with pytest.raises(BadInput, match=r"3 kernels and 0 launches need about 0.2 GB, and 0.1 GB are free\. Give the"):
         diagnose(trace)

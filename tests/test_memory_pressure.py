@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
-from test_sync_point import MS, tables
+from test_host_sync import MS, tables
 
 from rankscope.analysis.detectors import NotResolvable, memory_pressure
 

@@ -10,9 +10,9 @@ from test_diagnose import Tables, not_checked
 from test_trace import RANK_ROW, write, write_run
 
 import rankscope
-from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.trace import Trace
 from rankscope.collectors.schema import DTYPES, NCCL_EVENTS, OPS, REGION_KINDS, TABLES
 
 US, MS, MB = 1_000, 1_000_000, 1_000_000

@@ -15,12 +15,12 @@ import pytest
 
 import rankscope
 from rankscope.analysis.readers.native import schema_of
-from rankscope.analysis.timeline.nccl import nccl_waits
+from rankscope.analysis.timeline.nccl_durations import nccl_waits
 from rankscope.collectors import nccl_profiler
-from rankscope.collectors.drain import Ring, Threads, columns_by_table
+from rankscope.collectors.agent.arrow_writer import batch_of
+from rankscope.collectors.agent.ring_reader import Ring, Threads, columns_by_table
 from rankscope.collectors.rank import nccl
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, TABLES
-from rankscope.collectors.writer import batch_of
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc to build the plugin with")
 

@@ -9,7 +9,7 @@ from test_cli import MS
 from test_whatif import record
 
 import rankscope
-from rankscope.collectors.writer import Partition, RunFolder
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 
 EVERY_MS, READINGS = 50, 60
 POWER_CAP, THERMAL, IDLE = 0x4, 0x40, 0x1

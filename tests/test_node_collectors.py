@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rankscope.collectors.agent.node_sampler import Sampler
 from rankscope.collectors.node import Node, Unavailable, gpu, host, nic, rdma, tcp
-from rankscope.collectors.sampler import Sampler
 
 
 @pytest.fixture

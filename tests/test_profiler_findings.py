@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers import kineto
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.runs.trace import Trace
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 KINETO = SHARED / "kineto"
@@ -117,7 +117,7 @@ OTHERS = [
 def test_no_other_real_trace_has_a_fault_or_a_clean_bill_of_what_it_cannot_show(name):
     of = report(name)
     assert [f.title for f in of.findings if f.detector not in HOST_SIDE] == []
-    assert not {healthy.detector for healthy in of.healthy} & {"gc_stall", "recompile", "slow_rank", "uneven_work"}
+    assert not {healthy.detector for healthy in of.healthy} & {"gc_stall", "recompile", "slow_rank", "load_imbalance"}
     assert not any("do not cover" in gap.why for gap in of.gaps)
     for rank, split in parts(of).items():
         mean_ns = sum(of.step_ns[rank]) / len(of.step_ns[rank])

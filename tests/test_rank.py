@@ -13,9 +13,9 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.collectors.ring import Ring
+from rankscope.collectors.in_rank.ring_writer import Ring
+from rankscope.collectors.in_rank.session import Emit, as_ranges
 from rankscope.collectors.schema import OPS, REGION_KINDS
-from rankscope.collectors.session import Emit, as_ranges
 
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 
@@ -49,7 +49,7 @@ def record(tmp_path: Path, body: str, **env: str) -> tuple[subprocess.CompletedP
     run, name = tmp_path / "run", f"rankscope-test-{uuid.uuid4().hex}"
     options = ["--socket", name, "--out", str(run), "--until-stdin-closes", "--launch", "{}"]
     agent = subprocess.Popen(
-        [sys.executable, "-m", "rankscope.collectors.agent", *options],
+        [sys.executable, "-m", "rankscope.collectors.agent.loop", *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -369,7 +369,7 @@ def test_a_collector_that_fails_costs_itself_only(tmp_path):
     done, run = record(
         tmp_path,
         """
-        from rankscope.collectors import session
+        from rankscope.collectors.in_rank import session
         tick = session._session.emit.name
         def broken(text):
             if text.startswith("SGD"):

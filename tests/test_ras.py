@@ -17,9 +17,9 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.timeline.ras import late_ranks
-from rankscope.collectors import ras
-from rankscope.collectors.ras import Ras, address, ask, understood
+from rankscope.analysis.timeline.nccl_ras import late_ranks
+from rankscope.collectors.agent import nccl_ras
+from rankscope.collectors.agent.nccl_ras import Ras, address, ask, understood
 
 SUMMARY = """\
 NCCL version 2.26.2 compiled with CUDA 12.8
@@ -247,7 +247,7 @@ def iter_queue(queue):
 
 
 def test_json_is_asked_for_and_text_is_taken_from_older_versions(server, monkeypatch):
-    monkeypatch.setattr(ras, "_GREETING_S", 0.2)
+    monkeypatch.setattr(nccl_ras, "_GREETING_S", 0.2)
     server.answer = lambda: as_json([1, 2], [5, 5])
     server.silent = 2  # two connections go to a process that is stopped
     assert ask(*server.server_address) == as_json([1, 2], [5, 5])
@@ -275,12 +275,12 @@ def test_a_job_that_moves_is_not_asked_about_and_one_that_stands_still_once(serv
     [
         ("SSH-2.0-OpenSSH", 0, "", "what answers is not RAS: 'SSH-2.0-OpenSSH'"),
         ("SERVER PROTOCOL 2", 99, "", "it is silent"),
-        ("SERVER PROTOCOL 2", 0, "Killed\n", "its answer, run/ras.txt, is not understood"),
-        ("SERVER PROTOCOL 2", 0, '{"communicators": 3}', "its answer, run/ras.txt, is not understood"),
+        ("SERVER PROTOCOL 2", 0, "Killed\n", "its answer, run/nccl_ras.txt, is not understood"),
+        ("SERVER PROTOCOL 2", 0, '{"communicators": 3}', "its answer, run/nccl_ras.txt, is not understood"),
     ],
 )
 def test_garbage_and_silence_are_one_line(server, monkeypatch, greeting, silent, answer, why):
-    monkeypatch.setattr(ras, "_GREETING_S", 0.05)
+    monkeypatch.setattr(nccl_ras, "_GREETING_S", 0.05)
     server.greeting, server.silent, server.answer = greeting, silent, lambda: answer
     answers, (gap,) = asked(server)
     assert not any(answers)

@@ -13,9 +13,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rankscope.analysis.diagnose import diagnose
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers.flight_recorder import peers
-from rankscope.analysis.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import BadInput, Trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 US = 1_000
@@ -198,7 +198,7 @@ def test_op_trace_is_read_in_ns_with_its_steps_laid_end_to_end(tmp_path):
     trace = Trace.open(tmp_path)
     rows = trace.table("ops").select("rank", "step", "start_ns", "end_ns", "chunk", "microbatch").collect().rows()
     second = 1_000_000_000
-    assert trace.source == "ops"
+    assert trace.source == "bytedance_ops"
     assert rows == [
         (0, 7, 0, second // 2, 0, 0),
         (0, 9, 3 * second // 4, 5 * second // 4, 0, 0),
@@ -504,8 +504,8 @@ def test_broken_files_of_every_format_are_read_in_part_or_refused_in_one_line(tm
     ("name", "source", "ranks"),
     [
         ("flight_recorder/nvrx/lock_gil_1st", "flight_recorder", 16),
-        ("ops/bytedance-st", "ops", 8),
-        ("pipeline/primus-pp8", "pipeline", 8),
+        ("ops/bytedance-st", "bytedance_ops", 8),
+        ("pipeline/primus-pp8", "primus_pipeline", 8),
         ("nsys/mfu_2gpu_before.sqlite", "nsight", 2),
         ("nccl_profiler/minimal-profiler-allreduce.jsonl", "nccl_log", 4),
         ("nccl_profiler/nccl-example-profiler-p2p.json", "nccl_log", 4),

@@ -11,8 +11,8 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.detectors import NotResolvable, pipeline_bubble, stage_imbalance
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.timeline.pipeline import (
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.replay.pipeline import (
     BACKWARD,
     FORWARD,
     communicates,
@@ -22,7 +22,7 @@ from rankscope.analysis.timeline.pipeline import (
     steps_of_ops,
     theory_fraction,
 )
-from rankscope.analysis.timeline.replay import (
+from rankscope.analysis.replay.pipeline_plan import (
     Group,
     NotReplayable,
     WhatIf,
@@ -32,7 +32,7 @@ from rankscope.analysis.timeline.replay import (
     replay,
     transfers,
 )
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.runs.trace import Trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 STUDY = DATA / "ops" / "bytedance-st"

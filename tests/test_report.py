@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.analysis.finding import (
+from rankscope.analysis.model.finding import (
     REST,
     Blame,
     Clock,
@@ -28,7 +28,7 @@ from rankscope.analysis.finding import (
     Wait,
 )
 from rankscope.analysis.report import html, json_form, terminal
-from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges, rounded, shares
+from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges, rounded, shares
 
 MS = 1_000_000
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "report.schema.json").read_text(encoding="utf-8"))
@@ -481,7 +481,7 @@ def test_page_says_who_what_cost_gain_and_what_to_do():
 
 
 def test_a_finding_about_all_ranks_sets_none_of_them_off():
-    everyone = slow_rank(0, detector="uneven_work", ranks=(0, 1, 2, 3))
+    everyone = slow_rank(0, detector="load_imbalance", ranks=(0, 1, 2, 3))
     text = Page(html.render(job(findings=(everyone,)))).text
     assert "From 110 ms to 150 ms." in text
     assert "Marked" not in text

@@ -18,13 +18,13 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from rankscope.analysis.diagnose import read_run
+from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
-from rankscope.analysis.stretch import _count_steps
-from rankscope.analysis.trace import BadInput, Trace
-from rankscope.collectors import agent, writer
-from rankscope.collectors.retention import Retention
-from rankscope.collectors.writer import Partition, RunFolder
+from rankscope.analysis.runs.step_range import _count_steps
+from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.collectors.agent import arrow_writer, loop
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
+from rankscope.collectors.agent.retention import Retention
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write
@@ -45,7 +45,7 @@ def both(request, tmp_path_factory):
     can = healthy_resources(job)
     can.slowness[SINCE:, SLOW] *= 1.5
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "SEAL_ROWS", FILES)
+        patch.setattr(arrow_writer, "SEAL_ROWS", FILES)
         whole = write(run(job, can), tmp_path_factory.mktemp(request.param) / "run")
         kept = as_kept(whole, whole.parent / "kept")
     return whole, kept, *read_run(kept)
@@ -71,7 +71,7 @@ def keep(files: list[Path], folder: Path, most_bytes: int) -> int | None:
     for partition in partitions.values():
         retention.watch(partition)
     rows = [(path, pl.concat(map(pl.read_ipc, sorted(path.glob("*.arrow"))))) for path in files]
-    orders = {path: writer.TABLES[path.parent.name].order for path in files}
+    orders = {path: arrow_writer.TABLES[path.parent.name].order for path in files}
     times = pl.concat(of[orders[path]].cast(pl.Int64) for path, of in rows if orders[path].endswith("_ns"))
     edges = [-1, *times.unique().sort().gather_every(times.n_unique() // SLICES), times.max()]
     for since, until in itertools.pairwise(edges):
@@ -177,7 +177,7 @@ def filled(partition: Partition, table: str, since: int, count: int) -> None:
 
 def test_what_cannot_be_removed_is_tried_again_and_the_rest_goes(tmp_path, monkeypatch):
     """A file of regions cannot be read for a while."""
-    monkeypatch.setattr(writer, "SEAL_ROWS", 1000)
+    monkeypatch.setattr(arrow_writer, "SEAL_ROWS", 1000)
     (tmp_path / "run").mkdir()
     partition = Partition(RunFolder(tmp_path), "rank=00000", "a0-")
     for since in range(0, 20_000, 1000):
@@ -208,7 +208,7 @@ def test_what_cannot_be_removed_is_tried_again_and_the_rest_goes(tmp_path, monke
 
 
 def test_files_that_the_disk_did_not_let_seal_are_counted_and_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "SEAL_ROWS", 1000)
+    monkeypatch.setattr(arrow_writer, "SEAL_ROWS", 1000)
     (tmp_path / "run").mkdir()
     partition = Partition(RunFolder(tmp_path), "rank=00000", "a0-")
     retention = Retention(100_000)
@@ -218,7 +218,7 @@ def test_files_that_the_disk_did_not_let_seal_are_counted_and_removed(tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(writer, "_write_file", refuse)
+        full.setattr(arrow_writer, "_write_file", refuse)
         for since in range(0, 10_000, 1000):
             filled(partition, "regions", since, 1000)
     assert partition.size_bytes == size_of(tmp_path) > 150_000
@@ -237,13 +237,13 @@ def test_on_a_full_disk_older_records_still_make_room(tmp_path, monkeypatch):
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]).returncode:
         pytest.skip("this machine mounts nothing")
-    monkeypatch.setattr(writer, "SEAL_ROWS", 1000)
-    monkeypatch.setattr(agent, "RETAIN_NS", 1)
+    monkeypatch.setattr(arrow_writer, "SEAL_ROWS", 1000)
+    monkeypatch.setattr(loop, "RETAIN_NS", 1)
     try:
         out = disk / "run"
         out.mkdir()
-        running = agent.Agent(
-            agent._bind("test-full"), out, hz=1, until_stdin_closes=False, launch={}, keep_bytes=200_000
+        running = loop.Agent(
+            loop._bind("test-full"), out, hz=1, until_stdin_closes=False, launch={}, keep_bytes=200_000
         )
         node = running._begin(0)
         partition = Partition(running._run, "rank=00000", "a0-")
@@ -258,6 +258,6 @@ def test_on_a_full_disk_older_records_still_make_room(tmp_path, monkeypatch):
         assert partition.size_bytes <= 200_000
         state = json.loads((out / "run" / "node=00000.json").read_text())
         assert state["kept_since_ns"] == running._retention.since_ns
-        assert (out / "run" / running._run._reserve).stat().st_size == writer.RESERVE_BYTES
+        assert (out / "run" / running._run._reserve).stat().st_size == arrow_writer.RESERVE_BYTES
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from rankscope.analysis.timeline.roles import role_codes, roles
+from rankscope.analysis.timeline.parallelism import role_codes, roles
 
 
 def groups(*rows):

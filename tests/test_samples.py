@@ -19,9 +19,9 @@ import pytest
 pytest.importorskip("torch")
 
 import rankscope
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.timeline.code import PLACES, SAMPLES, Code, merged_places, sampled_in
-from rankscope.collectors.frames import current_frames
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.timeline.code_samples import PLACES, SAMPLES, Code, merged_places, sampled_in
+from rankscope.collectors.in_rank.thread_frames import current_frames
 from rankscope.collectors.rank import samples
 
 RANKSCOPE = [sys.executable, "-m", "rankscope"]
@@ -117,7 +117,7 @@ def test_a_chain_of_calls_is_told_once_and_the_tree_is_bounded(monkeypatch):
 # `sys._current_frames()` stopped 7 of 7 such processes within a second (gh-106883).
 BUSY = """
 import gc, os, sys, threading, time
-from rankscope.collectors.frames import current_frames
+from rankscope.collectors.in_rank.thread_frames import current_frames
 
 class Node:
     def __init__(self):

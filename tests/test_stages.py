@@ -15,13 +15,13 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.finding import Clock
-from rankscope.analysis.readers.frames import table
-from rankscope.analysis.timeline.breakdown import PHASE_COLUMNS
+from rankscope.analysis.model.finding import Clock
+from rankscope.analysis.readers.base import table
+from rankscope.analysis.replay.pipeline import BACKWARD, CLIP, FORWARD, OPTIMIZER, op_grid
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.timeline.marks import MARK_COLUMNS
-from rankscope.analysis.timeline.pipeline import BACKWARD, CLIP, FORWARD, OPTIMIZER, op_grid
-from rankscope.analysis.timeline.stages import stage_ops
+from rankscope.analysis.timeline.cuda_events import MARK_COLUMNS
+from rankscope.analysis.timeline.host_breakdown import PHASE_COLUMNS
+from rankscope.analysis.timeline.pipeline_ops import stage_ops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from rankscope.analysis import diagnose, memory
-from rankscope.analysis.diagnose import read_run
+from rankscope.analysis.diagnosis import diagnose
+from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
-from rankscope.analysis.trace import BadInput, Trace
-from rankscope.collectors import writer
+from rankscope.analysis.runs import memory_budget
+from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.collectors.agent import arrow_writer
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write
@@ -42,7 +43,7 @@ def written(parallel: str, folder: Path) -> Path:
     can = healthy_resources(job)
     can.slowness[SINCE:, SLOW] *= 1.5
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "SEAL_ROWS", 256)
+        patch.setattr(arrow_writer, "SEAL_ROWS", 256)
         return write(run(job, can), folder)
 
 
@@ -75,7 +76,7 @@ def test_a_rank_that_becomes_slow_is_no_slowdown_of_all(fsdp):
 def test_of_a_run_that_is_too_large_the_last_steps_are_judged_and_how_the_others_were_is_said(fsdp, monkeypatch):
     """By steps of 130 ms before step 60 and 190 ms after it."""
     rows = sum(Trace.open(fsdp).reader.estimated_rows().values())
-    monkeypatch.setattr(memory, "_MOST", memory._BEFORE + rows * 1300 // 4)
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 1300 // 4)
     report, timeline = read_run(fsdp)
     assert timeline.steps["step"].min() in range(87, 93)
     assert timeline.steps["step"].max() == 119
@@ -95,7 +96,7 @@ def test_of_a_run_that_is_too_large_the_last_steps_are_judged_and_how_the_others
 
 
 def test_what_does_not_fit_is_one_line(fsdp, monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 161_000_000)
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda: 161_000_000)
     with pytest.raises(BadInput, match=r"so many steps need about 0\.2 GB, and 0\.2 GB are free: name fewer of them"):
         Trace.open(fsdp / "steps=10-100")
 
@@ -189,7 +190,7 @@ def test_a_run_whose_last_attempt_came_no_further_than_its_first_word_is_read(fs
     folder = kept(fsdp, tmp_path / "run", ends_ns(fsdp)[60], 0, 1)
     for path in folder.glob("ranks/*/a0-part-0000.arrow"):
         later = pl.read_ipc(path).with_columns(start_ns=pl.lit(ends_ns(fsdp)[-1] + 10**9))
-        writer.write_sealed(path.parent, "a1-", later.to_arrow())
+        arrow_writer.write_sealed(path.parent, "a1-", later.to_arrow())
     report, _ = read_run(folder)
     assert report.verdict == "Cannot judge: no step was seen."
 

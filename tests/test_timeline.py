@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_trace import COLLECTIVE, REGION, write, write_rank, write_run
 
-from rankscope.analysis.finding import Clock
+from rankscope.analysis.metrics.step_matrix import step_grid
+from rankscope.analysis.model.finding import Clock
 from rankscope.analysis.readers.native import schema_of
-from rankscope.analysis.timeline.breakdown import PARTS, InvariantError, breakdown, check_phases, phases
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
+from rankscope.analysis.timeline.host_breakdown import PARTS, InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.matching import match_collectives, members_of
-from rankscope.analysis.timeline.own import step_grid
 from rankscope.analysis.timeline.steps import agreement, find_steps, judge, renumber
-from rankscope.analysis.trace import Trace
 from rankscope.collectors.schema import REGION_KINDS, TABLES
 
 MS = 1_000_000

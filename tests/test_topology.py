@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankscope.analysis.timeline.topology import rank_places
+from rankscope.analysis.metrics.rank_placement import rank_places
 from rankscope.collectors import topology
 
 GPU, NIC = ("0x10de", "0x030200"), ("0x15b3", "0x020000")

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from rankscope.analysis.readers.native import read_rows
-from rankscope.analysis.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import BadInput, Trace
 from rankscope.collectors.schema import OPS, REGION_KINDS, TABLES
 
 RANK_ROW = {

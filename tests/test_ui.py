@@ -27,11 +27,11 @@ import record
 import simulate
 
 from rankscope.analysis.report import digest
-from rankscope.analysis.report.zh import CHINESE
+from rankscope.analysis.text.chinese import CHINESE
 from rankscope.dashboard.app import create_app
-from rankscope.dashboard.figures import collectives, counters, pipeline, raster
+from rankscope.dashboard.figures import collectives, counters, pipeline, rank_step_heatmap
 from rankscope.dashboard.figures.waterfall import waterfall
-from rankscope.dashboard.page import all_pages
+from rankscope.dashboard.page_kit import all_pages
 from rankscope.dashboard.sql import QueryError, answer, narrowed
 from rankscope.dashboard.state import State
 
@@ -56,36 +56,36 @@ in_a_browser = pytest.mark.skipif(
 # ---------------------------------------------------------------- figures
 
 
-def grid_of(values: list[list[float]]) -> raster.Grid:
+def grid_of(values: list[list[float]]) -> rank_step_heatmap.Grid:
     array = np.array(values, np.float32)
     rows, columns = array.shape
-    return raster.Grid("step", np.arange(rows, dtype=np.int32), np.arange(columns), array, 0.0, 254.0)
+    return rank_step_heatmap.Grid("step", np.arange(rows, dtype=np.int32), np.arange(columns), array, 0.0, 254.0)
 
 
 def test_a_cell_of_the_raster_shows_the_largest_value_in_it_and_says_whose_it_is():
     """4 ranks by 4 steps on 2 by 2 pixels; the byte is the value, since 0 to 254 is the range."""
     grid = grid_of([[1, 2, 3, 4], [5, 99, 7, 8], [float("nan")] * 4, [float("nan"), float("nan"), 0, 200]])
-    view = raster.View(r0=0, r1=4, c0=0, c1=4, width=2, height=2)
-    order = raster.rank_order(grid, [[0, 1, 2, 3]])
-    assert raster.picture(grid, order, view).cells.tolist() == [[99, 8], [raster.MISSING, 200]]
-    assert raster.cell(grid, order, view, row=0, column=0) == (1, 1, 99.0)
-    rank, step, value = raster.cell(grid, order, view, row=2, column=1)
+    view = rank_step_heatmap.View(r0=0, r1=4, c0=0, c1=4, width=2, height=2)
+    order = rank_step_heatmap.rank_order(grid, [[0, 1, 2, 3]])
+    assert rank_step_heatmap.picture(grid, order, view).cells.tolist() == [[99, 8], [rank_step_heatmap.MISSING, 200]]
+    assert rank_step_heatmap.cell(grid, order, view, row=0, column=0) == (1, 1, 99.0)
+    rank, step, value = rank_step_heatmap.cell(grid, order, view, row=2, column=1)
     assert (rank, step) == (2, 1)
     assert np.isnan(value)
 
 
 def test_ranks_are_ordered_by_group_or_the_largest_first():
     grid = grid_of([[1, 1], [9, 9], [5, 5]])
-    assert raster.rank_order(grid, [[2], [0, 1]]).tolist() == [2, 0, 1]
-    assert raster.rank_order(grid, None).tolist() == [1, 2, 0]
+    assert rank_step_heatmap.rank_order(grid, [[2], [0, 1]]).tolist() == [2, 0, 1]
+    assert rank_step_heatmap.rank_order(grid, None).tolist() == [1, 2, 0]
 
 
 def test_a_raster_of_4096_ranks_and_1000_steps_is_made_at_once():
     ones = np.ones((4096, 1000), np.float32)
-    grid = raster.Grid("step", np.arange(4096, dtype=np.int32), np.arange(1000), ones, 0.0, 2.0)
+    grid = rank_step_heatmap.Grid("step", np.arange(4096, dtype=np.int32), np.arange(1000), ones, 0.0, 2.0)
     began = time.process_time()
-    cells = raster.picture(
-        grid, np.arange(4096), raster.View(r0=0, r1=4096, c0=0, c1=1000, width=1000, height=560)
+    cells = rank_step_heatmap.picture(
+        grid, np.arange(4096), rank_step_heatmap.View(r0=0, r1=4096, c0=0, c1=1000, width=1000, height=560)
     ).cells
     assert cells.shape == (560, 1000)
     assert time.process_time() - began < 0.5

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write
 from simulate import Job, healthy_resources, run
 
-from rankscope.analysis.compare import compare
+from rankscope.analysis.compare.two_runs import compare
 from rankscope.dashboard.app import create_app
-from rankscope.dashboard.figures.changes import steps_from_a_to_b
+from rankscope.dashboard.figures.diff_waterfall import steps_from_a_to_b
 from rankscope.dashboard.state import State
 
 JOB = Job(parallel="ddp", ranks=4, steps=20, compute_ns=90e6)

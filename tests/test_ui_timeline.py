@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 import record
 import simulate
 
+from rankscope.analysis.runs.trace import BadInput, Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.analysis.timeline.rows import pack_rows
-from rankscope.analysis.trace import BadInput, Trace
-from rankscope.dashboard.timeline import lod, lookup, scene, server, stored
+from rankscope.dashboard.timeline import details, lane_cache, lanes, lod, server
+from rankscope.dashboard.timeline.lane_packing import pack_rows
 
 
 def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray], dict[int, dict[int, np.ndarray]]]:
@@ -185,11 +185,11 @@ def test_waiting_and_transfer_of_an_operation_are_drawn_apart_and_an_open_one_la
     }
     types = {"device_start_ns": pl.Int64, "wait_ns": pl.Int64, "rank": pl.Int32}
     region = {"rank": [0], "start_ns": [1_400], "end_ns": [1_500], "kind": ["forward"], "name": [None], "thread": [0]}
-    made = scene.build_scene(
+    made = lanes.build_scene(
         timeline_of(collectives=pl.DataFrame(rows, schema_overrides=types), regions=pl.DataFrame(region))
     )
     shown = [
-        (lane.rank, scene.KINDS[strip.kind].key, strip.start.tolist(), (strip.start + np.diff(strip.done)).tolist())
+        (lane.rank, lanes.KINDS[strip.kind].key, strip.start.tolist(), (strip.start + np.diff(strip.done)).tolist())
         for lane in made.lanes
         for strip in lane.row
     ]
@@ -214,8 +214,8 @@ def test_a_selection_counts_only_what_lies_inside():
         "start_ns": [0, 100, 150],
         "end_ns": [100, 150, 400],
     }
-    made = scene.build_scene(timeline_of(phases=pl.DataFrame(phases)))
-    (table,) = lookup.spent(made, [0], 50, 200)
+    made = lanes.build_scene(timeline_of(phases=pl.DataFrame(phases)))
+    (table,) = details.spent(made, [0], 50, 200)
     assert [(row["label"], row["time"], row["share"]) for row in table["kinds"]] == [
         ("compute", "100 ns", "67 %"),
         ("waiting for peers", "50 ns", "33 %"),
@@ -226,7 +226,7 @@ def test_a_selection_counts_only_what_lies_inside():
 def test_the_first_view_is_of_the_judged_steps():
     steps = {"rank": [0, 0, 0, 1, 1, 1], "step": [0, 1, 2] * 2, "judged": [False, True, True] * 2}
     at = {"start_ns": [0, 50, 60, 0, 49, 60], "end_ns": [50, 60, 70, 49, 60, 72]}
-    made = scene.build_scene(timeline_of(steps=pl.DataFrame(steps | at), phases=pl.DataFrame(ONE_PHASE)))
+    made = lanes.build_scene(timeline_of(steps=pl.DataFrame(steps | at), phases=pl.DataFrame(ONE_PHASE)))
     assert (made.judged, made.end) == ((49, 72), 100)
 
 
@@ -235,16 +235,16 @@ def test_times_far_beyond_what_a_float_counts_stay_exact():
     phases = {"rank": [0, 0], "part": ["compute"] * 2, "label": ["a", "b"]}
     at = {"start_ns": [1_700_000_000_000_000_001, 1_700_000_000_000_000_004]}
     frame = pl.DataFrame(phases | at | {"end_ns": [t + 3 for t in at["start_ns"]]})
-    made = scene.build_scene(timeline_of(phases=frame))
+    made = lanes.build_scene(timeline_of(phases=frame))
     assert made.origin_ns == 1_700_000_000_000_000_001
     assert made.end == 6
-    assert lookup.describe(made, 0, 3, 0)["name"] == "b"
+    assert details.describe(made, 0, 3, 0)["name"] == "b"
 
 
 def client(timelines: dict[str, Timeline | None]) -> Any:
     """Asks the routes about these runs; `ask(name, question)` gives status and answer."""
     app = flask.Flask("test")
-    scenes = {key: timeline and scene.build_scene(timeline) for key, timeline in timelines.items()}
+    scenes = {key: timeline and lanes.build_scene(timeline) for key, timeline in timelines.items()}
     server.register_routes(app, scenes.__getitem__, lambda run: None, lambda run: None)
 
     def ask(name: str, question: object) -> tuple[int, Any]:
@@ -331,11 +331,11 @@ def test_samples_move_edges_by_an_eighth_of_a_pixel_at_most_and_lose_nothing():
 
 def test_a_long_lane_looks_the_same_by_samples_as_by_its_events_and_hides_no_kind():
     """60 % of each pixel is covered, one percent of it by input: of 12 levels 7 and 1."""
-    made = scene.build_scene(many_phases(each=100_000))
+    made = lanes.build_scene(many_phases(each=100_000))
     (strip, *_) = made.lanes[0].row
     assert strip.samples is not None
     _, _, rasters = unpack(server.view({"t0": 0, "t1": 10**8, "pixels": 250, "levels": 12, "lanes": [[0]]}, made))
-    compute, rare = (next(i for i, kind in enumerate(scene.KINDS) if kind.key == key) for key in ("compute", "input"))
+    compute, rare = (next(i for i, kind in enumerate(lanes.KINDS) if kind.key == key) for key in ("compute", "input"))
     assert set(rasters[0][compute].tolist()) == {7}
     assert set(rasters[0][rare].tolist()) == {1}
 
@@ -347,7 +347,7 @@ def test_no_view_weighs_more_than_100_kb():
     start = np.tile(np.arange(3_000) * 1_000, 64) + rng.integers(0, 400, len(rank))
     part = np.array(["compute", "wait", "transfer", "input", "optimizer", "other"])[rng.integers(0, 6, len(rank))]
     phases = {"rank": rank, "start_ns": start, "end_ns": start + rng.integers(0, 600, len(rank)), "part": part}
-    made = scene.build_scene(timeline_of(phases=pl.DataFrame(phases).with_columns(label=pl.lit("work"))))
+    made = lanes.build_scene(timeline_of(phases=pl.DataFrame(phases).with_columns(label=pl.lit("work"))))
     for pixels in (1_300, 2_300, 8_000):
         asked = {"t0": 0, "t1": made.end, "pixels": pixels, "levels": 24, "lanes": [[lane] for lane in range(64)]}
         packed = server.packed_view(asked, made)
@@ -363,7 +363,7 @@ def test_a_large_screen_full_of_wide_events_weighs_no_more():
     rank, start = np.repeat(np.arange(160), 300), np.tile(np.arange(300) * 1_000, 160)
     phases = {"rank": rank, "start_ns": start, "end_ns": start + rng.integers(950, 1_000, len(rank)), "part": "compute"}
     labels = pl.Series("label", [f"region {number}" for number in rng.integers(0, 500, len(rank))])
-    made = scene.build_scene(timeline_of(phases=pl.DataFrame(phases).with_columns(labels)))
+    made = lanes.build_scene(timeline_of(phases=pl.DataFrame(phases).with_columns(labels)))
     asked = {"t0": 0, "t1": made.end, "pixels": 8_192, "levels": 12, "lanes": [[lane] for lane in range(160)]}
     packed = server.packed_view(asked, made)
     head, rects, rasters = unpack(gzip.decompress(packed))
@@ -375,7 +375,7 @@ def test_a_large_screen_full_of_wide_events_weighs_no_more():
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder, in a world in which every run is a large one."""
-    monkeypatch.setattr(stored, "_STORED_FROM", 1)
+    monkeypatch.setattr(lane_cache, "_STORED_FROM", 1)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/node=00000.json").write_text("{}")
     (tmp_path / "phases").mkdir()
@@ -383,58 +383,58 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def answers(made: scene.Scene) -> list[object]:
+def answers(made: lanes.Scene) -> list[object]:
     """What the page asks of a run."""
     lanes = [[lane] for lane in range(len(made.lanes))]
     views = [(0, made.end), (made.end // 3, made.end // 2)]
     pictures = [
         server.view({"t0": t0, "t1": t1, "pixels": 300, "levels": 12, "lanes": lanes}, made) for t0, t1 in views
     ]
-    events = [lookup.describe(made, lane, made.end // 3, made.end) for lane in range(len(made.lanes))]
-    found = lookup.matches(made, "a")
-    return [pictures, events, lookup.spent(made, range(len(lanes)), 0, made.end), found.source.tolist(), made.tracks]
+    events = [details.describe(made, lane, made.end // 3, made.end) for lane in range(len(made.lanes))]
+    found = details.matches(made, "a")
+    return [pictures, events, details.spent(made, range(len(lanes)), 0, made.end), found.source.tolist(), made.tracks]
 
 
 def test_stored_lanes_are_those_that_were_made(large):
-    files = stored.fingerprint(large)
-    opened = stored.build_or_store(large, files, many_phases())
+    files = lane_cache.fingerprint(large)
+    opened = lane_cache.build_or_store(large, files, many_phases())
     assert not opened.lanes[0].row[0].start.flags.writeable  # a file, mapped
-    assert answers(stored.load(large, files)) == answers(opened) == answers(scene.build_scene(many_phases()))
-    assert stored.fingerprint(large) == files
+    assert answers(lane_cache.load(large, files)) == answers(opened) == answers(lanes.build_scene(many_phases()))
+    assert lane_cache.fingerprint(large) == files
 
 
 def test_lanes_of_other_tables_or_torn_ones_are_not_used(large, tmp_path_factory):
-    files = stored.fingerprint(large)
-    stored.build_or_store(large, files, many_phases())
+    files = lane_cache.fingerprint(large)
+    lane_cache.build_or_store(large, files, many_phases())
     (large / "phases/part.arrow").write_text("more rows")
-    grown = stored.fingerprint(large)
+    grown = lane_cache.fingerprint(large)
     assert grown != files
-    assert stored.load(large, grown) is None
-    stored.build_or_store(large, grown, many_phases(3))
-    assert sorted(stored.load(large, grown).tracks) == [0, 1, 2]
+    assert lane_cache.load(large, grown) is None
+    lane_cache.build_or_store(large, grown, many_phases(3))
+    assert sorted(lane_cache.load(large, grown).tracks) == [0, 1, 2]
     other = tmp_path_factory.mktemp("other")
     shutil.copytree(large, other, dirs_exist_ok=True, copy_function=shutil.copy)  # as new files
-    assert stored.load(other, stored.fingerprint(other)) is None
-    values = large / stored.FOLDER / "event.start"
+    assert lane_cache.load(other, lane_cache.fingerprint(other)) is None
+    values = large / lane_cache.FOLDER / "event.start"
     values.write_bytes(values.read_bytes()[:-8])
-    assert stored.load(large, grown) is None
-    assert sorted(stored.build_or_store(large, grown, many_phases(3)).tracks) == [0, 1, 2]
-    assert stored.load(large, grown) is not None
-    (large / stored.FOLDER / "lanes.json").write_text("{")
-    assert stored.load(large, grown) is None
+    assert lane_cache.load(large, grown) is None
+    assert sorted(lane_cache.build_or_store(large, grown, many_phases(3)).tracks) == [0, 1, 2]
+    assert lane_cache.load(large, grown) is not None
+    (large / lane_cache.FOLDER / "lanes.json").write_text("{")
+    assert lane_cache.load(large, grown) is None
 
 
 def test_a_run_that_grew_while_it_was_read_is_not_stored(large):
-    files = stored.fingerprint(large)
+    files = lane_cache.fingerprint(large)
     (large / "phases/part.arrow").write_text("more rows")
-    made = stored.build_or_store(large, files, many_phases())
+    made = lane_cache.build_or_store(large, files, many_phases())
     assert sorted(made.tracks) == [0, 1]
     assert sorted(path.name for path in large.iterdir()) == ["phases", "run"]
 
 
 def test_where_nothing_can_be_written_lanes_stay_in_memory_and_it_is_said(large, caplog):
-    (large / stored.FOLDER).write_text("in the way")
-    made = stored.build_or_store(large, stored.fingerprint(large), many_phases())
+    (large / lane_cache.FOLDER).write_text("in the way")
+    made = lane_cache.build_or_store(large, lane_cache.fingerprint(large), many_phases())
     assert sorted(made.tracks) == [0, 1]
     assert "are kept in memory" in caplog.text
     assert sorted(path.name for path in large.iterdir()) == ["lanes", "phases", "run"]
@@ -640,7 +640,7 @@ def test_hovering_names_the_phase_and_a_click_on_an_operation_shows_all_its_rank
     assert "rank 0" in tip.inner_text()
     operations = truth.collectives.with_row_index().filter((pl.col("rank") == 0) & (pl.col("wait_ns") > 0))
     operation = operations.sort("wait_ns").row(-1, named=True)
-    made = scene.build_scene(truth)
+    made = lanes.build_scene(truth)
     lines = [lane for track in made.tracks[0] for lane in track.lanes]
     line = lines.index(made.tables["collectives"].lane[operation["index"]])
     screen.page.mouse.click(*screen.spot(line, operation["start_ns"] + operation["wait_ns"] / 2))
@@ -684,7 +684,7 @@ def test_a_selection_is_summed_up(screen, truth):
     assert f" backward {computed.filter(pl.col('label') == 'backward').height} " in said
 
 
-def lines_of(made: scene.Scene, rank: int) -> list[int]:
+def lines_of(made: lanes.Scene, rank: int) -> list[int]:
     """The lanes of a rank, one per line."""
     return [lane for track in made.tracks[rank] for lane in track.lanes]
 
@@ -692,7 +692,7 @@ def lines_of(made: scene.Scene, rank: int) -> list[int]:
 @in_a_browser
 def test_an_arrow_leads_from_the_late_rank_to_the_one_that_waited(screen, truth):
     """Rank 1 comes last: at that moment there is a dot on its lane and a line up to the lane of rank 0."""
-    made = scene.build_scene(truth)
+    made = lanes.build_scene(truth)
     calls = truth.collectives.with_row_index()
     waited = calls.filter((pl.col("rank") == 0) & (pl.col("wait_ns") > 0)).sort("wait_ns").row(-1, named=True)
     (late,) = calls.filter((pl.col("instance_id") == waited["instance_id"]) & pl.col("is_last")).iter_rows(named=True)
@@ -756,7 +756,7 @@ def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser,
     assert rank == 1
     with served(create_app(state)) as address, opened(browser, f"{address}/timeline") as screen:
         screen.leave()
-        line = len(lines_of(scene.build_scene(truth), 0))
+        line = len(lines_of(lanes.build_scene(truth), 0))
         x, y = screen.spot(line, (start + end) / 2, open_above=1)
         assert screen.pixels("text", x, y + LINE / 2 - 3, 1, 4) >= 1
         x, y = screen.spot(0, (start + end) / 2)
@@ -789,7 +789,7 @@ def test_4096_ranks_open_folded_by_node(browser, served):
     start = np.tile([0, 60, 100, 160, 200, 260], len(ranks)) * 1_000_000
     length = np.tile([60, 40] * 3, len(ranks)) * 1_000_000
     phases = {"rank": np.repeat(ranks, 6), "part": ["compute", "wait"] * 3 * len(ranks), "label": "work"}
-    made = scene.build_scene(
+    made = lanes.build_scene(
         timeline_of(
             phases=pl.DataFrame(phases | {"start_ns": start, "end_ns": start + length}),
             ranks=pl.DataFrame({"rank": ranks, "node": ranks // 8, "hostname": "here"}),
@@ -833,7 +833,7 @@ def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(
     def too_large(_: Trace) -> Timeline:
         raise BadInput("there is not enough memory")
 
-    monkeypatch.setattr(stored, "_STORED_FROM", 1)
+    monkeypatch.setattr(lane_cache, "_STORED_FROM", 1)
     again = shutil.copytree(run, tmp_path / "again")
     first = State([again])
     first.start()
@@ -845,7 +845,7 @@ def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(
     second = State([again])
     second.start()
     second.wait(60)
-    assert answers(second.scene("")) == answers(first.scene("")) == answers(scene.build_scene(truth))
+    assert answers(second.scene("")) == answers(first.scene("")) == answers(lanes.build_scene(truth))
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     with served(create_app(second)) as address:
         shown = Screen(page, f"{address}/timeline")

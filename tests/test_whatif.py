@@ -8,15 +8,15 @@ import pytest
 from test_cli import MS, RANK, rankscope_
 from test_replay import STUDY
 
-from rankscope.analysis.diagnose import diagnose
-from rankscope.analysis.timeline import build_timeline
-from rankscope.analysis.timeline.graph import NotReplayable, replay
-from rankscope.analysis.timeline.host_graph import fidelity, graph_of, step_lengths
-from rankscope.analysis.timeline.links import LINKS
-from rankscope.analysis.timeline.whatif import BadFix, rerun
-from rankscope.analysis.trace import Trace
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.metrics.links import LINKS
+from rankscope.analysis.replay.graph import NotReplayable, replay
+from rankscope.analysis.replay.host_graph import fidelity, graph_of, step_lengths
+from rankscope.analysis.replay.whatif import BadFix, rerun
+from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.timeline.build import build_timeline
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import OPS, REGION_KINDS, SCHEMA_VERSION
-from rankscope.collectors.writer import Partition, RunFolder
 
 STEPS = 14  # the first 2 are warm-up
 

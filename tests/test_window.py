@@ -18,12 +18,12 @@ import pytest
 
 import rankscope
 from rankscope.analysis.report import html, terminal
+from rankscope.analysis.runs.deep_windows import self_times, with_windows
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.windows import self_times, with_windows
+from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
+from rankscope.collectors.agent.deep_windows import ask
 from rankscope.collectors.rank.window import _Steps
 from rankscope.collectors.schema import REGION_KINDS
-from rankscope.collectors.windows import ask
-from rankscope.collectors.writer import Partition, RunFolder
 from rankscope.profiler.window import convert, place
 
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
@@ -131,7 +131,7 @@ def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
     linear = next(operator for operator in first.operators if operator.name == "aten::addmm")
     assert linear.calls_per_step == 2  # two linear layers
     assert [gap.count for gap in report.gaps if "profiler" in gap.why and gap.table == "steps"] != []
-    assert not {finding.detector for finding in report.findings} & {"slow_rank", "uneven_work"}
+    assert not {finding.detector for finding in report.findings} & {"slow_rank", "load_imbalance"}
 
     # The profiler's call of DDP's all-reduce is the one that rankscope recorded.
     window = rankscope.open(run / "window-0002")
@@ -202,7 +202,16 @@ def one_rank(tmp_path):
 
     def record(body: str, *options: str, asked: list[dict]) -> tuple[subprocess.CompletedProcess[str], Path]:
         run, name = tmp_path / "run", f"rankscope-test-{uuid.uuid4().hex}"
-        command = [sys.executable, "-m", "rankscope.collectors.agent", "--socket", name, "--out", str(run), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "rankscope.collectors.agent.loop",
+            "--socket",
+            name,
+            "--out",
+            str(run),
+            *options,
+        ]
         agent = subprocess.Popen([*command, "--until-stdin-closes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert agent.stdin is not None
         assert agent.stdout is not None

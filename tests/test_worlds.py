@@ -16,7 +16,7 @@ from test_agent import Agent, Rank, wait_for
 from test_trace import RANK_ROW, REGION, whys, write, write_run
 
 import rankscope
-from rankscope.analysis.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import BadInput, Trace
 from rankscope.collectors.schema import REGION_KINDS
 
 RANKSCOPE = [sys.executable, "-m", "rankscope"]

@@ -24,12 +24,12 @@ from typing import TypedDict
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted, named
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.exposed import is_bounded
-from rankscope.analysis.timeline.own import MIXED, Estimate, StepGrid, step_grid, sums
+from rankscope.analysis.metrics.exposed_communication import is_bounded
+from rankscope.analysis.metrics.step_matrix import MIXED, Estimate, StepGrid, step_grid, sums
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.units import duration, percent
 
 __all__ = [
     "ENOUGH_STEPS",

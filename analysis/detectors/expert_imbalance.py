@@ -31,11 +31,11 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, price
-from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Estimate, Floats, estimate
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, estimate
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import duration
 from rankscope.collectors.schema import ALL_TO_ALL_OPS
 
 __all__ = ["collectors", "detect", "resolution_ns"]

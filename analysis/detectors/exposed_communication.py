@@ -27,11 +27,11 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_rows, price
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.backward import last_backwards
-from rankscope.analysis.timeline.own import MIXED, Floats, StepGrid, estimate, sums
+from rankscope.analysis.metrics.backward import last_backwards
+from rankscope.analysis.metrics.step_matrix import MIXED, Floats, StepGrid, estimate, sums
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration, percent
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

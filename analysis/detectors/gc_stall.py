@@ -29,12 +29,12 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, of_hosts, price, visible
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import every_nth, named
-from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, estimate, over_occurrences
-from rankscope.analysis.timeline.stops import held_up
+from rankscope.analysis.metrics.host_stalls import held_up
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate, over_occurrences
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import every_nth, named
+from rankscope.analysis.text.units import duration
 
 __all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
 

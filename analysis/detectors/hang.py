@@ -41,11 +41,11 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable
-from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.language import joined, text
-from rankscope.analysis.phrases import counted, named
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.timeline.matching import members_of
-from rankscope.analysis.timeline.ras import SILENT
+from rankscope.analysis.timeline.nccl_ras import SILENT
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
 __all__ = ["collectors", "detect", "resolution_ns"]

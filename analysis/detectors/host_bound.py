@@ -38,14 +38,14 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price, visible
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.kinds import COMMUNICATION, MEMORY_CALLS
-from rankscope.analysis.language import joined, text
-from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.device_phases import UNSEEN
-from rankscope.analysis.timeline.marks import idle_at_most_ns, paced_by_host
-from rankscope.analysis.timeline.own import BLOCKED, Estimate, Floats, StepGrid, estimate, sums
+from rankscope.analysis.metrics.step_matrix import BLOCKED, Estimate, Floats, StepGrid, estimate, sums
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import duration, percent
+from rankscope.analysis.timeline.cuda_events import idle_at_most_ns, paced_by_host
+from rankscope.analysis.timeline.device_breakdown import UNSEEN
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

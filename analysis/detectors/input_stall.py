@@ -40,12 +40,12 @@ from rankscope.analysis.detectors import (
     price,
     visible,
 )
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import every_nth, named
-from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.own import Floats, StepGrid, above_peers, estimate
-from rankscope.analysis.timeline.stops import held_up
+from rankscope.analysis.metrics.host_stalls import held_up
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, above_peers, estimate
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import every_nth, named
+from rankscope.analysis.text.units import duration
 
 __all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
 

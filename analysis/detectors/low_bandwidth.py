@@ -37,16 +37,16 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import bytes_text, duration, percent
-from rankscope.analysis.timeline.cost_model import bus_factor, lines, transfers
-from rankscope.analysis.timeline.exposed import held_up, is_bounded
-from rankscope.analysis.timeline.links import busy_links, nic_speeds, nodes_of_groups
-from rankscope.analysis.timeline.nccl import sends
-from rankscope.analysis.timeline.own import Estimate, StepGrid, by_rank_and_step, estimate, over_occurrences
-from rankscope.analysis.timeline.trend import follows_line, longest_stretch, rank_sum_z
+from rankscope.analysis.metrics.bandwidth import bus_factor, lines, transfers
+from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
+from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
+from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, by_rank_and_step, estimate, over_occurrences
+from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import bytes_text, duration, percent
+from rankscope.analysis.timeline.nccl_durations import sends
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

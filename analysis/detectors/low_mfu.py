@@ -24,11 +24,11 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_rows, price, visible
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.report.quantities import percent
-from rankscope.analysis.timeline.own import Floats, StepGrid, estimate
-from rankscope.analysis.timeline.utilisation import PRODUCTS
+from rankscope.analysis.metrics.mfu import PRODUCTS
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import percent
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

@@ -2,7 +2,7 @@
 
 **Signal.** In a profiler's trace, the calls by which the host asks the driver for memory or gives it back
 (`cudaMalloc`, `cudaFree`, pinned host memory, `cuMemMap`, and HIP's): each takes away as much of the host's lead as it
-lasts, and what the device then idles for work launched late is its cost, as for `sync_point`. In a recorded run, the
+lasts, and what the device then idles for work launched late is its cost, as for `host_sync`. In a recorded run, the
 growth of the allocator's count of retries, which are such calls after it has given back all that it kept: the steps in
 which it grew against those of the same rank in which it did not. Reported where the job loses `min_fraction` of the
 step by it.
@@ -27,13 +27,13 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, longest_rows, price, visible
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.kinds import MEMORY_CALLS
-from rankscope.analysis.language import joined, text
-from rankscope.analysis.phrases import every_nth, named
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.lead import host_gaps, job_loses, lost_lead
-from rankscope.analysis.timeline.own import Floats, StepGrid, estimate, over_occurrences, sums
+from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, over_occurrences, sums
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.kernels import MEMORY_CALLS
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.phrases import every_nth, named
+from rankscope.analysis.text.units import duration, percent
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

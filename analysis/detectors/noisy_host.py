@@ -33,12 +33,12 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid
 from rankscope.analysis.detectors.slow_rank import resolution_ns as resolution_of_slow_rank_ns
-from rankscope.analysis.finding import Evidence, Finding, NotChecked
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.own import StepGrid
-from rankscope.analysis.timeline.readings import during, growth, well_read
+from rankscope.analysis.metrics.step_matrix import StepGrid
+from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import duration, percent
+from rankscope.analysis.timeline.counters import during, growth, well_read
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

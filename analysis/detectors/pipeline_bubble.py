@@ -25,12 +25,12 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, severity
-from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.report.quantities import percent
-from rankscope.analysis.timeline.own import estimate
-from rankscope.analysis.timeline.pipeline import TRANSFERS, measured_pipeline, steps_of_ops
-from rankscope.analysis.timeline.replay import NotReplayable
+from rankscope.analysis.metrics.step_matrix import estimate
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.replay.pipeline import TRANSFERS, measured_pipeline, steps_of_ops
+from rankscope.analysis.replay.pipeline_plan import NotReplayable
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import percent
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

@@ -41,14 +41,14 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, price, transfer_grid, visible
-from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import bytes_text, duration, percent
-from rankscope.analysis.timeline.exposed import held_up, is_bounded
-from rankscope.analysis.timeline.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
-from rankscope.analysis.timeline.nccl import sends
-from rankscope.analysis.timeline.own import Estimate, StepGrid, estimate, robust_deviation, sums
+from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
+from rankscope.analysis.metrics.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
+from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, robust_deviation, sums
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import bytes_text, duration, percent
+from rankscope.analysis.timeline.nccl_durations import sends
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

@@ -80,15 +80,8 @@ from rankscope.analysis.detectors import (
     price,
     visible,
 )
-from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.kinds import COMMUNICATION, COMPUTE, MEMORY
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import every_nth, named
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.arrivals import Arrivals, Lateness, arrivals, lateness
-from rankscope.analysis.timeline.device_phases import IDLE_LABELS
-from rankscope.analysis.timeline.matching import MUTUAL_OPS, members_of
-from rankscope.analysis.timeline.own import (
+from rankscope.analysis.metrics.arrival_skew import Arrivals, Lateness, arrivals, lateness
+from rankscope.analysis.metrics.step_matrix import (
     APART,
     MIXED,
     Estimate,
@@ -103,9 +96,16 @@ from rankscope.analysis.timeline.own import (
     own_by_label,
     robust_deviation,
 )
-from rankscope.analysis.timeline.roles import roles_of
-from rankscope.analysis.timeline.stages import replicas
-from rankscope.analysis.timeline.trend import longest_stretch, rank_sum_z
+from rankscope.analysis.metrics.trend import longest_stretch, rank_sum_z
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import every_nth, named
+from rankscope.analysis.text.units import duration, percent
+from rankscope.analysis.timeline.device_breakdown import IDLE_LABELS
+from rankscope.analysis.timeline.matching import MUTUAL_OPS, members_of
+from rankscope.analysis.timeline.parallelism import roles_of
+from rankscope.analysis.timeline.pipeline_ops import replicas
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]

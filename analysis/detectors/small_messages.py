@@ -28,13 +28,13 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
-from rankscope.analysis.finding import Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted
-from rankscope.analysis.report.quantities import bytes_text, duration
-from rankscope.analysis.timeline.cost_model import Line, lines, transfers
-from rankscope.analysis.timeline.exposed import spent, with_exposed
-from rankscope.analysis.timeline.own import Estimate, Floats, StepGrid, by_rank_and_step, estimate
+from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
+from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, by_rank_and_step, estimate
+from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.text.units import bytes_text, duration
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

@@ -35,12 +35,12 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, severity
-from rankscope.analysis.finding import Evidence, Finding
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD, Key, OpGrid, communicates, op_grid
-from rankscope.analysis.timeline.replay import Floats, NotReplayable, WhatIf, ends, ideal
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD, Key, OpGrid, communicates, op_grid
+from rankscope.analysis.replay.pipeline_plan import Floats, NotReplayable, WhatIf, ends, ideal
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import duration, percent
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

@@ -24,12 +24,12 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid
-from rankscope.analysis.finding import Evidence, Finding, NotChecked
-from rankscope.analysis.language import joined, text
-from rankscope.analysis.phrases import named
-from rankscope.analysis.report.quantities import percent
-from rankscope.analysis.timeline.own import MIXED
-from rankscope.analysis.timeline.readings import during, well_read
+from rankscope.analysis.metrics.step_matrix import MIXED
+from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import percent
+from rankscope.analysis.timeline.counters import during, well_read
 
 __all__ = ["collectors", "detect", "resolution_ns"]
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.analysis.finding import Gap
-from rankscope.analysis.language import text
-from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, files_in, gap, table
-from rankscope.analysis.trace import BadInput
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.readers.base import NO_STEPS, FrameReader, files_in, gap, table
+from rankscope.analysis.runs.trace import BadInput
+from rankscope.analysis.text.message import text
 
 __all__ = ["open_run", "recognises"]
 

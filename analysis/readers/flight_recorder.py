@@ -20,12 +20,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rankscope.analysis.finding import Gap
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted
-from rankscope.analysis.readers.frames import FrameReader, files_in, gap, table
-from rankscope.analysis.report.quantities import ranges
-from rankscope.analysis.trace import BadInput
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.readers.base import FrameReader, files_in, gap, table
+from rankscope.analysis.runs.trace import BadInput
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import NO_PEER
 
 __all__ = ["Group", "open_run", "peers", "recognises"]

@@ -26,14 +26,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.finding import Gap
-from rankscope.analysis.kinds import DEVICE_CATEGORIES, device_work, kernel_op, op_said
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted, named
-from rankscope.analysis.readers import sequence
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.kernels import DEVICE_CATEGORIES, device_work, kernel_op, op_said
+from rankscope.analysis.readers import collective_numbering
+from rankscope.analysis.readers.base import FrameReader, files_in, gap, shaped
 from rankscope.analysis.readers.flops import SHAPED, flops
-from rankscope.analysis.readers.frames import FrameReader, files_in, gap, shaped
-from rankscope.analysis.readers.scan import (
+from rankscope.analysis.readers.json_scan import (
     META_COLUMNS,
     MISSING,
     MISSING_SHORT,
@@ -44,9 +42,11 @@ from rankscope.analysis.readers.scan import (
     new_scanner,
     scan_events,
 )
-from rankscope.analysis.readers.spill import Rows, Spill, joined
-from rankscope.analysis.report.quantities import ranges
-from rankscope.analysis.trace import BadInput
+from rankscope.analysis.readers.spill_file import Rows, Spill, joined
+from rankscope.analysis.runs.trace import BadInput
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, P2P_OPS, WINDOW_STEP
 
 try:
@@ -1077,7 +1077,7 @@ def _number(
             continue
         codes: dict[tuple[Any, ...], int] = {}
         sequences = {rank: _as_sequence(collectives[rank], at, codes) for rank, at in rows.items()}
-        shifts = sequence.align(sequences, one_clock=one_clock)
+        shifts = collective_numbering.align(sequences, one_clock=one_clock)
         if shifts is None:  # nothing is certain: no two ranks have a number in common
             lengths = [len(at) for at in rows.values()]
             shifts = dict(zip(rows, itertools.accumulate(lengths, initial=0), strict=False))
@@ -1092,7 +1092,7 @@ def _number_transfers(collectives: Mapping[int, _Calls], rows: Mapping[int, Ints
     """Number what one rank sends to another on both: torch counts there what the rank exchanges with all."""
     codes: dict[tuple[Any, ...], int] = {}
     sequences = {rank: _as_sequence(collectives[rank], at, codes, ("dtype", "size_bytes")) for rank, at in rows.items()}
-    shifts = sequence.align(sequences, one_clock=one_clock)
+    shifts = collective_numbering.align(sequences, one_clock=one_clock)
     if shifts is None:  # a small message may end on its sender long before
         first, last = sequences.values()
         last_begins = 0 if np.array_equal(first.kind, last.kind) else len(first.kind)
@@ -1126,11 +1126,11 @@ def _tell_apart(rows: Mapping[int, tuple[_Calls, Ints]]) -> None:
 
 def _as_sequence(
     calls: _Calls, at: Ints, codes: dict[tuple[Any, ...], int], kind_by: Sequence[str] = ("op", "dtype", "size_bytes")
-) -> sequence.Sequence:
+) -> collective_numbering.Sequence:
     """These rows; `codes` are of the kinds on all ranks."""
     kinds = (tuple(calls[column][i] for column in kind_by) for i in at)
     kind = np.array([codes.setdefault(key, len(codes)) for key in kinds], np.int64)
-    return sequence.Sequence(kind=kind, end_ns=calls["end_ns"][at])
+    return collective_numbering.Sequence(kind=kind, end_ns=calls["end_ns"][at])
 
 
 def _collectives_frame(calls: _Calls, groups: _Groups) -> pl.DataFrame:

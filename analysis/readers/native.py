@@ -20,11 +20,11 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope.analysis.finding import Gap
-from rankscope.analysis.language import Text, joined, text
-from rankscope.analysis.phrases import counted, named
-from rankscope.analysis.report.quantities import bytes_text, duration
-from rankscope.analysis.trace import BadInput
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.runs.trace import BadInput
+from rankscope.analysis.text.message import Text, joined, text
+from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.units import bytes_text, duration
 from rankscope.collectors.schema import (
     DEVICE_MARKS,
     DEVICE_WORK,
@@ -40,7 +40,7 @@ from rankscope.collectors.schema import (
 )
 
 if TYPE_CHECKING:
-    from rankscope.analysis.stretch import Stretch
+    from rankscope.analysis.runs.step_range import Stretch
 
 __all__ = ["NativeReader", "open_run", "read_rows", "recognises", "run_folder", "schema_of"]
 
@@ -173,7 +173,7 @@ def open_run(folders: list[str]) -> NativeReader:
     reader = NativeReader(run, parts, torn, roots, where=address.folders[0], world=address.world)
     if not reader.ranks():
         raise BadInput(f"{where}: no rank reported{reader.why_no_rank()}")
-    from rankscope.analysis.stretch import stretch_of  # it knows the timeline, which knows readers
+    from rankscope.analysis.runs.step_range import stretch_of  # it knows the timeline, which knows readers
 
     reader.stretch = stretch_of(reader, address.steps)
     return reader

@@ -26,13 +26,13 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.finding import Gap
-from rankscope.analysis.kinds import OPS_BY_NAME, device_work
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted
-from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, files_in, gap, table
-from rankscope.analysis.report.quantities import ranges
-from rankscope.analysis.trace import BadInput
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.kernels import OPS_BY_NAME, device_work
+from rankscope.analysis.readers.base import NO_STEPS, FrameReader, files_in, gap, table
+from rankscope.analysis.runs.trace import BadInput
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
 __all__ = ["open_run", "recognises"]

@@ -20,12 +20,12 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.finding import Gap
-from rankscope.analysis.kinds import MEMORY, device_work
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted
-from rankscope.analysis.readers.frames import NO_STEPS, FrameReader, by_name, files_in, gap, in_one_line, shaped, table
-from rankscope.analysis.trace import BadInput
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.kernels import MEMORY, device_work
+from rankscope.analysis.readers.base import NO_STEPS, FrameReader, by_name, files_in, gap, in_one_line, shaped, table
+from rankscope.analysis.runs.trace import BadInput
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted
 
 __all__ = ["open_run", "recognises"]
 

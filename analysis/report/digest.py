@@ -6,8 +6,18 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.analysis.finding import NOT_OF_SPEED, REST, Blame, Clock, DevicePart, Finding, Look, PathPart, Report
-from rankscope.analysis.report.texts import PART_ORDER, PICTURES
+from rankscope.analysis.model.finding import (
+    NOT_OF_SPEED,
+    REST,
+    Blame,
+    Clock,
+    DevicePart,
+    Finding,
+    Look,
+    PathPart,
+    Report,
+)
+from rankscope.analysis.report.labels import PART_ORDER, PICTURES
 
 __all__ = [
     "Breakdown",

@@ -10,11 +10,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rankscope.analysis.finding import Finding, History, Report
-from rankscope.analysis.language import LANGUAGES, speaking, spoken
-from rankscope.analysis.phrases import some_ranges
-from rankscope.analysis.report import digest, palette, phrases, quantities, svg, texts
-from rankscope.analysis.report.texts import say
+from rankscope.analysis.model.finding import Finding, History, Report
+from rankscope.analysis.report import digest, labels, palette, phrases, svg
+from rankscope.analysis.report.labels import say
+from rankscope.analysis.text import units
+from rankscope.analysis.text.message import LANGUAGES, speaking, spoken
+from rankscope.analysis.text.phrases import some_ranges
 
 __all__ = ["chart_styles", "render"]
 
@@ -51,10 +52,10 @@ def _environment() -> Environment:
         LIGHT=palette.LIGHT,
         DARK=palette.DARK,
         css_variables=palette.css_variables,
-        duration=quantities.duration,
-        percent=quantities.percent,
+        duration=units.duration,
+        percent=units.percent,
         some_ranges=some_ranges,
-        detector_name=texts.detector_name,
+        detector_name=labels.detector_name,
         clock_error=phrases.clock_error,
         one_or_many=phrases.one_or_many,
         operator_row=phrases.operator_row,
@@ -66,8 +67,8 @@ def _environment() -> Environment:
         gain=phrases.gain,
         label=phrases.label,
         no_finding=phrases.no_finding,
-        part_order=texts.PART_ORDER,
-        part_short=texts.part_short,
+        part_order=labels.PART_ORDER,
+        part_short=labels.part_short,
         path_row=phrases.path_row,
         resolution=phrases.resolution,
         stood_still=phrases.stood_still,
@@ -120,11 +121,11 @@ class _Time:
 
 def _time(report: Report, split: digest.Breakdown) -> _Time:
     number, marked = digest.marked_ranks(report)
-    scale = quantities.scale_for(split.longest_ns)
+    scale = units.scale_for(split.longest_ns)
     times, total = scale.row(split.sums, divisor=len(split.rows))
     rows = [
-        (part, texts.part_label(part), time, share, texts.part_meaning(part))
-        for part, time, share in zip(split.parts, times, quantities.shares(split.sums), strict=True)
+        (part, labels.part_label(part), time, share, labels.part_meaning(part))
+        for part, time, share in zip(split.parts, times, units.shares(split.sums), strict=True)
     ]
     missing = digest.missing_ranks(report)
     if len(split.rows) + len(missing) <= _BARS:
@@ -134,7 +135,7 @@ def _time(report: Report, split: digest.Breakdown) -> _Time:
         caption = say("time.per_rank.columns", svg.COLUMNS_IN_A_ROW)
     if marked:
         said = say("time.per_rank.marked", phrases.who(tuple(marked)), number)
-        caption = texts.together(" ", (caption, said)) if caption else said
+        caption = labels.together(" ", (caption, said)) if caption else said
     whose = "time.mean.device" if report.device else "time.mean.marks" if report.phases else "time.mean"
     return _Time(
         caption=say(whose, phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
@@ -158,14 +159,14 @@ def _picture(split: digest.Breakdown, finding: Finding) -> _Picture | None:
     values = digest.picture_values(split, finding)
     if not values:
         return None
-    parts = texts.PICTURES[finding.detector]
-    caption = say("finding.picture", texts.part_label(parts[0])) if len(parts) == 1 else say("finding.picture.own")
+    parts = labels.PICTURES[finding.detector]
+    caption = say("finding.picture", labels.part_label(parts[0])) if len(parts) == 1 else say("finding.picture.own")
     marked = frozenset(finding.ranks) & set(values)
     if len(marked) == len(values):  # all are concerned, so none is set off
-        numbers = say("finding.picture.spread", *(quantities.duration(f(values.values())) for f in (min, max)))
+        numbers = say("finding.picture.spread", *(units.duration(f(values.values())) for f in (min, max)))
         return _Picture(chart=svg.columns(values, frozenset()), caption=caption, numbers=numbers)
     medians = [
-        quantities.duration(statistics.median(ns for rank, ns in values.items() if (rank in marked) == inside))
+        units.duration(statistics.median(ns for rank, ns in values.items() if (rank in marked) == inside))
         for inside in (True, False)
     ]
     numbers = say("finding.picture.numbers", phrases.who(tuple(marked)), *medians)
@@ -183,7 +184,7 @@ def _steps(report: Report) -> list[_Chart]:
     line, per_point = svg.step_chart(step_ns, points=_STEP_POINTS)
     caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
     if per_point > 1:
-        caption = texts.together(" ", (caption, say("steps.binned", per_point)))
+        caption = labels.together(" ", (caption, say("steps.binned", per_point)))
     charts = [_Chart(chart=line, caption=caption)]
     if len(step_ns) > 1:
         median = statistics.median(ns for row in step_ns.values() for ns in row)

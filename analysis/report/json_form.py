@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rankscope.analysis.finding import Finding, Rate, Report, Window
-from rankscope.analysis.report.costs import cost_of
+from rankscope.analysis.model.finding import Finding, Rate, Report, Window
+from rankscope.analysis.report.money import cost_of
 
 __all__ = ["REPORT_SCHEMA_VERSION", "render", "strict"]
 

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from rankscope.analysis.finding import Report
+from rankscope.analysis.model.finding import Report
 from rankscope.analysis.report import html
 
 __all__ = ["NoBrowser", "write_pdf"]

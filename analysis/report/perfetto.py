@@ -19,13 +19,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.finding import Finding, Report
-from rankscope.analysis.report.costs import is_standstill
-from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges
-from rankscope.analysis.report.wire import Block, encoded, fixed64, message, one, varint
+from rankscope.analysis.model.finding import Finding, Report
+from rankscope.analysis.report.money import is_standstill
+from rankscope.analysis.report.protobuf_wire import Block, encoded, fixed64, message, one, varint
+from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
 from rankscope.analysis.timeline.build import Timeline
-from rankscope.analysis.timeline.readings import GAUGES, rates
-from rankscope.analysis.timeline.rows import nest_rows, pack_rows
+from rankscope.analysis.timeline.counters import GAUGES, rates
+from rankscope.dashboard.timeline.lane_packing import nest_rows, pack_rows
 
 __all__ = ["MOST_EVENTS", "NotExportable", "chosen", "write"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from rankscope.analysis.finding import (
+from rankscope.analysis.metrics.wait_attribution import BEGAN_LATE, LEFT_LATE
+from rankscope.analysis.model.finding import (
     COUNTED,
     REST,
     Blame,
@@ -23,14 +24,13 @@ from rankscope.analysis.finding import (
     Span,
     Window,
 )
-from rankscope.analysis.language import spoken, text, translated
-from rankscope.analysis.phrases import counted, place_in_code
-from rankscope.analysis.report.costs import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.report.digest import GapGroup
-from rankscope.analysis.report.quantities import duration, duration_with_error, percent, ranges, signed
-from rankscope.analysis.report.texts import part_name, part_short, say, together
-from rankscope.analysis.timeline.delays import BEGAN_LATE, LEFT_LATE
-from rankscope.analysis.timeline.device_phases import IDLE_LABELS
+from rankscope.analysis.report.labels import part_name, part_short, say, together
+from rankscope.analysis.report.money import HOUR_NS, cost_of, is_standstill, money_text
+from rankscope.analysis.text.message import spoken, text, translated
+from rankscope.analysis.text.phrases import counted, place_in_code
+from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges, signed
+from rankscope.analysis.timeline.device_breakdown import IDLE_LABELS
 
 __all__ = [
     "clock_error",

@@ -10,8 +10,8 @@ from markupsafe import Markup, escape
 from rich.cells import cell_len
 
 from rankscope.analysis.report.digest import Breakdown
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.report.texts import PART_ORDER, part_label, part_short, say
+from rankscope.analysis.report.labels import PART_ORDER, part_label, part_short, say
+from rankscope.analysis.text.units import duration, percent
 
 __all__ = ["COLUMNS_IN_A_ROW", "columns", "mean_bar", "rank_bars", "rank_columns", "step_chart", "step_strip", "swatch"]
 

@@ -13,10 +13,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.finding import Blame, CodeShare, DevicePart, Finding, PathPart, Pipeline, Report, Wait
-from rankscope.analysis.language import speaking, spoken
-from rankscope.analysis.phrases import some_ranges
+from rankscope.analysis.model.finding import Blame, CodeShare, DevicePart, Finding, PathPart, Pipeline, Report, Wait
 from rankscope.analysis.report import digest
+from rankscope.analysis.report.labels import (
+    part_label,
+    part_meaning,
+    part_short,
+    say,
+    together,
+)
 from rankscope.analysis.report.phrases import (
     clock_error,
     code_means,
@@ -39,14 +44,9 @@ from rankscope.analysis.report.phrases import (
     who,
     window_lines,
 )
-from rankscope.analysis.report.quantities import duration, percent, scale_for, shares
-from rankscope.analysis.report.texts import (
-    part_label,
-    part_meaning,
-    part_short,
-    say,
-    together,
-)
+from rankscope.analysis.text.message import speaking, spoken
+from rankscope.analysis.text.phrases import some_ranges
+from rankscope.analysis.text.units import duration, percent, scale_for, shares
 
 __all__ = ["render", "render_short", "wants_color"]
 

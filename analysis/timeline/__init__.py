@@ -1,5 +1,1 @@
-"""Pure functions from tables to tables, each with an invariant that is checked."""
-
-from rankscope.analysis.timeline.build import Timeline, build_timeline
-
-__all__ = ["Timeline", "build_timeline"]
+"""Raw tables to the Timeline: pure functions, each with an invariant that is checked."""

@@ -7,25 +7,26 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from rankscope.analysis import phrases
-from rankscope.analysis.finding import Clock, Gap
-from rankscope.analysis.language import Text, joined, text
-from rankscope.analysis.stretch import Stretch
-from rankscope.analysis.timeline.breakdown import InvariantError, breakdown, check_phases, phases
+from rankscope.analysis.model.finding import Clock, Gap
+from rankscope.analysis.replay.pipeline import steps_of_ops
+from rankscope.analysis.runs.step_range import Stretch
+from rankscope.analysis.runs.trace import Trace, in_order
+from rankscope.analysis.text import phrases
+from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
-from rankscope.analysis.timeline.code import PLACES, SAMPLES, merged_places, sampled_in
+from rankscope.analysis.timeline.code_samples import PLACES, SAMPLES, merged_places, sampled_in
+from rankscope.analysis.timeline.counters import gpus_of_ranks
+from rankscope.analysis.timeline.cuda_events import MARK_COLUMNS, by_marks, mark_phases, marked_steps
+from rankscope.analysis.timeline.device_breakdown import device_phases, with_launches, with_waits
 from rankscope.analysis.timeline.device_clocks import device_clocks, on_one_clock
-from rankscope.analysis.timeline.device_phases import device_phases, with_launches, with_waits
-from rankscope.analysis.timeline.lost_work import set_lost_aside, without_lost_operations
-from rankscope.analysis.timeline.marks import MARK_COLUMNS, by_marks, mark_phases, marked_steps
+from rankscope.analysis.timeline.excluded_steps import set_lost_aside, without_lost_operations
+from rankscope.analysis.timeline.hang_progress import given_up, last_begun_ns, last_progress
+from rankscope.analysis.timeline.host_breakdown import InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.matching import match_collectives
-from rankscope.analysis.timeline.nccl import proxies, with_durations
-from rankscope.analysis.timeline.pipeline import steps_of_ops
-from rankscope.analysis.timeline.profiled import profiled_gaps, set_profiled_aside
-from rankscope.analysis.timeline.progress import given_up, last_begun_ns, last_progress
-from rankscope.analysis.timeline.ras import late_ranks
-from rankscope.analysis.timeline.readings import gpus_of_ranks
-from rankscope.analysis.timeline.stages import stage_ops
+from rankscope.analysis.timeline.nccl_durations import proxies, with_durations
+from rankscope.analysis.timeline.nccl_ras import late_ranks
+from rankscope.analysis.timeline.pipeline_ops import stage_ops
+from rankscope.analysis.timeline.profiled_steps import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.steps import (
     CAPTURE,
     agreement,
@@ -38,7 +39,6 @@ from rankscope.analysis.timeline.steps import (
     renumber,
     whole_captures,
 )
-from rankscope.analysis.trace import Trace, in_order
 
 __all__ = ["Timeline", "build_timeline"]
 
@@ -109,7 +109,7 @@ def build_timeline(trace: Trace) -> Timeline:
 
     Raises `BadInput` where the memory of this machine is not enough.
     """
-    from rankscope.analysis.memory import check_memory  # it knows the graph, which is made of timelines
+    from rankscope.analysis.runs.memory_budget import check_memory  # it knows the graph, which is made of timelines
 
     check_memory(trace)
     ranks = trace.table("ranks").sort("rank").collect()

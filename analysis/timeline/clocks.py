@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.finding import Clock
+from rankscope.analysis.model.finding import Clock
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import polars as pl
 
-from rankscope.analysis.finding import Gap
-from rankscope.analysis.language import text
-from rankscope.analysis.report.quantities import duration
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 
 __all__ = ["device_clocks", "on_one_clock"]

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.finding import Clock
+from rankscope.analysis.model.finding import Clock
 from rankscope.collectors.schema import OPS, P2P_OPS
 
 __all__ = ["MATCHED_COLUMNS", "MUTUAL_OPS", "ROOTED_OPS", "match_collectives", "members_of"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.timeline.device import by_rank
+from rankscope.analysis.timeline.device_time import by_rank
 
 __all__ = [
     "CAPTURE",

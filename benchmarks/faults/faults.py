@@ -26,20 +26,29 @@ KINDS = {
     "input_stall": ("ddp", "ddp-gpu", "fsdp", "tp", "moe"),
     "host_bound": ("ddp-gpu",),
     "gc_stall": ("ddp", "ddp-gpu", "fsdp", "moe", "pp-1f1b"),
-    "uneven_work": ("ddp", "fsdp"),
+    "load_imbalance": ("ddp", "fsdp"),
     "expert_imbalance": ("moe",),
-    "drift": ("ddp", "ddp-gpu", "fsdp", "tp", "moe"),
+    "gradual_slowdown": ("ddp", "ddp-gpu", "fsdp", "tp", "moe"),
     "stage_imbalance": ("pp-1f1b", "pp-gpipe", "3d"),
     "exposed_communication": ("ddp",),
     "recompile": ("ddp", "fsdp", "moe"),
     "hang": ("ddp", "fsdp", "tp", "moe", "pp-1f1b", "3d"),
 }
 # Those that are planted in jobs as they are always recorded on GPUs, without a profiler.
-_IN_DDP = ("slow_rank", "sporadic_rank", "slow_node", "input_stall", "gc_stall", "uneven_work", "drift", "recompile")
+_IN_DDP = (
+    "slow_rank",
+    "sporadic_rank",
+    "slow_node",
+    "input_stall",
+    "gc_stall",
+    "load_imbalance",
+    "gradual_slowdown",
+    "recompile",
+)
 UNPROFILED_KINDS = {
     "ddp-nccl": _IN_DDP,
     "ddp-rccl": _IN_DDP,
-    "pp-nccl": ("slow_rank", "sporadic_rank", "stage_imbalance", "gc_stall", "drift", "recompile"),
+    "pp-nccl": ("slow_rank", "sporadic_rank", "stage_imbalance", "gc_stall", "gradual_slowdown", "recompile"),
     "3d-nccl": ("slow_rank", "stage_imbalance", "gc_stall", "recompile"),
 }
 CONFOUNDERS = ("none", "lengths", "warm-up", "slow alike", "numa", "checkpoint", "lost records")
@@ -54,7 +63,15 @@ _PAIRS = (
 )
 _SEVERAL_NODES = ("slow_node", "slow_link")
 # A few steps do not show what these cost.
-_RANDOM = ("sporadic_rank", "gc_stall", "uneven_work", "expert_imbalance", "recompile", "drift", "host_bound")
+_RANDOM = (
+    "sporadic_rank",
+    "gc_stall",
+    "load_imbalance",
+    "expert_imbalance",
+    "recompile",
+    "gradual_slowdown",
+    "host_bound",
+)
 _BURSTS = 0.25  # share of the steps
 _GC_EVERY = 5
 _MOST_EXPOSED = (0.22, 0.27)  # no more than backward can hide is lost by not hiding it
@@ -224,7 +241,7 @@ def _choose(kind: str, job: Job, rng: np.random.Generator, taken: set[int]) -> _
         size = job.ranks // stages_of(job)
         where = np.arange(stages_of(job)) == stage
         return _Fault(kind, tuple(range(stage * size, (stage + 1) * size)), (), where)
-    if kind == "drift":
+    if kind == "gradual_slowdown":
         ranks = (one,) if many < 0.5 else everybody
         later = np.linspace(0, 1, job.steps)[:, np.newaxis]
         return _Fault(kind, ranks if many < 0.5 else (), (), later * np.isin(np.arange(job.ranks), ranks))
@@ -241,7 +258,7 @@ def _left_of(fault: _Fault) -> list[_Fault]:
     """What a mended fault leaves: work that lay where it should not does not go away, it is spread evenly."""
     if fault.kind == "stage_imbalance":
         return [replace(fault, where=np.ones_like(fault.where), strength=fault.strength / len(fault.where))]
-    return [replace(fault, kind="even work")] if fault.kind == "uneven_work" else []
+    return [replace(fault, kind="even work")] if fault.kind == "load_imbalance" else []
 
 
 def _planted(job: Job, faults: list[_Fault]) -> Resources:
@@ -254,7 +271,7 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
         match fault.kind:
             case "slow_rank" | "sporadic_rank" | "slow_node":
                 can.slowness = can.slowness * np.where(where, 1 + x, 1.0)
-            case "drift":
+            case "gradual_slowdown":
                 can.slowness = can.slowness * (1 + x * where[steps])
             case "slow_link":
                 can.nic = np.where(np.isin(np.arange(job.nodes), fault.nodes), can.nic / (1 + x), can.nic)
@@ -266,7 +283,7 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
                 can.launch_ns = can.launch_ns * (1 + 50 * x)
             case "recompile":
                 can.compile_ns = can.compile_ns + np.where(where, x * job.compute_ns, 0.0)
-            case "uneven_work":
+            case "load_imbalance":
                 can.tokens = can.tokens * _lengths(fault)
             case "even work":
                 even = (can.tokens * _lengths(fault)).mean(axis=1, keepdims=True)

@@ -167,7 +167,7 @@ def train(args: argparse.Namespace) -> list[int]:
         factor = args.factor
         if fault in ("slow_rank", "slow_node", "stage_imbalance") or (fault == "sporadic_rank" and i in bursts):
             factor += args.ms / args.device_ms
-        elif fault == "uneven_work":
+        elif fault == "load_imbalance":
             rows = round(ROWS * (1 - chance.random() * args.ms / 100))
             batch, factor = batch[:rows], rows / ROWS
         for work in works:

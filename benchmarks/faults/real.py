@@ -29,7 +29,7 @@ from score import answer, is_culprit, said
 from three_nodes import MASTER_PORT, network
 
 import rankscope
-from rankscope.analysis.finding import Finding
+from rankscope.analysis.model.finding import Finding
 
 JOB = Path(__file__).with_name("job.py")
 ODDS = {"loud": 0.5, "quiet": 0.14, "masked": 0.065}  # what a fault is to add to the healthy step
@@ -58,7 +58,7 @@ class Job:
         repaired: list[str] = []
         slow_mbit = all_mbit = None
         match self.kind:
-            case "uneven_work":
+            case "load_imbalance":
                 ms = {"loud": 95, "quiet": 35, "masked": 18}[dose]  # the most by which a sequence is shorter, %
                 repaired = ["--factor", str(1 - ms / 200)]
             case "stage_imbalance":
@@ -88,7 +88,7 @@ JOBS = (
     Job("gc_stall", "ddp", (0,)),
     Job("gc_stall", "fsdp2", (2,)),
     Job("gc_stall", "pp-1f1b", (1,)),
-    Job("uneven_work", "ddp", ALL, ()),
+    Job("load_imbalance", "ddp", ALL, ()),
     Job("recompile", "ddp", (1,)),
     Job("stage_imbalance", "pp-1f1b", (2,)),
     Job("stage_imbalance", "pp-gpipe", (1,)),

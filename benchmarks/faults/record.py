@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.ipc
 from simulate import GPUS, Job, Recording
 
+from rankscope.collectors.agent.arrow_writer import write_sealed
 from rankscope.collectors.schema import DEVICE_MARKS, DEVICE_WORK, NO_PEER, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
-from rankscope.collectors.writer import write_sealed
 
 __all__ = ["write"]
 

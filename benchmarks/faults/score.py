@@ -33,7 +33,7 @@ from simulate import Recording, cut
 
 import rankscope
 from rankscope.analysis.detectors import detectors
-from rankscope.analysis.finding import Finding, Report
+from rankscope.analysis.model.finding import Finding, Report
 
 NOTHING, NOT_CHECKED = "healthy", "not checked"
 _DETECTOR = {"sporadic_rank": "slow_rank", "slow_node": "slow_rank"}  # else the kind's own name
@@ -51,7 +51,9 @@ def judged(case: Case, *, delays: bool = False, small: bool = False, parallel: s
     log, truths = simulated(case, small=small, parallel=parallel)
     began = time.process_time()
     report = _report(log)
-    loud = delays and case.dose == "loud" and case.kind not in ("hang", "drift")  # of a drift most is still to come
+    loud = (
+        delays and case.dose == "loud" and case.kind not in ("hang", "gradual_slowdown")
+    )  # of a drift most is still to come
     return {
         "delay": _delay(log, asdict(truths[0])) if loud else None,
         "early": _early_alarms(log) if delays and not truths else None,

@@ -131,7 +131,7 @@ typedef union {
 
 typedef void (*Log)(int level, unsigned long flags, const char *file, int line, const char *format, ...);
 
-/* ---- the ring: as collectors/ring.py writes it and collectors/drain.py reads it */
+/* ---- the ring: as collectors/in_rank/ring_writer.py writes it and collectors/agent/ring_reader.py reads it */
 
 typedef struct {
   _Atomic uint64_t number;

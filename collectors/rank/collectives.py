@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit, Group
+    from rankscope.collectors.in_rank.session import Emit, Group
 
 tables = ("collectives", "groups", "regions")
 

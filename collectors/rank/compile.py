@@ -13,11 +13,11 @@ from functools import partial
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rankscope.collectors.imports import after_import
+from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.schema import REGION_KINDS
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("regions",)
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from rankscope.collectors.schema import RecordType
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("device_marks",)
 

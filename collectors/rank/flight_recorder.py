@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from rankscope.collectors.flight import GATE, LAST, SOCKET, fetch
+from rankscope.collectors.agent.flight_recorder import GATE, LAST, SOCKET, fetch
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("flight_records",)
 

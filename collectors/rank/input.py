@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rankscope.collectors.schema import REGION_KINDS
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("regions",)
 

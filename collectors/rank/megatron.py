@@ -11,11 +11,11 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rankscope.collectors.imports import after_import
-from rankscope.collectors.microbatch import Microbatches
+from rankscope.collectors.in_rank.import_hooks import after_import
+from rankscope.collectors.in_rank.pipeline_hooks import Microbatches
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("regions",)
 

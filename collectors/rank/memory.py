@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rankscope.collectors.schema import RecordType
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("memory",)
 

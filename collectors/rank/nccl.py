@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rankscope.collectors.nccl_profiler import EVENTS, VARIABLE, built, too_old
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("nccl_calls", "nccl_events")
 

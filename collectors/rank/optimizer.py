@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("regions", "memory")
 

@@ -17,11 +17,11 @@ import time
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
-from rankscope.collectors.frames import UNSAFE, current_frames
+from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
 from rankscope.collectors.schema import INSTALLED, RecordType
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("samples", "frames")
 

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rankscope.collectors.frames import UNSAFE, current_frames
+from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
 from rankscope.collectors.schema import WINDOW_STEP
 
 if TYPE_CHECKING:
-    from rankscope.collectors.session import Emit
+    from rankscope.collectors.in_rank.session import Emit
 
 tables = ("windows",)
 

@@ -1,4 +1,4 @@
-/* How tables write numbers; the same as rankscope.analysis.report.quantities. */
+/* How tables write numbers; the same as rankscope.analysis.text.units. */
 "use strict";
 (() => {
   const functions = (window.dashAgGridFunctions = window.dashAgGridFunctions || {});

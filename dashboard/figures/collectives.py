@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.language import text
-from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.cost_model import Line, bus_factor, busbw, costs, lines, link_of
+from rankscope.analysis.metrics.bandwidth import Line, bus_factor, busbw, costs, lines, link_of
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, log_axis
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.language import text
-from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.readings import GAUGES
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration
+from rankscope.analysis.timeline.counters import GAUGES
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
 __all__ = ["HEADLINES", "changing", "lines", "series", "title_of"]

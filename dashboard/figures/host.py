@@ -7,11 +7,11 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import place_in_code
+from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.report.palette import LIGHT
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.report.texts import part_label
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import place_in_code
+from rankscope.analysis.text.units import duration, percent
 from rankscope.dashboard.figures.plots import Figure, axis, colour, figure, time_axis
 
 __all__ = [

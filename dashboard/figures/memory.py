@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.language import text
+from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
 __all__ = ["by_rank", "lines"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.language import text
+from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD
 from rankscope.analysis.report.palette import LIGHT
-from rankscope.analysis.report.quantities import duration
-from rankscope.analysis.timeline.pipeline import BACKWARD, FORWARD
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration
 from rankscope.dashboard.figures.plots import Figure, axis, figure, time_axis
 
 __all__ = ["chart", "computations", "ideal"]

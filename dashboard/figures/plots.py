@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankscope.analysis.report.palette import LIGHT
-from rankscope.analysis.report.quantities import bytes_text, duration
+from rankscope.analysis.text.units import bytes_text, duration
 
 __all__ = ["COLOURS", "Figure", "axis", "bytes_text", "colour", "figure", "log_axis", "round_marks", "time_axis"]
 

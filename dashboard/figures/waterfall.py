@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rankscope.analysis.finding import Report
-from rankscope.analysis.language import text
+from rankscope.analysis.metrics.step_matrix import MIXED
+from rankscope.analysis.model.finding import Report
 from rankscope.analysis.report.digest import Breakdown
-from rankscope.analysis.report.quantities import duration, scale_for, shares
-from rankscope.analysis.report.texts import part_label, part_meaning
-from rankscope.analysis.timeline.own import MIXED
+from rankscope.analysis.report.labels import part_label, part_meaning
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration, scale_for, shares
 
 __all__ = ["USEFUL", "Bar", "waterfall"]
 

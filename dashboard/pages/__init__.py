@@ -1,1 +1,1 @@
-"""The pages: every module here is one, see `rankscope.dashboard.page`."""
+"""The pages: every module here is one, see `rankscope.dashboard.page_kit`."""

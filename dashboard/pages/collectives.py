@@ -7,13 +7,13 @@ from typing import Any
 import polars as pl
 from dash import dcc, html
 
-from rankscope.analysis.language import joined, text
+from rankscope.analysis.metrics.bandwidth import bus_factor, faster_than_ring, transfers
+from rankscope.analysis.metrics.links import nic_speeds
 from rankscope.analysis.report import digest
-from rankscope.analysis.report.quantities import bytes_text, duration, percent
-from rankscope.analysis.timeline.cost_model import bus_factor, faster_than_ring, transfers
-from rankscope.analysis.timeline.links import nic_speeds
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.dashboard.figures import collectives as figures
-from rankscope.dashboard.page import Query, Shown, address, card, empty, heading, plot, quiet, table
+from rankscope.dashboard.page_kit import Query, Shown, address, card, empty, heading, plot, quiet, table
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Collectives"), 40

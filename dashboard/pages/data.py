@@ -14,9 +14,9 @@ from dash import Dash, Input, Output, ctx, dcc, html, no_update
 from dash import State as Known
 from flask import Response, request
 
-from rankscope.analysis.language import text
+from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
-from rankscope.dashboard.page import Query, empty, heading, in_language, query_of, quiet
+from rankscope.dashboard.page_kit import Query, empty, heading, in_language, query_of, quiet
 from rankscope.dashboard.sql import LIMIT, QueryError, answer, narrowed
 from rankscope.dashboard.state import Run, State
 

@@ -8,13 +8,13 @@ from typing import Any
 import polars as pl
 from dash import Dash, Input, Output, dcc, html, no_update
 
-from rankscope.analysis.compare import Comparison, NotComparable, compare
-from rankscope.analysis.language import text
-from rankscope.analysis.report.comparison import arrow, finding_row, step_change
-from rankscope.analysis.report.quantities import duration, signed
-from rankscope.analysis.report.texts import part_label
-from rankscope.dashboard.figures.changes import Step, steps_from_a_to_b
-from rankscope.dashboard.page import (
+from rankscope.analysis.compare.two_runs import Comparison, NotComparable, compare
+from rankscope.analysis.report.diff_text import arrow, finding_row, step_change
+from rankscope.analysis.report.labels import part_label
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration, signed
+from rankscope.dashboard.figures.diff_waterfall import Step, steps_from_a_to_b
+from rankscope.dashboard.page_kit import (
     Query,
     Shown,
     address,

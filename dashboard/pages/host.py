@@ -7,12 +7,12 @@ from typing import Any
 import polars as pl
 from dash import html
 
-from rankscope.analysis.diagnose import code_of
-from rankscope.analysis.language import text
+from rankscope.analysis.diagnosis.diagnose import code_of
 from rankscope.analysis.report.phrases import lead_line
+from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import host as figures
 from rankscope.dashboard.figures.kernels import launch_delays
-from rankscope.dashboard.page import Query, Shown, card, empty, heading, plot, quiet, table
+from rankscope.dashboard.page_kit import Query, Shown, card, empty, heading, plot, quiet, table
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Host"), 60

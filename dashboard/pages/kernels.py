@@ -6,10 +6,10 @@ from typing import Any
 
 from dash import html
 
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import counted
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted
 from rankscope.dashboard.figures.kernels import by_name
-from rankscope.dashboard.page import Query, Shown, card, empty, heading, quiet, table
+from rankscope.dashboard.page_kit import Query, Shown, card, empty, heading, quiet, table
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Kernels"), 90

@@ -7,9 +7,9 @@ from typing import Any
 import polars as pl
 from dash import html
 
-from rankscope.analysis.language import text
+from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import memory as figures
-from rankscope.dashboard.page import Query, Shown, card, empty, heading, plot, table
+from rankscope.dashboard.page_kit import Query, Shown, card, empty, heading, plot, table
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Memory"), 80

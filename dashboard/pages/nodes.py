@@ -9,11 +9,11 @@ import polars as pl
 from dash import Dash, Input, Output, html
 from dash import State as Known
 
-from rankscope.analysis.language import joined, text
 from rankscope.analysis.report import digest, phrases
-from rankscope.analysis.report.texts import say
+from rankscope.analysis.report.labels import say
+from rankscope.analysis.text.message import joined, text
 from rankscope.dashboard.figures import counters as figures
-from rankscope.dashboard.page import Query, card, empty, heading, in_language, plot, query_of, quiet
+from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, plot, query_of, quiet
 from rankscope.dashboard.state import Run, State
 
 TITLE, ORDER = text("Nodes"), 70

@@ -9,15 +9,16 @@ from typing import Any
 import dash_mantine_components as dmc
 from dash import dcc, html
 
-from rankscope.analysis.finding import Evidence, Finding, Report
-from rankscope.analysis.language import text
-from rankscope.analysis.phrases import some_ranges
-from rankscope.analysis.report import digest, phrases, quantities, svg
+from rankscope.analysis.model.finding import Evidence, Finding, Report
+from rankscope.analysis.report import digest, phrases, svg
 from rankscope.analysis.report.html import course
-from rankscope.analysis.report.texts import detector_name, part_label, part_meaning, say, together
+from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, say, together
+from rankscope.analysis.text import units
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import some_ranges
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
-from rankscope.dashboard.page import Query, address, card, facts, quiet
+from rankscope.dashboard.page_kit import Query, address, card, facts, quiet
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Overview"), 0
@@ -114,7 +115,7 @@ def _picture(split: digest.Breakdown, finding: Finding) -> Any:  # noqa: ANN401
     if len(values) < 2 or len(marked) == len(values):
         return None
     inside, others = (
-        quantities.duration(statistics.median(ns for rank, ns in values.items() if (rank in marked) == marks))
+        units.duration(statistics.median(ns for rank, ns in values.items() if (rank in marked) == marks))
         for marks in (True, False)
     )
     numbers = say("finding.picture.numbers", phrases.who(tuple(marked)), inside, others)
@@ -178,12 +179,12 @@ def _waiting(report: Report) -> Any:  # noqa: ANN401
     path, blames = digest.main_path(report.critical_path), digest.main_blames(report.blames)
     step_ns = sum(part.ns_per_step for part in path)
     chain = [
-        (quantities.percent(part.ns_per_step / step_ns), quantities.duration(part.ns_per_step), *phrases.path_row(part))
+        (units.percent(part.ns_per_step / step_ns), units.duration(part.ns_per_step), *phrases.path_row(part))
         for part in path
     ]
-    stood = [(quantities.duration(blame.blocked_ns), *phrases.path_row(blame)) for blame in blames]
+    stood = [(units.duration(blame.blocked_ns), *phrases.path_row(blame)) for blame in blames]
     cards = [
-        card(say("path"), quiet(say("path.means", quantities.duration(step_ns))), _table("path", _PATH, chain))
+        card(say("path"), quiet(say("path.means", units.duration(step_ns))), _table("path", _PATH, chain))
         if chain
         else None,
         card(say("waits"), quiet(say("blames.means")), _table("blames", _BLAMES, stood)) if stood else None,

@@ -9,12 +9,12 @@ import polars as pl
 from dash import Dash, Input, Output, html
 from dash import State as Known
 
-from rankscope.analysis.finding import Pipeline
-from rankscope.analysis.language import text
-from rankscope.analysis.report.quantities import percent
-from rankscope.analysis.report.texts import say
+from rankscope.analysis.model.finding import Pipeline
+from rankscope.analysis.report.labels import say
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import percent
 from rankscope.dashboard.figures import pipeline as figures
-from rankscope.dashboard.page import Query, Shown, card, empty, heading, in_language, plot, query_of, table
+from rankscope.dashboard.page_kit import Query, Shown, card, empty, heading, in_language, plot, query_of, table
 from rankscope.dashboard.state import Run, State
 
 TITLE, ORDER = text("Pipeline"), 50

@@ -14,15 +14,15 @@ from dash import Dash, Input, Output, html
 from dash import State as Known
 from flask import Response, request
 
-from rankscope.analysis.language import spoken, text
 from rankscope.analysis.report import digest, svg
-from rankscope.analysis.report.quantities import duration, percent
-from rankscope.analysis.report.texts import say
+from rankscope.analysis.report.labels import say
+from rankscope.analysis.text.message import spoken, text
+from rankscope.analysis.text.units import duration, percent
 from rankscope.dashboard.components import Chart, Raster
-from rankscope.dashboard.figures.raster import QUANTITIES, Grid, View, cell, grid, picture, rank_order
-from rankscope.dashboard.page import Query, address, card, empty, heading, in_language, query_of, quiet
+from rankscope.dashboard.figures.rank_step_heatmap import QUANTITIES, Grid, View, cell, grid, picture, rank_order
+from rankscope.dashboard.page_kit import Query, address, card, empty, heading, in_language, query_of, quiet
 from rankscope.dashboard.state import Run, State
-from rankscope.dashboard.timeline.scene import groupings
+from rankscope.dashboard.timeline.lanes import groupings
 
 TITLE, ORDER = text("Ranks"), 30
 

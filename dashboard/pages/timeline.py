@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rankscope.analysis.language import text
+from rankscope.analysis.text.message import text
 from rankscope.dashboard import timeline
-from rankscope.dashboard.page import Query
+from rankscope.dashboard.page_kit import Query
 from rankscope.dashboard.state import Run
 from rankscope.dashboard.timeline import register
 

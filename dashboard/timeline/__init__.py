@@ -13,8 +13,8 @@ import polars as pl
 from dash import Dash
 from dash.development.base_component import Component
 
-from rankscope.analysis.finding import Report
-from rankscope.dashboard.timeline.scene import Scene
+from rankscope.analysis.model.finding import Report
+from rankscope.dashboard.timeline.lanes import Scene
 from rankscope.dashboard.timeline.server import ROUTES, register_routes
 
 __all__ = ["Source", "TimelineCanvas", "layout", "register"]

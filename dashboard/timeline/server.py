@@ -13,11 +13,11 @@ from typing import Any
 import polars as pl
 from flask import Flask, Response, request
 
-from rankscope.analysis.finding import Report
-from rankscope.analysis.language import spoken
-from rankscope.dashboard.timeline import lod, lookup
+from rankscope.analysis.model.finding import Report
+from rankscope.analysis.text.message import spoken
+from rankscope.dashboard.timeline import details, lod
+from rankscope.dashboard.timeline.lanes import KINDS, Scene
 from rankscope.dashboard.timeline.lod import Indices, Row
-from rankscope.dashboard.timeline.scene import KINDS, Scene
 
 __all__ = ["ROUTES", "packed_view", "register_routes", "view"]
 
@@ -33,13 +33,13 @@ class _Searches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._searches: OrderedDict[tuple[int, str], lookup.Matches] = OrderedDict()
+        self._searches: OrderedDict[tuple[int, str], details.Matches] = OrderedDict()
 
-    def matches(self, scene: Scene, text: str) -> lookup.Matches:
+    def matches(self, scene: Scene, text: str) -> details.Matches:
         key = id(scene), text
         with self._lock:
             if key not in self._searches:
-                self._searches[key] = lookup.matches(scene, text)
+                self._searches[key] = details.matches(scene, text)
                 while len(self._searches) > _SEARCHES:
                     self._searches.popitem(last=False)
             return self._searches[key]
@@ -80,8 +80,8 @@ def register_routes(
     route("scene", lambda _, scene: _scene(scene))
     route("marks", lambda asked, scene: _marks(report(str(asked.get("run", ""))), scene))
     route("view", lambda asked, scene: packed_view(asked, scene))
-    route("at", lambda asked, scene: lookup.describe(scene, *_ints(asked, "lane", "t", "slack")))
-    route("spent", lambda asked, scene: lookup.spent(scene, _lanes(asked), *_ints(asked, "t0", "t1")))
+    route("at", lambda asked, scene: details.describe(scene, *_ints(asked, "lane", "t", "slack")))
+    route("spent", lambda asked, scene: details.spent(scene, _lanes(asked), *_ints(asked, "t0", "t1")))
     route("find", lambda asked, scene: _find(asked, scene, searches))
     route("path", lambda asked, scene: _path(asked, scene, critical_path(str(asked.get("run", "")))))
 
@@ -158,7 +158,7 @@ def _find(asked: dict[str, Any], scene: Scene, searches: _Searches) -> dict[str,
         raise _BadRequest("there is no text to look for")
     number = asked.get("number")
     (after,) = _ints(asked, "after")
-    return lookup.find(scene, searches.matches(scene, text), number if isinstance(number, int) else None, after)
+    return details.find(scene, searches.matches(scene, text), number if isinstance(number, int) else None, after)
 
 
 def _path(asked: dict[str, Any], scene: Scene, path: pl.DataFrame | None) -> dict[str, Any]:

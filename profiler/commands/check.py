@@ -29,9 +29,9 @@ def command(
         typer.Option(help="Findings from here on count: low is any, medium 5 % of the step, high 10 %."),
     ] = "low",
 ) -> None:
-    from rankscope.analysis.compare import NotComparable, compare
-    from rankscope.analysis.diagnose import read_run
-    from rankscope.analysis.gate import gate
+    from rankscope.analysis.compare.gate import gate
+    from rankscope.analysis.compare.two_runs import NotComparable, compare
+    from rankscope.analysis.diagnosis.diagnose import read_run
 
     with clear_input_errors():
         report, timeline = read_run(run)

@@ -18,7 +18,7 @@ from rankscope.profiler.columns import aligned
 from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
-    from rankscope.analysis.compare import Comparison, KernelChange, OperationChange
+    from rankscope.analysis.compare.two_runs import Comparison, KernelChange, OperationChange
 
 __all__ = ["command"]
 
@@ -31,8 +31,8 @@ def command(
     b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The run that may have changed.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    from rankscope.analysis.compare import NotComparable, compare
-    from rankscope.analysis.diagnose import read_run
+    from rankscope.analysis.compare.two_runs import NotComparable, compare
+    from rankscope.analysis.diagnosis.diagnose import read_run
 
     with clear_input_errors():
         try:
@@ -56,7 +56,7 @@ def _print_json(found: Comparison) -> None:
 
 
 def _text(found: Comparison) -> Iterable[str]:
-    from rankscope.analysis.phrases import counted
+    from rankscope.analysis.text.phrases import counted
 
     for name, side in (("A", found.a), ("B", found.b)):
         yield f"{name}  {side.path}: {counted(side.ranks, 'rank')}, {counted(side.steps, 'judged step')}"
@@ -75,22 +75,22 @@ def _text(found: Comparison) -> Iterable[str]:
 
 
 def _step(found: Comparison) -> str:
-    from rankscope.analysis.report.comparison import step_change
-    from rankscope.analysis.report.quantities import duration
+    from rankscope.analysis.report.diff_text import step_change
+    from rankscope.analysis.text.units import duration
 
     return f"Mean step  {duration(found.step.a_ns)} -> {duration(found.step.b_ns)}: {step_change(found.step)}"
 
 
 def _parts(found: Comparison) -> str:
-    from rankscope.analysis.report.comparison import part_columns
+    from rankscope.analysis.report.diff_text import part_columns
 
     unit, rows = part_columns(found)
     return aligned([("part", f"A, {unit}", f"B, {unit}", "change", "±"), *rows], right=(1, 2, 3, 4))
 
 
 def _ranks(found: Comparison) -> str:
-    from rankscope.analysis.report.quantities import duration, signed
-    from rankscope.analysis.report.texts import part_label
+    from rankscope.analysis.report.labels import part_label
+    from rankscope.analysis.text.units import duration, signed
 
     rows = [
         (
@@ -105,7 +105,7 @@ def _ranks(found: Comparison) -> str:
 
 
 def _findings(found: Comparison) -> str:
-    from rankscope.analysis.report.comparison import finding_row
+    from rankscope.analysis.report.diff_text import finding_row
 
     if not found.findings:
         return "none in either run"
@@ -113,8 +113,8 @@ def _findings(found: Comparison) -> str:
 
 
 def _operations(operations: Sequence[OperationChange]) -> str:
-    from rankscope.analysis.report.comparison import arrow
-    from rankscope.analysis.report.quantities import duration, signed
+    from rankscope.analysis.report.diff_text import arrow
+    from rankscope.analysis.text.units import duration, signed
 
     rows = [("operation", "group", "per step", "bytes", "transfer", "time of a rank")]
     for one in operations[:_SHOWN]:
@@ -126,8 +126,8 @@ def _operations(operations: Sequence[OperationChange]) -> str:
 
 
 def _kernels(kernels: Sequence[KernelChange]) -> str:
-    from rankscope.analysis.report.comparison import arrow
-    from rankscope.analysis.report.quantities import duration, signed
+    from rankscope.analysis.report.diff_text import arrow
+    from rankscope.analysis.text.units import duration, signed
 
     rows = [("kernel", "time", "count", "change")]
     for one in kernels[:_SHOWN]:

@@ -30,7 +30,7 @@ from rankscope.profiler.errors import NotRecorded, RankscopeError
 __all__ = ["Check", "command"]
 
 _EXTRAS = {"ui": ("dash", "dash_mantine_components", "dash_ag_grid"), "dask": ("dask", "distributed")}
-_COMPILED = ("rankscope.analysis.readers._scan", "rankscope.analysis.timeline._replay")
+_COMPILED = ("rankscope.analysis.readers._scan", "rankscope.analysis.replay._replay")
 _FREE_BYTES = 1e9
 
 
@@ -122,7 +122,7 @@ def _clock() -> Iterator[Check]:
 def _collectors() -> Iterator[Check]:
     """Those of the node are started, read once and stopped, as the agent does it."""
     from rankscope.collectors import node, rank
-    from rankscope.collectors.sampler import Sampler
+    from rankscope.collectors.agent.node_sampler import Sampler
     from rankscope.collectors.topology import described
 
     for module in pkgutil.iter_modules(rank.__path__):

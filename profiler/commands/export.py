@@ -29,11 +29,11 @@ def command(
     ranks: Annotated[str | None, typer.Option(help="Which ranks, as in 0-7,12; without: all.")] = None,
     steps: Annotated[str | None, typer.Option(help="Which steps, as in 100-110; without: all.")] = None,
 ) -> None:
-    from rankscope.analysis.diagnose import report_on
+    from rankscope.analysis.diagnosis.diagnose import report_on
     from rankscope.analysis.report import perfetto
+    from rankscope.analysis.runs.trace import Trace
     from rankscope.analysis.timeline.build import build_timeline
     from rankscope.analysis.timeline.clocks import apply_clocks
-    from rankscope.analysis.trace import Trace
 
     wanted, between = _ranks(ranks), _steps(steps)
     with clear_input_errors():

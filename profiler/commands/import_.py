@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import polars as pl
     import pyarrow as pa
 
-    from rankscope.analysis.trace import Trace
+    from rankscope.analysis.runs.trace import Trace
 
 __all__ = ["command", "write"]
 
@@ -44,7 +44,7 @@ def command(
     import pyarrow as pa
 
     from rankscope.analysis.readers import native
-    from rankscope.analysis.trace import Trace
+    from rankscope.analysis.runs.trace import Trace
 
     pa.set_memory_pool(pa.system_memory_pool())
     if any(native.recognises(path) for path in paths):
@@ -149,7 +149,7 @@ def _write_rows(folder: Path, table: str, key: _Key, columns: Mapping[str, Any],
     import polars as pl
     import pyarrow as pa
 
-    from rankscope.collectors.writer import write_sealed
+    from rankscope.collectors.agent.arrow_writer import write_sealed
 
     schema = pa.schema([(column.name, pa.type_for_alias(column.type)) for column in TABLES[table].columns])
     owner, number = key

@@ -17,8 +17,8 @@ from rankscope.profiler.errors import clear_input_errors
 if TYPE_CHECKING:
     import polars as pl
 
-    from rankscope.analysis.finding import Gap
-    from rankscope.analysis.trace import Trace
+    from rankscope.analysis.model.finding import Gap
+    from rankscope.analysis.runs.trace import Trace
 
 __all__ = ["command"]
 
@@ -28,7 +28,7 @@ _HEAD = ("table", "rows", "ranks", "seconds", "size", "bytes/row")
 def command(
     run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
 ) -> None:
-    from rankscope.analysis.trace import Trace
+    from rankscope.analysis.runs.trace import Trace
 
     with clear_input_errors():
         trace = Trace.open(run)

@@ -17,7 +17,7 @@ from rankscope.profiler.arguments import LANG_HELP, PRICE_HELP, parse_language, 
 from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
-    from rankscope.analysis.finding import Report
+    from rankscope.analysis.model.finding import Report
 
 __all__ = ["command"]
 
@@ -38,7 +38,7 @@ def command(
     lang: Annotated[str, typer.Option(metavar="LANGUAGE", help=LANG_HELP)] = "en",
     price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
 ) -> None:
-    from rankscope.analysis.diagnose import read_run
+    from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.readers import native
     from rankscope.analysis.report import html, json_form, terminal
 

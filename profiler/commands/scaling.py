@@ -19,7 +19,7 @@ from rankscope.profiler.columns import aligned
 from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
-    from rankscope.analysis.scaling import Scaling
+    from rankscope.analysis.compare.scaling import Scaling
 
 __all__ = ["command"]
 
@@ -30,9 +30,9 @@ def command(
     strong: Annotated[bool, typer.Option("--strong", help="All ranks share the same work.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    from rankscope.analysis.diagnose import read_run
+    from rankscope.analysis.compare.scaling import NotScaling, scaling
+    from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.report.json_form import strict
-    from rankscope.analysis.scaling import NotScaling, scaling
 
     if weak and strong:
         raise RankscopeError("--weak or --strong, not both")
@@ -48,8 +48,8 @@ def command(
 
 
 def _text(found: Scaling) -> Iterable[str]:
-    from rankscope.analysis.report.quantities import percent
-    from rankscope.analysis.report.texts import part_label
+    from rankscope.analysis.report.labels import part_label
+    from rankscope.analysis.text.units import percent
 
     base, *others = found.points
     yield f"{found.kind.capitalize()} scaling ({found.why}), against {base.path} on {base.ranks} ranks"
@@ -73,7 +73,7 @@ def _text(found: Scaling) -> Iterable[str]:
 
 
 def _runs(found: Scaling) -> str:
-    from rankscope.analysis.report.quantities import duration, duration_with_error, percent
+    from rankscope.analysis.text.units import duration, duration_with_error, percent
 
     fewest = found.points[0].ranks
     rows: list[tuple[str, ...]] = [
@@ -98,8 +98,8 @@ def _runs(found: Scaling) -> str:
 
 def _parts(found: Scaling) -> str:
     """One row per part, one column per run but the base. What is shown of a column adds up."""
-    from rankscope.analysis.report.quantities import scale_for
-    from rankscope.analysis.report.texts import part_label
+    from rankscope.analysis.report.labels import part_label
+    from rankscope.analysis.text.units import scale_for
 
     scale = scale_for(max(point.step_ns for point in found.points))
     points = found.points[1:]

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rankscope.collectors.windows import ENDED, ask, folder_of
+from rankscope.collectors.agent.deep_windows import ENDED, ask, folder_of
 from rankscope.profiler.errors import RankscopeError
 
 __all__ = ["command"]
@@ -92,7 +92,7 @@ def _wanted(text: str | None, running: Mapping[int, int | None]) -> list[int] | 
         raise RankscopeError(f"--ranks is as in 0-7,12; got {text}") from None
     absent = [rank for rank in ranks if rank not in running]
     if absent or not ranks:
-        from rankscope.analysis.report.quantities import ranges
+        from rankscope.analysis.text.units import ranges
 
         raise RankscopeError(
             f"rank {ranges(absent)} does not write to this folder (ranks {ranges(running)} do): "
@@ -102,7 +102,7 @@ def _wanted(text: str | None, running: Mapping[int, int | None]) -> list[int] | 
 
 
 def _tell_unreached(running: Mapping[int, int | None], wanted: list[int] | None) -> None:
-    from rankscope.analysis.report.quantities import ranges
+    from rankscope.analysis.text.units import ranges
 
     world = max((size or 0 for size in running.values()), default=0)
     absent = sorted(set(range(world)) - set(running))
@@ -170,7 +170,7 @@ def _answers(run: Path, number: int) -> tuple[int | None, Answers]:
 
 
 def _print_window(run: Path, number: int, steps: int, answers: Answers) -> None:
-    from rankscope.analysis.phrases import counted, named
+    from rankscope.analysis.text.phrases import counted, named
 
     recorded = [rank for rank, answer in answers.items() if answer["state"] == "recorded"]
     if recorded:

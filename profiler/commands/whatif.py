@@ -20,8 +20,8 @@ from rankscope.profiler.columns import aligned
 from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
-    from rankscope.analysis.finding import Fidelity
-    from rankscope.analysis.timeline.whatif import Gain
+    from rankscope.analysis.model.finding import Fidelity
+    from rankscope.analysis.replay.whatif import Gain
 
 __all__ = ["command"]
 
@@ -36,11 +36,11 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
+    from rankscope.analysis.metrics.links import judged_links
+    from rankscope.analysis.replay.graph import NotReplayable
+    from rankscope.analysis.replay.whatif import BadFix, rerun
+    from rankscope.analysis.runs.trace import Trace
     from rankscope.analysis.timeline.build import build_timeline
-    from rankscope.analysis.timeline.graph import NotReplayable
-    from rankscope.analysis.timeline.links import judged_links
-    from rankscope.analysis.timeline.whatif import BadFix, rerun
-    from rankscope.analysis.trace import Trace
 
     fixes = [*(fix or []), *([f"bucket-mb:{bucket_mb:g}"] if bucket_mb is not None else [])]
     if not fixes:
@@ -66,7 +66,7 @@ def command(
 
 
 def _print(step_ns: float, fidelity: Fidelity, gains: list[Gain]) -> None:
-    from rankscope.analysis.report.quantities import duration, duration_with_error, percent
+    from rankscope.analysis.text.units import duration, duration_with_error, percent
 
     print(f"step now      {duration(step_ns)}, mean over the judged steps")
     print(

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rankscope.analysis.diagnose import diagnose
-    from rankscope.analysis.trace import Trace
-    from rankscope.collectors.session import annotate, step
+    from rankscope.analysis.diagnosis.diagnose import diagnose
+    from rankscope.analysis.runs.trace import Trace
+    from rankscope.collectors.in_rank.session import annotate, step
 
     open = Trace.open
 
@@ -26,15 +26,15 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     # Lazily, since a training script imports this package for step() and annotate() only.
     if name in ("annotate", "step"):
-        from rankscope.collectors import session
+        from rankscope.collectors.in_rank import session
 
         return getattr(session, name)
     if name == "diagnose":
-        from rankscope.analysis.diagnose import diagnose
+        from rankscope.analysis.diagnosis.diagnose import diagnose
 
         return diagnose
     if name == "open":
-        from rankscope.analysis.trace import Trace
+        from rankscope.analysis.runs.trace import Trace
 
         return Trace.open
     raise AttributeError(f"module 'rankscope' has no attribute {name!r}")

@@ -44,7 +44,7 @@ def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctyp
 
 def learn(device: int) -> None:
     """The recording takes it for the device of the weights, which are on none."""
-    from rankscope.collectors import session
+    from rankscope.collectors.in_rank import session
 
     if session._session is not None:
         session._session.emit.device = device

@@ -1,0 +1,108 @@
+"""Whether a run is as fast as it should be: yes, no, or not seen well enough to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rankscope.analysis.compare.two_runs import Comparison, FindingChange, StepChange
+from rankscope.analysis.model.finding import COARSE, Finding, Found, Look, Report
+from rankscope.analysis.report.diff_text import step_change
+from rankscope.analysis.report.digest import looks_of, missing_ranks, speed_was_judged
+from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.units import duration, percent, ranges
+
+__all__ = ["Gate", "gate"]
+
+_SEVERITIES = ("low", "medium", "high")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Why the run does not pass, and what was not seen of it; it passes where both are empty."""
+
+    failures: tuple[str, ...]
+    unseen: tuple[str, ...]
+
+
+def gate(report: Report, against: Comparison | None = None, *, severity: str = "low", slower: float = 0.03) -> Gate:
+    """Judge a run by its findings of this severity and above, root causes only, and by what must have been seen.
+
+    With a comparison, whose B is the run: findings that A has too, at no less, do not count; a mean step that is longer
+    by more than the share `slower` does. Where the error of that change leaves open which, it was not seen.
+    """
+    known = [change for change in against.findings if _no_worse(change)] if against else []
+    roots = [finding for finding in report.findings if finding.caused_by is None]
+    counted_severities = _SEVERITIES[_SEVERITIES.index(severity) :]
+    counting = [finding for finding in roots if finding.severity in counted_severities]
+    failures = [_told(finding) for finding in counting if not any(change.b == finding for change in known)]
+    elsewhere = [(look, found) for look in looks_of(report) for found in look.findings]
+    failures += [_told_of(look, found) for look, found in elsewhere if found.severity in counted_severities]
+    unseen = list(_unseen(report))
+    bounded = False
+    if against:
+        longer, open_ = _step(against.step, slower)
+        failures += longer
+        unseen += open_
+        if against.a.ranks != against.b.ranks:
+            unseen.append(f"{counted(against.a.ranks, 'rank')} there and {against.b.ranks} here: no fair comparison")
+        bounded = not open_  # what is new in a step that is no longer costs no more than that
+    if not (failures or bounded):
+        unseen += _hidden(report)
+    return Gate(failures=tuple(failures), unseen=tuple(unseen))
+
+
+def _no_worse(change: FindingChange) -> bool:
+    """A has the finding too, and it cost as much there, within the error."""
+    if change.a is None or change.b is None:
+        return False
+    error_ns = change.a.uncertainty_ns + change.b.uncertainty_ns
+    return change.status == "stays" or change.b.lost_ns_per_step <= change.a.lost_ns_per_step + error_ns
+
+
+def _told(finding: Finding) -> str:
+    share = f", {percent(finding.lost_fraction)} of the step" if finding.lost_fraction else ""
+    return f"{finding.title} ({finding.detector}, {finding.severity}{share})"
+
+
+def _told_of(look: Look, found: Found) -> str:
+    return f"{_phase(look)}: {found.title} ({found.detector}, {found.severity})"
+
+
+def _phase(look: Look) -> str:
+    return f"steps {ranges(range(look.phase.first, look.phase.last + 1))}"
+
+
+def _unseen(report: Report) -> Iterator[str]:
+    """What was not there to be judged."""
+    missing = missing_ranks(report)
+    if missing:
+        yield f"{named('rank', missing)} of {report.world_size} not recorded"
+    if not report.findings and not speed_was_judged(report):
+        yield report.verdict
+    for look in looks_of(report):
+        if not look.findings:
+            yield f"why {_phase(look)} take {duration(look.phase.median_ns)}, and those that were judged do not"
+
+
+def _hidden(report: Report) -> Iterator[str]:
+    """What the steps' own scatter, or a collector that failed, may hide; a finding may cause such scatter itself."""
+    unclear: dict[str, list[str]] = {}
+    for unchecked in report.not_checked:
+        if unchecked.unclear:
+            unclear.setdefault(unchecked.why, []).append(unchecked.detector)
+    yield from (f"{', '.join(detectors)}: {why}" for why, detectors in unclear.items())
+    for check in report.healthy:
+        if report.steps.mean_ns and (check.resolution_ns or 0) >= COARSE * report.steps.mean_ns:
+            yield f"{check.detector} below {duration(check.resolution_ns or 0)} per step, since steps vary so much"
+
+
+def _step(step: StepChange, slower: float) -> tuple[list[str], list[str]]:
+    """That it is longer than allowed, or that it may be."""
+    allowed_ns = slower * step.a_ns
+    told = f"the mean step of {duration(step.b_ns)} is {step_change(step)}, and {percent(slower)} is allowed"
+    if step.change_ns > allowed_ns and step.clear:
+        return [told], []
+    if step.uncertainty_ns is None or step.change_ns + step.uncertainty_ns > allowed_ns:
+        return [], [told]
+    return [], []

@@ -1,0 +1,258 @@
+"""Steps become longer throughout the run, little by little.
+
+**Signal.** The line through the lengths of the judged steps (half of all pairs of steps are steeper than it) rises: its
+mean is at least `min_fraction` of the step above what it is at the first recorded step, and the rise is `min_z`
+standard deviations clear of chance, where values that resemble the ones before count as fewer; from 3 on it is not
+called healthy. The line must come closer to the steps than two levels do: a change at one step is `step_change`.
+`where` is the part that grows most, `ranks` are those on which it grows by at least half of what the step does; where
+it does so on all, or nobody who was seen holds the others up, none is named. Where the steps' own scatter hides it, the
+same is asked of the rank that falls behind its peers most: lengths that vary on all ranks alike do not matter there.
+
+**Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a
+look at the first minutes finds a healthy job. The cost is what the steps take longer than the first one did, by the
+line; of single ranks no more than what the longest rank of each step is longer by theirs, and of one that falls behind
+its peers no more than the steps grow.
+
+**False alarms.** Work that grows by design: a curriculum of longer sequences, a growing batch. Silence on a short run
+says little: a creep of 1 % per hour is not seen in 10 minutes.
+
+**What to try.** Own time on all ranks: clocks and temperature, fragmentation of the allocator, lists that grow (logged
+tensors that keep their graph, metrics). On one rank: its cooling, other processes on its host. Garbage collection:
+objects that pile up. Input: a cache that runs full, files that are farther away. Transfer: other traffic.
+
+**Source.** Theil 1950, Sen 1968; the test of Mann and Kendall with the correction of Hamed and Rao 1998. Thresholds are
+ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, judged_grid, price
+from rankscope.analysis.metrics.step_matrix import MIXED, Estimate, Floats, StepGrid, gain_ns
+from rankscope.analysis.metrics.trend import Trend, follows_line, longest_stretch, trend
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.report.labels import part_name
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import duration, percent
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ()
+
+_MAYBE_Z = 3.0  # from which a rise is not taken for chance, nor yet for sure
+_SECONDARY = ("wait", "bubble", "unsplit", "overlapped")  # grow because something else does, or beside it
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    steps: pl.DataFrame,
+    all_steps: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
+    min_steps: int = 30,
+    min_z: float = 5.0,
+) -> list[Finding]:
+    """Steps that creep up, as one finding; `all_steps` are also those that are not judged."""
+    first = _first(all_steps)
+    grid = judged_grid(breakdown, min_steps)
+
+    def found(seen: _Seen, where: str, ranks: tuple[int, ...]) -> list[Finding]:
+        line = trend(seen.lengths)
+        lost = _lost(grid, line, first, ranks)
+        if seen.beyond_peers:  # who waits for it loses no more than the steps grow
+            grown = _lost(grid, trend(_job(grid).lengths), first)
+            lost = replace(lost, ns=min(lost.ns, grown.ns + grown.half_width_ns))
+        if lost.ns < min_fraction * grid.step_ns or line.z < min_z:
+            return []
+        if not follows_line(seen.lengths, longest_stretch(seen.lengths, 1 + min_fraction)):
+            return []
+        return [
+            Finding(
+                detector="gradual_slowdown",
+                title=_title(seen, line, where, ranks),
+                where=where,
+                advice=_ADVICE.get(where, _ADVICE["compute"]),
+                ranks=ranks,
+                evidence=_first_and_last(steps, grid, ranks),
+                **price(grid, lost, lost.ns),
+            )
+        ]
+
+    job = _job(grid)
+    where, ranks = _what_grows(job)
+    told = found(job, where, ranks) if where != "wait" else []
+    for rank in () if told else _falling_behind(grid):
+        told = found(rank, *_what_grows(rank))
+    # Else nobody who was seen holds the others up more and more; the steps may grow all the same.
+    told = told or found(job, where, ())
+    line = trend(job.lengths)
+    lost = _lost(grid, line, first)
+    if not told and lost.ns >= min_fraction * grid.step_ns and line.z >= _MAYBE_Z:
+        why = text(
+            "steps seem to become longer, which costs {lost} ± {error}, but they vary too much to be sure",
+            lost=duration(lost.ns),
+            error=duration(lost.half_width_ns),
+        )
+        raise NotResolvable(why, unclear=True)
+    return told
+
+
+def resolution_ns(
+    breakdown: pl.DataFrame,
+    all_steps: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
+    min_steps: int = 30,
+    min_z: float = 5.0,
+) -> int:
+    """What a drift costs per step that would just have been reported."""
+    grid = judged_grid(breakdown, min_steps)
+    scatter = _lost(grid, trend(_job(grid).lengths), _first(all_steps)).half_width_ns
+    return round(max(min_fraction * grid.step_ns, min_z / 1.96 * scatter))
+
+
+_ADVICE = {
+    "compute": text(
+        "Compare the first and the last steps: clocks and temperature, memory that fills up or fragments, "
+        "Python lists that grow (losses kept with their graph, metrics)."
+    ),
+    "input": text(
+        "See what the loader does later that it did not do at first: a cache that runs full, longer files, "
+        "storage that others use."
+    ),
+    "gc": text("Objects pile up from step to step: look for lists and caches that grow; gc.freeze() after warm-up."),
+    "compile": text("Compilations become more frequent: see which guards fail (TORCH_LOGS=recompiles)."),
+    "transfer": text("Compare the first and the last transfers: other traffic, retransmits, sizes that grow."),
+    "wait": text("Ranks drift apart, and not always the same is late: compare their own time in the last steps."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Lengths by step, and what they are made of, by (rank, step); of the job, or of one rank beyond its peers."""
+
+    lengths: Floats
+    parts: dict[str, Floats]
+    ranks: tuple[int, ...]
+    beyond_peers: bool
+
+
+def _first(all_steps: pl.DataFrame | None) -> int:
+    """The first step that was recorded, judged or not; of part of a run, that was read."""
+    return 0 if all_steps is None else int(all_steps["step"].to_numpy().min())
+
+
+def _lost(grid: StepGrid, line: Trend, first: int, ranks: tuple[int, ...] = ()) -> Estimate:
+    """What the mean judged step takes longer than the first did: it grew through the warm-up too, which is not judged.
+
+    Where only some ranks grow, that is no more than what the longest rank of each step is longer by their lines: at
+    first others are, by chance.
+    """
+    since = (np.array(grid.steps) - first) / (grid.steps[-1] - grid.steps[0])
+    grown = Estimate(line.growth * float(since.mean()), line.half_width * float(since.mean()))
+    named = np.isin(grid.ranks, ranks)
+    if not named.any() or grown.ns <= 0:
+        return grown
+    busy, without = grid.busy, grid.busy
+    for row in np.flatnonzero(named):
+        without[row] -= trend(busy[row] - np.median(busy[~named], axis=0)).growth * since
+    # Where CUDA events time only some of what the ranks compute, the rest is paid for as these parts are.
+    all_ns = grown.ns if not grid.of(MIXED).any() else float((busy - without)[named].mean(axis=1).max())
+    paid = float(np.clip(gain_ns(busy, without) / all_ns, 0.0, 1.0)) if all_ns > 0 else 0.0
+    return Estimate(paid * grown.ns, paid * grown.half_width_ns)
+
+
+def _job(grid: StepGrid) -> _Seen:
+    return _Seen(np.asarray(grid.of(*grid.parts).mean(axis=0)), grid.parts, grid.ranks, beyond_peers=False)
+
+
+def _falling_behind(grid: StepGrid) -> Iterator[_Seen]:
+    """The rank that takes longer and longer than its peers by most; the lengths are a usual step and that."""
+    if len(grid.ranks) < 2:
+        return
+    busy = grid.busy
+    worst = int(_growth(busy - np.median(busy, axis=0)).argmax())
+
+    def beyond(values: Floats) -> Floats:
+        return np.asarray(values[worst] - np.median(np.delete(values, worst, axis=0), axis=0))
+
+    parts = {part: beyond(values)[np.newaxis] for part, values in grid.parts.items()}
+    yield _Seen(grid.step_ns + beyond(busy), parts, (grid.ranks[worst],), beyond_peers=True)
+
+
+def _what_grows(seen: _Seen) -> tuple[str, tuple[int, ...]]:
+    """The part that grows most, waiting last of all; and the ranks where it holds half of the growth, if not all."""
+    line = trend(seen.lengths)
+    # Where a peer is late, what computes beside communication and what computes alone change places.
+    together = sum((seen.parts[part] for part in ("compute", "overlapped") if part in seen.parts), np.zeros(1))
+    parts = seen.parts | ({"compute": together} if together.ndim > 1 else {})
+    grown = {part: _growth(values) for part, values in parts.items() if part not in _SECONDARY}
+    where = max(grown, key=lambda part: float(grown[part].max()), default="wait")
+    if where not in grown or grown[where].max() < line.growth / 2:
+        return "wait", seen.ranks if seen.beyond_peers else ()
+    enough = line.growth / 2
+    if where == MIXED:  # what is timed beside it tells whose computation grows, by its share of the step
+        timed = together + parts.get("optimizer", np.zeros(1))
+        whole = float(sum(values.mean() for values in seen.parts.values()))
+        if not whole:  # the rank was faster than its peers at first, by as much as it is slower at last
+            return where, ()
+        enough *= float(timed.mean()) / whole
+        if timed.ndim > 1 and _growth(timed).max() >= enough:
+            where, grown = "compute", {"compute": _growth(timed)}
+        else:
+            return where, ()
+    here = grown[where] >= enough
+    everywhere = here.all() and not seen.beyond_peers
+    return where, () if everywhere else tuple(np.array(seen.ranks)[here].tolist())
+
+
+def _title(seen: _Seen, line: Trend, where: str, ranks: tuple[int, ...]) -> str:
+    if seen.beyond_peers:
+        return text(
+            "{ranks} {en_takes} longer and longer than {en_its} peers, by {growth} more at the end of the run "
+            "than at first; what grows is {where}",
+            ranks=named("Rank", ranks),
+            en_takes="takes" if len(ranks) == 1 else "take",
+            en_its="its" if len(ranks) == 1 else "their",
+            growth=duration(line.growth),
+            where=part_name(where),
+        )
+    on = text(" on {ranks}", ranks=named("rank", ranks)) if ranks else ""
+    return text(
+        "Steps become longer throughout the run, from {first} to {last} ({growth}); what grows is {where}{on}",
+        first=duration(line.first),
+        last=duration(line.first + line.growth),
+        growth=percent(line.growth / line.first),
+        where=part_name(where),
+        on=on,
+    )
+
+
+def _growth(values: Floats) -> Floats:
+    """By how much each rank's values grow over the run, by the medians of its first and last third."""
+    count = values.shape[1]
+    third = count // 3
+    apart = np.median(values[:, -third:], axis=1) - np.median(values[:, :third], axis=1)
+    return np.asarray(apart * (count - 1) / (count - third))
+
+
+def _first_and_last(steps: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...]) -> tuple[Evidence, ...]:
+    """The first and the last judged step on the first rank where it grows."""
+    rank = (ranks or grid.ranks)[0]
+    rows = steps.filter(pl.col("rank") == rank, pl.col("step").is_in([grid.steps[0], grid.steps[-1]])).sort("step")
+    return tuple(
+        Evidence(
+            table="steps",
+            rank=rank,
+            start_ns=start,
+            end_ns=end,
+            note=text("step {step}: {length}", step=step, length=duration(end - start)),
+        )
+        for step, start, end in rows.select("step", "start_ns", "end_ns").iter_rows()
+    )

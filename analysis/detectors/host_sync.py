@@ -1,0 +1,187 @@
+"""The host waits for its device, and falls behind it: the device then idles for work that is launched late.
+
+**Signal.** The host's lead is followed over the capture. Each call that returns only when the device has caught up
+(`cudaStreamSynchronize`, `cudaDeviceSynchronize`, `cudaEventSynchronize`, a blocking `cudaMemcpy`, a `cudaMemcpyAsync`
+to pageable memory, and HIP's) took away as much lead as it lasted; each time in which the device idled for work
+launched late would have used up as much of it. What the lead would have covered is what the calls cost; what the
+busiest rank would be shorter without it is the loss, reported above `min_fraction` of the step. Gaps of less than
+`min_ns` are not counted.
+
+**Why it costs time.** A host that launches ahead hides its own slowness behind the device's work. A synchronisation
+empties the queue: whatever Python does next, the device waits for it.
+
+**False alarms.** The host would have to run ahead as far as it waited, which a full launch queue or memory may not
+allow. A call in a thread whose launches nobody else waits for holds up that thread only. A profiler slows the host
+down, so that more idle time follows each call than without it.
+
+**What to try.** No `.item()`, `.cpu()`, `float(tensor)`, `if tensor` or `print` of a tensor in the loop, or only every
+n steps: keep losses on the device and read them late. Indexing with a mask, `nonzero` and `unique` need a size from the
+device: `torch.where`, or a fixed size, does not. Copies with `non_blocking=True` from and to pinned memory.
+
+**Source.** HTA's idle time breakdown for work that was launched late; that of it which follows from synchronisations is
+ours: a lead that calls take away and late launches use up, never below zero (Lindley's recursion).
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
+from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, sums
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import duration, percent
+
+__all__ = ["collectors", "detect", "resolution_ns"]
+
+collectors = ()
+
+_LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
+_TRIM = 0.1
+
+# By the operator that waited: how it is written in a script.
+_WRITTEN = {
+    "aten::item": text(".item(), float(tensor) or `if tensor`"),
+    "aten::_local_scalar_dense": text(".item(), float(tensor) or `if tensor`"),
+    "aten::is_nonzero": "`if tensor`",
+    "aten::nonzero": text("nonzero(), or an index that is a mask"),
+    "aten::masked_select": "masked_select()",
+    "aten::unique": "unique()",
+    "aten::_unique2": "unique()",
+    "aten::copy_": text(".cpu() or .to() without non_blocking=True"),
+    "aten::_to_copy": text(".cpu() or .to() without non_blocking=True"),
+    "aten::to": text(".cpu() or .to() without non_blocking=True"),
+}
+
+
+def detect(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    kernels: pl.DataFrame,
+    launches: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.03,
+    min_ns: int = 20_000,
+) -> list[Finding]:
+    """What the job loses because its hosts wait for their devices, as one finding."""
+    grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
+    lost = estimate(job_loses(grid, cost), _TRIM)
+    if not lost.clear or lost.ns < min_fraction * grid.step_ns:
+        return []
+    ranks = grid.only(cost.mean(axis=1) >= lost.ns / 2).ranks
+    costly = costly.filter(pl.col("rank").is_in(ranks))
+    count = costly.select("rank", "start_ns").n_unique() / len(ranks) / len(grid.steps)
+    places = _places(costly, regions)
+    by_place = places.group_by("place", "operator", "name").agg(pl.col("cost_ns").sum())
+    place, operator, call, ns = by_place.sort("cost_ns", "place", "operator", "name").row(-1)
+    share = ns / places["cost_ns"].sum()
+    where = ", ".join(dict.fromkeys(word for word in (place, operator, call) if word))
+    return [
+        Finding(
+            detector="host_sync",
+            title=text(
+                "The host waits for the device {often} per step on {ranks}, and the device then {lost} for the host",
+                often=_times(count),
+                ranks=named("rank", ranks),
+                lost=duration(lost.ns),
+            ),
+            where=where,
+            advice=text(
+                "{share} of this comes after {call}{place}. Take it out of the loop, or do it every n "
+                "steps only; keep values on the device until they are needed.",
+                share=percent(share),
+                call=_written(operator, call),
+                place=text(" in {place}", place=place) if place else "",
+            ),
+            ranks=ranks,
+            evidence=_longest(costly),
+            **price(grid, lost, lost.ns),
+        )
+    ]
+
+
+def resolution_ns(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    kernels: pl.DataFrame,
+    launches: pl.DataFrame,
+    *,
+    min_fraction: float = 0.03,
+    min_ns: int = 20_000,
+) -> int:
+    """The smallest idle time per step that would have been reported."""
+    grid, _, cost = _costs(breakdown, phases, kernels, launches, min_ns)
+    return visible(grid, max(min_fraction * grid.step_ns, estimate(job_loses(grid, cost), _TRIM).half_width_ns))
+
+
+def _costs(
+    breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame, min_ns: int
+) -> tuple[StepGrid, pl.DataFrame, Floats]:
+    """The grid, the calls with the gaps that they cost, and what they cost, an array of (rank, step) in ns."""
+    if kernels["launch_ns"].null_count() == len(kernels):
+        raise NotResolvable(text("the trace does not hold the calls that launched the device's work"))
+    calls = launches.filter("waits")
+    if calls.is_empty():
+        raise NotResolvable(text("the trace holds no call that waits for a device, not even the profiler's own"))
+    grid = judged_grid(breakdown, _LEAST_STEPS)
+    costly = lost_lead(host_gaps(phases, kernels), calls, min_ns)
+    return grid, costly, sums(grid, costly, "cost_ns")
+
+
+def _places(costly: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:
+    """The calls with `operator` and `place`: the innermost of each that holds the call on its thread, else empty."""
+    calls = costly.with_row_index("call")
+    if regions is None:
+        return calls.with_columns(operator=pl.lit(""), place=pl.lit(""))
+    for column, is_one in (("operator", pl.col("kind") == "operator"), ("place", pl.col("kind") == "user")):
+        holders = regions.filter(is_one).select(
+            pl.col("rank").alias("_rank"),
+            pl.col("thread").alias("_thread"),
+            _start="start_ns",
+            _end="end_ns",
+            held="name",
+        )
+        innermost = (
+            calls.join_where(
+                holders,
+                pl.col("rank") == pl.col("_rank"),
+                pl.col("_start") <= pl.col("start_ns"),
+                pl.col("_end") >= pl.col("end_ns"),
+            )
+            .filter(pl.col("thread") == pl.col("_thread"))
+            .sort("_start")
+            .unique("call", keep="last")
+            .select("call", pl.col("held").alias(column))
+        )
+        calls = calls.join(innermost, on="call", how="left").with_columns(pl.col(column).fill_null(""))
+    return calls
+
+
+def _written(operator: str, call: str) -> str:
+    if operator in _WRITTEN:
+        return f"{_WRITTEN[operator]} ({operator}, {call})"
+    return f"{operator} ({call})" if operator else call
+
+
+def _times(count: float) -> str:
+    return text("{count:.3g} times", count=count) if round(count, 2) != 1 else text("once")
+
+
+def _longest(costly: pl.DataFrame) -> tuple[Evidence, ...]:
+    """The costliest gap on each of the first four ranks, from the call that it follows from until the device works."""
+    rows = costly.sort("cost_ns", descending=True).unique("rank", keep="first", maintain_order=True).sort("rank")
+    return tuple(
+        Evidence(
+            table="kernels",
+            rank=rank,
+            start_ns=start,
+            end_ns=end,
+            note=text("costliest: {cost} after {name}", cost=duration(cost), name=name),
+        )
+        for rank, start, end, cost, name in rows.head(4)
+        .select("rank", "start_ns", "next_ns", "cost_ns", "name")
+        .iter_rows()
+    )

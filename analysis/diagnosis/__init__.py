@@ -1,0 +1,1 @@
+"""From a timeline to the report: checks, causality, verdict."""

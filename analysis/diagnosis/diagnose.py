@@ -1,0 +1,968 @@
+"""From a run to the verdict: every detector is asked, and what could not be asked is said."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, TypeVar
+
+import polars as pl
+
+from rankscope.analysis.compare.run_phases import look_around
+from rankscope.analysis.detectors import NotResolvable, detectors, refuse_unseen, severity
+from rankscope.analysis.metrics.arrival_skew import charged_to_last
+from rankscope.analysis.metrics.host_stalls import device_waits, only_hosts_seen
+from rankscope.analysis.metrics.links import judged_links
+from rankscope.analysis.metrics.mfu import count_flops, demand, utilisation
+from rankscope.analysis.metrics.step_matrix import APART, BLOCKED, MIXED, step_grid
+from rankscope.analysis.metrics.wait_attribution import Delays, caused_by_rank, delays, victims
+from rankscope.analysis.model.finding import (
+    COARSE,
+    COUNTED,
+    NOT_OF_SPEED,
+    REST,
+    Blame,
+    Fidelity,
+    Finding,
+    Gap,
+    Healthy,
+    Lead,
+    NotChecked,
+    Part,
+    PathPart,
+    Pipeline,
+    Rate,
+    Report,
+    StepSummary,
+    StoodStill,
+    Wait,
+)
+from rankscope.analysis.readers.native import NativeReader
+from rankscope.analysis.replay.critical_path import critical_path
+from rankscope.analysis.replay.device_graph import MOST_ROWS, device_graph, first_steps
+from rankscope.analysis.replay.graph import NotReplayable
+from rankscope.analysis.replay.host_graph import HostGraph
+from rankscope.analysis.replay.pipeline import pipeline
+from rankscope.analysis.replay.whatif import BadFix, PipelineRerun, Rerun, rerun
+from rankscope.analysis.report.labels import part_name
+from rankscope.analysis.report.money import cost_of, money_text
+from rankscope.analysis.runs.deep_windows import windows_of
+from rankscope.analysis.runs.memory_budget import check_share
+from rankscope.analysis.runs.step_range import Stretch
+from rankscope.analysis.runs.trace import PathLike, Trace
+from rankscope.analysis.text.message import Text, joined, text
+from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.units import duration, percent, rounded
+from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.timeline.clocks import apply_clocks
+from rankscope.analysis.timeline.code_samples import Code
+from rankscope.analysis.timeline.cuda_events import lead_of, phase_times
+from rankscope.analysis.timeline.device_breakdown import QUEUED, UNSEEN
+from rankscope.analysis.timeline.device_time import device_parts
+from rankscope.collectors.schema import LEFT_OFF
+
+__all__ = ["ask", "code_of", "conclude", "diagnose", "read_run", "report_on", "root_causes_first"]
+
+Tables = Mapping[str, pl.DataFrame]
+_Made = TypeVar("_Made")
+
+_EMPTY = {
+    "breakdown": text("no step was judged"),
+    "phases": text("no step was judged"),
+    "steps": text("no step was judged"),
+    "ranks": text("no rank was recorded"),
+    "regions": text("no regions were recorded"),
+    "collectives": text("no communication was recorded"),
+    "ops": text("no operations of pipeline stages were recorded"),
+    "kernels": text("no work of a device was recorded"),
+    "launches": text("the calls that launch the device's work were not recorded"),
+    "model": text(
+        "how many FLOPs a step needs is not known: give --flops-per-step, or record the trace with record_shapes=True"
+    ),
+    "progress": text("no state of a job that stands still was saved (PyTorch's flight recorder does)"),
+    "links": text("no TCP traffic between nodes was recorded"),
+    "counters": text("no counters of the nodes were recorded"),
+    "memory": text("no memory of the ranks was recorded"),
+    "gpus": text("it was not recorded which GPU a rank uses"),
+}
+# What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
+_CONSEQUENCES = {
+    "slow_rank": ("load_imbalance", "slow_link", "pipeline_bubble", "low_bandwidth"),
+    "gc_stall": ("pipeline_bubble",),
+    "host_bound": ("slow_rank",),
+    "checkpoint_stall": ("pipeline_bubble",),
+    "host_sync": ("host_bound", "slow_rank"),
+    "throttling": ("slow_rank", "gradual_slowdown", "low_mfu"),
+    "noisy_host": ("slow_rank", "input_stall", "gradual_slowdown"),
+    "memory_pressure": ("slow_rank", "host_bound", "gradual_slowdown"),
+    "slow_link": ("load_imbalance", "exposed_communication", "low_bandwidth", "pipeline_bubble"),
+    "low_bandwidth": ("exposed_communication", "step_change"),
+    "tcp_window_limit": ("low_bandwidth", "exposed_communication"),
+    "small_messages": ("exposed_communication",),
+    "stage_imbalance": ("slow_rank", "load_imbalance"),
+    "expert_imbalance": ("slow_rank", "load_imbalance"),
+}
+# Causes whose cost is measured otherwise than that of what follows from them: they may differ by its error.
+_MEASURED_OTHERWISE = ("gradual_slowdown", "expert_imbalance")
+# Causes that were seen at work need not explain all of what follows, only the larger part of it.
+# A rank with popular experts is up to twice as far above its peers as above the mean, which is what those cost.
+_SEEN_AT_WORK, _LARGER_PART = (
+    ("host_sync", "throttling", "noisy_host", "memory_pressure", "expert_imbalance", "low_bandwidth"),
+    0.5,
+)
+_OF_A_DRIFT = {  # by the part that grows
+    "input": ("input_stall",),
+    "gc": ("gc_stall",),
+    "compile": ("recompile",),
+    "host": ("host_bound",),
+    "transfer": ("slow_link", "exposed_communication"),
+}
+_BOUNDED = ("slow_rank", "slow_link", "input_stall", "gc_stall", "recompile")  # by what mending brings in the replay
+# Costs what mending brings, also if that is more: who waits for a neighbour's transfer is not blocked by bytes, and
+# what is left of a shorter one may be hidden altogether; stops of several ranks in a step add up along a pipeline.
+_AS_REPLAYED = ("slow_link", "gc_stall", "recompile")
+_UNMATCHED = 0.03  # share of the step that a rank stands still in unmatched operations, from which no replay counts
+_REPLAYED = 8  # of one kind; each takes a replay
+_OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
+_LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
+_READINGS = 3
+_LISTED = 20  # of the causes of waiting and of the critical path
+_MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
+
+
+def diagnose(
+    trace: Trace,
+    *,
+    flops_per_step: float | None = None,
+    peak_tflops: float | None = None,
+    price: float | None = None,
+) -> Report:
+    """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down.
+
+    `flops_per_step` are those that the model needs, on all ranks together; `peak_tflops` those of one device per second
+    (None: by its name). `price` is that of an hour of one GPU, for ranks on CPUs of one rank.
+    """
+    timeline = build_timeline(trace)
+    report = report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
+    return with_looks(trace, report, timeline)
+
+
+def read_run(
+    path: PathLike | Sequence[PathLike],
+    *,
+    flops_per_step: float | None = None,
+    peak_tflops: float | None = None,
+    price: float | None = None,
+) -> tuple[Report, Timeline]:
+    """The report, as by `diagnose`, and the timeline of the run at this path. Raises BadInput.
+
+    A running job whose older records make room meanwhile is read again.
+    """
+    for _ in range(_READINGS):
+        trace = Trace.open(path)
+        timeline = build_timeline(trace)
+        report = report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
+        if not (isinstance(trace.reader, NativeReader) and trace.reader.has_shrunk):
+            break
+    return with_looks(trace, report, timeline), timeline
+
+
+def with_looks(trace: Trace, report: Report, timeline: Timeline) -> Report:
+    """The report, where only part of the run was read with a look at other parts that differ from it."""
+
+    def read(first: int, last: int) -> tuple[Report, Timeline]:
+        if isinstance(trace.reader, NativeReader) and trace.stretch:
+            check_share(trace.reader, trace.stretch.share(first, last), beside=True)
+        return read_run([f"{path}/steps={first}-{last}" for path in trace.paths])
+
+    return look_around(report, timeline, read)
+
+
+def report_on(
+    trace: Trace,
+    timeline: Timeline,
+    *,
+    flops_per_step: float | None = None,
+    peak_tflops: float | None = None,
+    price: float | None = None,
+) -> Report:
+    """The report on a run whose timeline has been built; the rest as `diagnose` has it."""
+    said = trace.table("gaps").collect()
+    addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
+    if flops_per_step is not None:
+        model: tuple[pl.DataFrame, float | None] = demand(timeline.ranks, flops_per_step, peak_tflops), None
+    else:
+        operators = trace.table("operators").pipe(apply_clocks, timeline.clocks).collect()
+        model = count_flops(timeline.ranks, operators, timeline.kernels, timeline.steps, peak_tflops)
+    report = conclude(timeline, addresses, said, trace.reader.cannot(), model, price)
+    report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
+    return replace(report, windows=windows_of(trace, lambda window: diagnose(window).verdict))
+
+
+def conclude(
+    timeline: Timeline,
+    addresses: Mapping[int, Iterable[str]],
+    said: pl.DataFrame,
+    cannot: Mapping[str, str],
+    model: tuple[pl.DataFrame, float | None],
+    price: float | None,
+) -> Report:
+    """The report on a timeline.
+
+    `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow; `model`
+    what it needs of the devices, and how far that was counted (`utilisation.demand`, `count_flops`); `price` that of an
+    hour of a rank.
+    """
+    tables = _judged_only(timeline, addresses)
+    needs, share = model
+    if share is None or share >= COUNTED:
+        tables["model"] = needs
+    reasons = _EMPTY | dict(cannot) | {gap.table: gap.why for gap in timeline.gaps if gap.table == "ops"}
+    if share and "model" not in tables:
+        reasons["model"] = text(
+            "shapes tell the FLOPs of {share} of the time of matrix products only: give --flops-per-step",
+            share=percent(share),
+        )
+    if not timeline.comparable:
+        tables["breakdown"] = tables["breakdown"].clear()
+        reasons["breakdown"] = _OUT_OF_STEP
+    if timeline.ranks["node"].n_unique() < 2:
+        reasons["links"] = text("all ranks that were seen run on one node")
+    found, healthy, not_checked = ask(detectors(), tables, said, reasons)
+    run = _replayable(timeline, tables["links"])
+    measure = (_unmatched(tables["breakdown"], timeline.ranks) if timeline.marks.is_empty() else None) or run
+    found, hidden = _as_replayed(found, measure)
+    healthy = _with_hidden(healthy, hidden, found, not_checked)
+    findings, fidelity = _with_gains(root_causes_first(found), measure)
+    costs = delays(timeline.phases, timeline.collectives)
+    code = code_of(timeline)
+    findings = tuple(
+        replace(finding, stood_still=_stood_still(costs, finding), code=code.of_finding(finding))
+        for finding in findings
+    )
+    caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
+    steps, lead = _summary(timeline.steps), lead_of(tables["breakdown"], tables["marks"])
+    seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
+    world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
+    rate = Rate(ranks=world_size or len(seen), unit=_unit(timeline), price=price)
+    return Report(
+        path="",
+        source="",
+        verdict=_verdict(
+            *(findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]),
+            *(lead, "device_waits" in tables, code),
+            joined("", (_of_outliers(steps, timeline, code), _unread(timeline.stretch))),
+        ),
+        ranks=seen,
+        world_size=world_size,
+        nodes=tuple(timeline.ranks["node"].unique().sort().to_list()),
+        rate=rate,
+        steps=steps,
+        findings=findings,
+        healthy=tuple(healthy),
+        not_checked=(*not_checked, *_not_observed(timeline)),
+        breakdown=_mean_parts(tables["breakdown"]),
+        history=timeline.stretch.history() if timeline.stretch else None,
+        device=device_parts(timeline.kernels),
+        phases=phase_times(tables["marks"]),
+        lead=lead,
+        code=code.shares(),
+        waits=tuple(
+            Wait(rank=rank, waited_ns=ns, caused_ns=caused.get(rank, 0) + to_last.get(rank, 0))
+            for rank, ns in timeline.waits.select("rank", "waited_ns").iter_rows()
+        ),
+        blames=_blames(costs),
+        critical_path=_path(run, timeline),
+        pipeline=_pipeline(tables["ops"]),
+        fidelity=fidelity,
+        utilisation=utilisation(needs, steps.mean_ns, share),
+        gaps=(*timeline.gaps, *_incomplete(timeline.steps), *_left_out(run, timeline)),
+        clocks=tuple(timeline.clocks),
+        matched_fraction=timeline.matched_fraction,
+        step_ns=_lengths(tables["steps"]),
+    )
+
+
+def ask(
+    modules: Mapping[str, ModuleType],
+    tables: Tables,
+    said: pl.DataFrame,
+    reasons: Mapping[str, str],
+) -> tuple[list[Finding], list[Healthy], list[NotChecked]]:
+    """Ask every detector: each ends in findings, or in healthy, or in not checked with the reason.
+
+    `reasons` says why a table that is missing or empty is so. One whose parameter is named after another detector is
+    asked after that one, and gets its findings.
+    """
+    findings: list[Finding] = []
+    healthy: list[Healthy] = []
+    not_checked: list[NotChecked] = []
+    unseen = {name: why for name, why in reasons.items() if name not in tables}
+    if "breakdown" in tables and tables["breakdown"]["rank"].n_unique() > 1 and tables["collectives"].is_empty():
+        unseen["collectives"] = reasons["collectives"]  # so they wait for each other in what looks like computing
+    answers: dict[str, list[Finding] | NotChecked] = {}
+    for name in _in_order(modules):
+        module = modules[name]
+        try:
+            answers[name] = found = _with_tables(module.detect, tables, reasons, answers)
+            findings += found
+            blind = _blind(name, module, said, unseen)
+            if blind:
+                not_checked.append(blind)
+            elif not found:
+                resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
+                if getattr(module, "of_ranks", False):
+                    _with_tables(refuse_unseen, tables, reasons)
+                healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
+        except NotResolvable as reason:
+            told = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
+            unchecked = answers[name] = _blind(name, module, said, unseen) or told
+            not_checked.append(unchecked)
+        except Exception as error:  # one broken detector must not take the others' findings away
+            why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)
+            print(f"rankscope: detector '{name}': {why}", file=sys.stderr)
+            unchecked = answers[name] = NotChecked(detector=name, why=why, unclear=True)
+            not_checked.append(unchecked)
+    return findings, healthy, not_checked
+
+
+def _in_order(modules: Mapping[str, ModuleType]) -> list[str]:
+    """The detectors' names, each after those whose findings it takes, else as they are."""
+    placed: list[str] = []
+
+    def place(name: str) -> None:
+        if name not in placed:
+            for other in inspect.signature(modules[name].detect).parameters:
+                if other in modules:
+                    place(other)
+            placed.append(name)
+
+    for name in modules:
+        place(name)
+    return placed
+
+
+def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The costliest first, and after each the findings that follow from it."""
+    ordered = sorted(findings, key=lambda finding: (-finding.lost_fraction, -finding.lost_ns_per_step))
+    causes = {id(f): next((c for c in ordered if _follows(f, c)), None) for f in ordered}
+    placed: list[Finding] = []
+    for root in ordered:
+        if causes[id(root)] is None:
+            placed += [root, *_following(root, ordered, causes)]
+    return tuple(placed)
+
+
+def _following(root: Finding, ordered: Sequence[Finding], causes: Mapping[int, Finding | None]) -> list[Finding]:
+    """The findings that follow from this one, directly or through others."""
+    found: list[Finding] = []
+    for finding in ordered:
+        if causes[id(finding)] is root:
+            found += [replace(finding, caused_by=root.detector), *_following(finding, ordered, causes)]
+    return found
+
+
+def _with_gains(
+    findings: tuple[Finding, ...], run: Rerun | PipelineRerun | NotReplayable
+) -> tuple[tuple[Finding, ...], Fidelity | None]:
+    """The findings with what their fixes bring in a replay, and how far the replay can be trusted.
+
+    No gain is more than what was lost. A finding without a fix keeps what its detector says.
+    """
+    if not any(finding.fix for finding in findings):
+        return findings, None
+    if isinstance(run, NotReplayable):
+        return tuple(replace(f, gain_why=run.args[0]) if f.fix else f for f in findings), None
+    return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity
+
+
+def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun | NotReplayable:
+    """The run, ready to be replayed, or why it cannot be."""
+    return _tried(lambda: rerun(timeline, links))
+
+
+def _unmatched(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayable | None:
+    """Why a replay is no measure for findings: a rank stands still in operations of which others are not known, or it
+    has no steps.
+
+    Such a rank stays as long in a replay whatever is mended, and the job waits for it.
+    """
+    grid = step_grid(breakdown)
+    if len(grid.ranks) < 2 or not grid.steps:
+        return None
+    no_steps = sorted(set(ranks["rank"]) - set(grid.ranks))
+    if no_steps:
+        return NotReplayable(text("what {ranks} did between operations was not seen", ranks=named("rank", no_steps)))
+    unsplit = grid.of("unsplit").mean(axis=1) / grid.step_ns
+    if unsplit.max() < _UNMATCHED:
+        return None
+    why = text(
+        "rank {rank} stands still for {share} of the step in operations that were not matched across ranks",
+        rank=grid.ranks[int(unsplit.argmax())],
+        share=percent(unsplit.max()),
+    )
+    return NotReplayable(why)
+
+
+def _tried(make: Callable[[], _Made]) -> _Made | NotReplayable:
+    """What is made, or why it cannot be."""
+    try:
+        return make()
+    except NotReplayable as reason:
+        return reason
+    except Exception as error:  # a replay that breaks must not take the findings away
+        why = text("the replay failed: {kind}: {error}", kind=type(error).__name__, error=error)
+        print(f"rankscope: {why}", file=sys.stderr)
+        return NotReplayable(why)
+
+
+def _stood_still(costs: Delays, finding: Finding) -> StoodStill | None:
+    """Who stood still because the finding's ranks came late; those with a hundredth of what the most had, or more."""
+    rows = victims(costs, finding.ranks).filter(~pl.col("rank").is_in(finding.ranks))
+    rows = rows.filter(pl.col("blocked_ns") > 0, pl.col("blocked_ns") >= 0.01 * pl.col("blocked_ns").max())
+    return StoodStill(ranks=tuple(rows["rank"]), ns=int(rows["blocked_ns"].sum())) if len(rows) else None
+
+
+def _blames(costs: Delays) -> tuple[Blame, ...]:
+    """The causes of most standing still, over the whole run."""
+    rows = costs.charges.group_by("rank", "part", "label").agg(
+        (pl.col("direct_ns") + pl.col("indirect_ns")).sum().alias("waited_ns"), pl.col("blocked_ns").sum()
+    )
+    order = ["blocked_ns", "waited_ns", "rank", "part", "label"]
+    rows = rows.sort(order, descending=[True, True, False, False, False])
+    listed = tuple(Blame(**row) for row in rows.head(_LISTED).iter_rows(named=True))
+    rest = rows.slice(_LISTED).select(pl.col("waited_ns", "blocked_ns").sum()).row(0)
+    if not any(rest):
+        return listed
+    return (*listed, Blame(rank=None, part=REST, label="", waited_ns=rest[0], blocked_ns=rest[1]))
+
+
+def _path(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> tuple[PathPart, ...]:
+    """The critical path: mean per judged step, the largest parts and the rest. Empty where no replay is trusted."""
+    judged = timeline.steps.filter("judged")["step"].unique()
+    host = run.host if isinstance(run, Rerun) else _graph_of_one_step(timeline, len(judged))
+    if host is None:
+        return ()
+    judged = judged.filter(judged.is_in(host.steps["step"].unique().implode()))
+    path = critical_path(host).filter(pl.col("step").is_in(judged.implode()))
+    rows = path.group_by("rank", "part", "label").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
+    rows = rows.sort(["ns", "rank", "part", "label"], descending=[True, False, False, False])
+    if rows.is_empty():
+        return ()
+    largest, rest = rows.head(_LISTED), int(rows["ns"].slice(_LISTED).sum())
+    means = rounded([*largest["ns"].to_list(), rest], len(judged))
+    parts = [
+        PathPart(rank=rank, part=part, label=label, ns_per_step=ns)
+        for (rank, part, label), ns in zip(largest.select("rank", "part", "label").iter_rows(), means, strict=False)
+    ]
+    return (*parts, PathPart(rank=None, part=REST, label="", ns_per_step=means[-1]))
+
+
+def _graph_of_one_step(timeline: Timeline, judged: int) -> HostGraph | None:
+    """A single step cannot show how well a replay predicts, and tells what it waited for all the same."""
+    if judged != 1 or timeline.kernels.is_empty():
+        return None
+    graph = _tried(lambda: device_graph(first_steps(timeline)))
+    return None if isinstance(graph, NotReplayable) else graph
+
+
+def _left_out(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> list[Gap]:
+    """What a graph of all kernels and launches would take too much memory for."""
+    rows = len(timeline.kernels) + len(timeline.launches)
+    if timeline.kernels.is_empty() or rows <= MOST_ROWS:
+        return []
+    if isinstance(run, Rerun):
+        done = text(
+            "the critical path and gains are those of the first {first} of {steps}",
+            first=run.host.steps["step"].n_unique(),
+            steps=counted(timeline.steps["step"].n_unique(), "step"),
+        )
+    else:
+        why_none = run.args[0] if isinstance(run, NotReplayable) else text("a pipeline")
+        done = text("there is no critical path and no gain ({why})", why=why_none)
+    why = text("{rows:,} kernels and launches are too many to replay at once: {done}", rows=rows, done=done)
+    return [Gap(table="kernels", rank=None, node=None, count=None, why=why)]
+
+
+def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
+    assert finding.fix is not None
+    try:
+        gain_ns = run.gain(finding.fix).gain_ns
+    except BadFix:
+        return replace(finding, gain_why=text("this run cannot be replayed with {fix}", fix=finding.fix))
+    share = min(max(gain_ns, 0.0) / finding.lost_ns_per_step, 1.0) if finding.lost_ns_per_step else 0.0
+    return replace(finding, gain_fraction=share * finding.lost_fraction)
+
+
+def _as_replayed(
+    findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable
+) -> tuple[list[Finding], list[Healthy]]:
+    """The findings: a kind that can be replayed, and what makes it so, at no more than mending brings in the replay.
+
+    What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
+    Of several, mending one alone may bring nothing: each costs what mending it brings when the others are mended.
+    What then costs less than its detector reports, and not clearly anything, is hidden: no finding, but what it may
+    cost at most.
+    """
+    bounded: list[Finding] = list(findings)
+    hidden: list[Healthy] = []
+    if isinstance(run, NotReplayable):
+        return bounded, hidden
+    for kind in _BOUNDED:
+        of_kind = [finding for finding in findings if finding.detector == kind and finding.fix]
+        fixes = list(dict.fromkeys(one.fix for one in of_kind if one.fix))
+        if len(fixes) != len(of_kind) or len(fixes) > _REPLAYED:
+            continue
+        gains = _brings(fixes, run) if fixes else {}
+        for one in of_kind:
+            if one.fix not in gains or not one.lost_ns_per_step:
+                continue
+            gain_ns, uncertainty_ns = gains[one.fix]
+            least_ns = _least_fraction(kind) * one.lost_ns_per_step / one.lost_fraction
+            if gain_ns <= uncertainty_ns and gain_ns < least_ns:
+                bounded = [other for other in bounded if (other.detector, other.fix) != (kind, one.fix)]
+                hidden.append(Healthy(detector=kind, resolution_ns=round(max(gain_ns, 0) + uncertainty_ns)))
+            else:
+                bounded = _bounded(bounded, one, gain_ns, uncertainty_ns)
+    return bounded, hidden
+
+
+def _least_fraction(kind: str) -> float:
+    """The share of the step from which on this detector reports."""
+    return float(inspect.signature(detectors()[kind].detect).parameters["min_fraction"].default)
+
+
+def _with_hidden(
+    healthy: Sequence[Healthy], hidden: Sequence[Healthy], found: Sequence[Finding], not_checked: Sequence[NotChecked]
+) -> list[Healthy]:
+    """The checks that found nothing, those among them whose findings cost nothing in the replay."""
+    said = {*(finding.detector for finding in found), *(check.detector for check in not_checked)}
+    coarsest = {one.detector: one for one in sorted(hidden, key=lambda one: one.resolution_ns or 0)}
+    return [*healthy, *(one for kind, one in coarsest.items() if kind not in said)]
+
+
+def _brings(fixes: Sequence[str], run: Rerun | PipelineRerun) -> dict[str, tuple[float, float]]:
+    """What each fix brings beside the others, ns per step, and its uncertainty; empty where they cannot be replayed."""
+    try:
+        whole = run.gain(*_together(fixes))
+        rest = {fix: _together([other for other in fixes if other != fix]) for fix in fixes}
+        others_ns = {fix: run.gain(*others).gain_ns if others else 0.0 for fix, others in rest.items()}
+    except BadFix:
+        return {}
+    return {fix: (whole.gain_ns - others_ns[fix], whole.uncertainty_ns) for fix in fixes}
+
+
+def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertainty_ns: float) -> list[Finding]:
+    """The findings, those with the fix of `one` at no more than it brings."""
+    share = gain_ns / one.lost_ns_per_step
+    if gain_ns <= 0 or (share >= 1 and one.detector not in _AS_REPLAYED):
+        return list(findings)
+    fraction = share * one.lost_fraction
+    cost: dict[str, Any] = {
+        "severity": severity(fraction),
+        "lost_ns_per_step": round(share * one.lost_ns_per_step),
+        "lost_ns_total": round(share * one.lost_ns_total),
+        "lost_fraction": fraction,
+        "uncertainty_ns": round(uncertainty_ns),
+    }
+    return [
+        replace(f, **cost) if f is one or (f.fix == one.fix and f.lost_fraction > fraction) else f for f in findings
+    ]
+
+
+def _together(fixes: Sequence[str]) -> list[str]:
+    """The fixes, those of single ranks as one: none of them is a measure for the others."""
+    ranks = [fix.removeprefix("rank:") for fix in fixes if fix.startswith("rank:")]
+    rest = [fix for fix in fixes if not fix.startswith("rank:")]
+    return [*rest, f"rank:{','.join(ranks)}"] if ranks else rest
+
+
+def _follows(finding: Finding, cause: Finding) -> bool:
+    """Whether a finding is explained by one that can bring it about and costs as much, or seen at work half as much."""
+    about_the_same = not finding.ranks or not cause.ranks or bool(set(finding.ranks) & set(cause.ranks))
+    within = finding.uncertainty_ns if cause.detector in _MEASURED_OTHERWISE else 0
+    explained = finding.lost_ns_per_step * (_LARGER_PART if cause.detector in _SEEN_AT_WORK else 1)
+    costs_no_more = explained <= cause.lost_ns_per_step + within
+    return finding.detector in _consequences(cause) and about_the_same and costs_no_more
+
+
+def _consequences(cause: Finding) -> tuple[str, ...]:
+    """What it can bring about, by the detectors' names."""
+    if cause.detector != "gradual_slowdown":
+        return _CONSEQUENCES.get(cause.detector, ())
+    return _OF_A_DRIFT.get(cause.where, ("slow_rank", "load_imbalance") if cause.ranks else ())
+
+
+def _with_tables(
+    function: Callable[..., Any],
+    tables: Tables,
+    reasons: Mapping[str, str],
+    answers: Mapping[str, object] | None = None,
+) -> Any:  # noqa: ANN401 - whatever the function returns
+    """Call a detector's function with the tables that its parameters name; those with a default may be missing.
+
+    And with the `answers` of the detectors that they name.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    wanted = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    there: dict[str, object] = {p.name: answers[p.name] for p in wanted if answers and p.name in answers}
+    there |= {p.name: tables[p.name] for p in wanted if p.name in tables and not tables[p.name].is_empty()}
+    for p in wanted:
+        if p.name not in there and p.default is inspect.Parameter.empty:
+            raise NotResolvable(reasons.get(p.name, text("the table '{name}' was not recorded", name=p.name)))
+    return function(**there)
+
+
+def _blind(name: str, module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) -> NotChecked | None:
+    """Why a detector may have overlooked something: a collector that it lives on was off, or the source lacks it."""
+    off = said.filter(
+        pl.col("source").is_in(module.collectors), pl.col("table") == "*", pl.col("count").is_null()
+    ).unique(["rank", "node", "source", "why"])
+    if off.is_empty():
+        lacking = next((table for table in module.collectors if table in unseen), None)
+        if lacking is None:
+            return None
+        return NotChecked(detector=name, why=unseen[lacking], unclear=lacking == "collectives")
+    ranks = off["rank"].drop_nulls().unique().sort().to_list()
+    where = text(" on {ranks}", ranks=named("rank", ranks)) if ranks else ""
+    source, why = off["source"][0], Text(off["why"][0], {})
+    why = text("collector {collector}{where}: {why}", collector=source, where=where, why=why)
+    return NotChecked(detector=name, why=why, unclear=(off["why"] != LEFT_OFF).any())
+
+
+def _unit(timeline: Timeline) -> str:
+    """What an hour of a rank is called: ranks on devices, and those whose device's work was seen, use a GPU each."""
+    on_device = len(timeline.kernels) > 0 or (timeline.ranks["device"].drop_nulls() != "cpu").any()
+    return "GPU-hours" if on_device else "rank-hours"
+
+
+def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> dict[str, pl.DataFrame]:
+    """The tables for the detectors, rows of judged steps only."""
+    steps = timeline.steps.filter("judged")
+    judged = steps.select("rank", "step")
+    every = ("phases", "breakdown") if len(steps) == len(timeline.steps) else ()  # large, and of steps only: no copies
+    tables = {
+        name: frame if name in every else frame.join(judged, on=["rank", "step"], how="semi")
+        for name in ("collectives", "regions", "phases", "breakdown", "proxies")
+        if (frame := getattr(timeline, name)) is not None
+    }
+    tables |= {"steps": steps, "all_steps": timeline.steps, "ranks": timeline.ranks, "counters": timeline.counters}
+    tables |= {"groups": timeline.groups, "progress": timeline.progress, "ras": timeline.ras}
+    tables |= {"kernels": timeline.kernels, "launches": timeline.launches, "memory": timeline.memory}
+    tables["gpus"] = timeline.gpus
+    tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")
+    tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
+    tables["marks"] = timeline.marks.join(judged, on=["rank", "step"], how="semi")
+    if only_hosts_seen(timeline.ranks, timeline.collectives, timeline.kernels, timeline.marks):
+        tables["device_waits"] = device_waits(steps, tables["collectives"])
+    return tables
+
+
+def code_of(timeline: Timeline) -> Code:
+    """Where main threads are in the judged steps, or if there are none in the recording; and were at the end."""
+    judged = timeline.steps.filter("judged")
+    step_ns = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item()
+    samples = timeline.samples
+    if len(judged):
+        samples = samples.join(judged, on=["rank", "step"], how="semi")
+    last = timeline.samples.group_by("rank", maintain_order=True).agg(pl.col("place").last())
+    return Code(samples, timeline.places, step_ns, dict(last.iter_rows()))
+
+
+def _summary(steps: pl.DataFrame) -> StepSummary:
+    """How many steps there were, and how long the judged ones took."""
+    judged = steps.filter("judged")
+    length = judged["end_ns"] - judged["start_ns"]
+    mean, median, p90 = length.mean(), length.median(), length.quantile(0.9)
+    aside = steps.filter(~pl.col("judged")).unique("step")["aside"]
+    outliers = steps.filter(pl.col("aside") == "outlier")
+    outliers_ns = (outliers["end_ns"] - outliers["start_ns"]).sum()
+    beyond_ns = outliers_ns - len(outliers) * (mean or 0.0)
+    return StepSummary(
+        count=judged["step"].n_unique(),
+        warmup=int((aside == "warm-up").sum()),
+        outliers=int((aside == "outlier").sum()),
+        outliers_fraction=max(beyond_ns, 0.0) / max(length.sum() + outliers_ns, 1),
+        mean_ns=None if mean is None else round(mean),
+        median_ns=None if median is None else round(median),
+        p90_ns=None if p90 is None else round(p90),
+        source=steps["source"][0] if steps.height else "none",
+    )
+
+
+def _mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
+    """Mean ns per judged step; a rank's parts sum exactly to its mean step, itself rounded to whole ns."""
+    parts: list[Part] = []
+    for (rank,), rows in breakdown.sort("rank").group_by("rank", maintain_order=True):
+        sums = rows.group_by("part", maintain_order=True).agg(pl.col("ns").sum())
+        means = rounded(sums["ns"].to_list(), rows["step"].n_unique())
+        parts += [Part(rank=rank, part=part, ns_per_step=ns) for part, ns in zip(sums["part"], means, strict=True)]
+    return tuple(parts)
+
+
+def _lengths(steps: pl.DataFrame) -> dict[int, tuple[int, ...]]:
+    lengths = steps.sort("rank", "step").select("rank", ns=pl.col("end_ns") - pl.col("start_ns"))
+    return {rank: tuple(rows["ns"].to_list()) for (rank,), rows in lengths.group_by("rank", maintain_order=True)}
+
+
+def _pipeline(ops: pl.DataFrame) -> Pipeline | None:
+    """The pipeline's schedule and bubble; None where there is none, and the detectors say why."""
+    if ops.is_empty():
+        return None
+    try:
+        return pipeline(ops)
+    except NotReplayable:
+        return None
+
+
+def _incomplete(steps: pl.DataFrame) -> list[Gap]:
+    """The steps that were set aside because a rank lacks them."""
+    count = steps.filter(pl.col("aside") == "incomplete")["step"].n_unique()
+    why = text("{count} not judged, since not all ranks have them", count=counted(count, "step"))
+    return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []
+
+
+def _not_observed(timeline: Timeline) -> list[NotChecked]:
+    """What this version cannot see of these ranks."""
+    devices = timeline.ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
+    if not devices or len(timeline.kernels) or len(timeline.marks):
+        return []
+    why = text(
+        "ranks run on {devices}; what these do is recorded in deep windows only (`rankscope trigger`)",
+        devices=", ".join(devices),
+    )
+    return [NotChecked(detector="device_time", why=why)]
+
+
+def _environment(run: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """What the first node's agent wrote about the launch: command, host, versions, settings."""
+    first = run.get(min(run, default=0), {})
+    command = " ".join(first.get("launch", {}).get("command", ()))
+    said = {"command": command, "hostname": first.get("hostname", ""), **first.get("versions", {})}
+    return {name: str(value) for name, value in said.items() if value != ""}
+
+
+def _verdict(
+    findings: Sequence[Finding],
+    healthy: Sequence[Healthy],
+    not_checked: Sequence[NotChecked],
+    steps: StepSummary,
+    seen: tuple[int, ...],
+    world_size: int | None,
+    rate: Rate,
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    lead: Lead | None,
+    hosts_only: bool,
+    code: Code,
+    aside: str,
+) -> str:
+    """One sentence; `aside` is what it says of steps that were not judged."""
+    missing = sorted(set(range(world_size or 0)) - set(seen))
+    judged = set(breakdown["rank"].unique()) if steps.count else set(seen)
+    no_steps = sorted(set(seen) - judged) if judged else []
+    absent = (
+        text(
+            "; {missing} of {world} {en_were} not recorded",
+            missing=named("rank", missing),
+            world=world_size,
+            en_were="was" if len(missing) == 1 else "were",
+        )
+        if missing
+        else ""
+    )
+    not_judged = (
+        text(
+            "; {ranks} {en_have} no steps and {en_were} not judged", ranks=named("rank", no_steps), **_number(no_steps)
+        )
+        if no_steps
+        else ""
+    )
+    absent = joined("", (aside, not_judged, absent))
+    if findings:
+        return text("{headline}{absent}.", headline=_headline(findings, steps, len(seen), rate), absent=absent)
+    if not any(check.detector not in NOT_OF_SPEED for check in healthy):
+        why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
+        if not steps.count:
+            why = text("no step was seen")
+        if steps.warmup and not steps.count:
+            why = text("{steps} seen, all of them warm-up", steps=counted(steps.warmup, "step"))
+        place = None if steps.count else code.most()
+        seen_at = text("; main threads were mostly at {place}", place=place) if place else ""
+        more = joined("", (_made_of(breakdown), _unexplained(phases), seen_at, absent))
+        if healthy and not steps.count:
+            return text("No rank hangs; cannot judge: {why}{more}.", why=why, more=more)
+        return text("Cannot judge: {why}{more}.", why=why, more=more)
+    return text(
+        "No bottleneck found in {steps} of {ranks}{more}.",
+        steps=counted(steps.count, "judged step"),
+        ranks=counted(len(seen) - len(no_steps), "rank"),
+        more=joined(
+            "",
+            (
+                _unclear(not_checked) or _unseen(healthy, steps),
+                _blocked(breakdown),
+                _unexplained(phases),
+                _unknown(breakdown, code),
+                _left_open(breakdown, lead, code),
+                _stopped(breakdown) if hosts_only else "",
+                absent,
+            ),
+        ),
+    )
+
+
+def _number(ranks: Sequence[int]) -> dict[str, str]:
+    """The English verbs for so many."""
+    return {"en_have": "has", "en_were": "was"} if len(ranks) == 1 else {"en_have": "have", "en_were": "were"}
+
+
+def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int, rate: Rate) -> str:
+    """The first finding, and how many more there are that do not follow from it."""
+    first = findings[0]
+    waiting = ranks - len(first.ranks)
+    said = [first.title]
+    if steps.mean_ns is not None and first.lost_ns_per_step:
+        share, step = percent(first.lost_fraction), duration(steps.mean_ns)
+        lost = duration(first.lost_ns_per_step)
+        if lost in first.title:
+            said.append(text(" ({share} of the {step} step)", share=share, step=step))
+        else:  # what is longer is not all lost
+            said.append(text(" (it costs {lost}, {share} of the {step} step)", lost=lost, share=share, step=step))
+    if first.ranks and waiting and first.detector != "slow_link":
+        said.append(
+            text(
+                " and {waiting} {en_wait} for {en_them}",
+                waiting=counted(waiting, "rank"),
+                en_wait="waits" if waiting == 1 else "wait",
+                en_them="it" if len(first.ranks) == 1 else "them",
+            )
+        )
+    money = cost_of(first, rate).lost_money_per_hour
+    if money is not None and rate.price is not None:
+        whole = money_text(rate.ranks * rate.price)
+        said.append(text("; it costs {money} of {whole} an hour", money=money_text(money), whole=whole))
+    more = sum(1 for finding in findings[1:] if finding.caused_by is None)
+    if more:
+        said.append(text("; {findings}", findings=counted(more, "more finding")))
+    return joined("", said)
+
+
+def _unclear(not_checked: Sequence[NotChecked]) -> str:
+    """Which check could not tell, though what it looks for may be there."""
+    unclear = sorted((check for check in not_checked if check.unclear), key=lambda check: check.detector != "slow_rank")
+    if not unclear:
+        return ""
+    others = counted(len(unclear) - 1, "other check")
+    more = text(" (nor could {others})", others=others) if unclear[1:] else ""
+    return text("; {detector} could not tell: {why}{more}", detector=unclear[0].detector, why=unclear[0].why, more=more)
+
+
+def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:
+    """What may hide in the run's own noise, where that is much."""
+    coarsest = max(healthy, key=lambda check: check.resolution_ns or 0)
+    from_ns = coarsest.resolution_ns or 0
+    if not steps.mean_ns or from_ns < COARSE * steps.mean_ns:
+        return ""
+    return text(
+        "; they vary so much that {detector} below {resolution} per step is not seen",
+        detector=coarsest.detector,
+        resolution=duration(from_ns),
+    )
+
+
+def _blocked(breakdown: pl.DataFrame) -> str:
+    """How much communication blocks the ranks, where it is much: no finding does not mean that nothing is lost."""
+    grid = step_grid(breakdown)
+    share = float(grid.of(*BLOCKED).mean()) / grid.step_ns if grid.step_ns else 0.0
+    return text("; communication blocks {share} of the step", share=percent(share)) if share >= _MUCH_BLOCKED else ""
+
+
+def _stopped(breakdown: pl.DataFrame) -> str:
+    """For how much of the step hosts are stopped, where it is much: nobody saw whether devices had work meanwhile."""
+    grid = step_grid(breakdown)
+    share = float(grid.of(*APART).mean()) / grid.step_ns
+    said = text(
+        "; hosts stand in input, garbage collection, compilation or checkpoints for {share} of the step, and what "
+        "devices did meanwhile was not recorded",
+        share=percent(share),
+    )
+    return said if share >= _LARGE else ""
+
+
+def _left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
+    """What CUDA events leave open of the devices' time, where it is much."""
+    if lead is None:
+        return ""
+    said = []
+    if lead.idle_fraction >= _MUCH_BLOCKED:
+        place = code.most_of(None)
+        said += [
+            text(
+                "; devices may stand idle for up to {share} of the step, which rankscope trigger RUN --steps 3 tells",
+                share=percent(lead.idle_fraction),
+            ),
+            text(" (the hosts are mostly at {place})", place=place) if place else "",
+        ]
+    grid = step_grid(breakdown)
+    mixed = float(grid.of(MIXED).mean() / grid.step_ns)
+    if mixed >= _MUCH_BLOCKED:
+        said.append(text("; in {share} of the step compute and communication are not told apart", share=percent(mixed)))
+    return joined("", said)
+
+
+def _unexplained(phases: pl.DataFrame) -> str:
+    """How much of the step devices stand idle and the trace does not show why, where it is much."""
+    length = pl.col("end_ns") - pl.col("start_ns")
+    unknown = (pl.col("part") == "other") & pl.col("label").is_in([QUEUED, UNSEEN])
+    share = phases.select(length.filter(unknown).sum() / length.sum()).item() or 0.0
+    much = text("; the devices stand idle {share} of the step, and the trace does not show why", share=percent(share))
+    return much if share >= _MUCH_BLOCKED else ""
+
+
+def _of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
+    """What the steps take that were set aside, where it is much, and where in the code."""
+    if steps.outliers_fraction < _LARGE:
+        return ""
+    outliers = timeline.steps.filter(pl.col("aside") == "outlier")
+    place = replace(code, samples=timeline.samples.join(outliers, on=["rank", "step"], how="semi")).most()
+    return text(
+        "; steps set aside as outliers ({count}) take {share} of the time{at}",
+        count=steps.outliers,
+        share=percent(steps.outliers_fraction),
+        at=text(", mostly at {place}", place=place) if place else "",
+    )
+
+
+def _unread(stretch: Stretch | None) -> str:
+    """That steps were left out which nobody asked to leave out."""
+    return text("; {only}", only=stretch.said) if stretch and not stretch.asked else ""
+
+
+def _unknown(breakdown: pl.DataFrame, code: Code) -> str:
+    """How much of the step main threads do what no collector knows, where it is much, and where in the code."""
+    place = code.most_of("other")
+    grid = step_grid(breakdown)
+    share = float(grid.of("other").mean()) / grid.step_ns if place else 0.0
+    if place is None or share < _MUCH_BLOCKED:
+        return ""
+    return text(
+        "; {share} of the step is in code that belongs to no known part, most of it at {place}",
+        share=percent(share),
+        place=place,
+    )
+
+
+def _made_of(breakdown: pl.DataFrame) -> str:
+    """The largest parts of the step, where it could be cut into parts."""
+    total = breakdown["ns"].sum()
+    if not total:
+        return ""
+    share = pl.col("ns").sum() / total
+    parts = breakdown.group_by("part").agg(share).filter(pl.col("ns") >= _LARGE).sort("ns", "part", descending=True)
+    largest = parts.head(3).iter_rows()
+    shares = (text("{share} {part}", share=percent(ns), part=part_name(part)) for part, ns in largest)
+    return text("; the step is {parts}", parts=joined(", ", shares))

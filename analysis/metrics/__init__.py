@@ -1,0 +1,1 @@
+"""Pure questions to a timeline."""

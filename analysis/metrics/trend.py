@@ -1,0 +1,103 @@
+"""How the steps of a run change over it: a line through them, or two levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.analysis.metrics.step_matrix import Floats
+
+__all__ = ["Trend", "follows_line", "longest_stretch", "rank_sum_z", "trend"]
+
+_POINTS = 1000  # pairs are compared, so longer runs are drawn together first
+_CLIP = 2.0  # a step counts at most as this many medians, so that single hiccups make no stretch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """A straight line through the values: what it has at first, and by how much it grows until the last (95 %: ±).
+
+    `z` is by how many standard deviations of chance the values rise.
+    """
+
+    first: float
+    growth: float
+    half_width: float
+    z: float
+
+
+def trend(values: Floats) -> Trend:
+    """The line through `values`, ns of each step, that half of all pairs of steps are steeper than.
+
+    Source: Theil 1950 and Sen 1968 for slope and interval; Mann and Kendall for the test, its variance corrected for
+    values that resemble the ones before them as Hamed and Rao (1998) do. At least 3 values.
+    """
+    points = _drawn_together(values)
+    count = len(points)
+    early, late = np.triu_indices(count, 1)
+    rises = points[late] - points[early]
+    slopes = np.sort(rises / (late - early))
+    slope = float(np.median(slopes))
+    residual = points - slope * np.arange(count)
+    deviation = (count * (count - 1) * (2 * count + 5) / 18 * _resemblance(residual)) ** 0.5
+    within = 1.96 * deviation / 2
+    low, high = (int(np.clip(len(slopes) / 2 + x, 0, len(slopes) - 1)) for x in (-within, within))
+    return Trend(
+        first=float(np.median(residual)),
+        growth=slope * (count - 1),
+        half_width=float(slopes[high] - slopes[low]) / 2 * (count - 1),
+        z=float(np.sign(rises).sum() / deviation),
+    )
+
+
+def follows_line(values: Floats, inside: NDArray[np.bool_]) -> bool:
+    """Whether the line through the values misses them by less than two levels do, one of them `inside`."""
+    line = trend(values)
+    of_line = line.first + line.growth * np.linspace(0, 1, len(values))
+    of_levels = np.where(inside, *(np.median(values[x]) if x.any() else 0.0 for x in (inside, ~inside)))
+    return bool(np.abs(values - of_line).sum() < np.abs(values - of_levels).sum())
+
+
+def longest_stretch(lengths: Floats, ratio: float) -> NDArray[np.bool_]:
+    """Which steps are in the stretch with the largest sum beyond `ratio` × the usual step.
+
+    Usual is the lower quartile: up to three quarters of the steps may be slow.
+    """
+    usual = np.quantile(lengths, 0.25)
+    beyond = np.cumsum(np.minimum(lengths, _CLIP * usual) - ratio * usual)
+    before = np.concatenate([[0.0], beyond[:-1]])
+    lowest = np.minimum.accumulate(before)
+    end = int(np.argmax(beyond - lowest))
+    inside = np.zeros(len(lengths), dtype=bool)
+    inside[int(np.argmin(before[: end + 1])) : end + 1] = True
+    return inside
+
+
+def rank_sum_z(values: Floats, inside: NDArray[np.bool_]) -> float:
+    """How many standard deviations the ranks of the values inside lie above chance."""
+    ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1.0
+    m, n = int(inside.sum()), int((~inside).sum())
+    return float((ranks[inside].sum() - m * (m + n + 1) / 2) / (m * n * (m + n + 1) / 12) ** 0.5)
+
+
+def _drawn_together(values: Floats) -> Floats:
+    """At most `_POINTS` medians of neighbours."""
+    size = -(-len(values) // _POINTS)
+    if size == 1:
+        return values
+    whole = values[: len(values) // size * size]
+    return np.asarray(np.median(whole.reshape(-1, size), axis=1))
+
+
+def _resemblance(residual: Floats) -> float:
+    """By how much the variance of Kendall's S is larger because values resemble those before them; at least 1."""
+    count = len(residual)
+    _, place = np.unique(np.rint(residual), return_inverse=True)  # whole ns: what is less is arithmetic
+    ranks = place - place.mean()
+    lags = np.arange(1, count - 2)
+    similar = np.correlate(ranks, ranks, "full")[count : 2 * count - 3] / max((ranks * ranks).sum(), 1.0)
+    similar = np.where(similar > 1.96 / count**0.5, similar, 0.0)
+    weights = (count - lags) * (count - lags - 1) * (count - lags - 2)
+    return float(1 + 2 * (weights * similar).sum() / (count * (count - 1) * (count - 2)))

@@ -1,0 +1,1 @@
+"""Values that the analysis passes along; no behaviour."""

@@ -1,0 +1,160 @@
+"""Reads the pipeline files that Primus writes (`dump_pp_data`): `pp_rank_N.json`, one per pipeline stage.
+
+Each holds, per iteration, the start and end of every forward and backward in ms since the iteration began, on a clock
+that the stages share. `config.json` beside them says how many stages and microbatches there should be.
+
+Source: AMD-AGI/Primus, `tools/visualization/pp_vis`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.readers.base import FrameReader, files_in, gap, shaped, table
+from rankscope.analysis.readers.bytedance_ops import OPS_LACK, end_to_end
+from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD
+from rankscope.analysis.runs.trace import BadInput
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import ranges
+
+__all__ = ["open_run", "recognises"]
+
+_FILE = re.compile(r"pp_rank_(\d+)\.json")
+_CONFIG = "config.json"
+_HEAD = 4096
+_NS_PER_MS = 1e6
+_KINDS = {"fwd": FORWARD, "bwd": BACKWARD}
+
+Row = dict[str, Any]
+
+
+def recognises(path: Path) -> bool:
+    """Such a file, or a folder in which one lies."""
+    if path.is_dir():
+        return any(_is_stage(f) for f in path.glob("pp_rank_*.json"))
+    return _is_stage(path)
+
+
+def open_run(paths: Sequence[str]) -> FrameReader:
+    """The stages that lie there. Raises `BadInput`."""
+    missing: list[Gap] = []
+    rows: list[Row] = []
+    stages: list[int] = []
+    for path in files_in(paths):
+        match = _FILE.fullmatch(path.name)
+        if match is None or not _is_stage(path):
+            continue
+        stage = int(match[1])
+        try:
+            iterations = _object(path)
+        except ValueError:
+            missing.append(gap("ops", text("{name} was not read: it is cut or no JSON", name=path.name), rank=stage))
+            continue
+        stages.append(stage)
+        before = len(missing)
+        rows += [row for step, said in iterations.items() for row in _rows(stage, step, said, missing)]
+        missing[before:] = _told_once(missing[before:], path.name)
+    if not rows:
+        raise BadInput(f"{', '.join(paths)}: {missing[0].why if missing else 'no pipeline operation is in it'}")
+    world, expected = _config(Path(paths[0]), missing)
+    absent = sorted(set(range(expected or max(stages) + 1)) - set(stages))
+    if absent:
+        why = text(
+            "no file of stage {stages}: neither the schedule nor its bubble is whole without", stages=ranges(absent)
+        )
+        missing.append(gap("ranks", why, count=len(absent)))
+    return FrameReader(
+        frames={
+            "ranks": table("ranks", [{"rank": stage, "start_ns": 0, "world_size": world} for stage in sorted(stages)]),
+            "ops": shaped("ops", end_to_end(table("ops", rows))),
+        },
+        missing=missing,
+        lacks=OPS_LACK,
+    )
+
+
+def _is_stage(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return False
+    return _FILE.fullmatch(path.name) is not None and head[:1] == b"{" and b'"fwd_start"' in head
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    loaded = json.loads(path.read_bytes())
+    if not isinstance(loaded, dict):
+        raise ValueError("no JSON object")
+    return loaded
+
+
+def _rows(stage: int, step: str, said: Any, missing: list[Gap]) -> Iterator[Row]:  # noqa: ANN401 - foreign JSON
+    """The operations of one iteration on one stage; what is wrong with it goes to `missing`."""
+    others = {key.removesuffix("_start") for key in said if key.endswith("_start")} - set(_KINDS) if said else set()
+    if others:
+        raise BadInput(f"stage {stage} has operations '{min(others)}': only forward and backward are understood")
+    for kind, name in _KINDS.items():
+        try:
+            starts, ends = said[f"{kind}_start"], said[f"{kind}_end"]
+            times = [(_ns(start), _ns(end)) for start, end in zip(starts, ends, strict=True)]
+            number = int(step)
+        except (KeyError, TypeError, ValueError):
+            missing.append(
+                gap(
+                    "ops", text("iteration {step} has no whole {kind} times", step=step, kind=kind), rank=stage, count=1
+                )
+            )
+            continue
+        for seq, (start_ns, end_ns) in enumerate(times):
+            yield {
+                "rank": stage,
+                "start_ns": start_ns,
+                "end_ns": end_ns,
+                "name": name,
+                "step": number,
+                "stage": stage,
+                "replica": 0,
+                "microbatch": seq,
+                "seq": seq,
+            }
+
+
+def _ns(milliseconds: float) -> int:
+    if not math.isfinite(milliseconds):
+        raise ValueError("no time")
+    return round(milliseconds * _NS_PER_MS)
+
+
+def _told_once(gaps: Sequence[Gap], name: str) -> list[Gap]:
+    """One gap for all iterations of a file."""
+    if not gaps:
+        return []
+    more = text(", and {count} more such", count=len(gaps) - 1) if len(gaps) > 1 else ""
+    why = text("{file}: {why}{more}", file=name, why=gaps[0].why, more=more)
+    return [gap("ops", why, rank=gaps[0].rank, count=len(gaps))]
+
+
+def _config(path: Path, missing: list[Gap]) -> tuple[int | None, int | None]:
+    """World size and number of stages, where the configuration says them."""
+    file = (path if path.is_dir() else path.parent) / _CONFIG
+    try:
+        said = _object(file)
+    except OSError:
+        return None, None
+    except ValueError:
+        missing.append(
+            gap("ops", text("{name} is cut or no JSON: the number of stages is taken from the files", name=_CONFIG))
+        )
+        return None, None
+    chunks = said.get("vp_size") or 1
+    if chunks != 1:
+        raise BadInput(f"{file}: interleaved schedules ({chunks} model chunks per stage) cannot be read yet")
+    world, stages = said.get("world_size"), said.get("pp_size")
+    return (world if isinstance(world, int) else None), (stages if isinstance(stages, int) else None)

@@ -1,0 +1,197 @@
+"""Rows that are too many for memory lie in a temporary file, column by column, and are read again in order of time."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.analysis.runs.trace import BadInput
+
+__all__ = ["BLOCK_ROWS", "Rows", "Spill", "joined"]
+
+BLOCK_ROWS = 1 << 13  # of a table that are in memory while it is filled
+_FIRST_ROOM = 1 << 10  # rows
+
+Ints = NDArray[Any]
+
+
+class Spill:
+    """One temporary file for many columns, made when it is needed; threads may share it."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._end = 0
+        self._lock = threading.Lock()
+
+    def put(self, values: Ints) -> int:
+        """Where the values lie in the file. Raises `BadInput` where there is no room for them."""
+        with self._lock:
+            try:
+                if self._file is None:  # it ends with this object
+                    self._file = tempfile.TemporaryFile(prefix="rankscope-", buffering=0)  # noqa: SIM115
+                at = self._file.seek(self._end)
+                left = values.data.cast("B")
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError as error:
+                folder = tempfile.gettempdir()
+                raise BadInput(
+                    f"no room for temporary files in {folder}: set TMPDIR to another folder ({error})"
+                ) from None
+            self._end = at + values.nbytes
+            return at
+
+    def get(self, at: int, rows: int, kind: np.dtype[Any]) -> Ints:
+        with self._lock:
+            assert self._file is not None  # `put` made it
+            self._file.seek(at)
+            return np.fromfile(self._file, kind, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    rows: int
+    at: dict[str, int]  # in the file, by column
+    bounds: dict[str, tuple[int, int]]  # least and largest value, by column
+
+
+class Rows:
+    """A table whose rows are added in batches and read again as often as needed; one column is `ts`.
+
+    `shift_ns` is added to every time that is read.
+    """
+
+    def __init__(self, kinds: Mapping[str, str], spill: Spill) -> None:
+        self.shift_ns = 0
+        self._kinds = {name: np.dtype(kind) for name, kind in kinds.items()}
+        self._spill = spill
+        self._blocks: list[_Block] = []
+        self._last = {name: np.empty(_FIRST_ROOM, kind) for name, kind in self._kinds.items()}
+        self._filled = 0
+
+    def __len__(self) -> int:
+        return sum(block.rows for block in self._blocks) + self._filled
+
+    def add(self, rows: Mapping[str, Ints]) -> None:
+        """These columns' values follow."""
+        added, count = 0, len(rows["ts"])
+        while added < count:
+            taken = min(count - added, BLOCK_ROWS - self._filled)
+            full = self._filled + taken
+            for name, column in self._last.items():
+                if full > len(column):
+                    self._last[name] = np.empty(min(2 * full, BLOCK_ROWS), column.dtype)
+                    self._last[name][: self._filled] = column[: self._filled]
+                self._last[name][self._filled : full] = rows[name][added : added + taken]
+            self._filled, added = full, added + taken
+            if full == BLOCK_ROWS:
+                block = {name: column[:full] for name, column in self._last.items()}
+                at = {name: self._spill.put(values) for name, values in block.items()}
+                self._blocks.append(_Block(full, at, {name: _bounds(values) for name, values in block.items()}))
+                self._filled = 0
+
+    @property
+    def first_ns(self) -> int:
+        """The least time. There must be rows."""
+        return min(self._bounds_of(number, "ts")[0] for number in self._numbers())
+
+    def blocks(self, *names: str) -> Iterator[dict[str, Ints]]:
+        """These columns, some rows at a time, in the order in which they were added."""
+        return (self._read(number, names) for number in self._numbers())
+
+    def where(self, chosen: Callable[[Ints], Ints], name: str) -> dict[str, Ints]:
+        """The rows that are chosen by this column: all columns, and their numbers as `row`."""
+        parts = [self._none()]
+        for number in self._numbers():
+            at = np.flatnonzero(chosen(self._read(number, [name])[name]))
+            if len(at):
+                parts.append({name: values[at] for name, values in self._numbered(number).items()})
+        return joined(parts)
+
+    def without(self, name: str, wanted: Ints) -> Ints:
+        """Those of these sorted values that no row has in this column."""
+        for number in self._numbers():
+            least, most = self._bounds_of(number, name)
+            begin, end = np.searchsorted(wanted, [least, most + 1])
+            if begin < end:
+                known, near = np.sort(self._read(number, [name])[name]), wanted[begin:end]
+                found = known[np.searchsorted(known, near)] == near
+                wanted = np.concatenate([wanted[:begin], near[~found], wanted[end:]])
+        return wanted
+
+    def in_time(self, most: int | None = None) -> Iterator[dict[str, Ints]]:
+        """All rows in order of time, equal ones as they were added: all at once, or `most` at a time.
+
+        What lies before the first time of all blocks that are not read yet is final. So few blocks are in memory at
+        once where rows were added almost in order, as profilers write them.
+        """
+        if most is None:
+            order = np.argsort(self._column("ts"), kind="stable")
+            yield {name: self._column(name)[order] for name in self._kinds}
+            return
+        firsts = {number: self._bounds_of(number, "ts")[0] for number in self._numbers()}
+        numbers = sorted(firsts, key=firsts.__getitem__)
+        held: list[dict[str, Ints]] = []
+        for number, following in itertools.zip_longest(numbers, numbers[1:]):
+            held.append(self._numbered(number))
+            if following is not None and sum(len(part["ts"]) for part in held) < most:
+                continue
+            rows = joined(held)
+            held.clear()
+            order = np.lexsort((rows["row"], rows["ts"]))
+            for name, values in rows.items():
+                rows[name] = values[order]
+            end = len(order)
+            if following is not None:
+                end = int(np.searchsorted(rows["ts"], firsts[following]))
+                end -= end % most
+            for begin in range(0, end, most):
+                yield {name: rows[name][begin : min(begin + most, end)] for name in self._kinds}
+            held = [{name: values[end:].copy() for name, values in rows.items()}]
+
+    def _numbers(self) -> range:
+        """Of the blocks; the last one is in memory."""
+        return range(len(self._blocks) + bool(self._filled))
+
+    def _bounds_of(self, number: int, name: str) -> tuple[int, int]:
+        is_last = number == len(self._blocks)
+        least, most = _bounds(self._last[name][: self._filled]) if is_last else self._blocks[number].bounds[name]
+        shift = self.shift_ns if name == "ts" else 0
+        return least + shift, most + shift
+
+    def _read(self, number: int, names: Iterable[str]) -> dict[str, Ints]:
+        if number == len(self._blocks):
+            rows = {name: self._last[name][: self._filled] for name in names}
+        else:
+            block = self._blocks[number]
+            rows = {name: self._spill.get(block.at[name], block.rows, self._kinds[name]) for name in names}
+        if "ts" in rows:
+            rows["ts"] = rows["ts"] + self.shift_ns
+        return rows
+
+    def _numbered(self, number: int) -> dict[str, Ints]:
+        rows = self._read(number, self._kinds)
+        begin = sum(block.rows for block in self._blocks[:number])
+        return rows | {"row": np.arange(begin, begin + len(rows["ts"]))}
+
+    def _column(self, name: str) -> Ints:
+        return np.concatenate([self._none()[name], *(rows[name] for rows in self.blocks(name))])
+
+    def _none(self) -> dict[str, Ints]:
+        return {name: np.empty(0, kind) for name, kind in self._kinds.items()} | {"row": np.empty(0, np.int64)}
+
+
+def _bounds(values: Ints) -> tuple[int, int]:
+    return int(values.min()), int(values.max())
+
+
+def joined(parts: Sequence[Mapping[str, Ints]]) -> dict[str, Ints]:
+    """The rows of all parts, of which there is one at least."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,1 @@
+"""Execution graphs, what-if and the critical path."""

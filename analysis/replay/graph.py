@@ -1,0 +1,158 @@
+"""What waits for what: one structure for every source, and the replay of it with other durations.
+
+Source: dPRO and Lumos (a job's operations as a graph that is run again), ByteDance's what-if analysis of stragglers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.analysis.text.message import text
+
+try:
+    from rankscope.analysis.replay import _replay
+except ImportError:  # it is built where there is a C compiler
+    _replay = None  # type: ignore[assignment]
+
+__all__ = ["Graph", "NotReplayable", "assemble", "replay", "replay_in_python"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Shorts = NDArray[np.int32]
+
+
+class NotReplayable(ValueError):  # noqa: N818
+    """The operations do not allow a replay; the message is one clause that says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Nodes that take time, and what each waits for. `replay` says all there is to say about what that means.
+
+    What node `i` waits for is `before[first[i] : first[i + 1]]`, all of them lower numbers than `i`. A node that waits
+    for nothing begins at 0, which is `origin_ns` on the run's clock. Durations leave out all waiting.
+
+    A collective is an arrival on each rank, one transfer that waits for all arrivals, and an end on each rank.
+    """
+
+    duration_ns: Floats
+    first: Ints  # one more than there are nodes
+    before: Shorts
+    rank: Shorts  # -1: of no single rank, as a transfer
+    step: Shorts  # -1: outside of the steps
+    part: Shorts  # position in `parts`, -1: none
+    label: Shorts  # position in `labels`, -1: none
+    instance: Ints  # `instance_id` of the collective that the node belongs to, -1: none
+    start_ns: Ints  # as measured, on the run's clock; waiting, where there was any, lies before `end_ns - duration_ns`
+    end_ns: Ints
+    parts: tuple[str, ...]
+    labels: tuple[str, ...]
+    origin_ns: int
+
+    def __len__(self) -> int:
+        return len(self.duration_ns)
+
+
+def replay(graph: Graph, duration_ns: Floats) -> Floats:
+    """When each node ends, in ns after the origin: its duration after the last end of what it waits for."""
+    if _replay is None:
+        return replay_in_python(graph, duration_ns)
+    duration = np.ascontiguousarray(duration_ns, dtype=np.float64)
+    if len(duration) != len(graph):
+        raise ValueError(f"{len(duration)} durations for {len(graph)} nodes")
+    end = np.empty(len(graph))
+    _replay.replay(len(graph), _at(graph.first), _at(graph.before), _at(duration), _at(end))
+    return end
+
+
+def replay_in_python(graph: Graph, duration_ns: Floats) -> Floats:
+    """The same without a compiler: what the fast one is held against."""
+    first, before = graph.first.tolist(), graph.before.tolist()
+    end: list[float] = []
+    for i, duration in enumerate(duration_ns.tolist()):
+        end.append(max((end[j] for j in before[first[i] : first[i + 1]]), default=0.0) + duration)
+    return np.array(end)
+
+
+def assemble(
+    *,
+    duration_ns: Floats,
+    waits: NDArray[np.integer],
+    waited_for: NDArray[np.integer],
+    rank: NDArray[np.integer],
+    step: NDArray[np.integer],
+    part: NDArray[np.integer],
+    label: NDArray[np.integer],
+    instance: NDArray[np.integer],
+    start_ns: Ints,
+    end_ns: Ints,
+    parts: tuple[str, ...],
+    labels: tuple[str, ...],
+    origin_ns: int,
+) -> tuple[Graph, Shorts]:
+    """The graph of nodes given in any order, node `waits[k]` waiting for `waited_for[k]`; and each node's number in it.
+
+    Raises `NotReplayable` if nodes wait for each other in a circle.
+    """
+    n = len(duration_ns)
+    first, before = _rows(n, waits, waited_for)
+    order = _topological(first, before)
+    if len(order) < n:
+        raise NotReplayable(text("{n} operations wait for each other in a circle", n=n - len(order)))
+    number = np.empty(n, dtype=np.int32)
+    number[order] = np.arange(n)
+    first, before = _rows(n, number[waits], number[waited_for])
+
+    def short(values: NDArray[np.integer]) -> Shorts:
+        return np.ascontiguousarray(values[order], dtype=np.int32)
+
+    graph = Graph(
+        duration_ns=np.ascontiguousarray(duration_ns[order], dtype=np.float64),
+        first=first,
+        before=before,
+        rank=short(rank),
+        step=short(step),
+        part=short(part),
+        label=short(label),
+        instance=np.ascontiguousarray(instance[order], dtype=np.int64),
+        start_ns=start_ns[order],
+        end_ns=end_ns[order],
+        parts=parts,
+        labels=labels,
+        origin_ns=origin_ns,
+    )
+    return graph, number
+
+
+def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Ints, Shorts]:
+    """What each node waits for, one after the other."""
+    first = np.zeros(n + 1, dtype=np.int64)
+    np.cumsum(np.bincount(waits, minlength=n), out=first[1:])
+    return first, waited_for.astype(np.int32, copy=False)[np.argsort(waits, kind="stable")]
+
+
+def _topological(first: Ints, before: Shorts) -> Ints:
+    """The nodes in an order in which each comes after all that it waits for; those in a circle are left out."""
+    n = len(first) - 1
+    if _replay is not None:
+        order = np.empty(n, dtype=np.int64)
+        return order[: _replay.order(n, _at(first), _at(before), _at(order))]
+    waiting = np.diff(first).tolist()
+    followers: list[list[int]] = [[] for _ in range(n)]
+    for node, other in zip(np.repeat(np.arange(n), np.diff(first)).tolist(), before.tolist(), strict=True):
+        followers[other].append(node)
+    ready = [node for node in range(n) if not waiting[node]]
+    for node in ready:  # it grows meanwhile
+        for follower in followers[node]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+    return np.array(ready, dtype=np.int64)
+
+
+def _at(array: NDArray[np.generic]) -> int:
+    """Where the array lies in memory: the limited API that serves every Python has no buffers before 3.11."""
+    return int(array.__array_interface__["data"][0])

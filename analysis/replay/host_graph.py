@@ -1,0 +1,459 @@
+"""The graph of what the ranks' main threads and their communication did.
+
+A main thread is a chain: its own time as measured, cut where operations are called, and spans in which it is blocked.
+A blocked span ends its wake-up after the operations that ended in it. An operation is one transfer that waits for the
+calls of all its ranks, and an end on each of them. Steps follow each other with no barrier but that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.metrics.host_stalls import only_hosts_seen
+from rankscope.analysis.metrics.step_matrix import BLOCKED
+from rankscope.analysis.model.finding import Fidelity
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, NotReplayable, assemble, replay
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.host_breakdown import PARTS
+from rankscope.analysis.timeline.matching import MUTUAL_OPS
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["HostGraph", "fidelity", "graph_of", "step_lengths"]
+
+_LATE_STAMP_NS = 1_000_000  # an operation's end can be stamped that much after the thread that waited for it went on
+_LATE_SHARE = 0.1  # of the wait
+# A group's transfers follow each other on a rank. gloo moves two at once, but they share the link: one after the other
+# meets the steps better wherever the two differ.
+_AT_ONCE = 1
+_CLOCK_ERROR = 0.02  # of the step
+_MAIN_THREAD = 0
+_NONE = -1
+_TRANSFER = PARTS.index("transfer")
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGraph:
+    """The graph, where its steps end, and which nodes recur from step to step.
+
+    `steps` has a row per step of a rank: rank, step, judged, measured_ns, `last` (the node that ends it) and `before`
+    (the one that ends where it starts). `cycle` is the same number for the same thing in each step (a transfer, an
+    end, a wake-up), -1 for the ranks' own time.
+    """
+
+    graph: Graph
+    steps: pl.DataFrame
+    cycle: Ints
+    unmatched: int  # operations that have their measured length and wait for nobody
+    matched: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chains:
+    """The main threads' nodes, rank after rank; times are keys, see `_Keys`."""
+
+    start: Ints
+    end: Ints
+    phase: Ints  # row of the phases, -1 in a gap between steps
+    place: Ints
+    blocked: Bools
+
+    def node_before(self, key: Ints) -> Ints:
+        """The node that ends where these begin. Nodes 0 to ranks - 1 end where the ranks begin."""
+        ranks = int(self.place[-1]) + 1
+        at = np.searchsorted(self.start, key)
+        first = (at == 0) | (self.place[at] != self.place[at - 1])
+        return np.where(first, self.place[at], ranks + at - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """A rank's place × span + ns since the origin: all ranks' times in one order, rank after rank."""
+
+    ranks: pl.Series
+    origin: int
+    span: int
+
+    def of(self, frame: pl.DataFrame, column: str) -> Ints:
+        time = frame[column].to_numpy() - self.origin
+        return np.asarray(self.place(frame) * self.span + time, dtype=np.int64)
+
+    def place(self, frame: pl.DataFrame) -> Ints:
+        return np.searchsorted(self.ranks.to_numpy(), frame["rank"].to_numpy()).astype(np.int64)
+
+
+def graph_of(timeline: Timeline) -> HostGraph:
+    """The graph of a run whose main threads were recorded. Raises `NotReplayable`."""
+    phases = timeline.phases.sort("rank", "start_ns")
+    if phases.is_empty():
+        raise NotReplayable(text("no step was seen"))
+    if not timeline.comparable:
+        raise NotReplayable(text("the ranks number their steps differently"))
+    if len(timeline.marks):
+        raise NotReplayable(text("CUDA events do not tell what the devices waited for; a deep window does"))
+    if only_hosts_seen(timeline.ranks, timeline.collectives, timeline.kernels, timeline.marks):
+        raise NotReplayable(text("what the devices did was not recorded; a deep window does that"))
+    if timeline.ranks["node"].n_unique() > 1:
+        _check_clocks(timeline)
+    bounds = phases.group_by("rank").agg(pl.col("start_ns").min().alias("_from"), pl.col("end_ns").max().alias("_to"))
+    seen = (
+        timeline.collectives.filter(pl.col("end_ns").is_not_null())
+        .join(bounds, on="rank")
+        .filter(pl.col("start_ns") > pl.col("_from"), pl.col("start_ns") < pl.col("_to"))
+    )
+    ranks = phases["rank"].unique().sort()
+    origin = int(phases["start_ns"].to_numpy().min())
+    latest = max(int(f["end_ns"].to_numpy().max()) for f in (phases, seen) if len(f))
+    keys = _Keys(ranks, origin, latest - origin + 2)
+    if len(ranks) * keys.span >= 2**62:
+        raise NotReplayable(text("the run is too long for so many ranks"))
+    # Operations of which not all ranks are on a main thread's chain wait for nobody.
+    whole = pl.col("instance_id").is_not_null() & (
+        pl.len().over("instance_id") == pl.when(pl.col("op").is_in(P2P_OPS)).then(2).otherwise("group_size")
+    )
+    seen = seen.with_columns(pl.when(whole).then("instance_id").alias("instance_id"))
+    chains = _chains(phases, keys, keys.of(seen, "start_ns"))
+    error_ns = 2 * max((c.error_ns or 0 for c in timeline.clocks), default=0)
+    return _assembled(timeline, phases, chains, seen, keys, error_ns)
+
+
+def _check_clocks(timeline: Timeline) -> None:
+    """Raise `NotReplayable` if the nodes' clocks do not tell who was last."""
+    errors = [clock.error_ns for clock in timeline.clocks]
+    known = [error for error in errors if error is not None]
+    if len(known) < len(errors):
+        raise NotReplayable(text("the nodes' clocks could not be brought together"))
+    step_ns = float(np.median((timeline.steps["end_ns"] - timeline.steps["start_ns"]).to_numpy()))
+    if max(known, default=0) > _CLOCK_ERROR * step_ns:
+        raise NotReplayable(text("the nodes' clocks are only known to {error}", error=duration(max(known))))
+
+
+def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
+    """The phases, cut at arrivals, those in which a rank is blocked joined between them."""
+    low, high = keys.of(phases, "start_ns"), keys.of(phases, "end_ns")
+    at = np.sort(np.concatenate([low, high, arrivals]))  # np.unique hashes, which is slower than this
+    at = at[np.concatenate([[True], at[1:] != at[:-1]])]
+    phase = np.searchsorted(low, at[:-1], side="right") - 1
+    place = keys.place(phases)
+    start, end = at[:-1], at[1:]
+    inside = start < high[phase]
+    # Between the last phase of a rank and the first of the next one there is nothing.
+    on_chain = inside | (end // keys.span == place[phase])
+    start, end, phase, inside = start[on_chain], end[on_chain], phase[on_chain], inside[on_chain]
+    place, step = place[phase], phases["step"].to_numpy()[phase]
+    blocked = phases["part"].is_in(BLOCKED).to_numpy()[phase] & inside
+    called = np.isin(start, arrivals)
+    goes_on = blocked[1:] & blocked[:-1] & ~called[1:] & (step[1:] == step[:-1]) & (start[1:] == end[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    last = np.concatenate([first[1:], [len(start)]]) - 1
+    return _Chains(start[first], end[last], np.where(inside, phase, _NONE)[first], place[first], blocked[first])
+
+
+def _assembled(
+    timeline: Timeline, phases: pl.DataFrame, chains: _Chains, seen: pl.DataFrame, keys: _Keys, error_ns: int
+) -> HostGraph:
+    n_ranks, n_chain, n_rows = len(keys.ranks), len(chains.start), len(seen)
+    labels = sorted({*phases["label"].unique().to_list(), *seen["op"].unique().to_list()})
+    code = dict(zip(labels, range(len(labels)), strict=True))
+    arrival, end = keys.of(seen, "start_ns"), keys.of(seen, "end_ns")
+    row_place, row_label = keys.place(seen), seen["op"].replace_strict(code, return_dtype=pl.Int64).to_numpy()
+    row_step = seen["step"].fill_null(_NONE).to_numpy().astype(np.int64)
+    position = _position_in_cycle(seen)
+    instance_id = seen["instance_id"].cast(pl.Int64).fill_null(_NONE).to_numpy()
+    is_op = np.bincount(instance_id + 1, minlength=1)[1:] > 0
+    ids = np.flatnonzero(is_op)
+    dense = np.where(instance_id >= 0, np.concatenate([np.cumsum(is_op), [0]])[instance_id] - 1, _NONE)
+    n_ops = len(ids)
+
+    ends_at = n_ranks + n_chain + n_ops  # the first of the rows' ends
+    waits: list[Ints] = []
+    waited_for: list[Ints] = []
+
+    def tie(node: Ints, other: Ints) -> None:
+        waits.append(node)
+        waited_for.append(other)
+
+    # Main threads.
+    chain_nodes = np.arange(n_ranks, n_ranks + n_chain)
+    tie(chain_nodes, chains.node_before(chains.start))
+    durations = np.zeros(ends_at + n_rows)
+    first_of_rank = np.searchsorted(chains.place, np.arange(n_ranks))
+    durations[:n_ranks] = chains.start[first_of_rank] - np.arange(n_ranks) * keys.span
+    durations[chain_nodes] = chains.end - chains.start
+
+    # Blocked spans: they wait for what ended in them.
+    span, row, end = _awaited(chains, arrival, end)
+    tie(n_ranks + span, ends_at + row)
+    last_end = chains.start.copy()
+    np.maximum.at(last_end, span, end[row])
+    durations[chain_nodes] = np.where(chains.blocked, chains.end - last_end, durations[chain_nodes])
+    wakes = np.full(n_chain, _NONE)
+    order = np.argsort(end[row], kind="stable")
+    wakes[span[order]] = position[row[order]]  # the last one to end tells what the span waits for
+    node, row = _joined_by_backward(timeline.regions, seen, chains, keys, arrival, end)
+    tie(n_ranks + node, ends_at + row)
+
+    # Operations.
+    before = chains.node_before(arrival)
+    began, freed = _begins(arrival, end, _queue(seen))
+    matched = dense >= 0
+    mutual = matched & seen["op"].is_in(MUTUAL_OPS).to_numpy()
+    together = mutual & (freed >= 0) & mutual[freed]  # queue as operations, not rank by rank
+    began, freed = np.where(together, arrival, began), np.where(together, _NONE, freed)
+    queued = freed >= 0
+    # On one rank's clock, to compare ranks: without the place.
+    local_began, local_end = began - row_place * keys.span, end - row_place * keys.span
+    last_began = np.full(n_ops, -1)
+    np.maximum.at(last_began, dense[matched], local_began[matched])
+    op, earlier_op, freed_at = _queued_operations(dense, local_end, mutual, seen["group_id"].to_numpy(), last_began)
+    last_began[op] = np.maximum(last_began[op], freed_at)
+    # Whoever ended before the last one arrived did not wait for it: the root of a broadcast, a send that is buffered.
+    joins = np.zeros(n_rows, dtype=bool)
+    joins[matched] = local_end[matched] >= last_began[dense[matched]] - error_ns
+    transfer_ns = np.full(n_ops, np.iinfo(np.int64).max)
+    np.minimum.at(transfer_ns, dense[joins], np.maximum(local_end[joins] - last_began[dense[joins]], 0))
+    transfers = n_ranks + n_chain + np.arange(n_ops)
+    durations[transfers] = transfer_ns
+    ends = ends_at + np.arange(n_rows)
+    tie(transfers[dense[matched]], before[matched])
+    tie(transfers[op], transfers[earlier_op])
+    tie(transfers[dense[matched & queued]], ends_at + freed[matched & queued])
+    tie(ends[joins], transfers[dense[joins]])
+    done = np.zeros(n_rows, dtype=np.int64)
+    done[joins] = last_began[dense[joins]] + transfer_ns[dense[joins]]
+    alone = ~joins
+    tie(ends[alone], before[alone])
+    tie(ends[alone & queued], ends_at + freed[alone & queued])
+    done[alone] = local_began[alone]
+    earlier = _latest_begun(dense, local_began, local_end, alone & matched, keys.span)
+    tie(ends[earlier >= 0], before[earlier[earlier >= 0]])
+    done[earlier >= 0] = np.maximum(done, np.where(earlier >= 0, local_began[earlier], 0))[earlier >= 0]
+    durations[ends] = np.maximum(local_end - done, 0)
+
+    # What each node is.
+    in_phase = chains.phase >= 0
+
+    def of_phase(column: NDArray[np.integer]) -> Ints:
+        return np.where(in_phase, column[chains.phase], _NONE).astype(np.int64)
+
+    part_code = dict(zip(PARTS, range(len(PARTS)), strict=True))
+    part = of_phase(phases["part"].replace_strict(part_code, return_dtype=pl.Int64).to_numpy())
+    label = of_phase(phases["label"].replace_strict(code, return_dtype=pl.Int64).to_numpy())
+    step = of_phase(phases["step"].to_numpy())
+    first_row = np.zeros(n_ops, dtype=np.int64)
+    first_row[dense[matched]] = np.flatnonzero(matched)
+    nothing = np.full(n_ranks, _NONE)
+    rank_numbers = keys.ranks.to_numpy()
+    op_end = last_began + transfer_ns
+    chain_start, chain_end = (times - chains.place * keys.span for times in (chains.start, chains.end))
+    graph, number = assemble(
+        duration_ns=durations,
+        waits=np.concatenate(waits),
+        waited_for=np.concatenate(waited_for),
+        rank=np.concatenate([rank_numbers, rank_numbers[chains.place], np.full(n_ops, _NONE), rank_numbers[row_place]]),
+        step=np.concatenate([nothing, step, row_step[first_row], row_step]),
+        part=np.concatenate([nothing, part, np.full(n_ops + n_rows, _TRANSFER)]),
+        label=np.concatenate([nothing, label, row_label[first_row], row_label]),
+        instance=np.concatenate([nothing, np.full(n_chain, _NONE), ids, instance_id]),
+        start_ns=keys.origin + np.concatenate([nothing + 1, chain_start, last_began, arrival - row_place * keys.span]),
+        end_ns=keys.origin + np.concatenate([chain_start[first_of_rank], chain_end, op_end, local_end]),
+        parts=PARTS,
+        labels=tuple(labels),
+        origin_ns=keys.origin,
+    )
+    positions = int(position.max(initial=0)) + 1
+    cycle = np.full(len(graph), _NONE)
+    cycle[number[chain_nodes]] = np.where(wakes >= 0, positions * (1 + chains.place) + wakes, _NONE)
+    cycle[number[transfers]] = np.where(position[first_row] >= 0, position[first_row], _NONE)
+    cycle[number[ends]] = np.where(joins & (position >= 0), positions * (1 + n_ranks + row_place) + position, _NONE)
+    return HostGraph(
+        graph=graph,
+        steps=_steps(timeline, chains, step, number, n_ranks, keys),
+        cycle=cycle,
+        unmatched=int((~matched).sum()),
+        matched=n_ops,
+    )
+
+
+def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Blocked spans and the rows that they wait for, pair by pair; and the rows' ends, none later than what it held up.
+
+    A span waits for what ended in it. Where the next end after it is nearer to its own than the last end in it, the end
+    of what held it up was stamped late: it is the next one, if it had been called before and its end follows at once.
+    """
+    spans = np.flatnonzero(chains.blocked)
+    order = np.argsort(end, kind="stable")
+    by_end = end[order]
+    low = np.searchsorted(by_end, chains.start[spans], side="right")
+    high = np.searchsorted(by_end, chains.end[spans], side="right")
+    count = high - low
+    pair_span = np.repeat(spans, count)
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    pair_row = order[np.repeat(low, count) + within]
+
+    after = np.append(by_end, np.iinfo(np.int64).max)[high] - chains.end[spans]
+    before = chains.end[spans] - np.where(count > 0, np.append(by_end, 0)[high - 1], np.iinfo(np.int64).min // 2)
+    nearer = np.flatnonzero((after < before) & (high < len(order)))
+    span, row = spans[nearer], order[high[nearer]]
+    late = end[row] - chains.end[span]
+    most = _LATE_SHARE * (chains.end[span] - chains.start[span])
+    is_call = np.isin(chains.start[span], arrival)
+    own = is_call & (arrival[row] == chains.start[span]) & (late <= np.minimum(most, _LATE_STAMP_NS))
+    known = (arrival[row] < chains.end[span]) & (own | ~is_call & (late <= np.maximum(most, _LATE_STAMP_NS)))
+    end = end.copy()
+    np.minimum.at(end, row[known], chains.end[span[known]])
+    return np.concatenate([pair_span, span[known]]), np.concatenate([pair_row, row[known]]), end
+
+
+def _position_in_cycle(seen: pl.DataFrame) -> Ints:
+    """The same number for the same operation of each step: its group, operation, size and place among those."""
+    kind = ["group_id", "op", "size_bytes", "peer", "tag"]
+    numbered = seen.select(*kind, pl.int_range(pl.len()).over("rank", "step", *kind).alias("_nth"), "step")
+    position = numbered.select(pl.struct(*kind, "_nth").rank("dense")).to_series().cast(pl.Int64) - 1
+    return np.where(numbered["step"].is_null().to_numpy(), _NONE, position.to_numpy())
+
+
+def _queue(seen: pl.DataFrame) -> Ints:
+    """Which rank and group an operation queues in; sends and receives queue nowhere."""
+    numbers = seen.select(pl.struct("rank", "group_id").rank("dense")).to_series().cast(pl.Int64).to_numpy()
+    return np.where(seen["op"].is_in(P2P_OPS).to_numpy(), _NONE, numbers)
+
+
+def _begins(arrival: Ints, end: Ints, queue: Ints) -> tuple[Ints, Ints]:
+    """When each operation's turn came, and the row whose end it had to wait for (-1: it was the first)."""
+    order = np.lexsort((arrival, queue))
+    freed = np.full(len(order), _NONE)
+    earlier, later = order[:-_AT_ONCE], order[_AT_ONCE:]
+    same = (queue[earlier] == queue[later]) & (queue[later] >= 0) & (end[earlier] < end[later])
+    freed[later[same]] = earlier[same]
+    return np.where(freed >= 0, np.maximum(arrival, end[freed]), arrival), freed
+
+
+def _queued_operations(
+    instance: Ints, end: Ints, mutual: Bools, group: Ints, last_began: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Operations in which all give to all, the one of the group whose transfer was over before it, and when it was.
+
+    A transfer is over when the first rank says so: what the others took to say it holds no transfer up. Of two that
+    ran at once the one that ended first counts as the earlier one.
+    """
+    rows = np.flatnonzero(mutual)
+    rows = rows[np.lexsort((end[rows], instance[rows]))]
+    first = rows[np.diff(instance[rows], prepend=_NONE) != 0]
+    over = np.maximum(end[first], last_began[instance[first]])
+    order = np.lexsort((over, group[first]))
+    op, over, group = instance[first][order], over[order], group[first][order]
+    same = group[1:] == group[:-1]
+    return op[1:][same], op[:-1][same], over[:-1][same]
+
+
+def _latest_begun(instance: Ints, began: Ints, end: Ints, of: Bools, span: int) -> Ints:
+    """For each row of `of` the last row of its operation that had begun when it ended, -1 for the others."""
+    key = instance * span + began
+    order = np.argsort(key, kind="stable")
+    found = np.full(len(key), _NONE)
+    rows = np.flatnonzero(of)
+    at = np.searchsorted(key[order], instance[rows] * span + end[rows], side="right") - 1
+    found[rows] = order[at]
+    return found
+
+
+def _joined_by_backward(
+    regions: pl.DataFrame, seen: pl.DataFrame, chains: _Chains, keys: _Keys, arrival: Ints, end: Ints
+) -> tuple[Ints, Ints]:
+    """Chain nodes that begin where a backward ends, and the rows that it had to wait for had they not ended before.
+
+    DDP waits at the end of backward for what was issued in it. Where a wait was seen since, somebody else did.
+    """
+    of_main = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("rank").is_in(keys.ranks.implode()))
+    backward = of_main.filter(pl.col("kind") == "backward").sort("rank", "start_ns")
+    wait = np.append(np.sort(keys.of(of_main.filter(pl.col("kind") == "wait"), "start_ns")), np.iinfo(np.int64).max)
+    low, high = keys.of(backward, "start_ns"), keys.of(backward, "end_ns")
+    inside = np.searchsorted(low, arrival, side="right") - 1
+    rows = np.flatnonzero((inside >= 0) & ~seen["op"].is_in(P2P_OPS).to_numpy())
+    until = high[inside[rows]]
+    at = np.searchsorted(chains.start, until)
+    on_chain = (at < len(chains.start)) & (chains.place[np.minimum(at, len(chains.start) - 1)] == until // keys.span)
+    nobody = wait[np.searchsorted(wait, arrival[rows])] >= until
+    keep = (arrival[rows] < until) & (end[rows] <= until) & on_chain & nobody
+    return at[keep], rows[keep]
+
+
+def _steps(
+    timeline: Timeline, chains: _Chains, step: Ints, number: NDArray[np.int32], n_ranks: int, keys: _Keys
+) -> pl.DataFrame:
+    """One row per step of a rank, see `HostGraph`."""
+    inside = np.flatnonzero(step >= 0)
+    new = np.concatenate([[True], np.diff(step[inside] + chains.place[inside] * (step.max() + 1)) != 0])
+    first = inside[new]
+    last = inside[np.concatenate([np.flatnonzero(new)[1:], [len(inside)]]) - 1]
+    return pl.DataFrame(
+        {
+            "rank": keys.ranks.gather(chains.place[first]),
+            "step": pl.Series(step[first], dtype=pl.Int32),
+            "measured_ns": chains.end[last] - chains.start[first],
+            "before": number[chains.node_before(chains.start[first])],
+            "last": number[n_ranks + last],
+        }
+    ).join(timeline.steps.select("rank", "step", "judged"), on=["rank", "step"], how="left", maintain_order="left")
+
+
+def step_lengths(host: HostGraph, end_ns: Floats) -> Floats:
+    """The length of each row of `steps`, given when each node ends."""
+    return np.asarray(end_ns[host.steps["last"].to_numpy()] - end_ns[host.steps["before"].to_numpy()])
+
+
+def fidelity(host: HostGraph) -> Fidelity:
+    """Replay each half of the steps with what transfers, late ends and wake-ups took in the other half.
+
+    The ranks' own time is what was measured, everything else is the mean of the same thing in the other half's steps.
+    """
+    graph = host.graph
+    errors: list[Floats] = []
+    sums = np.zeros(2)
+    for half in (0, 1):
+        own_step = graph.step % 2 == half
+        recurs = host.cycle >= 0
+        fitted = graph.duration_ns.copy()
+        usual = _means(host.cycle[recurs & ~own_step], graph.duration_ns[recurs & ~own_step])
+        nodes = np.flatnonzero(recurs & own_step)
+        fitted[nodes] = usual(host.cycle[nodes], graph.duration_ns[nodes])
+        length = step_lengths(host, replay(graph, fitted))
+        chosen = (host.steps["judged"] & (host.steps["step"] % 2 == half)).to_numpy()
+        measured = host.steps["measured_ns"].to_numpy()[chosen]
+        errors.append(np.abs(length[chosen] - measured) / measured)
+        sums += length[chosen].sum(), measured.sum()
+    error = np.concatenate(errors)
+    if host.steps.filter("judged")["step"].n_unique() < 2:
+        raise NotReplayable(text("with fewer than two judged steps a replay cannot be checked"))
+    return Fidelity(
+        steps=len(error),
+        median_error=float(np.median(error)),
+        p90_error=float(np.quantile(error, 0.9)),
+        mean_error=float(sums[0] / sums[1] - 1),
+    )
+
+
+def _means(kind: Ints, value: Floats) -> Callable[[Ints, Floats], Floats]:
+    """A function that gives kinds the mean of their values here, and those not here what they have.
+
+    The mean and not the median, since a step is a sum of many, and what takes long now and then is part of it.
+    """
+    kinds, of = np.unique(kind, return_inverse=True)
+    if not len(kinds):
+        return lambda _, otherwise: otherwise
+    mean = np.bincount(of, weights=value) / np.bincount(of)
+
+    def usual(wanted: Ints, otherwise: Floats) -> Floats:
+        at = np.minimum(np.searchsorted(kinds, wanted), len(kinds) - 1)
+        return np.where(kinds[at] == wanted, mean[at], otherwise)
+
+    return usual

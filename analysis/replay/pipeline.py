@@ -1,0 +1,457 @@
+"""Pipeline-parallel steps as operations: who waits for whom, which schedule it is, and how much of it is bubble."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.model.finding import Pipeline
+from rankscope.analysis.replay.pipeline_plan import Floats, Group, NotReplayable, Plan, plan, replay, transfers
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.timeline.steps import STEP_COLUMNS
+
+__all__ = [
+    "BACKWARD",
+    "CLIP",
+    "EXCESS",
+    "FORWARD",
+    "OPTIMIZER",
+    "TRANSFERS",
+    "Key",
+    "OpGrid",
+    "communicates",
+    "compute_order",
+    "measured_pipeline",
+    "op_grid",
+    "pipeline",
+    "schedule",
+    "steps_of_ops",
+    "theory_fraction",
+]
+
+_SETTLED = 1.5  # a longer step, in medians, does not count
+
+FORWARD, BACKWARD, OPTIMIZER = "forward-compute", "backward-compute", "optimizer"
+
+# kind -> (the kind at the other end, how many stages further)
+_PEER = {
+    "forward-send": ("forward-recv", 1),
+    "forward-recv": ("forward-send", -1),
+    "backward-send": ("backward-recv", -1),
+    "backward-recv": ("backward-send", 1),
+}
+_EMBEDDING, CLIP, _GATHER, _SCATTER = (
+    "embedding-grads-all-reduce",
+    "optimizer-clip-main-grad",
+    "params-all-gather",
+    "grads-reduce-scatter",
+)
+_ACROSS_REPLICAS = (_GATHER, _SCATTER, CLIP)
+# After a stage's last computation, one after the other.
+_TAIL = ("gc", "layernorm-grads-all-reduce", _EMBEDDING, _SCATTER, CLIP, OPTIMIZER)
+_KNOWN = (FORWARD, BACKWARD, *_PEER, _GATHER, *_TAIL)
+# What can keep the busiest stage idle for longer than the schedule must, in the order in which it is taken away.
+# Transfers as quick as between the quickest pair of stages are "transfers": no schedule does without them.
+TRANSFERS = text("transfers")
+EXCESS = (
+    *(text("waiting for what is not recorded"), text("late transfers"), TRANSFERS),
+    *(text("microbatches of unequal length"), text("stages of unequal length")),
+)
+_WORTH_SAYING = 0.001
+_COMPUTES = (FORWARD, BACKWARD, "gc", OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """One operation of a step of a replica."""
+
+    stage: int
+    kind: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpGrid:
+    """The operations that all steps have in common. Times are ns since the step's first start, [op, step, replica]."""
+
+    keys: tuple[Key, ...]
+    steps: tuple[int, ...]
+    step_start_ns: NDArray[np.int64]  # one per step
+    ranks: NDArray[np.int32]  # [op, replica]
+    start_ns: Floats
+    end_ns: Floats
+    plan: Plan
+    dropped: int  # steps that lack operations others have, or have more
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of each operation the first stage that its rank holds: ranks of interleaved schedules hold several."""
+        return _places(self.keys, self.ranks)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted({key.stage for key in self.keys}))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(key.kind for key in self.keys)
+
+    @property
+    def duration_ns(self) -> Floats:
+        """Each operation's own time: computation as measured, communication without the wait for its peers."""
+        return transfers(self.plan, self.start_ns, self.end_ns)
+
+    @property
+    def measured_ns(self) -> Floats:
+        """Length of each step, first start to last end."""
+        length: Floats = self.end_ns.max(axis=(0, 2)) - self.start_ns.min(axis=(0, 2))
+        return length
+
+
+def steps_of_ops(ops: pl.DataFrame) -> pl.DataFrame:
+    """Each rank's steps, as `timeline.steps.judge` gives them, numbered as the source numbers them.
+
+    A step lasts from the first start to the last end of its operations on any rank. One that is longer than 1.5 × the
+    median is set aside: a warm-up if no step before it is judged, else an outlier.
+    """
+    spans = (
+        ops.group_by("step")
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+        .sort("step")
+        .with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("_length"))
+        .with_columns((pl.col("_length") <= _SETTLED * pl.col("_length").median()).alias("judged"))
+        .with_columns(
+            pl.when("judged")
+            .then(None)
+            .when(pl.col("judged").cum_max())
+            .then(pl.lit("outlier"))
+            .otherwise(pl.lit("warm-up"))
+            .alias("aside"),
+            pl.lit("operations").alias("source"),
+        )
+    )
+    ranks = ops.select("rank").unique()
+    return (
+        ranks.join(spans, how="cross")
+        .sort("rank", "step")
+        .select(*(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items()), "judged", "aside")
+    )
+
+
+def communicates(kind: str) -> bool:
+    """Whether the ideal of this kind of operation is its median (a transfer) rather than its mean (a computation)."""
+    return kind not in _COMPUTES
+
+
+def op_grid(ops: pl.DataFrame) -> OpGrid:
+    """The table `ops` as arrays, with its plan. Raises `NotReplayable`."""
+    unknown = sorted(set(ops["name"].unique()) - set(_KNOWN))
+    if unknown:
+        raise NotReplayable(text("it is not known what operations of type {kind} wait for", kind=unknown[0]))
+    if ops["chunk"].fill_null(0).max() != 0:
+        raise NotReplayable(text("stages with several model chunks (interleaved schedules) cannot be replayed yet"))
+    absent = sorted(set(range(ops["stage"].to_numpy().max() + 1)) - set(ops["stage"].unique()))
+    if absent:
+        raise NotReplayable(text("no operations of stage {stage} were recorded", stage=absent[0]))
+    by = ["stage", "name", "seq"]
+    names = ops.select(by).unique().sort(by)
+    lanes = [ops["step"].unique().sort(), ops["replica"].unique().sort()]
+    shape = (len(names), len(lanes[0]), len(lanes[1]))
+    placed = ops.join(names.with_row_index("_op"), on=by).with_columns(
+        pl.col("step").replace_strict(lanes[0], range(shape[1]), return_dtype=pl.UInt32).alias("_step"),
+        pl.col("replica").replace_strict(lanes[1], range(shape[2]), return_dtype=pl.UInt32).alias("_replica"),
+    )
+    at = tuple(placed[c].to_numpy() for c in ("_op", "_step", "_replica"))
+    count = np.bincount(np.ravel_multi_index(at, shape), minlength=math.prod(shape)).reshape(shape)
+    usual = np.median(count, axis=(1, 2)) == 1
+    whole = (count == usual[:, None, None]).all(axis=(0, 2))
+    if not whole.any():
+        raise NotReplayable(text("no two steps consist of the same operations"))
+    first = placed.group_by("_step").agg(pl.col("start_ns").min()).sort("_step")["start_ns"].to_numpy()
+    start, end = np.zeros(shape), np.zeros(shape)
+    start[at] = placed["start_ns"].to_numpy() - first[at[1]]
+    end[at] = placed["end_ns"].to_numpy() - first[at[1]]
+    ranks = np.zeros((shape[0], shape[2]), dtype=np.int32)
+    ranks[at[0], at[2]] = placed["rank"].to_numpy()
+    keys = tuple(Key(*row) for row in names.filter(pl.Series(usual)).iter_rows())
+    start, end = start[usual][:, whole], end[usual][:, whole]
+    return OpGrid(
+        keys=keys,
+        steps=tuple(lanes[0].filter(pl.Series(whole)).to_list()),
+        step_start_ns=first[whole],
+        ranks=ranks[usual],
+        start_ns=start,
+        end_ns=end,
+        plan=_plan(keys, _places(keys, ranks[usual]), start, end),
+        dropped=int((~whole).sum()),
+    )
+
+
+def _places(keys: Sequence[Key], ranks: NDArray[np.int32]) -> tuple[int, ...]:
+    first: dict[int, int] = {}
+    for key, rank in zip(keys, ranks[:, 0].tolist(), strict=True):
+        first[rank] = min(first.get(rank, key.stage), key.stage)
+    return tuple(first[rank] for rank in ranks[:, 0].tolist())
+
+
+def compute_order(keys: Sequence[Key], places: Sequence[int], start_ns: Floats) -> dict[int, list[int]]:
+    """For each place the indices of its forward and backward computations, in the order in which they start."""
+    order: dict[int, list[int]] = {}
+    for i in sorted(range(len(keys)), key=lambda i: (start_ns[i], keys[i].seq)):
+        if keys[i].kind in (FORWARD, BACKWARD):
+            order.setdefault(places[i], []).append(i)
+    return order
+
+
+def _plan(keys: tuple[Key, ...], places: Sequence[int], start_ns: Floats, end_ns: Floats) -> Plan:
+    """What waits for what in a step.
+
+    Computations of a rank run one after the other, and so do a stage's sends and receives of one direction. A
+    computation waits for what it receives, a send for what it sends; where nothing is sent (a trace of computations
+    alone), for the neighbour's computation itself. A receive that in every step begins to the ns where the rank's
+    computation before it ends is one that the rank stands in (`stages.stage_ops` gives them so): it waits for that one
+    too. Parameters are gathered before the first forward; gradients are reduced, and the optimizer runs, after the last
+    computation.
+
+    Source: the dependency model of ByteDance's StragglerAnalysis, without its overlapped reduce-scatter.
+    """
+    index = {key: i for i, key in enumerate(keys)}
+    before: dict[int, list[int]] = {i: [] for i in range(len(keys))}
+
+    def chain(ops: Sequence[int]) -> None:
+        for earlier, later in pairwise(ops):
+            before[later].append(earlier)
+
+    for computes in compute_order(keys, places, np.median(start_ns, axis=(1, 2))).values():
+        chain(computes)
+        for earlier, later in pairwise(computes):
+            receive = index.get(Key(keys[later].stage, keys[later].kind.replace("compute", "recv"), keys[later].seq))
+            if receive is not None and (start_ns[receive] == end_ns[earlier]).all():
+                before[receive].append(earlier)
+        _first_backward_transfers(before, keys, index, computes)
+        stages = sorted({keys[i].stage for i in computes})
+        gathers = [op for stage in stages for op in _of(index, stage, _GATHER)]
+        tail = [op for kind in _TAIL for stage in stages for op in _of(index, stage, kind)]
+        chain([*computes[-1:], *tail])
+        chain(gathers)
+        if gathers:
+            before[computes[0]].append(gathers[-1])
+        for stage in stages:
+            for kind in _PEER:
+                chain(_of(index, stage, kind))
+    for key, i in index.items():
+        if key.kind in (FORWARD, BACKWARD):
+            _neighbours(before, index, key, i)
+    return plan(before, _groups(index), len(keys))
+
+
+def _of(index: Mapping[Key, int], stage: int, kind: str) -> list[int]:
+    """The stage's operations of a kind, by seq."""
+    return [index[key] for key in sorted(k for k in index if k.stage == stage and k.kind == kind)]
+
+
+def _neighbours(before: dict[int, list[int]], index: Mapping[Key, int], compute: Key, i: int) -> None:
+    """Tie a computation to its receive and send, or to the neighbour's computation where nothing is sent."""
+    way = compute.kind.split("-")[0]
+    send = index.get(Key(compute.stage, f"{way}-send", compute.seq))
+    receive = index.get(Key(compute.stage, f"{way}-recv", compute.seq))
+    if send is not None:
+        before[send].append(i)
+    if receive is not None:
+        before[i].append(receive)
+        earlier = index.get(Key(compute.stage, compute.kind, compute.seq - 1))
+        if earlier is not None:
+            before[receive].append(earlier)
+        return
+    other = index.get(Key(compute.stage + (1 if way == "backward" else -1), compute.kind, compute.seq))
+    if other is not None:
+        before[i].append(other)
+
+
+def _first_backward_transfers(
+    before: dict[int, list[int]], keys: Sequence[Key], index: Mapping[Key, int], computes: Sequence[int]
+) -> None:
+    """The first receive of a gradient is posted while the last forward before it runs, not at the start of the step."""
+    first = next((n for n, i in enumerate(computes) if keys[i].kind == BACKWARD), 0)
+    if first < 2:
+        return
+    for kind in ("backward-recv", "backward-send"):
+        op = index.get(Key(keys[computes[first]].stage, kind, 0))
+        if op is not None:
+            before[op].append(computes[first - 2])
+
+
+def _groups(index: Mapping[Key, int]) -> list[Group]:
+    """Who transfers with whom."""
+    stages = sorted({key.stage for key in index})
+    groups = []
+    for key, i in index.items():
+        if key.kind in ("forward-send", "backward-send"):
+            kind, step = _PEER[key.kind]
+            peer = index.get(Key(key.stage + step, kind, key.seq))
+            if peer is not None:
+                groups.append(Group((i, peer)))
+        elif key.kind in (_GATHER, _SCATTER):
+            groups.append(Group((i,), across_replicas=True))
+    for kind, across in ((CLIP, True), (_EMBEDDING, False)):
+        members = tuple(op for stage in stages for op in _of(index, stage, kind))
+        if members:
+            groups.append(Group(members, across))
+    return groups
+
+
+def schedule(order: Mapping[int, Sequence[str]], chunks: int = 1) -> str:
+    """The schedule's name from each place's sequence of "F" and "B": `1F1B`, `GPipe` or `unknown`.
+
+    With several `chunks` of the model at each place they are `interleaved 1F1B`, whose places run as many forwards
+    ahead as they like, and `interleaved GPipe`.
+    """
+    places = sorted(order)
+    names = set()
+    for place, stage in enumerate(places):
+        sequence = "".join(order[stage])
+        forwards = sequence.count("F")
+        if chunks == 1:
+            ahead = min(len(places) - place - 1, forwards)
+        else:
+            first = len(sequence) - len(sequence.lstrip("F"))
+            ahead = first - 1 if first < forwards else forwards
+        if sequence == _one_and_one(ahead, forwards):
+            names.add("1F1B" if chunks == 1 or ahead < forwards else "GPipe")
+        elif sequence == _one_and_one(forwards, forwards):
+            names.add("GPipe")
+        else:
+            return "unknown"
+    # The first stages of both look alike where there are few microbatches.
+    name = "1F1B" if "1F1B" in names else "GPipe"
+    return f"interleaved {name}" if chunks > 1 else name
+
+
+def _one_and_one(ahead: int, forwards: int) -> str:
+    return "F" * ahead + "FB" * (forwards - ahead) + "B" * ahead
+
+
+def theory_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
+    """The bubble's share of the time from the first forward to the last backward, all stages being equally fast."""
+    return (stages - 1) / (chunks * microbatches + stages - 1)
+
+
+def pipeline(ops: pl.DataFrame) -> Pipeline:
+    """The schedule of these steps and their bubble. Raises `NotReplayable` where there is no pipeline."""
+    return measured_pipeline(ops)[0]
+
+
+def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
+    """The same, and for each step how much longer its computations took than they would without the excess, in ns.
+
+    Of the excess transfers as quick as any do not count there.
+    """
+    grid = op_grid(ops.filter(pl.col("name").is_in([FORWARD, BACKWARD, *_PEER])))
+    order = compute_order(grid.keys, grid.places, np.median(grid.start_ns, axis=(1, 2)))
+    if len(order) < 2:
+        raise NotReplayable(text("there is only one pipeline stage"))
+    letters = {s: ["F" if grid.keys[i].kind == FORWARD else "B" for i in ops] for s, ops in order.items()}
+    chunks = max(len({grid.keys[i].stage for i in ops}) for ops in order.values())
+    name = schedule(letters, chunks)
+    microbatches = max(sequence.count("F") for sequence in letters.values()) // chunks
+    theory = None if name == "unknown" else theory_fraction(len(order), microbatches, chunks)
+    # Means over replicas and the middle half of the steps: they add up, and a stall now and then does not move them.
+    length = _span(grid, order)
+    middle = np.argsort(length)[len(length) // 4 : len(length) - len(length) // 4]
+    busy = {s: (grid.end_ns - grid.start_ns)[ops].sum(axis=0).mean(axis=1) for s, ops in order.items()}
+    bubble = {s: float(1 - (busy[s] / length)[middle].mean()) for s in busy}
+    busiest = min(bubble, key=lambda stage: bubble[stage])
+    excess: dict[str, float] = {}
+    longer: Floats = np.zeros_like(length)
+    if theory is not None:
+        spans = _without_excess(grid, order)
+        longer = length - busy[busiest] / (1 - theory) - (spans[1] - spans[2])
+        shares = [float(1 - (busy[busiest] / span)[middle].mean()) for span in (length, *spans)]
+        excess = {
+            cause: before - after for cause, before, after in zip(EXCESS, shares, [*shares[1:], theory], strict=True)
+        }
+    found = Pipeline(
+        schedule=name,
+        stages=len(order),
+        microbatches=microbatches,
+        theory_fraction=theory,
+        bubble=bubble,
+        busiest_stage=busiest,
+        excess=excess,
+        explanation=_explanation(name, theory, bubble, busiest, excess),
+    )
+    return found, longer
+
+
+def _span(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> Floats:
+    """For each step the time from the first computation to the last, on the mean of the replicas."""
+    computes = [i for ops in order.values() for i in ops]
+    span: Floats = (grid.end_ns[computes].max(axis=0) - grid.start_ns[computes].min(axis=0)).mean(axis=1)
+    return span
+
+
+def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Floats]:
+    """The spans without one cause of excess after the other, in the order of `EXCESS`."""
+    computes = np.zeros(len(grid.keys), dtype=bool)
+    computes[[i for ops in order.values() for i in ops]] = True
+    recorded = grid.duration_ns
+    hops: dict[tuple[int, str], list[int]] = {}
+    for i, key in enumerate(grid.keys):
+        if key.kind in ("forward-recv", "backward-recv"):  # a send may be over before
+            hops.setdefault((key.stage, key.kind), []).append(i)
+    quickest = min((float(np.median(recorded[ops])) for ops in hops.values()), default=0.0)
+    quick = np.where(computes[:, None, None], recorded, np.minimum(recorded, quickest))
+    no_transfers = np.where(computes[:, None, None], recorded, 0.0)
+    even = no_transfers.copy()
+    for ops in order.values():
+        for of_one in {(grid.keys[i].stage, grid.keys[i].kind) for i in ops}:
+            rows = [i for i in ops if (grid.keys[i].stage, grid.keys[i].kind) == of_one]
+            even[rows] = no_transfers[rows].mean(axis=0)
+    spans = []
+    for durations in (recorded, quick, no_transfers, even):
+        start, end = replay(grid.plan, durations)
+        spans.append((end[computes].max(axis=0) - start[computes].min(axis=0)).mean(axis=1))
+    return spans
+
+
+def _explanation(
+    name: str, theory: float | None, bubble: Mapping[int, float], busiest: int, excess: Mapping[str, float]
+) -> str:
+    """What the bubble is made of, in a sentence or two."""
+    share = bubble[busiest]
+    others = sum(idle for stage, idle in bubble.items() if stage != busiest) / (len(bubble) - 1)
+    more = text(
+        "the others idle {others}, since stage {stage} has the most work", others=_tenths(others), stage=busiest
+    )
+    if theory is None:
+        return text(
+            "The schedule is neither 1F1B nor GPipe. Stage {stage} idles {share}; {more}.",
+            stage=busiest,
+            share=_tenths(share),
+            more=more,
+        )
+    causes = [
+        text("{cause} {points:+.1f} points", cause=cause, points=100 * part)
+        for cause, part in excess.items()
+        if abs(part) >= _WORTH_SAYING
+    ]
+    return text(
+        "Stage {stage} idles {share} where {schedule} needs {needed}{made_of}; {more}.",
+        stage=busiest,
+        share=_tenths(share),
+        schedule=name,
+        needed=_tenths(theory),
+        made_of=text(" ({causes})", causes=joined(", ", causes)) if causes else "",
+        more=more,
+    )
+
+
+def _tenths(fraction: float) -> str:
+    """Two bubbles that round to the same percent are still compared."""
+    return f"{100 * fraction:.1f} %"

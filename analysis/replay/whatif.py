@@ -1,0 +1,464 @@
+"""What a step would take if something were repaired: fixes as the user writes them, put into the graph and replayed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.metrics.bandwidth import fit_line
+from rankscope.analysis.metrics.links import busy_time, link_rates
+from rankscope.analysis.metrics.step_matrix import OWN
+from rankscope.analysis.model.finding import Fidelity
+from rankscope.analysis.replay.device_graph import device_graph, first_steps
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, NotReplayable, replay
+from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths
+from rankscope.analysis.replay.pipeline import OpGrid, communicates, op_grid
+from rankscope.analysis.replay.pipeline_plan import WhatIf, ends, ideal
+from rankscope.analysis.text.message import text
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.parallelism import role_codes, roles
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["MAX_ERROR", "BadFix", "Gain", "PipelineRerun", "Rerun", "rerun"]
+
+MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
+_VANISHING = ("gc", "input", "compile", "checkpoint", "host")
+_TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
+_FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
+
+Bools = NDArray[np.bool_]
+
+
+class BadFix(ValueError):  # noqa: N818
+    """The fix cannot be made in this run; the message is one line that says what can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What fixes bring, mean over the ranks' judged steps; `uncertainty_ns` is a 95 % half width."""
+
+    fixes: tuple[str, ...]
+    step_ns: float  # with them
+    gain_ns: float
+    uncertainty_ns: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """A run that can be replayed with fixes."""
+
+    host: HostGraph
+    fidelity: Fidelity
+    nodes: dict[int, int]  # rank -> node
+    role: Ints  # of the ranks in order; only ranks of one role do the same work
+    stages: dict[int, int]  # rank -> its stage of the pipeline, where it has one only
+    links: pl.DataFrame
+    buckets: (
+        pl.DataFrame
+    )  # of DDP's gradients: group_id, step, instance_id and size_bytes, in the order they are reduced
+    lengths_ns: Floats  # of the rows of `host.steps`, as replayed with nothing changed
+    judged: Bools
+    section: Ints  # of each node: how many matched operations its rank had called in the step when it began
+
+    @property
+    def step_ns(self) -> float:
+        return float(self.lengths_ns[self.judged].mean())
+
+    def gain(self, *fixes: str) -> Gain:
+        """What these fixes bring together. Raises `BadFix`."""
+        duration = self.host.graph.duration_ns
+        for fix in fixes:
+            duration = self._fixed(fix, duration)
+        lengths = step_lengths(self.host, replay(self.host.graph, duration))
+        per_step = (self.lengths_ns - lengths)[self.judged]
+        # Ranks gain alike: a step counts once, however many ranks there are.
+        _, of = np.unique(self.host.steps["step"].to_numpy()[self.judged], return_inverse=True)
+        return _gain(fixes, self.step_ns, np.bincount(of, weights=per_step) / np.bincount(of), self.fidelity)
+
+    def possible(self) -> tuple[str, ...]:
+        """The fixes that this run allows, most with a placeholder."""
+        graph, parts = self.host.graph, self._parts()
+        ranks, nodes = sorted(self.nodes), sorted(set(self.nodes.values()))
+        found = [f"rank:{ranks[0]} … rank:{ranks[-1]}", "balance"] if len(ranks) > 1 else []
+        found += [f"node:{n}" for n in nodes] if 1 < len(nodes) < len(ranks) else []
+        found += [f"stage:{stage}" for stage in sorted(set(self.stages.values()))]
+        found += [f"link:node{n}" for n in nodes if link_rates(self.links, (n,)) is not None]
+        found += [f"op:{op}=0" for op in self._operations()]
+        found += [part for part in _VANISHING if graph.parts.index(part) in parts]
+        found += [f"bucket-mb:{_TWICE_THE_USUAL}"] if self._buckets_per_step() > 1 else []
+        return tuple(found)
+
+    def _fixed(self, fix: str, duration: Floats) -> Floats:
+        """The durations with one more fix."""
+        name, _, argument = fix.partition(":")
+        kinds: dict[str, Callable[[str, Floats], Floats | None]] = {
+            "rank": self._like_peers,
+            "node": self._like_other_nodes,
+            "stage": self._like_a_mean_stage,
+            "link": self._healthy_link,
+            "op": self._faster_operation,
+            "balance": self._balanced,
+            "bucket-mb": self._larger_buckets,
+            **dict.fromkeys(_VANISHING, lambda _, duration: self._without(name, duration)),
+        }
+        fixed = kinds[name](argument, duration) if name in kinds else None
+        if fixed is None:
+            raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
+        return fixed
+
+    # ---- whose own time is too long
+
+    def _like_peers(self, argument: str, duration: Floats) -> Floats | None:
+        ranks = tuple(_number(rank) for rank in argument.split(","))
+        return self._as_the_others(ranks, duration) if set(ranks) <= set(self.nodes) else None
+
+    def _like_other_nodes(self, argument: str, duration: Floats) -> Floats | None:
+        node = _number(argument)
+        return self._as_the_others(tuple(rank for rank, on in self.nodes.items() if on == node), duration)
+
+    def _as_the_others(self, ranks: tuple[int, ...], duration: Floats) -> Floats | None:
+        """Own time of `ranks`, by step and label, becomes the median of all others that have their role."""
+        chosen = np.isin(sorted(self.nodes), ranks)
+        alike = [self.role == each for each in np.unique(self.role[chosen])]
+        peers = [_Peers(chosen & role, ~chosen & role, np.median) for role in alike]
+        known = bool(peers) and all(some.others.any() for some in peers)
+        return self._own_time_as(peers, duration) if known else None
+
+    def _like_a_mean_stage(self, argument: str, duration: Floats) -> Floats | None:
+        """Own time of the stage's ranks, by step and label, becomes the mean over the ranks of all stages."""
+        staged = np.isin(sorted(self.nodes), list(self.stages))
+        of_stage = [rank for rank, stage in self.stages.items() if stage == _number(argument)]
+        chosen = np.isin(sorted(self.nodes), of_stage)
+        return self._own_time_as([_Peers(chosen, staged, np.mean)], duration) if chosen.any() else None
+
+    def _balanced(self, argument: str, duration: Floats) -> Floats | None:
+        """Own time of every rank, by step and label, becomes the mean over ranks."""
+        if argument or len(self.nodes) < 2:
+            return None
+        everybody = np.ones(len(self.nodes), bool)
+        return self._own_time_as([_Peers(everybody, everybody, np.mean)], duration)
+
+    def _own_time_as(self, peers: Sequence[_Peers], duration: Floats) -> Floats:
+        """Durations in which own time of the chosen ranks is, by step and label, what is typical of the others.
+
+        It is spread over the spans between operations as that of the others is, if all have one role and call equally
+        many in the step. What a rank has no time of stays away.
+        """
+        graph = self.host.graph
+        own = np.flatnonzero(np.isin(graph.part, [graph.parts.index(part) for part in OWN]) & (graph.step >= 0))
+        row = np.searchsorted(sorted(self.nodes), graph.rank[own])
+        calls = np.zeros((len(self.nodes), int(graph.step.max()) + 1), np.int64)
+        np.maximum.at(calls, (row, graph.step[own]), self.section[own])
+        scaled = duration.copy()
+        for some in peers:
+            ranks = np.flatnonzero(some.chosen | some.others)
+            comparable = (calls[ranks] == calls[ranks[0]]).all(axis=0) & (self.role[ranks] == self.role[ranks[0]]).all()
+            of_ranks = np.isin(row, ranks)
+            nodes, place = own[of_ranks], np.searchsorted(ranks, row[of_ranks])
+            for label in np.unique(graph.label[nodes]):
+                of_label = graph.label[nodes] == label
+                some_nodes, step = nodes[of_label], graph.step[nodes[of_label]]
+                sections, span = np.unique(self.section[some_nodes] * comparable[step], return_inverse=True)
+                at = place[of_label], step, span
+                spent = np.zeros((len(ranks), calls.shape[1], len(sections)))
+                np.add.at(spent, at, duration[some_nodes])
+                scaled[some_nodes] *= _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical)[at]
+        return np.asarray(scaled)
+
+    # ---- what takes no time or less
+
+    def _without(self, part: str, duration: Floats) -> Floats | None:
+        graph = self.host.graph
+        of_part = graph.part == graph.parts.index(part)
+        return duration * ~of_part if of_part.any() else None
+
+    def _faster_operation(self, argument: str, duration: Floats) -> Floats | None:
+        found = re.fullmatch(r"(\w+)=(\d*\.?\d+)", argument)
+        if not found or found[1] not in self._operations():
+            return None
+        graph = self.host.graph
+        of_op = (graph.instance >= 0) & (graph.label == graph.labels.index(found[1]))
+        factor: Floats = np.where(of_op, float(found[2]), 1.0)
+        return duration * factor
+
+    def _healthy_link(self, argument: str, duration: Floats) -> Floats | None:
+        """Transfers that cross the link take the time less that its bytes would save elsewhere.
+
+        What a transfer takes beside them, among the ranks of a node and between two messages, stays: the link has
+        nothing under way then.
+        """
+        found = re.fullmatch(r"node(\d+)(?:-node(\d+))?", argument)
+        nodes = tuple(int(n) for n in found.groups() if n is not None) if found else ()
+        rates = link_rates(self.links, nodes) if nodes else None
+        if rates is None:
+            return None
+        graph = self.host.graph
+        on = np.array([self.nodes.get(rank, -1) for rank in range(max(self.nodes) + 1)])
+        members = np.flatnonzero((graph.instance >= 0) & (graph.rank >= 0))
+        instance, node = graph.instance[members], on[graph.rank[members]]
+        has = np.zeros((int(graph.instance.max()) + 1, 2), dtype=bool)
+        has[instance[node == nodes[0]], 0] = True
+        has[instance[(node == nodes[1]) if len(nodes) == 2 else (node != nodes[0])], 1] = True
+        crosses = (graph.rank < 0) & (graph.instance >= 0)
+        crosses[crosses] = has[graph.instance[crosses]].all(axis=1)
+        busy_ns, since_ns, until_ns = busy_time(self.links, nodes)
+        seen = crosses & (graph.end_ns > since_ns) & (graph.end_ns <= until_ns)
+        one_way = np.isin(graph.label, [code for code, op in enumerate(graph.labels) if op in P2P_OPS])
+        each_way_ns = float((graph.duration_ns[seen] * np.where(one_way[seen], 0.5, 1.0)).sum())
+        busy = min(busy_ns / max(each_way_ns, 1.0), 1.0)
+        saved = busy * (1 - min(rates[0] / rates[1], 1.0))
+        return np.asarray(duration * np.where(crosses, 1 - saved, 1.0))
+
+    # ---- DDP's buckets
+
+    def _larger_buckets(self, argument: str, duration: Floats) -> Floats | None:
+        """Buckets that fit together into so many MiB are one: reduced when the last of them is ready, α + S / B long.
+
+        Smaller ones than were recorded cannot be replayed: nobody saw when half of a bucket was ready.
+        """
+        found = re.fullmatch(r"\d*\.?\d+", argument)
+        if not found or self._buckets_per_step() <= 1:
+            return None
+        instance, size = (
+            self.buckets["instance_id"].to_numpy(),
+            self.buckets["size_bytes"].to_numpy().astype(np.float64),
+        )
+        merged = _merged(self.buckets, float(argument) * 2**20)
+        if len(np.unique(merged)) == len(merged):
+            raise BadFix(f"no two of the recorded buckets fit into {argument} MiB, and smaller ones cannot be replayed")
+        graph = self.host.graph
+        transfers = np.flatnonzero((graph.rank < 0) & np.isin(graph.instance, instance))
+        node = transfers[np.argsort(graph.instance[transfers])][np.searchsorted(np.sort(instance), instance)]
+        latency_ns, ns_per_byte = _latency_and_rate(size, duration[node])
+        last = np.concatenate([merged[1:] != merged[:-1], [True]])
+        alone = np.bincount(merged)[merged] == 1
+        changed: Floats = duration.copy()
+        together = latency_ns + ns_per_byte * np.bincount(merged, weights=size)[merged]
+        changed[node] = np.where(alone, duration[node], np.where(last, together, 0.0))
+        return changed
+
+    def _buckets_per_step(self) -> float:
+        steps = self.buckets.select("group_id", "step").n_unique()
+        return len(self.buckets) / steps if steps else 0.0
+
+    # ---- what there is
+
+    def _parts(self) -> set[int]:
+        return set(np.unique(self.host.graph.part).tolist())
+
+    def _operations(self) -> list[str]:
+        graph = self.host.graph
+        return [graph.labels[code] for code in np.unique(graph.label[graph.instance >= 0]).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """Ranks whose own time becomes what is typical of others, a function such as the median."""
+
+    chosen: Bools
+    others: Bools
+    typical: Callable[..., Floats]
+
+
+def _as_peers(spent: Floats, chosen: Bools, others: Bools, typical: Callable[..., Floats]) -> Floats:
+    """Factors for times of (rank, step, span): each step's sum becomes the typical one, spread as is typical."""
+    whole = typical(spent[others].sum(axis=2), axis=0)
+    share = np.where(spent > 0, typical(spent[others], axis=0), 0.0)
+    share = np.where(share.sum(axis=2, keepdims=True) > 0, share, spent)
+    total = share.sum(axis=2, keepdims=True)
+    wanted = np.divide(share * whole[:, np.newaxis], total, out=np.zeros_like(share), where=total > 0)
+    changes = (spent > 0) & chosen[:, np.newaxis, np.newaxis]
+    return np.asarray(np.divide(wanted, spent, out=np.ones_like(spent), where=changes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRerun:
+    """A pipeline's steps that can be replayed with stages mended."""
+
+    grid: OpGrid
+    whatif: WhatIf
+    fidelity: Fidelity
+
+    @property
+    def step_ns(self) -> float:
+        return self.whatif.actual_step_ns
+
+    def gain(self, *fixes: str) -> Gain:
+        """What these fixes bring together. Raises `BadFix`."""
+        duration = self.whatif.actual_ns
+        for fix in fixes:
+            fixed = self._fixed(fix, duration)
+            if fixed is None:
+                raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
+            duration = fixed
+        saved = ends(self.grid.plan, self.whatif.actual_ns) - ends(self.grid.plan, duration)
+        return _gain(fixes, self.step_ns, saved, self.fidelity)
+
+    def possible(self) -> tuple[str, ...]:
+        ranks = np.unique(self.grid.ranks)
+        found = [f"rank:{ranks[0]} … rank:{ranks[-1]}", "balance"] if self.grid.ranks.shape[1] > 1 else []
+        return (*found, *(f"stage:{stage}" for stage in self.grid.stages))
+
+    def _fixed(self, fix: str, duration: Floats) -> Floats | None:
+        """The durations with one more fix: a stage's operations take what is usual for their kind in all stages, a
+        rank's computations what those of the other replicas take, or all of them what they take on average."""
+        name, _, argument = fix.partition(":")
+        computes = np.array([not communicates(kind) for kind in self.grid.kinds])[:, np.newaxis, np.newaxis]
+        if name == "stage" and _number(argument) in self.grid.stages:
+            of_stage = np.array([key.stage == int(argument) for key in self.grid.keys])
+            return np.where(of_stage[:, np.newaxis, np.newaxis], self.whatif.ideal_ns, duration)
+        if name == "balance" and not argument:
+            return np.where(computes, duration.mean(axis=2, keepdims=True), duration)
+        chosen = np.isin(self.grid.ranks, [_number(rank) for rank in argument.split(",")])[:, np.newaxis, :]
+        if name != "rank" or not chosen.any() or chosen.all(axis=2).any():
+            return None
+        others = np.nanmedian(np.where(chosen, np.nan, duration), axis=2, keepdims=True)
+        return np.where(computes & chosen, others, duration)
+
+
+def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:
+    """The run, ready to be replayed. Raises `NotReplayable`, also where the replay does not meet what was measured."""
+    only_ops = len(timeline.ops) and (timeline.phases.is_empty() or len(timeline.marks))
+    if not only_ops:
+        return _trusted(_host_rerun(timeline, links))
+    judged = timeline.steps.filter("judged").select("rank", "step")
+    return _trusted(_pipeline_rerun(timeline.ops.join(judged, on=["rank", "step"], how="semi")))
+
+
+def _trusted(run: Rerun | PipelineRerun) -> Rerun | PipelineRerun:
+    error = run.fidelity.median_error
+    if error > MAX_ERROR:
+        raise NotReplayable(
+            text(
+                "a replay misses the steps by {error:.1f} %, more than {most:.0f} %",
+                error=100 * error,
+                most=100 * MAX_ERROR,
+            )
+        )
+    return run
+
+
+def _pipeline_rerun(ops: pl.DataFrame) -> PipelineRerun:
+    grid = op_grid(ops)
+    own = grid.duration_ns
+    replayed = ends(grid.plan, own)
+    error = np.abs(replayed - grid.measured_ns) / grid.measured_ns
+    return PipelineRerun(
+        grid=grid,
+        whatif=WhatIf(grid.plan, own, ideal(own, grid.kinds, communicates)),
+        fidelity=Fidelity(
+            steps=len(error),
+            median_error=float(np.median(error)),
+            p90_error=float(np.quantile(error, 0.9)),
+            mean_error=float(replayed.sum() / grid.measured_ns.sum() - 1),
+        ),
+    )
+
+
+def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
+    timeline = first_steps(timeline)
+    host = device_graph(timeline) if len(timeline.kernels) else graph_of(timeline)
+    nodes = dict(timeline.ranks.select("rank", "node").iter_rows())
+    stages = roles(timeline.groups, timeline.regions, timeline.collectives)
+    held = timeline.ops.select("rank", "stage").unique()
+    return Rerun(
+        host=host,
+        fidelity=fidelity(host),
+        nodes=nodes,
+        role=role_codes(stages, sorted(nodes)),
+        stages=dict(held.filter(pl.len().over("rank") == 1).iter_rows()),
+        links=links,
+        buckets=_gradient_buckets(timeline),
+        lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
+        judged=host.steps["judged"].fill_null(False).to_numpy(),
+        section=_sections(host.graph),
+    )
+
+
+def _sections(graph: Graph) -> Ints:
+    """How many matched operations the node's rank had called in the node's step when it began; 0 of no rank or step."""
+    of_rank = np.flatnonzero((graph.rank >= 0) & (graph.step >= 0))
+    sides = of_rank[graph.instance[of_rank] >= 0]
+    order = np.lexsort((graph.start_ns[sides], graph.instance[sides], graph.rank[sides]))
+    sides = sides[order]
+    first = (np.diff(graph.rank[sides], prepend=-1) != 0) | (np.diff(graph.instance[sides], prepend=-1) != 0)
+    calls = sides[first]  # where its arrival and its end are two nodes
+    at = np.concatenate([calls, of_rank])
+    is_call = np.arange(len(at)) < len(calls)
+    order = np.lexsort((~is_call, graph.start_ns[at], graph.step[at], graph.rank[at]))
+    at, called = at[order], np.cumsum(is_call[order])
+    begins = (np.diff(graph.rank[at], prepend=-1) != 0) | (np.diff(graph.step[at], prepend=-1) != 0)
+    before: Ints = (called - is_call[order])[np.maximum.accumulate(np.where(begins, np.arange(len(at)), 0))]
+    section = np.zeros(len(graph), np.int64)
+    section[at] = called - before
+    return section
+
+
+def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:
+    """The asynchronous all-reduces that are matched and were called in backward: DDP's.
+
+    Where torch did not say which are, these are the ones that went on when their call was over.
+    """
+    backward = timeline.regions.filter(pl.col("kind") == "backward", pl.col("thread") == 0)
+    backward = backward.select("rank", backward_ns="start_ns", returned_ns="end_ns").sort("backward_ns")
+    return (
+        timeline.collectives.filter(
+            pl.col("op") == "allreduce",
+            pl.col("is_async").fill_null(pl.col("end_ns") > pl.col("issued_ns")),
+            pl.col("instance_id").is_not_null(),
+            pl.col("end_ns").is_not_null(),
+            pl.col("size_bytes") > 0,
+        )
+        .sort("start_ns")
+        .join_asof(backward, left_on="start_ns", right_on="backward_ns", by="rank", check_sortedness=False)
+        .filter(pl.col("start_ns") < pl.col("returned_ns"), pl.col("step").is_not_null())
+        .group_by("instance_id")
+        .agg(pl.col("group_id", "step", "size_bytes", "start_ns").first())
+        .sort("group_id", "step", "start_ns")
+        .select("group_id", "step", "instance_id", "size_bytes")
+    )
+
+
+def _merged(buckets: pl.DataFrame, cap_bytes: float) -> Ints:
+    """The number of the bucket into which each one goes, in order: as many as fit, of one step and group."""
+    number, filled, alone, place, numbers = -1, 0.0, False, None, []
+    for group, step, size in buckets.select("group_id", "step", "size_bytes").iter_rows():
+        first = (group, step) != place
+        if first or alone or filled + size > cap_bytes:
+            number, filled = number + 1, 0.0
+        alone = first and size <= _FIRST_BUCKET_BYTES
+        filled, place = filled + size, (group, step)
+        numbers.append(number)
+    return np.array(numbers, dtype=np.int64)
+
+
+def _latency_and_rate(size: Floats, ns: Floats) -> tuple[float, float]:
+    """α and 1 / B of α + S / B. Raises `BadFix` where the sizes hardly differ.
+
+    Source: the bucket model of DDP, Li et al. 2020.
+    """
+    line = fit_line(size, ns)
+    if line is None:
+        raise BadFix("all buckets have about the same size, so what each costs beside its bytes is not known")
+    return line.latency_ns, line.ns_per_byte
+
+
+def _gain(fixes: tuple[str, ...], step_ns: float, saved_ns: Floats, fidelity: Fidelity) -> Gain:
+    """From what each step becomes shorter."""
+    gain_ns = float(saved_ns.mean())
+    scatter = 1.96 * float(saved_ns.std(ddof=1)) / len(saved_ns) ** 0.5 if len(saved_ns) > 1 else abs(gain_ns)
+    return Gain(
+        fixes=fixes,
+        step_ns=step_ns - gain_ns,
+        gain_ns=gain_ns,
+        uncertainty_ns=scatter + abs(fidelity.mean_error) * (step_ns - gain_ns),
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else -1

@@ -1,0 +1,380 @@
+"""The report's words: everything a reader sees that the Report itself does not say. `zh.py` has the Chinese."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rankscope.analysis.text.message import Text, joined, spoken, translated
+
+__all__ = [
+    "PART_ORDER",
+    "PICTURES",
+    "detector_name",
+    "part_label",
+    "part_meaning",
+    "part_name",
+    "part_short",
+    "say",
+    "together",
+]
+
+# A rank's own work first and waiting last: the late rank is the one whose own work is long and whose waiting is short.
+PART_ORDER = (
+    *("compute", "overlapped", "memory", "optimizer", "host", "input", "gc", "compile"),
+    *("checkpoint", "other"),
+    *("mixed", "unsplit", "transfer", "bubble", "wait"),
+)
+_OWN_WORK = PART_ORDER[:10]
+
+# Which parts, added up per rank, show a detector's finding. A detector that is not here gets no picture.
+PICTURES: dict[str, tuple[str, ...]] = {
+    "slow_rank": _OWN_WORK,
+    "load_imbalance": _OWN_WORK,
+    "stage_imbalance": _OWN_WORK,
+    "slow_link": ("transfer",),
+    "input_stall": ("input",),
+    "gc_stall": ("gc",),
+    "recompile": ("compile",),
+    "checkpoint_stall": ("checkpoint",),
+    "host_sync": ("host",),
+    "memory_pressure": ("host",),
+    "throttling": _OWN_WORK,
+    "noisy_host": _OWN_WORK,
+}
+
+_ENGLISH: dict[str, str] = {
+    # parts of a step
+    "part.compute": "compute",
+    "part.compute.means": "the rank works and no communication is in flight",
+    "part.overlapped": "compute over communication",
+    "part.overlapped.short": "overlap",
+    "part.overlapped.means": "the rank works while communication is in flight; this communication costs nothing",
+    "part.memory": "copies",
+    "part.memory.means": "the device copies or fills memory, and nothing else",
+    "part.host": "waiting for the host",
+    "part.host.short": "host",
+    "part.host.means": "the device is idle: the host launched its next work only after it had run dry",
+    "part.optimizer": "optimizer",
+    "part.optimizer.short": "optim.",
+    "part.optimizer.means": "the optimizer's step",
+    "part.input": "input",
+    "part.input.means": "waiting for the next batch",
+    "part.gc": "garbage collection",
+    "part.gc.short": "gc",
+    "part.gc.means": "Python's garbage collector stops the rank",
+    "part.compile": "compile",
+    "part.compile.means": "torch.compile builds code",
+    "part.checkpoint": "checkpoint",
+    "part.checkpoint.short": "save",
+    "part.checkpoint.means": "the main thread saves a checkpoint",
+    "part.other": "other",
+    "part.other.means": "none of the others",
+    "part.mixed": "compute or communication",
+    "part.mixed.short": "mixed",
+    "part.mixed.means": "a phase with communication: only a deep window tells compute, waiting and transfer apart",
+    "part.unsplit": "unsplit communication",
+    "part.unsplit.short": "unsplit",
+    "part.unsplit.means": "stopped by communication whose peers were not recorded: waiting or transfer",
+    "part.transfer": "transfer",
+    "part.transfer.means": "stopped while bytes move",
+    "part.bubble": "waiting for a neighbour",
+    "part.bubble.short": "bubble",
+    "part.bubble.means": "stopped until the other side of a send or receive arrives",
+    "part.wait": "waiting for peers",
+    "part.wait.short": "wait",
+    "part.wait.means": "stopped until the last rank arrives",
+    # detectors
+    "detector.gc_stall": "garbage collection",
+    "detector.input_stall": "input pipeline",
+    "detector.recompile": "recompilation",
+    # who
+    "who.rank": "rank {0}",
+    "who.ranks": "ranks {0}",
+    "who.node": "node {0}",
+    "who.nodes": "nodes {0}",
+    "who.group": "group {0}",
+    "who.groups": "groups {0}",
+    "who.all": "the whole job",
+    # finding
+    "findings": "Findings",
+    "findings.none.checked": "No finding. What was checked is healthy, as far as the record can show: {0}.",
+    "findings.none.unchecked": "No finding: nothing could be checked, so nothing says that the job is healthy.",
+    "findings.more": "and {0} more, of {1} in all: see the full report",
+    "finding.who": "who",
+    "finding.where": "where",
+    "finding.cost": "costs",
+    "finding.cost.value": "{0}, {1} in all: {2}",
+    "finding.cost.money": "in money {0} of {1} an hour",
+    "finding.cost.money.total": "{0} in the judged steps",
+    "unit.GPU-hours": "GPU-hours",
+    "unit.rank-hours": "rank-hours",
+    "finding.cost.per_step": "{0} per step ({1})",
+    "finding.steps": "in steps",
+    "finding.cost.standstill": "everything: the job stands still",
+    "finding.stood_still": "others",
+    "finding.stood_still.value": "{0} stood still {1} in all over the run because of it ({2})",
+    "finding.gain": "gain",
+    "finding.gain.standstill": "a fix lets the job go on",
+    "finding.gain.unknown": "not predicted: {0}",
+    "finding.gain.no_fix": "there is no fix that could be replayed",
+    "finding.gain.value": "a fix would make a step about {0} shorter ({1})",
+    "finding.gain.replayed": ", by a replay; see rankscope whatif --fix {0}",
+    "finding.advice": "do",
+    "finding.cause": "follows from",
+    "finding.evidence": "evidence",
+    "finding.evidence.more": "and {0} more places, in the JSON form",
+    "finding.evidence.at": "at {0} s of the run's clock, for {1}",
+    "finding.error": "± is the 95 % half width over the judged steps",
+    "finding.picture": "{0} per step, one column per rank.",
+    "finding.picture.own": "own work (all but communication) per step, one column per rank.",
+    "finding.picture.numbers": "Marked: {0}, {1}. Dashed: median of the others, {2}.",
+    "finding.picture.spread": "From {0} to {1}.",
+    "severity.high": "high",
+    "severity.medium": "medium",
+    "severity.low": "low",
+    # head
+    "title": "rankscope report",
+    "head.steps": "steps judged: {0}",
+    "head.steps.set_aside": "set aside: warm-up {0}, outliers {1}",
+    "head.steps.set_aside.time": "set aside: warm-up {0}, outliers {1} ({2} of the time)",
+    "head.steps.none": "no steps were judged",
+    "head.mean": "mean step {0}",
+    "head.median": "median {0}",
+    "head.p90": "90 % of steps within {0}",
+    "head.mfu": "MFU {0} of {1:.4g} TFLOP/s",
+    "head.hfu": "HFU {0} of {1:.4g} TFLOP/s by the shapes of operators",
+    "head.hfu.least": "HFU at least {0} of {1:.4g} TFLOP/s: shapes tell {2} of the time of products",
+    "head.ranks": "{0} of {1}",
+    "head.ranks.on": "{0}, on {1}",
+    "head.ranks.none": "no ranks recorded",
+    "head.step_source": "steps from {0}",
+    "head.missing": "Not recorded: {0}. What they did is not in these numbers.",
+    "head.unreadable": "The record holds no ranks and no steps. A rank is recorded from its first process group on.",
+    "history": "The whole run",
+    "history.read": "Read were steps {0} of {1}: on rank {2} they take {3}, all steps {4} (medians); "
+    "RUN/steps=FIRST-LAST reads others",
+    "history.changed": "Over the whole run a step takes from {0} (steps {1}) to {2} (steps {3})",
+    "history.diff": "What changed between them: rankscope diff RUN/steps={0} RUN/steps={1}",
+    "look.longer": "Steps {0} take {1}, {2} longer than those that were read",
+    "look.shorter": "Steps {0} take {1}, {2} less than those that were read",
+    "look.found": "found in steps {0}: {1}",
+    "look.nothing": "nothing",
+    "look.lengths": "only the lengths of such are left",
+    "history.kept": "Of steps before {0} only the length is left: older records made room (rankscope run --keep)",
+    "history.chart": "Line: median length of {0} steps each on rank {1}, all steps of the run.",
+    "history.first": "step 0",
+    "history.last": "step {0}",
+    # time
+    "time": "Where a step's time goes",
+    "time.mean": "mean over {0}; mean step {1}",
+    "time.mean.marks": "mean over {0}; mean step {1}; what the devices' phases took, and while they had no work what "
+    "stopped the host",
+    "time.mean.device": "mean over {0}; mean step {1}; what the devices did, and while they idled what the host did",
+    "time.none": "No step could be split into its parts: this needs steps and what the ranks did in them.",
+    "time.step": "step",
+    "time.part": "part",
+    "time.total": "mean step",
+    "time.smaller": "{0} smaller",
+    "time.meaning": "what it is",
+    "time.share": "%",
+    "time.rank": "rank",
+    "time.per_rank": "Each rank",
+    "time.per_rank.caption": "Each rank: {0} per step, and % of the rank's step. "
+    "The parts of each row sum to its step.",
+    "time.per_rank.columns": "One column per rank, as high as its mean step; colours as above; {0} ranks in a row.",
+    "time.per_rank.marked": "Marked: {0}, finding {1}.",
+    "time.mean_row": "mean",
+    "time.min_row": "least",
+    "time.median_row": "median",
+    "time.max_row": "most",
+    "time.quantiles": "least, median and most are taken column by column, so they do not add up; the other rows do.",
+    "time.shown": "Shown: {0} of {1} ranks, those that findings name and those furthest from the median. "
+    "Not shown: {2}; all are in the JSON form.",
+    "time.not_recorded": "not recorded",
+    # steps
+    "steps": "Step time over the steps",
+    "steps.none": "No lengths of single steps are in this record.",
+    "steps.chart": "Line: median of the ranks. Band: shortest to longest rank. Judged steps only, in order.",
+    "steps.chart.one": "Line: the rank's step. Judged steps only, in order.",
+    "steps.binned": "Each point stands for up to {0} steps.",
+    "steps.first": "first judged step",
+    "steps.last": "last, {0}",
+    "steps.strip": "One row per rank, one cell per step; the darker, the longer against the median step.",
+    "steps.strip.binned": "One row per {0} ranks, one cell per {1} steps; the longest of them counts. "
+    "The darker, the longer against the median step.",
+    "steps.level.0": "up to 1.05 ×",
+    "steps.level.1": "1.05–1.2 ×",
+    "steps.level.2": "1.2–1.5 ×",
+    "steps.level.3": "1.5–2 ×",
+    "steps.level.4": "above 2 ×",
+    "pipeline": "Pipeline",
+    "pipeline.shape": "{0}, {1} stages, {2} microbatches",
+    # waits
+    "waits": "Who waited for whom",
+    "waits.means": "Time that each rank waited for the last one to arrive, over all matched collectives of the run. "
+    "The rank that waits least is the one that the others wait for.",
+    "waits.item": "rank {0}: {1}",
+    "waits.least": "least: {0}",
+    "waits.median": "median: {0}",
+    "waits.most": "most: {0}",
+    "waits.hidden": "not shown: {0} ranks in between; all are in the JSON form",
+    "waits.none": "No collective was matched on all its ranks, so waiting could not be told.",
+    # whom and what ranks stood still for
+    "blames.means": "What ranks stood still for, added over all ranks: what the last to arrive did longer than those "
+    "that waited. Where it had waited itself, it is whoever made it wait.",
+    "blames.time": "stood still",
+    "blames.rank": "for rank",
+    "blames.part": "part",
+    "blames.label": "what it did longer",
+    # what main threads did
+    "code": "What the main threads did",
+    "code.means": "Where in the code they were when they were looked at, 5 times a second; each call with what it "
+    "calls. Calls of torch and of Python's library count for the line that made them.",
+    "code.whole": "No step was judged: these are shares of the whole recording.",
+    "code.share": "share",
+    "code.share.value": "{0} ± {1}",
+    "code.time": "per step",
+    "code.part": "part",
+    "code.place": "where",
+    "finding.code": "code",
+    # critical path
+    "path": "What a step waits for",
+    "path.means": "The chain of work over all ranks that ends when the step does, {0} on average. Only what is on it "
+    "makes a step longer; all else had time to spare.",
+    "path.time": "per step",
+    "path.share": "share",
+    "path.rank": "rank",
+    "path.part": "part",
+    "path.label": "what",
+    "path.all": "all",
+    "path.rest": "the rest",
+    # phases by CUDA events
+    "phases": "The devices' phases",
+    "phases.means": "Device time per judged step between CUDA events: kernels, gaps between them and waiting in one. "
+    "Communication is what NCCL's operations of the phase took together, hidden or not; a host that is ahead has as "
+    "much work enqueued where the phase ends (median).",
+    "phases.phase": "phase",
+    "phases.mean": "mean",
+    "phases.least": "least (rank)",
+    "phases.most": "most (rank)",
+    "phases.communication": "comm.",
+    "phases.communication.unknown": "not known",
+    "phases.ahead": "host ahead",
+    "phases.of_rank": "{0} ({1})",
+    "lead.device": "The device is the limit: hosts are {0} ahead (median), and for want of work a device idles {1} of "
+    "the step at most.",
+    "lead.host": "The host sets the pace in {0} of the step: its device has nothing left to do, be the host slow or "
+    "waiting for it. Devices may idle for up to {1} of the step; what that costs a deep window tells: rankscope "
+    "trigger RUN --steps 3",
+    "lead.open": "Hosts are {0} ahead (median), less than their phases take. Devices may idle for up to {1} of the "
+    "step; whether they do a deep window tells: rankscope trigger RUN --steps 3",
+    # device
+    "device": "The devices, over the whole capture",
+    "device.means": "Percent of the capture; communication that nothing hides is exposed. "
+    "Compute, communication and memory may overlap each other.",
+    "device.window": "capture",
+    "device.busy": "busy",
+    "device.idle": "idle",
+    "device.compute": "compute",
+    "device.communication": "comm.",
+    "device.memory": "memory",
+    "device.overlap": "overlap",
+    "device.exposed": "exposed",
+    "device.hidden": "Shown are the least and the most busy. Not shown: {0}; all are in the JSON form.",
+    # checked
+    "healthy": "Checked and healthy",
+    "healthy.none": "nothing",
+    "healthy.resolution": "sees a loss from {0} per step",
+    "healthy.resolution.share": "sees a loss from {0} per step ({1})",
+    "healthy.item": "{0} (losses from {1})",
+    "healthy.resolution.unknown": "smallest visible loss not known",
+    "healthy.check": "check",
+    "healthy.sees": "resolution",
+    "not_checked": "Not checked",
+    "not_checked.short": "{0} (reasons: full report)",
+    "not_checked.none": "Nothing was left out.",
+    "not_checked.why": "why",
+    # gaps
+    "windows": "Deep windows",
+    "windows.what": "Window {0}: {1} of {2} ({3}).",
+    "windows.held": "It held the training for up to {0} at its start and {1} at its end.",
+    "windows.more": "All of it: rankscope report {0}/{1}",
+    "windows.device": "Of its {0} rows of device work: {1}",
+    "windows.means": "Operators by the time of their own, without that of operators in them; mean per step over ranks.",
+    "windows.time": "per step",
+    "windows.calls": "calls",
+    "windows.slowest": "slowest rank",
+    "windows.its": "its time",
+    "windows.operator": "operator",
+    "gaps": "Gaps in the record",
+    "gaps.none": "None are known.",
+    "gaps.table": "table",
+    "gaps.who": "where",
+    "gaps.count": "rows missing",
+    "gaps.count.unknown": "unknown",
+    "gaps.where": "{0}: {1}",
+    "gaps.everywhere": "everywhere",
+    "gaps.rows": "{0} rows missing",
+    "gaps.more": "and {0} more, of {1} in all: see the full report",
+    # clocks
+    "clocks": "Clocks",
+    "clocks.none": "No clocks were related to each other.",
+    "clocks.node": "node",
+    "clocks.offset": "offset",
+    "clocks.drift": "drift",
+    "clocks.drift.value": "{0} ppm",
+    "clocks.error": "error",
+    "clocks.error.value": "± {0}",
+    "clocks.error.unknown": "unknown: times across nodes are not to be trusted",
+    "clocks.error.reference": "none: the others are brought to this clock",
+    "clocks.source": "from",
+    "clocks.matched": "{0} of the collectives' rows were matched on all their ranks.",
+    "clocks.hidden": "smaller errors, not shown: {0}; all are in the JSON form",
+    # environment and method
+    "environment": "Environment",
+    "environment.none": "Not recorded.",
+    "method": "How this was judged",
+    "method.parts": "Each rank's step is cut into parts that do not overlap and that sum to the step.",
+    "method.wait": "A collective can only move bytes once its last rank has arrived. What a rank spends in it "
+    "before that is waiting, caused by the last rank; what it spends after that is transfer.",
+    "method.cost": "A finding's cost is what the job loses by it per judged step, its share that of the mean judged "
+    "step; ± is the 95 % half width over these steps. Costs of several findings may overlap, so they need not add up.",
+    "method.gain": "The gain is the predicted shortening of the mean step if that finding alone were mended: "
+    "the run is replayed with its fix put in (rankscope whatif).",
+    "method.silence": "A check that lacks its data is listed as not checked. A healthy check says from which "
+    "loss on it would have shown one.",
+    "source": "source: {0}",
+}
+
+
+def say(key: str, *values: object) -> str:
+    """The text of `key` with `values` put in, in the language that is spoken. Values are not parsed again."""
+    return translated(_ENGLISH[key]).format(*map(spoken, values))
+
+
+def together(separator: str, said: Iterable[str]) -> str:
+    """What `separator.join` gives, with the separator of the language that is spoken."""
+    return spoken(joined(separator, said))
+
+
+def part_name(part: str) -> Text:
+    """A part of the step, for a text that is made before its language is known."""
+    return Text(_ENGLISH.get(f"part.{part}", part), {})
+
+
+def part_label(part: str) -> str:
+    return spoken(part_name(part))
+
+
+def part_short(part: str) -> str:
+    """At most 8 columns for the parts known here: the heading of a column."""
+    return translated(_ENGLISH.get(f"part.{part}.short", _ENGLISH.get(f"part.{part}", part)))
+
+
+def part_meaning(part: str) -> str:
+    return translated(_ENGLISH.get(f"part.{part}.means", ""))
+
+
+def detector_name(detector: str) -> str:
+    """A detector in plain words: its file name, unless there are better ones."""
+    return translated(_ENGLISH.get(f"detector.{detector}", detector.replace("_", " ")))

@@ -1,0 +1,1 @@
+"""What is opened, and how much of it."""

@@ -1,0 +1,1 @@
+"""Messages, units and phrases, in English and Chinese."""

@@ -1,0 +1,114 @@
+"""What was lost of ranks that are there otherwise: it would count as their own time, or as their host's fault.
+
+The driver drops rows of a device where the profiler's buffers are full, and, in processes that have lived long, at the
+begin of a capture: the calls that launched them are there, they are not. And a rank whose operations were not recorded
+seems to compute where it waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.kernels import LAUNCHING_CALLS
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.timeline.device_time import by_rank
+from rankscope.analysis.timeline.matching import members_of
+from rankscope.analysis.timeline.steps import in_steps
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["set_lost_aside", "without_lost_operations"]
+
+_MUCH = 0.1  # share of a step's launches from which it is not judged
+_TOLD = 0.01  # share of all from which it is told
+
+
+def set_lost_aside(
+    steps: pl.DataFrame, hosts: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame
+) -> tuple[pl.DataFrame, list[Gap]]:
+    """The steps, those not judged in which a rank's device lacks a tenth of what was launched, and what is to be said.
+
+    `steps` is as `steps.judge` has it, `hosts` the hosts' steps.
+    """
+    by = ["rank", "correlation"]
+    calls, rows = launches.filter(pl.col("name").str.contains(LAUNCHING_CALLS)), kernels.select(by)
+    if calls.join(rows, on=by, how="anti").is_empty():
+        return steps, []
+    calls = calls.unique(by).join(rows.with_columns(seen=True).unique(), on=by, how="left")
+    calls = calls.filter(pl.col("seen").any().over("rank"))  # else the file does not relate them
+    calls = in_steps(calls.sort("rank", "start_ns"), hosts)
+    lost, launched = pl.col("seen").is_null().sum().alias("lost"), pl.len().alias("launched")
+    by_step = calls.drop_nulls("step").group_by("rank", "step").agg(lost, launched)
+    unseen = by_step.filter(pl.col("lost") >= _MUCH * pl.col("launched"))["step"].unique()
+    aside = pl.col("judged") & pl.col("step").is_in(unseen.implode())
+    not_judged = steps.filter(aside)["step"].n_unique()
+    set_aside = steps.with_columns(
+        judged=pl.col("judged") & ~aside,
+        aside=pl.when(aside).then(pl.lit("lost")).otherwise("aside"),
+    )
+    of_ranks = calls.group_by("rank").agg(lost, launched).sort("rank")
+    gaps = [
+        Gap(
+            table="kernels",
+            rank=rank,
+            node=None,
+            count=count,
+            why=text("what {lost} of {all:,} launched was not recorded", lost=counted(count, "call"), all=total),
+        )
+        for rank, count, total in of_ranks.filter(pl.col("lost") >= _TOLD * pl.col("launched")).rows()
+    ]
+    if not_judged:
+        why = text(
+            "{steps} not judged, since much of what was launched in them was not recorded",
+            steps=counted(not_judged, "step"),
+        )
+        gaps.append(Gap(table="steps", rank=None, node=None, count=not_judged, why=why))
+    return set_aside, gaps
+
+
+def without_lost_operations(
+    steps: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
+) -> tuple[pl.DataFrame, list[Gap]]:
+    """The steps but for those in which a rank called nothing, and others of its groups what none can do without it.
+
+    A rank of a group that called nothing at all has no steps, if others called anything.
+    """
+    calls, none = dict(by_rank(collectives.select("rank", "start_ns"))), collectives.select("rank", "start_ns").clear()
+    silent = [_without_calls(rows, calls.get(rank, none)) for rank, rows in by_rank(steps.sort("rank", "start_ns"))]
+    if not any(len(rows) for rows in silent):
+        return steps, []
+    ranks = pl.concat(silent)
+    together = collectives.filter(~pl.col("op").is_in(P2P_OPS)).select("rank", "group_id", "start_ns")
+    called = in_steps(together, steps).drop_nulls("step").select("group_id", "step").unique()
+    once = groups.unique("group_id", keep="last", maintain_order=True)
+    members = [
+        (group_id, rank) for group_id, said in once.select("group_id", "members").rows() for rank in members_of(said)
+    ]
+    of_groups = pl.DataFrame(members, {"group_id": pl.Int64, "rank": pl.Int32}, orient="row")
+    called_with = ranks.join(of_groups, on="rank").join(called, on=["group_id", "step"], how="semi")
+    called_never = ranks.join(collectives.select("rank"), on="rank", how="anti").join(of_groups, on="rank", how="semi")
+    lost = pl.concat([called_with.select("rank", "step"), called_never.filter(pl.lit(len(collectives) > 0))]).unique()
+    gaps = [
+        Gap(
+            table="collectives",
+            rank=rank,
+            node=None,
+            count=None,
+            why=text(
+                "{rank} called nothing in {steps} in which others did: they are not judged",
+                rank=named("rank", [rank]),
+                steps=counted(count, "step"),
+            ),
+        )
+        for rank, count in lost.group_by("rank").len().sort("rank").rows()
+    ]
+    return steps.join(lost, on=["rank", "step"], how="anti", maintain_order="left"), gaps
+
+
+def _without_calls(steps: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """The rank's steps in which it called nothing; both are its own, in order of time."""
+    starts = calls["start_ns"].to_numpy()
+    first, last = (np.searchsorted(starts, steps[column].to_numpy()) for column in ("start_ns", "end_ns"))
+    return steps.filter(pl.Series(last <= first)).select("rank", "step")

@@ -1,0 +1,86 @@
+"""Which ranks do the same work by design: those of one pipeline stage. Only they can be compared with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.metrics.step_matrix import Ints
+from rankscope.analysis.timeline.matching import members_of
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["Role", "role_codes", "roles", "roles_of"]
+
+# `pp0`, `mesh_pp`, Megatron's PIPELINE_MODEL_PARALLEL_GROUP
+_PIPELINE_NAME = r"(?i)(?:^|[^a-z])pp(?:[^a-z]|$)|pipeline"
+_LEAST_CHAIN = 3  # two ranks that send to each other may as well exchange halves of something
+
+Role = tuple[int, ...]  # the stages that a rank holds, several where they are interleaved
+
+
+def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> dict[int, Role]:
+    """The role of each rank of a pipeline; empty where none was seen, and then all ranks do the same.
+
+    Stages are those that the schedule gives its microbatches. Where it names none, they are the places of the ranks
+    in process groups that are called a pipeline's and in which ranks send to each other; else along the chains of
+    ranks that send to their neighbours only (a ring is no pipeline: its ranks do all the same).
+    """
+    named = regions.filter(pl.col("stage").is_not_null()).group_by("rank").agg(pl.col("stage").unique().sort())
+    if len(named):
+        return {rank: tuple(stages) for rank, stages in named.iter_rows()}
+    sent = collectives.filter(pl.col("op").is_in(P2P_OPS))
+    if sent.is_empty():
+        return {}
+    pipelines = groups.filter(
+        pl.col("group_id").is_in(sent["group_id"].unique().implode()),
+        pl.any_horizontal(pl.col("name", "role").str.contains(_PIPELINE_NAME).fill_null(value=False)),
+    )
+    if len(pipelines):
+        return _places(members_of(text or "") for text in pipelines["members"].unique())
+    edges = sent.filter(pl.col("peer") >= 0).select("rank", "peer").unique().iter_rows()
+    in_schedule = regions["microbatch"].is_not_null().any()
+    return _places(_chains({(min(edge), max(edge)) for edge in edges}, 2 if in_schedule else _LEAST_CHAIN))
+
+
+def role_codes(role: Mapping[int, Role], ranks: Sequence[int]) -> Ints:
+    """A number for each of `ranks`, equal for those of one role; ranks without one have one of their own together."""
+    found = [role.get(rank, ()) for rank in ranks]
+    code = {each: number for number, each in enumerate(sorted(set(found)))}
+    return np.array([code[each] for each in found], np.int64)
+
+
+def roles_of(
+    ranks: Sequence[int], groups: pl.DataFrame | None, regions: pl.DataFrame | None, collectives: pl.DataFrame | None
+) -> Ints:
+    """The number of each of `ranks`' role; where a table is missing all are taken to do the same work."""
+    if groups is None or regions is None or collectives is None:
+        return role_codes({}, ranks)
+    return role_codes(roles(groups, regions, collectives), ranks)
+
+
+def _places(pipelines: Iterable[Sequence[int]]) -> dict[int, Role]:
+    return {rank: (place,) for ranks in pipelines for place, rank in enumerate(ranks)}
+
+
+def _chains(edges: set[tuple[int, int]], least: int) -> list[list[int]]:
+    """The ranks that hang together, in order, if they all form chains of one length; else none."""
+    neighbours: dict[int, set[int]] = {}
+    for one, other in edges:
+        neighbours.setdefault(one, set()).add(other)
+        neighbours.setdefault(other, set()).add(one)
+    chains: list[list[int]] = []
+    left = set(neighbours)
+    while left:
+        reached, found = [left.pop()], set[int]()
+        while reached:
+            rank = reached.pop()
+            found.add(rank)
+            reached += neighbours[rank] - found
+        left -= found
+        degrees = [len(neighbours[rank]) for rank in found]
+        if len(found) < least or max(degrees) > 2 or degrees.count(1) != 2:
+            return []
+        chains.append(sorted(found))
+    return chains if len({len(chain) for chain in chains}) == 1 else []

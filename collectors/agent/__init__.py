@@ -1,0 +1,1 @@
+"""The agent: one process per node that reads the ranks' rings and writes Arrow files."""

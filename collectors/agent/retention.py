@@ -1,0 +1,163 @@
+"""What of a long recording stays: the newest rows, as many as fit, and of older ones what its steps are counted by.
+
+A node's files take no more than they may: where they do, the oldest of every rank and of the node go, all up to one
+time. Of regions and collectives so few stay that a step costs some 20 bytes: the analysis counts the same steps as
+before, and still has their lengths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope.collectors.agent.arrow_writer import Partition, Sealed
+from rankscope.collectors.schema import COUNTS_STEPS, REGION_KINDS
+
+__all__ = ["Retention", "last_before_each", "usual_bytes"]
+
+_REMOVED = (
+    *("completions", "counters", "device_marks", "flight_records", "memory", "nccl_calls", "nccl_events"),
+    "samples",
+)
+_REDUCED = ("collectives", "regions")
+_USUAL_BYTES, _USUAL_SHARE = 10_000_000_000, 0.25  # of the disk's free space
+_FREED = 0.1  # of what it may take, at once
+_PARTS_AT_ONCE = 8
+_PARTS_BESIDE = 16
+_WORK_S = 0.05  # a second, in which the rings wait
+_REST_S = 60.0
+_OPTIMIZER, _BACKWARD = map(REGION_KINDS.index, ("optimizer", "backward"))
+_COUNTS_STEPS = pa.array([REGION_KINDS.index(kind) for kind in COUNTS_STEPS if kind != "backward"], pa.uint8())
+
+
+def usual_bytes(folder: Path) -> int:
+    """What a node's files may take where nobody said it, above 0. Raises OSError."""
+    return max(1, min(_USUAL_BYTES, int(_USUAL_SHARE * shutil.disk_usage(folder).free)))
+
+
+class Retention:
+    """Keeps what one node's partitions have on the disk below a number of bytes.
+
+    `since_ns` is the time (the node's clock) after which all rows are there; None: all are. It must be in the run's
+    JSON before `work` removes anything.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        """0: everything stays."""
+        self.since_ns: int | None = None
+        self._most_bytes = most_bytes
+        self._partitions: list[Partition] = []
+        self._to_do: deque[tuple[Partition, str]] = deque()
+        self._resting: dict[tuple[Partition, str], float] = {}  # until when: something of it could not be removed
+
+    def watch(self, partition: Partition) -> None:
+        self._partitions.append(partition)
+
+    def decide(self) -> bool:
+        """Whether `since_ns` is another now, since there is too much."""
+        if not self._most_bytes or self._to_do:
+            return False
+        excess = sum(partition.size_bytes for partition in self._partitions) - self._most_bytes
+        if excess <= 0:
+            return False
+        wanted = excess + _FREED * self._most_bytes
+        removable = list(self._removable())
+        if not removable:
+            return False
+        oldest = sorted((part.last, part.size_bytes) for *_, part in removable)
+        freed = np.cumsum([size for _, size in oldest])
+        last, _ = oldest[min(int(np.searchsorted(freed, wanted)), len(oldest) - 1)]
+        self.since_ns = last if self.since_ns is None else max(self.since_ns, last)
+        self._to_do.extend(dict.fromkeys((p, table) for p, table, part in removable if self._is_old(part)))
+        return True
+
+    def work(self) -> None:
+        """A little of what is to be removed is. Raises OSError or ArrowInvalid: that is tried again in a minute."""
+        deadline = time.monotonic() + _WORK_S
+        while self._to_do and time.monotonic() < deadline:
+            partition, table = self._to_do[0]
+            old = [part for part in partition.sealed(table) if not part.reduced and self._is_old(part)]
+            try:
+                if not old:
+                    self._to_do.popleft()
+                elif table in _REMOVED:
+                    partition.reduce(table, old[:_PARTS_AT_ONCE])
+                else:
+                    _reduce(partition, table, old[:_PARTS_AT_ONCE])
+            except (OSError, pa.ArrowInvalid):
+                self._resting[self._to_do.popleft()] = time.monotonic() + _REST_S
+                raise
+
+    def _removable(self) -> Iterator[tuple[Partition, str, Sealed]]:
+        """The newest file of a table that goes on is none of them: something must be left to judge."""
+        for partition, table in itertools.product(self._partitions, (*_REMOVED, *_REDUCED)):
+            if self._resting.get((partition, table), 0.0) < time.monotonic():
+                sealed = partition.sealed(table)
+                for part in sealed if partition.closed else sealed[:-1]:
+                    if not part.reduced:
+                        yield partition, table, part
+
+    def _is_old(self, part: Sealed) -> bool:
+        return self.since_ns is not None and part.last <= self.since_ns
+
+
+def _reduce(partition: Partition, table: str, old: Sequence[Sealed]) -> None:
+    """In the place of these parts, and of the last that was reduced, are the rows by which steps are counted."""
+    before = [part for part in partition.sealed(table) if part.reduced][-1:]
+    if table == "collectives":
+        while len(old) > 1 and len(_beside(partition, old)) > _PARTS_BESIDE:
+            old = old[: len(old) // 2]
+    rows = partition.rows(table, old).sort_by("start_ns")
+    if table == "regions":
+        kinds = rows["kind"]
+        needed = pc.is_in(kinds, _COUNTS_STEPS).to_numpy()
+        backward = np.flatnonzero(pc.equal(kinds, _BACKWARD).to_numpy())
+        optimizers = _starts(rows.filter(pc.equal(kinds, _OPTIMIZER)))
+        needed[backward[last_before_each(optimizers, _starts(rows)[backward])]] = True
+        needed[:1] = True  # the first step begins there
+    else:
+        needed = last_before_each(_optimizers(partition, _beside(partition, old), old[-1].last), _starts(rows))
+    kept = rows.filter(pa.array(needed))
+    partition.reduce(table, [*before, *old], pa.concat_tables([partition.rows(table, before), kept]))
+
+
+def _beside(partition: Partition, parts: Sequence[Sealed]) -> list[Sealed]:
+    """The files of regions of the time of these parts."""
+    first, last = parts[0].first, parts[-1].last
+    return [part for part in partition.sealed("regions") if part.first <= last and part.last >= first]
+
+
+def _optimizers(partition: Partition, files: Iterable[Sealed], until_ns: int) -> npt.NDArray[np.int64]:
+    """When those in these files began, in order; with the file that is being written, where that is not later."""
+    tables = (partition.rows("regions", [file]) for file in files)
+    starts = [_starts(rows.filter(pc.equal(rows["kind"], _OPTIMIZER))) for rows in tables]
+    sealed = partition.sealed("regions")
+    if not sealed or sealed[-1].last <= until_ns:
+        live = partition.live_rows("regions")
+        starts.append(_starts(live.filter(pc.equal(live["kind"], _OPTIMIZER))))
+    return np.sort(np.concatenate(starts)) if starts else np.zeros(0, np.int64)
+
+
+def last_before_each(marks: npt.NDArray[np.int64], times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of the times, in order, are needed to say between which two marks there is any: the last before each mark.
+
+    The first and the last of all are among them, as other times may come before and after.
+    """
+    between = np.searchsorted(marks, times)
+    kept = np.append(between[1:] != between[:-1], True) if len(times) else np.zeros(0, bool)
+    kept[:1] = True
+    return kept
+
+
+def _starts(rows: pa.Table) -> npt.NDArray[np.int64]:
+    starts: npt.NDArray[np.int64] = rows["start_ns"].to_numpy()
+    return starts

@@ -1,0 +1,65 @@
+"""The way into a training process: torch calls `autoload` at the end of `import torch`.
+
+An exception here would abort the user's `import torch`, so nothing but the standard library is imported at the top and
+`autoload` lets nothing out. Until the job makes its first process group, nothing is recorded and nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+__all__ = ["autoload", "say"]
+
+
+def autoload() -> None:
+    """Arrange for a session to start with the first process group, if this process may be a rank to be recorded."""
+    try:
+        if _may_be_recorded():
+            _arm()
+    except Exception as error:
+        say(f"not recording this process: {error!r}")
+
+
+def say(line: str) -> None:
+    """One line on standard error, if that is there and takes it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"rankscope: {line}", file=sys.stderr)
+
+
+def _may_be_recorded() -> bool:
+    env = os.environ
+    # Subprocesses and spawned workers of a rank inherit the claim and stay out.
+    is_claimed = env.get("RANKSCOPE_CLAIM", str(os.getpid())) != str(os.getpid())  # not by what execs itself
+    return bool(env.get("RANKSCOPE_AGENT")) and env.get("RANKSCOPE_DISABLE") != "all" and not is_claimed
+
+
+def _arm() -> None:
+    # `import torch` has not finished: take the modules that it has loaded, and import nothing.
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not hasattr(c10d, "_new_process_group_helper"):
+        return  # a torch built without distributed
+    if "LOCAL_RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+        _claim()
+    # Else perhaps a launcher, which makes no process group and whose children are the ranks: srun may start torchrun as
+    # it starts a rank.
+
+    from rankscope.collectors.in_rank import session
+
+    make_group = c10d._new_process_group_helper
+
+    def make_group_and_tell(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        made = make_group(*args, **kwargs)
+        _claim()
+        session.on_group(made[0], args, kwargs)
+        return made
+
+    make_group_and_tell.__wrapped__ = make_group  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = make_group_and_tell
+
+
+def _claim() -> None:
+    os.environ.setdefault("RANKSCOPE_CLAIM", str(os.getpid()))

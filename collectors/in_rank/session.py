@@ -1,0 +1,550 @@
+"""One rank's recording: it starts the collectors, guards them, and is the only place that catches broadly.
+
+What a collector may do goes through `Emit`. A hook that fails switches its collector off, leaves one row in `gaps`, and
+the training goes on. When the agent is gone, all hooks fall silent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import pkgutil
+import select
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rankscope.collectors import rank as rank_collectors
+from rankscope.collectors.in_rank.boot import say
+from rankscope.collectors.in_rank.import_hooks import after_import
+from rankscope.collectors.in_rank.ring_writer import Ring
+from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS, RecordType
+
+__all__ = ["Emit", "annotate", "on_group", "step"]
+
+_MAX_NAMES = 10_000  # a script that makes a new name every step must not grow without bound
+_TICK_NS = 1_000_000_000
+_PACKET_BYTES = 128 * 1024
+_HELLO_S = 5  # for the agent's answer
+_STORE_KEY = "rankscope/agent"
+_WORLD_KEY = "rankscope/world"
+_USER = REGION_KINDS.index("user")
+_STEP_END = DEVICE_MARKS.index("step_end")
+_KINDS_BY_NAME = {kind: REGION_KINDS.index(kind) for kind in ("input", "checkpoint")}
+
+clock = time.perf_counter_ns
+
+
+class Emit:
+    """What collectors write to. Every method is cheap, never blocks, and may be called from any thread."""
+
+    def __init__(self, ring: Ring, channel: socket.socket) -> None:
+        self.live = True
+        self.ring = ring
+        self.region = ring.region
+        self.mark: Callable[[int], None] = lambda _: None  # `device_events` puts its own here: position in DEVICE_MARKS
+        self.groups: dict[str, Group] = {}
+        self.in_flight: set[int] = set()  # records of operations whose end torch will tell us
+        self.training_thread = threading.main_thread().ident  # by the first backward: of Ray Train's it is another one
+        self.backwards = 0  # how many have begun
+        self.in_backward = 0  # how many are under way on the training thread: one may begin within another
+        self.device: int | None = None  # index of the CUDA device that the training uses, once something has shown it
+        self.exiting = False  # the process ends
+        self.in_microbatch = False  # of a pipeline's schedule, whose forwards and backwards have marks of their own
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._backlog: list[bytes] = []
+        self._lost = 0
+        self._names: dict[str, int] = {}
+        self._next_name = itertools.count().__next__
+        self._names_full = False
+        self._incarnations: dict[tuple[str, str], int] = {}
+        self._off: set[str] = set()
+        self._on_tick: list[Callable[[], None]] = []
+        self._on_step: list[Callable[[int, int | None], None]] = []
+        self._on_message: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self._next_tick_ns = 0
+        self._stops: dict[str, Callable[[], None]] = {}
+        self.name("(further names)")
+
+    def name(self, text: str) -> int:
+        """Return the id that stands for `text` in this rank's `strings`."""
+        name_id = self._names.get(text)
+        if name_id is None:
+            if len(self._names) >= _MAX_NAMES:
+                if not self._names_full:
+                    self._names_full = True
+                    self.gap("regions", "names", f"more than {_MAX_NAMES} names; further ones share one")
+                return 0
+            name_id = self._names[text] = self._next_name()  # two threads may each give a new name an id: both are told
+            self.send({"type": "string", "id": name_id, "name": text[:500]})
+        return name_id
+
+    def gap(self, table: str, source: str, why: str, *, start_ns: int | None = None, count: int | None = None) -> None:
+        """Write down that `table` lacks rows from `start_ns` (default: now) on."""
+        start_ns = clock() if start_ns is None else start_ns
+        self.send(
+            {"type": "gap", "table": table, "source": source, "start_ns": start_ns, "end_ns": None, "count": count}
+            | {"why": why}
+        )
+
+    def guard(self, collector: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` so that an exception in it switches `collector` off instead of reaching the training."""
+
+        def guarded(*args: Any) -> Any:  # noqa: ANN401
+            try:
+                return function(*args)
+            except Exception as error:
+                self.switch_off(collector, f"{type(error).__name__}: {error}")
+                return None
+
+        return guarded
+
+    def around(
+        self,
+        collector: str,
+        owner: Any,  # noqa: ANN401
+        attribute: str,
+        record: Callable[..., None],
+        before: Callable[[tuple[Any, ...]], None] = lambda _: None,
+    ) -> Callable[[], None]:
+        """Replace `owner.attribute` by `before(args)`, itself and `record(start_ns, end_ns, args, kwargs, result)`.
+
+        Returns what undoes it. A call that raises has the result None.
+        Once undone, a wrapper that somebody else has wrapped in turn only passes calls on.
+        """
+        original = owner.__dict__[attribute]
+        record, before = self.guard(collector, record), self.guard(collector, before)
+        active = True
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if not (active and self.live):
+                return original(*args, **kwargs)
+            start, result = clock(), None
+            before(args)
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                record(start, clock(), args, kwargs, result)
+            return result
+
+        def undo() -> None:
+            nonlocal active
+            active = False
+            if owner.__dict__.get(attribute) is wrapper:
+                setattr(owner, attribute, original)
+
+        wrapper.__wrapped__ = original  # type: ignore[attr-defined]
+        wrapper.__name__ = getattr(original, "__name__", attribute)
+        wrapper.__qualname__ = getattr(original, "__qualname__", attribute)
+        wrapper.__doc__ = original.__doc__
+        wrapper.__module__ = getattr(original, "__module__", __name__)
+        setattr(owner, attribute, wrapper)
+        return undo
+
+    def backward_begins(self) -> None:
+        """Count it. The thread of the first one is the one whose time is the step's."""
+        self.backwards += 1
+        if self.backwards == 1 and threading.get_ident() != self.training_thread:
+            self.training_thread = threading.get_ident()
+            ids = {"thread": self.training_thread, "tid": threading.get_native_id()}
+            self.send({"type": "training_thread"} | ids)
+
+    def learn_device(self, tensor: Any) -> None:  # noqa: ANN401
+        """Which device the training uses: that of the first operation or weight which is on one.
+
+        torch's current device is another where a script never sets it, and moves its model by number.
+        """
+        if self.device is None and getattr(tensor, "is_cuda", False):
+            self.device = tensor.device.index
+
+    def on_tick(self, read: Callable[[], None]) -> None:
+        """Call `read` about once a second from a training thread, at the end of a step or collective."""
+        self._on_tick.append(read)
+
+    def tick(self, now_ns: int) -> None:
+        """Do what is due once a second. To be called after a step or a collective, with its end."""
+        if now_ns < self._next_tick_ns:
+            return
+        self._next_tick_ns = now_ns + _TICK_NS
+        for read in self._on_tick:
+            if self.live:
+                read()
+
+    def on_step(self, call: Callable[[int, int | None], None]) -> None:
+        """Call `call(end_ns, optimizer)` where a step may end: `rankscope.step()` (None), or an optimizer's name id."""
+        self._on_step.append(call)
+
+    def stepped(self, end_ns: int, optimizer: int | None) -> None:
+        """A step has ended on this thread, as far as `rankscope.step()` or this optimizer can tell."""
+        for call in self._on_step:
+            call(end_ns, optimizer)
+
+    def on_message(self, kind: str, call: Callable[[dict[str, Any]], None]) -> None:
+        """Call `call(message)` with each message of this type from the agent, in a thread of the session's own."""
+        self._on_message[kind] = call
+
+    def receive(self, message: dict[str, Any]) -> None:
+        """Hand a message of the agent to the collector that waits for it; others are for newer versions."""
+        call = self._on_message.get(message["type"])
+        if call is not None and self.live:
+            call(message)
+
+    def switch_off(self, collector: str, why: str) -> None:
+        """Take one collector's hooks out and write down why."""
+        if collector in self._off:
+            return
+        self._off.add(collector)
+        say(f"collector '{collector}' switched off: {why}")
+        self.gap("*", collector, f"collector switched off: {why}")
+        stop = self._stops.get(collector)
+        if stop is not None:
+            self.guard(collector, stop)()
+
+    def start(self, collector: str, module: ModuleType) -> None:
+        """Start one collector under guard."""
+        self._stops[collector] = module.stop
+        self.guard(collector, module.start)(self)
+
+    def stop(self) -> None:
+        """Fall silent and take every hook out."""
+        self.live = False
+        for collector, stop in self._stops.items():
+            if collector not in self._off:
+                self.guard(collector, stop)()
+
+    def group(self, name: str, ranks: list[int], backend: str, role: str) -> Group:
+        """Announce a process group and return its entry; a name used again is a new group."""
+        members = as_ranges([rank for rank in ranks if rank != NO_PEER])
+        count = self._incarnations.get((name, members), 0)
+        self._incarnations[name, members] = count + 1
+        digest = blake2b(f"{name}\n{members}\n{count}".encode(), digest_size=8).digest()
+        group = Group(int.from_bytes(digest, "little") >> 1, ranks)
+        self.groups[name] = group
+        self.send(
+            {"type": "group", "id": group.id, "name": name, "backend": backend, "role": role, "members": members}
+            | {"start_ns": clock()}
+        )
+        return group
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue one message to the agent, and send what can be sent without waiting."""
+        self._backlog.append(json.dumps(message).encode())
+        self.flush()
+
+    def hand_over(self, ring_fd: int) -> None:
+        """Let the agent read another ring of this process, that of the NCCL plugin. Raises OSError."""
+        socket.send_fds(self._channel, [json.dumps({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
+
+    def flush(self) -> None:
+        """Send queued messages as far as the socket takes them; what it does not take goes with a later call."""
+        if not self._sending.acquire(blocking=False):
+            return  # another thread, or this one below a garbage collection
+        try:
+            while self._backlog:
+                self._channel.send(self._backlog[0], socket.MSG_NOSIGNAL)
+                del self._backlog[0]
+        except BlockingIOError:
+            if len(self._backlog) > _MAX_NAMES:
+                self._lost += len(self._backlog)
+                self._backlog.clear()
+        except OSError:
+            self.live = False  # the agent is gone
+        finally:
+            self._sending.release()
+
+    def bye(self) -> None:
+        """Say goodbye, with the number of messages that never got out."""
+        self.flush()
+        self.send({"type": "bye", "dropped": self._lost + len(self._backlog)})
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # wakes who listens
+        self._channel.close()
+
+
+class Group:
+    """A process group as this rank counts it: the ordinals make collectives comparable across ranks."""
+
+    __slots__ = ("id", "p2p_seq", "ranks", "seq")
+
+    def __init__(self, group_id: int, ranks: list[int]) -> None:
+        self.id = group_id
+        self.ranks = ranks
+        self.seq = 0
+        self.p2p_seq: dict[tuple[int, int, int], int] = {}
+
+
+class _Session:
+    """The recording of this process, from its first process group on."""
+
+    def __init__(self, group: Any, rank: int, world_size: int, backend: str, store: Any) -> None:  # noqa: ANN401
+        """`backend` is by devices, as in `cpu:gloo,cuda:nccl`. Neither the group nor its store is kept alive."""
+        self.rank = rank
+        self.world_size = world_size
+        self.backend = backend
+        self.local_rank, self.node = _place(rank, world_size)
+        self.pid = os.getpid()
+        self._group = weakref.ref(group)
+        self.world = _world(store)
+        ring = Ring()
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(_HELLO_S)
+        self._channel.connect("\0" + os.environ["RANKSCOPE_AGENT"])
+        socket.send_fds(self._channel, [json.dumps(self._hello()).encode()], [ring.fd])
+        agent = json.loads(self._channel.recv(4096))
+        self._channel.setblocking(False)
+        os.close(ring.fd)  # the mapping and the agent hold it
+        self.emit = Emit(ring, self._channel)
+        self._agent_gone = False
+        # Where a launcher says which node this is, one rank of each is enough, and the first needs none.
+        self._peer_known = rank == 0 or (self.node is not None and (self.node == 0 or self.local_rank != 0))
+        if rank == 0 and (kept := self._store()):
+            kept.set(_STORE_KEY, json.dumps(agent))
+
+    def _hello(self) -> dict[str, Any]:
+        # What the job can use beside the CPU, the collector `device` tells when it does.
+        devices = [pair.partition(":")[0] for pair in self.backend.split(",")]
+        return {
+            "type": "hello",
+            "rank": self.rank,
+            "local_rank": self.local_rank,
+            "world": self.world,
+            "world_size": self.world_size,
+            "node": self.node,
+            "pid": self.pid,
+            "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "hostname": socket.gethostname(),
+            "device": "cpu" if "cpu" in devices else devices[0],
+            "torch": str(sys.modules["torch"].__version__),
+            "python": sys.version.split()[0],
+            "command": " ".join(sys.orig_argv)[:2000].encode(errors="replace").decode(),
+            "main_thread": threading.main_thread().ident,
+            "start_ns": clock(),
+            "monotonic_ns": clock(),
+            "unix_ns": time.time_ns(),
+        }
+
+    def start(self) -> None:
+        switched_off = set(os.environ.get("RANKSCOPE_DISABLE", "").split(","))
+        self.emit.on_tick(self.emit.guard("session", self._tick))
+        # Dynamo compiles every Python frame that runs below a compiled function, unless it is told to leave it alone.
+        after_import("torch._dynamo.trace_rules", self.emit.guard("session", lambda rules: rules.add("rankscope")))
+        for module in pkgutil.iter_modules(rank_collectors.__path__):
+            if module.name in switched_off:
+                self.emit.gap("*", module.name, LEFT_OFF)
+                continue
+            # A collector that cannot even be imported costs itself only.
+            load = self.emit.guard(module.name, importlib.import_module)
+            loaded = load(f"{rank_collectors.__name__}.{module.name}")
+            if loaded is not None:
+                self.emit.start(module.name, loaded)
+        threading.Thread(target=self.emit.guard("session", self._listen), name="rankscope", daemon=True).start()
+        atexit.register(self.emit.guard("session", self.close))
+
+    def _listen(self) -> None:
+        """Take the agent's messages as they come, also while the training's threads stand still."""
+        ready = select.poll()
+        ready.register(self._channel, select.POLLIN)
+        while not self._agent_gone:
+            ready.poll()
+            try:
+                packet = self._channel.recv(_PACKET_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                packet = b""
+            if packet:
+                self.emit.receive(json.loads(packet))
+            else:
+                self._agent_gone = True
+
+    def _tick(self) -> None:
+        self.emit.flush()
+        if self._agent_gone:
+            if threading.get_ident() != self.emit.training_thread:
+                return  # hooks come out where they were put in
+            self.emit.live = False
+        if not self.emit.live:
+            self.emit.stop()
+            return
+        store = None if self._peer_known else self._store()
+        if store and store.check([_STORE_KEY]):
+            self._peer_known = True
+            peer = json.loads(store.get(_STORE_KEY))
+            self.emit.send({"type": "peer", "host": os.environ.get("MASTER_ADDR") or _host_of(store)} | peer)
+
+    def _store(self) -> Any:  # noqa: ANN401
+        """The group's store as torch keeps it; None where the group is gone. It ends with the group, as without us."""
+        _, store = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map.get(self._group(), (None, None))
+        return store
+
+    def close(self) -> None:
+        """End the recording: no hook is left, and no thread of torch's is about to call into a dying interpreter.
+
+        A thread of gloo's whose operation ends, and that our callback has held up, still has tensors to let go of, for
+        which it takes Python's lock; it would abort the process if the interpreter died meanwhile. So this ends when
+        nothing is in flight and none of these threads has moved while the lock was free, after 0.5 s at the latest.
+        """
+        if os.getpid() != self.pid:
+            return
+        self.emit.exiting = True
+        self.emit.stop()
+        deadline = clock() + 500_000_000
+        seen: list[bytes] | None = None
+        while ((now := _running_operations()) != seen or self.emit.in_flight) and clock() < deadline:
+            seen = now if all(b") S " in one for one in now) else None
+            time.sleep(0.002)
+        self.emit.bye()
+
+
+def _host_of(store: Any) -> str:  # noqa: ANN401
+    """Where rank 0 is by the store, as after `init_process_group(init_method="tcp://…")`; else this very host."""
+    while inner := getattr(store, "underlying_store", None):
+        store = inner
+    return getattr(store, "host", "")
+
+
+def _world(store: Any) -> str | None:  # noqa: ANN401
+    """What this job's ranks call their world: the first to ask decides, nobody waits. None where the store cannot.
+
+    A job of several worlds (trainers, and engines that generate for them) has every rank several times.
+    """
+    with contextlib.suppress(Exception):  # FakeStore, or one of the script's own
+        name: str = store.compare_set(_WORLD_KEY, "", os.urandom(4).hex()).decode()
+        return name
+    return None
+
+
+def _place(rank: int, world_size: int) -> tuple[int, int | None]:
+    """Local rank and node, as torchrun, `rankscope exec`, Lightning or DeepSpeed say in the environment.
+
+    Where nobody says how many ranks a node has, all are on this one if they meet at its loopback address; else one.
+    Where nobody says which node it is the agent numbers it, when it meets another one.
+    """
+
+    def said(*names: str) -> int | None:
+        values = (os.environ.get(name, "") for name in names)
+        return next((int(value) for value in values if value.isdecimal()), None)
+
+    local_world = said("LOCAL_WORLD_SIZE", "RANKSCOPE_LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    if local_world is None:
+        local_world = world_size if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
+    local_rank = said("LOCAL_RANK", "RANKSCOPE_LOCAL_RANK")
+    node = said("GROUP_RANK", "RANKSCOPE_NODE", "NODE_RANK", "CROSS_RANK")
+    return rank % local_world if local_rank is None else local_rank, node
+
+
+def _running_operations() -> list[bytes]:
+    """What the kernel tells of each thread that runs torch's operations on the host: its state and how often it ran."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (task / "comm").read_bytes().endswith(b"runloop\n"):
+                found.append((task / "stat").read_bytes())
+                found[-1] += (task / "schedstat").read_bytes()  # not with every kernel
+    return found
+
+
+_session: _Session | None = None
+_failed = False
+
+
+def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    """Take note of a new process group; the first one starts the recording.
+
+    `args` and `kwargs` are those of torch's `_new_process_group_helper(group_size, group_rank, global_ranks_in_group,
+    backend, store, group_name, …)`. Never raises: without an agent the job runs as if rankscope were not there.
+    """
+    global _session, _failed
+    if _failed:
+        return
+    try:
+        given = dict(zip(("size", "rank", "ranks", "backend", "store", "name"), args, strict=False)) | kwargs
+        size = int(args[0])
+        backend_of = sys.modules["torch"].distributed.get_backend_config
+        first = _session is None
+        if _session is None:
+            _session = _Session(group, int(args[1]), size, backend_of(group), given["store"])
+            os.register_at_fork(after_in_child=_leave_child)
+            _session.start()
+        if hasattr(group, "group_name"):  # else this rank is no member, and has no number in it
+            ranks = list(given["ranks"]) or _numbered(size, group.group_name, first)
+            backend = str(given["backend"])
+            if backend == "undefined":  # the script leaves it to torch
+                backend = backend_of(group)
+            _session.emit.group(group.group_name, ranks, backend, str(group.group_desc or ""))
+    except Exception as error:
+        _failed = True
+        say(f"this rank is not recorded: {type(error).__name__}: {error}")
+
+
+def _numbered(size: int, name: str, first: bool) -> list[int]:
+    """The global ranks of a group that was made without saying them.
+
+    torch makes its default group so, and calls it by a number. Others make groups across worlds, as for the weights
+    that trainers send to engines: its ranks are none of this world's, and not known.
+    """
+    return list(range(size)) if first or name.isdecimal() else [NO_PEER] * size
+
+
+def _leave_child() -> None:
+    """A forked worker must not write into its parent's ring, nor use its socket."""
+    if _session is not None:
+        _session.emit.live = False
+
+
+def as_ranges(ranks: list[int]) -> str:
+    """Write ranks as `0-3,8`, in their order."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def step() -> None:
+    """Say that a training step ends here. Does nothing where rankscope does not record."""
+    if _session is not None and _session.emit.live:
+        now = clock()
+        _session.emit.mark(_STEP_END)
+        _session.emit.ring.write(RecordType.STEP, 0, 0, 0, now, threading.get_ident(), 0, 0, 0)
+        _session.emit.stepped(now, None)
+        _session.emit.tick(now)
+
+
+class annotate:  # noqa: N801  (reads as a function, like torch's record_function)
+    """Names a span: `with rankscope.annotate("loss", microbatch=3, stage=1): …`. No effect where nothing records.
+
+    `annotate("input")` is time spent on fetching a batch, `annotate("checkpoint")` on saving: for loaders and
+    checkpoints of the script's own, which no collector sees.
+    """
+
+    __slots__ = ("_microbatch", "_name", "_stage", "_start")
+
+    def __init__(self, name: str, *, microbatch: int | None = None, stage: int | None = None) -> None:
+        self._name = name
+        self._microbatch = -1 if microbatch is None else microbatch
+        self._stage = -1 if stage is None else stage
+
+    def __enter__(self) -> annotate:
+        self._start = clock()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if _session is not None and _session.emit.live:
+            emit = _session.emit
+            kind = _KINDS_BY_NAME.get(self._name, _USER)
+            emit.region(kind, emit.name(self._name), self._start, clock(), self._microbatch, self._stage)

@@ -1,0 +1,180 @@
+"""What pages are made of: the pieces that all of them use, and the list of pages.
+
+A page is a module of `pages/`; being in that folder is the registration. It has
+
+- `TITLE`, and `ORDER`, its place in the navigation,
+- `layout(run: Run, query: Query) -> Component`: the page of a run that is ready,
+- `register(app: Dash, state: State) -> None` if it has callbacks or routes of its own,
+- `early(key: str) -> Component` if it has something to show as soon as the run's lanes are there.
+
+Its address is `/` and the module's name. What a page shows is renewed when the run is, unless it says `KEEPS = True`;
+one that says `OF_TWO = True` is in the navigation where two runs are open.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import dash_ag_grid as dag
+import dash_mantine_components as dmc
+import polars as pl
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from rankscope.analysis.text.message import Text, speaking, spoken, text
+from rankscope.dashboard import pages
+from rankscope.dashboard.state import Run
+
+__all__ = [
+    "HOME",
+    "Query",
+    "Shown",
+    "address",
+    "all_pages",
+    "card",
+    "empty",
+    "facts",
+    "heading",
+    "in_language",
+    "plot",
+    "query_of",
+    "quiet",
+    "run_in_language",
+    "sentence",
+    "table",
+]
+
+_ROWS_AT_ONCE = 12  # longer tables scroll
+_LONG_TEXT = 24
+
+Query = Mapping[str, str]
+Children = Any  # Dash's components are not typed
+HOME = "overview"
+
+
+@cache
+def all_pages() -> dict[str, ModuleType]:
+    """Every page by name, in the order of the navigation."""
+    found = [import_module(f"{pages.__name__}.{module.name}") for module in pkgutil.iter_modules(pages.__path__)]
+    return {page.__name__.rpartition(".")[2]: page for page in sorted(found, key=lambda page: int(page.ORDER))}
+
+
+def in_language(page: Any) -> Any:  # noqa: ANN401 - a component, or what holds some
+    """The page with its texts in the language that is spoken."""
+    if isinstance(page, Component):
+        for name, value in page.to_plotly_json()["props"].items():  # type: ignore[no-untyped-call]
+            setattr(page, name, in_language(value))
+        return page
+    if isinstance(page, dict):
+        return {name: in_language(value) for name, value in page.items()}
+    if isinstance(page, (list, tuple)) and page and not isinstance(page[0], (int, float)):
+        return type(page)(in_language(value) for value in page)
+    return spoken(page) if isinstance(page, Text) else page
+
+
+def sentence(clause: str) -> Text:
+    """`No step was seen.` for `no step was seen`."""
+    said = spoken(clause)
+    return text("{clause}.", clause=said[:1].upper() + said[1:])
+
+
+@lru_cache(maxsize=8)
+def run_in_language(run: Run, language: str) -> Run:
+    """The run with its report in this language. The same one each time, since pages keep what they made of it."""
+    with speaking(language):
+        return replace(run, report=spoken(run.report))
+
+
+def address(page: str, run: str = "", **query: object) -> str:
+    """The page's address within this server; the first run needs no name."""
+    words = {name: str(value) for name, value in query.items()} | ({"run": run} if run else {})
+    return f"/{'' if page == HOME else page}" + (f"?{urlencode(words)}" if words else "")
+
+
+def query_of(search: str | None) -> Query:
+    """The words behind the `?` of an address."""
+    return dict(parse_qsl((search or "").lstrip("?")))
+
+
+def heading(title: str, meaning: str = "") -> Children:
+    """A page's title, and in one line what it shows."""
+    return html.Div([html.H1(title), quiet(meaning) if meaning else None], className="page-title")
+
+
+def card(title: str, *children: Children, note: str = "", className: str = "") -> Children:  # noqa: N803 - as Dash has it
+    head = html.Div([html.H2(title), quiet(note) if note else None], className="card-head") if title else None
+    return dmc.Paper([head, *children], withBorder=True, radius="md", className=f"card {className}")
+
+
+def quiet(text: Children) -> Children:
+    return html.P(text, className="quiet")
+
+
+def facts(*items: str) -> Children:
+    return html.Ul([html.Li(item) for item in items if item], className="facts")
+
+
+def empty(title: str, why: str, what_to_do: str = "") -> Children:
+    """In place of a chart that would have nothing to show: why, and how to get it."""
+    return dmc.Alert(
+        [html.P(why), html.P(what_to_do) if what_to_do else None], title=title, color="gray", variant="light"
+    )
+
+
+def plot(figure: dict[str, Any], *, height: int = 320) -> Children:
+    """A plotly figure; plotly is fetched only by pages that have one."""
+    config: Any = {"displaylogo": False, "responsive": True, "displayModeBar": False, "doubleClick": "reset"}
+    return dcc.Graph(figure=figure, config=config, style={"height": f"{height}px"}, className="plot")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a column is headed and written: as it is, as a "time" (ns), "bytes", a "rate" (bytes/s) or a "share"."""
+
+    title: str
+    kind: str = ""
+
+
+def table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "auto") -> Children:
+    """A grid that can be sorted by the values, not by how they are written, and filtered by its texts."""
+    written = frame.select(list(columns)).with_columns(
+        pl.when(pl.col(name).cast(pl.Float64).is_finite()).then(pl.col(name)).alias(name)
+        for name, dtype in frame.select(list(columns)).schema.items()
+        if dtype.is_float()
+    )
+    texts = [name for name, dtype in written.schema.items() if dtype == pl.String]
+    long = [name for name in texts if (written[name].str.len_chars() > _LONG_TEXT).any()]
+    definitions = [
+        {
+            "field": name,
+            "headerName": shown.title,
+            "filter": "agTextColumnFilter" if name in texts else False,
+            "type": None if name in texts else "rightAligned",
+            "valueFormatter": {"function": f"rankscope_{shown.kind}(params.value)"} if shown.kind else None,
+            "flex": 5 if name in long else 1,
+            "minWidth": 260 if name in long else 120 if name in texts else 76,
+            "tooltipField": name if written.schema[name] == pl.String else None,
+        }
+        for name, shown in columns.items()
+    ]
+    fits = height == "auto" and len(frame) <= _ROWS_AT_ONCE
+    return dag.AgGrid(
+        rowData=written.to_dicts(),
+        columnDefs=definitions,
+        defaultColDef={
+            "sortable": True,
+            "resizable": True,
+            "wrapHeaderText": True,
+            "autoHeaderHeight": True,
+        },
+        dashGridOptions={"rowHeight": 30, "domLayout": "autoHeight" if fits else "normal", "tooltipShowDelay": 300},
+        className="ag-theme-quartz grid",
+        style={"height": None if fits else "420px" if height == "auto" else height},
+    )

@@ -1,0 +1,236 @@
+"""What is known of one event, of a selection and of a name: the texts and tables beside the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rankscope.analysis.metrics.step_matrix import BLOCKED
+from rankscope.analysis.text.units import duration, percent
+from rankscope.dashboard.timeline.lanes import KINDS, Scene, Table
+from rankscope.dashboard.timeline.lod import Ints, event_at, tally
+
+__all__ = ["Matches", "describe", "find", "matches", "spent"]
+
+_NAMES = 30  # rows of the table of a selection
+_TABLE_TITLES = {
+    "phases": "main threads",
+    "ops": "operations",
+    "kernels": "device",
+    "collectives": "communication",
+    "regions": "regions",
+}
+_WORDS = {
+    "step": "step",
+    "group": "group",
+    "seq": "number in the group",
+    "peer": "peer",
+    "tag": "tag",
+    "dtype": "type",
+    "stream": "stream",
+    "device": "device",
+    "thread": "thread",
+    "stage": "stage",
+    "replica": "replica",
+    "microbatch": "microbatch",
+    "unmatched": "not matched",
+}
+
+
+def describe(scene: Scene, lane: int, t: int, slack: int) -> dict[str, Any] | None:
+    """The event of this lane at this time, its facts in words and where its peers are; None: nothing there."""
+    if not 0 <= lane < len(scene.lanes):
+        return None
+    found = event_at(scene.lanes[lane].row, t, slack)
+    return None if found is None else _described(scene, scene.lanes[lane].table, found.source)
+
+
+def _described(scene: Scene, name: str, source: int) -> dict[str, Any]:
+    table = scene.tables[name]
+    rank, start, end = table.rank(source), int(table.start[source]), int(table.end[source])
+    kind = KINDS[table.kind[source]]
+    what = "communication" if name == "collectives" else kind.label
+    facts = [["what", what], ["duration", _exact(end - start)], ["start", f"{start / 1e9:.6f} s"]]
+    if table.fact("open", source):
+        facts[1] = ["duration", "its end was not seen"]
+    facts += [
+        [word, str(table.fact(fact, source))] for fact, word in _WORDS.items() if _says_something(table, fact, source)
+    ]
+    size, wait, transfer, spread = (
+        table.fact(fact, source) for fact in ("size_bytes", "wait_ns", "transfer_ns", "arrival_spread_ns")
+    )
+    if isinstance(size, int):
+        facts.append(["size", _size(size)])
+    if isinstance(wait, int) and isinstance(transfer, int):
+        facts += [["waited for peers", _exact(wait)], ["transfer", _exact(transfer)]]
+    if isinstance(spread, int):
+        facts.append(["first to last arrival", _exact(spread)])
+    operation = source if name == "collectives" else None
+    if name == "phases" and kind.key in BLOCKED:
+        operation = _operation_of(scene, rank, start, end)
+    peers = [] if operation is None else _peers(scene, operation)
+    last = [peer["rank"] for peer in peers if peer["last"]]
+    if last:
+        facts.append(["last to arrive", ", ".join(f"rank {rank}" for rank in last)])
+    return {
+        "name": table.names[table.name[source]],
+        "rank": rank,
+        "facts": facts,
+        "start": start,
+        "end": end,
+        "lane": int(table.lane[source]),
+        "table": name,
+        "source": source,
+        "peers": peers,
+    }
+
+
+def _says_something(table: Table, fact: str, source: int) -> bool:
+    value = table.fact(fact, source)
+    if value is None or value in ("", "unknown"):
+        return False
+    if fact in ("peer", "tag"):
+        peer = table.fact("peer", source)
+        return isinstance(peer, int) and peer >= 0
+    return fact != "thread" or value != 0
+
+
+def _operation_of(scene: Scene, rank: int, start: int, end: int) -> int | None:
+    """The matched operation of this rank that shares most time with [start, end), as a row of the collectives."""
+    table = scene.tables.get("collectives")
+    if table is None or "instance_id" not in table.facts:
+        return None
+    mine = table.rows_of(rank)
+    shared = np.minimum(table.end[mine], end) - np.maximum(table.start[mine], start)
+    shared[~table.known("instance_id", mine)] = 0
+    best = int(shared.argmax()) if len(shared) else 0
+    return mine.start + best if len(shared) and shared[best] > 0 else None
+
+
+def _peers(scene: Scene, operation: int) -> list[dict[str, Any]]:
+    """One operation as all its ranks saw it, by arrival."""
+    table = scene.tables["collectives"]
+    instance = table.fact("instance_id", operation)
+    if instance is None:
+        return []
+    peers = []
+    for source in np.flatnonzero(table.facts["instance_id"] == instance).tolist():
+        rank, wait = table.rank(source), table.fact("wait_ns", source)
+        peers.append(
+            {
+                "rank": rank,
+                "node": scene.nodes.get(rank, 0),
+                "lane": int(table.lane[source]),
+                "start": int(table.start[source]),
+                "end": int(table.end[source]),
+                "wait": wait,
+                "waited": duration(wait) if isinstance(wait, int) else "not known",
+                "last": bool(table.fact("is_last", source)),
+            }
+        )
+    return sorted(peers, key=lambda peer: (peer["start"], peer["rank"]))
+
+
+def spent(scene: Scene, lanes: Iterable[int], t0: int, t1: int) -> list[dict[str, Any]]:
+    """What [t0, t1) of these lanes was spent on, by kind and by name, one entry per table; longest first."""
+    by_table: dict[str, list[int]] = {}
+    for lane in lanes:
+        if 0 <= lane < len(scene.lanes):
+            by_table.setdefault(scene.lanes[lane].table, []).append(lane)
+    return [_spent(scene, name, of_table, t0, t1) for name, of_table in by_table.items()]
+
+
+def _spent(scene: Scene, name: str, lanes: Sequence[int], t0: int, t1: int) -> dict[str, Any]:
+    table = scene.tables[name]
+    width = len(table.names)
+    parts = [part for lane in lanes for part in tally(scene.lanes[lane].row, t0, t1) if len(part[1])]
+    if not parts:
+        return {"title": _TABLE_TITLES[name], "lanes": len(lanes), "kinds": [], "names": [], "more": 0}
+    sources = np.concatenate([source for _, source, _ in parts])
+    inside = np.concatenate([ns for _, _, ns in parts])
+    kind = np.repeat(np.array([code for code, _, _ in parts], np.int64), [len(ns) for _, _, ns in parts])
+    key, which = np.unique(kind * width + table.name[sources], return_inverse=True)
+    total = np.zeros(len(key), np.int64)
+    np.add.at(total, which, inside)
+    longest = np.zeros(len(key), np.int64)
+    np.maximum.at(longest, which, inside)
+    count = np.bincount(which, minlength=len(key))
+    all_ns = max(int(total.sum()), 1)
+    per_kind = {int(code): int(total[key // width == code].sum()) for code in np.unique(key // width)}
+    order = np.argsort(-total, kind="stable")
+    return {
+        "title": _TABLE_TITLES[name],
+        "lanes": len(lanes),
+        "kinds": [
+            {"kind": code, "label": KINDS[code].label, "time": _exact(ns), "share": percent(ns / all_ns)}
+            for code, ns in sorted(per_kind.items(), key=lambda item: -item[1])
+        ],
+        "names": [
+            {
+                "kind": int(key[i] // width),
+                "name": table.names[key[i] % width],
+                "count": int(count[i]),
+                "time": duration(int(total[i])),
+                "mean": duration(total[i] / count[i]),
+                "longest": duration(int(longest[i])),
+            }
+            for i in order[:_NAMES]
+        ],
+        "more": max(len(key) - _NAMES, 0),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Events whose name holds a text, by start; `table` is a position in `tables`."""
+
+    tables: Sequence[str]
+    table: Ints
+    source: Ints
+    start: Ints
+
+
+def matches(scene: Scene, text: str) -> Matches:
+    """Every drawn event whose name or kind holds this text, whatever its case."""
+    wanted = text.casefold()
+    of_kind = np.array([wanted in kind.label for kind in KINDS], np.bool_)
+    tables = list(scene.tables)
+    found = []
+    for number, table in enumerate(scene.tables.values()):
+        named = np.array([wanted in name.casefold() for name in table.names], np.bool_)
+        sources = np.flatnonzero((named[table.name] | of_kind[table.kind]) & (table.lane >= 0))
+        found.append((np.full(len(sources), number, np.int64), sources, table.start[sources]))
+    table_of, source, start = (
+        np.concatenate(column) if found else np.zeros(0, np.int64) for column in zip(*found, strict=True)
+    )
+    order = np.lexsort((source, table_of, start))
+    return Matches(tables, table_of[order], source[order], start[order])
+
+
+def find(scene: Scene, found: Matches, number: int | None, after: int) -> dict[str, Any]:
+    """One match and how many there are: that number, or without one the first that starts at or after a time."""
+    count = len(found.source)
+    if not count:
+        return {"count": 0, "number": 0, "event": None}
+    at = int(np.searchsorted(found.start, after, "left")) if number is None else number
+    at %= count
+    name = found.tables[found.table[at]]
+    return {"count": count, "number": at, "event": _described(scene, name, int(found.source[at]))}
+
+
+def _exact(ns: int) -> str:
+    """A duration to the nanosecond, in the unit that suits it."""
+    for unit, size in (("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000)):
+        if abs(ns) >= size:
+            return f"{ns / size:,.3f} {unit}"
+    return f"{ns} ns"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:,.1f} {unit}"
+    return f"{size_bytes} bytes"

@@ -1,0 +1,156 @@
+"""Lanes of a large run in files beside its tables, mapped into memory: made once, and opened at once from then on.
+
+`RUN/lanes/` holds the arrays of `scene.py`, one file each, and `lanes.json` with the rest. They are used only for the
+very tables and by the very code that they were made of; anything else is made anew. The folder may be deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rankscope
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.dashboard.timeline.lanes import Scene, assemble, build_scene, events_of, lay_out
+
+__all__ = ["FOLDER", "build_or_store", "fingerprint", "load"]
+
+FOLDER = "lanes"
+_HEAD = "lanes.json"
+_STORED_FROM = 1_000_000  # events; fewer are laid out in half a second
+_BYTES_PER_EVENT = 80  # at most, about
+_ABANDONED_S = 3600  # what is still being made after so long was left by a process that was killed
+_CODE = ("analysis", "collectors", "dashboard/timeline")
+
+_log = logging.getLogger(__name__)
+
+
+def fingerprint(path: Path) -> str:
+    """Another one when a file below the path comes, goes or changes; what is stored here does not count."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    seen = hashlib.sha256()
+    for file in files:
+        inside = file.relative_to(path)
+        if inside.parts and inside.parts[0].partition("-")[0] == FOLDER:
+            continue
+        try:
+            found = file.stat()
+        except OSError:  # gone since
+            continue
+        if stat.S_ISREG(found.st_mode):
+            seen.update(f"{inside}\0{found.st_size}\0{found.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    return seen.hexdigest()
+
+
+def load(run: Path, tables: str) -> Scene | None:
+    """The lanes stored for a run whose tables have this fingerprint; None if there are none, or of anything else."""
+    folder = run / FOLDER
+    try:
+        head = json.loads((folder / _HEAD).read_bytes())
+        if (head["tables"], head["code"]) != (tables, _code()):
+            return None
+        return assemble(head["scene"], {name: _mapped(folder / name, *of) for name, of in head["arrays"].items()})
+    except (OSError, ValueError, KeyError, TypeError):  # none, or torn
+        return None
+
+
+def build_or_store(run: Path, tables: str, timeline: Timeline) -> Scene:
+    """The lanes of this timeline, stored if there are many; of a run that can't be written to they stay in memory.
+
+    `tables` is the run's fingerprint from before it was read, and behind a blank which of its steps were.
+    """
+    if events_of(timeline) < _STORED_FROM or not (run / "run").is_dir():
+        return build_scene(timeline)
+    try:
+        _store(run, tables, timeline)
+    except OSError as error:
+        _log.warning("rankscope: the timeline's lanes are kept in memory, %s", error)
+    return load(run, tables) or build_scene(timeline)
+
+
+def _store(run: Path, tables: str, timeline: Timeline) -> None:
+    needed = events_of(timeline) * _BYTES_PER_EVENT
+    free = shutil.disk_usage(run).free
+    if free < needed:
+        raise OSError(f"{run} has {free / 1e9:.1f} GB free of the {needed / 1e9:.1f} GB that they may take")
+    for left in run.glob(f"{FOLDER}-*"):
+        if left.stat().st_mtime < time.time() - _ABANDONED_S:
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f"{FOLDER}-", dir=run))
+    try:
+        files = _Files(made)
+        head, arrays = lay_out(timeline, files)
+        sizes = {name: [array.dtype.str, len(array)] for name, array in arrays.items()}
+        whole = {"tables": tables, "code": _code(), "arrays": sizes, "scene": head}
+        _write(made / _HEAD, json.dumps(whole, separators=(",", ":")).encode())
+        if fingerprint(run) != tables.partition(" ")[0]:
+            return  # it has grown since it was read
+        shutil.rmtree(run / FOLDER, ignore_errors=True)
+        made.chmod(0o755)
+        made.rename(run / FOLDER)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+class _Files:
+    """`Arrays` in files, one each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, tuple[BinaryIO, str, list[int]]] = {}
+
+    def add(self, name: str, piece: NDArray[Any]) -> None:
+        if name not in self._open:
+            self._open[name] = ((self._folder / name).open("wb", buffering=1 << 20), piece.dtype.str, [0])
+        file, dtype, length = self._open[name]
+        file.write(np.ascontiguousarray(piece, dtype).data)
+        length[0] += len(piece)
+
+    def whole(self) -> Mapping[str, NDArray[Any]]:
+        for file, _, _ in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        return {name: _mapped(self._folder / name, dtype, n[0]) for name, (_, dtype, n) in self._open.items()}
+
+
+def _mapped(path: Path, dtype: str, length: int) -> NDArray[Any]:
+    """Raises ValueError if the file is not exactly as long as this."""
+    size = np.dtype(dtype).itemsize * length
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size != size:
+            raise ValueError(f"{path} does not have {size} bytes")
+        if not size:
+            return np.empty(0, dtype)
+        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), dtype)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+@cache
+def _code() -> str:
+    """Of everything that lanes are made by."""
+    root = Path(rankscope.__file__).parent
+    seen = hashlib.sha256(rankscope.__version__.encode())
+    for folder in _CODE:
+        for file in sorted((root / folder).rglob("*.py")):
+            seen.update(file.read_bytes())
+    return seen.hexdigest()

@@ -1,0 +1,116 @@
+"""What would come of mending things: a run made ready to be replayed once, and the fixes that it allows."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import polars as pl
+
+from rankscope.analysis.metrics.links import judged_links
+from rankscope.analysis.replay.critical_path import critical_path
+from rankscope.analysis.replay.graph import NotReplayable
+from rankscope.analysis.replay.whatif import BadFix, Gain, PipelineRerun, Rerun, rerun
+from rankscope.analysis.text.message import Text, text
+from rankscope.dashboard.state import Run
+
+__all__ = ["Fix", "fixes", "gain", "path", "replayable"]
+
+_PATIENCE_S = 4.0  # for trying single fixes; those that findings name come first
+_TEXTS = (
+    (r"rank:(\d+)", text("rank {number} as fast as the others")),
+    (r"node:(\d+)", text("node {number} as fast as the others")),
+    (r"stage:(\d+)", text("stage {number} as fast as the others")),
+    (r"link:node(\d+)", text("the network of node {number} as fast as the others'")),
+    (r"op:unknown=0", text("operations whose kind is not known move their bytes in no time")),
+    (r"op:(\w+)=0", text("{number} moves its bytes in no time")),
+    (r"balance", text("work shared out evenly over the ranks")),
+    (r"gc", text("no garbage collection")),
+    (r"input", text("no waiting for input")),
+    (r"compile", text("no compilation")),
+    (r"checkpoint", text("checkpoints hold nobody up")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """One thing to mend, and what it alone would bring."""
+
+    key: str  # as `rankscope whatif --fix` takes it
+    text: str
+    gain: Gain
+
+
+@lru_cache(maxsize=4)
+def replayable(run: Run) -> Rerun | PipelineRerun | str:
+    """The run ready to be replayed, or why nothing can be predicted."""
+    addresses = {node: launch.get("addresses", ()) for node, launch in run.trace.run.items()}
+    timeline = run.timeline
+    try:
+        return rerun(timeline, judged_links(timeline.counters, timeline.steps, addresses))
+    except NotReplayable as reason:
+        why: str = reason.args[0]
+        return why
+
+
+@lru_cache(maxsize=4)
+def fixes(run: Run) -> tuple[list[Fix], int]:
+    """Single fixes, those that bring most first, and how many were not tried for lack of time."""
+    ready = replayable(run)
+    if isinstance(ready, str):
+        return [], 0
+    deadline = time.monotonic() + _PATIENCE_S
+    keys = list(dict.fromkeys(_keys(run, ready)))
+    tried = []
+    for key in keys:
+        if time.monotonic() > deadline:
+            break
+        try:
+            tried.append(Fix(key, _text(key), ready.gain(key)))
+        except BadFix:  # a finding may name what cannot be replayed
+            keys = [other for other in keys if other != key]
+    tried.sort(key=lambda fix: -fix.gain.gain_ns)
+    return tried, len(keys) - len(tried)
+
+
+@lru_cache(maxsize=4)
+def path(run: Run) -> pl.DataFrame | None:
+    """The critical path's own time: rank, start_ns, end_ns; None where the run cannot be replayed."""
+    ready = replayable(run)
+    if not isinstance(ready, Rerun):
+        return None
+    return critical_path(ready.host).drop_nulls("rank").select("rank", "start_ns", "end_ns")
+
+
+def gain(run: Run, keys: Sequence[str]) -> Gain | None:
+    """What these fixes bring together; None where nothing can be predicted."""
+    ready = replayable(run)
+    if isinstance(ready, str):
+        return None
+    try:
+        return ready.gain(*keys)
+    except BadFix:
+        return None
+
+
+def _keys(run: Run, ready: Rerun | PipelineRerun) -> Iterator[str]:
+    for finding in run.report.findings:
+        yield from (f"rank:{rank}" for rank in finding.ranks)
+        yield from (f"node:{node}" for node in finding.nodes)
+    ranges = [key for key in ready.possible() if " … " in key]
+    yield from (key for key in ready.possible() if key not in ranges)
+    for key in ranges:  # rank:0 … rank:7
+        kind, _, first = key.partition(" … ")[0].partition(":")
+        last = key.rpartition(":")[2]
+        yield from (f"{kind}:{number}" for number in range(int(first), int(last) + 1))
+
+
+def _text(key: str) -> str:
+    for pattern, said in _TEXTS:
+        found = re.fullmatch(pattern, key)
+        if found:
+            return Text(said.template, {"number": found[1]}) if found.groups() else said
+    return key
