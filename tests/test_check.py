@@ -81,11 +81,11 @@ def test_a_step_may_be_longer_by_the_share_that_is_allowed(runs):
     ("arguments", "unseen"),
     [
         (["lacking"], ["rank 3 of 4 not recorded"]),
-        (["short"], ["slow_rank below ", "expert_imbalance, unpipelined_hierarchy, low_bandwidth, "]),
+        (["short"], ["slow_rank below ", "expert_imbalance, load_imbalance, low_bandwidth, "]),
         (["unsteady", "--severity", "high"], ["slow_rank below "]),
         (
             ["short", "--against", "healthy"],
-            ["slow_rank below ", "the mean step of ", "expert_imbalance, unpipelined_hierarchy, low_bandwidth, "],
+            ["slow_rank below ", "the mean step of ", "expert_imbalance, load_imbalance, low_bandwidth, "],
         ),
         (["lacking", "--against", "healthy"], ["4 ranks there and 3 here", "rank 3 of 4 not recorded"]),
     ],

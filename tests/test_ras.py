@@ -275,8 +275,8 @@ def test_a_job_that_moves_is_not_asked_about_and_one_that_stands_still_once(serv
     [
         ("SSH-2.0-OpenSSH", 0, "", "what answers is not RAS: 'SSH-2.0-OpenSSH'"),
         ("SERVER PROTOCOL 2", 99, "", "it is silent"),
-        ("SERVER PROTOCOL 2", 0, "Killed\n", "its answer, run/nccl_ras.txt, is not understood"),
-        ("SERVER PROTOCOL 2", 0, '{"communicators": 3}', "its answer, run/nccl_ras.txt, is not understood"),
+        ("SERVER PROTOCOL 2", 0, "Killed\n", "its answer, run/ras.txt, is not understood"),
+        ("SERVER PROTOCOL 2", 0, '{"communicators": 3}', "its answer, run/ras.txt, is not understood"),
     ],
 )
 def test_garbage_and_silence_are_one_line(server, monkeypatch, greeting, silent, answer, why):
