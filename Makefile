@@ -6,7 +6,7 @@ STAMP := $(shell cat $(NEEDS) | cksum | cut -d' ' -f1)
 INSTALLED := .venv/installed-$(STAMP)
 FRAMEWORKS := .venv/frameworks-$(STAMP)
 
-.PHONY: demo test check lint docs bench-faults clean
+.PHONY: demo test check lint docs bench-faults bench-captures clean
 
 demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
@@ -24,6 +24,9 @@ lint: $(INSTALLED)
 
 bench-faults: $(INSTALLED)  ## the fault matrix: how often the verdict is right (an hour; SIZE=--quick for minutes)
 	$(BIN)/python benchmarks/faults/score.py $(SIZE)
+
+bench-captures: $(INSTALLED)  ## the same on captures of torch.profiler (half an hour; SIZE=--quick for two minutes)
+	$(BIN)/python benchmarks/captures/score.py --half report $(SIZE)
 
 docs: $(INSTALLED)  ## what is generated from the code
 	$(BIN)/python docs/write_tables.py

@@ -1,0 +1,129 @@
+"""The simulated captures of benchmarks/captures: they can be read, and a planted fault is what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rankscope
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from captures.engine import Job, resources, run, step_ns
+from captures.planted import CLEAN, KINDS, Case, Truth, simulated
+from captures.programs import PROGRAMS
+from captures.score import answer, is_false_positive, is_right
+from captures.variants import HALVES, Variant
+from captures.write import write
+
+QUIET = Variant("two modes", "independent", "free", 1.0, "kernels")
+JOB = Job(
+    parallel="ddp",
+    ranks=4,
+    node_size=4,
+    steps=3,
+    seed=1,
+    variant=QUIET,
+    compute_ns=60e6,
+    layers=6,
+    kernels=4,
+    bytes=1e8,
+    activation_bytes=1e6,
+    bandwidth=100e9,
+    python_ns=10e3,
+)
+
+
+@pytest.mark.parametrize("parallel", PROGRAMS)
+def test_all_ranks_of_a_capture_can_be_read_and_their_operations_matched(parallel, tmp_path):
+    seed = next(s for s in range(99) if simulated(Case(CLEAN, "", 2, s, "tuning")).job.parallel == parallel)
+    capture = simulated(Case(CLEAN, "", 2, seed, "tuning"))
+    capture = replace(capture, files=replace(capture.files, information="all", marks=True, metadata="all"))
+    trace = rankscope.open(write(capture, tmp_path / "capture"))
+    of_rank = trace.table("collectives").group_by("rank").len().collect()
+    assert sorted(of_rank["rank"]) == list(range(capture.job.ranks))
+    steps = trace.table("steps").collect()
+    assert len(steps) == 2 * capture.job.ranks
+
+
+def test_a_slow_device_costs_all_ranks_what_it_takes_longer():
+    """Half of 60 ms of computation and of 3.6 ms of optimizer; what is transferred stays hidden."""
+    slow = resources(JOB)
+    slow.device[:, 2] *= 1.5
+    cost_ns = step_ns(run(JOB, slow, PROGRAMS["ddp"])) - step_ns(run(JOB, resources(JOB), PROGRAMS["ddp"]))
+    assert cost_ns == pytest.approx(31.8e6, rel=0.1)
+
+
+def test_a_slow_host_costs_nothing_as_long_as_it_is_ahead():
+    slow = resources(JOB)
+    slow.host[:] = 2
+    healthy_ns = step_ns(run(JOB, resources(JOB), PROGRAMS["ddp"]))
+    assert step_ns(run(JOB, slow, PROGRAMS["ddp"])) == pytest.approx(healthy_ns, rel=0.02)
+    slow.host[:] = 60  # 72 + 6 kernels of 0.6 ms each
+    assert step_ns(run(JOB, slow, PROGRAMS["ddp"])) > 0.7 * (78 * 0.6e6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_fault_costs_about_its_dose_and_the_capture_is_the_same_each_time(kind):
+    case = Case(kind, "quiet", 3, 4, "tuning")
+    truth = simulated(case).truth
+    assert 0.08 < truth.cost_fraction < 0.17
+    assert simulated(case).truth == truth
+
+
+def test_halves_share_no_noise():
+    seen = {half: {simulated(Case(CLEAN, "", 2, s, half)).job.variant.tail for s in range(9)} for half in HALVES}
+    assert seen["tuning"] & seen["report"] == set()
+
+
+def said(detector, ranks=(), level="confirmed"):
+    return {"detector": detector, "level": level, "ranks": list(ranks), "groups": [], "fraction": 0.1, "title": ""}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "finding", "right"),
+    [
+        ("slow_rank", (2,), said("slow_rank", (2,)), True),
+        ("slow_rank", (2,), said("slow_rank", (2,), "likely"), True),
+        ("slow_rank", (2,), said("slow_rank", (2,), "unexplained"), False),
+        ("slow_rank", (2,), said("slow_rank", (1,)), False),
+        ("slow_rank", (2,), said("host_bound", (2,)), False),
+        ("rank_stall", (2,), said("host_bound", (2,)), True),
+        ("host_bound", (), said("host_bound", (0, 1, 2, 3)), True),
+        ("input_stall", (), said("input_stall", (0, 1, 2, 3)), True),
+        ("input_stall", (1,), said("input_stall", (0, 1, 2, 3)), False),
+        ("slow_link", (2, 3), said("slow_link", (2, 3)), True),
+        ("slow_link", (2, 3), said("slow_link"), False),
+    ],
+)
+def test_a_verdict_is_right_if_it_has_the_kind_and_names_whose_fault_it_is(kind, ranks, finding, right):
+    capture = replace(simulated(Case(CLEAN, "", 1, 0, "tuning")), job=JOB)
+    assert is_right(finding, Truth(kind, ranks, "", 0.1), capture) is right
+
+
+def test_what_counts_as_a_false_positive():
+    """Lost time that is called unexplained is none, if it is there."""
+    row = {"said": [said("x", level="unexplained")], "right": False, "truth": None}
+    assert not is_false_positive(row | {"lost": 0.06})
+    assert is_false_positive(row | {"lost": 0.04})
+    assert is_false_positive({"said": [said("slow_rank", (0,))], "lost": 0.5})
+    assert not is_false_positive({"said": [], "lost": 0.5})
+    assert answer(row) == "healthy"
+
+
+def test_files_hold_what_they_are_to_lack(tmp_path):
+    capture = simulated(Case(CLEAN, "", 2, 3, "tuning"))
+    bare = replace(capture.files, unit="base", information="none", marks=False, metadata="none", packed=False)
+    folder = write(replace(capture, files=bare), tmp_path / "capture")
+    document = json.loads((folder / "rank1.pt.trace.json").read_text())
+    names = {event["name"] for event in document["traceEvents"]}
+    assert "distributedInfo" not in document
+    assert "baseTimeNanoseconds" in document
+    assert not any(name.startswith("ProfilerStep") for name in names)
+    assert not any("Process Group Name" in event["args"] for event in document["traceEvents"])
+    assert np.all([event["dur"] >= 0 for event in document["traceEvents"]])
