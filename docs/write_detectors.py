@@ -30,8 +30,12 @@ def _page(name: str, module: ModuleType) -> str:
     parameters = inspect.signature(module.detect).parameters.values()
     tables = ", ".join(f"`{p.name}`" for p in parameters if p.kind is not p.KEYWORD_ONLY)
     thresholds = ", ".join(f"`{p.name}` = {p.default:_}" for p in parameters if p.kind is p.KEYWORD_ONLY)
-    lives_on = ", ".join(f"`{collector}`" for collector in module.collectors)
+    lives_on = ", ".join(f"`{collector}`" for collector in module.detector.needs)
     reads = f"**Reads.** {tables}. Collectors: {lives_on}. Thresholds: {thresholds}."
+    of_a_part = (other for others in module.detector.explains_by_part.values() for other in others)
+    explained = dict.fromkeys((*module.detector.explains, *module.detector.explains_of_ranks, *of_a_part))
+    if explained:
+        reads += "\n\n**Explains.** " + ", ".join(f"`{other}`" for other in explained) + "."
     return f"## {name}\n\n{inspect.cleandoc(module.__doc__ or '')}\n\n{reads}"
 
 

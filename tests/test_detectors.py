@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 import runpy
@@ -20,6 +21,8 @@ from rankscope.analysis.detectors import (
     slow_rank,
 )
 from rankscope.analysis.metrics.links import links
+from rankscope.analysis.model.parts import PART_ORDER
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.phrases import every_nth
 
 MS = 1_000_000
@@ -661,7 +664,19 @@ def test_every_detector_is_a_manual_page_that_names_its_collectors():
     assert set(detectors()) >= {"gc_stall", "input_stall", "slow_link", "slow_rank", "load_imbalance"}
     for module in detectors().values():
         assert re.findall(r"^\*\*(.+?)\.\*\* ", module.__doc__, re.MULTILINE) == sections
-        assert isinstance(module.collectors, tuple)
+        assert isinstance(module.detector, Detector)
+
+
+def test_what_detectors_declare_exists():
+    parts = set(PART_ORDER)
+    for name, module in detectors().items():
+        spec = module.detector
+        by_part = {other for others in spec.explains_by_part.values() for other in others}
+        explained = {*spec.explains, *spec.explains_of_ranks, *by_part}
+        assert explained <= set(detectors()) - {name}
+        assert {*spec.parts, *spec.explains_by_part} <= parts
+        if spec.cost != "measured":
+            assert "min_fraction" in inspect.signature(module.detect).parameters
 
 
 def test_docs_are_those_of_the_modules():

@@ -9,8 +9,10 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.detectors import NotResolvable, detectors
-from rankscope.analysis.diagnosis.diagnose import ask, diagnose, root_causes_first
+from rankscope.analysis.diagnosis.causality import root_causes_first
+from rankscope.analysis.diagnosis.diagnose import ask, diagnose
 from rankscope.analysis.model.finding import Finding, NotChecked
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.report import json_form, phrases
 from rankscope.analysis.runs.trace import Trace
@@ -214,7 +216,9 @@ def test_detector_that_fails_is_loud_and_does_not_take_the_others_down(capsys):
     def unsure(steps):
         raise NotResolvable("it is foggy")
 
-    modules = {name: SimpleNamespace(detect=detect, collectors=()) for name, detect in (("a", broken), ("b", unsure))}
+    modules = {
+        name: SimpleNamespace(detect=detect, detector=Detector()) for name, detect in (("a", broken), ("b", unsure))
+    }
     said = pl.DataFrame(schema=schema_of("gaps"))
     _, healthy, unchecked = ask(modules, {"steps": pl.DataFrame({"step": [1]})}, said, {})
     assert healthy == []
@@ -237,7 +241,7 @@ def test_detector_that_takes_anothers_findings_is_asked_after_it_and_told_why_th
         return [finding("cause", one.lost_ns_per_step) for one in slow]
 
     modules = {
-        name: SimpleNamespace(detect=detect, collectors=()) for name, detect in (("cause", cause), ("slow", slow))
+        name: SimpleNamespace(detect=detect, detector=Detector()) for name, detect in (("cause", cause), ("slow", slow))
     }
     said = pl.DataFrame(schema=schema_of("gaps"))
     found, _, _ = ask(modules, {"steps": pl.DataFrame({"step": [1]})}, said, {})

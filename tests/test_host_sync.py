@@ -12,7 +12,7 @@ from test_kineto import step as profiler_step
 
 import rankscope
 from rankscope.analysis.detectors import NotResolvable, host_sync
-from rankscope.analysis.diagnosis.diagnose import root_causes_first
+from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.metrics.launch_queue import host_gaps, lost_lead
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import WAITING_CALLS

@@ -10,8 +10,8 @@ import polars as pl
 
 from rankscope.analysis.metrics.step_matrix import MAYBE_BLOCKED, estimate, step_grid
 from rankscope.analysis.model.finding import Finding, Report
+from rankscope.analysis.model.parts import PART_ORDER
 from rankscope.analysis.report import digest
-from rankscope.analysis.report.labels import PART_ORDER
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent, rounded
 from rankscope.analysis.timeline.build import Timeline

@@ -2,10 +2,9 @@
 
 A detector is a module whose docstring is its manual page and which has
 
-- `collectors`: the collectors that it lives on; with one of them off, silence is no proof of health
+- `detector`, a `Detector`: everything that the rest of rankscope knows about it
 - `detect(<tables by name>, *, <thresholds>) -> list[Finding]`
 - `resolution_ns(<tables by name>) -> int`: a loss per step below this could not have been seen
-- `of_ranks = True` if what it looks for may be on any single rank: then its silence says nothing of ranks without steps
 
 Both functions are pure. Parameters name the tables they read, which hold judged steps only; a table that a detector can
 do without has the default None. A parameter of `detect` with the name of another detector gets its findings, or why it
@@ -16,8 +15,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from types import ModuleType
 from typing import TypedDict
 
@@ -27,6 +27,7 @@ import polars as pl
 from rankscope.analysis.metrics.exposed_communication import is_bounded
 from rankscope.analysis.metrics.step_matrix import MIXED, Estimate, StepGrid, step_grid, sums
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent
@@ -46,6 +47,8 @@ __all__ = [
     "price",
     "refuse_unseen",
     "severity",
+    "spec_of",
+    "specs",
     "transfer_grid",
     "visible",
 ]
@@ -80,10 +83,22 @@ class Price(TypedDict):
     gain_fraction: float | None
 
 
-def detectors() -> dict[str, ModuleType]:
+@cache
+def detectors() -> Mapping[str, ModuleType]:
     """Every detector by its name, in alphabetical order."""
     names = sorted(m.name for m in pkgutil.iter_modules(__path__))
     return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
+
+
+@cache
+def specs() -> Mapping[str, Detector]:
+    """Give what each detector declares about itself."""
+    return {name: module.detector for name, module in detectors().items()}
+
+
+def spec_of(detector: str) -> Detector:
+    """Give what a detector declares; nothing in particular for checks that are none, such as "device_time"."""
+    return specs().get(detector, Detector())
 
 
 def judged_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:

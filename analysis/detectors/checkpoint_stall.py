@@ -29,14 +29,19 @@ import polars as pl
 from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_regions, price
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, over_occurrences
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration
 
-__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("checkpoint",)
-of_ranks = True
+detector = Detector(
+    needs=("checkpoint",),
+    per_rank=True,
+    explains=("pipeline_bubble",),
+    parts=("checkpoint",),
+)
 
 _MAIN_THREAD = 0
 _ASYNCHRONOUS = "async_save"

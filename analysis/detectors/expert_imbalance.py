@@ -33,14 +33,21 @@ import polars as pl
 from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, price
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, estimate
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration
 from rankscope.collectors.schema import ALL_TO_ALL_OPS
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives",)
+detector = Detector(
+    needs=("collectives",),
+    explains=("slow_rank", "load_imbalance"),
+    # A rank with popular experts is up to twice as far above its peers as above the mean, which is what those cost.
+    explains_share=0.5,
+    explains_within_error=True,
+)
 
 _AMONG_MOST = 0.5  # of the largest excess, above which a rank is one of those that get more
 

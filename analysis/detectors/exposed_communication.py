@@ -30,12 +30,15 @@ from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, 
 from rankscope.analysis.metrics.backward import last_backwards
 from rankscope.analysis.metrics.step_matrix import MIXED, Floats, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, percent
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("backward", "collectives")
+detector = Detector(
+    needs=("backward", "collectives"),
+)
 
 _TRIM = 0.1
 _REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_scatter_base")

@@ -32,14 +32,22 @@ from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate, over_occurrences
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration
 
-__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("gc_pauses",)
-of_ranks = True
+detector = Detector(
+    needs=("gc_pauses",),
+    per_rank=True,
+    explains=("pipeline_bubble",),
+    # Stops of several ranks in a step add up along a pipeline.
+    cost="as_replayed",
+    parts=("gc",),
+    name=text("garbage collection"),
+)
 
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
 

@@ -36,14 +36,25 @@ from rankscope.analysis.detectors import NotResolvable, judged_grid, price
 from rankscope.analysis.metrics.step_matrix import MIXED, Estimate, Floats, StepGrid, gain_ns
 from rankscope.analysis.metrics.trend import Trend, follows_line, longest_stretch, trend
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.report.labels import part_name
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ()
+detector = Detector(
+    explains_of_ranks=("slow_rank", "load_imbalance"),
+    explains_by_part={
+        "input": ("input_stall",),
+        "gc": ("gc_stall",),
+        "compile": ("recompile",),
+        "host": ("host_bound",),
+        "transfer": ("slow_link", "exposed_communication"),
+    },
+    explains_within_error=True,
+)
 
 _MAYBE_Z = 3.0  # from which a rise is not taken for chance, nor yet for sure
 _SECONDARY = ("wait", "bubble", "unsplit", "overlapped")  # grow because something else does, or beside it

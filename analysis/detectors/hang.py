@@ -42,15 +42,19 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.nccl_ras import SILENT
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives",)
+detector = Detector(
+    needs=("collectives",),
+    judges_speed=False,
+)
 
 _SILENT_ADVICE = text("See whether the process is stopped or has ended, and whether its node can be reached.")
 _COUNTERPART = {"send": ("recv", "recv_any_source"), "recv": ("send",), "recv_any_source": ("send",)}

@@ -41,15 +41,18 @@ from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_row
 from rankscope.analysis.metrics.step_matrix import BLOCKED, Estimate, Floats, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.cuda_events import idle_at_most_ns, paced_by_host
 from rankscope.analysis.timeline.device_breakdown import UNSEEN
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ()
+detector = Detector(
+    explains=("slow_rank",),
+)
 
 _LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"

@@ -30,13 +30,18 @@ from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visi
 from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ()
+detector = Detector(
+    explains=("host_bound", "slow_rank"),
+    explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
+    parts=("host",),
+)
 
 _LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
 _TRIM = 0.1

@@ -43,14 +43,20 @@ from rankscope.analysis.detectors import (
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, above_peers, estimate
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration
 
-__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("input",)
-of_ranks = True
+detector = Detector(
+    needs=("input",),
+    per_rank=True,
+    cost="bounded",
+    parts=("input",),
+    name=text("input pipeline"),
+)
 
 _ALWAYS = 0.9  # share of the steps above which a stall is there in every step
 _ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same reason

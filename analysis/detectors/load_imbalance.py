@@ -52,15 +52,20 @@ from rankscope.analysis.metrics.step_matrix import (
     sums,
 )
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.parts import OWN_WORK
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.parallelism import roles_of
 
-__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives", "backward")
-of_ranks = True
+detector = Detector(
+    needs=("collectives", "backward"),
+    per_rank=True,
+    parts=OWN_WORK,
+)
 
 _DISAGREE = 3.0  # standard deviations between what forward and backward say: one of them was preempted
 _CLEARLY = 2.5  # half widths of a 95 % interval: a rank that is so clearly longer in all steps is slow, not unlucky

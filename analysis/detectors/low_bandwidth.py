@@ -43,14 +43,19 @@ from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_gr
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, by_rank_and_step, estimate, over_occurrences
 from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.analysis.timeline.nccl_durations import sends
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives",)
+detector = Detector(
+    needs=("collectives",),
+    explains=("exposed_communication", "step_change"),
+    explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
+)
 
 _TRIM = 0.1
 _LARGE_BYTES, _LARGE = 1_000_000, 4.0  # and so many n½

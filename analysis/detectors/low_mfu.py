@@ -27,12 +27,13 @@ from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, 
 from rankscope.analysis.metrics.mfu import PRODUCTS
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ()
+detector = Detector()
 
 
 def detect(

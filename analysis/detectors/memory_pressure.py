@@ -31,13 +31,19 @@ from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_l
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, over_occurrences, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import MEMORY_CALLS
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration, percent
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("memory",)
+detector = Detector(
+    needs=("memory",),
+    explains=("slow_rank", "host_bound", "gradual_slowdown"),
+    explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
+    parts=("host",),
+)
 
 _LEAST_STEPS = 2
 _TRIM = 0.1

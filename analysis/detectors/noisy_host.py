@@ -35,14 +35,20 @@ from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid
 from rankscope.analysis.detectors.slow_rank import resolution_ns as resolution_of_slow_rank_ns
 from rankscope.analysis.metrics.step_matrix import StepGrid
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
+from rankscope.analysis.model.parts import OWN_WORK
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.counters import during, growth, well_read
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ()
+detector = Detector(
+    explains=("slow_rank", "input_stall", "gradual_slowdown"),
+    explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
+    parts=OWN_WORK,
+)
 
 _MOSTLY = 0.5
 _OTHERS = 0.9  # chance makes some ranks queue longer on a busy machine: of few, the one that does most is the measure

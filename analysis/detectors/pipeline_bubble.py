@@ -27,14 +27,15 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, severity
 from rankscope.analysis.metrics.step_matrix import estimate
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.replay.pipeline import TRANSFERS, measured_pipeline, steps_of_ops
 from rankscope.analysis.replay.pipeline_plan import NotReplayable
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ()
+detector = Detector()
 
 
 def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: float = 0.03) -> list[Finding]:

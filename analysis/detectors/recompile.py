@@ -32,14 +32,21 @@ from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, over_occurrences
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration
 
-__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("compile",)
-of_ranks = True
+detector = Detector(
+    needs=("compile",),
+    per_rank=True,
+    # Stops of several ranks in a step add up along a pipeline.
+    cost="as_replayed",
+    parts=("compile",),
+    name=text("recompilation"),
+)
 
 _SECOND = r"^compile \S*/[1-9]"
 _REASON = r"^compile \S+: (?:\S+/\S+: )?(.+)$"

@@ -45,14 +45,22 @@ from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, robust_deviation, sums
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.analysis.timeline.nccl_durations import sends
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives", "tcp")
+detector = Detector(
+    needs=("collectives", "tcp"),
+    explains=("load_imbalance", "exposed_communication", "low_bandwidth", "pipeline_bubble"),
+    # Who waits for a neighbour's transfer is not blocked by bytes; what is left of a shorter one may be hidden.
+    cost="as_replayed",
+    waited_for=False,
+    parts=("transfer",),
+)
 
 _MANY = 16  # links tell how much healthy ones differ
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows

@@ -99,6 +99,8 @@ from rankscope.analysis.metrics.step_matrix import (
 from rankscope.analysis.metrics.trend import longest_stretch, rank_sum_z
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
+from rankscope.analysis.model.parts import OWN_WORK
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration, percent
@@ -108,10 +110,15 @@ from rankscope.analysis.timeline.parallelism import roles_of
 from rankscope.analysis.timeline.pipeline_ops import replicas
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["collectors", "detect", "of_ranks", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives",)
-of_ranks = True
+detector = Detector(
+    needs=("collectives",),
+    per_rank=True,
+    explains=("load_imbalance", "slow_link", "pipeline_bubble", "low_bandwidth"),
+    cost="bounded",
+    parts=OWN_WORK,
+)
 
 _TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
 _BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by chance

@@ -32,13 +32,17 @@ from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, by_rank_and_step, estimate
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import bytes_text, duration
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives",)
+detector = Detector(
+    needs=("collectives",),
+    explains=("exposed_communication",),
+)
 
 _TRIM = 0.1
 _BOUND_BY_LATENCY = 0.25  # of n½: up to there at least 80 % of the time is latency

@@ -31,12 +31,16 @@ from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import bytes_text, duration, percent
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives", "tcp")
+detector = Detector(
+    needs=("collectives", "tcp"),
+    explains=("low_bandwidth", "exposed_communication"),
+)
 
 _TRIM = 0.1
 _OF_THE_WINDOW = 0.5

@@ -26,14 +26,20 @@ import polars as pl
 from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid
 from rankscope.analysis.metrics.step_matrix import MIXED
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
+from rankscope.analysis.model.parts import OWN_WORK
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.counters import during, well_read
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ()
+detector = Detector(
+    explains=("slow_rank", "gradual_slowdown", "low_mfu"),
+    explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
+    parts=OWN_WORK,
+)
 
 _BUSY = 0.5
 _IDLE = 0x1

@@ -30,12 +30,15 @@ from rankscope.analysis.metrics.exposed_communication import with_exposed
 from rankscope.analysis.metrics.links import nodes_of_groups
 from rankscope.analysis.metrics.step_matrix import estimate, sums
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, percent
 
-__all__ = ["collectors", "detect", "resolution_ns"]
+__all__ = ["detect", "detector", "resolution_ns"]
 
-collectors = ("collectives",)
+detector = Detector(
+    needs=("collectives",),
+)
 
 _TRIM = 0.1
 _SAME_BYTES = 0.1  # parts are padded

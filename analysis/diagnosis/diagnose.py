@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import polars as pl
 
 from rankscope.analysis.compare.run_phases import look_around
-from rankscope.analysis.detectors import NotResolvable, detectors, refuse_unseen, severity
+from rankscope.analysis.detectors import NotResolvable, detectors, refuse_unseen, severity, spec_of, specs
+from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.metrics.arrival_skew import charged_to_last
 from rankscope.analysis.metrics.host_stalls import device_waits, only_hosts_seen
 from rankscope.analysis.metrics.links import judged_links
@@ -22,7 +23,6 @@ from rankscope.analysis.metrics.wait_attribution import Delays, caused_by_rank, 
 from rankscope.analysis.model.finding import (
     COARSE,
     COUNTED,
-    NOT_OF_SPEED,
     REST,
     Blame,
     Fidelity,
@@ -64,7 +64,7 @@ from rankscope.analysis.timeline.device_breakdown import QUEUED, UNSEEN
 from rankscope.analysis.timeline.device_time import device_parts
 from rankscope.collectors.schema import LEFT_OFF
 
-__all__ = ["ask", "code_of", "conclude", "diagnose", "read_run", "report_on", "root_causes_first"]
+__all__ = ["ask", "code_of", "conclude", "diagnose", "read_run", "report_on"]
 
 Tables = Mapping[str, pl.DataFrame]
 _Made = TypeVar("_Made")
@@ -88,42 +88,6 @@ _EMPTY = {
     "memory": text("no memory of the ranks was recorded"),
     "gpus": text("it was not recorded which GPU a rank uses"),
 }
-# What a cause brings about elsewhere: found beside its cause, it is no finding of its own.
-_CONSEQUENCES = {
-    "slow_rank": ("load_imbalance", "slow_link", "pipeline_bubble", "low_bandwidth"),
-    "gc_stall": ("pipeline_bubble",),
-    "host_bound": ("slow_rank",),
-    "checkpoint_stall": ("pipeline_bubble",),
-    "host_sync": ("host_bound", "slow_rank"),
-    "throttling": ("slow_rank", "gradual_slowdown", "low_mfu"),
-    "noisy_host": ("slow_rank", "input_stall", "gradual_slowdown"),
-    "memory_pressure": ("slow_rank", "host_bound", "gradual_slowdown"),
-    "slow_link": ("load_imbalance", "exposed_communication", "low_bandwidth", "pipeline_bubble"),
-    "low_bandwidth": ("exposed_communication", "step_change"),
-    "tcp_window_limit": ("low_bandwidth", "exposed_communication"),
-    "small_messages": ("exposed_communication",),
-    "stage_imbalance": ("slow_rank", "load_imbalance"),
-    "expert_imbalance": ("slow_rank", "load_imbalance"),
-}
-# Causes whose cost is measured otherwise than that of what follows from them: they may differ by its error.
-_MEASURED_OTHERWISE = ("gradual_slowdown", "expert_imbalance")
-# Causes that were seen at work need not explain all of what follows, only the larger part of it.
-# A rank with popular experts is up to twice as far above its peers as above the mean, which is what those cost.
-_SEEN_AT_WORK, _LARGER_PART = (
-    ("host_sync", "throttling", "noisy_host", "memory_pressure", "expert_imbalance", "low_bandwidth"),
-    0.5,
-)
-_OF_A_DRIFT = {  # by the part that grows
-    "input": ("input_stall",),
-    "gc": ("gc_stall",),
-    "compile": ("recompile",),
-    "host": ("host_bound",),
-    "transfer": ("slow_link", "exposed_communication"),
-}
-_BOUNDED = ("slow_rank", "slow_link", "input_stall", "gc_stall", "recompile")  # by what mending brings in the replay
-# Costs what mending brings, also if that is more: who waits for a neighbour's transfer is not blocked by bytes, and
-# what is left of a shorter one may be hidden altogether; stops of several ranks in a step add up along a pipeline.
-_AS_REPLAYED = ("slow_link", "gc_stall", "recompile")
 _UNMATCHED = 0.03  # share of the step that a rank stands still in unmatched operations, from which no replay counts
 _REPLAYED = 8  # of one kind; each takes a replay
 _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
@@ -314,7 +278,7 @@ def ask(
                 not_checked.append(blind)
             elif not found:
                 resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
-                if getattr(module, "of_ranks", False):
+                if module.detector.per_rank:
                     _with_tables(refuse_unseen, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
@@ -343,26 +307,6 @@ def _in_order(modules: Mapping[str, ModuleType]) -> list[str]:
     for name in modules:
         place(name)
     return placed
-
-
-def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The costliest first, and after each the findings that follow from it."""
-    ordered = sorted(findings, key=lambda finding: (-finding.lost_fraction, -finding.lost_ns_per_step))
-    causes = {id(f): next((c for c in ordered if _follows(f, c)), None) for f in ordered}
-    placed: list[Finding] = []
-    for root in ordered:
-        if causes[id(root)] is None:
-            placed += [root, *_following(root, ordered, causes)]
-    return tuple(placed)
-
-
-def _following(root: Finding, ordered: Sequence[Finding], causes: Mapping[int, Finding | None]) -> list[Finding]:
-    """The findings that follow from this one, directly or through others."""
-    found: list[Finding] = []
-    for finding in ordered:
-        if causes[id(finding)] is root:
-            found += [replace(finding, caused_by=root.detector), *_following(finding, ordered, causes)]
-    return found
 
 
 def _with_gains(
@@ -511,7 +455,7 @@ def _as_replayed(
     hidden: list[Healthy] = []
     if isinstance(run, NotReplayable):
         return bounded, hidden
-    for kind in _BOUNDED:
+    for kind in [name for name, spec in specs().items() if spec.cost != "measured"]:
         of_kind = [finding for finding in findings if finding.detector == kind and finding.fix]
         fixes = list(dict.fromkeys(one.fix for one in of_kind if one.fix))
         if len(fixes) != len(of_kind) or len(fixes) > _REPLAYED:
@@ -558,7 +502,7 @@ def _brings(fixes: Sequence[str], run: Rerun | PipelineRerun) -> dict[str, tuple
 def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertainty_ns: float) -> list[Finding]:
     """The findings, those with the fix of `one` at no more than it brings."""
     share = gain_ns / one.lost_ns_per_step
-    if gain_ns <= 0 or (share >= 1 and one.detector not in _AS_REPLAYED):
+    if gain_ns <= 0 or (share >= 1 and spec_of(one.detector).cost != "as_replayed"):
         return list(findings)
     fraction = share * one.lost_fraction
     cost: dict[str, Any] = {
@@ -578,22 +522,6 @@ def _together(fixes: Sequence[str]) -> list[str]:
     ranks = [fix.removeprefix("rank:") for fix in fixes if fix.startswith("rank:")]
     rest = [fix for fix in fixes if not fix.startswith("rank:")]
     return [*rest, f"rank:{','.join(ranks)}"] if ranks else rest
-
-
-def _follows(finding: Finding, cause: Finding) -> bool:
-    """Whether a finding is explained by one that can bring it about and costs as much, or seen at work half as much."""
-    about_the_same = not finding.ranks or not cause.ranks or bool(set(finding.ranks) & set(cause.ranks))
-    within = finding.uncertainty_ns if cause.detector in _MEASURED_OTHERWISE else 0
-    explained = finding.lost_ns_per_step * (_LARGER_PART if cause.detector in _SEEN_AT_WORK else 1)
-    costs_no_more = explained <= cause.lost_ns_per_step + within
-    return finding.detector in _consequences(cause) and about_the_same and costs_no_more
-
-
-def _consequences(cause: Finding) -> tuple[str, ...]:
-    """What it can bring about, by the detectors' names."""
-    if cause.detector != "gradual_slowdown":
-        return _CONSEQUENCES.get(cause.detector, ())
-    return _OF_A_DRIFT.get(cause.where, ("slow_rank", "load_imbalance") if cause.ranks else ())
 
 
 def _with_tables(
@@ -619,10 +547,10 @@ def _with_tables(
 def _blind(name: str, module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) -> NotChecked | None:
     """Why a detector may have overlooked something: a collector that it lives on was off, or the source lacks it."""
     off = said.filter(
-        pl.col("source").is_in(module.collectors), pl.col("table") == "*", pl.col("count").is_null()
+        pl.col("source").is_in(module.detector.needs), pl.col("table") == "*", pl.col("count").is_null()
     ).unique(["rank", "node", "source", "why"])
     if off.is_empty():
-        lacking = next((table for table in module.collectors if table in unseen), None)
+        lacking = next((table for table in module.detector.needs if table in unseen), None)
         if lacking is None:
             return None
         return NotChecked(detector=name, why=unseen[lacking], unclear=lacking == "collectives")
@@ -784,7 +712,7 @@ def _verdict(
     absent = joined("", (aside, not_judged, absent))
     if findings:
         return text("{headline}{absent}.", headline=_headline(findings, steps, len(seen), rate), absent=absent)
-    if not any(check.detector not in NOT_OF_SPEED for check in healthy):
+    if not any(spec_of(check.detector).judges_speed for check in healthy):
         why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
         if not steps.count:
             why = text("no step was seen")
@@ -832,7 +760,7 @@ def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int, rate:
             said.append(text(" ({share} of the {step} step)", share=share, step=step))
         else:  # what is longer is not all lost
             said.append(text(" (it costs {lost}, {share} of the {step} step)", lost=lost, share=share, step=step))
-    if first.ranks and waiting and first.detector != "slow_link":
+    if first.ranks and waiting and spec_of(first.detector).waited_for:
         said.append(
             text(
                 " and {waiting} {en_wait} for {en_them}",

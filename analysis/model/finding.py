@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "COARSE",
-    "NOT_OF_SPEED",
     "REST",
     "Blame",
     "Change",
@@ -39,7 +38,6 @@ __all__ = [
 
 REST = "rest"  # what is not listed of the critical path, or of the causes of waiting
 COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
-NOT_OF_SPEED = ("hang",)  # checks that say nothing about how fast the job is
 COUNTED = 0.9  # share of the products' time from which on the FLOPs that shapes tell are those of the step
 
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.model.finding import (
-    NOT_OF_SPEED,
     REST,
     Blame,
     Clock,
@@ -17,7 +17,7 @@ from rankscope.analysis.model.finding import (
     PathPart,
     Report,
 )
-from rankscope.analysis.report.labels import PART_ORDER, PICTURES
+from rankscope.analysis.model.parts import PART_ORDER
 
 __all__ = [
     "Breakdown",
@@ -162,7 +162,7 @@ def gap_groups(report: Report) -> list[GapGroup]:
 
 def picture_values(split: Breakdown, finding: Finding) -> dict[int, int]:
     """Per rank the ns per step of the part that a finding is about; empty if no single part shows it."""
-    about = PICTURES.get(finding.detector, ())
+    about = spec_of(finding.detector).parts
     columns = [i for i, part in enumerate(split.parts) if part in about]
     if not columns or not set(finding.ranks) & set(split.rows):
         return {}
@@ -175,7 +175,7 @@ def _known(numbers: Iterable[int | None]) -> tuple[int, ...]:
 
 def speed_was_judged(report: Report) -> bool:
     """Whether a check that says anything about how fast the job is found it healthy."""
-    return any(check.detector not in NOT_OF_SPEED for check in report.healthy)
+    return any(spec_of(check.detector).judges_speed for check in report.healthy)
 
 
 def looks_of(report: Report) -> tuple[Look, ...]:

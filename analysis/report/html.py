@@ -10,7 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.model.finding import Finding, History, Report
+from rankscope.analysis.model.parts import PART_ORDER
 from rankscope.analysis.report import digest, labels, palette, phrases, svg
 from rankscope.analysis.report.labels import say
 from rankscope.analysis.text import units
@@ -67,7 +69,7 @@ def _environment() -> Environment:
         gain=phrases.gain,
         label=phrases.label,
         no_finding=phrases.no_finding,
-        part_order=labels.PART_ORDER,
+        part_order=PART_ORDER,
         part_short=labels.part_short,
         path_row=phrases.path_row,
         resolution=phrases.resolution,
@@ -159,7 +161,7 @@ def _picture(split: digest.Breakdown, finding: Finding) -> _Picture | None:
     values = digest.picture_values(split, finding)
     if not values:
         return None
-    parts = labels.PICTURES[finding.detector]
+    parts = spec_of(finding.detector).parts
     caption = say("finding.picture", labels.part_label(parts[0])) if len(parts) == 1 else say("finding.picture.own")
     marked = frozenset(finding.ranks) & set(values)
     if len(marked) == len(values):  # all are concerned, so none is set off

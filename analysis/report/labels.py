@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.text.message import Text, joined, spoken, translated
 
 __all__ = [
-    "PART_ORDER",
-    "PICTURES",
     "detector_name",
     "part_label",
     "part_meaning",
@@ -17,30 +16,6 @@ __all__ = [
     "say",
     "together",
 ]
-
-# A rank's own work first and waiting last: the late rank is the one whose own work is long and whose waiting is short.
-PART_ORDER = (
-    *("compute", "overlapped", "memory", "optimizer", "host", "input", "gc", "compile"),
-    *("checkpoint", "other"),
-    *("mixed", "unsplit", "transfer", "bubble", "wait"),
-)
-_OWN_WORK = PART_ORDER[:10]
-
-# Which parts, added up per rank, show a detector's finding. A detector that is not here gets no picture.
-PICTURES: dict[str, tuple[str, ...]] = {
-    "slow_rank": _OWN_WORK,
-    "load_imbalance": _OWN_WORK,
-    "stage_imbalance": _OWN_WORK,
-    "slow_link": ("transfer",),
-    "input_stall": ("input",),
-    "gc_stall": ("gc",),
-    "recompile": ("compile",),
-    "checkpoint_stall": ("checkpoint",),
-    "host_sync": ("host",),
-    "memory_pressure": ("host",),
-    "throttling": _OWN_WORK,
-    "noisy_host": _OWN_WORK,
-}
 
 _ENGLISH: dict[str, str] = {
     # parts of a step
@@ -83,10 +58,6 @@ _ENGLISH: dict[str, str] = {
     "part.wait": "waiting for peers",
     "part.wait.short": "wait",
     "part.wait.means": "stopped until the last rank arrives",
-    # detectors
-    "detector.gc_stall": "garbage collection",
-    "detector.input_stall": "input pipeline",
-    "detector.recompile": "recompilation",
     # who
     "who.rank": "rank {0}",
     "who.ranks": "ranks {0}",
@@ -376,5 +347,5 @@ def part_meaning(part: str) -> str:
 
 
 def detector_name(detector: str) -> str:
-    """A detector in plain words: its file name, unless there are better ones."""
-    return translated(_ENGLISH.get(f"detector.{detector}", detector.replace("_", " ")))
+    """A detector in plain words: its file name, unless it declares a better one."""
+    return spoken(spec_of(detector).name) or translated(detector.replace("_", " "))

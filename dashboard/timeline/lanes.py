@@ -16,7 +16,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.report.labels import PART_ORDER, part_label
+from rankscope.analysis.model.parts import PART_ORDER
+from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.dashboard.timeline.lane_packing import pack_rows

@@ -1,0 +1,42 @@
+"""What a module that is found by its folder declares about itself: one frozen value each, and every fact in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Detector"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detector:
+    """Everything that the rest of rankscope knows about one detector.
+
+    needs: the collectors or tables that it lives on; with one of them off, silence is no proof of health.
+    per_rank: what it looks for may be on any single rank, so its silence says nothing of ranks without steps.
+    judges_speed: False where finding nothing says nothing about how fast the job is.
+    explains: findings that follow from its own, and are then no root causes.
+    explains_of_ranks: the same, where its finding names ranks.
+    explains_by_part: the same, by the part of the step that is its finding's `where`; for these parts, instead.
+    explains_share: the share of what another finding costs that its own must cost to explain it.
+    explains_within_error: its cost is measured otherwise than that of what follows, and may differ by the error of it.
+    cost: "measured" by itself; or that and at most what its fix brings in a replay ("bounded"), or just what its fix
+        brings ("as_replayed"). The latter two need a threshold `min_fraction`.
+    waited_for: other ranks wait for those that its finding names.
+    parts: parts of the step that show its finding, added up per rank. Empty: it gets no picture.
+    name: its name in plain words, a `text`, where its id is not plain enough.
+    """
+
+    needs: tuple[str, ...] = ()
+    per_rank: bool = False
+    judges_speed: bool = True
+    explains: tuple[str, ...] = ()
+    explains_of_ranks: tuple[str, ...] = ()
+    explains_by_part: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    explains_share: float = 1.0
+    explains_within_error: bool = False
+    cost: Literal["measured", "bounded", "as_replayed"] = "measured"
+    waited_for: bool = True
+    parts: tuple[str, ...] = ()
+    name: str = ""
