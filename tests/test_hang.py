@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.detectors import NotResolvable, hang
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.hang_progress import last_progress
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "flight_recorder" / "nvrx"
@@ -110,6 +113,15 @@ def test_rank_without_a_state_is_blamed_only_where_nobody_else_can_be():
     there = [(0, ALL, 5, 4), (1, ALL, 5, 4)]
     assert blamed(state(*there, (2, ALL, 5, 4))) == [((3,), "Rank 3 left no state, and the others wait for it")]
     assert [ranks for ranks, _ in blamed(state(*there, (2, ALL, 4, 4)))] == [(2,)]
+
+
+def test_state_that_cannot_be_read_is_no_evidence():
+    """Rank 3 left a state that is damaged (a row without values): rank 2 is away, or nobody can be named."""
+    damaged = (3, ALL, 0, 0, {"enqueued": None, "completed": None})
+    there = [(0, ALL, 5, 4), (1, ALL, 5, 4)]
+    assert [ranks for ranks, _ in blamed(state(*there, (2, ALL, 4, 4), damaged))] == [(2,)]
+    with pytest.raises(NotResolvable, match="the state of rank 3 could not be read, and others may wait there"):
+        hang.detect(**state(*there, (2, ALL, 5, 4), damaged))
 
 
 def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
@@ -256,6 +268,20 @@ def test_process_that_does_not_answer_is_blamed_where_operations_tell_nothing():
     (found,) = hang.detect(**tables, ras=said_by_ras((3, None, None, "dead")))
     assert (found.ranks, found.title) == ((3,), "Rank 3 does not answer NCCL's RAS, and the job stands still")
     assert [seen.note for seen in found.evidence] == ["NCCL's RAS: its process is dead"]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the shared traces are not here")
+@pytest.mark.parametrize("kept", [2600, 0, None])
+def test_real_hang_with_a_damaged_or_missing_dump_names_the_same_ranks(tmp_path, kept):
+    """Of rank 13, which is innocent, 2,600 bytes are left, or none, or no file."""
+    shutil.copytree(DATA / "gpu_error_2nd", tmp_path / "run")
+    dump = tmp_path / "run" / "_dump_13"
+    if kept is None:
+        dump.unlink()
+    else:
+        dump.write_bytes(dump.read_bytes()[:kept])
+    found = diagnose(Trace.open(tmp_path / "run")).findings
+    assert [(finding.detector, finding.ranks) for finding in found] == [("hang", (9, 14))]
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the shared traces are not here")

@@ -116,15 +116,27 @@ def test_dump_that_wants_to_load_a_class_is_refused(tmp_path, capsys):
     assert trace.table("ranks").collect()["rank"].to_list() == [0]
 
 
-def test_cut_dump_is_said_and_its_rank_is_missing(tmp_path):
+@pytest.mark.parametrize("kept", [-40, 0])
+def test_damaged_dump_is_a_gap_and_accuses_nobody(tmp_path, kept):
+    """Cut or empty, it says nothing of rank 1: whether rank 0 waits for it cannot be told."""
     write_dumps(tmp_path, dump(0), dump(1))
     file = tmp_path / "nccl_trace_rank_1"
-    file.write_bytes(file.read_bytes()[:-40])
+    file.write_bytes(file.read_bytes()[:kept])
     report = diagnose(Trace.open(tmp_path))
-    said = " | ".join(gap.why for gap in report.gaps)
-    assert "nccl_trace_rank_1 was not read: it is cut or damaged" in said
-    assert "1 rank of 2 left no dump: 1" in said
-    assert report.findings[0].title == "Rank 1 left no state, and the others wait for it"
+    said = {gap.why: gap.rank for gap in report.gaps}
+    assert said["nccl_trace_rank_1 was not read: it is cut or damaged"] == 1
+    assert not any("left no dump" in why for why in said)
+    assert not report.findings
+    (unchecked,) = [unchecked for unchecked in report.not_checked if unchecked.detector == "hang"]
+    assert unchecked.why == "the state of rank 1 could not be read, and others may wait there"
+
+
+def test_missing_dump_is_blamed_only_as_likely(tmp_path):
+    """Rank 0 of two waits, and rank 1 left no dump: nothing else explains it."""
+    report = diagnose(Trace.open(write_dumps(tmp_path, dump(0))))
+    assert "1 rank of 2 left no dump: 1" in {gap.why for gap in report.gaps}
+    (found,) = report.findings
+    assert (found.title, found.severity) == ("Rank 1 left no state, and the others wait for it", "medium")
 
 
 def test_entry_that_cannot_be_read_is_counted(tmp_path):

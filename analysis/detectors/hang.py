@@ -22,7 +22,8 @@ outstanding, and what it said is among the evidence. A process that does not ans
 checkpoint. There is no cost per step; `lost_fraction` is 1.
 
 **False alarms.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job stands
-still. A rank whose state was not saved is blamed only where nobody else can be.
+still. A state that was saved but cannot be read says nothing: no rank is blamed for it. A rank that left no state is
+blamed only where nothing else explains the hang, and then with less certainty (severity medium).
 
 **What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
 errors, and at what RAS said (`run/ras.txt`). If the host has nothing outstanding: data loading, checkpointing, a lock,
@@ -35,7 +36,7 @@ for whom across groups is what spares the healthy neighbours. NCCL user guide, "
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -99,11 +100,18 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """All that was saved. A rank without `counts` left nothing."""
+    """All that was saved and could be read."""
 
     members: Mapping[int, tuple[int, ...]]  # by group
     held: Mapping[int, _Held]
     counts: Mapping[int, Mapping[int, _Count]]  # rank, group
+    unread: frozenset[tuple[int, int]]  # rank, group: saved, but damaged
+
+    def is_known(self, rank: int, group_id: int) -> bool:
+        return rank in self.counts and (rank, group_id) not in self.unread
+
+    def left_nothing(self, rank: int, group_id: int) -> bool:
+        return rank not in self.counts and (rank, group_id) not in self.unread
 
 
 def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | None = None) -> list[Finding]:
@@ -127,11 +135,34 @@ def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | Non
                 )
             )
         return []
-    waits = {rank: _waits_for(state, rank) for rank in state.held}
-    findings = [*_circles(state, waits), *_culprits(state, waits)]
+    findings = _explained(state)
     if not findings:
         raise NotResolvable(text("operations are outstanding, but it cannot be told who waits for whom"))
     return findings if ras is None else [_with_ras(finding, ras) for finding in findings]
+
+
+def _explained(state: _State) -> list[Finding]:
+    """The findings by what was read; only where that explains nothing, those by what ranks did not leave.
+
+    Raises `NotResolvable` where what could not be read may be the explanation.
+    """
+    waits = {rank: _waits_for(state, rank) for rank in state.held}
+    unsure = {rank: unknown for rank in state.held if (unknown := _may_wait_for(state, rank, waits[rank]))}
+    findings = [*_circles(state, waits), *_culprits(state, waits, unsure.keys())]
+    if findings or not unsure:
+        return findings
+    damaged = sorted(
+        {other for rank, others in unsure.items() for other in others if not _is_absent_for(state, other, rank)}
+    )
+    if damaged:
+        raise NotResolvable(
+            text("the state of {ranks} could not be read, and others may wait there", ranks=named("rank", damaged))
+        )
+    return _culprits(state, waits | unsure, ())
+
+
+def _is_absent_for(state: _State, other: int, rank: int) -> bool:
+    return state.left_nothing(other, state.held[rank].group.id)
 
 
 def resolution_ns(progress: pl.DataFrame) -> int | None:  # noqa: ARG001 - what a detector must offer
@@ -147,11 +178,15 @@ def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
     }
     held: dict[int, _Held] = {}
     counts: dict[int, dict[int, _Count]] = {}
+    unread: set[tuple[int, int]] = set()
     for row in progress.iter_rows(named=True):
         group = known.get(row["group_id"])
         if group is None:
             continue
         enqueued, completed = row["enqueued"], row["completed"]
+        if enqueued is None and completed is None and row["seq"] is None:
+            unread.add((row["rank"], group.id))
+            continue
         mine = counts.setdefault(row["rank"], {})
         if enqueued is not None and completed is not None:
             mine[group.id] = _Count(enqueued, completed)
@@ -160,19 +195,26 @@ def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
         here = _Held(group, row["seq"], row["op"], row["peer"], row["size_bytes"], row["start_ns"], row["is_started"])
         if row["rank"] not in held or here.start_ns < held[row["rank"]].start_ns:
             held[row["rank"]] = here
-    return _State({group_id: group.members for group_id, group in known.items()}, held, counts)
+    return _State({group_id: group.members for group_id, group in known.items()}, held, counts, frozenset(unread))
 
 
 def _waits_for(state: _State, rank: int) -> frozenset[int]:
-    """The ranks that keep this one from going on; empty if nobody does."""
+    """The ranks that are known to keep this one from going on; empty if none is."""
     held = state.held[rank]
     if held.op in P2P_OPS:
-        return frozenset({held.peer}) if _peer_is_away(state, rank, held) else frozenset()
-    others = [other for other in held.group.members if other != rank]
-    away = frozenset(other for other in others if other in state.counts and _is_away(state, other, held))
-    unknown = frozenset(other for other in others if other not in state.counts)
-    # Somebody who left nothing is to blame only where nobody else can be.
-    return away or (unknown if not any(_has_finished(state, other, held) for other in others) else frozenset())
+        known = state.is_known(held.peer, held.group.id)
+        return frozenset({held.peer}) if known and _peer_is_away(state, rank, held) else frozenset()
+    others = (other for other in held.group.members if other != rank)
+    return frozenset(other for other in others if other in state.counts and _is_away(state, other, held))
+
+
+def _may_wait_for(state: _State, rank: int, away: frozenset[int]) -> frozenset[int]:
+    """The ranks of which nothing is known and that may keep this one from going on, where no known one does."""
+    held = state.held[rank]
+    others = {held.peer} - {NO_PEER} if held.op in P2P_OPS else {*held.group.members} - {rank}
+    if away or any(_has_finished(state, other, held) for other in others):
+        return frozenset()
+    return frozenset(other for other in others if not state.is_known(other, held.group.id))
 
 
 def _is_away(state: _State, other: int, held: _Held) -> bool:
@@ -206,8 +248,11 @@ def _peer_is_away(state: _State, rank: int, held: _Held) -> bool:
     return not (counted_alike and count is not None and count.completed >= held.seq)
 
 
-def _culprits(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:
-    """One finding for each way to be stuck, with the ranks that are and wait for nobody."""
+def _culprits(state: _State, waits: Mapping[int, frozenset[int]], unsure: Container[int]) -> list[Finding]:
+    """One finding for each way to be stuck, with the ranks that are and wait for nobody.
+
+    Ranks that may wait for others (`unsure`) do not show that their operation is what does not finish.
+    """
     awaited = frozenset().union(*waits.values())
     free = sorted({rank for rank, others in waits.items() if not others} | {r for r in awaited if r not in waits})
     absent = [rank for rank in free if rank not in state.counts]
@@ -224,7 +269,8 @@ def _culprits(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Findin
             subject=_subject(absent),
             en_them=_them(absent),
         )
-        findings.append(_finding(state, waits, absent, title, text("Find out whether the process still lives.")))
+        advice = text("Find out whether the process still lives.")
+        findings.append(replace(_finding(state, waits, absent, title, advice), severity="medium"))
     if idle:
         awaited_in = _most_awaited(state, waits, idle)
         title = text(
@@ -251,6 +297,8 @@ def _culprits(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Findin
         findings.append(_finding(state, waits, alone, title, advice))
     for ranks in stuck.values():
         together = [rank for rank in ranks if rank not in alone]
+        if any(rank in unsure for rank in together):
+            continue
         if together and (len(together) > 1 or not findings):
             findings.append(_together(state, waits, together))
     return findings

@@ -14,7 +14,7 @@ import json
 import pickle
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -33,6 +33,7 @@ __all__ = ["Group", "open_run", "peers", "recognises"]
 _HEAD, _TAIL = 1 << 16, 1 << 12
 _OF_THE_FORMAT = (b"pg_config", b"pg_status", b"nccl_version", b"time_created_ns")
 _RANK_IN_NAME = re.compile(r"(\d+)(?:\.(?:pkl|pickle|json|bin|dump))?$")
+_DIGITS = 7  # of a rank
 _DIRECTION = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _BROKEN = (
     pickle.UnpicklingError,
@@ -158,35 +159,59 @@ def recognises(path: Path) -> bool:
 
 def open_run(paths: Sequence[str]) -> FrameReader:
     """Everything these dumps hold of one run. Raises `BadInput` if nothing of it is good."""
-    missing: list[Gap] = []
-    dumps: dict[int, _Dump] = {}
-    for path in files_in(paths):
-        if not _is_dump(path):
-            continue
-        try:
-            dump = _read(path)
-        except _BROKEN as error:
-            why = str(error) if isinstance(error, _Unusable) else "it is cut or damaged"
-            missing.append(gap("progress", text("{name} was not read: {why}", name=path.name, why=why)))
-            continue
-        if dump.rank in dumps:
-            raise BadInput(f"two dumps of rank {dump.rank}: {dumps[dump.rank].path} and {path}; give those of one run")
-        dumps[dump.rank] = dump
+    dumps, damaged, missing = _read_all(_dumps_in(paths))
     if not dumps:
         why = missing[0].why if missing else "holds no dump of the flight recorder"
         raise BadInput(f"{', '.join(paths)}: {why}")
     ordered = [dumps[rank] for rank in sorted(dumps)]
+    damaged = damaged - dumps.keys()
     world = max((rank + 1 for dump in ordered for group in dump.groups for rank in group.ranks), default=len(ordered))
     return FrameReader(
         frames={
             "ranks": table("ranks", [{"rank": d.rank, "start_ns": 0, "world_size": world} for d in ordered]),
             "groups": table("groups", [row for dump in ordered for row in _group_rows(dump)]),
             "collectives": table("collectives", [_collective_row(d.rank, e) for d in ordered for e in d.entries]),
-            "progress": table("progress", [row for dump in ordered for row in _progress_rows(dump)]),
+            "progress": table(
+                "progress",
+                [*(row for dump in ordered for row in _progress_rows(dump)), *_unread_rows(damaged, ordered)],
+            ),
         },
-        missing=[*missing, *_missing(ordered, world)],
+        missing=[*missing, *_missing(ordered, damaged, world)],
         lacks=_LACKS,
     )
+
+
+def _dumps_in(paths: Sequence[str]) -> list[Path]:
+    """The dumps, and the files that are called like one but for the rank: one that is empty or damaged is no other."""
+    files = files_in(paths)
+    dumps = {path for path in files if _is_dump(path)}
+    alike = {_RANK_IN_NAME.sub("", path.name) for path in dumps if _RANK_IN_NAME.search(path.name)}
+    return [
+        path
+        for path in files
+        if path in dumps or (_RANK_IN_NAME.search(path.name) and _RANK_IN_NAME.sub("", path.name) in alike)
+    ]
+
+
+def _read_all(paths: Sequence[Path]) -> tuple[dict[int, _Dump], set[int], list[Gap]]:
+    """The dumps by rank, the ranks whose dumps cannot be read, as far as their names say, and what is wrong."""
+    dumps: dict[int, _Dump] = {}
+    damaged: set[int] = set()
+    missing: list[Gap] = []
+    for path in paths:
+        try:
+            dump = _read(path)
+        except _BROKEN as error:
+            why = str(error) if isinstance(error, _Unusable) else "it is cut or damaged"
+            named = _RANK_IN_NAME.search(path.name)
+            rank = int(named[1]) if named and len(named[1]) <= _DIGITS else None
+            damaged |= set() if rank is None else {rank}
+            missing.append(gap("progress", text("{name} was not read: {why}", name=path.name, why=why), rank=rank))
+            continue
+        if dump.rank in dumps:
+            raise BadInput(f"two dumps of rank {dump.rank}: {dumps[dump.rank].path} and {path}; give those of one run")
+        dumps[dump.rank] = dump
+    return dumps, damaged, missing
 
 
 class _Unusable(ValueError):  # noqa: N818
@@ -392,6 +417,8 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"rank": dump.rank, "group_id": group.id, "is_p2p": bool(p2p) and len(p2p) == len(mine)}
         if group in dump.status:
             row["enqueued"], row["completed"] = dump.status[group]
+        elif mine and dump.skipped:
+            pass  # one that cannot be read may be the last that was enqueued, or the one that holds the rank
         elif mine:
             row["enqueued"] = max(e.seq for e in mine)
             row["completed"] = min((e.seq - 1 for e in mine if e.pending), default=row["enqueued"])
@@ -409,8 +436,15 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _missing(dumps: Sequence[_Dump], world: int) -> Iterator[Gap]:
-    absent = sorted(set(range(world)) - {dump.rank for dump in dumps})
+def _unread_rows(damaged: Set[int], dumps: Sequence[_Dump]) -> Iterator[dict[str, Any]]:
+    """A row without values for each group of a rank whose dump cannot be read: it left a state, and nobody knows it."""
+    groups = dict.fromkeys(group for dump in dumps for group in dump.groups)
+    for rank in sorted(damaged):
+        yield from ({"rank": rank, "group_id": group.id, "is_p2p": False} for group in groups if rank in group.ranks)
+
+
+def _missing(dumps: Sequence[_Dump], damaged: Set[int], world: int) -> Iterator[Gap]:
+    absent = sorted(set(range(world)) - {dump.rank for dump in dumps} - damaged)
     if absent:
         why = text(
             "{absent} of {world} left no dump: {ranks}",

@@ -516,6 +516,9 @@ CHINESE: dict[str, str] = {
     "Look for a branch that depends on the rank, its data or its batch size.": "查找依赖于 rank、其数据或 batch 大小的分支。",
     "NCCL's RAS: its process is {state}": "NCCL RAS：其进程状态为 {state}",
     "NCCL's RAS: has launched {launched} {operation}, others up to {most}": "NCCL RAS：已启动 {launched} 次 {operation}，其他 rank 最多 {most} 次",
+    "the state of {ranks} could not be read, and others may wait there": (
+        "无法读取{ranks}的状态，其他 rank 可能正在等待"
+    ),
     "operations are outstanding, but it cannot be told who waits for whom": "有未完成的操作，但无法得知谁在等谁",
     "{subject} wait for each other: deadlock": "{subject} 相互等待：死锁",
     "{subject} {en_do} not answer NCCL's RAS, and the job stands still": "{subject} 不响应 NCCL RAS，作业停滞不前",
