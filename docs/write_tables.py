@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rankscope.collectors.counters import COUNTERS
 from rankscope.collectors.schema import (
     DEVICE_MARKS,
     DEVICE_WORK,
@@ -31,6 +32,16 @@ def render() -> str:
         "into the `strings` of the same partition. Which rank or node a row belongs to stands in the file's path; "
         "`Trace.table` adds it as columns and puts names in the place of ids and codes.",
         *(_table(table) for table in TABLES.values()),
+        "## Counters",
+        "The names in the table `counters`, from `collectors/counters.py`. A gauge is read at a moment; a counter is "
+        "cumulative, and shown as a rate.",
+        "\n".join(
+            (
+                "| source | name | unit | kind | |",
+                "|---|---|---|---|---|",
+                *(f"| {one.source} | `{one.name}` | {one.unit} | {one.kind} | {one.doc} |" for one in COUNTERS),
+            )
+        ),
         "## Codes",
         *(
             f"`{name}`: " + ", ".join(f"{code} {word}" for code, word in enumerate(words))

@@ -9,10 +9,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import polars as pl
 import pytest
 
+from rankscope.analysis.timeline.counters import rates
 from rankscope.collectors.agent.node_sampler import Sampler
+from rankscope.collectors.counters import COUNTERS
 from rankscope.collectors.node import Node, Unavailable, gpu, host, nic, rdma, tcp
+from rankscope.dashboard.figures import counters as figures
 
 
 @pytest.fixture
@@ -34,7 +38,9 @@ def read(node, monkeypatch):  # monkeypatch: what a test has patched holds until
         if collector not in running:
             collector.start(node)
             running.append(collector)
-        return {(device, name): value for _, name, device, value in collector.sample(node)}
+        samples = list(collector.sample(node))
+        assert {sample[:2] for sample in samples} <= {(counter.source, counter.name) for counter in COUNTERS}
+        return {(device, name): value for _, name, device, value in samples}
 
     yield read
     for collector in running:
@@ -488,6 +494,44 @@ def test_collector_that_fails_is_switched_off_alone(monkeypatch):
     sampler.finish()
     told = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
     assert [why for source, why, _ in told if source == "nic"] == ["the collector was switched off: RuntimeError: no"]
+
+
+def test_counter_that_the_list_lacks_is_not_recorded_and_a_gap_says_so_once(monkeypatch):
+    monkeypatch.setattr(nic, "sample", lambda node: [("nic", "rx_bytes", "a", 1), ("nic", "rx_colours", "a", 2)])
+    sampler = Sampler(frozenset(), hz=1000)
+    sampler.start()
+    read = [sampler.readings.get(timeout=10)[1] for _ in range(100)]
+    sampler.finish()
+    assert {sample for samples in read for sample in samples if sample[0] == "nic"} == {("nic", "rx_bytes", "a", 1.0)}
+    told = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
+    lacking = "rx_colours is not recorded: collectors/counters.py lacks it"
+    assert [why for source, why, _ in told if source == "nic"] == [lacking]
+
+
+def test_every_counter_has_a_unit_and_a_kind_and_means_the_same_whoever_reads_it():
+    assert len({(one.source, one.name) for one in COUNTERS}) == len(COUNTERS)
+    assert all(one.unit and one.kind in ("gauge", "counter") and one.doc.endswith(".") for one in COUNTERS)
+    assert len({(one.name, one.unit, one.kind) for one in COUNTERS}) == len({one.name for one in COUNTERS})
+
+
+def test_links_that_go_and_links_that_slow_down_stay_visible():
+    """NVLinks fall from 18 to 16, a PCIe link from generation 5 to 1: each fall is shown as it was read."""
+    fallen = {"nvlinks_up": [18.0, 18.0, 16.0], "pcie_generation": [5.0, 1.0, 1.0], "pcie_lanes": [16.0, 8.0, 4.0]}
+    fallen |= {"memory_temperature_c": [90.0, 80.0, 70.0], "power_limit_default_w": [700.0, 700.0, 500.0]}
+    fallen |= {"remapped_rows_pending": [1.0, 1.0, 0.0]}
+    rows = pl.DataFrame(
+        [
+            {"node": 0, "time_ns": second * 10**9, "source": "gpu", "name": name, "device": "gpu0", "value": value}
+            for name, values in fallen.items()
+            for second, value in enumerate(values)
+        ]
+    )
+    shown = rates(rows)
+    for name, values in fallen.items():
+        assert shown.filter(pl.col("name") == name)["value"].to_list() == values
+        assert figures.series(rows, "gpu", name)["value"].to_list() == values
+    assert {name for _, name in figures.changing(rows)[0]} == set(fallen)
+    assert (figures.title_of("gpu", "nvlinks_up"), figures.written("nvlinks_up", 16.0)) == ("gpu: nvlinks up", "16")
 
 
 def test_collector_that_hangs_costs_its_own_source_and_is_told_once(monkeypatch):

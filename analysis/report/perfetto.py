@@ -24,7 +24,8 @@ from rankscope.analysis.report.money import is_standstill
 from rankscope.analysis.report.protobuf_wire import Block, encoded, fixed64, message, one, varint
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
 from rankscope.analysis.timeline.build import Timeline
-from rankscope.analysis.timeline.counters import GAUGES, rates
+from rankscope.analysis.timeline.counters import rates
+from rankscope.collectors.counters import GAUGES
 from rankscope.dashboard.timeline.lane_packing import nest_rows, pack_rows
 
 __all__ = ["MOST_EVENTS", "NotExportable", "chosen", "write"]

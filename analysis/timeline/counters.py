@@ -7,18 +7,9 @@ from typing import Any
 
 import polars as pl
 
-__all__ = ["GAUGES", "during", "gpus_of_ranks", "growth", "rates", "well_read"]
+from rankscope.collectors.counters import GAUGES
 
-# Read at a moment; all other counters are cumulative (see the collectors of nodes).
-GAUGES = frozenset(
-    (
-        *("cpu_busy_fraction", "load_1min", "memory_available_bytes", "swap_used_bytes", "rss_bytes", "cgroup_cpus"),
-        *("speed_bytes_per_s", "rate_bytes_per_s", "rtt_s", "min_rtt_s", "notsent_bytes", "sockets", "busy_fraction"),
-        "window_bytes",
-        *("memory_used_bytes", "sm_clock_hz", "sm_clock_max_hz", "memory_clock_hz", "power_w", "power_limit_w"),
-        *("temperature_c", "clock_event_reasons"),
-    )
-)
+__all__ = ["during", "gpus_of_ranks", "growth", "rates", "well_read"]
 
 
 def gpus_of_ranks(run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:

@@ -6,15 +6,18 @@ import importlib
 import pkgutil
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 from typing import cast
 
 from rankscope.collectors import node as node_collectors
 from rankscope.collectors import topology
+from rankscope.collectors.counters import COUNTERS
 from rankscope.collectors.node import Collector, Node, Sample, Unavailable
 
 __all__ = ["Sampler"]
 
+_KNOWN = {(counter.source, counter.name) for counter in COUNTERS}
 _WAIT_S = 3.0
 _HANGS_S = 30.0
 
@@ -35,6 +38,7 @@ class Sampler:
         self._ending = threading.Event()
         self._began_ns: dict[str, int] = {}  # by collector: when it was asked for what it has not answered yet
         self._told_ns: dict[str, int] = {}  # those of them of which a gap says that they hang
+        self._unknown: set[tuple[str, str]] = set()
         self._threads: list[threading.Thread] = []
         for module in pkgutil.iter_modules(node_collectors.__path__):
             try:
@@ -96,8 +100,7 @@ class Sampler:
             while not is_last:
                 is_last = self._ending.is_set()
                 self._began_ns[name] = time_ns = time.perf_counter_ns()
-                samples = [(s, n, d, float(value)) for s, n, d, value in collector.sample(self.node)]
-                self.readings.put((time_ns, samples))
+                self.readings.put((time_ns, list(self._known(collector.sample(self.node)))))
                 if not is_last:
                     del self._began_ns[name]
                     self._ending.wait(self._every_s - time.monotonic() % self._every_s)
@@ -107,6 +110,15 @@ class Sampler:
             collector.stop()
         except Exception as error:
             self._gap(name, f"the collector did not stop: {type(error).__name__}: {error}")
+
+    def _known(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """Give what the list of counters has, and say of each other counter once that it is not recorded."""
+        for source, name, device, value in samples:
+            if (source, name) in _KNOWN:
+                yield source, name, device, float(value)
+            elif (source, name) not in self._unknown:
+                self._unknown.add((source, name))
+                self._gap(source, f"{name} is not recorded: collectors/counters.py lacks it")
 
     def _read_topology(self, *, has_driver: bool = False) -> None:
         try:

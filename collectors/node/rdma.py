@@ -1,7 +1,7 @@
 """InfiniBand and RoCE ports, EFA and eRDMA: cumulative traffic, congestion, retries and errors.
 
 Device: `mlx5_0/1` (device/port). Every driver has names of its own; `COUNTERS` below says which of them become which of
-ours, and in what unit. A port has those that its driver offers. `rate_bytes_per_s` is the port's speed.
+ours. A port has those that its driver offers. `rate_bytes_per_s` is the port's speed.
 
 A counter that begins anew at 32 bits goes on growing here, and so does one that somebody sets back (`perfquery -R`).
 Those of InfiniBand's port management that stop at their highest value are left out from there on; `gaps` says so.
@@ -21,67 +21,64 @@ from rankscope.collectors.node import Node, Sample, Unavailable
 
 tables = ("counters",)
 
-# Our name: the unit, then the drivers' names in the order of preference. `+` adds up, `counters/` is the folder of that
+# Our name: the drivers' names in the order of preference. `+` adds up, `counters/` is the folder of that
 # name, the others are in `hw_counters/`. Ours are the kernel's own where it has one. Each counter read costs a system
 # call and a node has up to 16 ports, so only those that say something about slowness are here.
-COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+COUNTERS: dict[str, tuple[str, ...]] = {
     "port_xmit_data_bytes": (
-        "bytes",
-        ("counters/port_xmit_data", "tx_bytes", "tx_bytes_cnt", "hw_tx_bytes_cnt", "ip4OutOctets+ip6OutOctets"),
+        "counters/port_xmit_data",
+        "tx_bytes",
+        "tx_bytes_cnt",
+        "hw_tx_bytes_cnt",
+        "ip4OutOctets+ip6OutOctets",
     ),
     "port_rcv_data_bytes": (
-        "bytes",
-        ("counters/port_rcv_data", "rx_bytes", "rx_bytes_cnt", "hw_rx_bytes_cnt", "ip4InOctets+ip6InOctets"),
+        "counters/port_rcv_data",
+        "rx_bytes",
+        "rx_bytes_cnt",
+        "hw_rx_bytes_cnt",
+        "ip4InOctets+ip6InOctets",
     ),
     "port_xmit_packets": (
-        "packets",
-        ("counters/port_xmit_packets", "tx_pkts", "tx_packets_cnt", "hw_tx_packets_cnt", "ip4OutPkts+ip6OutPkts"),
+        "counters/port_xmit_packets",
+        "tx_pkts",
+        "tx_packets_cnt",
+        "hw_tx_packets_cnt",
+        "ip4OutPkts+ip6OutPkts",
     ),
     "port_rcv_packets": (
-        "packets",
-        ("counters/port_rcv_packets", "rx_pkts", "rx_packets_cnt", "hw_rx_packets_cnt", "ip4InPkts+ip6InPkts"),
+        "counters/port_rcv_packets",
+        "rx_pkts",
+        "rx_packets_cnt",
+        "hw_rx_packets_cnt",
+        "ip4InPkts+ip6InPkts",
     ),
-    "port_xmit_wait": ("ticks with data to send and no credit to send it", ("counters/port_xmit_wait",)),
-    "port_xmit_discards": ("packets", ("counters/port_xmit_discards",)),
-    "port_rcv_errors": ("packets", ("counters/port_rcv_errors", "rx_roce_errors")),
-    "rx_drops": (
-        "packets that came and were thrown away",
-        ("rx_drops", "rx_roce_discards", "rx_disable_drop_cnt", "hw_rx_disable_drop_cnt"),
-    ),
+    "port_xmit_wait": ("counters/port_xmit_wait",),
+    "port_xmit_discards": ("counters/port_xmit_discards",),
+    "port_rcv_errors": ("counters/port_rcv_errors", "rx_roce_errors"),
+    "rx_drops": ("rx_drops", "rx_roce_discards", "rx_disable_drop_cnt", "hw_rx_disable_drop_cnt"),
     "limit_drops": (
-        "packets that the cloud's limits on bytes and packets per second cost, both directions",
-        (
-            "tx_bps_limit_drop_cnt+tx_pps_limit_drop_cnt+rx_bps_limit_drop_cnt+rx_pps_limit_drop_cnt",
-            "hw_bps_limit_drop_cnt+hw_pps_limit_drop_cnt+hw_rx_bps_limit_drop_cnt+hw_rx_pps_limit_drop_cnt",
-        ),
+        "tx_bps_limit_drop_cnt+tx_pps_limit_drop_cnt+rx_bps_limit_drop_cnt+rx_pps_limit_drop_cnt",
+        "hw_bps_limit_drop_cnt+hw_pps_limit_drop_cnt+hw_rx_bps_limit_drop_cnt+hw_rx_pps_limit_drop_cnt",
     ),
-    "symbol_error": ("errors", ("counters/symbol_error",)),
-    "link_error_recovery": ("times the link was trained again", ("counters/link_error_recovery",)),
-    "link_downed": ("times the link went down", ("counters/link_downed",)),
-    "local_link_integrity_errors": ("errors", ("counters/local_link_integrity_errors",)),
-    "retransmits": ("packets sent again", ("retrans_pkts", "RetransSegs", "tcpRetransSegs")),
-    "out_of_sequence": ("packets", ("out_of_sequence", "oos_drop_count")),
-    "out_of_buffer": ("packets for which no receive was posted", ("out_of_buffer", "rx_out_of_buffer")),
-    "packet_seq_err": ("NAKs for lost packets", ("packet_seq_err", "seq_err_naks_rcvd", "Nak Sequence Error")),
-    "implied_nak_seq_err": ("implied NAKs", ("implied_nak_seq_err",)),
-    "local_ack_timeout_err": (
-        "timeouts of an acknowledgement",
-        ("local_ack_timeout_err", "to_retransmits", "retrans_timeout_events"),
-    ),
-    "rnr_nak_retry_err": (
-        "times the receiver was not ready",
-        ("rnr_nak_retry_err", "rnr_naks_rcvd", "RNR received"),
-    ),
-    "roce_adp_retrans": ("adaptive retransmissions", ("roce_adp_retrans",)),
-    "roce_slow_restart": ("restarts after idling", ("roce_slow_restart",)),
-    "unresponsive_remotes": ("times a peer did not answer", ("unresponsive_remote_events",)),
-    "impaired_remotes": ("times a peer's connection was bad", ("impaired_remote_conn_events",)),
-    "np_cnp_sent": ("congestion notifications sent", ("np_cnp_sent", "np_cnp_pkts", "tx_cnp_pkts", "cnpSent")),
-    "np_ecn_marked_roce_packets": (
-        "packets that came marked by a congested switch",
-        ("np_ecn_marked_roce_packets", "rx_ecn_marked_pkts", "RxECNMrkd"),
-    ),
-    "rp_cnp_handled": ("congestion notifications obeyed", ("rp_cnp_handled", "rx_cnp_pkts", "cnpHandled")),
+    "symbol_error": ("counters/symbol_error",),
+    "link_error_recovery": ("counters/link_error_recovery",),
+    "link_downed": ("counters/link_downed",),
+    "local_link_integrity_errors": ("counters/local_link_integrity_errors",),
+    "retransmits": ("retrans_pkts", "RetransSegs", "tcpRetransSegs"),
+    "out_of_sequence": ("out_of_sequence", "oos_drop_count"),
+    "out_of_buffer": ("out_of_buffer", "rx_out_of_buffer"),
+    "packet_seq_err": ("packet_seq_err", "seq_err_naks_rcvd", "Nak Sequence Error"),
+    "implied_nak_seq_err": ("implied_nak_seq_err",),
+    "local_ack_timeout_err": ("local_ack_timeout_err", "to_retransmits", "retrans_timeout_events"),
+    "rnr_nak_retry_err": ("rnr_nak_retry_err", "rnr_naks_rcvd", "RNR received"),
+    "roce_adp_retrans": ("roce_adp_retrans",),
+    "roce_slow_restart": ("roce_slow_restart",),
+    "unresponsive_remotes": ("unresponsive_remote_events",),
+    "impaired_remotes": ("impaired_remote_conn_events",),
+    "np_cnp_sent": ("np_cnp_sent", "np_cnp_pkts", "tx_cnp_pkts", "cnpSent"),
+    "np_ecn_marked_roce_packets": ("np_ecn_marked_roce_packets", "rx_ecn_marked_pkts", "RxECNMrkd"),
+    "rp_cnp_handled": ("rp_cnp_handled", "rx_cnp_pkts", "cnpHandled"),
 }
 # The kernel gives data in words of four bytes, as InfiniBand counts them, whatever the port is.
 _WORD_BYTES = {"counters/port_xmit_data": 4, "counters/port_rcv_data": 4}
@@ -131,7 +128,7 @@ def start(node: Node) -> None:
         raise Unavailable("this node has no RDMA device")
     for port in ports:
         device = f"{port.parent.parent.name}/{port.name}"
-        for name, (_, sources) in COUNTERS.items():
+        for name, sources in COUNTERS.items():
             _open(device, name, port, sources)
         _note_rate(device, port / "rate")
     if not any(counter.name.endswith("_data_bytes") for counter in _counters):

@@ -9,7 +9,7 @@ import polars as pl
 
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
-from rankscope.analysis.timeline.counters import GAUGES
+from rankscope.collectors.counters import GAUGES, UNITS
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
 __all__ = ["HEADLINES", "changing", "lines", "series", "title_of"]
@@ -113,17 +113,15 @@ def title_of(source: str, name: str) -> str:
 
 def written(name: str, value: float) -> str:
     """A value of this counter, or its rate, with its unit."""
-    if name in GAUGES:
-        if name.endswith("fraction"):
-            return f"{value * 100:.3g} %"
-        if name.endswith("bytes_per_s"):
-            return f"{bytes_text(value)}/s"
-        if name.endswith("_bytes"):
-            return bytes_text(value)
-        if name.endswith("_s"):
-            return duration(value * 1e9)
-        unit = {"hz": "MHz", "w": "W", "c": "°C"}.get(name.rpartition("_")[2], "")
-        return f"{value / 1e6 if unit == 'MHz' else value:.4g} {unit}".strip()
-    if name.endswith("bytes") or name.startswith("bytes"):
-        return f"{bytes_text(value)}/s"
-    return f"{value:.3g}" if name.endswith("_s") else f"{value:.3g}/s"
+    unit = UNITS.get(name, "")
+    if name not in GAUGES:
+        return f"{bytes_text(value)}/s" if unit == "bytes" else f"{value:.3g}" if unit == "s" else f"{value:.3g}/s"
+    if unit == "fraction":
+        return f"{value * 100:.3g} %"
+    if unit in ("bytes", "bytes/s"):
+        return bytes_text(value) + unit.removeprefix("bytes")
+    if unit == "s":
+        return duration(value * 1e9)
+    if unit == "Hz":
+        return f"{value / 1e6:.4g} MHz"
+    return f"{value:.4g} {unit}" if unit in ("W", "°C") else f"{value:.4g}"
