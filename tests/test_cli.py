@@ -153,7 +153,9 @@ def test_report_in_chinese(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "未检查" in done.stdout
     assert '<html lang="zh-CN">' in (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert json.loads((tmp_path / "r.json").read_text())["verdict"].startswith("No bottleneck found in 8 judged steps")
+    assert json.loads((tmp_path / "r.json").read_text())["verdict"].startswith(
+        "No bottleneck above 1.0 % of the step in 8 judged steps"
+    )
     for command in ("report", "ui"):
         done = rankscope_(command, run, "--lang", "tlh")
         assert (done.returncode, done.stderr) == (2, "rankscope: --lang is en or zh; got tlh\n")

@@ -337,7 +337,7 @@ def test_run_folder_of_such_a_job_gives_the_same_verdict(tmp_path):
     job = Job(16, late=late_by(20 * MS, 5), groups=rails(), wire=slow_from())
     report = rankscope.diagnose(rankscope.open(job.write(tmp_path)))
     assert report.verdict == job.report().verdict
-    assert report.verdict.startswith("Rank 5 is late: its GPU begins 48 of 48 collectives last, at a cost of ")
+    assert report.verdict.startswith("Likely: Rank 5 is late: its GPU begins 48 of 48 collectives last, at a cost of ")
 
 
 def test_healthy_network_is_no_finding():

@@ -14,14 +14,16 @@ import polars as pl
 from rankscope.analysis.compare.run_phases import look_around
 from rankscope.analysis.detectors import NotResolvable, detectors, refuse_unseen, severity, spec_of, specs
 from rankscope.analysis.diagnosis.causality import root_causes_first
+from rankscope.analysis.diagnosis.losses import losses_of
+from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
+from rankscope.analysis.diagnosis.verdict import Seen, status_of, verdict_of, with_levels, without_coarse
 from rankscope.analysis.metrics.arrival_skew import charged_to_last
 from rankscope.analysis.metrics.host_stalls import device_waits, only_hosts_seen
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.metrics.mfu import count_flops, demand, utilisation
-from rankscope.analysis.metrics.step_matrix import APART, BLOCKED, MIXED, step_grid
+from rankscope.analysis.metrics.step_matrix import step_grid
 from rankscope.analysis.metrics.wait_attribution import Delays, caused_by_rank, delays, victims
 from rankscope.analysis.model.finding import (
-    COARSE,
     COUNTED,
     REST,
     Blame,
@@ -29,7 +31,6 @@ from rankscope.analysis.model.finding import (
     Finding,
     Gap,
     Healthy,
-    Lead,
     NotChecked,
     Part,
     PathPart,
@@ -47,20 +48,16 @@ from rankscope.analysis.replay.graph import NotReplayable
 from rankscope.analysis.replay.host_graph import HostGraph
 from rankscope.analysis.replay.pipeline import pipeline
 from rankscope.analysis.replay.whatif import BadFix, PipelineRerun, Rerun, rerun
-from rankscope.analysis.report.labels import part_name
-from rankscope.analysis.report.money import cost_of, money_text
 from rankscope.analysis.runs.deep_windows import windows_of
 from rankscope.analysis.runs.memory_budget import check_share
-from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.runs.trace import PathLike, Trace
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
-from rankscope.analysis.text.units import duration, percent, rounded
+from rankscope.analysis.text.units import percent, rounded
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.code_samples import Code
 from rankscope.analysis.timeline.cuda_events import lead_of, phase_times
-from rankscope.analysis.timeline.device_breakdown import QUEUED, UNSEEN
 from rankscope.analysis.timeline.device_time import device_parts
 from rankscope.collectors.schema import LEFT_OFF
 
@@ -91,10 +88,8 @@ _EMPTY = {
 _UNMATCHED = 0.03  # share of the step that a rank stands still in unmatched operations, from which no replay counts
 _REPLAYED = 8  # of one kind; each takes a replay
 _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
-_LARGE = 0.05  # share of the step from which a verdict that judges nothing mentions a part
 _READINGS = 3
 _LISTED = 20  # of the causes of waiting and of the critical path
-_MUCH_BLOCKED = 0.2  # share of the step from which a verdict without a finding mentions what is lost
 
 
 def diagnose(
@@ -209,18 +204,33 @@ def conclude(
     )
     caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
     steps, lead = _summary(timeline.steps), lead_of(tables["breakdown"], tables["marks"])
-    seen = tuple(timeline.ranks["rank"].unique().sort().to_list())
+    findings = with_levels(findings, steps, fidelity)
+    losses = losses_of(tables["breakdown"], tables["phases"], findings)
+    healthy, too_coarse = without_coarse(healthy, losses, steps)
+    not_checked += too_coarse
+    ranks = tuple(timeline.ranks["rank"].unique().sort().to_list())
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
-    rate = Rate(ranks=world_size or len(seen), unit=_unit(timeline), price=price)
+    rate = Rate(ranks=world_size or len(ranks), unit=_unit(timeline), price=price)
+    seen = Seen(
+        ranks=ranks,
+        world_size=world_size,
+        steps=steps,
+        rate=rate,
+        breakdown=tables["breakdown"],
+        phases=tables["phases"],
+        lead=lead,
+        hosts_only="device_waits" in tables,
+        profiled=not timeline.kernels.is_empty(),
+        code=code,
+        aside=joined("", (of_outliers(steps, timeline, code), not_read(timeline.stretch))),
+    )
     return Report(
         path="",
         source="",
-        verdict=_verdict(
-            *(findings, healthy, not_checked, steps, seen, world_size, rate, tables["breakdown"], tables["phases"]),
-            *(lead, "device_waits" in tables, code),
-            joined("", (_of_outliers(steps, timeline, code), _unread(timeline.stretch))),
-        ),
-        ranks=seen,
+        verdict=verdict_of(findings, healthy, not_checked, losses, seen),
+        status=status_of(findings, healthy, not_checked, losses, seen),
+        losses=losses,
+        ranks=ranks,
         world_size=world_size,
         nodes=tuple(timeline.ranks["node"].unique().sort().to_list()),
         rate=rate,
@@ -671,226 +681,3 @@ def _environment(run: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
     command = " ".join(first.get("launch", {}).get("command", ()))
     said = {"command": command, "hostname": first.get("hostname", ""), **first.get("versions", {})}
     return {name: str(value) for name, value in said.items() if value != ""}
-
-
-def _verdict(
-    findings: Sequence[Finding],
-    healthy: Sequence[Healthy],
-    not_checked: Sequence[NotChecked],
-    steps: StepSummary,
-    seen: tuple[int, ...],
-    world_size: int | None,
-    rate: Rate,
-    breakdown: pl.DataFrame,
-    phases: pl.DataFrame,
-    lead: Lead | None,
-    hosts_only: bool,
-    code: Code,
-    aside: str,
-) -> str:
-    """One sentence; `aside` is what it says of steps that were not judged."""
-    missing = sorted(set(range(world_size or 0)) - set(seen))
-    judged = set(breakdown["rank"].unique()) if steps.count else set(seen)
-    no_steps = sorted(set(seen) - judged) if judged else []
-    absent = (
-        text(
-            "; {missing} of {world} {en_were} not recorded",
-            missing=named("rank", missing),
-            world=world_size,
-            en_were="was" if len(missing) == 1 else "were",
-        )
-        if missing
-        else ""
-    )
-    not_judged = (
-        text(
-            "; {ranks} {en_have} no steps and {en_were} not judged", ranks=named("rank", no_steps), **_number(no_steps)
-        )
-        if no_steps
-        else ""
-    )
-    absent = joined("", (aside, not_judged, absent))
-    if findings:
-        return text("{headline}{absent}.", headline=_headline(findings, steps, len(seen), rate), absent=absent)
-    if not any(spec_of(check.detector).judges_speed for check in healthy):
-        why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
-        if not steps.count:
-            why = text("no step was seen")
-        if steps.warmup and not steps.count:
-            why = text("{steps} seen, all of them warm-up", steps=counted(steps.warmup, "step"))
-        place = None if steps.count else code.most()
-        seen_at = text("; main threads were mostly at {place}", place=place) if place else ""
-        more = joined("", (_made_of(breakdown), _unexplained(phases), seen_at, absent))
-        if healthy and not steps.count:
-            return text("No rank hangs; cannot judge: {why}{more}.", why=why, more=more)
-        return text("Cannot judge: {why}{more}.", why=why, more=more)
-    return text(
-        "No bottleneck found in {steps} of {ranks}{more}.",
-        steps=counted(steps.count, "judged step"),
-        ranks=counted(len(seen) - len(no_steps), "rank"),
-        more=joined(
-            "",
-            (
-                _unclear(not_checked) or _unseen(healthy, steps),
-                _blocked(breakdown),
-                _unexplained(phases),
-                _unknown(breakdown, code),
-                _left_open(breakdown, lead, code),
-                _stopped(breakdown) if hosts_only else "",
-                absent,
-            ),
-        ),
-    )
-
-
-def _number(ranks: Sequence[int]) -> dict[str, str]:
-    """The English verbs for so many."""
-    return {"en_have": "has", "en_were": "was"} if len(ranks) == 1 else {"en_have": "have", "en_were": "were"}
-
-
-def _headline(findings: Sequence[Finding], steps: StepSummary, ranks: int, rate: Rate) -> str:
-    """The first finding, and how many more there are that do not follow from it."""
-    first = findings[0]
-    waiting = ranks - len(first.ranks)
-    said = [first.title]
-    if steps.mean_ns is not None and first.lost_ns_per_step:
-        share, step = percent(first.lost_fraction), duration(steps.mean_ns)
-        lost = duration(first.lost_ns_per_step)
-        if lost in first.title:
-            said.append(text(" ({share} of the {step} step)", share=share, step=step))
-        else:  # what is longer is not all lost
-            said.append(text(" (it costs {lost}, {share} of the {step} step)", lost=lost, share=share, step=step))
-    if first.ranks and waiting and spec_of(first.detector).waited_for:
-        said.append(
-            text(
-                " and {waiting} {en_wait} for {en_them}",
-                waiting=counted(waiting, "rank"),
-                en_wait="waits" if waiting == 1 else "wait",
-                en_them="it" if len(first.ranks) == 1 else "them",
-            )
-        )
-    money = cost_of(first, rate).lost_money_per_hour
-    if money is not None and rate.price is not None:
-        whole = money_text(rate.ranks * rate.price)
-        said.append(text("; it costs {money} of {whole} an hour", money=money_text(money), whole=whole))
-    more = sum(1 for finding in findings[1:] if finding.caused_by is None)
-    if more:
-        said.append(text("; {findings}", findings=counted(more, "more finding")))
-    return joined("", said)
-
-
-def _unclear(not_checked: Sequence[NotChecked]) -> str:
-    """Which check could not tell, though what it looks for may be there."""
-    unclear = sorted((check for check in not_checked if check.unclear), key=lambda check: check.detector != "slow_rank")
-    if not unclear:
-        return ""
-    others = counted(len(unclear) - 1, "other check")
-    more = text(" (nor could {others})", others=others) if unclear[1:] else ""
-    return text("; {detector} could not tell: {why}{more}", detector=unclear[0].detector, why=unclear[0].why, more=more)
-
-
-def _unseen(healthy: Sequence[Healthy], steps: StepSummary) -> str:
-    """What may hide in the run's own noise, where that is much."""
-    coarsest = max(healthy, key=lambda check: check.resolution_ns or 0)
-    from_ns = coarsest.resolution_ns or 0
-    if not steps.mean_ns or from_ns < COARSE * steps.mean_ns:
-        return ""
-    return text(
-        "; they vary so much that {detector} below {resolution} per step is not seen",
-        detector=coarsest.detector,
-        resolution=duration(from_ns),
-    )
-
-
-def _blocked(breakdown: pl.DataFrame) -> str:
-    """How much communication blocks the ranks, where it is much: no finding does not mean that nothing is lost."""
-    grid = step_grid(breakdown)
-    share = float(grid.of(*BLOCKED).mean()) / grid.step_ns if grid.step_ns else 0.0
-    return text("; communication blocks {share} of the step", share=percent(share)) if share >= _MUCH_BLOCKED else ""
-
-
-def _stopped(breakdown: pl.DataFrame) -> str:
-    """For how much of the step hosts are stopped, where it is much: nobody saw whether devices had work meanwhile."""
-    grid = step_grid(breakdown)
-    share = float(grid.of(*APART).mean()) / grid.step_ns
-    said = text(
-        "; hosts stand in input, garbage collection, compilation or checkpoints for {share} of the step, and what "
-        "devices did meanwhile was not recorded",
-        share=percent(share),
-    )
-    return said if share >= _LARGE else ""
-
-
-def _left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
-    """What CUDA events leave open of the devices' time, where it is much."""
-    if lead is None:
-        return ""
-    said = []
-    if lead.idle_fraction >= _MUCH_BLOCKED:
-        place = code.most_of(None)
-        said += [
-            text(
-                "; devices may stand idle for up to {share} of the step, which rankscope trigger RUN --steps 3 tells",
-                share=percent(lead.idle_fraction),
-            ),
-            text(" (the hosts are mostly at {place})", place=place) if place else "",
-        ]
-    grid = step_grid(breakdown)
-    mixed = float(grid.of(MIXED).mean() / grid.step_ns)
-    if mixed >= _MUCH_BLOCKED:
-        said.append(text("; in {share} of the step compute and communication are not told apart", share=percent(mixed)))
-    return joined("", said)
-
-
-def _unexplained(phases: pl.DataFrame) -> str:
-    """How much of the step devices stand idle and the trace does not show why, where it is much."""
-    length = pl.col("end_ns") - pl.col("start_ns")
-    unknown = (pl.col("part") == "other") & pl.col("label").is_in([QUEUED, UNSEEN])
-    share = phases.select(length.filter(unknown).sum() / length.sum()).item() or 0.0
-    much = text("; the devices stand idle {share} of the step, and the trace does not show why", share=percent(share))
-    return much if share >= _MUCH_BLOCKED else ""
-
-
-def _of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
-    """What the steps take that were set aside, where it is much, and where in the code."""
-    if steps.outliers_fraction < _LARGE:
-        return ""
-    outliers = timeline.steps.filter(pl.col("aside") == "outlier")
-    place = replace(code, samples=timeline.samples.join(outliers, on=["rank", "step"], how="semi")).most()
-    return text(
-        "; steps set aside as outliers ({count}) take {share} of the time{at}",
-        count=steps.outliers,
-        share=percent(steps.outliers_fraction),
-        at=text(", mostly at {place}", place=place) if place else "",
-    )
-
-
-def _unread(stretch: Stretch | None) -> str:
-    """That steps were left out which nobody asked to leave out."""
-    return text("; {only}", only=stretch.said) if stretch and not stretch.asked else ""
-
-
-def _unknown(breakdown: pl.DataFrame, code: Code) -> str:
-    """How much of the step main threads do what no collector knows, where it is much, and where in the code."""
-    place = code.most_of("other")
-    grid = step_grid(breakdown)
-    share = float(grid.of("other").mean()) / grid.step_ns if place else 0.0
-    if place is None or share < _MUCH_BLOCKED:
-        return ""
-    return text(
-        "; {share} of the step is in code that belongs to no known part, most of it at {place}",
-        share=percent(share),
-        place=place,
-    )
-
-
-def _made_of(breakdown: pl.DataFrame) -> str:
-    """The largest parts of the step, where it could be cut into parts."""
-    total = breakdown["ns"].sum()
-    if not total:
-        return ""
-    share = pl.col("ns").sum() / total
-    parts = breakdown.group_by("part").agg(share).filter(pl.col("ns") >= _LARGE).sort("ns", "part", descending=True)
-    largest = parts.head(3).iter_rows()
-    shares = (text("{share} {part}", share=percent(ns), part=part_name(part)) for part, ns in largest)
-    return text("; the step is {parts}", parts=joined(", ", shares))

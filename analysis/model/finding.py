@@ -20,6 +20,7 @@ __all__ = [
     "History",
     "Lead",
     "Look",
+    "Loss",
     "NotChecked",
     "Operator",
     "Part",
@@ -71,6 +72,10 @@ class Finding:
     `lost_ns_per_step` is the mean over the steps judged, `uncertainty_ns` its 95 % half width;
     fractions are of the mean step, 0 to 1. A detector gives a finding its `fix`, as `rankscope whatif` takes it; the
     gain comes from a replay with that fix, see `diagnose`.
+
+    `confidence` is "confirmed" where statistics and replay agree, "likely" where only one of them shows it or where few
+    operations were seen; the diagnosis sets it. `chance` is how often ranks that are all alike would show as much, by
+    permutation; None: another test was made.
     """
 
     detector: str
@@ -89,6 +94,8 @@ class Finding:
     gain_fraction: float | None = None  # None: not predicted, and `gain_why` says why
     gain_why: str | None = None
     fix: str | None = None
+    confidence: str = "likely"  # "confirmed" | "likely"
+    chance: float | None = None
     caused_by: str | None = None
     stood_still: StoodStill | None = None  # None: no rank is named, or nobody waited for it
     code: str | None = None  # where in the code its ranks are, and the others are not; None: samples do not tell
@@ -110,6 +117,28 @@ class NotChecked:
     detector: str
     why: str
     unclear: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Time of the mean step that is lost in one way, mean over the ranks, as the breakdown has it.
+
+    `kind` is "wait" (for peers), "bubble" (for a pipeline's neighbour), "idle" (the device waits for its host),
+    "communication" (exposed transfers), "unattributed" (communication that was not matched), "input", "gc", "compile"
+    or "checkpoint". `where` is the label that holds most of it. `least_rank` and `most_rank` lose the least and most.
+    `unexplained_fraction` is what the findings, together, leave of `fraction`.
+    """
+
+    kind: str
+    ns_per_step: int
+    fraction: float
+    where: str
+    least_rank: int
+    least_ns: int
+    most_rank: int
+    most_ns: int
+    explained_by: tuple[str, ...] = ()
+    unexplained_fraction: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,6 +452,8 @@ class Report:
     healthy: tuple[Healthy, ...]
     not_checked: tuple[NotChecked, ...]
     breakdown: tuple[Part, ...]
+    losses: tuple[Loss, ...] = ()  # the largest first; empty where no step was analyzed
+    status: str = "amber"  # "green": no bottleneck | "amber": unexplained, or not known well enough | "red": a finding
     history: History | None = None  # None: all steps were read
     device: tuple[DevicePart, ...] = ()
     phases: tuple[PhaseTime, ...] = ()  # with `lead` only where CUDA events were recorded

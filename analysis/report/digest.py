@@ -34,6 +34,7 @@ __all__ = [
     "missing_ranks",
     "picture_values",
     "speed_was_judged",
+    "status",
     "worst_clocks",
 ]
 
@@ -184,5 +185,10 @@ def looks_of(report: Report) -> tuple[Look, ...]:
 
 
 def is_healthy(report: Report) -> bool:
-    """Whether the job's speed was judged and nothing was found, in no phase of it."""
-    return not report.findings and speed_was_judged(report) and not looks_of(report)
+    """Whether the tables show that little is lost, and in no phase of the run."""
+    return status(report) == "green"
+
+
+def status(report: Report) -> str:
+    """The headline's color: "green", "amber" or "red"; never green where a phase of the run is another than judged."""
+    return "amber" if report.status == "green" and looks_of(report) else report.status

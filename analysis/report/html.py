@@ -68,6 +68,7 @@ def _environment() -> Environment:
         evidence=phrases.evidence,
         gain=phrases.gain,
         label=phrases.label,
+        level=phrases.level,
         no_finding=phrases.no_finding,
         part_order=PART_ORDER,
         part_short=labels.part_short,
@@ -90,6 +91,7 @@ def _page(report: Report) -> dict[str, Any]:
     clocks = digest.worst_clocks(report.clocks, _TABLE_ROWS)
     return {
         "report": report,
+        "status": digest.status(report),
         "facts": phrases.head_facts(report),
         "history": phrases.history_lines(report),
         "course": None if report.history is None else course(report.history),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rankscope.analysis.model.finding import Finding, Rate, Report, Window
+from rankscope.analysis.model.finding import Finding, Loss, Rate, Report, Window
 from rankscope.analysis.report.money import cost_of
 
 __all__ = ["REPORT_SCHEMA_VERSION", "render", "strict"]
@@ -38,11 +38,13 @@ def _as_object(report: Report) -> dict[str, Any]:
         "steps": dataclasses.asdict(report.steps),
         "history": None if report.history is None else dataclasses.asdict(report.history),
         "verdict": report.verdict,
+        "status": report.status,
         "findings": [_finding(finding, report.rate) for finding in report.findings],
         "healthy": [healthy.detector for healthy in report.healthy],
         "resolution": {healthy.detector: healthy.resolution_ns for healthy in report.healthy},
         "not_checked": [dataclasses.asdict(unchecked) for unchecked in report.not_checked],
         "breakdown": [dataclasses.asdict(part) for part in report.breakdown],
+        "losses": [_listed(loss) for loss in report.losses],
         "device": [dataclasses.asdict(part) for part in report.device],
         "phases": [dataclasses.asdict(phase) for phase in report.phases],
         "lead": None if report.lead is None else dataclasses.asdict(report.lead),
@@ -62,8 +64,13 @@ def _as_object(report: Report) -> dict[str, Any]:
 
 
 def _finding(finding: Finding, rate: Rate) -> dict[str, Any]:
-    said = dataclasses.asdict(finding) | dataclasses.asdict(cost_of(finding, rate))
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
+    return _listed(finding) | dataclasses.asdict(cost_of(finding, rate))
+
+
+def _listed(said: Finding | Loss) -> dict[str, Any]:
+    """Its fields; tuples as lists."""
+    fields = dataclasses.asdict(said)
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
 
 
 def _window(window: Window) -> dict[str, Any]:

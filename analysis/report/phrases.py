@@ -24,7 +24,7 @@ from rankscope.analysis.model.finding import (
     Span,
     Window,
 )
-from rankscope.analysis.report.digest import GapGroup
+from rankscope.analysis.report.digest import GapGroup, is_healthy
 from rankscope.analysis.report.labels import part_name, part_short, say, together
 from rankscope.analysis.report.money import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.text.message import spoken, text, translated
@@ -45,6 +45,7 @@ __all__ = [
     "healthy_items",
     "label",
     "lead_line",
+    "level",
     "no_finding",
     "one_or_many",
     "operator_row",
@@ -292,7 +293,14 @@ def healthy_items(report: Report) -> str:
 
 def no_finding(report: Report) -> str:
     """What the absence of findings means, given what was checked."""
-    return say("findings.none.checked", healthy_items(report)) if report.healthy else say("findings.none.unchecked")
+    if not report.healthy:
+        return say("findings.none.unchecked")
+    return say("findings.none.checked" if is_healthy(report) else "findings.none.open", healthy_items(report))
+
+
+def level(finding: Finding) -> str:
+    """How sure it is, and why."""
+    return say("finding.level.seen" if is_standstill(finding) else f"finding.level.{finding.confidence}")
 
 
 def evidence(seen: Evidence) -> str:

@@ -34,6 +34,7 @@ from rankscope.analysis.report.phrases import (
     history_lines,
     label,
     lead_line,
+    level,
     no_finding,
     one_or_many,
     operator_row,
@@ -51,6 +52,7 @@ from rankscope.analysis.text.units import duration, percent, scale_for, shares
 __all__ = ["render", "render_short", "wants_color"]
 
 _SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan"}
+_STATUS_STYLE = {"green": "bold green", "amber": "bold yellow", "red": "bold red"}
 _CONTROL = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), " ")  # names come from users: no escape sequences
 _SHORT_FINDINGS = 3
 _SHORT_GAPS = 3
@@ -170,7 +172,10 @@ def _table(*columns: str, text_columns: Sequence[int] = (0,)) -> Table:
 
 
 def _head(report: Report) -> RenderableType:
-    lines = [_text(f"{say('title')}  {report.path}", "dim"), _text(report.verdict, "bold")]
+    lines = [
+        _text(f"{say('title')}  {report.path}", "dim"),
+        _text(report.verdict, _STATUS_STYLE[digest.status(report)]),
+    ]
     facts = head_facts(report)
     lines.append(_text(together("; ", facts), "dim"))
     lines += [_text(line) for line in history_lines(report)]
@@ -209,6 +214,7 @@ def _finding_facts(report: Report, finding: Finding) -> Table:
     if finding.steps:
         facts.append((say("finding.steps"), some_ranges(finding.steps)))
     facts += [
+        (say("finding.level"), level(finding)),
         (say("finding.cost"), _text(cost(report, finding), "bold")),
         *((say("finding.stood_still"), said) for said in [stood_still(report, finding)] if said),
         (say("finding.gain"), gain(report, finding)),

@@ -53,7 +53,6 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001
 
 
 def _verdict(report: Report) -> Any:  # noqa: ANN401
-    severity = report.findings[0].severity if report.findings else "good" if digest.is_healthy(report) else ""
     missing = digest.missing_ranks(report)
     warning = None
     if not report.ranks and not report.steps.count:
@@ -69,7 +68,7 @@ def _verdict(report: Report) -> Any:  # noqa: ANN401
                     facts(*phrases.head_facts(report), rate),
                     *(quiet(line) for line in phrases.history_lines(report)),
                 ],
-                className=f"verdict {severity}",
+                className=f"verdict {digest.status(report)}",
             ),
             html.P(warning, className="warning") if warning else None,
         ]
@@ -89,6 +88,7 @@ def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -
         (say("finding.where"), phrases.label(finding.where)),
         (say("finding.code"), finding.code),
         (say("finding.steps"), some_ranges(finding.steps)),
+        (say("finding.level"), phrases.level(finding)),
         (say("finding.cost"), html.Strong(phrases.cost(run.report, finding))),
         (say("finding.gain"), phrases.gain(run.report, finding)),
         (say("finding.advice"), finding.advice),

@@ -1,0 +1,99 @@
+"""Where time is lost, from the same breakdown that the report shows, and how much of it the findings explain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid
+from rankscope.analysis.model.finding import Finding, Loss
+
+__all__ = ["LOST", "losses_of", "lost_as", "lost_fraction", "shown_as_lost"]
+
+LOST = {  # kind -> the part of the breakdown
+    "wait": "wait",
+    "bubble": "bubble",
+    "idle": "host",
+    "communication": "transfer",
+    "unattributed": "unsplit",
+    "input": "input",
+    "gc": "gc",
+    "compile": "compile",
+    "checkpoint": "checkpoint",
+}
+_EXPOSED = ("communication", "unattributed")
+_STRAGGLER = ("wait", "bubble", "idle", "unattributed")
+# What the cost of each detector's findings is lost as; those that are not listed show nowhere in the breakdown as lost.
+_LOST_AS = {
+    "slow_rank": _STRAGGLER,
+    "load_imbalance": _STRAGGLER,
+    "expert_imbalance": _STRAGGLER,
+    "stage_imbalance": _STRAGGLER,
+    "pipeline_bubble": _STRAGGLER,
+    "throttling": _STRAGGLER,
+    "noisy_host": (*_STRAGGLER, "input"),
+    "memory_pressure": _STRAGGLER,
+    "host_bound": ("idle", "wait", "compile"),
+    "host_sync": ("idle", "wait"),
+    "recompile": ("compile", *_STRAGGLER),
+    "gc_stall": ("gc", *_STRAGGLER),
+    "checkpoint_stall": ("checkpoint", *_STRAGGLER),
+    "input_stall": ("input", *_STRAGGLER),
+    "slow_link": (*_EXPOSED, "wait", "bubble"),
+    "low_bandwidth": _EXPOSED,
+    "small_messages": _EXPOSED,
+    "tcp_window_limit": _EXPOSED,
+    "unpipelined_hierarchy": _EXPOSED,
+    "exposed_communication": _EXPOSED,
+}
+
+
+def losses_of(breakdown: pl.DataFrame, phases: pl.DataFrame, findings: Sequence[Finding]) -> tuple[Loss, ...]:
+    """The losses of the mean step, the largest first, each with what the `findings` leave unexplained.
+
+    A finding that follows from another one explains nothing besides it.
+    """
+    grid = step_grid(breakdown)
+    if not grid.steps or not grid.step_ns:
+        return ()
+    roots = [finding for finding in findings if finding.caused_by is None and finding.lost_ns_per_step]
+    found = [_loss(kind, grid, phases, roots) for kind in LOST if grid.of(LOST[kind]).any()]
+    return tuple(sorted(found, key=lambda loss: -loss.fraction))
+
+
+def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Finding]) -> Loss:
+    part = LOST[kind]
+    of_rank = grid.of(part).mean(axis=1)
+    least, most = int(of_rank.argmin()), int(of_rank.argmax())
+    fraction = float(of_rank.mean()) / grid.step_ns
+    causes = [finding for finding in roots if kind in _LOST_AS.get(finding.detector, LOST)]
+    rows = phases.filter(pl.col("part") == part).with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
+    labels = rows.group_by("label").agg(pl.col("ns").sum()).sort("ns", "label", descending=[True, False])["label"]
+    return Loss(
+        kind=kind,
+        ns_per_step=round(float(of_rank.mean())),
+        fraction=fraction,
+        where=labels[0] if len(labels) else "",
+        least_rank=grid.ranks[least],
+        least_ns=round(float(of_rank[least])),
+        most_rank=grid.ranks[most],
+        most_ns=round(float(of_rank[most])),
+        explained_by=tuple(dict.fromkeys(finding.detector for finding in causes)),
+        unexplained_fraction=max(fraction - sum(finding.lost_fraction for finding in causes), 0.0),
+    )
+
+
+def lost_fraction(losses: Sequence[Loss]) -> float:
+    """The share of the mean step that is lost in any way."""
+    return sum(loss.fraction for loss in losses)
+
+
+def lost_as(detector: str) -> tuple[str, ...]:
+    """The kinds of loss that this detector's findings bring about, as far as the tables show them."""
+    return _LOST_AS.get(detector, ())
+
+
+def shown_as_lost(detector: str) -> bool:
+    """Whether what this detector looks for is in the table of losses: it then costs no more than is lost there."""
+    return detector in _LOST_AS

@@ -1,0 +1,121 @@
+"""What a headline adds about time that no check has judged: each remark is empty where there is nothing to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import polars as pl
+
+from rankscope.analysis.metrics.step_matrix import APART, MIXED, step_grid
+from rankscope.analysis.model.finding import Lead, NotChecked, StepSummary
+from rankscope.analysis.report.labels import part_name
+from rankscope.analysis.runs.step_range import Stretch
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.text.units import percent
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.code_samples import Code
+from rankscope.analysis.timeline.device_breakdown import QUEUED, UNSEEN
+
+__all__ = ["left_open", "made_of", "not_read", "of_outliers", "stopped", "unclear", "unknown", "without_reason"]
+
+LARGE = 0.05  # share of the step from which a remark mentions a part
+MUCH = 0.2  # share of the step from which it mentions what no check can judge
+
+
+def unclear(not_checked: Sequence[NotChecked]) -> str:
+    """Which check could not tell, though what it looks for may be there."""
+    unclear = sorted((check for check in not_checked if check.unclear), key=lambda check: check.detector != "slow_rank")
+    if not unclear:
+        return ""
+    others = counted(len(unclear) - 1, "other check")
+    more = text(" (nor could {others})", others=others) if unclear[1:] else ""
+    return text("; {detector} could not tell: {why}{more}", detector=unclear[0].detector, why=unclear[0].why, more=more)
+
+
+def stopped(breakdown: pl.DataFrame) -> str:
+    """For how much of the step hosts are stopped, where it is much: nobody saw whether devices had work meanwhile."""
+    grid = step_grid(breakdown)
+    share = float(grid.of(*APART).mean()) / grid.step_ns
+    said = text(
+        "; hosts stand in input, garbage collection, compilation or checkpoints for {share} of the step, and what "
+        "devices did meanwhile was not recorded",
+        share=percent(share),
+    )
+    return said if share >= LARGE else ""
+
+
+def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
+    """What CUDA events leave open of the devices' time, where it is much."""
+    if lead is None:
+        return ""
+    said = []
+    if lead.idle_fraction >= MUCH:
+        place = code.most_of(None)
+        said += [
+            text(
+                "; devices may stand idle for up to {share} of the step, which rankscope trigger RUN --steps 3 tells",
+                share=percent(lead.idle_fraction),
+            ),
+            text(" (the hosts are mostly at {place})", place=place) if place else "",
+        ]
+    grid = step_grid(breakdown)
+    mixed = float(grid.of(MIXED).mean() / grid.step_ns)
+    if mixed >= MUCH:
+        said.append(text("; in {share} of the step compute and communication are not told apart", share=percent(mixed)))
+    return joined("", said)
+
+
+def without_reason(phases: pl.DataFrame) -> str:
+    """How much of the step devices stand idle and the trace does not show why, where it is much."""
+    length = pl.col("end_ns") - pl.col("start_ns")
+    unknown = (pl.col("part") == "other") & pl.col("label").is_in([QUEUED, UNSEEN])
+    share = phases.select(length.filter(unknown).sum() / length.sum()).item() or 0.0
+    much = text("; the devices stand idle {share} of the step, and the trace does not show why", share=percent(share))
+    return much if share >= MUCH else ""
+
+
+def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
+    """What the steps take that were set aside, where it is much, and where in the code."""
+    if steps.outliers_fraction < LARGE:
+        return ""
+    outliers = timeline.steps.filter(pl.col("aside") == "outlier")
+    place = replace(code, samples=timeline.samples.join(outliers, on=["rank", "step"], how="semi")).most()
+    return text(
+        "; steps set aside as outliers ({count}) take {share} of the time{at}",
+        count=steps.outliers,
+        share=percent(steps.outliers_fraction),
+        at=text(", mostly at {place}", place=place) if place else "",
+    )
+
+
+def not_read(stretch: Stretch | None) -> str:
+    """That steps were left out which nobody asked to leave out."""
+    return text("; {only}", only=stretch.said) if stretch and not stretch.asked else ""
+
+
+def unknown(breakdown: pl.DataFrame, code: Code) -> str:
+    """How much of the step main threads do what no collector knows, where it is much, and where in the code."""
+    place = code.most_of("other")
+    grid = step_grid(breakdown)
+    share = float(grid.of("other").mean()) / grid.step_ns if place else 0.0
+    if place is None or share < MUCH:
+        return ""
+    return text(
+        "; {share} of the step is in code that belongs to no known part, most of it at {place}",
+        share=percent(share),
+        place=place,
+    )
+
+
+def made_of(breakdown: pl.DataFrame) -> str:
+    """The largest parts of the step, where it could be cut into parts."""
+    total = breakdown["ns"].sum()
+    if not total:
+        return ""
+    share = pl.col("ns").sum() / total
+    parts = breakdown.group_by("part").agg(share).filter(pl.col("ns") >= LARGE).sort("ns", "part", descending=True)
+    largest = parts.head(3).iter_rows()
+    shares = (text("{share} {part}", share=percent(ns), part=part_name(part)) for part, ns in largest)
+    return text("; the step is {parts}", parts=joined(", ", shares))

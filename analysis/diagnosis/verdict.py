@@ -1,0 +1,334 @@
+"""The headline of a report, its color, and how sure each finding is: never in contradiction to the tables below it.
+
+Levels: a finding is *confirmed* where statistics and replay agree, *likely* where only one of them shows it or where
+few operations were seen. Time that is lost and that no finding explains is *unexplained*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import polars as pl
+
+from rankscope.analysis.detectors import ENOUGH_STEPS, spec_of
+from rankscope.analysis.diagnosis import remarks
+from rankscope.analysis.diagnosis.losses import lost_as, lost_fraction, shown_as_lost
+from rankscope.analysis.model.finding import (
+    Fidelity,
+    Finding,
+    Healthy,
+    Lead,
+    Loss,
+    NotChecked,
+    Rate,
+    StepSummary,
+)
+from rankscope.analysis.report.money import cost_of, money_text
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.units import duration, percent
+from rankscope.analysis.timeline.code_samples import Code
+
+__all__ = ["CONFIRMED", "LIKELY", "Seen", "status_of", "verdict_of", "with_levels", "without_coarse"]
+
+CONFIRMED, LIKELY = "confirmed", "likely"
+_CLEAR_CHANCE = 0.001  # how rarely chance may show as much in operations that stand for too few steps
+_AGREES = 0.5  # share of a finding's cost that the replay of its fix must bring
+_LEAST = 0.01  # share of the step: no headline claims to see less
+MUCH_LOST = 0.05  # share of the step from which on a job is not called healthy
+_FEW = 20  # steps: more than that are what a profiler's schedule is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a verdict rests on: the ranks, the steps, and the tables of judged steps."""
+
+    ranks: tuple[int, ...]
+    world_size: int | None
+    steps: StepSummary
+    rate: Rate
+    breakdown: pl.DataFrame
+    phases: pl.DataFrame
+    lead: Lead | None
+    hosts_only: bool
+    profiled: bool  # a profiler's capture, not a run that was recorded
+    code: Code
+    aside: str  # what the headline says of steps that were excluded
+
+    @property
+    def without_steps(self) -> list[int]:
+        judged = set(self.breakdown["rank"].unique()) if self.steps.count else set(self.ranks)
+        return sorted(set(self.ranks) - judged) if judged else []
+
+
+def with_levels(findings: Sequence[Finding], steps: StepSummary, fidelity: Fidelity | None) -> tuple[Finding, ...]:
+    """The findings, each with its level."""
+    return tuple(replace(finding, confidence=_level(finding, steps, fidelity)) for finding in findings)
+
+
+def _level(finding: Finding, steps: StepSummary, fidelity: Fidelity | None) -> str:
+    if not finding.lost_ns_per_step:  # nothing is estimated: it was seen
+        return CONFIRMED
+    is_sampled = steps.count >= ENOUGH_STEPS if finding.chance is None else finding.chance <= _CLEAR_CHANCE
+    is_clear = is_sampled and finding.uncertainty_ns < finding.lost_ns_per_step
+    is_replayed = fidelity is not None and fidelity.steps > 1 and finding.fix is not None
+    agrees = is_replayed and (finding.gain_fraction or 0.0) >= _AGREES * finding.lost_fraction
+    return CONFIRMED if is_clear and agrees else LIKELY
+
+
+def without_coarse(
+    healthy: Sequence[Healthy], losses: Sequence[Loss], steps: StepSummary
+) -> tuple[list[Healthy], list[NotChecked]]:
+    """The healthy checks, and apart those that are too coarse to say so where much is lost that nothing explains."""
+    kept: list[Healthy] = []
+    coarse: list[NotChecked] = []
+    for check in healthy:
+        could_be = [loss for loss in losses if loss.kind in lost_as(check.detector)]
+        left = max(could_be, key=lambda loss: loss.unexplained_fraction, default=None)
+        limit = (check.resolution_ns or 0) / (steps.mean_ns or 1)
+        if left is None or left.unexplained_fraction < MUCH_LOST or limit <= 1.01 * MUCH_LOST:
+            kept.append(check)
+            continue
+        why = text("{loss} of the step, and losses below {limit} are not seen", loss=_loss(left), limit=percent(limit))
+        coarse.append(NotChecked(detector=check.detector, why=why, unclear=True))
+    return kept, coarse
+
+
+def status_of(
+    findings: Sequence[Finding],
+    healthy: Sequence[Healthy],
+    not_checked: Sequence[NotChecked],
+    losses: Sequence[Loss],
+    seen: Seen,
+) -> str:
+    """ "red": something costs 5 % of the step or more, or the job hangs. "green": the tables show that less than 5 % is
+    lost, and no loss of 5 % could have been overlooked. Else "amber"."""
+    if any(finding.severity != "low" for finding in findings):
+        return "red"
+    if findings or not _was_judged(healthy, losses, seen) or lost_fraction(losses) >= MUCH_LOST:
+        return "amber"
+    open_checks = [check for check in not_checked if check.unclear and not _is_bounded(check.detector, seen)]
+    limit, _ = _limit(healthy, losses, seen)
+    return "amber" if open_checks or limit >= MUCH_LOST or _remarks(seen) else "green"
+
+
+def verdict_of(
+    findings: Sequence[Finding],
+    healthy: Sequence[Healthy],
+    not_checked: Sequence[NotChecked],
+    losses: Sequence[Loss],
+    seen: Seen,
+) -> str:
+    """One or two sentences: the costliest finding, or the largest loss that nothing explains, or that there is none."""
+    absent = _absent(seen)
+    if findings:
+        headline = _headline(findings, seen)
+        return text("{headline}{absent}.", headline=joined("", (headline, _besides(findings, losses))), absent=absent)
+    if not _was_judged(healthy, losses, seen):
+        return _cannot_judge(healthy, not_checked, seen, absent)
+    status = status_of(findings, healthy, not_checked, losses, seen)
+    counts = text(
+        "{steps} of {ranks}",
+        steps=counted(seen.steps.count, "judged step"),
+        ranks=counted(len(seen.ranks) - len(seen.without_steps), "rank"),
+    )
+    more = joined("", (remarks.unclear(not_checked) if status != "green" else "", _remarks(seen), absent))
+    if lost_fraction(losses) >= MUCH_LOST:
+        return text("Unexplained: {loss}{more}.", loss=_unexplained(losses, seen, counts), more=more)
+    limit, detector = _limit(healthy, losses, seen)
+    if limit >= MUCH_LOST:
+        return text(
+            "No finding in {counts}, and {detector} below {limit} of the step would not be seen{more}.",
+            counts=counts,
+            detector=detector,
+            limit=percent(limit),
+            more=more,
+        )
+    if status != "green":
+        return text("No bottleneck found in {counts}{more}.", counts=counts, more=more)
+    largest = max(limit, lost_fraction(losses), _LEAST)
+    return text(
+        "No bottleneck above {limit} of the step in {counts}{more}.", limit=percent(largest), counts=counts, more=more
+    )
+
+
+def _was_judged(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> bool:
+    """Whether there is anything to say: a check of the speed was made, or a profiler's tables show what is lost."""
+    return (seen.profiled and lost_fraction(losses) >= MUCH_LOST) or any(
+        spec_of(check.detector).judges_speed for check in healthy
+    )
+
+
+def _is_bounded(detector: str, seen: Seen) -> bool:
+    """Whether what it looks for costs no more than the table of losses shows: it needs the ranks' communication."""
+    return shown_as_lost(detector) and not seen.hosts_only
+
+
+def _limit(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> tuple[float, str]:
+    """The largest share of the step that a check may have overlooked, and which check.
+
+    One whose cost the tables show as lost has overlooked no more than is lost there.
+    """
+    lost, mean_ns = lost_fraction(losses), seen.steps.mean_ns or 1
+    limits = []
+    for check in healthy:
+        own = (check.resolution_ns or 0) / mean_ns
+        limits.append((min(own, lost) if _is_bounded(check.detector, seen) else own, check.detector))
+    return max(limits, default=(0.0, ""))
+
+
+def _remarks(seen: Seen) -> str:
+    return joined(
+        "",
+        (
+            remarks.without_reason(seen.phases),
+            remarks.unknown(seen.breakdown, seen.code),
+            remarks.left_open(seen.breakdown, seen.lead, seen.code),
+            remarks.stopped(seen.breakdown) if seen.hosts_only else "",
+        ),
+    )
+
+
+def _unexplained(losses: Sequence[Loss], seen: Seen, counts: str) -> str:
+    """The largest loss with rank and place, what is lost in all, and which recording would show why."""
+    largest = losses[0]
+    step = duration(seen.steps.mean_ns or 0)
+    said = [
+        text("{loss} of the {step} step in {counts}", loss=_loss(largest), step=step, counts=counts),
+        _place(largest, len(seen.ranks)),
+    ]
+    if len(losses) > 1 and lost_fraction(losses) - largest.fraction >= 0.01:
+        said.append(text("; {share} is lost in all", share=percent(lost_fraction(losses))))
+    return joined("", (*said, _what_would_show_it(largest, seen)))
+
+
+def _loss(loss: Loss) -> str:
+    share = percent(loss.fraction)
+    named_by_kind = {
+        "wait": text("wait for peers takes {share}", share=share),
+        "bubble": text("wait for other pipeline stages takes {share}", share=share),
+        "idle": text("the GPU idles for its host {share}", share=share),
+        "communication": text("exposed communication takes {share}", share=share),
+        "unattributed": text("communication that was not matched takes {share}", share=share),
+        "input": text("wait for input takes {share}", share=share),
+        "gc": text("garbage collection takes {share}", share=share),
+        "compile": text("compilation takes {share}", share=share),
+        "checkpoint": text("checkpoints take {share}", share=share),
+    }
+    return named_by_kind[loss.kind]
+
+
+def _place(loss: Loss, ranks: int) -> str:
+    """Who loses most of it, or who waits least, and where."""
+    where = text(", most in {label}", label=loss.where) if loss.where else ""
+    if ranks < 2:
+        return where
+    least, most = duration(loss.least_ns), duration(loss.most_ns)
+    if loss.kind in ("wait", "bubble"):
+        said = text(
+            " (rank {rank} waits least: {least}, others up to {most})", rank=loss.least_rank, least=least, most=most
+        )
+        return joined("", (where, said))
+    if loss.most_ns >= 1.5 * loss.ns_per_step:
+        return joined("", (where, text(" (rank {rank}: {most})", rank=loss.most_rank, most=most)))
+    return where
+
+
+def _what_would_show_it(loss: Loss, seen: Seen) -> str:
+    if not seen.profiled:
+        return text("; rankscope trigger RUN --steps 10 records what ranks and devices do meanwhile")
+    if len(seen.ranks) < (seen.world_size or 0):
+        return text("; captures of all ranks would show who causes it")
+    if loss.kind == "idle":
+        return text("; a capture with with_stack=True shows where the host is")
+    if loss.kind == "communication":
+        return text("; NCCL's profiler plugin shows whether a link or a rank is slow")
+    if seen.steps.count < _FEW:
+        return text("; a capture of {steps} steps on all ranks would show whether it recurs", steps=_FEW)
+    return text("; a recording with rankscope run shows what ranks do meanwhile")
+
+
+def _besides(findings: Sequence[Finding], losses: Sequence[Loss]) -> str:
+    """The largest loss that the findings do not explain, where it is much."""
+    left = max(losses, key=lambda loss: loss.unexplained_fraction, default=None)
+    if left is None or left.unexplained_fraction < max(MUCH_LOST, findings[0].lost_fraction):
+        return ""
+    if not findings[0].lost_ns_per_step:
+        return ""
+    return text("; unexplained: {loss} of the step", loss=_loss(left))
+
+
+def _absent(seen: Seen) -> str:
+    """Which steps and ranks the verdict does not speak of."""
+    missing = sorted(set(range(seen.world_size or 0)) - set(seen.ranks))
+    not_recorded = (
+        text(
+            "; {missing} of {world} {en_were} not recorded",
+            missing=named("rank", missing),
+            world=seen.world_size,
+            en_were="was" if len(missing) == 1 else "were",
+        )
+        if missing
+        else ""
+    )
+    no_steps = seen.without_steps
+    not_judged = (
+        text(
+            "; {ranks} {en_have} no steps and {en_were} not judged", ranks=named("rank", no_steps), **_number(no_steps)
+        )
+        if no_steps
+        else ""
+    )
+    return joined("", (seen.aside, not_judged, not_recorded))
+
+
+def _cannot_judge(healthy: Sequence[Healthy], not_checked: Sequence[NotChecked], seen: Seen, absent: str) -> str:
+    steps = seen.steps
+    why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
+    if not steps.count:
+        why = text("no step was seen")
+    if steps.warmup and not steps.count:
+        why = text("{steps} seen, all of them warm-up", steps=counted(steps.warmup, "step"))
+    place = None if steps.count else seen.code.most()
+    seen_at = text("; main threads were mostly at {place}", place=place) if place else ""
+    more = joined("", (remarks.made_of(seen.breakdown), remarks.without_reason(seen.phases), seen_at, absent))
+    if healthy and not steps.count:
+        return text("No rank hangs; cannot judge: {why}{more}.", why=why, more=more)
+    return text("Cannot judge: {why}{more}.", why=why, more=more)
+
+
+def _number(ranks: Sequence[int]) -> dict[str, str]:
+    """The English verbs for so many."""
+    return {"en_have": "has", "en_were": "was"} if len(ranks) == 1 else {"en_have": "have", "en_were": "were"}
+
+
+def _headline(findings: Sequence[Finding], seen: Seen) -> str:
+    """The first finding, and how many more there are that do not follow from it."""
+    first, steps, rate = findings[0], seen.steps, seen.rate
+    waiting = len(seen.ranks) - len(first.ranks)
+    said = [text("Likely: {title}", title=first.title) if first.confidence == LIKELY else first.title]
+    if steps.mean_ns is not None and first.lost_ns_per_step:
+        share, step = percent(first.lost_fraction), duration(steps.mean_ns)
+        lost = duration(first.lost_ns_per_step)
+        if lost in first.title:
+            said.append(text(" ({share} of the {step} step)", share=share, step=step))
+        else:  # what is longer is not all lost
+            said.append(text(" (it costs {lost}, {share} of the {step} step)", lost=lost, share=share, step=step))
+    if first.ranks and waiting and spec_of(first.detector).waited_for:
+        said.append(
+            text(
+                " and {waiting} {en_wait} for {en_them}",
+                waiting=counted(waiting, "rank"),
+                en_wait="waits" if waiting == 1 else "wait",
+                en_them="it" if len(first.ranks) == 1 else "them",
+            )
+        )
+    money = cost_of(first, rate).lost_money_per_hour
+    if money is not None and rate.price is not None:
+        whole = money_text(rate.ranks * rate.price)
+        said.append(text("; it costs {money} of {whole} an hour", money=money_text(money), whole=whole))
+    more = sum(1 for finding in findings[1:] if finding.caused_by is None)
+    if more:
+        said.append(text("; {findings}", findings=counted(more, "more finding")))
+    return joined("", said)
