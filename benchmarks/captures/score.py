@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def results(wanted: Iterable[Case], processes: int, path: Path | None) -> list[R
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
     known = {r["case"]["name"] for r in rows}
     missing = [case for case in wanted if case.name not in known]
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for row in pool.map(judged, missing, chunksize=4):
             rows.append(row)
             if path:
