@@ -16,6 +16,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.metrics.once import once
+
 __all__ = [
     "APART",
     "BLOCKED",
@@ -31,6 +33,7 @@ __all__ = [
     "gain_ns",
     "lasting_half_widths",
     "own_by_label",
+    "places",
     "robust_deviation",
     "step_grid",
     "sums",
@@ -100,21 +103,36 @@ class StepGrid:
         return self.of(*MAYBE_BLOCKED)
 
 
+@once
 def step_grid(breakdown: pl.DataFrame) -> StepGrid:
     """Arrange the breakdown by rank and step; a step that a rank lacks is left out."""
-    seen = breakdown.select("rank", "step").unique()
-    ranks = seen["rank"].unique().sort()
-    steps = seen.group_by("step").agg(pl.len()).filter(pl.col("len") == len(ranks))["step"].sort()
-    kept = breakdown.filter(pl.col("step").is_in(steps.implode()))
-    names = kept["part"].unique().sort()
+    ranks, steps, names = (breakdown[column].unique().sort() for column in ("rank", "step", "part"))
+    rank, step = places(breakdown["rank"], ranks), places(breakdown["step"], steps)
+    part = breakdown["part"].cast(pl.Enum(names)).to_physical().to_numpy().astype(np.int64)
     shape = (len(names), len(ranks), len(steps))
-    part = np.searchsorted(names.to_numpy(), kept["part"].to_numpy())
-    rank = np.searchsorted(ranks.to_numpy(), kept["rank"].to_numpy())
-    cell = (part * len(ranks) + rank) * len(steps) + np.searchsorted(steps.to_numpy(), kept["step"].to_numpy())
-    values = np.bincount(cell, kept["ns"].to_numpy(), math.prod(shape)).reshape(shape)
+    cell = (part * len(ranks) + rank) * len(steps) + step
+    values = np.bincount(cell, breakdown["ns"].to_numpy(), math.prod(shape)).reshape(shape)
+    seen = np.zeros(shape[1:], dtype=bool)
+    seen[rank, step] = True
+    whole: NDArray[np.bool_] = np.logical_and.reduce(seen, axis=0)
+    if not whole.all():
+        values, steps, part = values[:, :, whole], steps.filter(pl.Series(whole)), part[whole[step]]
+    values.flags.writeable = False  # the grid is shared
     step_ns = float(values.sum()) / max(len(ranks) * len(steps), 1)
-    parts = dict(zip(names.to_list(), values, strict=True))
+    parts = {names[int(each)]: values[each] for each in np.flatnonzero(np.bincount(part, minlength=len(names)))}
     return StepGrid(tuple(ranks.to_list()), tuple(steps.to_list()), parts, step_ns)
+
+
+def places(values: pl.Series, among: pl.Series) -> Ints:
+    """Where each value stands `among` all that there are, sorted; none may be missing."""
+    if among.is_empty():
+        return np.zeros(0, dtype=np.int64)
+    first, last = int(among[0]), int(among[-1])
+    if last - first > len(values) + len(among):
+        return np.searchsorted(among.to_numpy(), values.to_numpy())
+    at = np.zeros(last - first + 1, dtype=np.int64)
+    at[among.to_numpy() - first] = np.arange(len(among))
+    return np.asarray(at[values.to_numpy() - first])
 
 
 def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:
@@ -131,11 +149,21 @@ def sums(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:
 
 def by_rank_and_step(rows: pl.DataFrame, column: str, ranks: Sequence[int], steps: Sequence[int]) -> Floats:
     """The sums of a column of rows (rank, step, …) as an array of (rank, step); other ranks and steps are left out."""
-    known = rows.filter(pl.col("rank").is_in(ranks), pl.col("step").is_in(steps))
-    sums = np.zeros((len(ranks), len(steps)))
-    at = np.searchsorted(ranks, known["rank"]), np.searchsorted(steps, known["step"])
-    np.add.at(sums, at, known[column].to_numpy())
-    return sums
+    rank, step = _known_places(rows["rank"], ranks), _known_places(rows["step"], steps)
+    known = (rank >= 0) & (step >= 0)
+    cell = rank[known] * len(steps) + step[known]
+    values = rows[column].filter(pl.Series(known)).to_numpy()
+    return np.bincount(cell, values, len(ranks) * len(steps)).reshape(len(ranks), len(steps)).astype(np.float64)
+
+
+def _known_places(values: pl.Series, among: Sequence[int]) -> Ints:
+    """Where each value stands among these, which are sorted; -1 where it is none of them, or missing."""
+    numbers = values.fill_null(-1).to_numpy()
+    if not among:
+        return np.full(len(numbers), -1)
+    ordered = np.asarray(among)
+    at = np.minimum(np.searchsorted(ordered, numbers), len(ordered) - 1)
+    return np.where(ordered[at] == numbers, at, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.analysis.replay.device_graph import MOST_ROWS
 from rankscope.analysis.runs.trace import BadInput, Trace
 
 if TYPE_CHECKING:
@@ -67,6 +66,8 @@ def _of_rows(reader: NativeReader) -> float:
 
 def needed_bytes(rows: int) -> int:
     """What a report on so many kernels and launches takes at most, this process included."""
+    from rankscope.analysis.replay.device_graph import MOST_ROWS  # not imported where nothing of a device was recorded
+
     return _BEFORE + rows * _OF_TIMELINE + min(rows, MOST_ROWS) * _OF_GRAPH
 
 

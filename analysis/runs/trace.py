@@ -134,16 +134,23 @@ def _readers() -> dict[str, ModuleType]:
     from rankscope.analysis import readers  # they need BadInput
 
     names = [m.name for m in pkgutil.iter_modules(readers.__path__) if not m.name.startswith("_")]
-    modules = {name: importlib.import_module(f"{readers.__name__}.{name}") for name in sorted(names)}
+    modules = {name: _reader(name) for name in sorted(names)}
     formats = {name: module for name, module in modules.items() if hasattr(module, "recognises")}
     last = {name: formats.pop(name) for name in _ASKED_LAST if name in formats}
     return {_OWN: formats.pop(_OWN), **formats, **last}
 
 
+def _reader(name: str) -> ModuleType:
+    return importlib.import_module(f"rankscope.analysis.readers.{name}")
+
+
 def _choose(names: list[str]) -> tuple[str, ModuleType]:
     """The format in which all these paths are."""
-    readers = _readers()
     paths = [Path(name) for name in names]
+    own = _reader(_OWN)
+    if paths and all(own.recognises(path) for path in paths):
+        return _OWN, own  # the others need not be imported
+    readers = _readers()
     for path in paths:
         if not path.exists() and not readers[_OWN].recognises(path):  # a world of a run need be no folder
             raise BadInput(f"{path} does not exist")

@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from rankscope.collectors.agent.arrow_writer import RunFolder
+if TYPE_CHECKING:  # `rankscope trigger` asks without what writes
+    from rankscope.collectors.agent.arrow_writer import RunFolder
 
 __all__ = ["ENDED", "Windows", "ask", "folder_of"]
 

@@ -1,0 +1,116 @@
+"""What commands of the analysis take: CPU time, memory, and how many rows a CPU second judges.
+
+    python benchmarks/analysis.py startup [--before CHECKOUT]
+    python benchmarks/analysis.py rows --ranks 64 --steps 600 [--before CHECKOUT]
+    python benchmarks/analysis.py trace TRACE.json.gz --size-mb 606 [--before CHECKOUT]
+
+`startup` is what a command takes that has nearly nothing to do: 4 ranks, 40 steps. `rows` is a report on a simulated
+FSDP job, `trace` one on a profiler's trace that is repeated up to the size. Every command runs in a process of its own,
+its children's time included, in alternation with the same one of another checkout (compiled in place) where that is
+given; the least of the rounds counts, since other work only ever adds to it. Memory below that of
+this script itself (some 90 MB) is not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+
+HERE = Path(__file__).resolve().parent.parent
+
+
+class Cost(NamedTuple):
+    cpu_s: float
+    wall_s: float
+    memory: int  # bytes, the most of any process
+
+
+def cost_of(arguments: list[str], checkout: Path, compiled: Path) -> Cost:
+    """What `rankscope` with these arguments takes; its modules are compiled once, as an installation's are."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout / "src"),
+        "PYTHONPYCACHEPREFIX": str(compiled / checkout.name),
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rankscope", *arguments], stdout=subprocess.DEVNULL, env=environment
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"rankscope {' '.join(arguments)} of {checkout} failed")
+    return Cost(used.ru_utime + used.ru_stime, time.perf_counter() - began, used.ru_maxrss * 1024)
+
+
+def compare(commands: list[list[str]], checkouts: list[Path], rounds: int, rows: int | None = None) -> None:
+    """Print a line for each command and checkout."""
+    with tempfile.TemporaryDirectory() as compiled:
+        for arguments in commands:
+            costs: dict[Path, list[Cost]] = {checkout: [] for checkout in checkouts}
+            for _ in range(rounds):
+                for checkout, of in costs.items():
+                    of.append(cost_of(arguments, checkout, Path(compiled)))
+            for checkout, of in costs.items():
+                cpu_s, wall_s, memory = (min(values) for values in zip(*of, strict=True))
+                each = f"  {cpu_s * 1e6 / rows:6.2f} us a row" if rows else ""
+                name = "now" if checkout == HERE else "before"
+                print(
+                    f"{arguments[0]:8} {name:8} CPU {cpu_s:7.2f} s  wall {wall_s:7.2f} s  {memory / 1e6:6,.0f} MB{each}"
+                )
+
+
+def simulated(folder: Path, ranks: int, steps: int) -> Path:
+    """The run folder of a simulated FSDP job."""
+    from record import write
+    from simulate import Job, healthy_resources, run
+
+    job = Job(parallel="fsdp", ranks=ranks, steps=steps, seed=1)
+    return write(run(job, healthy_resources(job)), folder)
+
+
+def rows_of(run: Path) -> int:
+    from rankscope.analysis.runs.trace import Trace
+
+    trace = Trace.open(run)
+    return sum(trace.reader.rows(name) for name in trace.tables())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("startup", "rows", "trace"))
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--before", type=Path, help="another checkout, whose commands run in alternation")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--size-mb", type=int, default=606)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    checkouts = [*([asked.before.resolve()] if asked.before else []), HERE.resolve()]
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.part == "startup":
+            run = str(simulated(Path(folder, "run"), 4, 40))
+            compare([["--help"], ["ls", run], ["report", run]], checkouts, asked.rounds + 1)  # the first one compiles
+        elif asked.part == "rows":
+            run = simulated(Path(folder, "run"), asked.ranks, asked.steps)
+            rows = rows_of(run)
+            print(f"{rows:,} rows")
+            compare([["report", str(run), "--json", os.devnull]], checkouts, asked.rounds, rows)
+        else:
+            from large_trace import write_large
+
+            large = Path(folder, "rank0.json.gz")
+            print(f"{write_large(asked.trace, large, asked.size_mb * 1_000_000) / 1e6:,.0f} MB of JSON")
+            compare([["report", str(large), "--json", os.devnull]], checkouts, asked.rounds)
+
+
+if __name__ == "__main__":
+    main()
