@@ -9,7 +9,9 @@ from typing import Any
 
 import polars as pl
 
-__all__ = ["LIMIT", "QueryError", "answer", "narrowed"]
+from rankscope.errors import BadQuery
+
+__all__ = ["LIMIT", "answer", "narrowed"]
 
 LIMIT = 5_000_000  # rows of an answer: a join can make more than memory holds
 _PATIENCE_S = 20.0
@@ -22,25 +24,21 @@ _ASKS = re.compile(r"\s*(?:select|with)\b", re.IGNORECASE)
 _FILE_SCAN = re.compile(r"\bSCAN \[")
 
 
-class QueryError(Exception):
-    """Why a question gets no answer, in one line."""
-
-
 def answer(tables: Mapping[str, pl.DataFrame], query: str) -> pl.DataFrame:
-    """The answer's first LIMIT rows. Raises QueryError."""
+    """The answer's first LIMIT rows. Raises BadQuery."""
     asked = query.strip().rstrip(";")
     if not _ASKS.match(asked):
-        raise QueryError("begin with SELECT or WITH: the tables can be read, not changed")
+        raise BadQuery("begin with SELECT or WITH: the tables can be read, not changed")
     if _READS.search(asked):
-        raise QueryError("only the run's own tables can be read here, no files")
+        raise BadQuery("only the run's own tables can be read here, no files")
     context = pl.SQLContext({name: frame.lazy() for name, frame in tables.items()})
     try:
         plan = context.execute(asked, eager=False).head(LIMIT)
         if _FILE_SCAN.search(plan.explain(optimized=False)):
-            raise QueryError("only the run's own tables can be read here, no files")
+            raise BadQuery("only the run's own tables can be read here, no files")
         return _within(plan, _PATIENCE_S)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise QueryError(_one_line(error)) from None
+        raise BadQuery(_one_line(error)) from None
 
 
 def _within(plan: pl.LazyFrame, seconds: float) -> pl.DataFrame:
@@ -50,7 +48,7 @@ def _within(plan: pl.LazyFrame, seconds: float) -> pl.DataFrame:
     while (found := running.fetch()) is None:
         if time.monotonic() > deadline:
             running.cancel()
-            raise QueryError(f"no answer within {seconds:.0f} s; ask for less")
+            raise BadQuery(f"no answer within {seconds:.0f} s; ask for less")
         time.sleep(_WAIT_S)
     return found
 

@@ -11,12 +11,13 @@ from test_kineto import event, kernel, launch, opened
 from test_kineto import step as profiler_step
 
 import rankscope
-from rankscope.analysis.detectors import NotResolvable, host_sync
+from rankscope.analysis.detectors import host_sync
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.metrics.launch_queue import host_gaps, lost_lead
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import WAITING_CALLS
 from rankscope.analysis.timeline.build import build_timeline
+from rankscope.errors import NotResolvable
 
 DATA = Path(__file__).parents[2] / "shared/data/kineto"
 

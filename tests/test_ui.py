@@ -32,8 +32,9 @@ from rankscope.dashboard.app import create_app
 from rankscope.dashboard.figures import collectives, counters, pipeline, rank_step_heatmap
 from rankscope.dashboard.figures.waterfall import waterfall
 from rankscope.dashboard.page_kit import all_pages
-from rankscope.dashboard.sql import QueryError, answer, narrowed
+from rankscope.dashboard.sql import answer, narrowed
 from rankscope.dashboard.state import State
+from rankscope.errors import BadQuery
 
 ROOT = Path(__file__).parents[1]
 KINETO = ROOT.parent / "shared/data/kineto/torchrec/resnet18"
@@ -183,7 +184,7 @@ def test_sql_answers_from_the_runs_tables():
 def test_sql_that_reads_files_changes_tables_or_makes_no_sense_is_refused_in_one_line(query, tmp_path):
     secret = tmp_path / "secret.csv"
     secret.write_text("word\nxyzzy\n")
-    with pytest.raises(QueryError) as refused:
+    with pytest.raises(BadQuery) as refused:
         answer(TABLES, query.format(file=secret))
     said = str(refused.value)
     assert said

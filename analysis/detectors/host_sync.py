@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
+from rankscope.analysis.detectors import judged_grid, price, visible
 from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Evidence, Finding
@@ -34,6 +34,7 @@ from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 
