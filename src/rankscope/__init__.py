@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     open = Trace.open
 
-__all__ = ["annotate", "diagnose", "open", "step"]
+__all__ = ["RankscopeError", "annotate", "diagnose", "open", "step"]
 __version__ = "0.1.0"
 
 
