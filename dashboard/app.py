@@ -5,13 +5,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import hmac
+import sys
 import time
 from typing import Any
 from urllib.parse import urlsplit
 
 import dash_mantine_components as dmc
+import msgspec
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Response, redirect, request
+from werkzeug.exceptions import HTTPException
 
 from rankscope.analysis.report import palette
 from rankscope.analysis.report.html import chart_styles
@@ -25,6 +28,8 @@ __all__ = ["create_app"]
 _COOKIE = "rankscope-language"
 _TICK_MS = 700
 _GZIP_LEVEL = 1
+_CALLBACK = "/_dash-update-component"
+_MOST_BODY_BYTES = 4 << 20
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 _INDEX = """<!DOCTYPE html>
@@ -73,7 +78,8 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
         .replace("HATCHES", hatches)
     )
     app.layout = lambda: _frame(runs)
-    _guard(app, token, {*_LOCAL, host})
+    usual = set(app.server.view_functions)  # Dash's own routes: a page's frame, its scripts and styles
+    _guard(app, token, {*_LOCAL, host}, usual)
     _speak(app, lang)
     app.callback(
         Output("page", "children"),
@@ -263,14 +269,29 @@ def _status(progress: Progress, page: str) -> Any:  # noqa: ANN401
     return html.Div([badge, verdict], className="status")
 
 
-def _guard(app: Dash, token: str, hosts: set[str]) -> None:
-    """Refuse whoever has no token; where none is asked for, refuse pages of other sites that point a name at us."""
+class _Callback(msgspec.Struct):
+    """What Dash's own page sends; a body without this is refused before Dash works on it."""
+
+    output: str
+    inputs: list[Any]
+    outputs: dict[str, Any] | list[Any] | None = None
+    state: list[Any] | None = None
+
+
+def _guard(app: Dash, token: str, hosts: set[str], usual: set[str]) -> None:
+    """Refuse other sites' pages and whoever has no token; a body that is not one of ours is one line, no traceback."""
     cookie = f"rankscope-{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # servers of other ports have their own
+    app.server.config["MAX_CONTENT_LENGTH"] = _MOST_BODY_BYTES
 
     def check() -> Any:  # noqa: ANN401
-        if not token:
-            named = urlsplit(f"//{request.host}").hostname
-            return None if named in hosts else Response("rankscope answers to its own address only\n", 403)
+        if not token and urlsplit(f"//{request.host}").hostname not in hosts:
+            return Response("rankscope answers to its own address only\n", 403)
+        works = request.method not in ("GET", "HEAD") or request.endpoint not in usual
+        if not _is_own(works=works and not token):
+            return Response("rankscope answers to its own pages only: enter this address by hand to open it\n", 403)
+        return ask() if token else None
+
+    def ask() -> Any:  # noqa: ANN401
         if hmac.compare_digest(request.args.get("token", "").encode(), token.encode()):
             answer = redirect(request.path)
             answer.set_cookie(cookie, token, httponly=True, samesite="Strict")
@@ -279,7 +300,25 @@ def _guard(app: Dash, token: str, hosts: set[str]) -> None:
             return None
         return Response(_ASK, 401, mimetype="text/html")
 
+    def check_body() -> Response | None:
+        if request.path != _CALLBACK or request.method != "POST":
+            return None
+        try:
+            msgspec.json.decode(request.get_data(), type=_Callback)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            return Response(f"this is no request of rankscope's own pages: {error}\n", 400, mimetype="text/plain")
+        return None
+
+    def fail(error: Exception) -> Any:  # noqa: ANN401
+        """One line for a request that cannot be answered; Dash and Flask would write a traceback."""
+        if isinstance(error, HTTPException):
+            return error
+        print(f"rankscope: {request.path} failed: {type(error).__name__}: {error}"[:300], file=sys.stderr, flush=True)
+        return Response("this could not be answered; rankscope's terminal says why\n", 500, mimetype="text/plain")
+
     app.server.before_request(check)
+    app.server.before_request(check_body)
+    app.server.register_error_handler(Exception, fail)
 
     def seal(response: Response) -> Response:
         response.headers["X-Content-Type-Options"] = "nosniff"
@@ -296,6 +335,21 @@ def _guard(app: Dash, token: str, hosts: set[str]) -> None:
 
     app.server.after_request(seal)
     app.server.after_request(pack)
+
+
+def _is_own(*, works: bool) -> bool:
+    """Whether a request comes from a page of this server, or was entered by hand.
+
+    Browsers say so (Sec-Fetch-Site), but for addresses of other machines without TLS. Where they do not, a request that
+    `works`, which a page of another site could make with a mere link, must name its origin.
+    """
+    site = request.headers.get("Sec-Fetch-Site")
+    if site is not None:
+        return site in ("same-origin", "none")
+    origin = request.headers.get("Origin")
+    if origin is not None:
+        return urlsplit(origin).netloc == request.host
+    return not works or request.method not in ("GET", "HEAD")
 
 
 def _speak(app: Dash, usual: str) -> None:

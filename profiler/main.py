@@ -12,20 +12,19 @@ from importlib import import_module
 from types import ModuleType
 
 import rankscope
-from rankscope.errors import RankscopeError
 from rankscope.profiler import commands
-from rankscope.profiler.errors import say
+from rankscope.profiler.errors import RankscopeError, say
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command named on the command line; an error that the user can fix ends it with one line."""
+    """Run the command named on the command line; exits with 2 after one line for an error that the user can mend."""
     try:
         _dispatch(sys.argv[1:])
     except RankscopeError as error:
         say(str(error))
-        sys.exit(error.exit_code)
+        sys.exit(2)
 
 
 def _dispatch(arguments: list[str]) -> None:

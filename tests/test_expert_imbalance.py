@@ -12,8 +12,7 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.detectors import expert_imbalance
-from rankscope.errors import NotResolvable
+from rankscope.analysis.detectors import NotResolvable, expert_imbalance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 

@@ -11,8 +11,7 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.detectors import gradual_slowdown, step_change
-from rankscope.errors import NotResolvable
+from rankscope.analysis.detectors import NotResolvable, gradual_slowdown, step_change
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 

@@ -15,8 +15,7 @@ import pytest
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers.flight_recorder import peers
-from rankscope.analysis.runs.trace import Trace
-from rankscope.errors import BadInput
+from rankscope.analysis.runs.trace import BadInput, Trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 US = 1_000

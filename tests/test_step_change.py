@@ -7,8 +7,7 @@ import random
 import polars as pl
 import pytest
 
-from rankscope.analysis.detectors import step_change
-from rankscope.errors import NotResolvable
+from rankscope.analysis.detectors import NotResolvable, step_change
 
 MS = 1_000_000
 

@@ -28,13 +28,13 @@ import simulate
 
 from rankscope.analysis.report import digest
 from rankscope.analysis.text.chinese import CHINESE
+from rankscope.dashboard import sql
 from rankscope.dashboard.app import create_app
 from rankscope.dashboard.figures import collectives, counters, pipeline, rank_step_heatmap
 from rankscope.dashboard.figures.waterfall import waterfall
 from rankscope.dashboard.page_kit import all_pages
-from rankscope.dashboard.sql import answer, narrowed
+from rankscope.dashboard.sql import QueryError, answer, narrowed
 from rankscope.dashboard.state import State
-from rankscope.errors import BadQuery
 
 ROOT = Path(__file__).parents[1]
 KINETO = ROOT.parent / "shared/data/kineto/torchrec/resnet18"
@@ -45,6 +45,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 MS = 1_000_000
+OWN = {"Host": "localhost", "Sec-Fetch-Site": "same-origin"}  # what a browser says of a request by the page itself
 
 needs_linux = pytest.mark.skipif(
     sys.platform != "linux" or importlib.util.find_spec("torch") is None, reason="recording needs Linux and torch"
@@ -176,6 +177,9 @@ def test_sql_answers_from_the_runs_tables():
         'SELECT * FROM "{file}"',
         "DROP TABLE steps",
         "SELECT * FROM steps; DROP TABLE steps",
+        "SELECT * FROM read_text('{file}')",
+        "SELECT * FROM glob('{file}')",
+        "COPY steps TO '{file}'",
         "SELECT nothing FROM steps",
         "SELECT * FROM",
         "",
@@ -184,12 +188,40 @@ def test_sql_answers_from_the_runs_tables():
 def test_sql_that_reads_files_changes_tables_or_makes_no_sense_is_refused_in_one_line(query, tmp_path):
     secret = tmp_path / "secret.csv"
     secret.write_text("word\nxyzzy\n")
-    with pytest.raises(BadQuery) as refused:
+    with pytest.raises(QueryError) as refused:
         answer(TABLES, query.format(file=secret))
     said = str(refused.value)
     assert said
     assert "\n" not in said
     assert "xyzzy" not in said
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("SELECT " + "(" * 5_000 + "1" + ")" * 5_000, "expression depth"),
+        ("SELECT 1" + " UNION ALL SELECT 1" * 2_000, "20,000 characters"),
+        ("SELECT repeat('x', 1000000) FROM range(100000)", "Out of Memory|too large|too much memory"),
+    ],
+)
+def test_sql_that_takes_too_much_is_refused_in_one_line(query, why, monkeypatch):
+    monkeypatch.setattr(sql, "_MEMORY_BYTES", 128 << 20)
+    with pytest.raises(QueryError, match=why) as refused:
+        answer(TABLES, query)
+    assert "\n" not in str(refused.value)
+
+
+def test_sql_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(sql, "_PATIENCE_S", 2.0)
+    with pytest.raises(QueryError, match="no answer within 2 s; ask for less"):
+        answer(TABLES, "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t")
+
+
+def test_sql_keeps_order_types_and_columns_of_one_name():
+    """A union of 500 answers at once; sums of integers are integers."""
+    ordered = answer(TABLES, "SELECT a.rank, b.rank FROM steps a JOIN steps b USING (ns) ORDER BY ns DESC")
+    assert ordered.to_dict(as_series=False) == {"rank": [2, 1, 0], "rank_1": [2, 1, 0]}
+    assert answer(TABLES, "SELECT 1" + " UNION ALL SELECT 1" * 500).shape == (501, 1)
 
 
 def test_a_grids_filters_and_order_are_applied_to_all_rows():
@@ -259,6 +291,44 @@ def test_pages_of_other_sites_that_point_a_name_here_see_nothing(state):
 
 
 @needs_linux
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize("path", ["/", "/_dash-layout", "/data-download?query=SELECT+1", "/ranks-data"])
+def test_pages_of_other_sites_get_nothing_and_make_nothing_work(state, site, path):
+    client = create_app(state).server.test_client()
+    assert client.get(path, headers={"Host": "localhost", "Sec-Fetch-Site": site}).status_code == 403
+    assert client.get(path, headers={"Host": "localhost", "Origin": "http://evil.example"}).status_code == 403
+    body = {"output": "version.data", "inputs": []}
+    posted = client.post("/_dash-update-component", json=body, headers={"Host": "localhost", "Sec-Fetch-Site": site})
+    assert posted.status_code == 403
+    does_work = path.startswith(("/data", "/ranks"))
+    assert (client.get(path, headers={"Host": "localhost"}).status_code == 403) == does_work
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[",
+        b"5",
+        b"{}",
+        b"[" * 60_000,
+        b'{"output": 5, "inputs": []}',
+        b'{"output": "nothing.data", "inputs": [5]}',
+        b'{"output": "..version.data...status.children...tick.disabled..", "inputs": [{"id": "url", "value": 5}]}',
+    ],
+)
+def test_a_body_that_is_none_of_the_pages_is_one_line(state, body, capfd):
+    client = create_app(state).server.test_client()
+    headers = {**OWN, "Content-Type": "application/json"}
+    answered = client.post("/_dash-update-component", data=body, headers=headers)
+    assert answered.status_code in (400, 500)
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert said.count("\n") <= 1
+
+
+@needs_linux
 @pytest.mark.parametrize(
     ("path", "code"),
     [
@@ -273,13 +343,13 @@ def test_pages_of_other_sites_that_point_a_name_here_see_nothing(state):
 )
 def test_requests_for_what_is_not_of_the_run_are_refused(state, path, code):
     client = create_app(state).server.test_client()
-    assert client.get(path, headers={"Host": "localhost"}).status_code == code
+    assert client.get(path, headers=OWN).status_code == code
 
 
 @needs_linux
 def test_downloads_are_the_whole_table(state, tmp_path):
     client = create_app(state).server.test_client()
-    got = client.get("/data-download?format=arrow&query=SELECT+*+FROM+collectives", headers={"Host": "localhost"})
+    got = client.get("/data-download?format=arrow&query=SELECT+*+FROM+collectives", headers=OWN)
     (tmp_path / "got.arrow").write_bytes(got.data)
     assert pl.read_ipc(tmp_path / "got.arrow").equals(state.ready("").timeline.collectives)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.analysis.runs.trace import Trace
-from rankscope.errors import BadInput
+from rankscope.analysis.runs.trace import BadInput, Trace
 
 if TYPE_CHECKING:
     from rankscope.analysis.readers.native import NativeReader

@@ -13,8 +13,7 @@ from typing import cast
 from rankscope.collectors import node as node_collectors
 from rankscope.collectors import topology
 from rankscope.collectors.counters import COUNTERS
-from rankscope.collectors.node import Collector, Node, Sample
-from rankscope.errors import Unavailable
+from rankscope.collectors.node import Collector, Node, Sample, Unavailable
 
 __all__ = ["Sampler"]
 

@@ -23,8 +23,7 @@ import pynvml
 
 from rankscope.collectors import topology
 from rankscope.collectors.amd import AmdGpus
-from rankscope.collectors.node import Node, Sample
-from rankscope.errors import Unavailable
+from rankscope.collectors.node import Node, Sample, Unavailable
 
 tables = ("counters",)
 

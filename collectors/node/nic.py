@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rankscope.collectors.node import Node, Sample
-from rankscope.errors import Unavailable
+from rankscope.collectors.node import Node, Sample, Unavailable
 
 tables = ("counters",)
 

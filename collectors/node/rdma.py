@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.collectors.node import Node, Sample
-from rankscope.errors import Unavailable
+from rankscope.collectors.node import Node, Sample, Unavailable
 
 tables = ("counters",)
 

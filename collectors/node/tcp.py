@@ -19,8 +19,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rankscope.collectors.node import Node, Sample
-from rankscope.errors import Unavailable
+from rankscope.collectors.node import Node, Sample, Unavailable
 
 tables = ("counters",)
 

@@ -17,9 +17,8 @@ from flask import Response, request
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.page_kit import Query, empty, heading, in_language, query_of, quiet
-from rankscope.dashboard.sql import LIMIT, answer, narrowed
+from rankscope.dashboard.sql import LIMIT, QueryError, answer, narrowed
 from rankscope.dashboard.state import Run, State
-from rankscope.errors import BadQuery
 
 TITLE, ORDER, KEEPS = text("Data"), 120, True
 
@@ -123,7 +122,7 @@ def _shown(run: Run | None, query: str) -> Any:  # noqa: ANN401
         return None
     try:
         frame = _answer(run, query)
-    except BadQuery as error:
+    except QueryError as error:
         return html.P(str(error), className="error", role="alert")
     rows = (
         text("the first {limit:,} rows", limit=LIMIT)
@@ -185,7 +184,7 @@ def _rows(run: Run | None, query: str, wanted: dict[str, Any]) -> dict[str, Any]
         return {"rowData": [], "rowCount": 0}
     try:
         frame = narrowed(_answer(run, query), wanted.get("filterModel") or {}, wanted.get("sortModel") or [])
-    except BadQuery:
+    except QueryError:
         return {"rowData": [], "rowCount": 0}
     block = frame.slice(wanted["startRow"], wanted["endRow"] - wanted["startRow"])
     return {"rowData": block.with_columns(_as_json(block)).to_dicts(), "rowCount": len(frame)}
@@ -213,7 +212,7 @@ def _download(state: State) -> Response:
         return Response("there is no such run", 404)
     try:
         frame = _answer(run, request.args.get("query", ""))
-    except BadQuery as error:
+    except QueryError as error:
         return Response(str(error), 400, mimetype="text/plain")
     if request.args.get("format") == "csv":
         content, kind, ending = frame.write_csv().encode(), "text/csv", "csv"

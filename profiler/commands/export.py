@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rankscope.errors import NotExportable, RankscopeError
+from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -36,11 +36,13 @@ def command(
     from rankscope.analysis.timeline.clocks import apply_clocks
 
     wanted, between = _ranks(ranks), _steps(steps)
-    file = out or Path(_name(run[0]) + _SUFFIX)
+    with clear_input_errors():
+        file = out or Path(_name(run[0]) + _SUFFIX)
     if file.exists():
         raise RankscopeError(f"{file} exists already: name a file that does not with --out")
-    trace = Trace.open(run)
-    timeline = build_timeline(trace)
+    with clear_input_errors():
+        trace = Trace.open(run)
+        timeline = build_timeline(trace)
     report = report_on(trace, timeline)
     gaps = trace.table("gaps").pipe(apply_clocks, timeline.clocks).collect()
     unfinished = file.with_name(f"{file.name}.part")
@@ -49,7 +51,7 @@ def command(
         with _packed(unfinished) as packed:
             events = perfetto.write(timeline, part, report, gaps, cast("BinaryIO", packed))
         unfinished.rename(file)
-    except NotExportable as why:
+    except perfetto.NotExportable as why:
         raise RankscopeError(f"{trace.path}: {why}") from None
     except OSError as error:
         raise RankscopeError(f"cannot write {file}: {error.strerror or error}") from None
