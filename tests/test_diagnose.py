@@ -190,7 +190,7 @@ def test_missing_ranks_are_in_the_verdict():
 def test_what_cannot_be_judged_is_not_called_healthy():
     assert diagnose(run({0: 40}, world_size=1)).findings == ()
     alone = not_checked(diagnose(run({0: 40}, world_size=1)))
-    assert "no peer" in alone["slow_rank"]
+    assert "only one rank" in alone["slow_rank"]
     few = diagnose(run({0: 40, 1: 70}, steps=3))
     assert few.verdict.startswith("Cannot judge: 1 judged step, at least 2 are needed; the step is ")
     none = diagnose(run({0: 40, 1: 70}, steps=0))

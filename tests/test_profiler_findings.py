@@ -17,7 +17,7 @@ from rankscope.analysis.runs.trace import Trace
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 KINETO = SHARED / "kineto"
 MS = 1_000_000
-HOST_SIDE = ("host_bound",)  # a host too slow for its device: true of many of these traces, and no fault of a rank
+HOST_SIDE = ("host_bound", "host_sync")  # hosts too slow for their devices: true of many traces, no fault of a rank
 
 pytestmark = pytest.mark.skipif(not KINETO.exists(), reason=f"the public traces are not at {KINETO}")
 

@@ -116,7 +116,7 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     """The same, for detectors that compare ranks which wait for each other."""
     grid = judged_grid(breakdown, least)
     if len(grid.ranks) < 2:
-        raise NotResolvable(text("only one rank was seen, so there is no peer to compare it with"))
+        raise NotResolvable(text("only one rank was seen; to compare ranks needs the traces of the others"))
     if not grid.maybe_blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication, so nobody is known to wait for anybody"))
     return grid

@@ -38,7 +38,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import NotResolvable, judged_grid, longest_rows, price, visible
-from rankscope.analysis.metrics.step_matrix import BLOCKED, Estimate, Floats, StepGrid, estimate, sums
+from rankscope.analysis.metrics.step_matrix import BLOCKED, Estimate, Floats, StepGrid, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
 from rankscope.analysis.model.spec import Detector
@@ -54,7 +54,7 @@ detector = Detector(
     explains=("slow_rank",),
 )
 
-_LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
+_LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
 _STAYS = 0.5  # share of the loss that is there without the rank that makes most of it: hosts take turns
 _AS_LATE = 0.25  # of the loss: who would hold the job up next for so long shares what makes the host slow
@@ -96,7 +96,7 @@ def detect(
         raise NotResolvable(text("the calls that launch the device's work were not recorded"))
     grid = _launched(breakdown, kernels)
     beside = _late_beside_communication(phases, kernels)
-    lost, stays = _lost(grid, beside)
+    lost, stays = _lost(grid, phases, beside)
     late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
     quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
     holds_up_ns = np.maximum(late_ns, _launching(grid, phases, launches) - quick_ns)
@@ -141,7 +141,7 @@ def resolution_ns(
     if kernels is None:
         return _check_lead(breakdown, marks, min_fraction)
     grid = _launched(breakdown, kernels)
-    lost, _ = _lost(grid, _late_beside_communication(phases, kernels))
+    lost, _ = _lost(grid, phases, _late_beside_communication(phases, kernels))
     unseen = phases.filter(pl.col("part") == "other", pl.col("label") == UNSEEN)
     unseen_ns = unseen.select((pl.col("end_ns") - pl.col("start_ns")).sum()).item() / len(grid.ranks) / len(grid.steps)
     return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns, unseen_ns))
@@ -182,7 +182,7 @@ def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
     return judged_grid(breakdown, _LEAST_STEPS)
 
 
-def _lost(grid: StepGrid, beside: pl.DataFrame) -> tuple[Estimate, float]:
+def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[Estimate, float]:
     """What the busiest rank would be shorter per step with quick hosts; the share that stays if only one gets quick.
 
     The mean over all steps: hosts that are late now and then take turns, and the job waits for each.
@@ -193,7 +193,10 @@ def _lost(grid: StepGrid, beside: pl.DataFrame) -> tuple[Estimate, float]:
     ordered = np.sort(busy, axis=0)
     others = np.where(busy == ordered[-1], ordered[-2:][0], ordered[-1])
     stays = lost.mean() - (busy.max(axis=0) - np.maximum(others, busy - late)).mean(axis=1).max()
-    return estimate(lost), float(stays / max(lost.mean(), 1.0))
+    of_latest = pl.col("rank") == grid.ranks[int(late.mean(axis=1).argmax())]
+    gaps = phases.filter(of_latest, pl.col("part") == "host").select(ns=pl.col("end_ns") - pl.col("start_ns"))
+    pieces = pl.concat([gaps["ns"], beside.filter(of_latest)["certain_ns"]]).to_numpy().astype(np.float64)
+    return estimate_of_pieces(lost, pieces), float(stays / max(lost.mean(), 1.0))
 
 
 def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:

@@ -28,7 +28,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
 from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
-from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, sums
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
@@ -43,7 +43,7 @@ detector = Detector(
     parts=("host",),
 )
 
-_LEAST_STEPS = 2  # a profiler's capture has few, and each holds many gaps
+_LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps
 _TRIM = 0.1
 
 # By the operator that waited: how it is written in a script.
@@ -73,7 +73,7 @@ def detect(
 ) -> list[Finding]:
     """What the job loses because its hosts wait for their devices, as one finding."""
     grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
-    lost = estimate(job_loses(grid, cost), _TRIM)
+    lost = estimate_of_pieces(job_loses(grid, cost), costly["cost_ns"].to_numpy().astype(float), _TRIM)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
     ranks = grid.only(cost.mean(axis=1) >= lost.ns / 2).ranks
@@ -118,8 +118,9 @@ def resolution_ns(
     min_ns: int = 20_000,
 ) -> int:
     """The smallest idle time per step that would have been reported."""
-    grid, _, cost = _costs(breakdown, phases, kernels, launches, min_ns)
-    return visible(grid, max(min_fraction * grid.step_ns, estimate(job_loses(grid, cost), _TRIM).half_width_ns))
+    grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
+    lost = estimate_of_pieces(job_loses(grid, cost), costly["cost_ns"].to_numpy().astype(float), _TRIM)
+    return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns))
 
 
 def _costs(

@@ -28,7 +28,14 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
-from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, over_occurrences, sums
+from rankscope.analysis.metrics.step_matrix import (
+    Floats,
+    StepGrid,
+    estimate,
+    estimate_of_pieces,
+    over_occurrences,
+    sums,
+)
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import MEMORY_CALLS
 from rankscope.analysis.model.spec import Detector
@@ -45,7 +52,7 @@ detector = Detector(
     parts=("host",),
 )
 
-_LEAST_STEPS = 2
+_LEAST_STEPS = 1  # each holds many calls
 _TRIM = 0.1
 _LEAST_GAP_NS = 20_000
 _RETRIES, _RESERVED, _TOTAL = "cuda_alloc_retries", "cuda_reserved_bytes", "cuda_total_bytes"
@@ -83,8 +90,9 @@ def resolution_ns(
 ) -> int:
     """The smallest loss per step that would have been reported."""
     if kernels is not None and launches is not None:
-        grid, _, cost = _idle(breakdown, phases, kernels, launches)
-        return visible(grid, max(min_fraction * grid.step_ns, estimate(job_loses(grid, cost), _TRIM).half_width_ns))
+        grid, costly, cost = _idle(breakdown, phases, kernels, launches)
+        lost = estimate_of_pieces(job_loses(grid, cost), costly["cost_ns"].to_numpy().astype(float), _TRIM)
+        return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns))
     readings = _readings(memory)
     grid, retried = _retried(breakdown, steps, readings)
     excess = _beyond_usual(grid, retried, readings)
@@ -95,7 +103,7 @@ def _of_calls(
     breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame, min_fraction: float
 ) -> list[Finding]:
     grid, costly, cost = _idle(breakdown, phases, kernels, launches)
-    lost = estimate(job_loses(grid, cost), _TRIM)
+    lost = estimate_of_pieces(job_loses(grid, cost), costly["cost_ns"].to_numpy().astype(float), _TRIM)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
     ranks = grid.only(cost.mean(axis=1) >= lost.ns / 2).ranks

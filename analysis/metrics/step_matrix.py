@@ -29,6 +29,7 @@ __all__ = [
     "above_peers",
     "by_rank_and_step",
     "estimate",
+    "estimate_of_pieces",
     "estimates",
     "gain_ns",
     "lasting_half_widths",
@@ -199,6 +200,21 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
     winsorized = np.clip(ordered, kept[:, :1], kept[:, -1:])
     errors = winsorized.std(axis=1, ddof=1) / ((1 - 2 * cut / count) * count**0.5)
     return kept.mean(axis=1), half_width(errors, kept.shape[1])
+
+
+def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> Estimate:
+    """The same of what is lost per step in these pieces (gaps, calls): of a single step they are the sample.
+
+    Each might not have happened, so that a single one is never clear of zero; four of one length just are. Where what
+    is lost is less than they take together, each counts as much less.
+
+    Source: the variance of a compound Poisson sum is that of its number times the mean square of its terms.
+    """
+    if len(values) > 1:
+        return estimate(values, trim)
+    total = float(pieces_ns.sum())
+    share = float(np.sqrt(np.square(pieces_ns).sum())) / total if total else 0.0
+    return Estimate(float(values[0]), 1.96 * share * max(float(values[0]), 0.0))
 
 
 def lasting_half_widths(values: Floats, trim: float = 0.0) -> Floats:

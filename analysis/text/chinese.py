@@ -368,7 +368,7 @@ CHINESE: dict[str, str] = {
     "all ranks that were seen run on one node": "所有看到的 rank 都在同一个节点上",
     "ranks run on {devices}; what these do is recorded in deep windows only (`rankscope trigger`)": "rank 运行在 {devices} 上；设备的活动只在深度采样窗口中记录（`rankscope trigger`）",
     "{steps}, at least {least} are needed": "只有 {steps}，至少需要 {least} 个",
-    "only one rank was seen, so there is no peer to compare it with": "只看到一个 rank，没有可比较的对象",
+    "only one rank was seen; to compare ranks needs the traces of the others": "只看到一个 rank；要比较各 rank，需要其他 rank 的 trace",
     "no rank was seen blocked on communication, so nobody is known to wait for anybody": "没有看到任何 rank 被通信阻塞，因此无从得知谁在等谁",
     "no rank was seen blocked on communication": "没有看到任何 rank 被通信阻塞",
     "CUDA events do not tell transfers from what the devices compute meanwhile": "CUDA event 无法把传输与设备同时进行的计算区分开",
