@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
-from rankscope.collectors.node import Node, Sample, Unavailable
+from rankscope.collectors.node import Node, Sample
 from rankscope.collectors.topology import Device
 from rankscope.collectors.topology import read as read_topology
+from rankscope.errors import Unavailable
 
 __all__ = ["AmdGpus"]
 

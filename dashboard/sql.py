@@ -18,7 +18,9 @@ from typing import IO, Any
 
 import polars as pl
 
-__all__ = ["LIMIT", "QueryError", "answer", "narrowed"]
+from rankscope.errors import BadQuery
+
+__all__ = ["LIMIT", "answer", "narrowed"]
 
 LIMIT = 5_000_000  # rows of an answer: a join can make more than memory holds
 _PATIENCE_S = 20.0
@@ -33,28 +35,24 @@ _ONLY_TABLES = "only the run's own tables can be read here, no files"
 _DIED = "the question is too deep, or takes too much memory; ask for less"
 
 
-class QueryError(Exception):
-    """Why a question gets no answer, in one line."""
-
-
 def answer(tables: Mapping[str, pl.DataFrame], query: str) -> pl.DataFrame:
-    """The answer's first LIMIT rows. Raises QueryError."""
+    """The answer's first LIMIT rows. Raises BadQuery."""
     asked = query.strip().rstrip(";")
     if len(asked) > _MOST_CHARACTERS:
-        raise QueryError(f"a question has at most {_MOST_CHARACTERS:,} characters")
+        raise BadQuery(f"a question has at most {_MOST_CHARACTERS:,} characters")
     if not _ASKS.match(asked):
-        raise QueryError("begin with SELECT or WITH: the tables can be read, not changed")
+        raise BadQuery("begin with SELECT or WITH: the tables can be read, not changed")
     words = set(re.findall(r"\w+", asked.lower()))
     named = {name: frame for name, frame in tables.items() if name.lower() in words}
     if not _AT_ONCE.acquire(timeout=_PATIENCE_S):
-        raise QueryError("other questions are still being answered; ask again")
+        raise BadQuery("other questions are still being answered; ask again")
     try:
         with ExitStack() as files:
             return _in_worker(named, asked, files)
     except OSError as error:
-        raise QueryError(f"no room for temporary files in {tempfile.gettempdir()} ({error.strerror})") from None
+        raise BadQuery(f"no room for temporary files in {tempfile.gettempdir()} ({error.strerror})") from None
     except pl.exceptions.PolarsError as error:
-        raise QueryError(_one_line(str(error))) from None
+        raise BadQuery(_one_line(str(error))) from None
     finally:
         _AT_ONCE.release()
 
@@ -81,7 +79,7 @@ def _in_worker(tables: Mapping[str, pl.DataFrame], query: str, files: ExitStack)
     }
     said = _run(json.dumps(asked), [found.fileno(), *asked["tables"].values()])  # type: ignore[attr-defined]
     if "error" in said:
-        raise QueryError(_ONLY_TABLES if _OF_FILES.search(said["error"]) else _one_line(said["error"]))
+        raise BadQuery(_ONLY_TABLES if _OF_FILES.search(said["error"]) else _one_line(said["error"]))
     found.seek(0)
     return _with_usual_numbers(pl.read_ipc_stream(found))
 
@@ -101,7 +99,7 @@ def _run(asked: str, descriptors: Sequence[int]) -> dict[str, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise QueryError(f"no answer within {_PATIENCE_S:.0f} s; ask for less") from None
+        raise BadQuery(f"no answer within {_PATIENCE_S:.0f} s; ask for less") from None
     try:
         said = json.loads(worker.stdout)
     except ValueError:

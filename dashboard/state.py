@@ -19,7 +19,7 @@ from rankscope.analysis.metrics.rank_placement import rank_places
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.readers.native import run_folder
 from rankscope.analysis.runs.deep_windows import with_windows
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
@@ -27,6 +27,7 @@ from rankscope.analysis.timeline.nccl_durations import nccl_durations, nccl_wait
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.timeline.lane_cache import build_or_store, fingerprint, load
 from rankscope.dashboard.timeline.lanes import Scene, build_scene
+from rankscope.errors import BadInput
 
 __all__ = ["STAGES", "Progress", "Run", "State"]
 

@@ -12,10 +12,10 @@ import polars as pl
 
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.replay.critical_path import critical_path
-from rankscope.analysis.replay.graph import NotReplayable
-from rankscope.analysis.replay.whatif import BadFix, Gain, PipelineRerun, Rerun, rerun
+from rankscope.analysis.replay.whatif import Gain, PipelineRerun, Rerun, rerun
 from rankscope.analysis.text.message import Text, text
 from rankscope.dashboard.state import Run
+from rankscope.errors import BadFix, NotReplayable
 
 __all__ = ["Fix", "fixes", "gain", "path", "replayable"]
 

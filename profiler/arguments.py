@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
 
-from rankscope.profiler.errors import RankscopeError
+from rankscope.errors import RankscopeError
 
 __all__ = [
     "LANG_HELP",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from rankscope.profiler.errors import NotRecorded
+from rankscope.errors import NotRecorded
 
 __all__ = ["claim"]
 

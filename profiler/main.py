@@ -12,19 +12,20 @@ from importlib import import_module
 from types import ModuleType
 
 import rankscope
+from rankscope.errors import RankscopeError
 from rankscope.profiler import commands
-from rankscope.profiler.errors import RankscopeError, say
+from rankscope.profiler.errors import say
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command named on the command line; exits with 2 after one line for an error that the user can mend."""
+    """Run the command named on the command line; an error that the user can fix ends it with one line."""
     try:
         _dispatch(sys.argv[1:])
     except RankscopeError as error:
         say(str(error))
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 def _dispatch(arguments: list[str]) -> None:

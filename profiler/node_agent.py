@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from rankscope.profiler.errors import NotRecorded
+from rankscope.errors import NotRecorded
 
 __all__ = ["NEUTRAL_FOLDER", "Agent", "answers", "await_answer", "start_detached"]
 

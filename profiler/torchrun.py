@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import rankscope
-from rankscope.profiler.errors import RankscopeError
+from rankscope.errors import RankscopeError
 
 __all__ = ["is_own", "torchrun", "visible_package"]
 

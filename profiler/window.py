@@ -19,9 +19,10 @@ import pyarrow as pa
 
 from rankscope.analysis.readers import kineto
 from rankscope.analysis.readers.native import read_rows
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.clocks import TIME_COLUMNS
 from rankscope.collectors.agent.arrow_writer import write_sealed
+from rankscope.errors import BadInput
 from rankscope.profiler.commands.import_ import write
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import pytest
 
 from rankscope.collectors import topology
 from rankscope.collectors.agent.node_sampler import Sampler
-from rankscope.collectors.node import Node, Unavailable, gpu
+from rankscope.collectors.node import Node, gpu
 from rankscope.collectors.rank import device
+from rankscope.errors import Unavailable
 
 AMDSMI = """
 class AmdSmiException(Exception): pass

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from captures.engine import Job, resources, run, step_ns
 from captures.planted import CLEAN, KINDS, Case, Truth, simulated
 from captures.programs import PROGRAMS
+from captures.real_sets import SETS, show
 from captures.score import answer, is_false_positive, is_right
 from captures.variants import HALVES, Variant
 from captures.write import write
@@ -127,3 +128,10 @@ def test_files_hold_what_they_are_to_lack(tmp_path):
     assert not any(name.startswith("ProfilerStep") for name in names)
     assert not any("Process Group Name" in event["args"] for event in document["traceEvents"])
     assert np.all([event["dur"] >= 0 for event in document["traceEvents"]])
+
+
+def test_real_sets_that_are_absent_are_said_so_and_are_not_counted(tmp_path):
+    lines = []
+    assert show(tmp_path, lines.append) == 0
+    assert len(lines) == len(SETS) + 1
+    assert lines[-1] == f"0 of 0 sets right, {len(SETS)} absent"

@@ -15,10 +15,11 @@ from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.replay import device_graph as device_graphs
 from rankscope.analysis.replay.critical_path import PATH_COLUMNS, critical_path
 from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
-from rankscope.analysis.replay.graph import NotReplayable, replay
+from rankscope.analysis.replay.graph import replay
 from rankscope.analysis.replay.host_graph import step_lengths
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.errors import NotReplayable
 
 US = 1_000
 

@@ -11,19 +11,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rankscope.analysis.detectors import (
-    NotResolvable,
-    detectors,
-    gc_stall,
-    input_stall,
-    load_imbalance,
-    slow_link,
-    slow_rank,
-)
+from rankscope.analysis.detectors import detectors, gc_stall, input_stall, load_imbalance, slow_link, slow_rank
 from rankscope.analysis.metrics.links import links
 from rankscope.analysis.model.parts import PART_ORDER
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.phrases import every_nth
+from rankscope.errors import NotResolvable
 
 MS = 1_000_000
 STEPS = 40

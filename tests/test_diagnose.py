@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from rankscope.analysis.detectors import NotResolvable, detectors
+from rankscope.analysis.detectors import detectors
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.diagnose import ask, diagnose
 from rankscope.analysis.model.finding import Finding, NotChecked
@@ -17,6 +17,7 @@ from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.report import json_form, phrases
 from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.schema import TABLES
+from rankscope.errors import NotResolvable
 
 MS = 1_000_000
 STEPS = 12  # the first 2 are warm-up

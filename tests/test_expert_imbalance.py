@@ -12,7 +12,8 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.detectors import NotResolvable, expert_imbalance
+from rankscope.analysis.detectors import expert_imbalance
+from rankscope.errors import NotResolvable
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 

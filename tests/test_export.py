@@ -20,6 +20,7 @@ from rankscope.analysis.timeline.build import build_timeline
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import OPS
 from rankscope.dashboard.timeline.lane_packing import nest_rows
+from rankscope.errors import NotExportable
 
 DATA = Path(__file__).parents[2] / "shared/data"
 RESNET = DATA / "kineto/torchrec/resnet18"
@@ -321,7 +322,7 @@ def test_more_events_than_a_browser_opens_are_refused_with_what_to_choose(late):
     timeline = build_timeline(trace)
     report = report_on(trace, timeline)
     file = io.BytesIO()
-    with pytest.raises(perfetto.NotExportable, match=r"^\d+ events .* 50 .* fewer with --ranks 0-7 or --steps 100-110"):
+    with pytest.raises(NotExportable, match=r"^\d+ events .* 50 .* fewer with --ranks 0-7 or --steps 100-110"):
         perfetto.write(timeline, timeline, report, trace.table("gaps").collect(), file, most=50)
     assert not file.getvalue()
 

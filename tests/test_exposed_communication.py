@@ -12,7 +12,8 @@ from test_kineto import ALLREDUCE, event, kernel, launch, meta, write
 from test_kineto import step as profiler_step
 
 import rankscope
-from rankscope.analysis.detectors import NotResolvable, exposed_communication
+from rankscope.analysis.detectors import exposed_communication
+from rankscope.errors import NotResolvable
 
 JOB = Path(__file__).parent / "jobs/gradients.py"
 RANKSCOPE = Path(sys.executable).with_name("rankscope")

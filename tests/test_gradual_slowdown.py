@@ -11,7 +11,8 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.detectors import NotResolvable, gradual_slowdown, step_change
+from rankscope.analysis.detectors import gradual_slowdown, step_change
+from rankscope.errors import NotResolvable
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 

@@ -7,7 +7,8 @@ import importlib.util
 import numpy as np
 import pytest
 
-from rankscope.analysis.replay.graph import NotReplayable, assemble, replay, replay_in_python
+from rankscope.analysis.replay.graph import assemble, replay, replay_in_python
+from rankscope.errors import NotReplayable
 
 NONE = np.empty(0, dtype=np.int64)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rankscope.analysis.detectors import NotResolvable, hang
+from rankscope.analysis.detectors import hang
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.hang_progress import last_progress
+from rankscope.errors import NotResolvable
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "flight_recorder" / "nvrx"
 

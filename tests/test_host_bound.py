@@ -8,8 +8,9 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.detectors import NotResolvable, host_bound
+from rankscope.analysis.detectors import host_bound
 from rankscope.analysis.model.kernels import WAITING_CALLS
+from rankscope.errors import NotResolvable
 
 MS = 1_000_000
 STEPS = 10

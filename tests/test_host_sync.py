@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 from test_kineto import event, kernel, launch, opened
 from test_kineto import step as profiler_step
 
 import rankscope
-from rankscope.analysis.detectors import NotResolvable, host_sync
+from rankscope.analysis.detectors import host_sync
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.metrics.launch_queue import host_gaps, lost_lead
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import WAITING_CALLS
 from rankscope.analysis.timeline.build import build_timeline
+from rankscope.errors import NotResolvable
 
 DATA = Path(__file__).parents[2] / "shared/data/kineto"
 
@@ -199,3 +201,24 @@ def by_hand(kernels, waits, begins):
             lead -= covered
             cost[sum(begin <= idle_since for begin in begins) - 1] += covered
     return cost
+
+
+def test_the_innermost_region_is_the_last_to_begin_of_those_that_hold_the_call():
+    rng = np.random.default_rng(7)
+
+    def spans(count, longest):
+        start = rng.permutation(4 * count)[:count]
+        names = [f"r{i}" for i in range(count)]
+        end = start + rng.integers(0, longest, count)
+        where = {"rank": rng.integers(0, 2, count), "thread": rng.integers(1, 3, count)}
+        return pl.DataFrame({**where, "start_ns": start, "end_ns": end, "name": names})
+
+    calls, regions = spans(150, 6), spans(300, 400)
+    expected = []
+    for rank, thread, start, end, _ in calls.iter_rows():
+        holds = (pl.col("rank") == rank) & (pl.col("thread") == thread)
+        holders = regions.filter(holds, pl.col("start_ns") <= start, pl.col("end_ns") >= end).sort("start_ns")
+        expected.append(holders["name"][-1] if len(holders) else "")
+    assert "" in expected
+    assert len(set(expected)) > 20
+    assert host_sync._innermost(calls, regions) == expected

@@ -14,8 +14,8 @@ from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers import kineto, spill_file
 from rankscope.analysis.report import json_form
 from rankscope.analysis.runs.trace import Trace
+from rankscope.errors import RankscopeError
 from rankscope.profiler.commands import import_
-from rankscope.profiler.errors import RankscopeError
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 TRACE = {

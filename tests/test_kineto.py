@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers import json_scan, spill_file
 from rankscope.analysis.readers.collective_numbering import Sequence, align
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
+from rankscope.errors import BadInput
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "kineto"
 ALLREDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

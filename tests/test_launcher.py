@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 import rankscope
+from rankscope.errors import NotRecorded, RankscopeError
 from rankscope.profiler.arguments import node_rank, program_name, split, torchrun_program
 from rankscope.profiler.commands.exec import agent_name, place
-from rankscope.profiler.errors import NotRecorded, RankscopeError
 from rankscope.profiler.folder import claim
 from rankscope.profiler.node_agent import await_answer
 from rankscope.profiler.torchrun import visible_package

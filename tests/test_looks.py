@@ -20,9 +20,10 @@ from rankscope.analysis.readers.native import schema_of
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.step_range import Stretch
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.steps import judge
+from rankscope.errors import BadInput
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write

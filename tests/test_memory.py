@@ -6,7 +6,8 @@ import pytest
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.runs import memory_budget
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
+from rankscope.errors import BadInput
 from rankscope.profiler.commands import import_
 
 MEBI = 1 << 20

@@ -6,7 +6,8 @@ import polars as pl
 import pytest
 from test_host_sync import MS, tables
 
-from rankscope.analysis.detectors import NotResolvable, memory_pressure
+from rankscope.analysis.detectors import memory_pressure
+from rankscope.errors import NotResolvable
 
 GIB = 1 << 30
 STEPS = 40

@@ -21,6 +21,7 @@ from rankscope.collectors.agent.arrow_writer import batch_of
 from rankscope.collectors.agent.ring_reader import Ring, Threads, columns_by_table
 from rankscope.collectors.rank import nccl
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, TABLES
+from rankscope.errors import NotBuilt
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc to build the plugin with")
 
@@ -204,7 +205,7 @@ def test_doctor_builds_the_plugin_and_says_where_it_is(tmp_path):
 def test_missing_compiler_is_said_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(nccl_profiler.NotBuilt, match="no C compiler"):
+    with pytest.raises(NotBuilt, match="no C compiler"):
         nccl_profiler.build()
 
 

@@ -15,8 +15,9 @@ import pytest
 from rankscope.analysis.timeline.counters import rates
 from rankscope.collectors.agent.node_sampler import Sampler
 from rankscope.collectors.counters import COUNTERS
-from rankscope.collectors.node import Node, Unavailable, gpu, host, nic, rdma, tcp
+from rankscope.collectors.node import Node, gpu, host, nic, rdma, tcp
 from rankscope.dashboard.figures import counters as figures
+from rankscope.errors import Unavailable
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import pytest
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers.flight_recorder import peers
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
+from rankscope.errors import BadInput
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 US = 1_000

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from rankscope.analysis.detectors import NotResolvable, pipeline_bubble, stage_imbalance
+from rankscope.analysis.detectors import pipeline_bubble, stage_imbalance
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.replay.pipeline import (
     BACKWARD,
@@ -22,17 +22,9 @@ from rankscope.analysis.replay.pipeline import (
     steps_of_ops,
     theory_fraction,
 )
-from rankscope.analysis.replay.pipeline_plan import (
-    Group,
-    NotReplayable,
-    WhatIf,
-    ends,
-    ideal,
-    plan,
-    replay,
-    transfers,
-)
+from rankscope.analysis.replay.pipeline_plan import Group, WhatIf, ends, ideal, plan, replay, transfers
 from rankscope.analysis.runs.trace import Trace
+from rankscope.errors import NotReplayable, NotResolvable
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 STUDY = DATA / "ops" / "bytedance-st"

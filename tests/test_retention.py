@@ -21,10 +21,11 @@ import pytest
 from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
 from rankscope.analysis.runs.step_range import _count_steps
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.agent import arrow_writer, loop
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.agent.retention import Retention
+from rankscope.errors import BadInput
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write

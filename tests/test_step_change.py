@@ -7,7 +7,8 @@ import random
 import polars as pl
 import pytest
 
-from rankscope.analysis.detectors import NotResolvable, step_change
+from rankscope.analysis.detectors import step_change
+from rankscope.errors import NotResolvable
 
 MS = 1_000_000
 

@@ -15,8 +15,9 @@ from rankscope.analysis.diagnosis import diagnose
 from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
 from rankscope.analysis.runs import memory_budget
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.agent import arrow_writer
+from rankscope.errors import BadInput
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pytest
 
 from rankscope.analysis.readers.native import read_rows
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.schema import OPS, REGION_KINDS, TABLES
+from rankscope.errors import BadInput
 
 RANK_ROW = {
     "start_ns": 0,

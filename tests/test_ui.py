@@ -33,8 +33,9 @@ from rankscope.dashboard.app import create_app
 from rankscope.dashboard.figures import collectives, counters, pipeline, rank_step_heatmap
 from rankscope.dashboard.figures.waterfall import waterfall
 from rankscope.dashboard.page_kit import all_pages
-from rankscope.dashboard.sql import QueryError, answer, narrowed
+from rankscope.dashboard.sql import answer, narrowed
 from rankscope.dashboard.state import State
+from rankscope.errors import BadQuery
 
 ROOT = Path(__file__).parents[1]
 KINETO = ROOT.parent / "shared/data/kineto/torchrec/resnet18"
@@ -188,7 +189,7 @@ def test_sql_answers_from_the_runs_tables():
 def test_sql_that_reads_files_changes_tables_or_makes_no_sense_is_refused_in_one_line(query, tmp_path):
     secret = tmp_path / "secret.csv"
     secret.write_text("word\nxyzzy\n")
-    with pytest.raises(QueryError) as refused:
+    with pytest.raises(BadQuery) as refused:
         answer(TABLES, query.format(file=secret))
     said = str(refused.value)
     assert said
@@ -206,14 +207,14 @@ def test_sql_that_reads_files_changes_tables_or_makes_no_sense_is_refused_in_one
 )
 def test_sql_that_takes_too_much_is_refused_in_one_line(query, why, monkeypatch):
     monkeypatch.setattr(sql, "_MEMORY_BYTES", 128 << 20)
-    with pytest.raises(QueryError, match=why) as refused:
+    with pytest.raises(BadQuery, match=why) as refused:
         answer(TABLES, query)
     assert "\n" not in str(refused.value)
 
 
 def test_sql_that_takes_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(sql, "_PATIENCE_S", 2.0)
-    with pytest.raises(QueryError, match="no answer within 2 s; ask for less"):
+    with pytest.raises(BadQuery, match="no answer within 2 s; ask for less"):
         answer(TABLES, "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t")
 
 

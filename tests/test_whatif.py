@@ -10,13 +10,14 @@ from test_replay import STUDY
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.metrics.links import LINKS
-from rankscope.analysis.replay.graph import NotReplayable, replay
+from rankscope.analysis.replay.graph import replay
 from rankscope.analysis.replay.host_graph import fidelity, graph_of, step_lengths
-from rankscope.analysis.replay.whatif import BadFix, rerun
+from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import OPS, REGION_KINDS, SCHEMA_VERSION
+from rankscope.errors import BadFix, NotReplayable
 
 STEPS = 14  # the first 2 are warm-up
 

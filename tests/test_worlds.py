@@ -16,8 +16,9 @@ from test_agent import Agent, Rank, wait_for
 from test_trace import RANK_ROW, REGION, whys, write, write_run
 
 import rankscope
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.schema import REGION_KINDS
+from rankscope.errors import BadInput
 
 RANKSCOPE = [sys.executable, "-m", "rankscope"]
 JOB = Path(__file__).parent / "jobs" / "worlds.py"

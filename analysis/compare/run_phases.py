@@ -14,15 +14,15 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from rankscope.analysis.compare.two_runs import NotComparable, compare
+from rankscope.analysis.compare.two_runs import compare
 from rankscope.analysis.model.finding import Change, Found, History, Look, Report, Span
 from rankscope.analysis.report.phrases import part_change
 from rankscope.analysis.runs.step_range import FEWEST, Stretch
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent, ranges
 from rankscope.analysis.timeline.build import Timeline
+from rankscope.errors import BadInput, NotComparable
 
 __all__ = ["look_around"]
 

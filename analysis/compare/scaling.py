@@ -15,8 +15,9 @@ from rankscope.analysis.model.finding import Report
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import duration, rounded
 from rankscope.analysis.timeline.build import Timeline
+from rankscope.errors import NotComparable
 
-__all__ = ["KINDS", "Law", "NotScaling", "Point", "Scaling", "scaling"]
+__all__ = ["KINDS", "Law", "Point", "Scaling", "scaling"]
 
 KINDS = ("weak", "strong")
 _WORK = ("compute", "overlapped")  # what each rank's share of the data or of the model takes
@@ -24,10 +25,6 @@ _ALIKE = 1.3  # work that differs by no more than this factor is alike
 _SAME_BYTES = 1.05
 _FITS = 0.05  # of the efficiency: by how much a law may miss a run
 _ENOUGH = 3  # rank counts, for a law
-
-
-class NotScaling(Exception):  # noqa: N818 - each run may be sound
-    """Why the runs say nothing about scaling, in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +77,16 @@ class Scaling:
 def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
     """Runs against the one on fewest ranks. `kind` is told from what a rank computes, unless given.
 
-    Efficiency is throughput over what linear scaling of the base would give. Raises `NotScaling`.
+    Efficiency is throughput over what linear scaling of the base would give. Raises `NotComparable`.
     """
     for report, _ in runs:
         if not report.steps.count:
-            raise NotScaling(f"{report.path} has no judged step")
+            raise NotComparable(f"{report.path} has no judged step")
     runs = sorted(runs, key=lambda run: len(run[0].ranks))
     reports = [report for report, _ in runs]
     counts = sorted({len(report.ranks) for report in reports})
     if len(counts) < 2:
-        raise NotScaling(f"all runs have {counted(counts[0], 'rank')}; give runs with different numbers of ranks")
+        raise NotComparable(f"all runs have {counted(counts[0], 'rank')}; give runs with different numbers of ranks")
     notes = list(_what_differs(runs))
     kind, why = (kind, "as told") if kind else _kind(reports)
     same_clock = len({timeline.kernels.is_empty() for _, timeline in runs}) == 1
@@ -109,7 +106,7 @@ def _kind(reports: Sequence[Report]) -> tuple[str, str]:
     """Weak or strong, by what the median rank computes; and how that shows."""
     work = [_work(report) for report in reports]
     if not all(work):
-        raise NotScaling("what a rank computes is not known of all runs: say --weak or --strong")
+        raise NotComparable("what a rank computes is not known of all runs: say --weak or --strong")
     said = ", ".join(f"{duration(ns)} on {len(report.ranks)}" for ns, report in zip(work, reports, strict=True))
     ratios = [(len(r.ranks) / len(reports[0].ranks), ns / work[0]) for ns, r in zip(work, reports, strict=True)]
     off = {
@@ -118,7 +115,7 @@ def _kind(reports: Sequence[Report]) -> tuple[str, str]:
     }
     kind = min(KINDS, key=lambda one: off[one])
     if off[kind] > math.log(_ALIKE):
-        raise NotScaling(
+        raise NotComparable(
             f"these runs do not do the same work: a rank computes {said} ranks, which is neither always the same nor "
             "shared among all; --weak or --strong compares them all the same"
         )

@@ -16,12 +16,12 @@ from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent, rounded
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.steps import in_steps
+from rankscope.errors import NotComparable
 
 __all__ = [
     "Comparison",
     "FindingChange",
     "KernelChange",
-    "NotComparable",
     "OperationChange",
     "PartChange",
     "RankChange",
@@ -39,10 +39,6 @@ _LISTED_RANKS = 8
 _SCALE = 1.4826  # of a median absolute deviation
 _MATCHED = 0.99  # share of the operations below which it is said that some are left out
 _TOLD = ("command", "hostname", "rankscope", "torch", "python")
-
-
-class NotComparable(Exception):  # noqa: N818 - a run may be sound and yet hold nothing to compare
-    """Why the two runs have nothing to compare, in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,11 +31,11 @@ from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent
+from rankscope.errors import NotResolvable
 
 __all__ = [
     "ENOUGH_STEPS",
     "FEW_STEPS",
-    "NotResolvable",
     "Price",
     "as_cause",
     "detectors",
@@ -59,17 +59,6 @@ _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
 _MUCH_UNSPLIT = 0.03  # of the step: neither with more than that, if it is most of what ranks are blocked
 _FOR_UNSEEN = 0.03  # of the step: so long ranks stand still with others before these count
 _VISIBLE = 0.5  # share of the step from which a loss must be seen, or the steps have shown nothing
-
-
-class NotResolvable(Exception):  # noqa: N818 - the word that the report uses, and not an error
-    """The tables are there but do not allow a verdict; the text says why, in one plain sentence part.
-
-    `unclear` where that is because the steps are too few to compare any with each other, or scatter too much.
-    """
-
-    def __init__(self, why: str, *, unclear: bool = False) -> None:
-        super().__init__(why)
-        self.unclear = unclear
 
 
 class Price(TypedDict):

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, price
+from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, price
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, estimate
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import Detector
@@ -38,6 +38,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration
 from rankscope.collectors.schema import ALL_TO_ALL_OPS
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

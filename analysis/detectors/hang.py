@@ -41,7 +41,6 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
@@ -49,6 +48,7 @@ from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.nccl_ras import SILENT
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, judged_grid, price, visible
+from rankscope.analysis.detectors import judged_grid, price, visible
 from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Evidence, Finding
@@ -34,6 +34,7 @@ from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 
@@ -139,31 +140,59 @@ def _costs(
 
 def _places(costly: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:
     """The calls with `operator` and `place`: the innermost of each that holds the call on its thread, else empty."""
-    calls = costly.with_row_index("call")
     if regions is None:
-        return calls.with_columns(operator=pl.lit(""), place=pl.lit(""))
-    for column, is_one in (("operator", pl.col("kind") == "operator"), ("place", pl.col("kind") == "user")):
-        holders = regions.filter(is_one).select(
-            pl.col("rank").alias("_rank"),
-            pl.col("thread").alias("_thread"),
-            _start="start_ns",
-            _end="end_ns",
-            held="name",
+        return costly.with_columns(operator=pl.lit(""), place=pl.lit(""))
+    held_by = {
+        column: pl.Series(_innermost(costly, regions.filter(pl.col("kind") == kind)), dtype=pl.String)
+        for column, kind in (("operator", "operator"), ("place", "user"))
+    }
+    return costly.with_columns(**held_by)
+
+
+def _innermost(calls: pl.DataFrame, regions: pl.DataFrame) -> list[str]:
+    """By call the name of the region that begins last of those that hold it on its thread; empty where there is none.
+
+    Of a trace's regions only those are gone through in which a call begins.
+    """
+    columns = ("rank", "thread", "start_ns", "end_ns", "name")
+    begins = calls.select("rank", "thread", call_ns="start_ns").unique().sort("call_ns")
+    holders = (
+        regions.select(columns)
+        .drop_nulls("thread")
+        .sort("start_ns")
+        .join_asof(
+            begins,
+            left_on="start_ns",
+            right_on="call_ns",
+            by=["rank", "thread"],
+            strategy="forward",
+            check_sortedness=False,
         )
-        innermost = (
-            calls.join_where(
-                holders,
-                pl.col("rank") == pl.col("_rank"),
-                pl.col("_start") <= pl.col("start_ns"),
-                pl.col("_end") >= pl.col("end_ns"),
-            )
-            .filter(pl.col("thread") == pl.col("_thread"))
-            .sort("_start")
-            .unique("call", keep="last")
-            .select("call", pl.col("held").alias(column))
-        )
-        calls = calls.join(innermost, on="call", how="left").with_columns(pl.col(column).fill_null(""))
-    return calls
+        .filter(pl.col("call_ns") <= pl.col("end_ns"))
+    )
+    rows = pl.concat(
+        [
+            holders.select(*columns, call=pl.lit(None, pl.Int64)),
+            calls.select(*columns).with_columns(call=pl.int_range(pl.len(), dtype=pl.Int64)),
+        ]
+    ).sort(
+        *("rank", "thread", "start_ns", pl.col("call").is_not_null(), "end_ns"),
+        descending=[False, False, False, False, True],
+        maintain_order=True,
+    )
+    held, still_open, thread = [""] * len(calls), list[tuple[int, str]](), None
+    for *of, start, end, name, call in rows.iter_rows():
+        if of != thread:
+            still_open, thread = [], of
+        while still_open and still_open[-1][0] < start:
+            still_open.pop()
+        if call is not None:
+            held[call] = next((holder for until, holder in reversed(still_open) if until >= end), "")
+            continue
+        while still_open and still_open[-1][0] <= end:  # this one begins later, and holds what that one holds
+            still_open.pop()
+        still_open.append((end, name))
+    return held
 
 
 def _written(operator: str, call: str) -> str:

@@ -31,15 +31,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import (
-    FEW_STEPS,
-    NotResolvable,
-    judged_grid,
-    longest_regions,
-    of_hosts,
-    price,
-    visible,
-)
+from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, above_peers, estimate
 from rankscope.analysis.model.finding import Finding
@@ -47,6 +39,7 @@ from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

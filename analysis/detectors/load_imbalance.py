@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, peers_grid, price, visible
+from rankscope.analysis.detectors import ENOUGH_STEPS, peers_grid, price, visible
 from rankscope.analysis.metrics.step_matrix import (
     MIXED,
     Estimate,
@@ -58,6 +58,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.parallelism import roles_of
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

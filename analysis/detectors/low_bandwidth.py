@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
+from rankscope.analysis.detectors import longest_rows, price, transfer_grid
 from rankscope.analysis.metrics.bandwidth import bus_factor, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
@@ -48,6 +48,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.analysis.timeline.nccl_durations import sends
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

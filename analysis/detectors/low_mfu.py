@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import polars as pl
 
-from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, judged_grid, longest_rows, price, visible
+from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.mfu import PRODUCTS
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, NotResolvable, judged_grid, longest_rows, price, visible
+from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
 from rankscope.analysis.metrics.step_matrix import (
     Floats,
@@ -42,6 +42,7 @@ from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration, percent
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid
+from rankscope.analysis.detectors import as_cause, judged_grid
 from rankscope.analysis.detectors.slow_rank import resolution_ns as resolution_of_slow_rank_ns
 from rankscope.analysis.metrics.step_matrix import StepGrid
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
@@ -41,6 +41,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.counters import during, growth, well_read
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

@@ -24,14 +24,14 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, severity
+from rankscope.analysis.detectors import severity
 from rankscope.analysis.metrics.step_matrix import estimate
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.replay.pipeline import TRANSFERS, measured_pipeline, steps_of_ops
-from rankscope.analysis.replay.pipeline_plan import NotReplayable
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
+from rankscope.errors import NotReplayable, NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import FEW_STEPS, NotResolvable, price, transfer_grid, visible
+from rankscope.analysis.detectors import FEW_STEPS, price, transfer_grid, visible
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, robust_deviation, sums
@@ -50,6 +50,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.analysis.timeline.nccl_durations import sends
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

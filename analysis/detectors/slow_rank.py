@@ -71,15 +71,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import (
-    ENOUGH_STEPS,
-    FEW_STEPS,
-    NotResolvable,
-    judged_grid,
-    peers_grid,
-    price,
-    visible,
-)
+from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, judged_grid, peers_grid, price, visible
 from rankscope.analysis.metrics.arrival_skew import Arrivals, Lateness, arrivals, lateness
 from rankscope.analysis.metrics.step_matrix import (
     APART,
@@ -109,6 +101,7 @@ from rankscope.analysis.timeline.matching import MUTUAL_OPS, members_of
 from rankscope.analysis.timeline.parallelism import roles_of
 from rankscope.analysis.timeline.pipeline_ops import replicas
 from rankscope.collectors.schema import P2P_OPS
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

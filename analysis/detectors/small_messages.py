@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
+from rankscope.analysis.detectors import longest_rows, price, transfer_grid
 from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, by_rank_and_step, estimate
@@ -36,6 +36,7 @@ from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import bytes_text, duration
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

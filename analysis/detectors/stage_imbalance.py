@@ -34,15 +34,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, severity
+from rankscope.analysis.detectors import severity
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD, Key, OpGrid, communicates, op_grid
-from rankscope.analysis.replay.pipeline_plan import Floats, NotReplayable, WhatIf, ends, ideal
+from rankscope.analysis.replay.pipeline_plan import Floats, WhatIf, ends, ideal
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
+from rankscope.errors import NotReplayable, NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

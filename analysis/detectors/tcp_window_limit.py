@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
+from rankscope.analysis.detectors import longest_rows, price, transfer_grid
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, sums
@@ -34,6 +34,7 @@ from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import bytes_text, duration, percent
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

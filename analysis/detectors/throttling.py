@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, as_cause, judged_grid
+from rankscope.analysis.detectors import as_cause, judged_grid
 from rankscope.analysis.metrics.step_matrix import MIXED
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.parts import OWN_WORK
@@ -32,6 +32,7 @@ from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.counters import during, well_read
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

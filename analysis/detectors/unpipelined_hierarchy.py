@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, longest_rows, price, transfer_grid
+from rankscope.analysis.detectors import longest_rows, price, transfer_grid
 from rankscope.analysis.metrics.exposed_communication import with_exposed
 from rankscope.analysis.metrics.links import nodes_of_groups
 from rankscope.analysis.metrics.step_matrix import estimate, sums
@@ -33,6 +33,7 @@ from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, percent
+from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import polars as pl
 
 from rankscope.analysis.compare.run_phases import look_around
-from rankscope.analysis.detectors import NotResolvable, detectors, refuse_unseen, severity, spec_of, specs
+from rankscope.analysis.detectors import detectors, refuse_unseen, severity, spec_of, specs
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
@@ -44,10 +44,9 @@ from rankscope.analysis.model.finding import (
 from rankscope.analysis.readers.native import NativeReader
 from rankscope.analysis.replay.critical_path import critical_path
 from rankscope.analysis.replay.device_graph import MOST_ROWS, device_graph, first_steps
-from rankscope.analysis.replay.graph import NotReplayable
 from rankscope.analysis.replay.host_graph import HostGraph
 from rankscope.analysis.replay.pipeline import pipeline
-from rankscope.analysis.replay.whatif import BadFix, PipelineRerun, Rerun, rerun
+from rankscope.analysis.replay.whatif import PipelineRerun, Rerun, rerun
 from rankscope.analysis.runs.deep_windows import windows_of
 from rankscope.analysis.runs.memory_budget import check_share
 from rankscope.analysis.runs.trace import PathLike, Trace
@@ -60,6 +59,7 @@ from rankscope.analysis.timeline.code_samples import Code
 from rankscope.analysis.timeline.cuda_events import lead_of, phase_times
 from rankscope.analysis.timeline.device_time import device_parts
 from rankscope.collectors.schema import LEFT_OFF
+from rankscope.errors import BadFix, NotReplayable, NotResolvable
 
 __all__ = ["ask", "code_of", "conclude", "diagnose", "read_run", "report_on"]
 

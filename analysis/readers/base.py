@@ -12,9 +12,10 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.native import schema_of
-from rankscope.analysis.runs.trace import BadInput, in_order
+from rankscope.analysis.runs.trace import in_order
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
+from rankscope.errors import BadInput
 
 __all__ = ["NO_STEPS", "FrameReader", "by_name", "files_in", "gap", "in_one_line", "shaped", "table"]
 

@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, in_one_line, shaped, table
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
+from rankscope.errors import BadInput
 
 __all__ = ["OPS_LACK", "end_to_end", "open_run", "recognises"]
 

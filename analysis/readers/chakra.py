@@ -19,8 +19,8 @@ from typing import Any
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import NO_STEPS, FrameReader, files_in, gap, table
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
+from rankscope.errors import BadInput
 
 __all__ = ["open_run", "recognises"]
 

@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, table
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import NO_PEER
+from rankscope.errors import BadInput
 
 __all__ = ["Group", "open_run", "peers", "recognises"]
 

@@ -43,11 +43,11 @@ from rankscope.analysis.readers.json_scan import (
     scan_events,
 )
 from rankscope.analysis.readers.spill_file import Rows, Spill, joined
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, P2P_OPS, WINDOW_STEP
+from rankscope.errors import BadInput
 
 try:
     from isal import igzip_lib

@@ -21,7 +21,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import bytes_text, duration
@@ -38,6 +37,7 @@ from rankscope.collectors.schema import (
     SCHEMA_VERSION,
     TABLES,
 )
+from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
     from rankscope.analysis.runs.step_range import Stretch

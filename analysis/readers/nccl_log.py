@@ -29,11 +29,11 @@ import polars as pl
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import OPS_BY_NAME, device_work
 from rankscope.analysis.readers.base import NO_STEPS, FrameReader, files_in, gap, table
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
+from rankscope.errors import BadInput
 
 __all__ = ["open_run", "recognises"]
 

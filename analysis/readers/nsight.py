@@ -24,9 +24,9 @@ from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import MEMORY, device_work
 from rankscope.analysis.readers.base import NO_STEPS, FrameReader, by_name, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.readers.nsight_collectives import Inferred, infer_groups
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
+from rankscope.errors import BadInput
 
 __all__ = ["open_run", "recognises"]
 

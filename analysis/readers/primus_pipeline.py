@@ -19,9 +19,9 @@ from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, shaped, table
 from rankscope.analysis.readers.bytedance_ops import OPS_LACK, end_to_end
 from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import ranges
+from rankscope.errors import BadInput
 
 __all__ = ["open_run", "recognises"]
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.analysis.runs.trace import BadInput
+from rankscope.errors import BadInput
 
 __all__ = ["BLOCK_ROWS", "Rows", "Spill", "joined"]
 

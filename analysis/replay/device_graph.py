@@ -16,12 +16,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
-from rankscope.analysis.replay.graph import Graph, NotReplayable, assemble
+from rankscope.analysis.replay.graph import Graph, assemble
 from rankscope.analysis.replay.host_graph import HostGraph
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.device_time import by_rank
 from rankscope.analysis.timeline.host_breakdown import NO_REGION, PARTS, Spans
+from rankscope.errors import NotReplayable
 
 __all__ = ["BETWEEN", "LAUNCH", "MOST_ROWS", "device_graph", "first_steps"]
 

@@ -11,21 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.analysis.text.message import text
+from rankscope.errors import NotReplayable
 
 try:
     from rankscope.analysis.replay import _replay
 except ImportError:  # it is built where there is a C compiler
     _replay = None  # type: ignore[assignment]
 
-__all__ = ["Graph", "NotReplayable", "assemble", "replay", "replay_in_python"]
+__all__ = ["Graph", "assemble", "replay", "replay_in_python"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Shorts = NDArray[np.int32]
-
-
-class NotReplayable(ValueError):  # noqa: N818
-    """The operations do not allow a replay; the message is one clause that says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

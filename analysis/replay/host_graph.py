@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.metrics.step_matrix import BLOCKED
 from rankscope.analysis.model.finding import Fidelity
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, NotReplayable, assemble, replay
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, assemble, replay
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.host_breakdown import PARTS
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.collectors.schema import P2P_OPS
+from rankscope.errors import NotReplayable
 
 __all__ = ["HostGraph", "fidelity", "graph_of", "step_lengths"]
 

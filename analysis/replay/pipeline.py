@@ -12,9 +12,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Pipeline
-from rankscope.analysis.replay.pipeline_plan import Floats, Group, NotReplayable, Plan, plan, replay, transfers
+from rankscope.analysis.replay.pipeline_plan import Floats, Group, Plan, plan, replay, transfers
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.timeline.steps import STEP_COLUMNS
+from rankscope.errors import NotReplayable
 
 __all__ = [
     "BACKWARD",

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.analysis.replay.graph import NotReplayable
 from rankscope.analysis.text.message import text
+from rankscope.errors import NotReplayable
 
-__all__ = ["Group", "NotReplayable", "Plan", "WhatIf", "ends", "ideal", "plan", "replay", "step_ns", "transfers"]
+__all__ = ["Group", "Plan", "WhatIf", "ends", "ideal", "plan", "replay", "step_ns", "transfers"]
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -15,7 +15,7 @@ from rankscope.analysis.metrics.links import busy_time, link_rates
 from rankscope.analysis.metrics.step_matrix import OWN
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.replay.device_graph import device_graph, first_steps
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, NotReplayable, replay
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, replay
 from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.pipeline import OpGrid, communicates, op_grid
 from rankscope.analysis.replay.pipeline_plan import WhatIf, ends, ideal
@@ -23,8 +23,9 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.parallelism import role_codes, roles
 from rankscope.collectors.schema import P2P_OPS
+from rankscope.errors import BadFix, NotReplayable
 
-__all__ = ["MAX_ERROR", "BadFix", "Gain", "PipelineRerun", "Rerun", "rerun"]
+__all__ = ["MAX_ERROR", "Gain", "PipelineRerun", "Rerun", "rerun"]
 
 MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
 _VANISHING = ("gc", "input", "compile", "checkpoint", "host")
@@ -32,10 +33,6 @@ _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
 _FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
 
 Bools = NDArray[np.bool_]
-
-
-class BadFix(ValueError):  # noqa: N818
-    """The fix cannot be made in this run; the message is one line that says what can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,26 +10,23 @@ from pathlib import Path
 
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.report import html
+from rankscope.errors import NotExportable
 
-__all__ = ["NoBrowser", "write_pdf"]
+__all__ = ["write_pdf"]
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 _LIMIT_S = 120
 
 
-class NoBrowser(Exception):  # noqa: N818
-    """No browser could print the report; the message says why, and what to do instead."""
-
-
 def write_pdf(report: Report, path: Path, *, language: str = "en") -> None:
     """Write the report to `path`, as the first Chromium on PATH prints it.
 
-    Raises NoBrowser, and OSError if `path` cannot be written.
+    Raises NotExportable, and OSError if `path` cannot be written.
     """
     browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if browser is None:
         page = path.with_suffix(".html")
-        raise NoBrowser(
+        raise NotExportable(
             f"a PDF is printed by Chromium or Chrome, and none is on PATH: -o {page} writes a page to print"
         )
     with tempfile.TemporaryDirectory(prefix="rankscope-pdf-") as folder:
@@ -44,8 +41,8 @@ def write_pdf(report: Report, path: Path, *, language: str = "en") -> None:
                 [browser, *options, written.as_uri()], capture_output=True, text=True, timeout=_LIMIT_S
             )
         except subprocess.TimeoutExpired:
-            raise NoBrowser(f"{browser} did not print the report within {_LIMIT_S} s") from None
+            raise NotExportable(f"{browser} did not print the report within {_LIMIT_S} s") from None
         if not printed.exists():
             last = (done.stderr.strip().splitlines() or ["it did not say why"])[-1]
-            raise NoBrowser(f"{browser} did not print the report: {last}")
+            raise NotExportable(f"{browser} did not print the report: {last}")
         shutil.copyfile(printed, path)

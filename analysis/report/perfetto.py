@@ -27,8 +27,9 @@ from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.counters import rates
 from rankscope.collectors.counters import GAUGES
 from rankscope.dashboard.timeline.lane_packing import nest_rows, pack_rows
+from rankscope.errors import NotExportable
 
-__all__ = ["MOST_EVENTS", "NotExportable", "chosen", "write"]
+__all__ = ["MOST_EVENTS", "chosen", "write"]
 
 MOST_EVENTS = 3_000_000
 _MOST_ROWS = 64  # of one track; what would need more is counted and said
@@ -51,10 +52,6 @@ _TIMED = {  # frames with a rank, and what of them is their time
 
 Ints = NDArray[np.int64]
 Pack = Callable[[Ints, Ints, int], NDArray[np.intp]]
-
-
-class NotExportable(Exception):  # noqa: N818
-    """Why nothing is written, in one line."""
 
 
 def chosen(timeline: Timeline, ranks: Sequence[int] | None, steps: tuple[int, int] | None) -> Timeline:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.analysis.runs.trace import BadInput, Trace
+from rankscope.analysis.runs.trace import Trace
+from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
     from rankscope.analysis.readers.native import NativeReader

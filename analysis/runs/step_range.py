@@ -15,13 +15,13 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.model.finding import Clock, History, Span
-from rankscope.analysis.runs.trace import BadInput
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.steps import find_steps, judge
 from rankscope.collectors.agent.retention import last_before_each
 from rankscope.collectors.schema import COUNTS_STEPS
+from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
     from rankscope.analysis.readers.native import NativeReader

@@ -16,21 +16,18 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.collectors.schema import TABLES
+from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
     from rankscope.analysis.runs.step_range import Stretch
 
-__all__ = ["BadInput", "Reader", "Trace", "in_order"]
+__all__ = ["Reader", "Trace", "in_order"]
 
 PathLike = str | os.PathLike[str]
 
 _OWN = "native"
 _NAMED, _LOOKED_INTO = 5, 100  # folders that are named, and looked into, where the one that was given is no run
 _ASKED_LAST = ("kineto", "chakra")  # other formats are Chrome traces too; execution traces lie beside profiles
-
-
-class BadInput(Exception):  # noqa: N818
-    """What was given cannot be analysed; the message is one line: what, where, next step."""
 
 
 class Reader(Protocol):

@@ -12,12 +12,12 @@ import polars as pl
 from rankscope.analysis.metrics.step_matrix import BLOCKED
 from rankscope.analysis.model.finding import Clock, Gap
 from rankscope.analysis.readers.native import schema_of
-from rankscope.analysis.replay.graph import NotReplayable
 from rankscope.analysis.replay.pipeline import BACKWARD, CLIP, FORWARD, OPTIMIZER
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.host_breakdown import AFTER_BACKWARD
 from rankscope.analysis.timeline.parallelism import Role, roles
 from rankscope.collectors.schema import P2P_OPS
+from rankscope.errors import NotReplayable
 
 __all__ = ["replicas", "stage_ops"]
 

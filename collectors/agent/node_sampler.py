@@ -13,7 +13,8 @@ from typing import cast
 from rankscope.collectors import node as node_collectors
 from rankscope.collectors import topology
 from rankscope.collectors.counters import COUNTERS
-from rankscope.collectors.node import Collector, Node, Sample, Unavailable
+from rankscope.collectors.node import Collector, Node, Sample
+from rankscope.errors import Unavailable
 
 __all__ = ["Sampler"]
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, RING_SLOTS, RecordType
+from rankscope.errors import NotBuilt
 
-__all__ = ["EVENTS", "VARIABLE", "NotBuilt", "build", "built", "installed_elsewhere", "settings", "too_old"]
+__all__ = ["EVENTS", "VARIABLE", "build", "built", "installed_elsewhere", "settings", "too_old"]
 
 VARIABLE = "NCCL_PROFILER_PLUGIN"
 EVENTS = ("calls", "proxies", "steps", "kernels", "network")  # what RANKSCOPE_NCCL_EVENTS may hold
@@ -33,10 +34,6 @@ _NAMED = {
     **{f"SPAN_{kind.upper()}": NCCL_EVENTS.index(kind) for kind in ("kernel", "network")},
     "RING_SLOTS": RING_SLOTS,
 }
-
-
-class NotBuilt(Exception):  # noqa: N818  (a state of the machine)
-    """The plugin could not be built; the message is for people."""
 
 
 def built() -> Path | None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["Collector", "Node", "Sample", "Unavailable"]
+__all__ = [
+    "Collector",
+    "Node",
+    "Sample",
+]
 
 Sample = tuple[str, str, str, float]  # source, name with its unit, device, value
-
-
-class Unavailable(Exception):  # noqa: N818  (a state of the node, not a fault)
-    """A collector's source is not there; the message is one line for people."""
 
 
 @dataclass(slots=True, kw_only=True)

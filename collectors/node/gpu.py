@@ -23,7 +23,8 @@ import pynvml
 
 from rankscope.collectors import topology
 from rankscope.collectors.amd import AmdGpus
-from rankscope.collectors.node import Node, Sample, Unavailable
+from rankscope.collectors.node import Node, Sample
+from rankscope.errors import Unavailable
 
 tables = ("counters",)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rankscope.collectors.node import Node, Sample, Unavailable
+from rankscope.collectors.node import Node, Sample
+from rankscope.errors import Unavailable
 
 tables = ("counters",)
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.collectors.node import Node, Sample, Unavailable
+from rankscope.collectors.node import Node, Sample
+from rankscope.errors import Unavailable
 
 tables = ("counters",)
 

@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rankscope.collectors.node import Node, Sample, Unavailable
+from rankscope.collectors.node import Node, Sample
+from rankscope.errors import Unavailable
 
 tables = ("counters",)
 

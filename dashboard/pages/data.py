@@ -17,8 +17,9 @@ from flask import Response, request
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.page_kit import Query, empty, heading, in_language, query_of, quiet
-from rankscope.dashboard.sql import LIMIT, QueryError, answer, narrowed
+from rankscope.dashboard.sql import LIMIT, answer, narrowed
 from rankscope.dashboard.state import Run, State
+from rankscope.errors import BadQuery
 
 TITLE, ORDER, KEEPS = text("Data"), 120, True
 
@@ -122,7 +123,7 @@ def _shown(run: Run | None, query: str) -> Any:  # noqa: ANN401
         return None
     try:
         frame = _answer(run, query)
-    except QueryError as error:
+    except BadQuery as error:
         return html.P(str(error), className="error", role="alert")
     rows = (
         text("the first {limit:,} rows", limit=LIMIT)
@@ -184,7 +185,7 @@ def _rows(run: Run | None, query: str, wanted: dict[str, Any]) -> dict[str, Any]
         return {"rowData": [], "rowCount": 0}
     try:
         frame = narrowed(_answer(run, query), wanted.get("filterModel") or {}, wanted.get("sortModel") or [])
-    except QueryError:
+    except BadQuery:
         return {"rowData": [], "rowCount": 0}
     block = frame.slice(wanted["startRow"], wanted["endRow"] - wanted["startRow"])
     return {"rowData": block.with_columns(_as_json(block)).to_dicts(), "rowCount": len(frame)}
@@ -212,7 +213,7 @@ def _download(state: State) -> Response:
         return Response("there is no such run", 404)
     try:
         frame = _answer(run, request.args.get("query", ""))
-    except QueryError as error:
+    except BadQuery as error:
         return Response(str(error), 400, mimetype="text/plain")
     if request.args.get("format") == "csv":
         content, kind, ending = frame.write_csv().encode(), "text/csv", "csv"

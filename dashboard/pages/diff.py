@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 from dash import Dash, Input, Output, dcc, html, no_update
 
-from rankscope.analysis.compare.two_runs import Comparison, NotComparable, compare
+from rankscope.analysis.compare.two_runs import Comparison, compare
 from rankscope.analysis.report.diff_text import arrow, finding_row, step_change
 from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.text.message import text
@@ -28,6 +28,7 @@ from rankscope.dashboard.page_kit import (
     table,
 )
 from rankscope.dashboard.state import Run, State
+from rankscope.errors import NotComparable
 
 TITLE, ORDER = text("Diff"), 105
 OF_TWO = True  # there is nothing to see where one run is open

@@ -11,8 +11,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from rankscope.profiler.errors import clear_input_errors
-
 __all__ = ["command"]
 
 
@@ -30,12 +28,12 @@ def command(
     ] = "low",
 ) -> None:
     from rankscope.analysis.compare.gate import gate
-    from rankscope.analysis.compare.two_runs import NotComparable, compare
+    from rankscope.analysis.compare.two_runs import compare
     from rankscope.analysis.diagnosis.diagnose import read_run
+    from rankscope.errors import NotComparable
 
-    with clear_input_errors():
-        report, timeline = read_run(run)
-        base = read_run(against) if against else None
+    report, timeline = read_run(run)
+    base = read_run(against) if against else None
     comparison, unseen = None, []
     if base:
         try:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.profiler.columns import aligned
-from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
     from rankscope.analysis.compare.two_runs import Comparison, KernelChange, OperationChange
@@ -31,14 +30,10 @@ def command(
     b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The run that may have changed.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    from rankscope.analysis.compare.two_runs import NotComparable, compare
+    from rankscope.analysis.compare.two_runs import compare
     from rankscope.analysis.diagnosis.diagnose import read_run
 
-    with clear_input_errors():
-        try:
-            found = compare(*read_run(a), *read_run(b))
-        except NotComparable as reason:
-            raise RankscopeError(str(reason)) from None
+    found = compare(*read_run(a), *read_run(b))
     if json:
         _print_json(found)
     else:

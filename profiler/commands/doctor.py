@@ -24,8 +24,8 @@ from typing import Annotated
 
 import typer
 
+from rankscope.errors import NotBuilt, NotRecorded, RankscopeError
 from rankscope.profiler.columns import aligned
-from rankscope.profiler.errors import NotRecorded, RankscopeError
 
 __all__ = ["Check", "command"]
 
@@ -54,7 +54,7 @@ def command(
     if build_nccl_plugin:
         try:
             nccl_profiler.build()
-        except nccl_profiler.NotBuilt as error:
+        except NotBuilt as error:
             raise RankscopeError(f"the NCCL plugin was not built: {error}") from None
     asked = (_torch, _launcher, _agent, _clock, _collectors, _nccl_plugin, _disk, _compiled, _extras)
     checks = [check for ask in asked for check in ask()]

@@ -29,8 +29,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
 from rankscope.collectors import nccl_profiler
+from rankscope.errors import NotRecorded, RankscopeError
 from rankscope.profiler.arguments import Options, program_name, split
-from rankscope.profiler.errors import NotRecorded, RankscopeError, say
+from rankscope.profiler.errors import say
 from rankscope.profiler.folder import claim
 from rankscope.profiler.node_agent import answers, await_answer, start_detached
 

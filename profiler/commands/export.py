@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rankscope.profiler.errors import RankscopeError, clear_input_errors
+from rankscope.errors import NotExportable, RankscopeError
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -36,13 +36,11 @@ def command(
     from rankscope.analysis.timeline.clocks import apply_clocks
 
     wanted, between = _ranks(ranks), _steps(steps)
-    with clear_input_errors():
-        file = out or Path(_name(run[0]) + _SUFFIX)
+    file = out or Path(_name(run[0]) + _SUFFIX)
     if file.exists():
         raise RankscopeError(f"{file} exists already: name a file that does not with --out")
-    with clear_input_errors():
-        trace = Trace.open(run)
-        timeline = build_timeline(trace)
+    trace = Trace.open(run)
+    timeline = build_timeline(trace)
     report = report_on(trace, timeline)
     gaps = trace.table("gaps").pipe(apply_clocks, timeline.clocks).collect()
     unfinished = file.with_name(f"{file.name}.part")
@@ -51,7 +49,7 @@ def command(
         with _packed(unfinished) as packed:
             events = perfetto.write(timeline, part, report, gaps, cast("BinaryIO", packed))
         unfinished.rename(file)
-    except perfetto.NotExportable as why:
+    except NotExportable as why:
         raise RankscopeError(f"{trace.path}: {why}") from None
     except OSError as error:
         raise RankscopeError(f"cannot write {file}: {error.strerror or error}") from None

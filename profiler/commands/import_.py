@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rankscope.collectors.schema import DEVICE_WORK, DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
-from rankscope.profiler.errors import NotRecorded, RankscopeError, clear_input_errors
+from rankscope.errors import RankscopeError
 from rankscope.profiler.folder import claim
 
 if TYPE_CHECKING:
@@ -51,15 +51,10 @@ def command(
         raise RankscopeError(f"{paths[0]} is a run folder already: `rankscope report` reads it")
     if output is not None and output.exists():
         raise RankscopeError(f"{output} exists already: name a folder that does not, or leave -o away")
-    with clear_input_errors():
-        trace = Trace.open(paths)
+    trace = Trace.open(paths)
+    folder = claim(str(output) if output else None, paths[0].name.split(".")[0])
     try:
-        folder = claim(str(output) if output else None, paths[0].name.split(".")[0])
-    except NotRecorded as error:
-        raise RankscopeError(str(error)) from None
-    try:
-        with clear_input_errors():
-            rows = write(trace, folder)
+        rows = write(trace, folder)
     except BaseException as error:  # half a run would give other answers
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):

@@ -12,7 +12,6 @@ import typer
 
 from rankscope.collectors.schema import TABLES
 from rankscope.profiler.columns import aligned
-from rankscope.profiler.errors import clear_input_errors
 
 if TYPE_CHECKING:
     import polars as pl
@@ -30,10 +29,9 @@ def command(
 ) -> None:
     from rankscope.analysis.runs.trace import Trace
 
-    with clear_input_errors():
-        trace = Trace.open(run)
-        rows = [_row(trace, name) for name in trace.tables()]
-        gaps = trace.gaps()
+    trace = Trace.open(run)
+    rows = [_row(trace, name) for name in trace.tables()]
+    gaps = trace.gaps()
     print(aligned([_HEAD, *rows], right=range(1, len(_HEAD))))
     print(f"\n{len(gaps)} gaps" if gaps else "\nno gaps")
     for gap in gaps:

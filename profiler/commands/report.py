@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rankscope.errors import RankscopeError
 from rankscope.profiler.arguments import LANG_HELP, PRICE_HELP, parse_language, parse_price
-from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
     from rankscope.analysis.model.finding import Report
@@ -43,8 +43,7 @@ def command(
     from rankscope.analysis.report import html, json_form, terminal
 
     of_an_hour, language = parse_price(price), parse_language(lang)
-    with clear_input_errors():
-        report, _ = read_run(run, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=of_an_hour)
+    report, _ = read_run(run, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=of_an_hour)
     if json == "-":
         sys.stdout.write(json_form.render(report))
     else:
@@ -72,12 +71,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _print_to(path: Path, report: Report, language: str) -> None:
-    from rankscope.analysis.report.pdf import NoBrowser, write_pdf
+    from rankscope.analysis.report.pdf import write_pdf
 
     try:
         write_pdf(report, path, language=language)
-    except NoBrowser as why:
-        raise RankscopeError(str(why)) from None
     except OSError as error:
         raise RankscopeError(f"cannot write {path}: {error.strerror}") from None
     print(f"{path}", file=sys.stderr)

@@ -29,8 +29,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rankscope.collectors import nccl_profiler
+from rankscope.errors import NotRecorded, RankscopeError
 from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
-from rankscope.profiler.errors import NotRecorded, RankscopeError, say
+from rankscope.profiler.errors import say
 from rankscope.profiler.folder import claim
 from rankscope.profiler.foreground import exit_like, run_to_end
 from rankscope.profiler.node_agent import NEUTRAL_FOLDER, Agent

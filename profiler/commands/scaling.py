@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rankscope.errors import RankscopeError
 from rankscope.profiler.columns import aligned
-from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
     from rankscope.analysis.compare.scaling import Scaling
@@ -30,17 +30,13 @@ def command(
     strong: Annotated[bool, typer.Option("--strong", help="All ranks share the same work.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    from rankscope.analysis.compare.scaling import NotScaling, scaling
+    from rankscope.analysis.compare.scaling import scaling
     from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.report.json_form import strict
 
     if weak and strong:
         raise RankscopeError("--weak or --strong, not both")
-    with clear_input_errors():
-        try:
-            found = scaling([read_run(path) for path in run], "weak" if weak else "strong" if strong else "")
-        except NotScaling as reason:
-            raise RankscopeError(str(reason)) from None
+    found = scaling([read_run(path) for path in run], "weak" if weak else "strong" if strong else "")
     if json:
         sys.stdout.write(strict({"schema_version": 1, **dataclasses.asdict(found)}))
     else:

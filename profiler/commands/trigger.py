@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from rankscope.collectors.agent.deep_windows import ENDED, ask, folder_of
-from rankscope.profiler.errors import RankscopeError
+from rankscope.errors import RankscopeError
 
 __all__ = ["command"]
 

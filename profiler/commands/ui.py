@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rankscope.errors import RankscopeError
 from rankscope.profiler.arguments import LANG_HELP, PRICE_HELP, parse_language, parse_price
-from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 __all__ = ["command"]
 
@@ -38,8 +38,7 @@ def command(
     from rankscope.analysis.readers.native import run_folder
 
     of_an_hour, language = parse_price(price), parse_language(lang)
-    with clear_input_errors():
-        folders = [run_folder(path) for path in run]
+    folders = [run_folder(path) for path in run]
     for path, folder in zip(run, folders, strict=True):
         if not folder.exists():
             raise RankscopeError(f"{path} does not exist")

@@ -10,14 +10,13 @@ merged up to that size; the same as --bucket-mb 50).
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rankscope.errors import RankscopeError
 from rankscope.profiler.columns import aligned
-from rankscope.profiler.errors import RankscopeError, clear_input_errors
 
 if TYPE_CHECKING:
     from rankscope.analysis.model.finding import Fidelity
@@ -37,17 +36,16 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     from rankscope.analysis.metrics.links import judged_links
-    from rankscope.analysis.replay.graph import NotReplayable
-    from rankscope.analysis.replay.whatif import BadFix, rerun
+    from rankscope.analysis.replay.whatif import rerun
     from rankscope.analysis.runs.trace import Trace
     from rankscope.analysis.timeline.build import build_timeline
+    from rankscope.errors import NotReplayable
 
     fixes = [*(fix or []), *([f"bucket-mb:{bucket_mb:g}"] if bucket_mb is not None else [])]
     if not fixes:
         raise RankscopeError("nothing to mend: give --fix, as in --fix rank:2, or --bucket-mb")
-    with clear_input_errors():
-        trace = Trace.open(run)
-        timeline = build_timeline(trace)
+    trace = Trace.open(run)
+    timeline = build_timeline(trace)
     try:
         addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
         replayable = rerun(timeline, judged_links(timeline.counters, timeline.steps, addresses))
@@ -55,10 +53,7 @@ def command(
         if len(fixes) > 1:
             gains.append(replayable.gain(*fixes))
     except NotReplayable as reason:
-        print(f"rankscope: nothing is predicted: {reason}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    except BadFix as reason:
-        raise RankscopeError(str(reason)) from None
+        raise NotReplayable(f"nothing is predicted: {reason}") from None
     if json:
         _print_json(trace.path, replayable.step_ns, replayable.fidelity, gains)
     else:

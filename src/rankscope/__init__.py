@@ -5,12 +5,15 @@ In a training script, both optional and free where rankscope does not record:
 - `rankscope.step()`: this step ends here, instead of at the optimizer's step.
 - `rankscope.annotate("name", microbatch=…, stage=…)`: a context manager that names a span.
 
-For analysis: `rankscope.open(path) -> Trace` and `rankscope.diagnose(trace) -> Report`.
+For analysis: `rankscope.open(path) -> Trace` and `rankscope.diagnose(trace) -> Report`. Both raise only kinds of
+`rankscope.RankscopeError` on purpose; `rankscope.errors` has them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
     from rankscope.analysis.diagnosis.diagnose import diagnose
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
     open = Trace.open
 
-__all__ = ["annotate", "diagnose", "open", "step"]
+__all__ = ["RankscopeError", "annotate", "diagnose", "open", "step"]
 __version__ = "0.1.0"
 
 
