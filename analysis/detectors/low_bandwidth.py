@@ -3,8 +3,9 @@
 **Signal.** Bus bandwidth, as nccl-tests counts it, of operations of 1 MB or more (and of 4 n½ where latency is known),
 from the arrival of the last rank on. Three measures of what it should be:
 
-- Groups that do the same (operation, size, number of ranks and of nodes), at least two others: a group is slow if it
-  takes `min_ratio` times as long as they usually do, and longer than any of them in most steps.
+- Groups that do the same (operation, size, number of ranks and of nodes): a group is slow if it takes `min_ratio` times
+  as long as the others usually do, and longer than any of them in most steps. In a capture of few steps each operation
+  is a sample: most of at least `min_operations` take longer than most of the others'.
 - The speed of the nodes' network interfaces, where it was recorded: what a node sends while its collectives with other
   nodes transfer, is less than 1 / `min_ratio` of it.
 
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import longest_rows, price, transfer_grid
+from rankscope.analysis.detectors import ENOUGH_STEPS, longest_rows, price, transfer_grid
 from rankscope.analysis.metrics.bandwidth import bus_factor, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
@@ -55,16 +56,16 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("collectives",),
     explains=("exposed_communication", "step_change"),
+    explains_of_ranks=("slow_rank", "slow_link"),  # the group's ranks are late for whoever is not in it
     explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
 )
 
 _TRIM = 0.1
 _LARGE_BYTES, _LARGE = 1_000_000, 4.0  # and so many n½
-_OTHERS = 2  # groups that do the same, to tell what is usual
-_PERSISTENT = 0.8  # of the steps
+_PERSISTENT = 0.8  # of the steps, or of the operations where these are few
 _ATTAINABLE = 0.8  # of an interface's speed
 _LINKS_DIFFER = 2.0  # as in slow_link
-_OF_ALL = ("allreduce", "allgather", "reduce_scatter")
+_OF_ALL = ("allreduce", "allgather", "reduce_scatter", "alltoall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,16 @@ def detect(
     min_fraction: float = 0.05,
     min_ratio: float = 2.0,
     min_change: float = 1.5,
+    min_operations: int = 6,
     min_steps: int = 10,
     min_z: float = 5.0,
 ) -> list[Finding]:
     """Name groups slower than others, networks slower than their interfaces, and steps in which all are slower."""
-    grid = transfer_grid(breakdown, collectives=collectives)
+    grid = transfer_grid(breakdown, 1, collectives)
     bounded = is_bounded(collectives)
     moved = _large(collectives, ranks)
+    if len(grid.steps) < ENOUGH_STEPS and not _against_groups(moved, collectives, min_ratio, min_operations)[0]:
+        transfer_grid(breakdown, collectives=collectives)  # without a group that stands out, too few to judge
     rows = held_up(collectives, phases).filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
     whole = _loss(rows, grid, grid.ranks, 1.0)
     if whole.ns < min_fraction * grid.step_ns:
@@ -107,7 +111,7 @@ def detect(
     apart = (links is not None and _differ(links)) or (proxies is not None and _differ(sends(proxies)))
     if apart:
         moved = moved.filter(pl.col("nodes") == 1)
-    alike, checked = _against_groups(moved, collectives, min_ratio)
+    alike, checked = _against_groups(moved, collectives, min_ratio, min_operations)
     network, known = _against_interfaces(moved, ranks, collectives, counters, min_ratio)
     stretch = _against_other_steps(moved, grid, min_change, min_steps, min_z)
     findings = []
@@ -182,7 +186,15 @@ def _loss(
     steps: tuple[int, ...] = (),
     column: str = "exposed_ns",
 ) -> Estimate:
-    """What the median of these ranks stands still for per step, times the share; of `steps` alone where given."""
+    """What the median of these ranks stands still for per step, times the share; of `steps` alone where given.
+
+    Of few steps the operations are the samples.
+    """
+    if not steps and len(grid.steps) < ENOUGH_STEPS:
+        mine = rows.filter(pl.col("rank").is_in(ranks), pl.col("step").is_in(grid.steps))
+        of_each = mine.group_by("instance_id").agg(pl.col(column).median())[column].to_numpy()
+        scatter = 2 * float(of_each.std(ddof=1)) * len(of_each) ** 0.5 if len(of_each) > 1 else np.inf
+        return Estimate(share * float(of_each.sum()) / len(grid.steps), share * scatter / len(grid.steps))
     exposed = share * np.median(by_rank_and_step(rows, column, ranks, grid.steps), axis=0)
     return over_occurrences(exposed, np.isin(grid.steps, steps)) if steps else estimate(exposed, _TRIM)
 
@@ -193,13 +205,15 @@ def _differ(links: pl.DataFrame) -> bool:
     return len(rates) > 0 and bool(rates.max() >= _LINKS_DIFFER * rates.min())
 
 
-def _against_groups(moved: pl.DataFrame, collectives: pl.DataFrame, min_ratio: float) -> tuple[list[_Slow], pl.Series]:
+def _against_groups(
+    moved: pl.DataFrame, collectives: pl.DataFrame, min_ratio: float, min_operations: int
+) -> tuple[list[_Slow], pl.Series]:
     """The groups that take longer than others for the same, and the instances that could be compared."""
     same = ["op", "group_size", "nodes", "size_bytes"]
     found, compared = [], [moved["instance_id"].clear()]
     for _, rows in moved.group_by(same, maintain_order=True):
         groups = rows["group_id"].unique().sort().to_list()
-        if len(groups) <= _OTHERS:
+        if len(groups) < 2:
             continue
         compared.append(rows["instance_id"])
         by_step = rows.group_by("step", "group_id").agg(pl.col("ns").median()).sort("group_id")
@@ -208,10 +222,24 @@ def _against_groups(moved: pl.DataFrame, collectives: pl.DataFrame, min_ratio: f
         for number, group in enumerate(groups):
             others = np.delete(taken, number, axis=1)
             others_ns = float(np.median(np.delete(usual, number)))
-            longer = float(np.mean(taken[:, number] > np.nanmax(others, axis=1)))
-            if usual[number] >= min_ratio * others_ns and longer >= _PERSISTENT:
+            if usual[number] < min_ratio * others_ns:
+                continue
+            if len(taken) >= ENOUGH_STEPS:
+                is_slow = float(np.mean(taken[:, number] > np.nanmax(others, axis=1))) >= _PERSISTENT
+            else:
+                is_slow = _mostly_longer(rows, group, min_operations)
+            if is_slow:
                 found.append(_slow_group(rows, group, float(usual[number]), others_ns, collectives))
     return found, pl.concat(compared)
+
+
+def _mostly_longer(rows: pl.DataFrame, group: int, least: int) -> bool:
+    """Whether most of a group's operations take longer than most of each other group's; `least` of each are needed."""
+    taken = {int(of): ns["ns"].to_numpy() for (of,), ns in rows.group_by("group_id")}
+    if min(map(len, taken.values())) < least:
+        return False
+    shortest = np.quantile(taken.pop(group), 1 - _PERSISTENT)
+    return all(shortest > np.quantile(ns, _PERSISTENT) for ns in taken.values())
 
 
 def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float, collectives: pl.DataFrame) -> _Slow:

@@ -151,7 +151,7 @@ def build_timeline(trace: Trace) -> Timeline:
     steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)])
     if stretch:
         steps = steps.filter(pl.col("step") >= stretch.first)
-    steps = judge(steps, regions, stretch.warmup if stretch else None)
+    steps = judge(steps, regions, stretch.warmup if stretch else None, of_capture=trace.source == "kineto")
     steps, of_lost = set_lost_aside(steps, hosts_steps, kernels, launches)
     steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
     ops = read("ops", "rank", "start_ns")

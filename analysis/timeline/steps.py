@@ -238,12 +238,15 @@ def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> p
     )
 
 
-def judge(steps: pl.DataFrame, regions: pl.DataFrame, warmup: Sequence[int] | None = None) -> pl.DataFrame:
+def judge(
+    steps: pl.DataFrame, regions: pl.DataFrame, warmup: Sequence[int] | None = None, *, of_capture: bool = False
+) -> pl.DataFrame:
     """The steps with `judged` and, where it is false, `aside`: "warm-up", "outlier" or "incomplete".
 
     One verdict per step number, for all ranks. Incomplete: not all ranks that have steps have it. Warm-up: the first
     steps, at least 2, at most a fifth, until one is neither 1.5 × as long as the median of all nor compiles; none where
-    a profiler made the steps, whose schedule has warmed up, or where the capture is the step. Outlier: longer than
+    a profiler made the steps, whose schedule has warmed up, or where the capture is the step. A profiler's capture that
+    names no steps (`of_capture`) seldom begins with the job: none of it need be warm-up. Outlier: longer than
     5 × the median and than the median + 10 MAD, if no more than 2 % of the steps (or a single one) are so: a hiccup,
     not a fault that comes back. The time of a checkpoint does not count there: saving one is meant.
     Of part of a run it must be said which steps are `warmup`.
@@ -266,9 +269,10 @@ def judge(steps: pl.DataFrame, regions: pl.DataFrame, warmup: Sequence[int] | No
     )
     complete = table.filter("_complete")
     settled = (pl.col("_length") <= _SETTLED * pl.col("_length").median()) & ~pl.col("step").is_in(compiles.implode())
-    limit = max(_WARMUP_MIN, int(_WARMUP_SHARE * len(complete)))
+    least = 0 if of_capture else _WARMUP_MIN
+    limit = max(least, int(_WARMUP_SHARE * len(complete)))
     index = pl.int_range(pl.len())
-    first = (index < _WARMUP_MIN) | ((index < limit) & ~(settled & (index >= _WARMUP_MIN)).cum_max())
+    first = (index < least) | ((index < limit) & ~(settled & (index >= least)).cum_max())
     known = first if warmup is None else pl.col("step").is_in(warmup)
     warm = complete.with_columns((~pl.col("_warmed") & known).alias("_warmup"))
     verdict = warm.join(_outliers(warm.filter(~pl.col("_warmup"))), on="step", how="left").select(
