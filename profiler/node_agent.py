@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -15,11 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from rankscope.collectors.in_rank.agent_socket import AnotherUserError, connect
 from rankscope.errors import NotRecorded
 
 __all__ = ["NEUTRAL_FOLDER", "Agent", "answers", "await_answer", "start_detached"]
 
 READY_S = 15.0
+_CONNECT_S = 5.0
 ENDING_S = 20.0
 _WORDS, _WORD = 100, 1000
 # `python -m` puts the working directory on sys.path, where a user's own `queue.py` would break what we start.
@@ -79,13 +80,17 @@ class Agent:
 
 
 def answers(name: str) -> bool:
-    """True if an agent listens on the socket of this name."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        try:
-            connection.connect(f"\0{name}")
-        except OSError:
-            return False
-        return True
+    """Whether an agent of this user listens on the socket of this name.
+
+    Raises NotRecorded if it belongs to another user.
+    """
+    try:
+        connect(name, _CONNECT_S).close()
+    except AnotherUserError as error:
+        raise NotRecorded(str(error)) from None
+    except OSError:
+        return False
+    return True
 
 
 def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any], options: Sequence[str] = ()) -> None:

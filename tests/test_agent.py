@@ -353,6 +353,26 @@ def test_message_that_makes_no_sense_is_a_gap_and_no_more(agent, rank):
     assert sum("was not understood" in text for text in why(agent.out, "node=00000")) == 2
 
 
+def test_a_rank_that_writes_nonsense_costs_its_own_records_only(agent, started):
+    """One rank's ring is all ones, another's has a number and a type that nothing takes, the third is as it should."""
+    ranks = [Rank(agent.name, rank=rank, local_rank=rank, world_size=3) for rank in range(3)]
+    started += ranks
+    ranks[0].do("ring._memory[:] = b'\\xff' * len(ring._memory)", "agent.send(b'[' * 60_000)")
+    ranks[1].do("regions(2)", "ring.region(1, 0, 5, 6, microbatch=2**31)", "ring.write(99, *[0] * 8)")
+    ranks[2].do("regions(3)")
+    for rank in ranks:
+        rank.bye()
+    agent.end()
+    assert [table(agent.out, "regions", f"rank=0000{rank}").height for rank in (1, 2)] == [2, 3]
+    assert any("nothing more of it is read" in reason for reason in why(agent.out, "rank=00000"))
+    assert why(agent.out, "rank=00001") == {
+        "records of a type that this version does not know": 1,
+        "records with a value out of range, which were left out": 1,
+    }
+    assert not list(agent.out.glob("gaps/rank=00002/*"))
+    assert [rank["bye"] for rank in state(agent.out)["ranks"]] == [True] * 3
+
+
 def test_node_0_that_does_not_answer_pings_is_a_gap(agent, started):
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed_port = server.getsockname()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -50,8 +51,9 @@ def play(plugin, tmp_path_factory):
         command = [str(driver), str(plugin), str(version), str(threads), str(calls)]
         done = subprocess.run(command, env=environment, capture_output=True, check=True)
         assert done.stderr.decode().splitlines()[-1] == "lost 0"
-        fd = os.memfd_create("ring")
+        fd = os.memfd_create("ring", os.MFD_ALLOW_SEALING)
         os.write(fd, done.stdout)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         ring = Ring(fd)
         os.close(fd)
         columns = columns_by_table(ring.read(0, last=True), Threads(0))

@@ -23,6 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
+
+from rankscope.collectors.agent.messages import Slow, Stacks, Step, Window
+
 if TYPE_CHECKING:  # `rankscope trigger` asks without what writes
     from rankscope.collectors.agent.arrow_writer import RunFolder
 
@@ -155,31 +159,29 @@ class Windows:
             if request.asked and rank in request.states and not self._has_ended(request, rank):
                 self._note(request, rank, "gone", "the rank ended before it was done")
 
-    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        """A message `step`, `slow`, `window` or `stacks` of a rank. Raises KeyError, TypeError or ValueError."""
+    def hear(self, rank: int, message: Step | Slow | Window | Stacks) -> None:
+        """A message of a rank. Raises ValueError or TypeError."""
         member = self._members.get(rank)
         if member is None:
             return
-        kind = message["type"]
-        if kind in ("step", "slow"):
-            member.done, member.step_ns = int(message["done"]), int(message["step_ns"])
+        if isinstance(message, (Step, Slow)):
+            member.done, member.step_ns = message.done, message.step_ns
             member.heard_ns = time.perf_counter_ns()
-            if kind == "slow":
+            if isinstance(message, Slow):
                 self._slow(rank, message)
             return
-        request = self._requests.get(int(message["id"]))
+        request = self._requests.get(message.id)
         if request is None:
             return
-        if kind == "stacks":
-            self._note(request, rank, "told", step=message["step"], threads=message["threads"])
+        if isinstance(message, Stacks):
+            self._note(request, rank, "told", step=message.step, threads=message.threads)
             return
-        state, why = str(message["state"]), str(message.get("why", ""))
-        if "row" in message:
+        if message.row is not None:
             known = {"window": request.number, "first_step": request.first, "steps": request.steps}
-            self._row(rank, known | {"reason": request.reason} | dict(message["row"]))
-        if state == "saved":
-            request.saved[rank] = {"marks": message["marks"], "path": str(self._raw(request, rank))}
-        self._note(request, rank, state, why)
+            self._row(rank, known | {"reason": request.reason} | msgspec.structs.asdict(message.row))
+        if message.state == "saved":
+            request.saved[rank] = {"marks": message.marks or [], "path": str(self._raw(request, rank))}
+        self._note(request, rank, message.state, message.why)
 
     # ---- what the agent does once a second
 
@@ -235,15 +237,15 @@ class Windows:
         with contextlib.suppress(OSError):
             path.write_text(json.dumps(request | {"reason": "--profile-steps"}))
 
-    def _slow(self, rank: int, message: Mapping[str, Any]) -> None:
+    def _slow(self, rank: int, message: Slow) -> None:
         """A step was slow: the first node's agent asks for a window, if it may."""
         may = self._slow_left > 0 and time.monotonic() - self._slow_since > _COOL_DOWN_S and self._is_first_node()
         if not may:
             return
         self._slow_left -= 1
         self._slow_since = time.monotonic()
-        times = int(message["ns"]) / max(int(message["usual_ns"]), 1)
-        reason = f"step {int(message['step'])} took {times:.1f} x the usual on rank {rank}"
+        times = message.ns / max(message.usual_ns, 1)
+        reason = f"step {message.step} took {times:.1f} x the usual on rank {rank}"
         with contextlib.suppress(OSError):
             ask(self._run.path, {"kind": "window", "ranks": None, "first": None, "steps": 3, "reason": reason})
 

@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import platform
-import re
 import resource
 import selectors
 import signal
@@ -19,27 +18,29 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pyarrow as pa
 
-from rankscope.collectors.agent import clock_ping
+from rankscope.collectors.agent import clock_ping, messages
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.agent.deep_windows import Windows
 from rankscope.collectors.agent.flight_recorder import FlightRecorder
 from rankscope.collectors.agent.nccl_ras import Ras
 from rankscope.collectors.agent.node_sampler import Sampler
 from rankscope.collectors.agent.retention import Retention, usual_bytes
-from rankscope.collectors.agent.ring_reader import Records, Ring, Threads, columns_by_table
+from rankscope.collectors.agent.ring_reader import KNOWN_TYPES, Records, Ring, Threads, columns_by_table, fitting
+from rankscope.collectors.in_rank.agent_socket import peer_of
 from rankscope.collectors.node import Sample
-from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, TABLES, RecordType
+from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, RecordType
 
 __all__ = ["Agent", "main"]
 
@@ -50,7 +51,8 @@ RETAIN_NS = 5_000_000_000
 LINGER_NS = 5_000_000_000  # after the last rank, where no launcher says when to end
 GIVE_UP_NS = 600_000_000_000
 MEET_NS = 5_000_000_000  # after its first rank's hello another node should have been met
-PACKET_BYTES = 128 * 1024
+PACKETS = 1000  # of one rank at a turn
+TOLD_BAD = 10  # messages of a process that make no sense have a row each; more are counted
 PING_FAILURES = 3  # in a row
 NICE = 5
 
@@ -59,11 +61,9 @@ NO_RANK = (
     "rankscope, or no process group was made"
 )
 
-_CREDENTIALS = struct.Struct("3i")
+_BACKLOG = 4096
 _FD = struct.Struct("i")
 _SET_NODE_RANK = "set NODE_RANK on each node"
-_WORLD = re.compile("[0-9a-f]{1,16}")
-_BAD_MESSAGE = (KeyError, TypeError, ValueError, OverflowError)  # pyarrow's own are subclasses of these
 
 clock = time.perf_counter_ns
 
@@ -72,22 +72,20 @@ class _Rank:
     """One rank of one attempt: its ring, and the tables that its rows go to."""
 
     def __init__(
-        self, hello: dict[str, Any], ring_fd: int, world: str | None, attempt: int, node: int, run: RunFolder
+        self, hello: messages.Hello, ring_fd: int, world: str | None, attempt: int, node: int, run: RunFolder
     ) -> None:
-        """Raises KeyError, TypeError, ValueError or OSError when the hello is not one."""
-        self.rank = int(hello["rank"])
+        """Raises ValueError or OSError when the ring is none."""
+        self.rank = hello.rank
         self.world = world
         self.tables = Partition(run, f"rank={self.rank:05d}", f"w{world}-a{attempt}-" if world else f"a{attempt}-")
         self._rings: list[tuple[Ring, tuple[str, ...]]] = [(Ring(ring_fd), ("*",))]  # and what lacks its losses
-        self._threads = Threads(int(hello.get("main_thread", 0)))
+        self._threads = Threads(hello.main_thread)
         self._records: list[Records] = []
         self._flushed_ns = clock()
         self.heard_ns: int | None = None  # when its last record came, once it has communicated
-        texts = ("hostname", "device", "torch", "python", "command")
-        numbers = ("start_ns", "local_rank", "world_size", "pid")
-        row = {name: str(hello[name]) for name in texts} | {name: int(hello[name]) for name in numbers}
-        self.world_size = int(hello["world_size"])
-        self._row: dict[str, Any] = row | {"node": node}
+        names = ("hostname", "device", "torch", "python", "command", "start_ns", "local_rank", "world_size", "pid")
+        self.world_size = hello.world_size
+        self._row: dict[str, Any] = {name: getattr(hello, name) for name in names} | {"node": node}
         self.tables.add_row("ranks", self._row)
 
     @property
@@ -109,6 +107,21 @@ class _Rank:
 
     def read(self, *, last: bool = False) -> None:
         """The rings are read as far as they go."""
+        self._guard(lambda: self._read(last))
+        if sum(map(len, self._records)) > RING_SLOTS:
+            self.flush()
+
+    def _guard(self, read: Callable[[], None]) -> None:
+        """What the rank wrote may be anything: an exception costs this rank its records, and no other one."""
+        try:
+            read()
+        except Exception as error:
+            lost = sum(map(len, self._records))
+            self._records, self._rings = [], []
+            why = f"what this rank wrote is not understood, and nothing more of it is read: {error}"
+            self.tables.gap("*", why, start_ns=self._flushed_ns, count=lost or None)
+
+    def _read(self, last: bool) -> None:
         for ring, _ in self._rings:
             records = ring.read(clock(), last=last)
             if len(records):
@@ -116,8 +129,6 @@ class _Rank:
                 of_job = records["type"] != RecordType.SAMPLE  # those come as long as the process lives
                 if (of_job if self.heard_ns else records["type"] == RecordType.COLLECTIVE).any():
                     self.heard_ns = clock()
-        if sum(map(len, self._records)) > RING_SLOTS:
-            self.flush()
 
     def take_flight(self, recorder: FlightRecorder) -> None:
         """What torch's Flight Recorder has answered is among the rank's rows."""
@@ -130,11 +141,20 @@ class _Rank:
 
     def flush(self) -> None:
         """What was read is with the system, and what was lost is in `gaps`."""
+        self._guard(self._take_records)
+        self.tables.flush()
+
+    def _take_records(self) -> None:
         now_ns = clock()
         if self._records:
-            records, self._records = np.concatenate(self._records), []
+            records = np.concatenate(self._records)
+            unknown = int((~np.isin(records["type"], KNOWN_TYPES)).sum())
+            self._tell_refused("*", "records of a type that this version does not know", now_ns, unknown)
             for table, columns in columns_by_table(records, self._threads).items():
-                self.tables.add(table, columns)
+                fit, refused = fitting(table, columns)
+                self.tables.add(table, fit)
+                self._tell_refused(table, "records with a value out of range, which were left out", now_ns, refused)
+            self._records = []
         for ring, lacking in self._rings:
             for count, why in (
                 (ring.overwritten, "the rank wrote faster than the agent could read, and the oldest were overwritten"),
@@ -144,7 +164,10 @@ class _Rank:
                     self.tables.gap(table, why, start_ns=self._flushed_ns, end_ns=now_ns, count=count)
             ring.overwritten = ring.unfinished = 0
         self._flushed_ns = now_ns
-        self.tables.flush()
+
+    def _tell_refused(self, table: str, why: str, now_ns: int, count: int) -> None:
+        if count:
+            self.tables.gap(table, why, start_ns=self._flushed_ns, end_ns=now_ns, count=count)
 
 
 class _NodeTables:
@@ -189,6 +212,7 @@ class _Connection:
     rank: _Rank | None = None
     report: dict[str, Any] = field(default_factory=dict)  # its entry in the run's JSON
     flight: FlightRecorder | None = None
+    bad: int = 0  # messages that made no sense
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message, if the process takes it now; a rank whose socket is full has ended or is about to."""
@@ -355,15 +379,20 @@ class Agent:
     # ---- the ranks
 
     def _accept(self, listener: socket.socket) -> None:
-        try:
-            channel, _ = listener.accept()
-        except OSError:
-            return
+        """All who wait are let in or turned away at once, so that another user's connections keep nobody out."""
+        for _ in range(_BACKLOG):
+            try:
+                channel, _ = listener.accept()
+            except OSError:
+                return
+            pid, uid = peer_of(channel)
+            if uid == os.geteuid():
+                self._let_in(channel, pid)
+            else:
+                channel.close()
+
+    def _let_in(self, channel: socket.socket, pid: int) -> None:
         channel.setblocking(False)
-        pid, uid, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != os.getuid():
-            channel.close()
-            return
         connection = _Connection(channel, pid)
         self._connections.add(connection)
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._receive(connection))
@@ -378,9 +407,11 @@ class Agent:
 
     def _receive(self, connection: _Connection, *, gone: bool = False) -> None:
         """All packets that have come are dealt with; where they end, or the process is `gone`, so is the connection."""
-        while connection in self._connections:
+        for _ in range(PACKETS):
+            if connection not in self._connections:
+                return
             try:
-                packet, ancillary, _, _ = connection.channel.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(_FD.size))
+                packet, ancillary, _, _ = connection.channel.recvmsg(messages.PACKET_BYTES, socket.CMSG_SPACE(_FD.size))
             except BlockingIOError:
                 if gone:
                     self._end(connection)
@@ -390,85 +421,92 @@ class Agent:
             fds = [fd for _, kind, data in ancillary if kind == socket.SCM_RIGHTS for (fd,) in _FD.iter_unpack(data)]
             try:
                 if packet:
-                    self._handle(connection, json.loads(packet), fds)
+                    self._handle(connection, messages.parse(packet), fds)
                 else:
                     self._end(connection)
-            except _BAD_MESSAGE as error:
-                self._gap("*", f"a message of process {connection.pid} was not understood: {error!r}")
+            except Exception as error:  # whatever a process sends, the others are recorded
+                connection.bad += 1
+                if connection.bad <= TOLD_BAD:
+                    self._gap("*", f"a message of process {connection.pid} was not understood: {error!r}")
             finally:
                 for fd in fds:
                     os.close(fd)
 
-    def _handle(self, connection: _Connection, message: dict[str, Any], fds: list[int]) -> None:
-        kind = message["type"]
-        if kind == "hello":
+    def _handle(self, connection: _Connection, message: messages.Message, fds: list[int]) -> None:
+        rank = connection.rank
+        if isinstance(message, messages.Hello):
             self._hello(connection, message, fds[0] if fds else -1)
-        elif connection.rank is None:
-            raise ValueError("it came before the hello")
-        elif kind == "string":
-            connection.rank.tables.add_row("strings", {"name_id": message["id"], "name": message["name"]})
-        elif kind == "frames":
-            names = ("frame", "parent", "function", "file", "line")
-            connection.rank.tables.add("frames", dict(zip(names, zip(*message["rows"], strict=True), strict=True)))
-        elif kind == "group":
-            columns = ("start_ns", "name", "backend", "role", "members")
-            connection.rank.tables.add_row("groups", {c: message[c] for c in columns} | {"group_id": message["id"]})
-            self._uses_nccl |= "nccl" in str(message["backend"])
-        elif kind == "gap":
-            connection.rank.tables.add_row(
-                "gaps", {column.name: message[column.name] for column in TABLES["gaps"].columns}
-            )
-        elif kind == "gpu":
-            connection.rank.name_device(str(message["name"]))
-            if message["uuid"] is not None:
-                connection.report["gpu_uuid"] = str(message["uuid"])
+        elif rank is None:
+            raise messages.MessageError("it came before the hello")
+        elif isinstance(message, messages.Gpu):
+            rank.name_device(message.name)
+            if message.uuid is not None:
+                connection.report["gpu_uuid"] = message.uuid
                 self._state_changed = True
-        elif kind == "training_thread":
-            connection.rank.train_on(int(message["thread"]))
-            connection.tid = int(message["tid"])
+        elif isinstance(message, messages.TrainingThread):
+            rank.train_on(message.thread)
+            connection.tid = message.tid
             self._tell_pids()
-        elif kind == "flight_recorder":
-            connection.flight = FlightRecorder(str(message["folder"]), str(message["handler"]))
+        elif isinstance(message, messages.FlightRecorder):
+            if connection.flight:
+                raise messages.MessageError("it named its Flight Recorder before")
+            connection.flight = FlightRecorder(message.folder, message.handler)
             connection.flight.start()
-        elif kind == "nccl_ring":
+        elif isinstance(message, messages.NcclRing):
             try:
-                connection.rank.add_nccl_ring(fds[0] if fds else -1)
-            except OSError as error:
-                raise ValueError(f"the ring cannot be mapped: {error}") from None
-        elif kind == "peer":
-            self._meet(connection.rank, message)
-        elif kind in ("step", "slow", "window", "stacks"):
-            self._hear(connection.rank, message)
-        elif kind == "bye":
-            self._say_bye(connection, connection.rank, int(message["dropped"]))
+                rank.add_nccl_ring(fds[0] if fds else -1)
+            except (OSError, ValueError) as error:
+                raise messages.MessageError(f"the ring cannot be mapped: {error}") from None
+        elif isinstance(message, messages.Peer):
+            self._meet(rank, message)
+        elif isinstance(message, (messages.Step, messages.Slow, messages.Window, messages.Stacks)):
+            self._hear(rank, message)
+        elif isinstance(message, messages.Bye):
+            self._say_bye(connection, rank, message.dropped)
         else:
-            raise ValueError(f"unknown type {kind!r}")
+            self._add_rows(rank, message)
 
-    def _hello(self, connection: _Connection, hello: dict[str, Any], ring_fd: int) -> None:
+    def _add_rows(
+        self, rank: _Rank, message: messages.String | messages.Frames | messages.Group | messages.Gap
+    ) -> None:
+        """The message is among the rank's rows."""
+        if isinstance(message, messages.String):
+            rank.tables.add_row("strings", {"name_id": message.id, "name": message.name})
+        elif isinstance(message, messages.Frames):
+            if message.rows:
+                names = ("frame", "parent", "function", "file", "line")
+                rank.tables.add("frames", dict(zip(names, zip(*message.rows, strict=True), strict=True)))
+        elif isinstance(message, messages.Group):
+            columns = ("start_ns", "name", "backend", "role", "members")
+            rank.tables.add_row("groups", {c: getattr(message, c) for c in columns} | {"group_id": message.id})
+            self._uses_nccl |= "nccl" in message.backend
+        else:
+            rank.tables.add_row("gaps", msgspec.structs.asdict(message))
+
+    def _hello(self, connection: _Connection, hello: messages.Hello, ring_fd: int) -> None:
         if connection.rank:
-            raise ValueError("it said hello before")
-        said = None if hello["node"] is None else int(hello["node"])
+            raise messages.MessageError("it said hello before")
+        said = hello.node
         node = self._begin(said)
-        rank, attempt, world = int(hello["rank"]), int(hello["attempt"]), hello["world"]
-        if world is not None and not _WORLD.fullmatch(world):
-            raise ValueError(f"{world!r} is no name of a world")
+        rank, attempt, world = hello.rank, hello.attempt, hello.world
         seen = {report["attempt"] for report in self._reports if (report["rank"], report["world"]) == (rank, world)}
         while attempt in seen:  # a second job under the same agent
             attempt += 1
         try:
             connection.rank = _Rank(hello, ring_fd, world, attempt, node.index, self._run)
-        except OSError as error:
-            raise ValueError(f"the ring cannot be mapped: {error}") from None
+        except (OSError, ValueError) as error:
+            raise messages.MessageError(f"the ring cannot be mapped: {error}") from None
         self._retention.watch(connection.rank.tables)
         known = {"port": self.port, "name": self._run.path.name, "node": node.index, "agent": self._id}
+        known["runs"] = os.path.realpath(self._run.path.parent)
         reply = json.dumps(known).encode()
         with contextlib.suppress(OSError):  # its end will be noticed with the next packet
             connection.channel.send(reply)  # before all that takes longer: the rank waits for it
-        connection.report = {"rank": rank, "world": world, "attempt": attempt, "pid": hello["pid"], "bye": False}
-        connection.report |= {"ended": False, "world_size": int(hello["world_size"])}
-        connection.report |= {"start_ns": int(hello["start_ns"]), "end_ns": None}
+        connection.report = {"rank": rank, "world": world, "attempt": attempt, "pid": hello.pid, "bye": False}
+        connection.report |= {"ended": False, "world_size": hello.world_size}
+        connection.report |= {"start_ns": hello.start_ns, "end_ns": None}
         self._reports.append(connection.report)
-        self._state["versions"]["torch"] = str(hello["torch"])
+        self._state["versions"]["torch"] = hello.torch
         self._tell_pids()
         self._sampler.start()
         self._state_changed = True  # not now: on slow storage the next ranks would wait for it
@@ -484,7 +522,7 @@ class Agent:
         """Those who may record deep windows and tell their stacks: the ranks of one world, see `_hear`."""
         return [(c, c.rank) for c in self._connections if c.rank and c.rank.world == self._windows_of]
 
-    def _hear(self, rank: _Rank, message: dict[str, Any]) -> None:
+    def _hear(self, rank: _Rank, message: messages.Step | messages.Slow | messages.Window | messages.Stacks) -> None:
         """Windows are of the world that steps first: of a job's trainers, not of what generates for them."""
         if rank.world != self._windows_of:
             if self._windows.step_ns:
@@ -525,6 +563,9 @@ class Agent:
                 self._wait_for(connection.pid, connection.pidfd)
             else:
                 os.close(connection.pidfd)
+        if connection.bad > TOLD_BAD:
+            why = f"further messages of process {connection.pid} that were not understood"
+            self._gap("*", why, count=connection.bad - TOLD_BAD)
         rank = connection.rank
         if rank is None:
             return
@@ -621,23 +662,21 @@ class Agent:
             if member.rank == rank:
                 member.tables.add_row("windows", row)
 
-    def _gap(self, table: str, why: str) -> None:
+    def _gap(self, table: str, why: str, count: int | None = None) -> None:
         if self._node:
-            self._node.tables.gap(table, why, start_ns=clock())
+            self._node.tables.gap(table, why, start_ns=clock(), count=count)
 
     # ---- the other nodes
 
-    def _meet(self, rank: _Rank, message: Mapping[str, Any]) -> None:
+    def _meet(self, rank: _Rank, message: messages.Peer) -> None:
         """The run lies in the folder of the name that rank 0's node gave it, mostly node 0, whose agent is pinged.
 
         Where both have the same number, since no launcher said one, that of the first rank here is this node's.
         """
-        name, peer, agent = str(message["name"]), int(message["node"]), str(message["agent"])
-        host, port = str(message["host"]), int(message["port"])
+        name, peer, agent = message.name, message.node, message.agent
+        host, port = message.host, message.port
         if self._node is None or agent == self._id or self._pinger:
             return  # after an elastic restart it may be told of another node 0; ours is the first
-        if name in ("", ".", "..") or "/" in name:
-            raise ValueError(f"{name!r} is no name of a run")
         index = self._node.index
         if index == peer:
             index = min(c.rank.rank for c in self._connections if c.rank and c.rank.world == rank.world)
@@ -852,7 +891,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"rankscope: nothing is recorded: cannot write to {arguments.out}: {error.strerror}", file=sys.stderr)
         return 1
-    listener.listen(1024)
+    listener.listen(_BACKLOG)
     os.nice(NICE)
     _take_room(shares=not arguments.until_stdin_closes)
     print(json.dumps({"ready": True, "port": agent.port}), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
 import os
@@ -12,16 +13,22 @@ import numpy.typing as npt
 
 from rankscope.collectors.schema import (
     ALL_TO_ALL_OPS,
+    DEVICE_MARKS,
+    DTYPES,
+    NCCL_EVENTS,
     NO_PEER,
     OPS,
     P2P_OPS,
     RECORD,
     RECORD_FIELDS,
+    REGION_KINDS,
     RING_SLOTS,
+    TABLES,
+    Column,
     RecordType,
 )
 
-__all__ = ["OTHER_THREAD", "RECORD_DTYPE", "Ring", "Threads", "columns_by_table"]
+__all__ = ["KNOWN_TYPES", "OTHER_THREAD", "RECORD_DTYPE", "Ring", "Threads", "columns_by_table", "fitting"]
 
 Records = npt.NDArray[Any]
 Columns = dict[str, npt.NDArray[Any]]
@@ -36,7 +43,10 @@ OTHER_THREAD = 65_535
 HOLE_NS = 1_000_000_000
 _ALL_TO_ALL_CODES = [OPS.index(op) for op in ALL_TO_ALL_OPS]
 _MASK = RING_SLOTS - 1
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _CHUNK = 1024
+_MOST_RECORDS = 1 << 48
+_LATEST_NS = 1 << 62
 _EMPTY = np.empty(0, RECORD_DTYPE)
 _NCCL_WAITS = (RecordType.NCCL_PROXY, RecordType.NCCL_STEP)
 _P2P_CODES = [OPS.index(op) for op in P2P_OPS]
@@ -51,8 +61,13 @@ class Ring:
 
     def __init__(self, fd: int) -> None:
         """Maps the ring; `fd` may be closed afterwards. Raises OSError or ValueError if it is not a ring."""
-        if os.fstat(fd).st_size < RING_SLOTS * RECORD.size:
-            raise ValueError("the ring is too small")
+        # Sealed first, so that the size stays: memory that is cut while it is mapped would end this process.
+        if fd < 0:
+            raise ValueError("there is no ring")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("the ring is not sealed")
+        if os.fstat(fd).st_size != RING_SLOTS * RECORD.size:
+            raise ValueError("the ring has another size")
         self._map = mmap.mmap(fd, RING_SLOTS * RECORD.size, mmap.MAP_SHARED, mmap.PROT_READ)
         self._slots = np.frombuffer(self._map, RECORD_DTYPE)
         self._numbers = self._slots["number"]
@@ -117,7 +132,11 @@ class Ring:
         return True
 
     def _highest(self) -> int:
-        return int(self._numbers.max())
+        """Raises ValueError where no rank can have come so far: the ring does not hold records."""
+        highest = int(self._numbers.max())
+        if highest > _MOST_RECORDS:
+            raise ValueError(f"record number {highest}")
+        return highest
 
 
 def _leading(good: npt.NDArray[np.bool_]) -> int:
@@ -139,9 +158,46 @@ class Threads:
     def index(self, idents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         values, first, inverse = np.unique(idents, return_index=True, return_inverse=True)
         for place in np.argsort(first):
-            if int(values[place]) not in self._index:
-                self._index[int(values[place])] = min(self._following(), OTHER_THREAD - 1)
-        return np.array([self._index[int(value)] for value in values], np.uint16)[inverse]
+            if int(values[place]) not in self._index and len(self._index) < OTHER_THREAD - 1:
+                self._index[int(values[place])] = self._following()
+        return np.array([self._index.get(int(value), OTHER_THREAD - 1) for value in values], np.uint16)[inverse]
+
+
+KNOWN_TYPES = sorted(value for name, value in vars(RecordType).items() if name.isupper())
+_CODES = {
+    ("regions", "kind"): REGION_KINDS,
+    ("collectives", "op"): OPS,
+    ("collectives", "dtype"): DTYPES,
+    ("device_marks", "mark"): DEVICE_MARKS,
+    ("nccl_calls", "op"): OPS,
+    ("nccl_events", "event"): NCCL_EVENTS,
+}
+
+
+def fitting(table: str, columns: Columns) -> tuple[Columns, int]:
+    """The rows whose values their columns take, and how many others there are."""
+    fits = np.ones(len(next(iter(columns.values()))), bool)
+    for column in TABLES[table].columns:
+        values = columns.get(column.name)
+        if values is None or values.dtype.kind not in "iu" or "int" not in column.type:
+            continue
+        low, high = _range_of(table, column)
+        own = np.iinfo(values.dtype)
+        data = np.ma.getdata(values)
+        in_range = (data >= max(low, int(own.min))) & (data <= min(high, int(own.max)))
+        fits &= in_range | np.ma.getmaskarray(values)
+    if fits.all():
+        return columns, 0
+    return {name: values[fits] for name, values in columns.items()}, int((~fits).sum())
+
+
+def _range_of(table: str, column: Column) -> tuple[int, int]:
+    if (table, column.name) in _CODES:
+        return 0, len(_CODES[table, column.name]) - 1
+    if column.unit == "ns":
+        return 0, _LATEST_NS
+    limits = np.iinfo(column.type)
+    return int(limits.min), int(limits.max)
 
 
 def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:

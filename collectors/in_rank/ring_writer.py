@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
 import os
@@ -26,8 +27,10 @@ class Ring:
 
     def __init__(self) -> None:
         size = RECORD.size * RING_SLOTS
-        self.fd = os.memfd_create("rankscope-ring", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("rankscope-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self.fd, 0, size)
+        # The agent maps it only if nobody can cut it any more, which would end the agent for all ranks.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._memory = mmap.mmap(self.fd, size)
         self.write: Callable[[int, int, int, int, int, int, int, int, int], int] = self._writer()
 

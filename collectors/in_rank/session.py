@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import operator
 import os
 import pkgutil
 import select
@@ -26,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from rankscope.collectors import rank as rank_collectors
+from rankscope.collectors.in_rank import agent_socket
 from rankscope.collectors.in_rank.boot import say
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.ring_writer import Ring
@@ -37,6 +39,7 @@ _MAX_NAMES = 10_000  # a script that makes a new name every step must not grow w
 _TICK_NS = 1_000_000_000
 _PACKET_BYTES = 128 * 1024
 _HELLO_S = 5  # for the agent's answer
+_HIGHEST_INDEX = 2**31 - 1  # of a microbatch or stage
 _STORE_KEY = "rankscope/agent"
 _WORLD_KEY = "rankscope/world"
 _USER = REGION_KINDS.index("user")
@@ -51,6 +54,7 @@ class Emit:
 
     def __init__(self, ring: Ring, channel: socket.socket) -> None:
         self.live = True
+        self.runs = ""  # the folder below which the agent may have files written
         self.ring = ring
         self.region = ring.region
         self.mark: Callable[[int], None] = lambda _: None  # `device_events` puts its own here: position in DEVICE_MARKS
@@ -71,6 +75,7 @@ class Emit:
         self._names_full = False
         self._incarnations: dict[tuple[str, str], int] = {}
         self._off: set[str] = set()
+        self._said: set[tuple[str, str]] = set()
         self._on_tick: list[Callable[[], None]] = []
         self._on_step: list[Callable[[int, int | None], None]] = []
         self._on_message: dict[str, Callable[[dict[str, Any]], None]] = {}
@@ -88,7 +93,7 @@ class Emit:
                     self.gap("regions", "names", f"more than {_MAX_NAMES} names; further ones share one")
                 return 0
             name_id = self._names[text] = self._next_name()  # two threads may each give a new name an id: both are told
-            self.send({"type": "string", "id": name_id, "name": text[:500]})
+            self.send({"type": "string", "id": name_id, "name": text[:500].encode(errors="replace").decode()})
         return name_id
 
     def gap(self, table: str, source: str, why: str, *, start_ns: int | None = None, count: int | None = None) -> None:
@@ -98,6 +103,12 @@ class Emit:
             {"type": "gap", "table": table, "source": source, "start_ns": start_ns, "end_ns": None, "count": count}
             | {"why": why}
         )
+
+    def gap_once(self, table: str, source: str, why: str) -> None:
+        """Write it down the first time only."""
+        if (source, why) not in self._said:
+            self._said.add((source, why))
+            self.gap(table, source, why)
 
     def guard(self, collector: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` so that an exception in it switches `collector` off instead of reaching the training."""
@@ -243,6 +254,11 @@ class Emit:
         self._backlog.append(json.dumps(message).encode())
         self.flush()
 
+    def may_write(self, path: str) -> bool:
+        """Whether the agent may have this file written: below the folder of its runs, by way of no link."""
+        folder = os.path.realpath(os.path.dirname(path))
+        return bool(self.runs) and folder.startswith(os.path.join(self.runs, "")) and not os.path.islink(path)
+
     def hand_over(self, ring_fd: int) -> None:
         """Let the agent read another ring of this process, that of the NCCL plugin. Raises OSError."""
         socket.send_fds(self._channel, [json.dumps({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
@@ -298,14 +314,13 @@ class _Session:
         self._group = weakref.ref(group)
         self.world = _world(store)
         ring = Ring()
-        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.settimeout(_HELLO_S)
-        self._channel.connect("\0" + os.environ["RANKSCOPE_AGENT"])
+        self._channel = agent_socket.connect(os.environ["RANKSCOPE_AGENT"], _HELLO_S)
         socket.send_fds(self._channel, [json.dumps(self._hello()).encode()], [ring.fd])
-        agent = json.loads(self._channel.recv(4096))
+        agent = json.loads(self._channel.recv(_PACKET_BYTES))
         self._channel.setblocking(False)
         os.close(ring.fd)  # the mapping and the agent hold it
         self.emit = Emit(ring, self._channel)
+        self.emit.runs = agent.pop("runs", "")
         self._agent_gone = False
         # Where a launcher says which node this is, one rank of each is enough, and the first needs none.
         self._peer_known = rank == 0 or (self.node is not None and (self.node == 0 or self.local_rank != 0))
@@ -516,28 +531,34 @@ def as_ranges(ranks: list[int]) -> str:
 
 
 def step() -> None:
-    """Say that a training step ends here. Does nothing where rankscope does not record."""
+    """Say that a training step ends here. Does nothing where rankscope does not record, and never raises."""
     if _session is not None and _session.emit.live:
-        now = clock()
-        _session.emit.mark(_STEP_END)
-        _session.emit.ring.write(RecordType.STEP, 0, 0, 0, now, threading.get_ident(), 0, 0, 0)
-        _session.emit.stepped(now, None)
-        _session.emit.tick(now)
+        _session.emit.guard("step", _step)(_session.emit)
+
+
+def _step(emit: Emit) -> None:
+    now = clock()
+    emit.mark(_STEP_END)
+    emit.ring.write(RecordType.STEP, 0, 0, 0, now, threading.get_ident(), 0, 0, 0)
+    emit.stepped(now, None)
+    emit.tick(now)
 
 
 class annotate:  # noqa: N801  (reads as a function, like torch's record_function)
     """Names a span: `with rankscope.annotate("loss", microbatch=3, stage=1): …`. No effect where nothing records.
 
     `annotate("input")` is time spent on fetching a batch, `annotate("checkpoint")` on saving: for loaders and
-    checkpoints of the script's own, which no collector sees.
+    checkpoints of the script's own, which no collector sees. Never raises: a span that is not named by a text is left
+    out, and so is a `microbatch` or `stage` that is no whole number from 0 to 2147483647; `gaps` says so once.
     """
 
     __slots__ = ("_microbatch", "_name", "_stage", "_start")
 
     def __init__(self, name: str, *, microbatch: int | None = None, stage: int | None = None) -> None:
         self._name = name
-        self._microbatch = -1 if microbatch is None else microbatch
-        self._stage = -1 if stage is None else stage
+        self._microbatch = microbatch
+        self._stage = stage
+        self._start = -1
 
     def __enter__(self) -> annotate:
         self._start = clock()
@@ -545,6 +566,24 @@ class annotate:  # noqa: N801  (reads as a function, like torch's record_functio
 
     def __exit__(self, *exc: object) -> None:
         if _session is not None and _session.emit.live:
-            emit = _session.emit
+            _session.emit.guard("annotate", self._end)(_session.emit)
+
+    def _end(self, emit: Emit) -> None:
+        if not isinstance(self._name, str):
+            emit.gap_once("regions", "annotate", "a span whose name is no text was left out")
+        elif self._start >= 0:
             kind = _KINDS_BY_NAME.get(self._name, _USER)
-            emit.region(kind, emit.name(self._name), self._start, clock(), self._microbatch, self._stage)
+            microbatch, stage = (_index(emit, value) for value in (self._microbatch, self._stage))
+            emit.region(kind, emit.name(self._name), self._start, clock(), microbatch, stage)
+
+
+def _index(emit: Emit, value: Any) -> int:  # noqa: ANN401
+    """Return a microbatch or stage as the ring takes it; what is none is not known."""
+    if value is None:
+        return -1
+    with contextlib.suppress(Exception):
+        if 0 <= (number := operator.index(value)) <= _HIGHEST_INDEX:
+            return number
+    why = f"a microbatch or stage that is no whole number from 0 to {_HIGHEST_INDEX} was left out"
+    emit.gap_once("regions", "annotate", why)
+    return -1

@@ -177,8 +177,9 @@ EXPORT int rankscope_nccl_ring(void) {
   int answer = ring_fd;
   if (answer < 0) {
     size_t size = sizeof(Record) * RING_SLOTS;
-    int fd = memfd_create("rankscope-nccl-ring", MFD_CLOEXEC);
+    int fd = memfd_create("rankscope-nccl-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     int error = fd < 0 ? errno : posix_fallocate(fd, 0, (off_t)size); /* a page missing later would be a SIGBUS */
+    if (!error && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)) error = errno; /* nor cut */
     void *memory = error ? MAP_FAILED : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED) {
       answer = -(error ? error : errno);

@@ -397,8 +397,11 @@ class _Windows:
             self._saving.start()
 
     def _save(self, window: dict[str, Any], profile: _Profile) -> None:
+        path = str(window["path"])
         try:
-            profile.save(window["path"])
+            if not (self._emit.may_write(path) and self._emit.may_write(f"{path}.part")):
+                raise OSError(f"{path} is not below the folder of the runs, or is a link")
+            profile.save(path)
         except OSError as error:
             why = f"the trace could not be saved: {error}"
             self._emit.gap("windows", "window", f"window {window['id']}: {why}")
