@@ -656,7 +656,7 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
 def test_trigger_ends_where_the_agent_was_killed_after_it_had_answered(agent, rank, monkeypatch, capsys):
     monkeypatch.setattr(trigger, "_STILL_S", 5.0)
     rank.do("say(type='step', done=100, step_ns=10_000_000)")
-    wait_for(lambda: live_rows(agent.out, "counters") > 0)
+    wait_for((agent.out / "run/node=00000.json").exists)
 
     def kill() -> None:
         wait_for((agent.out / "run/window=0001.node=00000.json").exists)
