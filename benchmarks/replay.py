@@ -23,9 +23,10 @@ import polars as pl
 
 import rankscope
 from rankscope.analysis.metrics.links import judged_links
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
 from rankscope.analysis.replay.graph import assemble, replay
 from rankscope.analysis.replay.host_graph import fidelity, graph_of, step_lengths
-from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD, OpGrid, op_grid
+from rankscope.analysis.replay.pipeline import OpGrid, op_grid
 from rankscope.analysis.replay.pipeline_plan import replay as replay_plan
 from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.runs.trace import Trace

@@ -13,7 +13,7 @@ from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.diagnose import ask, diagnose
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.report import json_form, phrases
 from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.schema import TABLES

@@ -15,11 +15,11 @@ from test_whatif import record
 
 from rankscope.analysis.diagnosis.diagnose import report_on
 from rankscope.analysis.report import perfetto, protobuf_wire
+from rankscope.analysis.report.lane_packing import nest_rows
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import OPS
-from rankscope.dashboard.timeline.lane_packing import nest_rows
 from rankscope.errors import NotExportable
 
 DATA = Path(__file__).parents[2] / "shared/data"

@@ -13,7 +13,7 @@ import pytest
 
 from rankscope.analysis.detectors import hang
 from rankscope.analysis.diagnosis.diagnose import diagnose
-from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.hang_progress import last_progress
 from rankscope.errors import NotResolvable

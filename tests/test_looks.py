@@ -16,7 +16,7 @@ from rankscope.analysis.compare.gate import gate
 from rankscope.analysis.compare.run_phases import _phases, look_around
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.model.finding import Report
-from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.step_range import Stretch

@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 
 import rankscope
-from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.timeline.nccl_durations import nccl_waits
 from rankscope.collectors import nccl_profiler
 from rankscope.collectors.agent.arrow_writer import batch_of

@@ -12,18 +12,11 @@ import pytest
 
 from rankscope.analysis.detectors import pipeline_bubble, stage_imbalance
 from rankscope.analysis.diagnosis.diagnose import diagnose
-from rankscope.analysis.replay.pipeline import (
-    BACKWARD,
-    FORWARD,
-    communicates,
-    op_grid,
-    pipeline,
-    schedule,
-    steps_of_ops,
-    theory_fraction,
-)
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
+from rankscope.analysis.replay.pipeline import communicates, op_grid, pipeline, schedule, theory_fraction
 from rankscope.analysis.replay.pipeline_plan import Group, WhatIf, ends, ideal, plan, replay, transfers
 from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.timeline.pipeline_ops import steps_of_ops
 from rankscope.errors import NotReplayable, NotResolvable
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"

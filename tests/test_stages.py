@@ -16,8 +16,9 @@ import pytest
 
 import rankscope
 from rankscope.analysis.model.finding import Clock
+from rankscope.analysis.model.pipeline_ops import BACKWARD, CLIP, FORWARD, OPTIMIZER
 from rankscope.analysis.readers.base import table
-from rankscope.analysis.replay.pipeline import BACKWARD, CLIP, FORWARD, OPTIMIZER, op_grid
+from rankscope.analysis.replay.pipeline import op_grid
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.timeline.cuda_events import MARK_COLUMNS
 from rankscope.analysis.timeline.host_breakdown import PHASE_COLUMNS

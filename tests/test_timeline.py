@@ -11,7 +11,7 @@ from test_trace import COLLECTIVE, REGION, write, write_rank, write_run
 
 from rankscope.analysis.metrics.step_matrix import step_grid
 from rankscope.analysis.model.finding import Clock
-from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 import record
 import simulate
 
+from rankscope.analysis.report.lane_packing import pack_rows
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.dashboard.timeline import details, lane_cache, lanes, lod, server
-from rankscope.dashboard.timeline.lane_packing import pack_rows
 from rankscope.errors import BadInput
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.metrics.step_matrix import MAYBE_BLOCKED, estimate, step_grid
+from rankscope.analysis.metrics.step_matrix import estimate, step_grid
 from rankscope.analysis.model.finding import Finding, Report
-from rankscope.analysis.model.parts import PART_ORDER
+from rankscope.analysis.model.parts import MAYBE_BLOCKED, PART_ORDER
 from rankscope.analysis.report import digest
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent, rounded

@@ -25,8 +25,9 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.metrics.exposed_communication import is_bounded
-from rankscope.analysis.metrics.step_matrix import MIXED, Estimate, StepGrid, step_grid, sums
+from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, step_grid, sums
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named

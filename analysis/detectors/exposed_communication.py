@@ -28,8 +28,9 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price
 from rankscope.analysis.metrics.backward import last_backwards
-from rankscope.analysis.metrics.step_matrix import MIXED, Floats, StepGrid, estimate, sums
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, percent

@@ -33,11 +33,11 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import judged_grid, price
-from rankscope.analysis.metrics.step_matrix import MIXED, Estimate, Floats, StepGrid, gain_ns
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, gain_ns
 from rankscope.analysis.metrics.trend import Trend, follows_line, longest_stretch, trend
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.parts import MIXED, part_name
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.report.labels import part_name
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent

@@ -38,14 +38,15 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, longest_rows, price, visible
-from rankscope.analysis.metrics.step_matrix import BLOCKED, Estimate, Floats, StepGrid, estimate_of_pieces, sums
+from rankscope.analysis.metrics.device_lead import idle_at_most_ns, paced_by_host
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
+from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
-from rankscope.analysis.timeline.cuda_events import idle_at_most_ns, paced_by_host
 from rankscope.analysis.timeline.device_breakdown import UNSEEN
 from rankscope.errors import NotResolvable
 

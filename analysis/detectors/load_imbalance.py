@@ -40,7 +40,6 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, peers_grid, price, visible
 from rankscope.analysis.metrics.step_matrix import (
-    MIXED,
     Estimate,
     Floats,
     Ints,
@@ -52,7 +51,7 @@ from rankscope.analysis.metrics.step_matrix import (
     sums,
 )
 from rankscope.analysis.model.finding import Evidence, Finding
-from rankscope.analysis.model.parts import OWN_WORK
+from rankscope.analysis.model.parts import MIXED, OWN_WORK
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration

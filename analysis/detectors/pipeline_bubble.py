@@ -28,9 +28,10 @@ from rankscope.analysis.detectors import severity
 from rankscope.analysis.metrics.step_matrix import estimate
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.replay.pipeline import TRANSFERS, measured_pipeline, steps_of_ops
+from rankscope.analysis.replay.pipeline import TRANSFERS, measured_pipeline
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
+from rankscope.analysis.timeline.pipeline_ops import steps_of_ops
 from rankscope.errors import NotReplayable, NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]

@@ -74,8 +74,6 @@ from numpy.typing import NDArray
 from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, judged_grid, peers_grid, price, visible
 from rankscope.analysis.metrics.arrival_skew import Arrivals, Lateness, arrivals, lateness
 from rankscope.analysis.metrics.step_matrix import (
-    APART,
-    MIXED,
     Estimate,
     Floats,
     Ints,
@@ -91,7 +89,7 @@ from rankscope.analysis.metrics.step_matrix import (
 from rankscope.analysis.metrics.trend import longest_stretch, rank_sum_z
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
-from rankscope.analysis.model.parts import OWN_WORK
+from rankscope.analysis.model.parts import APART, MIXED, OWN_WORK
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named

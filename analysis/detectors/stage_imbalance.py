@@ -37,8 +37,9 @@ import polars as pl
 from rankscope.analysis.detectors import severity
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import OWN_WORK
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD, Key, OpGrid, communicates, op_grid
+from rankscope.analysis.replay.pipeline import Key, OpGrid, communicates, op_grid
 from rankscope.analysis.replay.pipeline_plan import Floats, WhatIf, ends, ideal
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named

@@ -27,9 +27,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, price
-from rankscope.analysis.metrics.step_matrix import OWN, Estimate, Floats, StepGrid, estimate
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate
 from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
 from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, percent

@@ -24,9 +24,8 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.detectors import as_cause, judged_grid
-from rankscope.analysis.metrics.step_matrix import MIXED
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
-from rankscope.analysis.model.parts import OWN_WORK
+from rankscope.analysis.model.parts import MIXED, OWN_WORK
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import named

@@ -18,6 +18,7 @@ from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
 from rankscope.analysis.diagnosis.verdict import Seen, status_of, verdict_of, with_levels, without_coarse
 from rankscope.analysis.metrics.arrival_skew import charged_to_last
+from rankscope.analysis.metrics.device_lead import lead_of
 from rankscope.analysis.metrics.host_stalls import device_waits, only_hosts_seen
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.metrics.mfu import count_flops, demand, utilisation
@@ -43,12 +44,12 @@ from rankscope.analysis.model.finding import (
 )
 from rankscope.analysis.readers.native import NativeReader
 from rankscope.analysis.replay.critical_path import critical_path
-from rankscope.analysis.replay.device_graph import MOST_ROWS, device_graph, first_steps
+from rankscope.analysis.replay.device_graph import device_graph, first_steps
 from rankscope.analysis.replay.host_graph import HostGraph
 from rankscope.analysis.replay.pipeline import pipeline
 from rankscope.analysis.replay.whatif import PipelineRerun, Rerun, rerun
 from rankscope.analysis.runs.deep_windows import windows_of
-from rankscope.analysis.runs.memory_budget import check_share
+from rankscope.analysis.runs.memory_budget import MOST_ROWS, check_share
 from rankscope.analysis.runs.trace import PathLike, Trace
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
@@ -56,7 +57,7 @@ from rankscope.analysis.text.units import percent, rounded
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.code_samples import Code
-from rankscope.analysis.timeline.cuda_events import lead_of, phase_times
+from rankscope.analysis.timeline.cuda_events import phase_times
 from rankscope.analysis.timeline.device_time import device_parts
 from rankscope.collectors.schema import LEFT_OFF
 from rankscope.errors import BadFix, NotReplayable, NotResolvable

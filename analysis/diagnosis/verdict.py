@@ -24,7 +24,7 @@ from rankscope.analysis.model.finding import (
     Rate,
     StepSummary,
 )
-from rankscope.analysis.report.money import cost_of, money_text
+from rankscope.analysis.model.money import cost_of, money_text
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent

@@ -17,13 +17,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.once import once
+from rankscope.analysis.model.parts import APART, BLOCKED, MAYBE_BLOCKED, OWN
 
 __all__ = [
-    "APART",
-    "BLOCKED",
-    "MAYBE_BLOCKED",
-    "MIXED",
-    "OWN",
     "Estimate",
     "StepGrid",
     "above_peers",
@@ -40,11 +36,6 @@ __all__ = [
     "sums",
 ]
 
-OWN = ("compute", "overlapped", "memory", "host", "optimizer", "other")
-BLOCKED = ("wait", "bubble", "transfer", "unsplit")
-MIXED = "mixed"  # computing, waiting or transferring: what a device's marks do not tell apart
-MAYBE_BLOCKED = (*BLOCKED, MIXED)
-APART = ("input", "gc", "compile", "checkpoint")
 
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
 _T_95 = (

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.step_matrix import BLOCKED
+from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.timeline.host_breakdown import InvariantError
 from rankscope.collectors.schema import P2P_OPS
 

@@ -11,8 +11,7 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.readers.native import schema_of
-from rankscope.analysis.runs.trace import in_order
+from rankscope.analysis.model.tables import in_order, schema_of
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
 from rankscope.errors import BadInput

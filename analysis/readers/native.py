@@ -21,18 +21,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.tables import CODES, POLARS, is_id, named_as, schema_of
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import bytes_text, duration
 from rankscope.collectors.schema import (
-    DEVICE_MARKS,
-    DEVICE_WORK,
-    DTYPES,
-    NCCL_ALGORITHMS,
-    NCCL_EVENTS,
-    NCCL_PROTOCOLS,
     NO_PEER,
-    OPS,
     REGION_KINDS,
     SCHEMA_VERSION,
     TABLES,
@@ -42,7 +36,7 @@ from rankscope.errors import BadInput
 if TYPE_CHECKING:
     from rankscope.analysis.runs.step_range import Stretch
 
-__all__ = ["NativeReader", "open_run", "read_rows", "recognises", "run_folder", "schema_of"]
+__all__ = ["NativeReader", "open_run", "read_rows", "recognises", "run_folder"]
 
 _OF_RANK = r"^(rank\d+)@([0-9a-f]+)"  # what a rank's readings are called: its world is behind the @
 _OPTIMIZER = REGION_KINDS.index("optimizer")
@@ -54,16 +48,6 @@ _FILE = re.compile(r"(?:(?:w([0-9a-f]+)-)?a(\d+)-)?part-(\d+)\.arrow")
 _WORLD = re.compile(r"world=(\d+)")  # one world of a run, and one of its steps or more: after the run's folder
 _STEPS = re.compile(r"steps=(\d+)(?:-(\d+))?")
 _RUN_FILE = re.compile(r"node=(\d+)\.json")
-_CODES = {
-    "kind": (REGION_KINDS, "user"),
-    "op": (OPS, "unknown"),
-    "dtype": (DTYPES, "unknown"),
-    "work": (DEVICE_WORK, "compute"),
-    "event": (NCCL_EVENTS, "unknown"),
-    "algorithm": (NCCL_ALGORITHMS, "unknown"),
-    "protocol": (NCCL_PROTOCOLS, "unknown"),
-    "mark": (DEVICE_MARKS, "unknown"),
-}
 _ENDS_LATER = "completions"
 _WHOLE = ("ranks", "groups", "gaps", "windows", "ras")  # also where only some steps of a run are read
 _BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what is read before and after a stretch
@@ -74,17 +58,6 @@ _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the
 _LARGE = ("kernels", "launches")  # whoever reads them keeps what is needed of them
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-_POLARS = {
-    "int32": pl.Int32,
-    "int64": pl.Int64,
-    "uint8": pl.UInt8,
-    "uint16": pl.UInt16,
-    "uint32": pl.UInt32,
-    "uint64": pl.UInt64,
-    "float64": pl.Float64,
-    "bool": pl.Boolean,
-    "string": pl.String,
-}
 # What a file's folder and name add to its rows; `node` of a rank's rows comes from `ranks`.
 _WRITTEN_BY = {"rank": ("rank", "attempt"), "node": ("node",), "rank or node": ("rank", "node", "attempt")}
 
@@ -129,17 +102,6 @@ class _World:
         if not self.nodes & other.nodes:
             return self.attempt == other.attempt
         return self.start_ns < other.end_ns and other.start_ns < self.end_ns
-
-
-def schema_of(name: str) -> dict[str, Any]:
-    """Columns of a table as `Trace.table` gives it, with their polars types."""
-    table = TABLES[name]
-    by = ("node",) if table.partition == "node" else ("rank", "node", "attempt")
-    schema: dict[str, Any] = dict.fromkeys(by, pl.Int32)
-    for column in table.columns:
-        named = name != "strings" and (_is_id(column.name) or column.name in _CODES)
-        schema[_named(column.name) if named else column.name] = pl.String if named else _POLARS[column.type]
-    return schema
 
 
 def recognises(path: Path) -> bool:
@@ -371,7 +333,7 @@ class NativeReader:
         alike = itertools.groupby(read, key=lambda one: one[1].schema)
         frames = [self._whole_rows(name, list(of_schema)) for _, of_schema in alike]
         schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
-        schema |= {c.name: _POLARS[c.type] for c in TABLES[name].columns}
+        schema |= {c.name: POLARS[c.type] for c in TABLES[name].columns}
         return pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
 
     def _read(self, parts: list[_Part]) -> list[tuple[_Part, pa.Table]]:
@@ -451,7 +413,7 @@ class NativeReader:
         )
         frame = pl.DataFrame(pl.from_arrow(pa.concat_tables([table for _, table in parts])))
         frame = frame.with_columns(pl.lit(None).alias(c.name) for c in columns if c.name not in frame.columns)
-        frame = frame.select(*owners, *(pl.col(c.name).cast(_POLARS[c.type]) for c in columns))
+        frame = frame.select(*owners, *(pl.col(c.name).cast(POLARS[c.type]) for c in columns))
         needed = [] if self._imports else [c.name for c in columns if not c.nullable]
         if not any(frame[column].null_count() for column in needed):
             return frame
@@ -499,7 +461,7 @@ class NativeReader:
 
     def _with_names(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Ids become names; an id whose name was lost becomes `#id`."""
-        ids = [c for c in frame.columns if _is_id(c)]
+        ids = [c for c in frame.columns if is_id(c)]
         owner = "rank" if "rank" in frame.columns else "node"
         if ids:
             names = self._read_raw("strings").filter(pl.col("attempt").is_null() == (owner == "node"))
@@ -510,7 +472,7 @@ class NativeReader:
                     frame.select(owner, column)
                     .unique()
                     .join(names, how="left", left_on=[owner, column], right_on=[owner, "name_id"])
-                    .select(owner, column, pl.coalesce("_name", pl.format("#{}", column)).alias(_named(column)))
+                    .select(owner, column, pl.coalesce("_name", pl.format("#{}", column)).alias(named_as(column)))
                 )
                 frame = frame.join(different, how="left", on=[owner, column], maintain_order="left").drop(column)
         return _with_codes(frame)
@@ -629,7 +591,7 @@ class NativeReader:
 
 def _with_codes(frame: pl.DataFrame) -> pl.DataFrame:
     """Codes become what they stand for."""
-    for column, (known, default) in _CODES.items():
+    for column, (known, default) in CODES.items():
         if column in frame.columns:
             codes = dict(enumerate(known))
             name = pl.col(column).replace_strict(codes, default=default, return_dtype=pl.String)
@@ -641,14 +603,6 @@ def _as_recorded(why: str) -> str:
     """What a rank or an agent wrote down in English, with what it quotes behind a colon; known words are translated."""
     head, _, quoted = why.partition(": ")
     return text("{file}: {why}", file=Text(head, {}), why=Text(quoted, {})) if quoted else Text(why, {})
-
-
-def _is_id(column: str) -> bool:
-    return column.endswith("_id") and column != "group_id"
-
-
-def _named(column: str) -> str:
-    return column.removesuffix("_id")
 
 
 def _existing_folder(folder: str) -> Path:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, shaped, table
 from rankscope.analysis.readers.bytedance_ops import OPS_LACK, end_to_end
-from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import ranges
 from rankscope.errors import BadInput

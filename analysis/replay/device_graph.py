@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.replay.graph import Graph, assemble
 from rankscope.analysis.replay.host_graph import HostGraph
+from rankscope.analysis.runs.memory_budget import MOST_ROWS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.device_time import by_rank
 from rankscope.analysis.timeline.host_breakdown import NO_REGION, PARTS, Spans
 from rankscope.errors import NotReplayable
 
-__all__ = ["BETWEEN", "LAUNCH", "MOST_ROWS", "device_graph", "first_steps"]
+__all__ = ["BETWEEN", "LAUNCH", "device_graph", "first_steps"]
 
 BETWEEN = "between kernels"  # label of the time between kernels that wait for each other
 LAUNCH = "launch"  # label of the time from a launch call's begin to the kernel's
-MOST_ROWS = 2_000_000  # kernels and launches of a graph, which with its path takes some 200 bytes for each
 
 _SYNCHRONISES = "Synchronize|Memcpy|Memset|Free|Malloc|HostAlloc|HostRegister"
 _LONG_CALL_NS = 100_000  # shorter calls that neither launch nor synchronise are part of the host's time around them

@@ -15,8 +15,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
-from rankscope.analysis.metrics.step_matrix import BLOCKED
 from rankscope.analysis.model.finding import Fidelity
+from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.replay.graph import Floats, Graph, Ints, assemble, replay
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration

@@ -12,17 +12,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Pipeline
+from rankscope.analysis.model.pipeline_ops import BACKWARD, CLIP, FORWARD, OPTIMIZER
 from rankscope.analysis.replay.pipeline_plan import Floats, Group, Plan, plan, replay, transfers
 from rankscope.analysis.text.message import joined, text
-from rankscope.analysis.timeline.steps import STEP_COLUMNS
 from rankscope.errors import NotReplayable
 
 __all__ = [
-    "BACKWARD",
-    "CLIP",
     "EXCESS",
-    "FORWARD",
-    "OPTIMIZER",
     "TRANSFERS",
     "Key",
     "OpGrid",
@@ -32,13 +28,9 @@ __all__ = [
     "op_grid",
     "pipeline",
     "schedule",
-    "steps_of_ops",
     "theory_fraction",
 ]
 
-_SETTLED = 1.5  # a longer step, in medians, does not count
-
-FORWARD, BACKWARD, OPTIMIZER = "forward-compute", "backward-compute", "optimizer"
 
 # kind -> (the kind at the other end, how many stages further)
 _PEER = {
@@ -47,9 +39,8 @@ _PEER = {
     "backward-send": ("backward-recv", -1),
     "backward-recv": ("backward-send", 1),
 }
-_EMBEDDING, CLIP, _GATHER, _SCATTER = (
+_EMBEDDING, _GATHER, _SCATTER = (
     "embedding-grads-all-reduce",
-    "optimizer-clip-main-grad",
     "params-all-gather",
     "grads-reduce-scatter",
 )
@@ -113,36 +104,6 @@ class OpGrid:
         """Length of each step, first start to last end."""
         length: Floats = self.end_ns.max(axis=(0, 2)) - self.start_ns.min(axis=(0, 2))
         return length
-
-
-def steps_of_ops(ops: pl.DataFrame) -> pl.DataFrame:
-    """Each rank's steps, as `timeline.steps.judge` gives them, numbered as the source numbers them.
-
-    A step lasts from the first start to the last end of its operations on any rank. One that is longer than 1.5 × the
-    median is set aside: a warm-up if no step before it is judged, else an outlier.
-    """
-    spans = (
-        ops.group_by("step")
-        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
-        .sort("step")
-        .with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("_length"))
-        .with_columns((pl.col("_length") <= _SETTLED * pl.col("_length").median()).alias("judged"))
-        .with_columns(
-            pl.when("judged")
-            .then(None)
-            .when(pl.col("judged").cum_max())
-            .then(pl.lit("outlier"))
-            .otherwise(pl.lit("warm-up"))
-            .alias("aside"),
-            pl.lit("operations").alias("source"),
-        )
-    )
-    ranks = ops.select("rank").unique()
-    return (
-        ranks.join(spans, how="cross")
-        .sort("rank", "step")
-        .select(*(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items()), "judged", "aside")
-    )
 
 
 def communicates(kind: str) -> bool:

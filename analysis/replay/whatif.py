@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.bandwidth import fit_line
 from rankscope.analysis.metrics.links import busy_time, link_rates
-from rankscope.analysis.metrics.step_matrix import OWN
 from rankscope.analysis.model.finding import Fidelity
+from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.replay.device_graph import device_graph, first_steps
 from rankscope.analysis.replay.graph import Floats, Graph, Ints, replay
 from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths

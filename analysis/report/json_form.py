@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankscope.analysis.model.finding import Finding, Loss, Rate, Report, Window
-from rankscope.analysis.report.money import cost_of
+from rankscope.analysis.model.money import cost_of
 
 __all__ = ["REPORT_SCHEMA_VERSION", "render", "strict"]
 

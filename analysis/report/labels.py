@@ -5,59 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rankscope.analysis.detectors import spec_of
-from rankscope.analysis.text.message import Text, joined, spoken, translated
+from rankscope.analysis.model.parts import PARTS, part_name
+from rankscope.analysis.text.message import joined, spoken, translated
 
 __all__ = [
     "detector_name",
     "part_label",
     "part_meaning",
-    "part_name",
     "part_short",
     "say",
     "together",
 ]
 
 _ENGLISH: dict[str, str] = {
-    # parts of a step
-    "part.compute": "compute",
-    "part.compute.means": "the rank works and no communication is in flight",
-    "part.overlapped": "compute over communication",
-    "part.overlapped.short": "overlap",
-    "part.overlapped.means": "the rank works while communication is in flight; this communication costs nothing",
-    "part.memory": "copies",
-    "part.memory.means": "the device copies or fills memory, and nothing else",
-    "part.host": "waiting for the host",
-    "part.host.short": "host",
-    "part.host.means": "the device is idle: the host launched its next work only after it had run dry",
-    "part.optimizer": "optimizer",
-    "part.optimizer.short": "optim.",
-    "part.optimizer.means": "the optimizer's step",
-    "part.input": "input",
-    "part.input.means": "waiting for the next batch",
-    "part.gc": "garbage collection",
-    "part.gc.short": "gc",
-    "part.gc.means": "Python's garbage collector stops the rank",
-    "part.compile": "compile",
-    "part.compile.means": "torch.compile builds code",
-    "part.checkpoint": "checkpoint",
-    "part.checkpoint.short": "save",
-    "part.checkpoint.means": "the main thread saves a checkpoint",
-    "part.other": "other",
-    "part.other.means": "none of the others",
-    "part.mixed": "compute or communication",
-    "part.mixed.short": "mixed",
-    "part.mixed.means": "a phase with communication: only a deep window tells compute, waiting and transfer apart",
-    "part.unsplit": "unsplit communication",
-    "part.unsplit.short": "unsplit",
-    "part.unsplit.means": "stopped by communication whose peers were not recorded: waiting or transfer",
-    "part.transfer": "transfer",
-    "part.transfer.means": "stopped while bytes move",
-    "part.bubble": "waiting for a neighbour",
-    "part.bubble.short": "bubble",
-    "part.bubble.means": "stopped until the other side of a send or receive arrives",
-    "part.wait": "waiting for peers",
-    "part.wait.short": "wait",
-    "part.wait.means": "stopped until the last rank arrives",
     # who
     "who.rank": "rank {0}",
     "who.ranks": "ranks {0}",
@@ -333,22 +293,18 @@ def together(separator: str, said: Iterable[str]) -> str:
     return spoken(joined(separator, said))
 
 
-def part_name(part: str) -> Text:
-    """A part of the step, for a text that is made before its language is known."""
-    return Text(_ENGLISH.get(f"part.{part}", part), {})
-
-
 def part_label(part: str) -> str:
     return spoken(part_name(part))
 
 
 def part_short(part: str) -> str:
     """At most 8 columns for the parts known here: the heading of a column."""
-    return translated(_ENGLISH.get(f"part.{part}.short", _ENGLISH.get(f"part.{part}", part)))
+    known = PARTS.get(part)
+    return spoken(known.short) if known and known.short else part_label(part)
 
 
 def part_meaning(part: str) -> str:
-    return translated(_ENGLISH.get(f"part.{part}.means", ""))
+    return spoken(PARTS[part].means) if part in PARTS else ""
 
 
 def detector_name(detector: str) -> str:

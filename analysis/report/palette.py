@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rankscope.analysis.model.parts import PARTS
+
 __all__ = ["DARK", "LIGHT", "css_variables"]
 
 LIGHT = {
@@ -22,22 +24,7 @@ LIGHT = {
     "median": "#1b1f24",
     "line": "#0b5a94",
     "band": "#bcd5e8",
-    # parts of a step
-    "compute": "#0072b2",
-    "overlapped": "#56b4e9",
-    "optimizer": "#009e73",
-    "input": "#cc79a7",
-    "gc": "#882255",
-    "memory": "#7fcdbb",
-    "host": "#a6611a",
-    "bubble": "#f4a582",
-    "compile": "#4b3fa0",
-    "checkpoint": "#999933",
-    "other": "#8a929c",
-    "mixed": "#bbcc33",
-    "unsplit": "#f0e442",
-    "transfer": "#e69f00",
-    "wait": "#d55e00",
+    **{part.name: part.color for part in PARTS.values()},
     # regions that are no part
     "backward": "#004a75",
     "region": "#5b8a8a",
@@ -55,6 +42,7 @@ LIGHT = {
 }
 
 DARK = LIGHT | {
+    **{part.name: part.dark for part in PARTS.values() if part.dark},
     "page": "#14181d",
     "text": "#e6e9ed",
     "quiet": "#a2abb6",
@@ -65,10 +53,6 @@ DARK = LIGHT | {
     "median": "#e6e9ed",
     "line": "#7fc1f2",
     "band": "#2c4a63",
-    "compute": "#2b8fd0",
-    "compile": "#9487e8",
-    "gc": "#b8457f",
-    "wait": "#e56a10",
     "backward": "#1a5d8f",
     "level0": "#222a32",
     "level1": "#2d4a66",

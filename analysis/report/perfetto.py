@@ -20,13 +20,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Finding, Report
-from rankscope.analysis.report.money import is_standstill
+from rankscope.analysis.model.money import is_standstill
+from rankscope.analysis.report.lane_packing import nest_rows, pack_rows
 from rankscope.analysis.report.protobuf_wire import Block, encoded, fixed64, message, one, varint
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.counters import rates
 from rankscope.collectors.counters import GAUGES
-from rankscope.dashboard.timeline.lane_packing import nest_rows, pack_rows
 from rankscope.errors import NotExportable
 
 __all__ = ["MOST_EVENTS", "chosen", "write"]

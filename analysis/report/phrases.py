@@ -24,9 +24,10 @@ from rankscope.analysis.model.finding import (
     Span,
     Window,
 )
+from rankscope.analysis.model.money import HOUR_NS, cost_of, is_standstill, money_text
+from rankscope.analysis.model.parts import part_name
 from rankscope.analysis.report.digest import GapGroup, is_healthy
-from rankscope.analysis.report.labels import part_name, part_short, say, together
-from rankscope.analysis.report.money import HOUR_NS, cost_of, is_standstill, money_text
+from rankscope.analysis.report.labels import part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
 from rankscope.analysis.text.phrases import counted, place_in_code
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges, signed

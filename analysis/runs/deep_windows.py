@@ -11,8 +11,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Clock, Operator, Window
+from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.readers.native import NativeReader
-from rankscope.analysis.runs.trace import Trace, in_order
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.device_breakdown import with_launches

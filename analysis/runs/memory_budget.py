@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.analysis.runs.trace import Trace
 from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
     from rankscope.analysis.readers.native import NativeReader
+    from rankscope.analysis.runs.trace import Trace
 
-__all__ = ["available_bytes", "check_memory", "check_share", "needed_bytes", "readable_share"]
+__all__ = ["MOST_ROWS", "available_bytes", "check_memory", "check_share", "needed_bytes", "readable_share"]
 
+# Kernels and launches of a graph, which with its path takes some 200 bytes for each.
+MOST_ROWS = 2_000_000
 # Measured on traces of 0.3 to 2.5 GB (docs/performance.md).
 _BEFORE = 160_000_000
 _OF_TIMELINE, _OF_GRAPH = 260, 290  # for each kernel and launch
@@ -67,8 +69,6 @@ def _of_rows(reader: NativeReader) -> float:
 
 def needed_bytes(rows: int) -> int:
     """What a report on so many kernels and launches takes at most, this process included."""
-    from rankscope.analysis.replay.device_graph import MOST_ROWS  # not imported where nothing of a device was recorded
-
     return _BEFORE + rows * _OF_TIMELINE + min(rows, MOST_ROWS) * _OF_GRAPH
 
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import polars as pl
 
 from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.runs.memory_budget import check_memory
 from rankscope.collectors.schema import TABLES
 from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
     from rankscope.analysis.runs.step_range import Stretch
 
-__all__ = ["Reader", "Trace", "in_order"]
+__all__ = ["Reader", "Trace"]
 
 PathLike = str | os.PathLike[str]
 
@@ -121,6 +122,10 @@ class Trace:
         """The rows of `table` in pieces, for those who need no more than one in memory."""
         return self.reader.pieces(name)
 
+    def check_memory(self) -> None:
+        """Raise `BadInput` where its timeline does not fit into memory."""
+        check_memory(self)
+
     def gaps(self) -> list[Gap]:
         """What was not seen: reads every table, since a cut file shows only then."""
         return self.reader.gaps()
@@ -171,13 +176,3 @@ def _folders(path: Path) -> list[Path]:
     """The first folders in this one."""
     found = (sub for sub in sorted(path.iterdir()) if sub.is_dir() and not sub.name.startswith("."))
     return list(itertools.islice(found, _LOOKED_INTO))
-
-
-def in_order(frame: pl.DataFrame, owner: str, key: str) -> pl.DataFrame:
-    """The rows by these two columns; equal ones keep their order. A frame that is in order already is not copied."""
-    by, at = frame[owner], frame[key]
-    if not by.null_count() and not at.null_count() and by.is_sorted():
-        changes = by[1:] != by[:-1]
-        if (changes | (at[1:] >= at[:-1])).all():
-            return frame
-    return frame.sort(owner, key, maintain_order=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from rankscope.analysis.model.finding import Clock, Gap
-from rankscope.analysis.replay.pipeline import steps_of_ops
-from rankscope.analysis.runs.step_range import Stretch
-from rankscope.analysis.runs.trace import Trace, in_order
+from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text import phrases
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
@@ -25,7 +24,7 @@ from rankscope.analysis.timeline.host_breakdown import InvariantError, breakdown
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl_durations import proxies, with_durations
 from rankscope.analysis.timeline.nccl_ras import late_ranks
-from rankscope.analysis.timeline.pipeline_ops import stage_ops
+from rankscope.analysis.timeline.pipeline_ops import stage_ops, steps_of_ops
 from rankscope.analysis.timeline.profiled_steps import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.steps import (
     CAPTURE,
@@ -39,6 +38,10 @@ from rankscope.analysis.timeline.steps import (
     renumber,
     whole_captures,
 )
+
+if TYPE_CHECKING:
+    from rankscope.analysis.runs.step_range import Stretch
+    from rankscope.analysis.runs.trace import Trace
 
 __all__ = ["Timeline", "build_timeline"]
 
@@ -109,9 +112,7 @@ def build_timeline(trace: Trace) -> Timeline:
 
     Raises `BadInput` where the memory of this machine is not enough.
     """
-    from rankscope.analysis.runs.memory_budget import check_memory  # it knows the graph, which is made of timelines
-
-    check_memory(trace)
+    trace.check_memory()
     ranks = trace.table("ranks").sort("rank").collect()
     clocks = _clocks(trace, [*trace.run, *ranks["node"].drop_nulls().to_list()])
 

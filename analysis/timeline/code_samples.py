@@ -11,8 +11,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.step_matrix import BLOCKED
 from rankscope.analysis.model.finding import CodeShare, Finding
+from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import is_installed, named, place_in_code
 from rankscope.analysis.text.units import duration, duration_with_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from rankscope.analysis.readers.native import schema_of
+from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.collectors.schema import P2P_OPS, STILL_NS, STILL_STEPS
 

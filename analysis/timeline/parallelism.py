@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.collectors.schema import P2P_OPS
+
+Ints = NDArray[np.int64]
 
 __all__ = ["Role", "role_codes", "roles", "roles_of"]
 

@@ -9,18 +9,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import polars as pl
 
-from rankscope.analysis.metrics.step_matrix import BLOCKED
 from rankscope.analysis.model.finding import Clock, Gap
-from rankscope.analysis.readers.native import schema_of
-from rankscope.analysis.replay.pipeline import BACKWARD, CLIP, FORWARD, OPTIMIZER
+from rankscope.analysis.model.parts import BLOCKED
+from rankscope.analysis.model.pipeline_ops import BACKWARD, CLIP, FORWARD, OPTIMIZER
+from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.host_breakdown import AFTER_BACKWARD
 from rankscope.analysis.timeline.parallelism import Role, roles
+from rankscope.analysis.timeline.steps import STEP_COLUMNS
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotReplayable
 
-__all__ = ["replicas", "stage_ops"]
+__all__ = ["replicas", "stage_ops", "steps_of_ops"]
 
+_SETTLED = 1.5  # a longer step, in medians, does not count
 _MAIN_THREAD = 0
 _COMPUTES = {"forward": FORWARD, "backward": BACKWARD}
 _SEQ = pl.int_range(pl.len()).over("rank", "step", "stage", "kind").alias("seq")
@@ -310,3 +312,33 @@ def replicas(neighbours: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             first[a] = first[b] = low
     number = {rank: i for i, rank in enumerate(sorted(set(first.values())))}
     return [(rank, number[low]) for rank, low in sorted(first.items())]
+
+
+def steps_of_ops(ops: pl.DataFrame) -> pl.DataFrame:
+    """Each rank's steps, as `timeline.steps.judge` gives them, numbered as the source numbers them.
+
+    A step lasts from the first start to the last end of its operations on any rank. One that is longer than 1.5 × the
+    median is set aside: a warm-up if no step before it is judged, else an outlier.
+    """
+    spans = (
+        ops.group_by("step")
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+        .sort("step")
+        .with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("_length"))
+        .with_columns((pl.col("_length") <= _SETTLED * pl.col("_length").median()).alias("judged"))
+        .with_columns(
+            pl.when("judged")
+            .then(None)
+            .when(pl.col("judged").cum_max())
+            .then(pl.lit("outlier"))
+            .otherwise(pl.lit("warm-up"))
+            .alias("aside"),
+            pl.lit("operations").alias("source"),
+        )
+    )
+    ranks = ops.select("rank").unique()
+    return (
+        ranks.join(spans, how="cross")
+        .sort("rank", "step")
+        .select(*(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items()), "judged", "aside")
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
 from rankscope.analysis.report.palette import LIGHT
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.step_matrix import OWN
+from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.text.message import spoken, text
 from rankscope.analysis.timeline.build import Timeline
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rankscope.analysis.metrics.step_matrix import MIXED
 from rankscope.analysis.model.finding import Report
+from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.report.digest import Breakdown
 from rankscope.analysis.report.labels import part_label, part_meaning
 from rankscope.analysis.text.message import text

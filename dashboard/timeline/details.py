@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.analysis.metrics.step_matrix import BLOCKED
+from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.text.units import duration, percent
 from rankscope.dashboard.timeline.lanes import KINDS, Scene, Table
 from rankscope.dashboard.timeline.lod import Ints, event_at, tally

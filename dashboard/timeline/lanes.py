@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.parts import PART_ORDER
 from rankscope.analysis.report.labels import part_label
+from rankscope.analysis.report.lane_packing import pack_rows
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.matching import members_of
-from rankscope.dashboard.timeline.lane_packing import pack_rows
 from rankscope.dashboard.timeline.lod import (
     Indices,
     Ints,

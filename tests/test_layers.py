@@ -1,0 +1,221 @@
+"""The order of the floors: what may import what, read from the source. `python tests/test_layers.py` prints it.
+
+Exceptions are listed here, and may only become fewer: one that is no longer needed fails the test.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# From the lowest floor up. A room imports from rooms below it only.
+FLOORS = (
+    *("errors", "collectors.schema", "collectors.counters"),
+    *("analysis.text", "analysis.model", "analysis.readers", "analysis.timeline", "analysis.runs", "analysis.metrics"),
+    *("analysis.replay", "analysis.detectors", "analysis.compare", "analysis.diagnosis", "analysis.report"),
+    *("dashboard", "profiler"),
+)
+# Collectors have floors of their own.
+OF_COLLECTORS = ("collectors.topology", "collectors.node", "collectors.agent")
+UPWARD = {
+    ("analysis.readers.native", "analysis.runs.step_range"),  # the steps that are read, chosen once it is open
+    ("analysis.compare.gate", "analysis.report.diff_text"),
+    ("analysis.compare.gate", "analysis.report.digest"),
+    ("analysis.compare.run_phases", "analysis.report.phrases"),
+    ("analysis.compare.two_runs", "analysis.report.digest"),
+}
+CYCLES = {
+    frozenset(("collectors.in_rank.boot", "collectors.in_rank.session")),
+    frozenset(("dashboard.state", "dashboard.whatif_session")),
+}
+IN_A_RANK = ("collectors/in_rank", "collectors/rank", "collectors/schema.py", "src/rankscope/errors.py")
+LONG_MODULES = {
+    "analysis.detectors.slow_rank",
+    "analysis.diagnosis.diagnose",
+    "analysis.readers.json_scan",
+    "analysis.readers.kineto",
+    "analysis.readers.native",
+    "analysis.replay.device_graph",
+    "analysis.report.perfetto",
+    "collectors.agent.loop",
+    "dashboard.timeline.lanes",
+}
+LONG_FUNCTIONS = {
+    "analysis.diagnosis.diagnose.conclude",
+    "analysis.readers.kineto._read",
+    "analysis.readers.nsight.open_run",
+    "analysis.replay.device_graph._add_rank",
+    "analysis.replay.host_graph._assembled",
+    "analysis.report.perfetto._tables",
+    "analysis.timeline.build.build_timeline",
+    "collectors.agent.loop.__init__",
+    "collectors.rank.collectives.recorder_of",
+}
+MANY_PARAMETERS = {
+    "analysis.detectors.slow_rank._by_own_time",
+    "analysis.readers.json_scan.scan",
+    "analysis.replay.graph.assemble",
+    "collectors.agent.loop.__init__",
+    "collectors.in_rank.ring_writer.write",
+    "profiler.commands.report.command",
+}
+MOST_LINES, MOST_IN_A_FUNCTION, MOST_PARAMETERS = 600, 60, 8
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name below `rankscope`."""
+    found = {"errors": ROOT / "src" / "rankscope" / "errors.py"}
+    for folder in ("analysis", "collectors", "dashboard", "profiler"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The module's syntax tree."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """What a module imports at run time, inside functions too; not what only a type checker sees."""
+    tree = parsed(path)
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Which modules of the package each module imports."""
+    known = modules()
+    found: dict[str, set[str]] = {}
+    for module, path in known.items():
+        found[module] = set()
+        for name in imports(path):
+            within = name.removeprefix("rankscope.")
+            if within != name:
+                target = within if within in known else within.rpartition(".")[0]
+                found[module] |= {target} & known.keys() - {module}
+    return found
+
+
+def room(module: str) -> str:
+    """The folder that a module is in; above the collectors and the analysis there are two rooms only."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] in ("analysis", "collectors") else parts[0]
+
+
+def upward() -> set[tuple[str, str]]:
+    """Imports from a lower floor to a higher one."""
+    height = {name: number for floors in (FLOORS, OF_COLLECTORS) for number, name in enumerate(floors)}
+    return {
+        (module, target)
+        for module, targets in graph().items()
+        for target in targets
+        for floors in (FLOORS, OF_COLLECTORS)
+        if room(module) in floors and room(target) in floors and height[room(module)] < height[room(target)]
+    }
+
+
+def cycles() -> set[frozenset[str]]:
+    """Modules that import each other, directly or through others."""
+    arrows = graph()
+
+    def reached(start: str) -> set[str]:
+        seen, ahead = set(), [start]
+        while ahead:
+            for target in arrows[ahead.pop()] - seen:
+                seen.add(target)
+                ahead.append(target)
+        return seen
+
+    below = {module: reached(module) for module in arrows}
+    return {
+        frozenset(other for other in below[module] if module in below[other])
+        for module in below
+        if module in below[module]
+    }
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function, called `module.function`, with classes in between left out."""
+    for module, path in modules().items():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield f"{module}.{node.name}", node
+
+
+def test_no_module_imports_from_a_higher_floor():
+    assert upward() == UPWARD
+
+
+def test_every_room_has_a_floor():
+    rooms = {room(module) for module in modules() if "." in module and not module.startswith("collectors")}
+    assert rooms <= {*FLOORS, "dashboard", "profiler"}
+
+
+def test_no_modules_import_each_other():
+    assert cycles() == CYCLES
+
+
+def test_only_torch_and_the_standard_library_are_imported_inside_a_rank():
+    allowed = {*sys.stdlib_module_names, "torch", "rankscope", "__future__"}
+    own = ("rankscope.collectors", "rankscope.errors", "rankscope.annotate", "rankscope.step")
+    paths = [p for name in IN_A_RANK for p in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))]
+    foreign = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in paths
+        for name in imports(path)
+        if name.partition(".")[0] not in allowed or (name.startswith("rankscope.") and not name.startswith(own))
+    }
+    assert not foreign
+
+
+def test_modules_are_short():
+    data = ("collectors.schema", "collectors.counters", "analysis.text.chinese")
+    long = {m for m, p in modules().items() if len(p.read_text(encoding="utf-8").splitlines()) > MOST_LINES}
+    assert long - set(data) == LONG_MODULES
+
+
+def test_functions_are_short():
+    assert {name for name, node in functions() if lines_of(node) > MOST_IN_A_FUNCTION} == LONG_FUNCTIONS
+
+
+def test_functions_have_few_parameters():
+    many = {name for name, node in functions() if node.name != "detect" and parameters_of(node) > MOST_PARAMETERS}
+    assert many == MANY_PARAMETERS
+
+
+def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    described = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+    of_doc = (node.body[0].end_lineno or 0) - node.body[0].lineno + 1 if described else 0
+    return (node.end_lineno or 0) - node.lineno + 1 - of_doc
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many parameters a function has."""
+    return len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+
+
+if __name__ == "__main__":
+    drawn = {(room(a), room(b)) for a, targets in graph().items() for b in targets if room(a) != room(b)}
+    for source in sorted({a for a, _ in drawn}):
+        print(source, "->", ", ".join(sorted(b for a, b in drawn if a == source)))
+    rooms = {room(module) for module in modules()}
+    print(f"{len(rooms)} rooms, {len(drawn)} arrows, {len(upward())} imports upward, {len(cycles())} cycles")
