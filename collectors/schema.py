@@ -564,7 +564,7 @@ TABLES: dict[str, Table] = {
             "time_ns",
             (
                 Column("time_ns", "int64", "ns", "When it was read."),
-                Column("source_id", "uint32", "", "`host`, `nic`, `tcp`, `rdma`, `gpu`, in `strings`."),
+                Column("source_id", "uint32", "", "The collector that read it, in `strings`."),
                 Column("name_id", "uint32", "", "Name with its unit, in `strings`."),
                 Column("device_id", "uint32", "", "Device, port, socket pair or process, in `strings`."),
                 Column("value", "float64", "by name", "Counters are cumulative, gauges are momentary."),
