@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from rankscope.errors import NotRecorded
+from rankscope.errors import NotRecorded, RankscopeError
 
 __all__ = ["claim"]
 
@@ -18,8 +18,11 @@ def claim(out: str | None, name: str, node_rank: int = 0) -> Path:
 
     It is `out`, or `runs/<UTC time>-<name>`; if that is taken, the same with `-2`, `-3`, … behind. A node that is known
     not to be the first takes another name, and leaves this one to the first node until its agent knows what that took.
-    Raises NotRecorded where it cannot be made.
+    Raises NotRecorded where it cannot be made, and RankscopeError where `out` names no folder of this machine.
     """
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", out or "")
+    if scheme and not Path(scheme[0]).exists():
+        raise RankscopeError(f"{out}: a run is written to a folder of this machine; name one, and copy it there later")
     wanted = Path(out) if out else Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{_safe(name)}"
     wanted = wanted.absolute()
     if node_rank:

@@ -16,6 +16,7 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.runs.memory_budget import check_memory
+from rankscope.analysis.runs.storage import local_path
 from rankscope.collectors.schema import TABLES
 from rankscope.errors import BadInput
 
@@ -87,14 +88,16 @@ class Trace:
         """The run in this folder or file, or in these: one per node where the nodes share no storage.
 
         The format is that of the first reader that recognises them; an imported run has the source that it came from.
-        Raises `BadInput`. A file that was cut anywhere is read as far as it is good, and `gaps()` says so.
+        What lies in object storage is copied first. Raises `BadInput`.
+        A file that was cut anywhere is read as far as it is good, and `gaps()` says so.
         """
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        names = [os.fspath(p) for p in paths]
+        given = [os.fspath(p) for p in paths]
+        names = [local_path(name) for name in given]
         source, module = _choose(names)
         reader = module.open_run(names)
         origin = next((str(launch["source"]) for launch in reader.run.values() if "source" in launch), source)
-        return cls(paths=tuple(names), source=origin, run=reader.run, reader=reader)
+        return cls(paths=tuple(given), source=origin, run=reader.run, reader=reader)
 
     @property
     def path(self) -> str:

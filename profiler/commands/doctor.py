@@ -29,7 +29,7 @@ from rankscope.profiler.columns import aligned
 
 __all__ = ["Check", "command"]
 
-_EXTRAS = {"ui": ("dash", "dash_mantine_components", "dash_ag_grid"), "dask": ("dask", "distributed")}
+_EXTRAS = {"ui": ("dash", "dash_mantine_components", "dash_ag_grid")}
 _COMPILED = ("rankscope.analysis.readers._scan", "rankscope.analysis.replay._replay")
 _FREE_BYTES = 1e9
 

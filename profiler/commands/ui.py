@@ -36,7 +36,9 @@ def command(
     price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
 ) -> None:
     from rankscope.analysis.readers.native import run_folder
+    from rankscope.analysis.runs.storage import local_path
 
+    run = [Path(local_path(str(path))) for path in run]
     of_an_hour, language = parse_price(price), parse_language(lang)
     folders = [run_folder(path) for path in run]
     for path, folder in zip(run, folders, strict=True):
