@@ -391,3 +391,22 @@ def test_where_ranks_are_missing_the_speed_of_transfers_is_not_judged():
     unknown = not_checked(job.report())
     for detector in ("small_messages", "low_bandwidth", "unpipelined_hierarchy"):
         assert "cannot be split into waiting and transfer" in unknown[detector]
+
+
+@pytest.mark.parametrize("checked", ["low_bandwidth", "small_messages"])
+def test_transfers_of_unknown_size_are_not_judged_where_they_cost_time(checked):
+    """Of a step of 15 ms 5 ms are transfer: that is much, and without its bytes nobody knows whether it is slow."""
+
+    def job(size, transfer_ns):
+        job = Job(2, groups={"all": [0, 1]})
+        for _ in range(STEPS):
+            job.work("forward", 3 * MS)
+            job.work("backward", 6 * MS)
+            job.reduce(["all"], size, transfer_ns)
+            job.work("optimizer", 1 * MS)
+        return job.report()
+
+    why = not_checked(job(None, 5 * MS))[checked]
+    assert why.startswith("allreduce blocks the ranks for 3")
+    assert why.endswith("% of the step, and how many bytes it moves was not recorded")
+    assert checked in healthy(job(None, MS // 10))

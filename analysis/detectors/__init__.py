@@ -47,6 +47,7 @@ __all__ = [
     "peers_grid",
     "price",
     "refuse_unseen",
+    "refuse_unsized",
     "severity",
     "spec_of",
     "specs",
@@ -161,6 +162,22 @@ def transfer_grid(
     if unsplit > most * grid.step_ns:
         raise NotResolvable(text("too much of the blocked time cannot be split into waiting and transfer"))
     return grid
+
+
+def refuse_unsized(rows: pl.DataFrame, grid: StepGrid, min_fraction: float) -> None:
+    """Not resolvable where transfers of unknown size (rows with `exposed_ns`) block the median rank for so much."""
+    unsized = rows.filter(pl.col("size_bytes").is_null())
+    lost_ns = float(np.median(sums(grid, unsized, "exposed_ns"), axis=0).mean())
+    if lost_ns < min_fraction * grid.step_ns or unsized.is_empty():
+        return
+    op = unsized.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns", "op")["op"][-1]
+    raise NotResolvable(
+        text(
+            "{op} blocks the ranks for {lost} of the step, and how many bytes it moves was not recorded",
+            op=op,
+            lost=percent(lost_ns / grid.step_ns),
+        )
+    )
 
 
 def of_hosts(found: Callable[[pl.DataFrame | None], list[Finding]], waits: pl.DataFrame | None) -> list[Finding]:

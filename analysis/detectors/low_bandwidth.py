@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, longest_rows, price, transfer_grid
+from rankscope.analysis.detectors import ENOUGH_STEPS, longest_rows, price, refuse_unsized, transfer_grid
 from rankscope.analysis.metrics.bandwidth import bus_factor, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
@@ -104,9 +104,11 @@ def detect(
     moved = _large(collectives, ranks)
     if len(grid.steps) < ENOUGH_STEPS and not _against_groups(moved, collectives, min_ratio, min_operations)[0]:
         transfer_grid(breakdown, collectives=collectives)  # without a group that stands out, too few to judge
-    rows = held_up(collectives, phases).filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
+    every = held_up(collectives, phases)
+    rows = every.filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
     whole = _loss(rows, grid, grid.ranks, 1.0)
     if whole.ns < min_fraction * grid.step_ns:
+        refuse_unsized(every, grid, min_fraction)
         return []
     apart = (links is not None and _differ(links)) or (proxies is not None and _differ(sends(proxies)))
     if apart:
@@ -138,8 +140,7 @@ def detect(
                 )
             )
     if not findings:
-        unchecked = rows.filter(~pl.col("instance_id").is_in(pl.concat([checked, known]).implode()))
-        _refuse(unchecked, grid, min_fraction, apart)
+        _refuse(rows.filter(~pl.col("instance_id").is_in([*checked, *known])), every, grid, min_fraction, apart)
     return findings
 
 
@@ -150,8 +151,9 @@ def resolution_ns(
     return round(min_fraction * transfer_grid(breakdown, collectives=collectives).step_ns)
 
 
-def _refuse(unchecked: pl.DataFrame, grid: StepGrid, min_fraction: float, apart: bool) -> None:
-    """Not resolvable where what could not be compared costs time."""
+def _refuse(unchecked: pl.DataFrame, every: pl.DataFrame, grid: StepGrid, min_fraction: float, apart: bool) -> None:
+    """Not resolvable where what could not be compared costs time, or what of `every` operation has no size."""
+    refuse_unsized(every, grid, min_fraction)
     left = _loss(unchecked, grid, grid.ranks, 1.0)
     if left.ns < min_fraction * grid.step_ns:
         return

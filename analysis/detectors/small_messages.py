@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import longest_rows, price, transfer_grid
+from rankscope.analysis.detectors import longest_rows, price, refuse_unsized, transfer_grid
 from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, by_rank_and_step, estimate
@@ -81,7 +81,8 @@ def detect(
     """What fusing would save, one finding per kind of operation."""
     grid = transfer_grid(breakdown)
     known = _small_sizes(collectives)
-    runs = _runs(with_exposed(collectives, phases), phases, regions)
+    rows = with_exposed(collectives, phases)
+    runs = _runs(rows, phases, regions)
     findings = []
     for saving in _savings(runs, known, grid):
         lost = estimate(saving.ns, _TRIM)
@@ -89,6 +90,7 @@ def detect(
             findings.append(_finding(saving, lost, grid, regions))
     if not findings:
         _refuse_unknown(runs, known, grid, min_fraction, min_count)
+        refuse_unsized(rows, grid, min_fraction)
     return findings
 
 

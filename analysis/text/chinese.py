@@ -1083,6 +1083,7 @@ CHINESE: dict[str, str] = {
     "NVTX ranges do not say when the data loader was waited for": "NVTX 区间没有说明何时在等数据加载器",
     "the export does not show when Python collects garbage": "导出文件不显示 Python 何时进行垃圾回收",
     "the export does not say what torch.compile builds": "导出文件没有说明 torch.compile 编译了什么",
+    "{op} blocks the ranks for {lost} of the step, and how many bytes it moves was not recorded": "{op} 使各 rank 阻塞达步时的 {lost}，而未记录其传输的字节数",
     "no communication of several GPUs was matched: export all ranks' reports, and give them together": "没有匹配到多个 GPU 之间的通信：请导出所有 rank 的报告，并一起给出",
     "the export names no process groups: {groups} inferred from order, names and ends of the kernels of NCCL": "导出文件没有给出进程组：根据 NCCL kernel 的顺序、名称和结束时间推断出{groups}",
     "communication kernels whose counterpart on another GPU is not in these exports, or not certain": "通信 kernel 在其他 GPU 上的对应项不在这些导出文件中，或无法确定",

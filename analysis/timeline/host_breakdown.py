@@ -107,7 +107,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     """The main thread's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
 
     The rows of a step cover it without gap or overlap. Where several things are true at once the first counts:
-    gc, blocked on communication (wait, bubble, transfer or unsplit), input, compile, optimizer, checkpoint, sync
+    gc, blocked on communication (unsplit, wait, bubble or transfer), input, compile, optimizer, checkpoint, sync
     (other), compute (overlapped while a collective of this rank is in flight), other. `collectives` is the matched
     table.
 
@@ -363,7 +363,10 @@ def _waits_of_backward(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
 
 
 def _split(rank: _Rank, grid: Grid, blocked: Bools, in_flight: Bools) -> Ints:
-    """wait, bubble, transfer or unsplit, for each blocked elementary span."""
+    """unsplit while an unmatched operation is in flight, else wait, bubble, transfer; for each blocked elementary span.
+
+    Where nothing is in flight it is unsplit, too.
+    """
     calls = rank.calls
     unsplit = grid.covered(calls.where(rank.ended & ~rank.split))
     missing = Spans(calls.start, rank.last_arrival, calls.label)
