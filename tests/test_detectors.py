@@ -308,38 +308,6 @@ def begun(*steps):
     return frame.with_columns(op=pl.lit("allreduce"), arrival_spread_ns=pl.lit(0, pl.Int64))
 
 
-def latecomer(calls, steps=2):
-    """Four ranks whose own time tells nothing: 100 ms each, of which rank 1 is never blocked and the others 30 ms."""
-    tables = job({rank: [100 if rank == 1 else 70] * steps for rank in range(4)})
-    flat = tables["phases"].with_columns(label=pl.lit("no region"))
-    return slow_rank.detect(tables["breakdown"], flat, tables["steps"], tables["ranks"], calls)
-
-
-def test_who_is_late_on_the_devices_is_named_with_the_margin_over_the_second_last():
-    """In both steps rank 1 begins 10 and 20 ms after the second-last: 30 ms per step, though others wait longer."""
-    (finding,) = latecomer(begun(*[[(0, 15, 5, 5), (40, 70, 40, 50)]] * 2))
-    assert (finding.ranks, finding.lost_ns_per_step) == ((1,), 30 * MS)
-    assert "4 of 4 collectives last" in finding.title
-
-
-def test_who_is_last_most_often_is_not_blamed_for_what_another_costs():
-    """Rank 0 is last twice by 0.1 ms, rank 1 once by 20 ms, in each step."""
-    (finding,) = latecomer(begun(*[[(0.1, 0, 0, 0), (10.1, 10, 10, 10), (20, 40, 20, 20)]] * 2))
-    assert (finding.ranks, finding.lost_ns_per_step) == ((1,), 20 * MS)
-
-
-def test_one_late_beginning_is_no_late_rank():
-    calm = [(0, 0, 0, 0.1), (10, 10, 10.1, 10)]
-    assert latecomer(begun([*calm, (20, 40, 20, 20)], [*calm, (20, 20, 20, 20)])) == []
-    assert latecomer(begun([*calm, (20, 40, 20, 20)]), steps=1) == []
-
-
-def test_waits_that_overlap_count_once():
-    """Two operations on two streams wait for rank 1 at once, 10-30 and 15-35."""
-    (finding,) = latecomer(begun(*[[(10, 30, 10, 10), (15, 35, 15, 15)]] * 2))
-    assert finding.lost_ns_per_step == 25 * MS
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_few_steps_of_a_noisy_healthy_job_have_no_finding(seed, monkeypatch):
     monkeypatch.setitem(globals(), "STEPS", 2 + seed % 3)

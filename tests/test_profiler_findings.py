@@ -59,24 +59,40 @@ def test_a_rank_that_sleeps_20_ms_costs_what_its_device_then_lacks():
     """Rank 2 sleeps 20 ms in forward, where its device runs dry, and 20 ms in backward, where work is queued."""
     found = only_root("kineto/torchrec/sst_long_a2a_optimizer_5")
     assert (found.detector, found.ranks) == ("slow_rank", (2,))
-    assert found.lost_ns_per_step == pytest.approx(20 * MS, rel=0.15)
+    assert found.lost_ns_per_step == pytest.approx(20 * MS, rel=0.2)
     assert "_AlltoAllSingleBackward" in found.where
     assert found.where.startswith("# running sparse arch")
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "last", "in_all"),
+    ("name", "rank", "level", "share"),
     [
-        ("kineto/torchrec/resnet18", 1, "12 of 12", 7_164_000),
-        ("kineto/param-dlrm8/dlrm_kineto.tar.gz", 7, "5 of 8", 1_309_000),
+        ("kineto/nanogpt-normuon", 1, "likely", 0.148),
+        ("kineto/torchrec/sst_long_a2a_optimizer", 2, "confirmed", 0.913),
+        ("kineto/torchrec/sst_long_a2a_optimizer_2.run1", 2, "confirmed", 0.831),
+        ("kineto/torchrec/sst_long_a2a_optimizer_3", 2, "likely", 0.093),
+        ("kineto/torchrec/sst_long_a2a_optimizer_5", 2, "likely", 0.069),
+        ("kineto/torchrec/resnet18", 1, "likely", 0.055),
+        ("kineto/param-dlrm8/dlrm_kineto.tar.gz", 7, "likely", 0.088),
     ],
 )
-def test_little_lateness_is_told_as_little(name, rank, last, in_all):
-    found = only_root(name)
-    assert (found.detector, found.ranks, found.severity) == ("slow_rank", (rank,), "low")
-    assert found.lost_ns_total == in_all
-    assert last in found.title
-    assert "small" in found.title
+def test_the_straggler_of_a_few_steps_is_named_with_its_level_and_costs_no_more_than_others_wait(
+    name, rank, level, share
+):
+    of, found = report(name), only_root(name)
+    assert (found.detector, found.ranks, found.confidence) == ("slow_rank", (rank,), level)
+    assert found.lost_fraction == pytest.approx(share, abs=0.01)
+    others = [part.ns_per_step for part in of.breakdown if part.part == "wait" and part.rank != rank]
+    assert found.lost_ns_per_step <= min(others)
+    assert of.status == "red"
+
+
+def test_a_host_that_stalls_on_one_rank_only_is_no_host_bound_job():
+    """Rank 2 sleeps a second: without it hosts idle their devices for 6 % of the step, which is no part of that."""
+    of = report("kineto/torchrec/sst_long_a2a_optimizer_2.run1")
+    assert of.findings[0].ranks == (2,)
+    assert all(finding.lost_fraction < 0.1 for finding in of.findings[1:])
+    assert all(2 not in finding.ranks for finding in of.findings if finding.detector == "host_bound")
 
 
 def test_one_rank_bound_by_its_loader_is_found_as_published():
@@ -105,11 +121,16 @@ def test_the_command_line_shows_the_exposed_communication_of_one_rank_of_eight()
     assert exposed == {"current": 17_193_351, "hook": 15_732_820}
 
 
-def test_the_gpu_of_one_export_that_the_other_waits_for_is_named():
-    """Of 33 exchanges between two GPUs, GPU 1 begins 22 last; it waits 2.5 ms for GPU 0, and GPU 0 10.9 ms for it."""
+def test_two_gpus_of_one_export_that_wait_for_each_other_are_compared_and_chance_is_excluded():
+    """Of 33 exchanges between two GPUs, GPU 1 begins 22 last; it waits 2.5 ms for GPU 0, and GPU 0 10.9 ms for it.
+
+    Where both are alike, chance shows as much in one of ten captures.
+    """
     of = report("nsys/mfu_2gpu_before.sqlite")
     assert {wait.rank: round(wait.waited_ns / MS, 1) for wait in of.waits} == {0: 10.9, 1: 2.5}
-    assert only_root("nsys/mfu_2gpu_before.sqlite").ranks == (1,)
+    wait = next(loss for loss in of.losses if loss.kind == "wait")
+    assert (wait.least_rank, wait.most_rank) == (1, 0)
+    assert "slow_rank" not in {finding.detector for finding in of.findings}
 
 
 KNOWN = ("torchrec", "param-dlrm8", "tb-plugin-workers0", "mfu_2gpu_before.sqlite")

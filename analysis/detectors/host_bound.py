@@ -4,7 +4,8 @@
 A kernel that only communicates meanwhile does not change that, if it still runs when the late work begins: nothing
 waited for it. What the busiest rank would be shorter without this time is the loss, reported above `min_fraction` of
 the step if it is not one rank's: half of it would stay with that rank's host quick, or at least half of the ranks would
-hold the job up next, for a quarter of it or more: their devices idle as well, or their hosts launch for so long. What
+hold the job up next, for a quarter of it or more: their devices idle as well, or their hosts launch for so long. If
+less than half of it is there without the ranks that `slow_rank` found, it is judged without these ranks. What
 the host did in these gaps is split into: asking the driver for memory,
 having just waited for the device (a synchronisation drains the queue), the launch calls themselves, and all else.
 
@@ -31,7 +32,7 @@ sizes that repeat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import polars as pl
@@ -40,7 +41,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.detectors import judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.device_lead import idle_at_most_ns, paced_by_host
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces, sums
-from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
 from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.model.spec import Detector
@@ -60,6 +61,7 @@ _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
 _STAYS = 0.5  # share of the loss that is there without the rank that makes most of it: hosts take turns
 _AS_LATE = 0.25  # of the loss: who would hold the job up next for so long shares what makes the host slow
+_REMAINS = 0.5  # share of the loss that is there without the ranks that others wait for
 _LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
 _SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
 _MOSTLY = 0.5  # of the step
@@ -87,6 +89,7 @@ def detect(
     kernels: pl.DataFrame | None = None,
     launches: pl.DataFrame | None = None,
     marks: pl.DataFrame | None = None,
+    slow_rank: Sequence[Finding] | NotChecked = (),
     *,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
@@ -98,6 +101,7 @@ def detect(
         raise NotResolvable(text("the calls that launch the device's work were not recorded"))
     grid = _launched(breakdown, kernels)
     beside = _late_beside_communication(phases, kernels)
+    grid = _without_stragglers(grid, phases, beside, slow_rank)
     lost, stays = _lost(grid, phases, beside)
     late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
     quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
@@ -199,6 +203,18 @@ def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[E
     gaps = phases.filter(of_latest, pl.col("part") == "host").select(ns=pl.col("end_ns") - pl.col("start_ns"))
     pieces = pl.concat([gaps["ns"], beside.filter(of_latest)["certain_ns"]]).to_numpy().astype(np.float64)
     return estimate_of_pieces(lost, pieces), float(stays / max(lost.mean(), 1.0))
+
+
+def _without_stragglers(
+    grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame, slow_rank: Sequence[Finding] | NotChecked
+) -> StepGrid:
+    """The grid; without the ranks that others wait for, if most of the loss is theirs: it follows from them then."""
+    late = [] if isinstance(slow_rank, NotChecked) else [rank for finding in slow_rank for rank in finding.ranks]
+    others = ~np.isin(grid.ranks, late)
+    if others.all() or not others.any():
+        return grid
+    rest = grid.only(others)
+    return rest if _lost(rest, phases, beside)[0].ns < _REMAINS * _lost(grid, phases, beside)[0].ns else grid
 
 
 def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:

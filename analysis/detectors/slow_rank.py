@@ -22,12 +22,16 @@ sooner than what one of them has. A node is slow if all of its ranks take at lea
 then judged without what their node takes longer.
 
 Where a profiler saw the devices, the loss is no more than the time by which the rank began collectives after the
-second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps are judged by this: a rank
-is late if it holds `min_share` of the time by which ranks were late, and began most collectives last or was late in
-each of several steps: who is last most often need not be who costs most.
-`where` is then the region in which its device, compared with the others', idled or worked longest, and every region
-that takes its host at least half of the loss longer than the others in each step: that time may be hidden behind
-work that was queued before. In so few steps nobody can tell whether it stays: below 10 % of the step it counts low.
+second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps, but for those of pipelines,
+are judged by single operations: what each collective blocked the ranks for is charged to the rank that came last, or to
+the one for which that had waited. A rank, a node, or two or three ranks together are late if all that is charged to
+them is more than the largest charge of any rank in 99.5 % of 4,000 permutations of ranks within operations, in the
+earlier half of the operations and in the later; if nearly each step has a third of the mean charge; and if each other
+rank waits 2 % of the step for them, and half of them 5 %. Where each other rank waits 5 % for one rank, half of them
+10 %, and for no other rank two thirds as much, few operations are enough: such a finding is likely, not confirmed.
+The cost is what that rank waits for them that waits least. `where` is the region in which its device, compared with the
+others', idled or worked longest, and every region that takes its host at least half of the loss longer than the others
+in each step: that time may be hidden behind work that was queued before.
 
 Where NCCL ran and no profiler, own time may not tell, and what counts is how long the others waited in the collectives
 that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all of its ranks
@@ -56,7 +60,8 @@ load that comes and goes where it was slow for 50 steps and not for 50.
 temperature, other processes, CPU pinning, memory pressure. Swap two hosts: what stays with the rank is the work,
 what moves with the host is the machine.
 
-**Source.** Robust z-score and persistence as in Greyhound; stretches of steps as in Schmeiser's batch means (1982);
+**Source.** Max-statistic by permutation as in Westfall and Young (1993).
+Robust z-score and persistence as in Greyhound; stretches of steps as in Schmeiser's batch means (1982);
 the last arriver waits for nobody as in TraceLens; the gain by replacing one worker's time as in ByteDance's what-if
 analysis of stragglers. Thresholds are measured on healthy jobs.
 """
@@ -86,7 +91,9 @@ from rankscope.analysis.metrics.step_matrix import (
     own_by_label,
     robust_deviation,
 )
+from rankscope.analysis.metrics.stragglers import Charged, charged, stragglers
 from rankscope.analysis.metrics.trend import longest_stretch, rank_sum_z
+from rankscope.analysis.metrics.wait_attribution import caused_by_rank, delays
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.model.parts import APART, MIXED, OWN_WORK
@@ -126,6 +133,7 @@ _BURST_Z, _BURST_SHARE = (
 )  # a burst is this far out of the noise, and this share of the run's bursts is the rank's
 
 _DENSEST, _DENSEST_SIGMAS = 0.4, 2 * 0.5244  # share of the steps, and how wide that is where scatter is normal
+_HOSTS_IDLE = 0.1  # share of the step: where devices idle more for hosts, some of these lag behind by chance
 _CLEAR_Z = 3.0  # standard deviations of what lasts
 _WHILE = 1.05  # what a step is longer than usual, from which it counts to a stretch of slow ones
 _LONG = 50  # steps: load on a host lasts, too
@@ -178,7 +186,8 @@ class _Slow:
     lost: Estimate
     where: str
     nodes: tuple[int, ...] = ()
-    last: tuple[int, int] | None = None  # how many collectives it began last, of how many; None: judged by own time
+    last: tuple[int, int] | None = None  # how many collectives waited for it, of how many; None: judged by own time
+    chance: float | None = None  # how often ranks that are alike would show as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +219,13 @@ def detect(
     min_fraction: float = 0.03,
     persistence: float = 0.65,
     min_z: float = 5.0,
-    min_share: float = 0.8,
 ) -> list[Finding]:
     """Name the ranks and nodes whose own time is longer than their peers', or who come late; the costliest first."""
     waited_for = _waited_for(breakdown, collectives, ranks, regions, groups, hosts_only=device_waits is not None)
     try:
         found = _by_own_time(
             *(breakdown, phases, steps, ranks, collectives, regions, groups),
-            *(min_fraction, persistence, min_z, min_share),
+            *(min_fraction, persistence, min_z),
         )
     except NotResolvable:
         if waited_for is None:
@@ -247,7 +255,6 @@ def _by_own_time(
     min_fraction: float,
     persistence: float,
     min_z: float,
-    min_share: float,
 ) -> list[Finding]:
     grid, role, seen = _seen(breakdown, collectives, regions, groups)
     peers = _Peers(grid.own, grid.maybe_blocked, own_by_label(phases, grid), role)
@@ -266,9 +273,12 @@ def _by_own_time(
     if seen is not None:
         slow = [_no_more_than_late(s, seen.margin) for s in slow]
         if len(grid.steps) < ENOUGH_STEPS:
-            slow = _latecomer(seen, slow, -above_peers(grid.blocked, role), by_label, min_share)
+            assert collectives is not None
+            hosts_keep_up = grid.of("host").mean() < _HOSTS_IDLE * grid.step_ns
+            made = _charged(phases, collectives, grid, ranks)
+            slow = _latecomer(*made, by_label, _node_of(ranks), any_several=hosts_keep_up)
         slow = [replace(s, where=_places(s, grid, role, regions)) for s in slow]
-    slow = [s for s in (*slow_nodes, *slow) if s.lost.clear and s.lost.ns >= least_ns]
+    slow = [s for s in (*slow_nodes, *slow) if s.chance is not None or (s.lost.clear and s.lost.ns >= least_ns)]
     return [_finding(grid, s, steps) for s in sorted(slow, key=lambda s: -s.lost.ns)]
 
 
@@ -697,6 +707,26 @@ def _all_slow(peers: _Peers, node: Ints, rows: Ints, lost_ns: float) -> bool:
     return bool((estimates(peers.own[rows] - np.array(usual), _TRIM)[0] >= lost_ns / 2).all())
 
 
+def _node_of(ranks: pl.DataFrame) -> dict[int, int]:
+    return dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
+
+
+def _charged(
+    phases: pl.DataFrame, collectives: pl.DataFrame, grid: StepGrid, ranks: pl.DataFrame
+) -> tuple[Charged | None, list[tuple[int, ...]]]:
+    """Who made whom wait in each operation, and the nodes of several ranks; nothing of a pipeline.
+
+    There ranks wait for their neighbours by design.
+    """
+    if collectives["op"].is_in(P2P_OPS).any():
+        return None, []
+    node_of = _node_of(ranks)
+    nodes = sorted({node_of[rank] for rank in grid.ranks if rank in node_of})
+    units = [tuple(row for row, rank in enumerate(grid.ranks) if node_of.get(rank) == node) for node in nodes]
+    costs = delays(phases, collectives)
+    return charged(costs, collectives, grid, caused_by_rank(costs)), [unit for unit in units if len(unit) > 1]
+
+
 def _no_more_than_late(slow: _Slow, margin: Floats) -> _Slow:
     """The rank with what it costs, which is no more than what it was late."""
     late = estimate(margin[slow.rows[0]])
@@ -704,27 +734,31 @@ def _no_more_than_late(slow: _Slow, margin: Floats) -> _Slow:
 
 
 def _latecomer(
-    seen: Arrivals, slow: Sequence[_Slow], waited: Floats, by_label: dict[str, Floats], min_share: float
+    seen: Charged | None,
+    units: Sequence[tuple[int, ...]],
+    by_label: dict[str, Floats],
+    node_of: dict[int, int],
+    *,
+    any_several: bool,
 ) -> list[_Slow]:
-    """The rank that began most collectives last and whose lateness is most of all lateness, if there is one."""
-    costs = seen.margin.sum(axis=1)
-    row = int(costs.argmax())
-    of_step = seen.margin[row]
-    comes_back = len(of_step) > 1 and bool((of_step >= of_step.mean() / 2).all())
-    mostly_last = 2 * seen.last[row] > seen.operations[row]
-    if costs[row] < min_share * costs.sum() or not (mostly_last or comes_back):
+    """The rank, or ranks, that operations are charged to more than chance makes any rank, if there is one."""
+    late = None if seen is None else stragglers(seen, units, any_several=any_several)
+    if late is None or seen is None:
         return []
-    by_chance = float(np.delete(costs, row).max()) / seen.margin.shape[1]
-    late = estimate(seen.margin[row])
-    late = Estimate(late.ns, late.half_width_ns if np.isfinite(late.half_width_ns) else by_chance)
-    known = [s.lost for s in slow if s.rows == (row,)]
-    bound = known[0] if known else Estimate(float(waited[row].mean()), late.half_width_ns)
-    lost = min(late, bound, key=lambda estimate: estimate.ns)
+    row = late.rows[0]
     share = {label: float(values[row].sum()) for label, values in by_label.items()}
     where = max(share, key=lambda label: share[label], default="the step")
-    always = np.ones(seen.margin.shape[1], dtype=bool)
-    last = (int(seen.last[row]), int(seen.operations[row]))
-    return [_Slow((row,), seen.margin[row], always, lost, where, last=last)]
+    always = np.ones(len(late.per_step), dtype=bool)
+    nodes = {node_of.get(seen.grid.ranks[row], -1) for row in late.rows}
+    is_node = late.rows in units and len(nodes) == 1 and -1 not in nodes
+    return [
+        _Slow(
+            *(late.rows, late.per_step, always, late.cost, where),
+            nodes=tuple(nodes) if is_node else (),
+            last=(late.charged, late.operations),
+            chance=late.chance,
+        )
+    ]
 
 
 def _places(slow: _Slow, grid: StepGrid, role: Ints, regions: pl.DataFrame | None) -> str:
@@ -878,14 +912,11 @@ def _steady(excess: Floats, when: Steps, usual: Floats) -> Floats:
 def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
     ranks = tuple(grid.ranks[row] for row in slow.rows)
     shown = tuple(np.array(grid.steps)[slow.when].tolist())
-    # Lateness is what the others would no longer wait for; the rank's own time, which a fix mends, does not show it.
-    costs = price(grid, slow.lost, None if slow.last is None else slow.lost.ns)
+    costs = price(grid, slow.lost)
     how = text("longer than its peers") if slow.last is None else text("late in its collectives, added up")
-    if slow.last is not None and costs["severity"] == "medium":
-        costs["severity"] = "low"
     return Finding(
         detector="slow_rank",
-        title=_title(ranks, slow, shown, costs["severity"]),
+        title=_title(ranks, slow, shown),
         where=slow.where,
         advice=text(
             "See what only {ranks} does there. Compare the host with the others: clock speed, "
@@ -895,26 +926,34 @@ def _finding(grid: StepGrid, slow: _Slow, steps: pl.DataFrame) -> Finding:
         ranks=ranks,
         nodes=slow.nodes,
         steps=() if slow.when.all() else shown,
-        fix=None if slow.last is not None else f"node:{slow.nodes[0]}" if slow.nodes else f"rank:{ranks[0]}",
+        chance=slow.chance,
+        fix=_fix(ranks, slow),
         evidence=_typical_step(grid, ranks[0], slow.excess, slow.when, steps, how),
         **costs,
     )
 
 
-def _title(ranks: tuple[int, ...], slow: _Slow, steps: tuple[int, ...], severity: str) -> str:
-    cost = duration(slow.lost.ns)
+def _fix(ranks: tuple[int, ...], slow: _Slow) -> str:
     if slow.last is not None:
-        (last, operations), rank = slow.last, ranks[0]
-        often = text("it begins {last} of {operations} collectives last", last=last, operations=operations)
-        if severity == "low":
-            return text(
-                "Rank {rank} is a little late: {often}, at a small cost of {cost} per step",
-                rank=rank,
-                often=often,
-                cost=cost,
-            )
-        return text("Rank {rank} is late: {often}, at a cost of {cost} per step", rank=rank, often=often, cost=cost)
+        return f"rank:{','.join(map(str, ranks))}"
+    return f"node:{slow.nodes[0]}" if slow.nodes else f"rank:{ranks[0]}"
+
+
+def _title(ranks: tuple[int, ...], slow: _Slow, steps: tuple[int, ...]) -> str:
+    cost = duration(slow.lost.ns)
     subject = text("Node {node}", node=slow.nodes[0]) if slow.nodes else text("Rank {rank}", rank=ranks[0])
+    if slow.last is not None:
+        last, operations = slow.last
+        return text(
+            "{subject} {en_is} late: the others wait {cost} or more per step for {en_it}, in {last} of {operations} "
+            "collectives",
+            subject=subject if slow.nodes else named("Rank", ranks),
+            en_is="is" if slow.nodes or len(ranks) == 1 else "are",
+            en_it="it" if slow.nodes or len(ranks) == 1 else "them",
+            cost=cost,
+            last=last,
+            operations=operations,
+        )
     each = cost if slow.when.all() else duration(slow.lost.ns * len(slow.when) / len(steps))
     often = text("per step") if slow.when.all() else every_nth(steps, len(slow.when))
     if len(ranks) == 1:

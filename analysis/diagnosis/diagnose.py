@@ -467,7 +467,7 @@ def _as_replayed(
     if isinstance(run, NotReplayable):
         return bounded, hidden
     for kind in [name for name, spec in specs().items() if spec.cost != "measured"]:
-        of_kind = [finding for finding in findings if finding.detector == kind and finding.fix]
+        of_kind = [f for f in findings if f.detector == kind and f.fix and f.chance is None]
         fixes = list(dict.fromkeys(one.fix for one in of_kind if one.fix))
         if len(fixes) != len(of_kind) or len(fixes) > _REPLAYED:
             continue

@@ -315,7 +315,7 @@ def _headline(findings: Sequence[Finding], seen: Seen) -> str:
             said.append(text(" ({share} of the {step} step)", share=share, step=step))
         else:  # what is longer is not all lost
             said.append(text(" (it costs {lost}, {share} of the {step} step)", lost=lost, share=share, step=step))
-    if first.ranks and waiting and spec_of(first.detector).waited_for:
+    if first.ranks and waiting and spec_of(first.detector).waited_for and first.chance is None:
         said.append(
             text(
                 " and {waiting} {en_wait} for {en_them}",

@@ -20,7 +20,17 @@ from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.timeline.host_breakdown import InvariantError
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["BEGAN_LATE", "CHARGE_COLUMNS", "LEFT_LATE", "OUTSIDE", "Delays", "caused_by_rank", "delays", "victims"]
+__all__ = [
+    "BEGAN_LATE",
+    "CHARGE_COLUMNS",
+    "LEFT_LATE",
+    "OUTSIDE",
+    "Delays",
+    "blocked_by",
+    "caused_by_rank",
+    "delays",
+    "victims",
+]
 
 CHARGE_COLUMNS = {
     "rank": pl.Int32,
@@ -61,6 +71,8 @@ class Delays:
     charges: pl.DataFrame
     _ranks: Ints
     _rank: Ints  # who waits, position in `_ranks`; in the order in which each rank's waits ended
+    _instance: Ints  # in which operation
+    _step: Ints  # and in which step, -1: in none
     _late: Ints  # who came last
     _cost: Floats  # (wait, 2): waited and blocked ns
     _passed: Floats  # share that goes on to those who made `_late` wait
@@ -99,6 +111,8 @@ def delays(phases: pl.DataFrame, collectives: pl.DataFrame) -> Delays:
         charges=pl.DataFrame(schema=CHARGE_COLUMNS),
         _ranks=ranks,
         _rank=waits.rank,
+        _instance=ops.instance[waits.op],
+        _step=ops.step[waits.op],
         _late=waits.late,
         _cost=np.stack([waits.waited, waits.blocked], axis=1).astype(np.float64),
         _passed=passed,
@@ -124,6 +138,21 @@ def caused_by_rank(delays: Delays) -> dict[int, int]:
 
 def victims(delays: Delays, culprits: Iterable[int]) -> pl.DataFrame:
     """(rank, waited_ns, blocked_ns): what each rank waited because of these, directly or through others."""
+    share, count = _share_of(delays, culprits), len(delays._ranks)
+    columns = [np.bincount(delays._rank, weights=share * cost, minlength=count) for cost in delays._cost.T]
+    frame = pl.DataFrame({"rank": delays._ranks, "waited_ns": columns[0], "blocked_ns": columns[1]})
+    return frame.select(pl.col("rank").cast(pl.Int32), pl.col("waited_ns", "blocked_ns").round().cast(pl.Int64))
+
+
+def blocked_by(delays: Delays, culprits: Iterable[int]) -> pl.DataFrame:
+    """Give (rank, instance_id, step, ns): how long each operation blocked each rank because of these, ns above 0."""
+    rows = {"rank": delays._ranks[delays._rank], "instance_id": delays._instance, "step": delays._step}
+    frame = pl.DataFrame(rows).with_columns(ns=pl.Series(_share_of(delays, culprits) * delays._cost[:, 1]))
+    return frame.filter(pl.col("ns") > 0)
+
+
+def _share_of(delays: Delays, culprits: Iterable[int]) -> Floats:
+    """The share of each wait that goes back to these ranks, directly or through others."""
     blocked = delays._cost[:, 1]
     weight = np.concatenate([[0], np.cumsum(blocked)])
     span = np.maximum(weight[delays._end] - weight[delays._first], 1)
@@ -135,10 +164,7 @@ def victims(delays: Delays, culprits: Iterable[int]) -> pl.DataFrame:
         change, share = np.abs(after - share).max(initial=0), after
         if change < _CLOSE_ENOUGH:
             break
-    count = len(delays._ranks)
-    columns = [np.bincount(delays._rank, weights=share * cost, minlength=count) for cost in delays._cost.T]
-    frame = pl.DataFrame({"rank": delays._ranks, "waited_ns": columns[0], "blocked_ns": columns[1]})
-    return frame.select(pl.col("rank").cast(pl.Int32), pl.col("waited_ns", "blocked_ns").round().cast(pl.Int64))
+    return np.asarray(share)
 
 
 # ---------------------------------------------------------------- what ranks did
@@ -184,6 +210,7 @@ class _Operations:
     group has one with the same operations. The two sides of point-to-point operations are a group."""
 
     rank: Ints
+    instance: Ints
     arrival: Ints
     end: Ints
     waited: Ints
@@ -233,6 +260,7 @@ def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Opera
     assert (met <= position).all()
     return _Operations(
         rank=rank,
+        instance=instance,
         arrival=rows["arrival_ns"].to_numpy()[order],
         end=end,
         waited=waited,

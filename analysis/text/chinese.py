@@ -651,9 +651,6 @@ CHINESE: dict[str, str] = {
     "{subject} is slow: {ranks} compute {time} longer {often} than their peers": "{subject} 偏慢：{ranks} {often}比其他 rank 多计算 {time}",
     "Node {node}": "节点 {node}",
     "Rank {rank}": "Rank {rank}",
-    "Rank {rank} is late: {often}, at a cost of {cost} per step": "Rank {rank} 掉队：{often}，每步损失 {cost}",
-    "Rank {rank} is a little late: {often}, at a small cost of {cost} per step": "Rank {rank} 略有掉队：{often}，每步只损失 {cost}",
-    "it begins {last} of {operations} collectives last": "{operations} 次集合通信中有 {last} 次最后开始",
     "{who} takes {longer} longer for all that it computes, and begins {last} of {operations} collectives last": "{who} 的所有计算都慢 {longer}，{operations} 次集合通信中有 {last} 次最后开始",
     "{who} is late: {layer} begins {last} of {operations} collectives last, {what}": "{who} 掉队：{layer}在 {operations} 次集合通信中有 {last} 次最后开始，{what}",
     "at a cost of {cost} per step": "每步损失 {cost}",
@@ -1155,4 +1152,5 @@ CHINESE: dict[str, str] = {
     "confirmed: statistics and replay agree": "已确认：统计与重放一致",
     "likely: only statistics or replay, or few operations": "可能：仅统计或仅重放支持，或操作太少",
     "confirmed: it was seen": "已确认：直接观察到",
+    "{subject} {en_is} late: the others wait {cost} or more per step for {en_it}, in {last} of {operations} collectives": "{subject} 掉队：其他 rank 每步至少为其等待 {cost}（{operations} 次集合通信中的 {last} 次）",
 }

@@ -1,0 +1,125 @@
+"""Which rank the others wait for, from few steps of many operations; and nothing where ranks are alike."""
+
+import numpy as np
+import polars as pl
+import pytest
+
+from rankscope.analysis.metrics.step_matrix import step_grid
+from rankscope.analysis.metrics.stragglers import MOST_CHANCE, charged, stragglers
+from rankscope.analysis.metrics.wait_attribution import caused_by_rank, delays
+
+MS = 1_000_000
+TRANSFER_MS = 1
+
+
+def job(work_ms):
+    """Tables of ranks that all meet after each piece of work: `work_ms` is [step, operation, rank]."""
+    now, rows, phases, breakdown = 0, [], [], []
+    for step, operations in enumerate(work_ms):
+        spent = np.zeros((len(operations[0]), 2))
+        for work in operations:
+            last = max(work)
+            for rank, ms in enumerate(work):
+                came, met, end = (round((now + at) * MS) for at in (ms, last, last + TRANSFER_MS))
+                rows.append((rank, step, len(rows) // len(work), came, end, met - came))
+                spans = [("compute", "work", round(now * MS), came), ("wait", "sum", came, met)]
+                phases += [(rank, step, *span) for span in (*spans, ("transfer", "sum", met, end)) if span[3] > span[2]]
+                spent[rank] += ms + TRANSFER_MS, last - ms
+            now += last + TRANSFER_MS
+        for rank, (busy, wait) in enumerate(spent):
+            breakdown += [(rank, step, "compute", round(busy * MS)), (rank, step, "wait", round(wait * MS))]
+    columns = ["rank", "step", "instance_id", "start_ns", "end_ns", "wait_ns"]
+    collectives = pl.DataFrame(rows, columns, orient="row").with_columns(
+        group_id=pl.lit(7), op=pl.lit("allreduce"), device_start_ns=pl.col("start_ns")
+    )
+    spans = pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row")
+    grid = step_grid(pl.DataFrame(breakdown, ["rank", "step", "part", "ns"], orient="row"))
+    return spans, collectives, grid
+
+
+def found(work_ms, units=()):
+    phases, collectives, grid = job(work_ms)
+    costs = delays(phases, collectives)
+    seen = charged(costs, collectives, grid, caused_by_rank(costs))
+    return None if seen is None else stragglers(seen, units)
+
+
+def noisy(steps, operations, ranks, seed=0, mean_ms=10.0):
+    rng = np.random.default_rng(seed)
+    return mean_ms * np.exp(0.05 * rng.standard_normal((steps, operations, ranks)))
+
+
+def test_a_rank_that_is_late_in_one_operation_of_each_step_is_found_from_three_steps():
+    work = noisy(3, 8, 4)
+    work[:, 2, 1] += 20
+    late = found(work)
+    assert late.rows == (1,)
+    assert late.cost.ns == pytest.approx(20 * MS, rel=0.1)
+    assert late.cost.half_width_ns < 0.2 * late.cost.ns
+
+
+def test_a_slow_rank_is_found_from_a_single_step():
+    work = noisy(1, 12, 8)
+    work[:, :, 5] *= 1.3
+    late = found(work)
+    assert late.rows == (5,)
+    assert late.chance <= MOST_CHANCE
+    assert late.recurs
+
+
+def test_one_long_step_widens_nothing():
+    even, long = noisy(3, 8, 4), noisy(3, 8, 4)
+    long[0] += 30  # of all ranks alike
+    for work in (even, long):
+        work[:, :, 2] += 3
+    one, other = found(even), found(long)
+    assert (one.rows, other.rows) == ((2,), (2,))
+    assert other.cost.half_width_ns < 2 * one.cost.half_width_ns
+
+
+def test_the_cost_is_no_more_than_any_other_rank_waits():
+    work = noisy(2, 10, 4)
+    work[:, :, 1] += 6
+    work[:, :, 3] += 4  # who is fixed next
+    assert found(work).cost.ns <= 10 * 2.5 * MS
+
+
+def test_who_is_last_most_often_is_not_blamed_for_what_another_costs():
+    work = np.full((2, 9, 4), 10.0)
+    work[:, :, 0] += 0.05
+    work[:, ::3, 1] += 8
+    assert found(work).rows == (1,)
+
+
+def test_two_ranks_that_are_late_together_are_named_together():
+    work = noisy(3, 8, 8)
+    work[:, :, (2, 6)] += 6
+    assert found(work).rows == (2, 6)
+
+
+def test_a_node_is_named_though_one_of_its_ranks_is_always_the_last():
+    work = noisy(3, 8, 6)
+    work[:, :, 2:4] += 6
+    work[:, :, 3] += 1
+    late = found(work, [(0, 1), (2, 3), (4, 5)])
+    assert late.rows == (2, 3)
+
+
+def test_a_stall_of_one_step_in_three_is_no_straggler_and_of_the_only_step_one_that_chance_may_make():
+    work = noisy(3, 8, 4)
+    work[1, 4, 3] += 60
+    assert found(work) is None
+    late = found(work[1:2])
+    assert late.rows == (3,)
+    assert late.chance > MOST_CHANCE
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(("steps", "operations"), [(1, 8), (2, 12), (4, 14)])
+def test_ranks_that_are_alike_have_no_straggler(ranks, steps, operations):
+    for seed in range(10):
+        work = noisy(steps, operations, ranks, seed)
+        work[0] *= 2.5  # the first step is longer
+        rng = np.random.default_rng(seed)
+        work += rng.exponential(3, work.shape) * (rng.random(work.shape) < 0.02)
+        assert found(work) is None
