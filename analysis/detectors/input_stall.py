@@ -31,9 +31,9 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, of_hosts, price, visible
+from rankscope.analysis.detectors import judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.metrics.host_stalls import held_up
-from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, above_peers, estimate
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, above_peers, estimate
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
@@ -56,6 +56,7 @@ _ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same
 _OF_NODE = 0.1  # the same, where all ranks of a node stall
 _TURNS, _SEVERAL = 2, 3  # steps in which a rank must have waited as long, and ranks that must
 _AS_LONG = 0.2  # so much apart may hosts be that load alike; a device waits so much less than its host that is ahead
+_ONE_STEP = 0.5  # half width over what was waited in the only step
 _TRIM = 0.1
 
 
@@ -86,7 +87,7 @@ def _found(
             for rows in sets
         ]
         return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
-    means = [estimate(row) for row in waited]
+    means = [_seen(row) for row in waited]
     stalled = [row for row, mean in enumerate(means) if mean.clear and mean.ns >= least_ns]
     if not stalled:
         return []
@@ -130,6 +131,11 @@ def _loading_as_long(sets: list[list[int]], waited: Floats, grid: StepGrid, regi
     return found
 
 
+def _seen(stall: Floats) -> Estimate:
+    """What was waited per step. One step shows its own wait for certain, and the next one's at best by half."""
+    return estimate(stall) if len(stall) > 1 else Estimate(float(stall.sum()), _ONE_STEP * float(stall.sum()))
+
+
 def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
     """The rows of each node that has several, unless there is one node only."""
     node = dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
@@ -141,7 +147,7 @@ def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
 
 def _alike(excess: Floats, nodes: list[list[int]]) -> list[list[int]]:
     """The rows whose mean is clear of chance, in sets that stall for one reason: whole nodes, else about as long."""
-    means = [estimate(row) for row in excess]
+    means = [_seen(row) for row in excess]
     clear = {row: mean.ns for row, mean in enumerate(means) if mean.clear}
     # What a slow disk costs each rank of its node differs: who waited longest for a batch has more in store next time.
     sets = [rows for rows in nodes if min(clear.get(r, 0.0) for r in rows) > _OF_NODE * max(means[r].ns for r in rows)]
@@ -161,23 +167,23 @@ def _longest(excess: Floats) -> Floats:
 def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
     """The smallest stall that would have been reported."""
     grid = _with_input(breakdown, regions)
-    return visible(grid, max(min_fraction * grid.step_ns, *(estimate(row).half_width_ns for row in grid.of("input"))))
+    return visible(grid, max(min_fraction * grid.step_ns, *(_seen(row).half_width_ns for row in grid.of("input"))))
 
 
 def _with_input(breakdown: pl.DataFrame, regions: pl.DataFrame) -> StepGrid:
     if regions.filter(pl.col("kind") == "input").is_empty():
         raise NotResolvable(text("no data loader was seen; time spent on input counts as the ranks' own"))
-    return judged_grid(breakdown, FEW_STEPS)
+    return judged_grid(breakdown, 1)
 
 
 def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floats) -> Finding:
     ranks = tuple(grid.ranks[row] for row in rows)
-    lost = estimate(stall)
+    lost = _seen(stall)
     shows = stall > lost.ns / 2
     steps = tuple(np.array(grid.steps)[shows].tolist())
     always = bool(shows.mean() >= _ALWAYS)
     if always:  # then single hiccups need not be taken for part of it
-        lost = estimate(stall, _TRIM)
+        lost = estimate(stall, _TRIM) if len(stall) > 1 else lost
     often = "" if always else text(", {often}", often=every_nth(steps, len(shows)))
     advice = text(
         "Raise num_workers and prefetch_factor, keep the workers (persistent_workers=True), decode outside of the loop."
