@@ -32,7 +32,7 @@ class Set:
     truth: str
     detectors: tuple[str, ...] = ()  # none: no finding is right, "*": any report is
     ranks: tuple[int, ...] = ()  # none: whoever is named
-    anywhere: bool = False  # the finding need not be the first
+    anywhere: bool = False  # the finding need not be the first, nor a root: nothing was injected
 
 
 def _straggler(path: str, rank: int, what: str, *, anywhere: bool = False) -> Set:
@@ -112,7 +112,7 @@ def judged(one: Set, data: Path) -> tuple[bool, str, str]:
         return not known and level != "unexplained", level, text
     if not known:
         return level in one.detectors, level, text
-    looked_at = known if one.anywhere else known[:1]
+    looked_at = [told(finding) for finding in report.findings] if one.anywhere else known[:1]
     right = any(s["detector"] in one.detectors and (not one.ranks or tuple(s["ranks"]) == one.ranks) for s in looked_at)
     return right, level, text
 
