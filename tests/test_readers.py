@@ -252,14 +252,27 @@ def test_pipeline_files_are_read_and_what_is_broken_is_said(tmp_path):
     assert "no file of stage 2,3" in said
 
 
-def test_interleaved_pipelines_and_unknown_operations_are_refused(tmp_path):
+def test_unknown_operations_of_a_pipeline_are_refused(tmp_path):
     file = tmp_path / "pp_rank_0.json"
-    file.write_text(json.dumps({"1": stage(0.0)}))
-    (tmp_path / "config.json").write_text('{"vp_size": 2}')
-    assert "interleaved schedules (2 model chunks per stage) cannot be read yet" in refused(tmp_path)
-    (tmp_path / "config.json").unlink()
     file.write_text(json.dumps({"1": stage(0.0) | {"wgrad_start": [8.0], "wgrad_end": [9.0]}}))
     assert "operations 'wgrad'" in refused(file)
+
+
+def test_chunks_of_an_interleaved_pipeline_are_stages_in_the_order_of_megatron(tmp_path):
+    """Two ranks with two chunks each: forwards go through chunk 0 twice, then through chunk 1; backwards reversed."""
+    times = {f"{kind}_{side}": [n + end for n in range(4)] for kind in ("fwd", "bwd") for side, end in ENDS}
+    for rank in range(2):
+        (tmp_path / f"pp_rank_{rank}.json").write_text(json.dumps({"1": times}))
+    (tmp_path / "config.json").write_text('{"world_size": 2, "pp_size": 2, "vp_size": 2}')
+    ops = Trace.open(tmp_path).table("ops").filter(pl.col("rank") == 1).sort("name", "start_ns", descending=True)
+    assert ops.select("name", "start_ns", "stage", "chunk", "seq").collect().rows() == [
+        *(("forward-compute", ns * 1_000_000, stage, stage // 2, seq) for ns, stage, seq in CHUNKS[::-1]),
+        *(("backward-compute", ns * 1_000_000, 4 - stage, 1 - stage // 2, seq) for ns, stage, seq in CHUNKS[::-1]),
+    ]
+
+
+ENDS = (("start", 0), ("end", 0.5))
+CHUNKS = ((0, 1, 0), (1, 1, 1), (2, 3, 0), (3, 3, 1))  # start in ms, stage, microbatch on rank 1
 
 
 # ---------------------------------------------------------------- Nsight Systems

@@ -192,7 +192,9 @@ def test_stage_with_more_work_is_named_with_what_it_costs():
     found = stage_imbalance.detect(run([2, 2, 3], [4, 4, 6], microbatches=8))
     assert [(f.ranks, f.severity, f.where) for f in found] == [((2,), "high", f"stage 2, {BACKWARD}")]
     assert "9.00 ms per microbatch, the others 6.00 ms" in found[0].title
-    assert 0.1 < found[0].lost_fraction < 0.25
+    # 8 × 9 ms and 6 ms on each side of it; with 6 ms everywhere 60 ms, with 7 ms everywhere 70.
+    assert found[0].lost_fraction == pytest.approx((84 - 60) / 84)
+    assert "even stages would save 14.0 ms per step" in found[0].advice
     assert found[0].fix == "stage:2"
 
 
@@ -212,8 +214,6 @@ def test_nothing_is_said_of_one_stage_of_a_missing_stage_or_of_time_that_is_not_
         stage_imbalance.detect(run([2, 2, 3], [4, 4, 6], stall=2))
     with pytest.raises(NotResolvable, match="not known what operations of type mystery"):
         stage_imbalance.detect(ops.with_columns(name=pl.lit("mystery")))
-    with pytest.raises(NotResolvable, match="several model chunks"):
-        stage_imbalance.detect(ops.with_columns(chunk=pl.lit(1)))
 
 
 def test_bubble_as_the_schedule_needs_it_is_no_finding():
@@ -314,7 +314,7 @@ def test_long_stage_of_a_real_job_is_found(name):
     assert [(f.detector, f.ranks, f.severity) for f in report.findings] == [("stage_imbalance", (6, 7), "high")]
     assert "343 ms per microbatch, the others 211 ms; the steps take 1.18 ×" in report.findings[0].title
     assert report.steps.count == 32
-    assert "slow_rank" in {unchecked.detector for unchecked in report.not_checked}
+    assert "slow_rank" in {check.detector for check in report.healthy}
 
 
 @pytest.mark.skipif(not PRIMUS.is_dir(), reason="the shared traces are not here")

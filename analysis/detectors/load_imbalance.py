@@ -16,6 +16,10 @@ of a step, and what passes on each rank since all ended the last one of the step
 until then: that stands for backward, and all of backward is taken to be as uneven. It needs data parallelism over all
 ranks, no communication in forward, and NCCL's durations.
 
+Of a table of pipeline operations the sample is a microbatch: by how much it is longer on all stages alike (median over
+them) than the others of its step. Its cost is what the steps take longer in the replay than with equal microbatches and
+as much work on each stage.
+
 **Why it costs time.** Every step lasts as long as its longest rank. With random lengths the loss grows with the
 number of ranks, and no machine is to blame.
 
@@ -64,6 +68,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("collectives", "backward"),
     per_rank=True,
+    explains=("pipeline_bubble",),
     parts=OWN_WORK,
 )
 

@@ -47,6 +47,12 @@ CUDA events tell own time in phases without communication; there the costlier of
 optimizer are longer by one factor (within a quarter), all that the rank computes is taken to be so, and the cost
 follows from that, between the two bounds.
 
+Of a table of pipeline operations the sample is the operation: forwards and backwards of a rank against the same ones of
+the other replicas, less what the other stages of its replica take longer then (a long microbatch lengthens all stages).
+The rank must be longer by 5 standard errors over steps, or over stretches of operations where there are fewer than five
+steps, and by four times what other ranks differ; all the time, or since a step from which on it clearly is. It costs
+what the replay saves with the rank as fast as its peers; 2 % of the step or more is reported.
+
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
 

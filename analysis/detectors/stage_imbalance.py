@@ -11,8 +11,10 @@ communication) of its kind, and with that for one stage only. A stage is too lon
 A recorded run has these operations where its schedule is one of `torch.distributed.pipelining`: forward and backward of
 each microbatch, and what its neighbours sent. Between nodes their clocks must be known to a tenth of a forward.
 
-The cost is what even layers bring, or only this stage made as long as the mean of all, whichever is less: computations
-keep their scatter, and transfers take what they took.
+The cost is by how much the steps are longer than if this stage took as long as the others do (the median of theirs):
+its computations keep their scatter, and transfers take what they took. The advice says what even layers would bring,
+which is less where the work cannot be done away with. A single step is enough: then the scatter over its microbatches
+says how sure the cost is.
 
 Nothing is said if the replay of the steps as they were misses their measured length by more than `max_error`.
 
@@ -39,7 +41,14 @@ from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.replay.pipeline import Key, OpGrid, communicates, op_grid
+from rankscope.analysis.replay.pipeline import (
+    Key,
+    OpGrid,
+    as_other_stages,
+    communicates,
+    even_stages,
+    op_grid,
+)
 from rankscope.analysis.replay.pipeline_plan import Floats, WhatIf, ends, ideal
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
@@ -115,12 +124,12 @@ def _usually(grid: OpGrid, stage: int, min_usual: float) -> bool:
 
 
 def _finding(grid: OpGrid, whatif: WhatIf, stage: int, long: Sequence[int], step_ns: float) -> Finding:
-    actual, even = whatif.actual_ns, _even(grid, whatif.actual_ns)
-    only_this = np.where(_of_stage(grid, stage), even, actual)
-    # The others stay below the mean when this stage comes down to it: no more than even layers bring can be saved.
-    saved = replayed_steps(whatif) - np.maximum(ends(grid.plan, only_this), ends(grid.plan, even))
+    length = replayed_steps(whatif)
+    saved = length - ends(grid.plan, as_other_stages(grid, whatif.actual_ns, stage))
+    even = length - ends(grid.plan, even_stages(grid, whatif.actual_ns))
     lost = float(saved.mean())
-    half_width = 1.96 * float(saved.std(ddof=1)) / len(saved) ** 0.5 if len(saved) > 1 else lost
+    scatter = 1.96 * float(saved.std(ddof=1)) / len(saved) ** 0.5 if len(saved) > 1 else _of_microbatches(grid, stage)
+    half_width = scatter if len(saved) > 1 else scatter * lost
     fraction = lost / step_ns
     own, others = (float(ns.mean()) for ns in _microbatch_ns(grid, stage, np.mean))
     ranks = tuple(sorted({int(r) for i, key in enumerate(grid.keys) if key.stage == stage for r in grid.ranks[i]}))
@@ -136,7 +145,7 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, long: Sequence[int], step
             slowdown=whatif.slowdown,
         ),
         where=_where(grid, whatif, stage),
-        advice=_advice(grid, stage, long, ranks),
+        advice=_advice(grid, stage, long, ranks, float(even.mean())),
         ranks=ranks,
         lost_ns_per_step=round(lost),
         lost_ns_total=round(lost * len(grid.steps)),
@@ -147,7 +156,24 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, long: Sequence[int], step
     )
 
 
-def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...]) -> str:
+def _of_microbatches(grid: OpGrid, stage: int) -> float:
+    """How sure it is by how much a stage is longer, as a share of that, from the scatter of its microbatches."""
+    own, others = (_each_ns(grid, chosen) for chosen in ([stage], [s for s in grid.stages if s != stage]))
+    apart = float(own.mean() - others.mean())
+    error = float(np.hypot(own.std() / own.size**0.5, others.std() / others.size**0.5))
+    return 1.96 * error / apart if apart > 0 else 1.0
+
+
+def _each_ns(grid: OpGrid, stages: Sequence[int]) -> Floats:
+    """Forward and backward of each microbatch on these stages, together."""
+    length = grid.end_ns - grid.start_ns
+    seqs = sorted({key.seq for key in grid.keys if key.kind == FORWARD})
+    rows = [[i for i, key in enumerate(grid.keys) if key.stage in stages and key.seq == seq] for seq in seqs]
+    computes = [[i for i in of_one if grid.keys[i].kind in (FORWARD, BACKWARD)] for of_one in rows]
+    return np.array([length[of_one].sum(axis=0) / len(stages) for of_one in computes])
+
+
+def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...], even_ns: float) -> str:
     """Where all stages of a rank are long, the rank itself is what they have in common."""
     held = {key.stage for i, key in enumerate(grid.keys) if set(grid.ranks[i].tolist()) <= set(ranks)}
     if len(held) > 1 and held <= set(long):
@@ -156,23 +182,15 @@ def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...
             "processes) before layers are moved.",
             ranks=named("rank", ranks),
         )
+    brings = text("; even stages would save {even} per step", even=duration(even_ns)) if even_ns > 0 else ""
     if stage == max(grid.stages):
         return text(
-            "Move layers from stage {stage} to the others: the last stage also computes the output layer and the loss.",
+            "Move layers from stage {stage} to the others: the last stage also computes the output layer and the "
+            "loss{brings}.",
             stage=stage,
+            brings=brings,
         )
-    return text("Move layers from stage {stage} to the others.", stage=stage)
-
-
-def _even(grid: OpGrid, duration_ns: Floats) -> Floats:
-    """The durations if all stages had as much of each kind of computation: scatter stays what it is."""
-    even: Floats = duration_ns.copy()
-    for kind in (FORWARD, BACKWARD):
-        of_kind = [i for i, key in enumerate(grid.keys) if key.kind == kind]
-        for stage in grid.stages:
-            of_stage = [i for i in of_kind if grid.keys[i].stage == stage]
-            even[of_stage] *= duration_ns[of_kind].mean() / duration_ns[of_stage].mean()
-    return even
+    return text("Move layers from stage {stage} to the others{brings}.", stage=stage, brings=brings)
 
 
 def replayed_steps(whatif: WhatIf) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -15,6 +15,7 @@ from rankscope.analysis.compare.run_phases import look_around
 from rankscope.analysis.detectors import detectors, refuse_unseen, severity, spec_of, specs
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.losses import losses_of
+from rankscope.analysis.diagnosis.operations import CHECKS
 from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
 from rankscope.analysis.diagnosis.verdict import Seen, status_of, verdict_of, with_levels, without_coarse
 from rankscope.analysis.metrics.arrival_skew import charged_to_last
@@ -281,20 +282,22 @@ def ask(
     answers: dict[str, list[Finding] | NotChecked] = {}
     for name in _in_order(modules):
         module = modules[name]
+        of_ops = _of_ops(name, tables)
+        detect, resolution = of_ops or (module.detect, module.resolution_ns)
         try:
-            answers[name] = found = _with_tables(module.detect, tables, reasons, answers)
+            answers[name] = found = _with_tables(detect, tables, reasons, answers)
             findings += found
-            blind = _blind(name, module, said, unseen)
+            blind = None if of_ops else _blind(name, module, said, unseen)
             if blind:
                 not_checked.append(blind)
             elif not found:
-                resolution_ns = _with_tables(module.resolution_ns, tables, reasons)
-                if module.detector.per_rank:
+                resolution_ns = _with_tables(resolution, tables, reasons)
+                if module.detector.per_rank and not of_ops:
                     _with_tables(refuse_unseen, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
             told = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
-            unchecked = answers[name] = _blind(name, module, said, unseen) or told
+            unchecked = answers[name] = (None if of_ops else _blind(name, module, said, unseen)) or told
             not_checked.append(unchecked)
         except Exception as error:  # one broken detector must not take the others' findings away
             why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)
@@ -302,6 +305,12 @@ def ask(
             unchecked = answers[name] = NotChecked(detector=name, why=why, unclear=True)
             not_checked.append(unchecked)
     return findings, healthy, not_checked
+
+
+def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Callable[..., int]] | None:
+    """How a detector judges a source that has operations of a pipeline and nothing of what the hosts did."""
+    only_ops = "ops" in tables and not tables["ops"].is_empty() and tables["breakdown"].is_empty()
+    return CHECKS.get(name) if only_ops else None
 
 
 def _in_order(modules: Mapping[str, ModuleType]) -> list[str]:

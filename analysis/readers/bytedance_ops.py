@@ -9,6 +9,7 @@ Source: https://github.com/ByteDance-Seed/StragglerAnalysis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.errors import BadInput
 
-__all__ = ["OPS_LACK", "end_to_end", "open_run", "recognises"]
+__all__ = ["OPS_LACK", "end_to_end", "open_run", "recognises", "virtual_stages"]
 
 _MAGIC = b"PAR1"
 _COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "mb_id")
@@ -56,7 +57,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
     if ops.is_empty():
         raise BadInput(f"{files[0]} holds no operation")
     ranks = ops.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
-    world = int(ops["rank"].to_numpy().max()) + 1
+    world = _world_size(ranks["rank"].to_list())
     return FrameReader(
         frames={
             "ranks": table("ranks", [dict(row, world_size=world) for row in ranks.iter_rows(named=True)]),
@@ -73,6 +74,25 @@ def end_to_end(ops: pl.DataFrame) -> pl.DataFrame:
     offsets = lengths.select("step", (pl.col("end_ns").cum_sum() - pl.col("end_ns")).alias("_offset"))
     shifted = (pl.col("start_ns", "end_ns") + pl.col("_offset")).name.keep()
     return ops.join(offsets, on="step", how="left", maintain_order="left").with_columns(shifted).drop("_offset")
+
+
+def _world_size(ranks: Sequence[int]) -> int:
+    """Where one rank of each tensor-parallel group was recorded, ranks are as far apart as such a group is large."""
+    apart = math.gcd(*(rank - ranks[0] for rank in ranks)) or 1
+    return ranks[-1] + (apart if ranks[0] == 0 else 1)
+
+
+def virtual_stages(ops: pl.DataFrame) -> pl.DataFrame:
+    """The operations with each model chunk of a stage as a stage of its own, as microbatches pass through them.
+
+    Chunk c of stage s is stage c × p + s of p. Operations are counted anew within it.
+    """
+    if ops["chunk"].fill_null(0).max() in (None, 0):
+        return ops
+    stages = int(ops["stage"].to_numpy().max()) + 1
+    chunk, of = pl.col("chunk").fill_null(0), ["rank", "step", "stage", "name"]
+    placed = ops.with_columns((chunk.cast(pl.Int32) * stages + pl.col("stage")).alias("stage"))
+    return placed.with_columns((pl.col("seq").rank("ordinal").over(of) - 1).cast(pl.Int32).alias("seq"))
 
 
 def _is_op_trace(path: Path) -> bool:
@@ -110,4 +130,4 @@ def _ops(raw: pl.DataFrame, name: str) -> tuple[pl.DataFrame, list[Gap]]:
         lost=counted(lost, "operation"),
         name=name,
     )
-    return end_to_end(ops), [gap("ops", why, count=lost)] if lost else []
+    return end_to_end(virtual_stages(ops)), [gap("ops", why, count=lost)] if lost else []

@@ -18,7 +18,7 @@ from typing import Any
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, shaped, table
-from rankscope.analysis.readers.bytedance_ops import OPS_LACK, end_to_end
+from rankscope.analysis.readers.bytedance_ops import OPS_LACK, end_to_end, virtual_stages
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import ranges
 from rankscope.errors import BadInput
@@ -62,7 +62,9 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         missing[before:] = _told_once(missing[before:], path.name)
     if not rows:
         raise BadInput(f"{', '.join(paths)}: {missing[0].why if missing else 'no pipeline operation is in it'}")
-    world, expected = _config(Path(paths[0]), missing)
+    world, expected, chunks = _config(Path(paths[0]), missing)
+    if chunks > 1:
+        _place(rows, expected or max(stages) + 1, chunks)
     absent = sorted(set(range(expected or max(stages) + 1)) - set(stages))
     if absent:
         why = text(
@@ -72,7 +74,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
     return FrameReader(
         frames={
             "ranks": table("ranks", [{"rank": stage, "start_ns": 0, "world_size": world} for stage in sorted(stages)]),
-            "ops": shaped("ops", end_to_end(table("ops", rows))),
+            "ops": shaped("ops", end_to_end(virtual_stages(table("ops", rows)))),
         },
         missing=missing,
         lacks=OPS_LACK,
@@ -141,20 +143,36 @@ def _told_once(gaps: Sequence[Gap], name: str) -> list[Gap]:
     return [gap("ops", why, rank=gaps[0].rank, count=len(gaps))]
 
 
-def _config(path: Path, missing: list[Gap]) -> tuple[int | None, int | None]:
-    """World size and number of stages, where the configuration says them."""
+def _place(rows: Sequence[Row], stages: int, chunks: int) -> None:
+    """Write the model chunk and the microbatch of each operation of an interleaved schedule into its row.
+
+    A file has the operations of all chunks of its stage in the order in which they ran: as many microbatches as there
+    are stages through one chunk, then through the next; backward takes the chunks from the last to the first.
+
+    Source: Megatron-LM's `get_model_chunk_id` (Narayanan et al. 2021).
+    """
+    for row in rows:
+        group, within = divmod(row["seq"], stages * chunks)
+        chunk, microbatch = divmod(within, stages)
+        row["chunk"] = chunk if row["name"] == FORWARD else chunks - 1 - chunk
+        row["seq"] = row["microbatch"] = group * stages + microbatch
+
+
+def _config(path: Path, missing: list[Gap]) -> tuple[int | None, int | None, int]:
+    """World size, number of stages, where the configuration says them, and model chunks per stage."""
     file = (path if path.is_dir() else path.parent) / _CONFIG
     try:
         said = _object(file)
     except OSError:
-        return None, None
+        return None, None, 1
     except ValueError:
         missing.append(
             gap("ops", text("{name} is cut or no JSON: the number of stages is taken from the files", name=_CONFIG))
         )
-        return None, None
-    chunks = said.get("vp_size") or 1
-    if chunks != 1:
-        raise BadInput(f"{file}: interleaved schedules ({chunks} model chunks per stage) cannot be read yet")
-    world, stages = said.get("world_size"), said.get("pp_size")
-    return (world if isinstance(world, int) else None), (stages if isinstance(stages, int) else None)
+        return None, None, 1
+    world, stages, chunks = (said.get(name) for name in ("world_size", "pp_size", "vp_size"))
+    return (
+        world if isinstance(world, int) else None,
+        stages if isinstance(stages, int) else None,
+        chunks if isinstance(chunks, int) and chunks > 0 else 1,
+    )

@@ -22,8 +22,12 @@ __all__ = [
     "TRANSFERS",
     "Key",
     "OpGrid",
+    "as_other_stages",
     "communicates",
     "compute_order",
+    "even_by",
+    "even_microbatches",
+    "even_stages",
     "measured_pipeline",
     "op_grid",
     "pipeline",
@@ -116,8 +120,6 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
     unknown = sorted(set(ops["name"].unique()) - set(_KNOWN))
     if unknown:
         raise NotReplayable(text("it is not known what operations of type {kind} wait for", kind=unknown[0]))
-    if ops["chunk"].fill_null(0).max() != 0:
-        raise NotReplayable(text("stages with several model chunks (interleaved schedules) cannot be replayed yet"))
     absent = sorted(set(range(ops["stage"].to_numpy().max() + 1)) - set(ops["stage"].unique()))
     if absent:
         raise NotReplayable(text("no operations of stage {stage} were recorded", stage=absent[0]))
@@ -153,6 +155,53 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
         plan=_plan(keys, _places(keys, ranks[usual]), start, end),
         dropped=int((~whole).sum()),
     )
+
+
+def _stage_means(grid: OpGrid, duration_ns: Floats, kind: str) -> dict[int, tuple[list[int], float]]:
+    """For each stage its operations of this kind, and their mean."""
+    found = {stage: [i for i, key in enumerate(grid.keys) if key == Key(stage, kind, key.seq)] for stage in grid.stages}
+    return {stage: (rows, float(duration_ns[rows].mean())) for stage, rows in found.items() if rows}
+
+
+def as_other_stages(grid: OpGrid, duration_ns: Floats, stage: int) -> Floats:
+    """The durations if a stage computed as long as is usual for the others: scatter stays what it is."""
+    changed: Floats = duration_ns.copy()
+    for kind in (FORWARD, BACKWARD):
+        means = _stage_means(grid, duration_ns, kind)
+        others = [mean for of, (_, mean) in means.items() if of != stage]
+        if stage in means and others and means[stage][1] > 0:
+            changed[means[stage][0]] *= float(np.median(others)) / means[stage][1]
+    return changed
+
+
+def even_stages(grid: OpGrid, duration_ns: Floats) -> Floats:
+    """The durations if all stages had as much of each kind of computation: scatter stays what it is."""
+    changed: Floats = duration_ns.copy()
+    for kind in (FORWARD, BACKWARD):
+        means = _stage_means(grid, duration_ns, kind)
+        mean = float(np.mean([of_one for _, of_one in means.values()]))
+        for rows, of_one in means.values():
+            changed[rows] *= mean / of_one if of_one > 0 else 1.0
+    return changed
+
+
+def even_microbatches(grid: OpGrid, duration_ns: Floats) -> Floats:
+    """The durations if all microbatches of a step, on all replicas, were equally long for a stage."""
+    changed: Floats = duration_ns.copy()
+    for kind in (FORWARD, BACKWARD):
+        for rows, _ in _stage_means(grid, duration_ns, kind).values():
+            changed[rows] = duration_ns[rows].mean(axis=(0, 2), keepdims=True)
+    return changed
+
+
+def even_by(grid: OpGrid, duration_ns: Floats, factor: Floats) -> Floats:
+    """The durations times the factors, so that each stage has as much of each kind to do in a step as before."""
+    changed: Floats = duration_ns * factor
+    for kind in (FORWARD, BACKWARD):
+        for rows, _ in _stage_means(grid, duration_ns, kind).values():
+            whole = changed[rows].sum(axis=(0, 2), keepdims=True)
+            changed[rows] *= duration_ns[rows].sum(axis=(0, 2), keepdims=True) / np.maximum(whole, 1.0)
+    return changed
 
 
 def _places(keys: Sequence[Key], ranks: NDArray[np.int32]) -> tuple[int, ...]:

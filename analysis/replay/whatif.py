@@ -17,7 +17,14 @@ from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.replay.device_graph import device_graph, first_steps
 from rankscope.analysis.replay.graph import Floats, Graph, Ints, replay
 from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths
-from rankscope.analysis.replay.pipeline import OpGrid, communicates, op_grid
+from rankscope.analysis.replay.pipeline import (
+    OpGrid,
+    as_other_stages,
+    communicates,
+    even_microbatches,
+    even_stages,
+    op_grid,
+)
 from rankscope.analysis.replay.pipeline_plan import WhatIf, ends, ideal
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline
@@ -96,7 +103,7 @@ class Rerun:
         kinds: dict[str, Callable[[str, Floats], Floats | None]] = {
             "rank": self._like_peers,
             "node": self._like_other_nodes,
-            "stage": self._like_a_mean_stage,
+            "stage": self._like_other_stages,
             "link": self._healthy_link,
             "op": self._faster_operation,
             "balance": self._balanced,
@@ -126,12 +133,13 @@ class Rerun:
         known = bool(peers) and all(some.others.any() for some in peers)
         return self._own_time_as(peers, duration) if known else None
 
-    def _like_a_mean_stage(self, argument: str, duration: Floats) -> Floats | None:
-        """Own time of the stage's ranks, by step and label, becomes the mean over the ranks of all stages."""
+    def _like_other_stages(self, argument: str, duration: Floats) -> Floats | None:
+        """Own time of the stage's ranks, by step and label, becomes the median over the ranks of the other stages."""
         staged = np.isin(sorted(self.nodes), list(self.stages))
         of_stage = [rank for rank, stage in self.stages.items() if stage == _number(argument)]
         chosen = np.isin(sorted(self.nodes), of_stage)
-        return self._own_time_as([_Peers(chosen, staged, np.mean)], duration) if chosen.any() else None
+        known = chosen.any() and (staged & ~chosen).any()
+        return self._own_time_as([_Peers(chosen, staged & ~chosen, np.median)], duration) if known else None
 
     def _balanced(self, argument: str, duration: Floats) -> Floats | None:
         """Own time of every rank, by step and label, becomes the mean over ranks."""
@@ -298,19 +306,18 @@ class PipelineRerun:
 
     def possible(self) -> tuple[str, ...]:
         ranks = np.unique(self.grid.ranks)
-        found = [f"rank:{ranks[0]} … rank:{ranks[-1]}", "balance"] if self.grid.ranks.shape[1] > 1 else []
-        return (*found, *(f"stage:{stage}" for stage in self.grid.stages))
+        found = [f"rank:{ranks[0]} … rank:{ranks[-1]}"] if self.grid.ranks.shape[1] > 1 else []
+        return (*found, "balance", "balance:stages", *(f"stage:{stage}" for stage in self.grid.stages))
 
     def _fixed(self, fix: str, duration: Floats) -> Floats | None:
-        """The durations with one more fix: a stage's operations take what is usual for their kind in all stages, a
-        rank's computations what those of the other replicas take, or all of them what they take on average."""
+        """The durations with one more fix: a stage computes as long as the others, a rank as those of its stage in the
+        other replicas; all microbatches of a step, or all stages, take as long as they do on average."""
         name, _, argument = fix.partition(":")
         computes = np.array([not communicates(kind) for kind in self.grid.kinds])[:, np.newaxis, np.newaxis]
-        if name == "stage" and _number(argument) in self.grid.stages:
-            of_stage = np.array([key.stage == int(argument) for key in self.grid.keys])
-            return np.where(of_stage[:, np.newaxis, np.newaxis], self.whatif.ideal_ns, duration)
-        if name == "balance" and not argument:
-            return np.where(computes, duration.mean(axis=2, keepdims=True), duration)
+        if name == "stage" and _number(argument) in self.grid.stages and len(self.grid.stages) > 1:
+            return as_other_stages(self.grid, duration, int(argument))
+        if name == "balance" and argument in ("", "stages"):
+            return (even_stages if argument else even_microbatches)(self.grid, duration)
         chosen = np.isin(self.grid.ranks, [_number(rank) for rank in argument.split(",")])[:, np.newaxis, :]
         if name != "rank" or not chosen.any() or chosen.all(axis=2).any():
             return None

@@ -148,7 +148,9 @@ def simulated(case: Case, *, small: bool = False, parallel: str = "") -> tuple[R
     whole = step_ns(log)
     truths = []
     for fault in faults:
-        others = [f for f in faults if f is not fault] + _left_of(fault)
+        # The dose of a long stage is what even layers bring; what it costs is what the stage is longer than the others.
+        left = [rest for rest in _left_of(fault) if rest.kind != fault.kind]
+        others = [f for f in faults if f is not fault] + left
         without = run(_without(job, fault), _planted(_without(job, fault), others))
         cost = whole - step_ns(without)
         acts = np.flatnonzero(steps_ns(log) - steps_ns(without) >= cost / 2)
