@@ -283,7 +283,7 @@ def ask(
     for name in _in_order(modules):
         module = modules[name]
         of_ops = _of_ops(name, tables)
-        detect, resolution = of_ops or (module.detect, module.resolution_ns)
+        detect, resolution = of_ops or (module.detect, None)
         try:
             answers[name] = found = _with_tables(detect, tables, reasons, answers)
             findings += found
@@ -291,7 +291,7 @@ def ask(
             if blind:
                 not_checked.append(blind)
             elif not found:
-                resolution_ns = _with_tables(resolution, tables, reasons)
+                resolution_ns = _with_tables(resolution or module.resolution_ns, tables, reasons)
                 if module.detector.per_rank and not of_ops:
                     _with_tables(refuse_unseen, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))

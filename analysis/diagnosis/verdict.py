@@ -162,7 +162,7 @@ def _was_judged(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) 
 
 def _is_bounded(detector: str, seen: Seen) -> bool:
     """Whether what it looks for costs no more than the table of losses shows: it needs the ranks' communication."""
-    return shown_as_lost(detector) and not seen.hosts_only
+    return shown_as_lost(detector) and not seen.hosts_only and not seen.breakdown.is_empty()
 
 
 def _limit(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> tuple[float, str]:

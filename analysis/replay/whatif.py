@@ -307,7 +307,7 @@ class PipelineRerun:
     def possible(self) -> tuple[str, ...]:
         ranks = np.unique(self.grid.ranks)
         found = [f"rank:{ranks[0]} … rank:{ranks[-1]}"] if self.grid.ranks.shape[1] > 1 else []
-        return (*found, "balance", "balance:stages", *(f"stage:{stage}" for stage in self.grid.stages))
+        return (*found, "balance", *(f"stage:{stage}" for stage in self.grid.stages), "balance:stages")
 
     def _fixed(self, fix: str, duration: Floats) -> Floats | None:
         """The durations with one more fix: a stage computes as long as the others, a rank as those of its stage in the
