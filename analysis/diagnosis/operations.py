@@ -15,14 +15,16 @@ from typing import TypedDict
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import NotResolvable, severity
+from rankscope.analysis.detectors import severity
 from rankscope.analysis.metrics.step_matrix import robust_deviation
 from rankscope.analysis.model.finding import Evidence, Finding
-from rankscope.analysis.replay.pipeline import BACKWARD, FORWARD, OpGrid, even_by, op_grid
-from rankscope.analysis.replay.pipeline_plan import Floats, NotReplayable, ends
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
+from rankscope.analysis.replay.pipeline import OpGrid, even_by, op_grid
+from rankscope.analysis.replay.pipeline_plan import Floats, ends
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
+from rankscope.errors import NotReplayable, NotResolvable
 
 __all__ = ["CHECKS", "resolution_of_slow_workers", "resolution_of_uneven_work", "slow_workers", "uneven_work"]
 
