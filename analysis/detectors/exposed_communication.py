@@ -28,6 +28,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price
 from rankscope.analysis.metrics.backward import last_backwards
+from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.parts import MIXED
@@ -111,6 +112,7 @@ def resolution_ns(
     return round(min_fraction * grid.step_ns)
 
 
+@once
 def _spans(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,

@@ -43,6 +43,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, peers_grid, price, visible
+from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import (
     Estimate,
     Floats,
@@ -170,6 +171,7 @@ def _imbalance(
     return work, _correlation(work), longer
 
 
+@once
 def _work(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
