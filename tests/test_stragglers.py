@@ -114,6 +114,12 @@ def test_a_stall_of_one_step_in_three_is_no_straggler_and_of_the_only_step_one_t
     assert late.chance > MOST_CHANCE
 
 
+def test_of_three_operations_nobody_is_named():
+    work = noisy(1, 3, 4)
+    work[:, :, 2] += 50
+    assert found(work) is None
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize(("steps", "operations"), [(1, 8), (2, 12), (4, 14)])
 def test_ranks_that_are_alike_have_no_straggler(ranks, steps, operations):

@@ -29,6 +29,7 @@ _ONCE = 2.5  # times that where the operations are too few to exclude chance
 _FAR = 1.5  # times what the next one costs: from there on such a stall stands out
 _SEVERAL = 4.0  # times what one of them costs: from there on several ranks are late, and not that one
 _HOLDS_UP = 3.0  # times what it waits for another of them: it is what makes that one late
+_FEWEST = 4  # operations: with fewer there is no rank to name
 _WIDE = 0.9  # half width over cost, from which a small cost is not told from chance
 _ALIKE = 0.5  # of the first one's charge: who has as much may be late with it
 _AS_LATE = 0.5  # of what the others wait for several ranks: what one of these waits for the rest of them at most
@@ -169,7 +170,8 @@ def _judged(charged: Charged, rows: tuple[int, ...], peers: Sequence[tuple[int, 
     if recurs and cost.ns < _FAR * _USUAL * grid.step_ns and cost.half_width_ns > _WIDE * cost.ns:
         return None
     nearly_all = (per_step >= _EACH_STEP * cost.ns).sum() >= steps - steps // 4
-    if not nearly_all or not ((chance <= MOST_CHANCE and recurs) or _is_far(charged, rows, waited)):
+    few = int(any_waited.sum()) < _FEWEST  # of a single operation one rank is always the last
+    if few or not nearly_all or not ((chance <= MOST_CHANCE and recurs) or _is_far(charged, rows, waited)):
         return None
     return Straggler(
         rows=rows,
