@@ -410,3 +410,21 @@ def test_transfers_of_unknown_size_are_not_judged_where_they_cost_time(checked):
     assert why.startswith("allreduce blocks the ranks for 3")
     assert why.endswith("% of the step, and how many bytes it moves was not recorded")
     assert checked in healthy(job(None, MS // 10))
+
+
+def test_the_groups_table_holds_what_each_group_exposes():
+    """Per step 5 ms of transfers in the group `mesh_tp`, 1 ms in `dp`, each 3 % more or less; nobody is late."""
+    job = Job(2, groups={"mesh_tp": [0, 1], "dp": [0, 1]})
+    for _ in range(STEPS):
+        job.work("forward", 3 * MS)
+        job.reduce(["mesh_tp"], 4 * MB, 5 * MS)
+        job.work("backward", 6 * MS)
+        job.reduce(["dp"], MB, 1 * MS)
+        job.work("optimizer", 1 * MS)
+    groups = job.report().groups
+    assert [(group.group, group.kind, group.op) for group in groups] == [
+        ("mesh_tp", "tensor", "allreduce"),
+        ("dp", "data", "allreduce"),
+    ]
+    assert [group.exposed_ns / MS for group in groups] == pytest.approx([5, 1], rel=0.03)
+    assert {group.wait_ns + group.unattributed_ns + group.overlapped_ns for group in groups} == {0}

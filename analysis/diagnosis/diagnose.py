@@ -20,6 +20,7 @@ from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
 from rankscope.analysis.diagnosis.verdict import Seen, status_of, verdict_of, with_levels, without_coarse
 from rankscope.analysis.metrics.arrival_skew import charged_to_last
 from rankscope.analysis.metrics.device_lead import lead_of
+from rankscope.analysis.metrics.exposed_communication import by_group
 from rankscope.analysis.metrics.host_stalls import device_waits, only_hosts_seen
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.metrics.mfu import count_flops, demand, utilisation
@@ -32,6 +33,7 @@ from rankscope.analysis.model.finding import (
     Fidelity,
     Finding,
     Gap,
+    GroupTime,
     Healthy,
     NotChecked,
     Part,
@@ -243,6 +245,7 @@ def conclude(
         breakdown=_mean_parts(tables["breakdown"]),
         history=timeline.stretch.history() if timeline.stretch else None,
         device=device_parts(timeline.kernels),
+        groups=_groups(tables["collectives"], tables["phases"], timeline.groups),
         phases=phase_times(tables["marks"]),
         lead=lead,
         code=code.shares(),
@@ -431,6 +434,13 @@ def _graph_of_one_step(timeline: Timeline, judged: int) -> HostGraph | None:
         return None
     graph = _tried(lambda: device_graph(first_steps(timeline)))
     return None if isinstance(graph, NotReplayable) else graph
+
+
+def _groups(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> tuple[GroupTime, ...]:
+    """Where the communication of each group goes."""
+    if collectives.is_empty() or phases.is_empty():
+        return ()
+    return tuple(GroupTime(**row) for row in by_group(collectives, phases, groups).iter_rows(named=True))
 
 
 def _left_out(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> list[Gap]:

@@ -9,7 +9,24 @@ import polars as pl
 
 from rankscope.analysis.metrics.step_matrix import Ints
 
-__all__ = ["held_up", "is_bounded", "spent", "with_exposed"]
+__all__ = ["by_group", "held_up", "is_bounded", "spent", "with_exposed"]
+
+_LISTED = 20
+_SHOWN_AS = {  # part of the breakdown -> what it is of a group's communication
+    "transfer": "exposed_ns",
+    "wait": "wait_ns",
+    "bubble": "wait_ns",
+    "unsplit": "unattributed_ns",
+    "overlapped": "overlapped_ns",
+}
+# What a group is for, by its name and description as torch, Megatron and DeepSpeed write them; else by what it does.
+_KINDS_BY_NAME = {
+    "pipeline": r"(?i)(^|[^a-z])pp([^a-z]|$)|pipeline",
+    "tensor": r"(?i)(^|[^a-z])(tp|sp)([^a-z]|$)|tensor",
+    "expert": r"(?i)(^|[^a-z])ep([^a-z]|$)|expert",
+    "sharded": r"(?i)fsdp|shard|zero",
+}
+_KINDS_BY_OP = {"pipeline": r"^(send|recv)$", "expert": r"^alltoall", "sharded": r"^(allgather|reduce_scatter)"}
 
 
 def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> Ints:
@@ -78,3 +95,53 @@ def held_up(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
     is_latest = pl.col("start_ns") == pl.col("start_ns").max().over("rank", "step")
     least = pl.when(is_latest).then("transfer_ns").otherwise(0)
     return rows.with_columns(exposed_ns=pl.col("transfer_ns"), least_ns=least)
+
+
+def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+    """Where each group's communication goes, ns per step and rank that was seen in it; the largest first.
+
+    Columns `group`, `group_size`, `kind`, `op` (of its longest phase), `exposed_ns` (transfers that nothing hides),
+    `wait_ns` (for late peers), `unattributed_ns` (either: not matched), `overlapped_ns`, and `hidden_by`.
+    Of several operations in flight the one that began last counts, so that a rank's groups sum to its breakdown.
+    """
+    began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
+    started = collectives.select("rank", "group_id", "group", "group_size", "op", at=began).drop_nulls("at").sort("at")
+    length = pl.col("end_ns") - pl.col("start_ns")
+    rows = (
+        phases.filter(pl.col("part").is_in([*_SHOWN_AS]))
+        .with_columns(ns=length, column=pl.col("part").replace_strict(_SHOWN_AS))
+        .sort("start_ns")
+        .join_asof(started, left_on="start_ns", right_on="at", by="rank", check_sortedness=False)
+        .drop_nulls("group_id")
+    )
+    named = groups.select("group_id", about=pl.concat_str("name", "role", separator=" ", ignore_nulls=True))
+    key = ["group_id", "group", "group_size"]
+    steps = phases.select(pl.col("step").n_unique()).item()
+    per_rank = 1 / (steps * pl.col("rank").n_unique())
+    sums = [
+        (pl.col("ns").filter(pl.col("column") == column).sum() * per_rank).round().cast(pl.Int64).alias(column)
+        for column in dict.fromkeys(_SHOWN_AS.values())
+    ]
+    most = pl.col("op").sort_by("ns").last()
+    hidden = rows.filter(pl.col("part") == "overlapped").group_by("group_id", "label").agg(pl.col("ns").sum())
+    hidden = hidden.sort("ns", "label").group_by("group_id").agg(hidden_by=pl.col("label").last())
+    total = pl.sum_horizontal("exposed_ns", "wait_ns", "unattributed_ns")
+    return (
+        rows.group_by(key)
+        .agg(*sums, most.alias("op"))
+        .join(named.unique("group_id"), on="group_id", how="left")
+        .join(hidden, on="group_id", how="left")
+        .with_columns(kind=_kind(), group=pl.col("group").fill_null(""), hidden_by=pl.col("hidden_by").fill_null(""))
+        .sort(total, "group", descending=[True, False])
+        .head(_LISTED)
+        .drop("group_id", "about")
+    )
+
+
+def _kind() -> pl.Expr:
+    """What the group is for: the first that its name says, or what it does most."""
+    kind = pl.lit(None, pl.String)
+    for column, patterns in (("about", _KINDS_BY_NAME), ("op", _KINDS_BY_OP)):
+        for name, pattern in patterns.items():
+            kind = pl.when(kind.is_null() & pl.col(column).str.contains(pattern)).then(pl.lit(name)).otherwise(kind)
+    return kind.fill_null("data")

@@ -240,6 +240,26 @@ class DevicePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTime:
+    """Where a process group's communication goes, mean per judged step of its ranks.
+
+    `kind` is what it is for: "data", "sharded", "tensor", "pipeline" or "expert". `exposed_ns` are transfers that no
+    computation hides, `wait_ns` is for late peers, `unattributed_ns` either of them: not matched; `hidden_by` is where
+    most of what runs meanwhile was launched.
+    """
+
+    group: str
+    group_size: int | None
+    kind: str
+    op: str
+    exposed_ns: int
+    wait_ns: int
+    unattributed_ns: int
+    overlapped_ns: int
+    hidden_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTime:
     """A device's mean time per judged step in one phase, from CUDA events; a rank's phases sum to its mean step.
 
@@ -456,6 +476,7 @@ class Report:
     status: str = "amber"  # "green": no bottleneck | "amber": unexplained, or not known well enough | "red": a finding
     history: History | None = None  # None: all steps were read
     device: tuple[DevicePart, ...] = ()
+    groups: tuple[GroupTime, ...] = ()  # those whose communication blocks most
     phases: tuple[PhaseTime, ...] = ()  # with `lead` only where CUDA events were recorded
     lead: Lead | None = None
     code: tuple[CodeShare, ...] = ()  # a tree; empty where too little was sampled

@@ -104,6 +104,7 @@ def _page(report: Report) -> dict[str, Any]:
         "blames": digest.main_blames(report.blames),
         "path": digest.main_path(report.critical_path),
         "devices": devices,
+        "group_times": ("exposed", "wait", "unattributed", "overlapped"),
         "devices_hidden": tuple({part.rank for part in report.device} - {part.rank for part in devices}),
         "device_fields": ("busy", "idle", "compute", "communication", "memory", "overlap", "exposed"),
         "gaps": digest.gap_groups(report),

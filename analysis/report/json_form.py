@@ -46,6 +46,7 @@ def _as_object(report: Report) -> dict[str, Any]:
         "breakdown": [dataclasses.asdict(part) for part in report.breakdown],
         "losses": [_listed(loss) for loss in report.losses],
         "device": [dataclasses.asdict(part) for part in report.device],
+        "groups": [dataclasses.asdict(group) for group in report.groups],
         "phases": [dataclasses.asdict(phase) for phase in report.phases],
         "lead": None if report.lead is None else dataclasses.asdict(report.lead),
         "code": [dataclasses.asdict(share) for share in report.code],

@@ -217,6 +217,18 @@ _ENGLISH: dict[str, str] = {
     "device.overlap": "overlap",
     "device.exposed": "exposed",
     "device.hidden": "Shown are the least and the most busy. Not shown: {0}; all are in the JSON form.",
+    # groups
+    "groups": "Communication by process group",
+    "groups.means": "Per step and rank of the group. Exposed: transfers that no computation hides; unattributed: "
+    "transfer or waiting for peers, of operations that were not matched.",
+    "groups.group": "group",
+    "groups.kind": "kind",
+    "groups.op": "operation",
+    "groups.exposed": "exposed",
+    "groups.wait": "wait",
+    "groups.unattributed": "unattributed",
+    "groups.overlapped": "overlapped",
+    "groups.hidden_by": "hidden by",
     # checked
     "healthy": "Checked, nothing found",
     "healthy.none": "nothing",

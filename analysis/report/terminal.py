@@ -13,7 +13,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.model.finding import Blame, CodeShare, DevicePart, Finding, PathPart, Pipeline, Report, Wait
+from rankscope.analysis.model.finding import (
+    Blame,
+    CodeShare,
+    DevicePart,
+    Finding,
+    GroupTime,
+    PathPart,
+    Pipeline,
+    Report,
+    Wait,
+)
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.labels import (
     part_label,
@@ -92,6 +102,7 @@ def _blocks(report: Report) -> list[RenderableType]:
         *_path(digest.main_path(report.critical_path)),
         *_pipeline(report.pipeline),
         *_device(report.device),
+        *_groups(report.groups),
         *_phases(report),
         *_windows(report),
         _heading("healthy"),
@@ -366,6 +377,18 @@ def _device(device: Sequence[DevicePart]) -> list[RenderableType]:
     blocks = [_heading("device"), _text(say("device.means"), "dim"), table]
     hidden = {part.rank for part in device} - {part.rank for part in shown}
     return [*blocks, _text(say("device.hidden", who(tuple(hidden))), "dim")] if hidden else blocks
+
+
+def _groups(groups: Sequence[GroupTime]) -> list[RenderableType]:
+    if not groups:
+        return []
+    times = ("exposed", "wait", "unattributed", "overlapped")
+    columns = ("group", "kind", "op", *times, "hidden_by")
+    table = _table(*(say(f"groups.{column}") for column in columns), text_columns=(0, 1, 2, len(columns) - 1))
+    for group in groups:
+        spent = (duration(getattr(group, f"{column}_ns")) for column in times)
+        table.add_row(group.group, group.kind, group.op, *spent, group.hidden_by)
+    return [_heading("groups"), _text(say("groups.means"), "dim"), table]
 
 
 def _phases(report: Report) -> list[RenderableType]:

@@ -258,6 +258,11 @@ CHINESE: dict[str, str] = {
     "the rest": "其余",
     # devices
     "The devices, over the whole capture": "设备（整个采集区间）",
+    "Communication by process group": "各进程组的通信",
+    "Per step and rank of the group. Exposed: transfers that no computation hides; unattributed: transfer or waiting for peers, of operations that were not matched.": "进程组内每步每个 rank 的时间。exposed：没有被计算掩盖的传输；unattributed：未匹配操作的传输或等待。",
+    "unattributed": "未归因",
+    "overlapped": "被掩盖",
+    "hidden by": "被何掩盖",
     "Percent of the capture; communication that nothing hides is exposed. Compute, communication and memory may overlap each other.": "占采集区间的百分比；没有被计算掩盖的通信即暴露的通信。计算、通信和内存操作可能相互重叠。",
     "capture": "采集区间",
     "busy": "忙碌",
