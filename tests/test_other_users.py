@@ -12,7 +12,7 @@ import pytest
 
 from rankscope.collectors.in_rank.agent_socket import AnotherUserError, connect
 from rankscope.collectors.in_rank.session import Emit
-from rankscope.profiler.errors import NotRecorded
+from rankscope.errors import NotRecorded
 from rankscope.profiler.node_agent import answers
 
 NOT_ROOT = 65_534
