@@ -1,7 +1,8 @@
-"""What each hook costs per call: the same small loops in one rank under torchrun and under `rankscope run`, in turns.
+"""What each hook costs per call: the same small loops under torchrun and under `rankscope run`, in turns.
 
     python benchmarks/collectors.py --rounds 5
 
+`compiled` is with the collectives hook in C++ (`rankscope doctor --build`), `Python` without it, in the same rounds.
 Times are CPU time of the whole process per call (gloo's threads included), the median over the rounds. The group has
 one rank, so that nothing is waited for. Without a GPU the last two rows are with the tests' CUDA driver, which costs
 next to nothing and needs a C compiler.
@@ -21,6 +22,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from rankscope.collectors import native_hook
 
 PLAIN = [sys.executable, "-m", "torch.distributed.run"]
 RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report"]
@@ -127,11 +130,11 @@ def measure() -> dict[str, float]:
     return results
 
 
-def run(launcher: list[str]) -> dict[str, float]:
+def run(launcher: list[str], **environment: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
         command = [*launcher, "--nproc-per-node", "1", __file__, "--write", str(results)]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        subprocess.run(command, cwd=folder, env=os.environ | environment, check=True, capture_output=True)
         measured: dict[str, float] = json.loads(results.read_text())
         return measured
 
@@ -146,12 +149,14 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)
 
-    rounds = [(run(PLAIN), run(RECORDED)) for _ in range(args.rounds)]
-    print(f"{args.rounds} rounds; CPU time per call, µs")
-    print(f"{'':42}{'without':>10}{'with':>10}{'difference':>12}")
+    native_hook.build()
+    with tempfile.TemporaryDirectory() as empty:
+        rounds = [(run(PLAIN), run(RECORDED), run(RECORDED, XDG_CACHE_HOME=empty)) for _ in range(args.rounds)]
+    print(f"{args.rounds} rounds; CPU time per call, µs, and what recording adds to it")
+    print(f"{'':42}{'without':>10}{'compiled':>10}{'Python':>10}")
     for name in rounds[0][0]:
-        plain, recorded = (statistics.median(each[i][name] for each in rounds) / 1e3 for i in range(2))
-        print(f"{name:42}{plain:10.2f}{recorded:10.2f}{recorded - plain:+12.2f}")
+        plain, compiled, python = (statistics.median(each[i][name] for each in rounds) / 1e3 for i in range(3))
+        print(f"{name:42}{plain:10.2f}{compiled - plain:+10.2f}{python - plain:+10.2f}")
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def without_marks_it_says_so() -> str:
 
 @functools.cache
 def build_plugin() -> str:
-    return said([*RANKSCOPE, "doctor", "--build-nccl-plugin"], "build-nccl-plugin")
+    return said([*RANKSCOPE, "doctor", "--build"], "build-nccl-plugin")
 
 
 def plugin() -> Job:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +14,44 @@ from typing import Any
 
 import pytest
 
+from rankscope.collectors import native_hook
+from rankscope.errors import NotBuilt
+
 EXAMPLE = Path(__file__).parents[1] / "examples/train_transformer.py"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was built on this machine before decides nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def compiled_hook(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the collectives hook in C++, built once for all test processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "compiled"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        try:
+            native_hook.build()
+        except NotBuilt as error:
+            pytest.skip(str(error))
+    return folder
+
+
+@pytest.fixture(params=["Python", "C++"])
+def hook(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Jobs of the test record collectives by this hook."""
+    if request.param == "C++":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("compiled_hook")))
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -268,7 +268,7 @@ works = [dist.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(3)]
 """
 
 
-def test_ranks_that_end_while_operations_are_in_flight_end_well(tmp_path):
+def test_ranks_that_end_while_operations_are_in_flight_end_well(tmp_path, hook):
     """Nobody waits for the operations, and Python's lock goes to others only when its thread waits: gloo's threads come
     to our callbacks, and let go of the tensors, when the script has ended.
     """
@@ -305,7 +305,7 @@ def test_killed_rank_is_recorded_to_its_last_moment(tmp_path):
     assert any(gap["rank"] == 1 and "killed" in gap["why"] for gap in job.report["gaps"])
 
 
-def test_job_outlives_its_agent(undisturbed, tmp_path):
+def test_job_outlives_its_agent(undisturbed, tmp_path, hook):
     running = start(tmp_path, TRANSFORMER, "--steps", STEPS, "--digest", ranks=2)
     running.wait_for_output("step 10 ")
     running.process("rankscope.collectors.agent.loop").send_signal(signal.SIGKILL)
@@ -418,7 +418,7 @@ GLOO_SPAN = {
 }
 
 
-def test_every_collective_is_recorded(tmp_path):
+def test_every_collective_is_recorded(tmp_path, hook):
     """What torch's profiler counted of gloo's work, or the pipeline's schedule demands, is in the trace, per group."""
     job = start(tmp_path, JOBS / "every_collective.py", tmp_path, ranks=4).end()
     assert job.code == 0, job.stderr

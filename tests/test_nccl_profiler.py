@@ -192,7 +192,7 @@ def test_job_finds_the_plugin_unless_the_user_has_one(plugin, monkeypatch):
 
 
 def test_doctor_builds_the_plugin_and_says_where_it_is(tmp_path):
-    command = [sys.executable, "-m", "rankscope", "doctor", "--build-nccl-plugin", "--json"]
+    command = [sys.executable, "-m", "rankscope", "doctor", "--build", "--json"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     (check,) = [check for check in json.loads(done.stdout) if check["name"] == "NCCL plugin"]
@@ -218,7 +218,7 @@ def test_missing_compiler_is_said_in_one_line(monkeypatch, tmp_path):
         ((2, 26, 0, "suffix"), "ours", None),
         ((2, 21, 5), "ours", "NCCL 2.21.5 cannot load rankscope's profiler plugin, 2.26 can"),
         ((2, 21, 5), "", "NCCL 2.21.5 cannot load rankscope's profiler plugin, 2.26 can"),
-        ((2, 28, 9), "", "NCCL's profiler plugin is not built: rankscope doctor --build-nccl-plugin"),
+        ((2, 28, 9), "", "NCCL's profiler plugin is not built: rankscope doctor --build"),
         ((2, 28, 9), "inspector", "NCCL has another profiler plugin: NCCL_PROFILER_PLUGIN=inspector"),
     ],
 )

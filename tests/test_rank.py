@@ -219,11 +219,13 @@ def test_backend_and_device_are_those_that_torch_chose(tmp_path):
     assert table(run, "groups")["backend"].to_list() == ["gloo", "cpu:gloo"]
 
 
-def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
+def test_every_kind_of_collective_is_seen_with_its_end(tmp_path, hook):
     """Python calls, object collectives, functional ones: one row each, sizes in bytes."""
     done, run = record(
         tmp_path,
         """
+        from rankscope.collectors.in_rank import session
+        print("Python" if session._session.emit.ring.native is None else "C++")
         import torch.distributed._functional_collectives as functional
         x = torch.ones(8)
         dist.all_reduce(x)
@@ -241,7 +243,7 @@ def test_every_kind_of_collective_is_seen_with_its_end(tmp_path):
         functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 1
         """,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{hook}\n"), done.stderr
     rows = table(run, "collectives")
     assert [OPS[op] for op in rows["op"]] == [
         "allreduce",
@@ -337,7 +339,7 @@ def test_the_jobs_random_numbers_are_its_own(tmp_path):
     assert table(run, "samples").height > 3
 
 
-def test_only_the_rank_itself_records(tmp_path):
+def test_only_the_rank_itself_records(tmp_path, hook):
     """Spawned and forked workers, and subprocesses that import torch, leave no record and do not disturb it."""
     done, run = record(
         tmp_path,
@@ -392,6 +394,31 @@ def test_a_collector_that_fails_costs_itself_only(tmp_path):
     ]
     kinds = table(run, "regions")["kind"].to_list()
     assert kinds.count(REGION_KINDS.index("backward")) == 3
+
+
+def test_a_collectives_hook_that_fails_costs_itself_only(tmp_path, hook):
+    """A group that nobody can number: the collective ends as it would, the gap is named, nothing more is recorded."""
+    done, run = record(
+        tmp_path,
+        """
+        from rankscope.collectors.in_rank import session
+        x = torch.ones(8)
+        dist.all_reduce(x)
+        session._session.emit.groups.clear()
+        def broken(*_):
+            raise KeyError("planted")
+        session._session.emit.group = broken
+        other = dist.new_group()
+        for _ in range(3):
+            dist.all_reduce(x, group=other)
+        print(x.sum().item())
+        """,
+    )
+    assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr
+    assert "'collectives' switched off" in done.stderr
+    why = table(run, "gaps").filter(source="collectives")["why"]
+    assert why.str.starts_with("collector switched off: ").any()
+    assert table(run, "collectives").height == 1
 
 
 def test_without_an_agent_the_script_runs_unrecorded(tmp_path):

@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Callable
 from threading import get_ident
+from typing import Any
 
 from rankscope.collectors.schema import RECORD, RING_SLOTS, RecordType
 
@@ -17,22 +18,27 @@ __all__ = ["Ring"]
 class Ring:
     """A ring of `RING_SLOTS` records in a memfd, written by any thread of this process, read by the agent.
 
-    Writing takes no lock: the counter and `pack_into` are single steps under the interpreter's lock. Full means that
-    the oldest record is overwritten; the agent counts what it missed.
+    Writing takes no lock: the counter and `pack_into` are single steps under the interpreter's lock; with `native`, the
+    module of the hook in C++, both are its own, so that it writes into the same ring without that lock. Full means
+    that the oldest record is overwritten; the agent counts what it missed.
 
     Raises:
         OSError: the memory is not to be had. It is reserved at once, since a page that is missing later would be a
             SIGBUS in the training process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, native: Any = None) -> None:  # noqa: ANN401
         size = RECORD.size * RING_SLOTS
         self.fd = os.memfd_create("rankscope-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self.fd, 0, size)
         # The agent maps it only if nobody can cut it any more, which would end the agent for all ranks.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._memory = mmap.mmap(self.fd, size)
-        self.write: Callable[[int, int, int, int, int, int, int, int, int], int] = self._writer()
+        self.native = native
+        self.native_ring = None if native is None else native.Ring(self._memory)
+        self.write: Callable[[int, int, int, int, int, int, int, int, int], int] = (
+            self._writer() if self.native_ring is None else self.native_ring.write
+        )
 
     def _writer(self) -> Callable[[int, int, int, int, int, int, int, int, int], int]:
         following = itertools.count(1).__next__

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rankscope.collectors import native_hook
 from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.in_rank import agent_socket
 from rankscope.collectors.in_rank.boot import say
@@ -59,7 +60,8 @@ class Emit:
         self.region = ring.region
         self.mark: Callable[[int], None] = lambda _: None  # `device_events` puts its own here: position in DEVICE_MARKS
         self.groups: dict[str, Group] = {}
-        self.in_flight: set[int] = set()  # records of operations whose end torch will tell us
+        self.in_flight: set[int] = set()  # records of operations whose end torch will report
+        self.pending: Callable[[], int] = self.in_flight.__len__
         self.training_thread = threading.main_thread().ident  # by the first backward: of Ray Train's it is another one
         self.backwards = 0  # how many have begun
         self.in_backward = 0  # how many are under way on the training thread: one may begin within another
@@ -73,6 +75,7 @@ class Emit:
         self._names: dict[str, int] = {}
         self._next_name = itertools.count().__next__
         self._names_full = False
+        self.on_training_thread: Callable[[int], object] = lambda _: None  # called when it becomes another one
         self._incarnations: dict[tuple[str, str], int] = {}
         self._off: set[str] = set()
         self._said: set[tuple[str, str]] = set()
@@ -169,6 +172,7 @@ class Emit:
         self.backwards += 1
         if self.backwards == 1 and threading.get_ident() != self.training_thread:
             self.training_thread = threading.get_ident()
+            self.on_training_thread(self.training_thread)
             ids = {"thread": self.training_thread, "tid": threading.get_native_id()}
             self.send({"type": "training_thread"} | ids)
 
@@ -313,7 +317,7 @@ class _Session:
         self.pid = os.getpid()
         self._group = weakref.ref(group)
         self.world = _world(store)
-        ring = Ring()
+        ring = Ring(_native_hook(backend))
         self._channel = agent_socket.connect(os.environ["RANKSCOPE_AGENT"], _HELLO_S)
         socket.send_fds(self._channel, [json.dumps(self._hello()).encode()], [ring.fd])
         agent = json.loads(self._channel.recv(_PACKET_BYTES))
@@ -417,10 +421,21 @@ class _Session:
         self.emit.stop()
         deadline = clock() + 500_000_000
         seen: list[bytes] | None = None
-        while ((now := _running_operations()) != seen or self.emit.in_flight) and clock() < deadline:
+        while ((now := _running_operations()) != seen or self.emit.pending()) and clock() < deadline:
             seen = now if all(b") S " in one for one in now) else None
             time.sleep(0.002)
         self.emit.bye()
+
+
+def _native_hook(backend: str) -> Any:  # noqa: ANN401
+    """Return the hook in C++ where it is built, and where each operation of the backends has a future; else None."""
+    if not {pair.partition(":")[2] for pair in backend.split(",")} <= {"gloo", "nccl"}:
+        return None
+    try:
+        return native_hook.load()
+    except Exception as error:
+        say(f"the collectives hook in C++ does not load: {type(error).__name__}: {error}; Python's is used")
+        return None
 
 
 def _host_of(store: Any) -> str:  # noqa: ANN401

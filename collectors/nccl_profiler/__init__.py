@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rankscope.collectors.compiling import cache_folder, compile_to, compiler
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, RING_SLOTS, RecordType
-from rankscope.errors import NotBuilt
 
 __all__ = ["EVENTS", "VARIABLE", "build", "built", "installed_elsewhere", "settings", "too_old"]
 
@@ -42,27 +39,15 @@ def built() -> Path | None:
     return path if path.exists() else None
 
 
-def build(compiler: str | None = None, extra: tuple[str, ...] = ()) -> Path:
+def build(chosen: str | None = None, extra: tuple[str, ...] = ()) -> Path:
     """Compile the plugin into the cache folder and return its path.
 
     Raises NotBuilt when there is no C compiler, or it refuses.
     """
-    compiler = compiler or os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
-        raise NotBuilt("there is no C compiler (cc, gcc or clang) on PATH")
+    command = (chosen or compiler("CC", ("cc", "gcc", "clang"))).split()
+    macros = [f"-D{name}={value}" for name, value in _NAMED.items()]
     path = _path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder, path.name)
-            macros = [f"-D{name}={value}" for name, value in _NAMED.items()]
-            command = [*compiler.split(), *_FLAGS, *extra, *macros, str(_SOURCE), "-o", str(made), _STAYS_LOADED]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            if done.returncode:
-                raise NotBuilt(f"{compiler} refused: {_first_error(done.stderr)}")
-            os.replace(made, path)  # in one step: a job that starts now sees the old one or the new one
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NotBuilt(f"{compiler}: {error}") from None
+    compile_to(path, [*command, *_FLAGS, *extra, *macros], _SOURCE, (_STAYS_LOADED,), 120)
     return path
 
 
@@ -101,15 +86,6 @@ def too_old(nccl: Sequence[object]) -> str | None:
 
 def _path() -> Path:
     """In the user's cache folder, under a name that changes with all that goes into it."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rankscope")
-    except RuntimeError:  # a user without a home
-        cache = Path("/nonexistent")
     parts = (_SOURCE.read_bytes(), repr(sorted(_NAMED.items())).encode(), os.uname().machine.encode())
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
-    return cache / f"libnccl-profiler-rankscope-{digest}.so"
-
-
-def _first_error(output: str) -> str:
-    lines = output.strip().splitlines() or ["no reason given"]
-    return next((line for line in lines if "error" in line), lines[0])
+    return cache_folder() / f"libnccl-profiler-rankscope-{digest}.so"

@@ -6,6 +6,9 @@ with the interpreter's lock released. (Overriding the CPU key instead would keep
 
 The end comes from the work's future. Operations without one (`send`, `recv`, …) end when somebody waits for them. On an
 accelerator neither says when the device is done, so the end stays empty there.
+
+Where `rankscope doctor --build` has built the hook in C++ (`collectors/native_hook`), its kernels take the place of
+those of the collectives, of `wait_tensor` and of `Work.wait`. Point-to-point operations have no future and stay here.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
 
@@ -28,11 +32,35 @@ _CODES = {op: code for code, op in enumerate(OPS)}
 _COLLECTIVE, _DONE = RecordType.COLLECTIVE, RecordType.DONE
 _WAIT = REGION_KINDS.index("wait")
 _IS_ASYNC_UNKNOWN = 2
+# How torch's C++ calls what Python calls otherwise.
+_SCALAR_TYPES = {
+    "uint8": "Byte",
+    "int8": "Char",
+    "int16": "Short",
+    "int32": "Int",
+    "int64": "Long",
+    "bool": "Bool",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "float32": "Float",
+    "float64": "Double",
+    "uint16": "UInt16",
+    "uint32": "UInt32",
+    "uint64": "UInt64",
+    "complex32": "ComplexHalf",
+    "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble",
+    "float8_e4m3fn": "Float8_e4m3fn",
+    "float8_e5m2": "Float8_e5m2",
+    "float8_e4m3fnuz": "Float8_e4m3fnuz",
+    "float8_e5m2fnuz": "Float8_e5m2fnuz",
+}
 # Works that nobody waits for must not pile up, nor keep much memory.
 _MAX_AWAITED = 256
 _MAX_AWAITED_BYTES = 64 << 20
 _library: Any = None
 _functional_library: Any = None
+_native: Any = None
 _undo_wait: Callable[[], None] | None = None
 _active = False
 
@@ -41,7 +69,7 @@ clock = time.perf_counter_ns
 
 def start(emit: Emit) -> None:
     """Put a kernel in front of every `c10d::` operator, and time `Work.wait` and `wait_tensor`."""
-    global _library, _functional_library, _undo_wait, _active
+    global _library, _functional_library, _native, _undo_wait, _active
     torch = sys.modules["torch"]
     if _library is not None:
         raise RuntimeError("started twice")
@@ -50,10 +78,19 @@ def start(emit: Emit) -> None:
     recorder = _Recorder(emit, torch)
     _library = torch.library.Library("c10d", "IMPL")
     unknown = []
+    native = emit.ring.native
+    if native is not None:
+        _native = native
+        _start_native(emit, recorder, native)
     for name, overload in _operators(torch):
         code = _CODES.get(name.strip("_"), _UNKNOWN)
         if code == _UNKNOWN:
             unknown.append(name)
+        if native is not None and OPS[code] not in P2P_OPS:
+            shape = recorder.shape_of(overload, code)
+            at = (shape.group_at, -1 if shape.async_at is None else shape.async_at, shape.async_default)
+            native.add(name, code, OPS[code] in ALL_TO_ALL_OPS, shape.returns_work, *at, shape.tensors_at)
+            continue
         _library.impl(overload, _kernel(emit, recorder, overload, code, after), "BackendSelect", with_keyset=True)
     if unknown:
         why = f"torch {torch.__version__} has operations that rankscope does not know and records as 'unknown'"
@@ -65,20 +102,38 @@ def start(emit: Emit) -> None:
     _functional_library = torch.library.Library("_c10d_functional", "IMPL")
     for name in ("wait_tensor", "wait_tensors"):  # the second from torch 2.15 on
         if hasattr(torch.ops._c10d_functional, name):
+            if native is not None:
+                native.add_wait_tensor(name)
+                continue
             overload = getattr(torch.ops._c10d_functional, name).default
             kernel = _wait_kernel(emit, recorder, overload, after)
             _functional_library.impl(overload, kernel, "BackendSelect", with_keyset=True)
 
     work_class = torch._C._distributed_c10d.Work
-    _undo_wait = emit.around("collectives", work_class, "wait", recorder.waited)
+    if native is None:
+        _undo_wait = emit.around("collectives", work_class, "wait", recorder.waited)
+    else:
+        forget = emit.guard("collectives", recorder.ended_by_wait)
+        original = work_class.__dict__["wait"]
+        wrapper = native.Wait(original, recorder.awaited, forget, recorder.wait_name)
+        work_class.wait = wrapper
+        _undo_wait = partial(_put_back, work_class, wrapper, original)
 
 
 def stop() -> None:
     """Make the kernels pass calls on and nothing more: taken out, one could be missing under a thread that is in it."""
     global _active
     _active = False
+    if _native is not None:
+        _native.stop()
     if _undo_wait is not None:
         _undo_wait()
+
+
+def _put_back(owner: Any, wrapper: Any, original: Any) -> None:  # noqa: ANN401
+    """Undo `owner.wait = wrapper`, unless somebody else has wrapped it since: then it only passes calls on."""
+    if owner.__dict__["wait"] is wrapper:
+        owner.wait = original
 
 
 def _operators(torch: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
@@ -120,6 +175,49 @@ def _wait_kernel(emit: Emit, recorder: _Recorder, overload: Any, after: Any) -> 
     return kernel
 
 
+def _start_native(emit: Emit, recorder: _Recorder, native: Any) -> None:  # noqa: ANN401
+    """Hand the hook in C++ what it needs; what is rare it asks of Python."""
+
+    def on_device(index: int) -> None:
+        if emit.device is None and index >= 0:
+            emit.device = index
+        recorder.tell_device_gap()
+
+    def group_of(name: str) -> int:
+        known = emit.groups.get(name)
+        if known is None:  # made by a way that torch's helper does not see
+            group = sys.modules["torch"]._C._distributed_c10d._resolve_process_group(name)
+            known = emit.group(name, recorder.group_ranks(group), group.name(), str(group.group_desc or ""))
+        return known.id
+
+    def tick(now_ns: int) -> None:
+        emit.tick(now_ns)
+        if not emit.live:  # the agent is gone
+            native.stop()
+
+    native.start(
+        *(emit.ring.native_ring, group_of, emit.guard("collectives", on_device), emit.guard("collectives", tick)),
+        *(partial(emit.switch_off, "collectives"), emit.guard("collectives", recorder.await_boxed)),
+        *(emit.guard("collectives", recorder.ended_with), recorder.awaited_outputs),
+        {_SCALAR_TYPES.get(name, name): code for code, name in enumerate(DTYPES)},
+        *(_COLLECTIVE, _DONE, RecordType.REGION, _WAIT, recorder.wait_tensor_name, emit.training_thread),
+    )
+    emit.on_training_thread = native.train_on
+    emit.pending = native.pending
+
+
+class _Shape(NamedTuple):
+    """Where an operator has what is recorded of it, as positions of its arguments."""
+
+    tensors_at: tuple[int, ...]
+    group_at: int
+    async_at: int | None
+    async_default: int
+    peer_at: int | None
+    tag_at: int | None
+    returns_work: bool
+
+
 class _Recorder:
     """Turns one call of an operator into one COLLECTIVE record, and its completion into a DONE record."""
 
@@ -140,23 +238,29 @@ class _Recorder:
         self.wait_name, self.wait_tensor_name = emit.name("Work.wait"), emit.name("wait_tensor")
         self.device_gap_told = False
 
+    def shape_of(self, overload: Any, code: int) -> _Shape:  # noqa: ANN401
+        """Return the places of an operator's arguments, looked up once."""
+        arguments, returns = overload._schema.arguments, overload._schema.returns
+        names = [argument.name for argument in arguments]
+        # Spelled asyncOp or async_op, by torch's age.
+        async_at = next((i for i, name in enumerate(names) if name.lower().replace("_", "") == "asyncop"), None)
+        shape = _Shape(
+            tensors_at=tuple(i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)),
+            group_at=names.index("process_group"),
+            async_at=async_at,
+            async_default=_IS_ASYNC_UNKNOWN if async_at is None else int(bool(arguments[async_at].default_value)),
+            peer_at=next((i for i, name in enumerate(names) if name in ("dst", "src")), None),
+            tag_at=names.index("tag") if "tag" in names else None,
+            returns_work=bool(returns) and str(returns[-1].type).endswith(".Work"),
+        )
+        self.untold |= shape.returns_work and OPS[code] not in P2P_OPS and async_at is None
+        return shape
+
     def recorder_of(self, overload: Any, code: int) -> Callable[..., None]:  # noqa: ANN401
-        """Return the function that records one call of this operator, with its arguments' places looked up once."""
-        names = [argument.name for argument in overload._schema.arguments]
-        tensors = tuple(i for i, a in enumerate(overload._schema.arguments) if "Tensor" in str(a.type))
-        group_at = names.index("process_group")
-        # Spelled asyncOp or async_op, by torch's age. Trailing arguments that have their default value are left out.
-        async_at = next((i for i, name in enumerate(names) if name.lower().replace("_", "") == "asyncop"), len(names))
-        async_default = _IS_ASYNC_UNKNOWN
-        if async_at < len(names):
-            async_default = int(bool(overload._schema.arguments[async_at].default_value))
-        peer_at = next((i for i, name in enumerate(names) if name in ("dst", "src")), None)
-        tag_at = names.index("tag") if "tag" in names else None
+        """Return the function that records one call of this operator."""
+        tensors, group_at, async_at, async_default, peer_at, tag_at, returns_work = self.shape_of(overload, code)
         op = OPS[code]
         is_p2p, is_send, is_to_all = op in P2P_OPS, op == "send", op in ALL_TO_ALL_OPS
-        returns = overload._schema.returns
-        returns_work = bool(returns) and str(returns[-1].type).endswith(".Work")
-        self.untold |= returns_work and not is_p2p and async_default == _IS_ASYNC_UNKNOWN
 
         def record(start_ns: int, issued_ns: int, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
             group = self.group_of(args[group_at])
@@ -179,7 +283,8 @@ class _Recorder:
             where = (peer + 1) << 32 | (tag & 0xFFFF) << 16
             if is_to_all:  # its output comes first, and may be shorter or longer than that of other ranks
                 where = self.bytes_of(args[0]) << 16
-            is_async = int(bool(args[async_at])) if async_at < len(args) else async_default
+            # Trailing arguments that have their default value are left out.
+            is_async = int(bool(args[async_at])) if async_at is not None and async_at < len(args) else async_default
             thread_is_main = get_ident() == self.emit.training_thread
             number = self.emit.ring.write(
                 _COLLECTIVE,
@@ -207,6 +312,10 @@ class _Recorder:
     def on_device(self, tensor: Any) -> None:  # noqa: ANN401
         """Note what is known of an operation on a device."""
         self.emit.learn_device(tensor)
+        self.tell_device_gap()
+
+    def tell_device_gap(self) -> None:
+        """Say once that ends on a device are not seen."""
         if not self.device_gap_told:
             self.device_gap_told = True
             self.emit.gap("collectives", "collectives", "when collectives end on the device is not seen")
@@ -249,13 +358,20 @@ class _Recorder:
                 emit.in_flight.add(number)
                 future.add_done_callback(done)
                 return
+        first = output[0] if isinstance(output, list) and output else output
+        self.await_wait(work, number, size, first.data_ptr() if isinstance(first, self.tensor) else 0)
+
+    def await_boxed(self, work: Any, number: int, size: int, output_at: int) -> None:  # noqa: ANN401
+        """Keep a work that the hook in C++ has recorded, and that has no future."""
+        self.await_wait(self.unbox_work(work), number, size, output_at)
+
+    def await_wait(self, work: Any, number: int, size: int, output_at: int) -> None:  # noqa: ANN401
+        """Keep a work without a future until somebody waits for it or for its output."""
         while self.awaited and (len(self.awaited) >= _MAX_AWAITED or self.awaited_bytes + size > _MAX_AWAITED_BYTES):
             self.forget(next(iter(self.awaited)))
-        first = output[0] if isinstance(output, list) and output else output
-        at = first.data_ptr() if isinstance(first, self.tensor) else 0
-        self.awaited[work] = (number, size, at)
+        self.awaited[work] = (number, size, output_at)
         self.awaited_bytes += size
-        self.awaited_outputs[at] = work
+        self.awaited_outputs[output_at] = work
 
     def forget(self, work: Any) -> int | None:  # noqa: ANN401
         """Let go of a work; return its record's number, None if it is not awaited."""
@@ -268,7 +384,11 @@ class _Recorder:
     def waited(self, start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object) -> None:
         """Note that a thread waited for a work."""
         self.emit.region(_WAIT, self.wait_name, start_ns, end_ns)
-        number = self.forget(args[0])
+        self.ended_by_wait(args[0], end_ns)
+
+    def ended_by_wait(self, work: Any, end_ns: int) -> None:  # noqa: ANN401
+        """Write the end of an operation that has no future, and that a thread has waited for."""
+        number = self.forget(work)
         if number is not None:
             self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
 
@@ -276,10 +396,14 @@ class _Recorder:
         """Note that a thread waited for the works that make a tensor or a list of them."""
         self.emit.region(_WAIT, self.wait_tensor_name, start_ns, end_ns)
         for tensor in output if isinstance(output, list) else (output,):
-            work = self.awaited_outputs.get(tensor.data_ptr()) if self.awaited_outputs and tensor.is_cpu else None
-            number = None if work is None else self.forget(work)
-            if number is not None:
-                self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
+            if self.awaited_outputs and tensor.is_cpu:
+                self.ended_with(tensor.data_ptr(), end_ns)
+
+    def ended_with(self, output_at: int, end_ns: int) -> None:
+        """Write the end of the operation whose output lies there, and that a thread has waited for."""
+        work = self.awaited_outputs.get(output_at)
+        if work is not None:
+            self.ended_by_wait(work, end_ns)
 
 
 def _next_p2p(group: Group, peer: int, tag: int, is_send: bool) -> int:

@@ -29,7 +29,7 @@ def start(emit: Emit) -> None:
     ours = built()
     given = os.environ.get(VARIABLE)
     if ours is None or given != str(ours):
-        why = "NCCL's profiler plugin is not built: rankscope doctor --build-nccl-plugin"
+        why = "NCCL's profiler plugin is not built: rankscope doctor --build"
         if given:
             why = f"NCCL has another profiler plugin: {VARIABLE}={given}"
         emit.on_tick(emit.guard("nccl", _Told(emit, why)))

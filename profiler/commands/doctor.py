@@ -45,23 +45,36 @@ class Check:
 
 def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of the table.")] = False,
-    build_nccl_plugin: Annotated[
-        bool, typer.Option("--build-nccl-plugin", help="First build NCCL's profiler plugin, with the C compiler here.")
+    build: Annotated[
+        bool,
+        typer.Option(
+            "--build",
+            help="First build what is compiled for this machine: the collectives hook (C++) and NCCL's plugin (C).",
+        ),
     ] = False,
 ) -> None:
-    from rankscope.collectors import nccl_profiler
-
-    if build_nccl_plugin:
-        try:
-            nccl_profiler.build()
-        except NotBuilt as error:
-            raise RankscopeError(f"the NCCL plugin was not built: {error}") from None
-    asked = (_torch, _launcher, _agent, _clock, _collectors, _nccl_plugin, _disk, _compiled, _extras)
+    if build:
+        _build()
+    asked = (_torch, _launcher, _agent, _clock, _collectors, _native_hook, _nccl_plugin, _disk, _compiled, _extras)
     checks = [check for ask in asked for check in ask()]
     if json:
         print(json_format.dumps([asdict(check) for check in checks], indent=1))
     else:
         print(aligned([(check.name, "yes" if check.ok else "no", check.detail) for check in checks]))
+
+
+def _build() -> None:
+    """Build both. Raises RankscopeError, after the second was tried."""
+    from rankscope.collectors import native_hook, nccl_profiler
+
+    refused = []
+    for name, module in (("the collectives hook", native_hook), ("the NCCL plugin", nccl_profiler)):
+        try:
+            module.build()
+        except NotBuilt as error:
+            refused.append(f"{name} was not built: {error}")
+    if refused:
+        raise RankscopeError("; ".join(refused))
 
 
 def _torch() -> Iterator[Check]:
@@ -141,6 +154,14 @@ def _collectors() -> Iterator[Check]:
         yield Check(f"node: {name}", True, where)
 
 
+def _native_hook() -> Iterator[Check]:
+    from rankscope.collectors import native_hook
+
+    path = native_hook.built()
+    missing = "not built, a slower one in Python serves; rankscope doctor --build builds it"
+    yield Check("collectives hook in C++", path is not None, str(path or missing))
+
+
 def _nccl_plugin() -> Iterator[Check]:
     from rankscope.collectors import nccl_profiler
 
@@ -154,7 +175,7 @@ def _nccl_plugin() -> Iterator[Check]:
     elif path:
         yield Check("NCCL plugin", True, f"{path}, for NCCL {version} of {name}" if version else str(path))
     else:
-        yield Check("NCCL plugin", False, "not built; rankscope doctor --build-nccl-plugin builds it")
+        yield Check("NCCL plugin", False, "not built; rankscope doctor --build builds it")
 
 
 def _nccl() -> tuple[str, str]:
