@@ -53,7 +53,6 @@ LONG_FUNCTIONS = {
     "analysis.report.perfetto._tables",
     "analysis.timeline.build.build_timeline",
     "collectors.agent.loop.__init__",
-    "collectors.rank.collectives.recorder_of",
 }
 MANY_PARAMETERS = {
     "analysis.detectors.slow_rank._by_own_time",

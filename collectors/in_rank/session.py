@@ -31,6 +31,7 @@ from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.in_rank import agent_socket
 from rankscope.collectors.in_rank.boot import say
 from rankscope.collectors.in_rank.import_hooks import after_import
+from rankscope.collectors.in_rank.placement import host_of, place, world_of
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS, RecordType
 
@@ -42,7 +43,6 @@ _PACKET_BYTES = 128 * 1024
 _HELLO_S = 5  # for the agent's answer
 _HIGHEST_INDEX = 2**31 - 1  # of a microbatch or stage
 _STORE_KEY = "rankscope/agent"
-_WORLD_KEY = "rankscope/world"
 _USER = REGION_KINDS.index("user")
 _STEP_END = DEVICE_MARKS.index("step_end")
 _KINDS_BY_NAME = {kind: REGION_KINDS.index(kind) for kind in ("input", "checkpoint")}
@@ -313,10 +313,10 @@ class _Session:
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
-        self.local_rank, self.node = _place(rank, world_size)
+        self.local_rank, self.node = place(rank, world_size)
         self.pid = os.getpid()
         self._group = weakref.ref(group)
-        self.world = _world(store)
+        self.world = world_of(store)
         ring = Ring(_native_hook(backend))
         self._channel = agent_socket.connect(os.environ["RANKSCOPE_AGENT"], _HELLO_S)
         socket.send_fds(self._channel, [json.dumps(self._hello()).encode()], [ring.fd])
@@ -401,7 +401,7 @@ class _Session:
         if store and store.check([_STORE_KEY]):
             self._peer_known = True
             peer = json.loads(store.get(_STORE_KEY))
-            self.emit.send({"type": "peer", "host": os.environ.get("MASTER_ADDR") or _host_of(store)} | peer)
+            self.emit.send({"type": "peer", "host": os.environ.get("MASTER_ADDR") or host_of(store)} | peer)
 
     def _store(self) -> Any:  # noqa: ANN401
         """The group's store as torch keeps it; None where the group is gone. It ends with the group, as without us."""
@@ -436,43 +436,6 @@ def _native_hook(backend: str) -> Any:  # noqa: ANN401
     except Exception as error:
         say(f"the collectives hook in C++ does not load: {type(error).__name__}: {error}; Python's is used")
         return None
-
-
-def _host_of(store: Any) -> str:  # noqa: ANN401
-    """Where rank 0 is by the store, as after `init_process_group(init_method="tcp://…")`; else this very host."""
-    while inner := getattr(store, "underlying_store", None):
-        store = inner
-    return getattr(store, "host", "")
-
-
-def _world(store: Any) -> str | None:  # noqa: ANN401
-    """What this job's ranks call their world: the first to ask decides, nobody waits. None where the store cannot.
-
-    A job of several worlds (trainers, and engines that generate for them) has every rank several times.
-    """
-    with contextlib.suppress(Exception):  # FakeStore, or one of the script's own
-        name: str = store.compare_set(_WORLD_KEY, "", os.urandom(4).hex()).decode()
-        return name
-    return None
-
-
-def _place(rank: int, world_size: int) -> tuple[int, int | None]:
-    """Local rank and node, as torchrun, `rankscope exec`, Lightning or DeepSpeed say in the environment.
-
-    Where nobody says how many ranks a node has, all are on this one if they meet at its loopback address; else one.
-    Where nobody says which node it is the agent numbers it, when it meets another one.
-    """
-
-    def said(*names: str) -> int | None:
-        values = (os.environ.get(name, "") for name in names)
-        return next((int(value) for value in values if value.isdecimal()), None)
-
-    local_world = said("LOCAL_WORLD_SIZE", "RANKSCOPE_LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-    if local_world is None:
-        local_world = world_size if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
-    local_rank = said("LOCAL_RANK", "RANKSCOPE_LOCAL_RANK")
-    node = said("GROUP_RANK", "RANKSCOPE_NODE", "NODE_RANK", "CROSS_RANK")
-    return rank % local_world if local_rank is None else local_rank, node
 
 
 def _running_operations() -> list[bytes]:

@@ -1,0 +1,48 @@
+"""Where a rank is: its world, its node, and the host of rank 0. By the launcher's environment and the group's store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+__all__ = ["host_of", "place", "world_of"]
+
+_WORLD_KEY = "rankscope/world"
+
+
+def host_of(store: Any) -> str:  # noqa: ANN401
+    """Where rank 0 is by the store, as after `init_process_group(init_method="tcp://…")`; else this very host."""
+    while inner := getattr(store, "underlying_store", None):
+        store = inner
+    return getattr(store, "host", "")
+
+
+def world_of(store: Any) -> str | None:  # noqa: ANN401
+    """What this job's ranks call their world: the first to ask decides, nobody waits. None where the store cannot.
+
+    A job of several worlds (trainers, and engines that generate for them) has every rank several times.
+    """
+    with contextlib.suppress(Exception):  # FakeStore, or one of the script's own
+        name: str = store.compare_set(_WORLD_KEY, "", os.urandom(4).hex()).decode()
+        return name
+    return None
+
+
+def place(rank: int, world_size: int) -> tuple[int, int | None]:
+    """Local rank and node, as torchrun, `rankscope exec`, Lightning or DeepSpeed say in the environment.
+
+    Where nobody says how many ranks a node has, all are on this one if they meet at its loopback address; else one.
+    Where nobody says which node it is the agent numbers it, when it meets another one.
+    """
+
+    def said(*names: str) -> int | None:
+        values = (os.environ.get(name, "") for name in names)
+        return next((int(value) for value in values if value.isdecimal()), None)
+
+    local_world = said("LOCAL_WORLD_SIZE", "RANKSCOPE_LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    if local_world is None:
+        local_world = world_size if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
+    local_rank = said("LOCAL_RANK", "RANKSCOPE_LOCAL_RANK")
+    node = said("GROUP_RANK", "RANKSCOPE_NODE", "NODE_RANK", "CROSS_RANK")
+    return rank % local_world if local_rank is None else local_rank, node
