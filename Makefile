@@ -5,6 +5,7 @@ NEEDS := pyproject.toml constraints.txt $(wildcard setup.py analysis/*/*.c)
 STAMP := $(shell cat $(NEEDS) | cksum | cut -d' ' -f1)
 INSTALLED := .venv/installed-$(STAMP)
 FRAMEWORKS := .venv/frameworks-$(STAMP)
+SITE := .venv/site-$(STAMP)
 
 .PHONY: demo test check lint docs bench-faults bench-captures clean
 
@@ -28,9 +29,11 @@ bench-faults: $(INSTALLED)  ## the fault matrix: how often the verdict is right 
 bench-captures: $(INSTALLED)  ## the same on captures of torch.profiler (half an hour; SIZE=--quick for two minutes)
 	$(BIN)/python benchmarks/captures/score.py --half report $(SIZE)
 
-docs: $(INSTALLED)  ## what is generated from the code
+docs: $(INSTALLED) $(SITE)  ## the references, generated from the code, then the site in build/site
 	$(BIN)/python docs/write_tables.py
 	$(BIN)/python docs/write_detectors.py
+	$(BIN)/python docs/write_commands.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv runs
@@ -43,4 +46,8 @@ $(INSTALLED): $(NEEDS)
 
 $(FRAMEWORKS): $(INSTALLED)  # for tests/test_frameworks.py
 	$(BIN)/pip install -q -c constraints.txt -e '.[frameworks]'
+	touch $@
+
+$(SITE): $(INSTALLED)
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
