@@ -160,6 +160,7 @@ NCCL_EVENTS = (
     "network",  # an event of the network plugin
 )
 
+MOST_RANKS = 1 << 20  # a rank, or a number of ranks, above this is damage
 NO_PEER = -1
 # A job stands still when no rank has begun anything for so long, and for so many of its usual steps.
 STILL_NS, STILL_STEPS = 10_000_000_000, 5

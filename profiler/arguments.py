@@ -86,6 +86,8 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
         raise RankscopeError(
             "give --out or --name, not both: --out is the whole run folder, --name the end of its name"
         )
+    if "://" in values.get("--out", ""):
+        raise RankscopeError(f"--out is a folder of this machine or of shared storage; got {values['--out']}")
     return (
         Options(
             out=values.get("--out"),

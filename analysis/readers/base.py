@@ -12,6 +12,7 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.tables import in_order, schema_of
+from rankscope.analysis.readers.bounds import check_groups, check_ranks
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
 from rankscope.errors import BadInput
@@ -37,6 +38,12 @@ class FrameReader:
     large: Mapping[str, Callable[[], Iterator[pl.DataFrame]]] = field(default_factory=dict)
     large_rows: Mapping[str, int] = field(default_factory=dict)
     run: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` where the ranks cannot be."""
+        for name in ("rank", "world_size"):
+            check_ranks("the trace", self.read("ranks")[name])
+        check_groups("the trace", self.read("groups")["members"])
 
     def tables(self) -> tuple[str, ...]:
         return tuple(name for name in TABLES if name in self.frames)

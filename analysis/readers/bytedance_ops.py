@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, in_one_line, shaped, table
+from rankscope.analysis.readers.bounds import check_bytes, check_ranks
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.errors import BadInput
@@ -27,6 +28,8 @@ __all__ = ["OPS_LACK", "end_to_end", "open_run", "recognises", "virtual_stages"]
 _MAGIC = b"PAR1"
 _COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "mb_id")
 _NS_PER_S = 1e9
+_LONGEST_S = 1e6  # no step takes eleven days
+_WIDEST_BYTES = 8  # of a value
 _OPS_ONLY = text("the trace holds operations of pipeline stages, not what each host did")
 OPS_LACK = dict.fromkeys(("breakdown", "phases", "regions", "collectives"), _OPS_ONLY)
 
@@ -47,25 +50,36 @@ def open_run(paths: Sequence[str]) -> FrameReader:
     from pyarrow import parquet  # 6 MB, and few have such files
 
     try:
+        _check_size(files[0])
         # polars panics on damaged files, pyarrow raises.
         columns = parquet.read_table(files[0], columns=list(_COLUMNS))
         columns.validate(full=True)
         bare = pa.table({name: columns[name] for name in _COLUMNS})  # without metadata, at which polars panics too
         ops, missing = _ops(pl.DataFrame(pl.from_arrow(bare)), files[0].name)
+        ops = shaped("ops", ops)
     except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
         raise BadInput(f"{files[0]} cannot be read: {in_one_line(error)}") from None
     if ops.is_empty():
         raise BadInput(f"{files[0]} holds no operation")
+    check_ranks(files[0], ops["rank"].unique())
     ranks = ops.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
     world = _world_size(ranks["rank"].to_list())
     return FrameReader(
         frames={
             "ranks": table("ranks", [dict(row, world_size=world) for row in ranks.iter_rows(named=True)]),
-            "ops": shaped("ops", ops),
+            "ops": ops,
         },
         missing=missing,
         lacks=OPS_LACK,
     )
+
+
+def _check_size(path: Path) -> None:
+    """Nothing, if its rows fit once they are unpacked: equal ones take next to no room in the file."""
+    from pyarrow import parquet
+
+    rows = parquet.read_metadata(path).num_rows
+    check_bytes(path, rows * len(_COLUMNS) * _WIDEST_BYTES, path.stat().st_size)
 
 
 def end_to_end(ops: pl.DataFrame) -> pl.DataFrame:
@@ -112,7 +126,7 @@ def _ops(raw: pl.DataFrame, name: str) -> tuple[pl.DataFrame, list[Gap]]:
     # The study adds in the file's own precision (float32), so that must be done here too: it is worth up to 0.1 µs.
     times = raw.with_columns((pl.col("start_ts") + pl.col("duration")).alias("_end"))
     good = times.drop_nulls().filter(
-        pl.col("start_ts").is_finite(), pl.col("_end").is_finite(), pl.col("duration") >= 0
+        pl.col("start_ts").abs() < _LONGEST_S, pl.col("_end").abs() < _LONGEST_S, pl.col("duration") >= 0
     )
     ops = good.select(
         pl.col("rank", "step", "stage"),

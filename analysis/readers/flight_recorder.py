@@ -9,7 +9,6 @@ Source: `torch/csrc/distributed/c10d/FlightRecorder`, formats 2.0 to 2.10.
 
 from __future__ import annotations
 
-import ast
 import json
 import pickle
 import re
@@ -22,10 +21,11 @@ from typing import Any, NoReturn
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, table
+from rankscope.analysis.readers.bounds import check_structure
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import ranges
-from rankscope.collectors.schema import NO_PEER
+from rankscope.collectors.schema import MOST_RANKS, NO_PEER
 from rankscope.errors import BadInput
 
 __all__ = ["Group", "open_run", "peers", "recognises"]
@@ -33,6 +33,8 @@ __all__ = ["Group", "open_run", "peers", "recognises"]
 _HEAD, _TAIL = 1 << 16, 1 << 12
 _OF_THE_FORMAT = (b"pg_config", b"pg_status", b"nccl_version", b"time_created_ns")
 _RANK_IN_NAME = re.compile(r"(\d+)(?:\.(?:pkl|pickle|json|bin|dump))?$")
+_LIST = re.compile(r"\s*\[[\s\d,]*\]\s*")
+_NUMBER = re.compile(r"\d{1,18}")
 _DIGITS = 7  # of a rank
 _DIRECTION = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _BROKEN = (
@@ -238,6 +240,7 @@ def _read(path: Path) -> _Dump:
         is_pickle = file.read(1) == b"\x80"
         file.seek(0)
         loaded = _NoClasses(file).load() if is_pickle else json.load(file)
+    check_structure(loaded, path.stat().st_size)
     if not isinstance(loaded, dict) or not isinstance(loaded.get("entries", []), list):
         raise _Unusable("it is no dump of the flight recorder")
     groups = tuple(_groups(loaded.get("pg_config", {})))
@@ -253,7 +256,7 @@ def _read(path: Path) -> _Dump:
         except _BROKEN:
             skipped += 1
             continue
-        if str(raw["profiling_name"]).endswith(":coalesced") and not entry.pending:
+        if _word(raw["profiling_name"]).endswith(":coalesced") and not entry.pending:
             ended[part] = entry.number
         elif ended.get(part, -1) > entry.number:  # the recorder never says of its parts that they have ended
             entry = replace(entry, pending=False, started=True)
@@ -266,14 +269,30 @@ def _read(path: Path) -> _Dump:
 def _part_of(raw: Mapping[str, Any]) -> tuple[str, int, int]:
     """The same for the parts of a group of coalesced operations, and for its own entry, which comes after them."""
     name, _ = raw["process_group"]
-    return str(name), int(raw.get("collective_seq_id", raw.get("seq_id", 0))), int(raw.get("p2p_seq_id", 0))
+    return _word(name), int(raw.get("collective_seq_id", raw.get("seq_id", 0))), int(raw.get("p2p_seq_id", 0))
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[Group]:
     for name, said in config.items():
         ranks = said["ranks"]
-        members = ast.literal_eval(ranks) if isinstance(ranks, str) else ranks
-        yield Group(str(said.get("name", name)), str(said.get("desc", "")), tuple(sorted(int(r) for r in members)))
+        members = tuple(sorted(int(r) for r in (_ranks_in(ranks) if isinstance(ranks, str) else ranks)))
+        if members and not 0 <= members[0] <= members[-1] < MOST_RANKS:
+            raise _Unusable(text("it names ranks that cannot be: {ranks}", ranks=f"{members[0]} … {members[-1]}"))
+        yield Group(_word(said.get("name", name)), _word(said.get("desc", "")), members)
+
+
+def _ranks_in(said: str) -> list[int]:
+    """The numbers of `[0, 1]`."""
+    if not _LIST.fullmatch(said):
+        raise _Unusable(text("its process groups do not say which ranks are in them"))
+    return [int(number) for number in _NUMBER.findall(said)]
+
+
+def _word(said: object) -> str:
+    """A name, which may be a number. Raises TypeError: to write out what is nested may take for ever."""
+    if not isinstance(said, (str, int)):
+        raise TypeError("no name")
+    return str(said)
 
 
 def _rank(path: Path, groups: Sequence[Group]) -> int:
@@ -296,12 +315,12 @@ def _rank(path: Path, groups: Sequence[Group]) -> int:
 
 
 def _entry(raw: Mapping[str, Any], by_name: Mapping[str, Group], rank: int) -> _Entry:
-    name, role = (str(part) for part in raw["process_group"])
+    name, role = (_word(part) for part in raw["process_group"])
     group = by_name.get(name) or Group(name, role, ())
-    title = str(raw["profiling_name"]).split(":", 1)[-1]
+    title = _word(raw["profiling_name"]).split(":", 1)[-1]
     is_p2p = bool(raw.get("is_p2p", False)) or _DIRECTION.match(title) is not None
     collective_seq = int(raw.get("collective_seq_id", raw.get("seq_id", 0)))
-    state = str(raw.get("state", ""))
+    state = _word(raw.get("state", ""))
     end = raw.get("time_discovered_completed_ns") or None  # 0 in JSON, where a pickle has none
     done = state == "completed" or bool(raw.get("retired", False)) or end is not None
     sizes: list[Sequence[int]] = []

@@ -569,7 +569,8 @@ def _decoded(raw: bytes) -> str:
     if "\\" not in text:
         return text
     try:
-        return str(json.loads(f'"{text}"', strict=False))
+        said = str(json.loads(f'"{text}"', strict=False))
+        return said.encode("utf-8", "replace").decode()  # half a character may be escaped, but cannot be text
     except ValueError:
         return text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -22,6 +21,9 @@ import pyarrow.compute as pc
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.tables import CODES, POLARS, is_id, named_as, schema_of
+from rankscope.analysis.readers.arrow_lengths import decoded_bytes
+from rankscope.analysis.readers.bounds import check_bytes, check_groups, check_ranks
+from rankscope.analysis.readers.typed import launch_of
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import bytes_text, duration
@@ -58,6 +60,8 @@ _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the
 _LARGE = ("kernels", "launches")  # whoever reads them keeps what is needed of them
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+_Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
+_DAMAGED = (pa.ArrowException, OSError, IndexError, KeyError, ValueError)  # as pyarrow says it
 # What a file's folder and name add to its rows; `node` of a rank's rows comes from `ranks`.
 _WRITTEN_BY = {"rank": ("rank", "attempt"), "node": ("node",), "rank or node": ("rank", "node", "attempt")}
 
@@ -308,7 +312,10 @@ class NativeReader:
         """The table with ids and codes as written; every gap that shows while reading is noted once."""
         if name not in self._raw:
             frame = self._together(name, self._read([part for part in self._parts if part.table == name]))
+            if name == "groups":
+                check_groups(f"{self.where}/groups", frame["members"])
             if name == "ranks":
+                check_ranks(f"{self.where}/ranks", frame["world_size"])
                 mine = self._worlds[self._world]
                 frame = self._with_listed(_on_nodes(frame, self.run, mine.name, mine.attempt))
             self._raw[name] = frame
@@ -638,12 +645,8 @@ def _run_files(roots: list[Path]) -> tuple[dict[int, dict[str, Any]], list[Gap]]
                 continue
             node = int(match[1])
             try:
-                launch = json.loads(path.read_bytes())
+                run[node] = launch_of(path.read_bytes())
             except (OSError, ValueError):
-                launch = None
-            if isinstance(launch, dict):
-                run[node] = launch
-            else:
                 gaps.append(
                     Gap(table="run", rank=None, node=node, count=None, why=text("{name} is not whole", name=path.name))
                 )
@@ -670,6 +673,7 @@ def _parts_in(partition: Path) -> list[_Part]:
         file = _FILE.fullmatch(entry.name)
         if owned and file and (size_bytes := _size(entry)) is not None:
             of_rank, owner = owned[1] == "rank", int(owned[2])
+            check_ranks(partition, [owner])
             part = _Part(
                 path=partition / entry.name,
                 table=partition.parent.name,
@@ -890,22 +894,29 @@ def read_rows(path: Path, *, closed: bool, columns: Sequence[str] | None = None)
         data = path.read_bytes()
     except OSError as error:
         return None, text("could not be read ({error})", error=error.strerror)
+    check_bytes(path, decoded_bytes(data[_HEADER:]), len(data))
     if data.startswith(_MAGIC) and data.endswith(_MAGIC) and len(data) > 2 * _HEADER:
         try:
-            return _read_file(data, columns), None
-        except (pa.ArrowException, OSError):
+            return _checked(_read_file(data, columns)), None
+        except _DAMAGED:
             pass  # what is good of it may still be read as a stream
     batches: list[pa.RecordBatch] = []
     problem = text("has no footer although the run was closed: its last rows may be missing") if closed else None
     try:
         stream = pa.ipc.open_stream(pa.BufferReader(data[_HEADER:]))
         while True:
-            batches.append(stream.read_next_batch())
+            batches.append(_checked(stream.read_next_batch()))
     except StopIteration:
         pass
-    except (pa.ArrowException, OSError):
+    except _DAMAGED:
         problem = text("was cut off: its last rows are lost")
     return (pa.Table.from_batches(batches) if batches else None), problem
+
+
+def _checked(rows: _Rows) -> _Rows:
+    """The rows, whose texts and lengths are what they claim. Raises an Arrow error."""
+    rows.validate(full=True)
+    return rows
 
 
 def _read_file(data: bytes, columns: Sequence[str] | None) -> pa.Table:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 _NUMBERS = r", (?:seq|op_id|sizes|input_op_ids) = .*$"
 _PID_STEP = 1 << 24  # a thread's global id is the process's number times this, plus the thread's id
 _CHUNK = 100_000  # rows that are held as Python objects at a time
+_PATIENCE_S = 600.0  # a query that an export was given to run never comes to an end
+_OPERATIONS = 1_000_000  # of SQLite, between two looks at the clock
 _NOT_MAIN = 65535
 _LACKS = {
     "breakdown": text("NVTX ranges do not say what the host waited for"),
@@ -209,14 +212,17 @@ def _is_export(path: Path) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """The database, never written to: no journal is made beside it, not even in a read-only folder."""
+    """The database for a while, never written to: no journal is made beside it, not even in a read-only folder."""
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+        database.execute("PRAGMA trusted_schema = OFF")
+        until = time.monotonic() + _PATIENCE_S
+        database.set_progress_handler(lambda: time.monotonic() > until, _OPERATIONS)
         database.text_factory = lambda text: text.decode("utf-8", errors="replace")
         yield database
 
 
 def _tables(database: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
+    return {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
 def _read(path: Path) -> _Capture:

@@ -9,7 +9,6 @@ Source: AMD-AGI/Primus, `tools/visualization/pp_vis`.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ _FILE = re.compile(r"pp_rank_(\d+)\.json")
 _CONFIG = "config.json"
 _HEAD = 4096
 _NS_PER_MS = 1e6
+_LONGEST_MS = 1e9  # no step takes eleven days
 _KINDS = {"fwd": FORWARD, "bwd": BACKWARD}
 
 Row = dict[str, Any]
@@ -129,7 +129,7 @@ def _rows(stage: int, step: str, said: Any, missing: list[Gap]) -> Iterator[Row]
 
 
 def _ns(milliseconds: float) -> int:
-    if not math.isfinite(milliseconds):
+    if not abs(milliseconds) < _LONGEST_MS:  # nor is it a number if this is false
         raise ValueError("no time")
     return round(milliseconds * _NS_PER_MS)
 

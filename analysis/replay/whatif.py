@@ -32,10 +32,14 @@ from rankscope.analysis.timeline.parallelism import role_codes, roles
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import BadFix, NotReplayable
 
-__all__ = ["MAX_ERROR", "Gain", "PipelineRerun", "Rerun", "rerun"]
+__all__ = ["MAX_ERROR", "Gain", "PipelineRerun", "Rerun", "check_form", "rerun"]
 
 MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
 _VANISHING = ("gc", "input", "compile", "checkpoint", "host")
+_FORM = re.compile(
+    r"(?:rank:\d{1,9}(?:,\d{1,9})*|(?:node|stage):\d{1,9}|link:node\d{1,9}|op:\w+=\d*\.?\d+|bucket-mb:\d*\.?\d+|"
+    rf"balance|{'|'.join(_VANISHING)})"
+)
 _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
 _FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
 
@@ -94,8 +98,14 @@ class Rerun:
         found += [f"link:node{n}" for n in nodes if link_rates(self.links, (n,)) is not None]
         found += [f"op:{op}=0" for op in self._operations()]
         found += [part for part in _VANISHING if graph.parts.index(part) in parts]
-        found += [f"bucket-mb:{_TWICE_THE_USUAL}"] if self._buckets_per_step() > 1 else []
+        found += [f"bucket-mb:{_TWICE_THE_USUAL}"] if self._can_merge_buckets() else []
         return tuple(found)
+
+    def _can_merge_buckets(self) -> bool:
+        try:
+            return self._larger_buckets(str(_TWICE_THE_USUAL), self.host.graph.duration_ns) is not None
+        except BadFix:
+            return False
 
     def _fixed(self, fix: str, duration: Floats) -> Floats:
         """The durations with one more fix."""
@@ -323,6 +333,13 @@ class PipelineRerun:
             return None
         others = np.nanmedian(np.where(chosen, np.nan, duration), axis=2, keepdims=True)
         return np.where(computes & chosen, others, duration)
+
+
+def check_form(fix: str) -> None:
+    """Nothing, if some run may have such a fix. Raises `BadFix`, without a run."""
+    if not _FORM.fullmatch(fix):
+        kinds = f"rank:2, rank:2,5, node:1, balance, stage:3, link:node1, op:allreduce=0.5, {', '.join(_VANISHING)}"
+        raise BadFix(f"no fix is written '{fix}'; there are {kinds}, bucket-mb:50")
 
 
 def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:

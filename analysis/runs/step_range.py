@@ -191,7 +191,10 @@ def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFr
     kept_ns = max(first_ns, _kept_since(reader, node) or first_ns)
     kept_ns = min(kept_ns, int(held["first"].to_numpy().max()))  # the newest file of a table stays
     since_ns = round(last_ns - min(share, 1.0) * (last_ns - kept_ns))
-    so = {"read": duration(last_ns - since_ns), "whole": duration(last_ns - first_ns)}
+    began_ns = first_ns  # of what was removed only the node's JSON says when it began
+    if reader.kept_since and isinstance(started_ns := reader.run.get(node or 0, {}).get("start_ns"), int):
+        began_ns = min(first_ns, started_ns)
+    so = {"read": duration(last_ns - since_ns), "whole": duration(last_ns - began_ns)}
     said = text("only the last {read} of {whole} were read", **so)
     if reader.kept_since:
         said += text(" (older records made room)")

@@ -7,6 +7,7 @@ import itertools
 import os
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Reader", "Trace"]
 
+_UNEXPECTED = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError),
+    *(pl.exceptions.PolarsError, pl.exceptions.PanicException),
+)
 PathLike = str | os.PathLike[str]
 
 _OWN = "native"
@@ -94,8 +99,9 @@ class Trace:
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         given = [os.fspath(p) for p in paths]
         names = [local_path(name) for name in given]
-        source, module = _choose(names)
-        reader = module.open_run(names)
+        with _damaged(", ".join(given)):
+            source, module = _choose(names)
+            reader = module.open_run(names)
         origin = next((str(launch["source"]) for launch in reader.run.values() if "source" in launch), source)
         return cls(paths=tuple(given), source=origin, run=reader.run, reader=reader)
 
@@ -119,7 +125,8 @@ class Trace:
         """One table of the schema, ids and codes replaced by names; empty, with its columns, if the run has none."""
         if name not in TABLES:
             raise BadInput(f"no table is called {name!r}; there are {', '.join(TABLES)}")
-        return self.reader.read(name).lazy()
+        with _damaged(self.path):
+            return self.reader.read(name).lazy()
 
     def pieces(self, name: str) -> Iterator[pl.DataFrame]:
         """The rows of `table` in pieces, for those who need no more than one in memory."""
@@ -131,7 +138,20 @@ class Trace:
 
     def gaps(self) -> list[Gap]:
         """What was not seen: reads every table, since a cut file shows only then."""
-        return self.reader.gaps()
+        with _damaged(self.path):
+            return self.reader.gaps()
+
+
+@contextmanager
+def _damaged(where: str) -> Iterator[None]:
+    """Raise `BadInput` in place of what a reader meets in a file in which anything may stand."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{where} cannot be read: {error}") from error
+    except _UNEXPECTED as error:
+        said = " ".join(str(error).split())[:200]
+        raise BadInput(f"{where} cannot be read, it is damaged: {type(error).__name__}: {said}") from error
 
 
 def _readers() -> dict[str, ModuleType]:
@@ -151,7 +171,11 @@ def _reader(name: str) -> ModuleType:
 
 def _choose(names: list[str]) -> tuple[str, ModuleType]:
     """The format in which all these paths are."""
+    from rankscope.analysis.readers.bounds import check_regular  # it needs BadInput
+
     paths = [Path(name) for name in names]
+    for path in paths:
+        check_regular(path)
     own = _reader(_OWN)
     if paths and all(own.recognises(path) for path in paths):
         return _OWN, own  # the others need not be imported

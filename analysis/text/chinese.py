@@ -533,6 +533,8 @@ CHINESE: dict[str, str] = {
     "the state of {ranks} could not be read, and others may wait there": (
         "无法读取{ranks}的状态，其他 rank 可能正在等待"
     ),
+    "it names ranks that cannot be: {ranks}": "其中的 rank 不可能存在：{ranks}",
+    "its process groups do not say which ranks are in them": "其进程组没有说明包含哪些 rank",
     "operations are outstanding, but it cannot be told who waits for whom": "有未完成的操作，但无法得知谁在等谁",
     "{subject} wait for each other: deadlock": "{subject} 相互等待：死锁",
     "{subject} {en_do} not answer NCCL's RAS, and the job stands still": "{subject} 不响应 NCCL RAS，作业停滞不前",

@@ -11,6 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Clock
+from rankscope.analysis.text.units import members_of
 from rankscope.collectors.schema import OPS, P2P_OPS
 
 __all__ = ["MATCHED_COLUMNS", "MUTUAL_OPS", "ROOTED_OPS", "match_collectives", "members_of"]
@@ -53,15 +54,6 @@ _SUMMED_CODE[_IS_P2P] = np.array(OPS)[_IS_P2P] != "send"
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-
-
-def members_of(text: str) -> list[int]:
-    """The ranks behind `0-3,8`."""
-    ranks: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        ranks.extend(range(int(first), int(last or first) + 1))
-    return ranks
 
 
 def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: Iterable[Clock]) -> pl.DataFrame:

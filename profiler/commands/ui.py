@@ -38,6 +38,8 @@ def command(
     from rankscope.analysis.readers.native import run_folder
     from rankscope.analysis.runs.storage import local_path
 
+    if port is not None and not 0 <= port < 1 << 16:
+        raise RankscopeError(f"--port is 0 to 65535; got {port}")
     run = [Path(local_path(str(path))) for path in run]
     of_an_hour, language = parse_price(price), parse_language(lang)
     folders = [run_folder(path) for path in run]

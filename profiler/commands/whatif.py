@@ -36,7 +36,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     from rankscope.analysis.metrics.links import judged_links
-    from rankscope.analysis.replay.whatif import rerun
+    from rankscope.analysis.replay.whatif import check_form, rerun
     from rankscope.analysis.runs.trace import Trace
     from rankscope.analysis.timeline.build import build_timeline
     from rankscope.errors import NotReplayable
@@ -44,6 +44,8 @@ def command(
     fixes = [*(fix or []), *([f"bucket-mb:{bucket_mb:g}"] if bucket_mb is not None else [])]
     if not fixes:
         raise RankscopeError("nothing to mend: give --fix, as in --fix rank:2, or --bucket-mb")
+    for one in fixes:
+        check_form(one)
     trace = Trace.open(run)
     timeline = build_timeline(trace)
     try:

@@ -1,0 +1,90 @@
+"""What a file may claim, and what of it is decoded: small files must not take gigabytes, nor minutes.
+
+Every reader asks here before it decodes, so that one budget holds for all formats.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rankscope.analysis.readers.free_memory import available_bytes
+from rankscope.analysis.text.units import members_of
+from rankscope.collectors.schema import MOST_RANKS
+from rankscope.errors import BadInput
+
+__all__ = ["check_bytes", "check_groups", "check_ranks", "check_regular", "check_structure"]
+
+_ALWAYS_BYTES = 256 << 20  # what is decoded from any file, however small
+_MOST_TIMES = 64  # the file's size, beyond that: measurements that are packed are at most about 20
+_SHARE = 0.5  # of the memory that is free
+_MOST_MEMBERS = 1 << 24  # of all groups together
+_MOST_NESTED = 64
+_NODES_BESIDE, _NODES_OF_A_BYTE = 10_000, 2
+
+
+def check_regular(path: Path) -> None:
+    """Nothing, if this is a folder or a regular file. Raises `BadInput` for what may never end, or end in nobody."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise BadInput(f"{path} is no regular file but a device, a pipe or a socket: save what it gives in a file")
+
+
+def check_bytes(where: object, decoded: int, size_bytes: int) -> None:
+    """Nothing, if what a file holds is no more than its size allows, and fits. Raises `BadInput`."""
+    if decoded > max(_ALWAYS_BYTES, _MOST_TIMES * size_bytes):
+        raise BadInput(
+            f"{where} claims {decoded / 1e9:.1f} GB in a file of {size_bytes / 1e6:.1f} MB: it is damaged or made up"
+        )
+    free = available_bytes()
+    if free is not None and decoded > max(_SHARE * free, _ALWAYS_BYTES):
+        raise BadInput(
+            f"{where} takes {decoded / 1e9:.1f} GB when it is decoded, and {free / 1e9:.1f} GB of memory are free: "
+            "read it on a machine with more, or give fewer ranks or steps"
+        )
+
+
+def check_ranks(where: object, numbers: Iterable[int | None]) -> None:
+    """Nothing, if these can be ranks, or their count. Raises `BadInput`."""
+    for number in numbers:
+        if number is not None and not 0 <= number <= MOST_RANKS:
+            raise BadInput(f"{where} names rank or world size {number}, and only 0 to {MOST_RANKS:,} can be: damaged")
+
+
+def check_groups(where: object, members: Iterable[str | None]) -> None:
+    """Nothing, if these texts (`0-3,8`) name ranks, and no more than jobs have. Raises `BadInput`."""
+    count = 0
+    for text in set(members):
+        try:
+            count += len(members_of(text or ""))
+        except ValueError:
+            raise BadInput(f"{where} has a process group of the ranks {(text or '')[:60]!r}: damaged") from None
+        if count > _MOST_MEMBERS:
+            raise BadInput(f"{where} has process groups of more than {_MOST_MEMBERS:,} ranks together: damaged")
+
+
+def check_structure(loaded: object, size_bytes: int) -> None:
+    """Nothing, if lists and dicts from a file of this size hold no more than it can say. Raises ValueError.
+
+    A pickle may say one list a million times over: who follows that needs for ever.
+    """
+    left = _NODES_BESIDE + _NODES_OF_A_BYTE * size_bytes
+    level: list[Any] = [loaded]
+    for _ in range(_MOST_NESTED):
+        inner: list[Any] = []
+        for one in level:
+            if not isinstance(one, (list, tuple, dict)):
+                continue
+            left -= len(one)
+            if left < 0:
+                raise ValueError("it holds one thing many times over")
+            inner += one.values() if isinstance(one, dict) else one
+        if not inner:
+            return
+        level = inner
+    raise ValueError("it is nested too deeply")
