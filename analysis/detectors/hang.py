@@ -23,7 +23,7 @@ checkpoint. There is no cost per step; `lost_fraction` is 1.
 
 **False alarms.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job stands
 still. A state that was saved but cannot be read says nothing: no rank is blamed for it. A rank that left no state is
-blamed only where nothing else explains the hang, and then with less certainty (severity medium).
+blamed only where nothing else explains the hang, and then at the level likely, with severity medium.
 
 **What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
 errors, and at what RAS said (`run/ras.txt`). If the host has nothing outstanding: data loading, checkpointing, a lock,
@@ -270,7 +270,7 @@ def _culprits(state: _State, waits: Mapping[int, frozenset[int]], unsure: Contai
             en_them=_them(absent),
         )
         advice = text("Find out whether the process still lives.")
-        findings.append(replace(_finding(state, waits, absent, title, advice), severity="medium"))
+        findings.append(replace(_finding(state, waits, absent, title, advice), severity="medium", confidence="likely"))
     if idle:
         awaited_in = _most_awaited(state, waits, idle)
         title = text(

@@ -64,7 +64,9 @@ class Seen:
 
 def with_levels(findings: Sequence[Finding], steps: StepSummary, fidelity: Fidelity | None) -> tuple[Finding, ...]:
     """The findings, each with its level."""
-    return tuple(replace(finding, confidence=_level(finding, steps, fidelity)) for finding in findings)
+    return tuple(
+        replace(finding, confidence=finding.confidence or _level(finding, steps, fidelity)) for finding in findings
+    )
 
 
 def _level(finding: Finding, steps: StepSummary, fidelity: Fidelity | None) -> str:

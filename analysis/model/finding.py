@@ -74,8 +74,8 @@ class Finding:
     gain comes from a replay with that fix, see `diagnose`.
 
     `confidence` is "confirmed" where statistics and replay agree, "likely" where only one of them shows it or where few
-    operations were seen; the diagnosis sets it. `chance` is how often ranks that are all alike would show as much, by
-    permutation; None: another test was made.
+    operations were seen; the diagnosis sets it where the detector has not. `chance` is how often ranks that are all
+    alike would show as much, by permutation; None: another test was made.
     """
 
     detector: str
@@ -94,7 +94,7 @@ class Finding:
     gain_fraction: float | None = None  # None: not predicted, and `gain_why` says why
     gain_why: str | None = None
     fix: str | None = None
-    confidence: str = "likely"  # "confirmed" | "likely"
+    confidence: str = ""  # "confirmed" | "likely"
     chance: float | None = None
     caused_by: str | None = None
     stood_still: StoodStill | None = None  # None: no rank is named, or nobody waited for it

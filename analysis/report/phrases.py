@@ -301,7 +301,7 @@ def no_finding(report: Report) -> str:
 
 def level(finding: Finding) -> str:
     """How sure it is, and why."""
-    return say("finding.level.seen" if is_standstill(finding) else f"finding.level.{finding.confidence}")
+    return say(f"finding.level.{'hang' if is_standstill(finding) else 'loss'}.{finding.confidence}")
 
 
 def evidence(seen: Evidence) -> str:

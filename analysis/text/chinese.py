@@ -1170,5 +1170,6 @@ CHINESE: dict[str, str] = {
     "confirmed: statistics and replay agree": "已确认：统计与重放一致",
     "likely: only statistics or replay, or few operations": "可能：仅统计或仅重放支持，或操作太少",
     "confirmed: it was seen": "已确认：直接观察到",
+    "likely: it left no state": "可能：它没有留下状态",
     "{subject} {en_is} late: the others wait {cost} or more per step for {en_it}, in {last} of {operations} collectives": "{subject} 掉队：其他 rank 每步至少为其等待 {cost}（{operations} 次集合通信中的 {last} 次）",
 }
