@@ -312,9 +312,9 @@ TABLES: dict[str, Table] = {
             (
                 Column("start_ns", "int64", "ns", "When NCCL enqueued it."),
                 Column("call", "uint32", "", "Its number, unique in a rank's attempt."),
-                Column("communicator", "int64", "", "NCCL's hash, equal on all ranks; null: not told.", nullable=True),
+                Column("communicator", "int64", "", "NCCL's hash, equal on all ranks; null: not known.", nullable=True),
                 Column("nccl_rank", "int32", "", "This rank's place in the communicator."),
-                Column("nccl_size", "int32", "", "Ranks in the communicator; null: not told.", nullable=True),
+                Column("nccl_size", "int32", "", "Ranks in the communicator; null: not known.", nullable=True),
                 Column(
                     "seq",
                     "uint32",
@@ -331,7 +331,7 @@ TABLES: dict[str, Table] = {
                     nullable=True,
                 ),
                 Column("peer", "int32", "", "Peer of a send or receive, else the root, by place in the communicator."),
-                Column("channels", "uint8", "", "Channels that share the work; 0: not told."),
+                Column("channels", "uint8", "", "Channels that share the work; 0: not known."),
                 Column("algorithm", "uint8", "", "Position in NCCL_ALGORITHMS."),
                 Column("protocol", "uint8", "", "Position in NCCL_PROTOCOLS."),
             ),
@@ -350,7 +350,7 @@ TABLES: dict[str, Table] = {
                 Column("channel", "uint8", "", "NCCL's channel; 0 for `network`."),
                 Column("peer", "int32", "", "Place of the peer in the communicator; null: none.", nullable=True),
                 Column("step", "int32", "", "Proxy: how many transfers; one transfer: its number.", nullable=True),
-                Column("size_bytes", "int64", "bytes", "What the transfers carried; null: not told.", nullable=True),
+                Column("size_bytes", "int64", "bytes", "What the transfers carried; null: not known.", nullable=True),
                 Column(
                     "gpu_wait_ns",
                     "int64",
@@ -363,7 +363,7 @@ TABLES: dict[str, Table] = {
                     "peer_wait_ns",
                     "int64",
                     "ns",
-                    "Send: data were ready, the peer had not said where to put them; null: not told.",
+                    "Send: data were ready, the peer had not said where to put them; null: not known.",
                     nullable=True,
                 ),
                 Column(
@@ -573,7 +573,7 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "ras",
-            "What NCCL's RAS said when the job stood still: one row for each rank of a communicator and operation, and "
+            "What NCCL's RAS said when the job hung: one row for each rank of a communicator and operation, and "
             "for each process that did not answer. The newest answer as it came is `run/ras.txt`.",
             "node",
             "time_ns",
@@ -583,7 +583,7 @@ TABLES: dict[str, Table] = {
                 Column("size", "int32", "", "How many ranks the communicator has.", nullable=True),
                 Column("comm_rank", "int32", "", "Rank in it; null: the ranks not listed one by one.", nullable=True),
                 Column("pid", "int64", "", "Its process.", nullable=True),
-                Column("host", "string", "", "Address of the process's node; empty: not told."),
+                Column("host", "string", "", "Address of the process's node; empty: not known."),
                 Column("operation", "string", "", "NCCL's word for it; `collective`: all kinds together; empty: none."),
                 Column("launched", "int64", "", "How many of them it has launched.", nullable=True),
                 Column(
@@ -618,7 +618,7 @@ TABLES: dict[str, Table] = {
                 Column("end_ns", "int64", "ns", "Until when; null: to the end.", nullable=True),
                 Column("table", "string", "", "Table that lacks rows."),
                 Column("source", "string", "", "Collector that says so."),
-                Column("count", "int64", "", "Rows missing; null where nobody can know.", nullable=True),
+                Column("count", "int64", "", "Rows missing; null where it cannot be known.", nullable=True),
                 Column("why", "string", "", "One sentence, with what to do where that is known."),
             ),
         ),

@@ -69,7 +69,7 @@ def described(topology: Mapping[str, list[Device]]) -> Iterator[tuple[str, str]]
         links = ", ".join(f"{count} NVLinks to {end}" for end, count in gpu.get("nvlinks", {}).items())
         yield f"gpu{gpu.get('index', place)}", "; ".join(filter(None, (*_where(gpu), links, nics)))
     for nic in topology["nics"]:
-        rate = f"{nic['rate_bytes_per_s'] * 8 / 1e9:.0f} Gbit/s" if nic["rate_bytes_per_s"] else "speed not told"
+        rate = f"{nic['rate_bytes_per_s'] * 8 / 1e9:.0f} Gbit/s" if nic["rate_bytes_per_s"] else "speed unknown"
         rail = "" if nic["rail"] is None else f"rail {nic['rail']}"
         yield nic["name"], "; ".join(filter(None, (nic["kind"], *_where(nic), rate, rail)))
 

@@ -31,7 +31,7 @@ _TEXTS = (
     (r"gc", text("no garbage collection")),
     (r"input", text("no waiting for input")),
     (r"compile", text("no compilation")),
-    (r"checkpoint", text("checkpoints hold nobody up")),
+    (r"checkpoint", text("checkpoints block no rank")),
 )
 
 

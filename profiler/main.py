@@ -55,7 +55,7 @@ def _typer(modules: dict[str, ModuleType], arguments: list[str]) -> None:
             False, "--version", callback=show_version, is_eager=True, help="Print the version and exit."
         ),
     ) -> None:
-        """Why a distributed PyTorch job is slow, who is to blame, what it costs, and what a fix would bring."""
+        """Diagnose slow distributed PyTorch training: the straggler, its cost, and the predicted speedup of a fix."""
 
     for name, module in modules.items():
         app.command(name, help=module.__doc__)(module.command if hasattr(module, "command") else module.main)

@@ -98,7 +98,7 @@ def test_rare_long_checkpoints_count_although_they_are_as_long_as_twenty_steps(t
     [
         ({0: every(10, 40)}, None),  # 4 of 104 ms per step: below 5 %
         ({}, "no call that saves a checkpoint was seen"),
-        ({0: {20: 2000}}, "40 judged steps hold one checkpoint, of 2.00 s: how often the job saves one cannot be told"),
+        ({0: {20: 2000}}, "40 judged steps hold one checkpoint, of 2.00 s: how often the job saves one is not known"),
     ],
     ids=["cheap", "none", "a single one"],
 )

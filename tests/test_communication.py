@@ -364,7 +364,7 @@ def test_levels_that_take_turns_are_told_what_pieces_would_hide():
     """Of 20 + 30 ms, four pieces would hide 15."""
     (finding,) = of(hybrid(), "unpipelined_hierarchy")
     assert re.sub(r"\d\d\.\d ms", "x", finding.title) == (
-        "Links take turns: the ranks stand still x per step while only reduce_scatter_base within nodes transfers, "
+        "Links take turns: ranks wait x per step while only reduce_scatter_base within nodes transfers, "
         "and x while only allreduce between nodes does"
     )
     assert finding.lost_ns_per_step == pytest.approx(15 * MS, rel=0.02)

@@ -197,7 +197,7 @@ def test_recorded_run_that_ended_soon_or_has_long_steps_was_not_hung():
 def test_where_nothing_was_sampled_nobody_knows_whether_the_job_stood_still():
     progress = recorded(*STUCK, until=None)
     assert held(progress) == [(0, 2, None, None), (1, 2, None, None), (2, 1, 1, None)]
-    with pytest.raises(NotResolvable, match="whether the job stood still at its end"):
+    with pytest.raises(NotResolvable, match="whether the job hung at its end"):
         hang.detect(progress, state(groups=((ALL, "all", "0-2"),))["groups"])
 
 
@@ -267,7 +267,7 @@ def test_process_that_does_not_answer_is_blamed_where_operations_tell_nothing():
     """All ranks have called operation 5. RAS has given rank 3 up."""
     tables = state(*((rank, ALL, 5, 5) for rank in range(4)))
     (found,) = hang.detect(**tables, ras=said_by_ras((3, None, None, "dead")))
-    assert (found.ranks, found.title) == ((3,), "Rank 3 does not answer NCCL's RAS, and the job stands still")
+    assert (found.ranks, found.title) == ((3,), "Rank 3 does not answer NCCL's RAS, and the job hangs")
     assert [seen.note for seen in found.evidence] == ["NCCL's RAS: its process is dead"]
 
 

@@ -246,7 +246,7 @@ def test_recorder_without_timing_says_what_to_do():
         record["duration_ns"] = None
     report = job.report()
     assert report.findings == ()
-    assert "nobody is known to wait for anybody" in not_checked(report)["slow_rank"]
+    assert "it is not known which ranks wait" in not_checked(report)["slow_rank"]
     (why,) = (gap.why for gap in report.gaps if gap.table == "flight_records")
     assert "TORCH_NCCL_ENABLE_TIMING=1" in why
 

@@ -192,7 +192,7 @@ def test_limit_of_a_control_group_is_named(tmp_path):
     [
         # 0.8 of the 2.0 processors that were wanted, of 80 ms of own work
         ({"cpu_steal_s": {1: 0.8}}, 30, "the hypervisor gives 40 % of its processors' time to others"),
-        ({"memory_stalled_s": {1: 0.3}}, 27, "the node stands still for memory 30 % of the time"),
+        ({"memory_stalled_s": {1: 0.3}}, 27, "the node waits for memory 30 % of the time"),
     ],
     ids=["steal", "memory"],
 )

@@ -88,12 +88,12 @@ def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
     if len(counts) < 2:
         raise NotComparable(f"all runs have {counted(counts[0], 'rank')}; give runs with different numbers of ranks")
     notes = list(_what_differs(runs))
-    kind, why = (kind, "as told") if kind else _kind(reports)
+    kind, why = (kind, "as given") if kind else _kind(reports)
     same_clock = len({timeline.kernels.is_empty() for _, timeline in runs}) == 1
     parts = [mean_parts(report) for report in reports] if same_clock else []
     if not all(parts) or not parts:
         parts = []
-        notes.append("the steps of these runs are not cut into the same parts, so nobody can say which part grew")
+        notes.append("the steps of these runs are not cut into the same parts, so which part grew is not known")
     points = tuple(
         _point(report, reports[0], parts[i] if parts else {}, parts[0] if parts else {}, kind)
         for i, report in enumerate(reports)

@@ -109,7 +109,7 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     if len(grid.ranks) < 2:
         raise NotResolvable(text("only one rank was seen; to compare ranks needs the traces of the others"))
     if not grid.maybe_blocked.any():
-        raise NotResolvable(text("no rank was seen blocked on communication, so nobody is known to wait for anybody"))
+        raise NotResolvable(text("no rank was seen blocked on communication, so it is not known which ranks wait"))
     return grid
 
 
@@ -135,7 +135,7 @@ def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.
     if fraction >= _FOR_UNSEEN or len(unseen) > len(grid.ranks):
         raise NotResolvable(
             text(
-                "ranks stand still for up to {share} of the step with {unseen}, whose steps were not seen",
+                "ranks wait for up to {share} of the step with {unseen}, whose steps were not seen",
                 share=percent(fraction),
                 unseen=named("rank", unseen),
             ),
@@ -246,7 +246,7 @@ def visible(grid: StepGrid, resolution_ns: float) -> int:
         seen = counted(len(grid.steps), "judged step")
         raise NotResolvable(
             text(
-                "in {seen} nothing below {resolution} per step could be told from chance",
+                "in {seen} nothing below {resolution} per step could be distinguished from chance",
                 seen=seen,
                 resolution=duration(resolution_ns),
             ),

@@ -7,9 +7,9 @@ the others wait for that one. Reported where at least `min_times` checkpoints we
 `min_fraction` of all judged time. A step that a checkpoint made long is judged like any other.
 
 **Why it costs time.** Nothing is launched while the state is copied, serialised and written. Where one rank saves for
-all, the others stand still in their next collective.
+all, the others wait in their next collective.
 
-**False alarms.** How often a job saves cannot be told from a short recording: save more often while recording than
+**False alarms.** How often a job saves is not known from a short recording: save more often while recording than
 otherwise, and this looks worse than it is. What is waited for elsewhere, such as the future of an asynchronous save,
 is not seen as a checkpoint.
 
@@ -101,7 +101,7 @@ def _saving(breakdown: pl.DataFrame, min_times: int) -> tuple[StepGrid, Floats]:
             steps=len(grid.steps),
             length=duration(longest.max()),
         )
-        raise NotResolvable(text("{seen}: how often the job saves one cannot be told", seen=seen))
+        raise NotResolvable(text("{seen}: how often the job saves one is not known", seen=seen))
     return grid, saving
 
 

@@ -3,7 +3,7 @@
 **Signal.** The gc part of the step, from `gc.callbacks`, where it is not hidden behind blocked communication. Each
 step counts with its longest collection over the ranks, since ranks that collect in different steps stop the job
 each time. Reported above `min_fraction` of the step and `min_ns` per step. A collection is its own evidence: one that
-takes `min_fraction_once` of all judged time is reported, though nobody knows yet how often it comes back.
+takes `min_fraction_once` of all judged time is reported, though it is not yet known how often it returns.
 
 Where ranks run on devices of which neither kernels nor CUDA events were recorded, a collection counts as far as it
 is sure that devices waited for it, and is not checked if only all of it were enough.

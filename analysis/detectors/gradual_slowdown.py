@@ -5,7 +5,7 @@ mean is at least `min_fraction` of the step above what it is at the first record
 standard deviations clear of chance, where values that resemble the ones before count as fewer; from 3 on it is not
 called healthy. The line must come closer to the steps than two levels do: a change at one step is `step_change`.
 `where` is the part that grows most, `ranks` are those on which it grows by at least half of what the step does; where
-it does so on all, or nobody who was seen holds the others up, none is named. Where the steps' own scatter hides it, the
+it does so on all, or no rank that was seen blocks the others, none is named. Where the steps' own scatter hides it, the
 same is asked of the rank that falls behind its peers most: lengths that vary on all ranks alike do not matter there.
 
 **Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a

@@ -1,28 +1,29 @@
-"""The job stands still: some ranks do not come to an operation, or do not finish one, and all others wait.
+"""The job hangs: some ranks do not come to an operation, or do not finish one, and all others wait.
 
 **Signal.** Each rank's oldest operation that has not ended is what holds it. In that operation it waits for the
 members of the group that have not enqueued it, or have but are held by something older themselves; it does not wait
 for those that have finished it or are in it too. Ranks that others wait for, directly or through others, and that wait
-for nobody themselves, are to blame:
+for no other themselves, are the root cause:
 
 - nothing outstanding: the host does not come to the next operation;
 - held in an operation that others have finished: the device, or its link, does not finish it;
 - all ranks in the same operation, and none finishes it: the transport, or a desync if they do not do the same thing.
 
-In a recorded run an operation counts only if the job stood still for 10 s and for 5 steps at its end; 1 s and 5 steps
+In a recorded run an operation counts only if the job hung for 10 s and for 5 steps at its end; 1 s and 5 steps
 are enough where an operation that needs all its ranks ended though one never came to it: it failed. Ranks that wait
 for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
 too; it is no culprit, since it waits itself.
 
-NCCL's operations have no ends in a recording. Node 0's agent asks NCCL's RAS when the job stands still: where it says
+NCCL's operations have no ends in a recording. Node 0's agent asks NCCL's RAS when the job hangs: where it says
 that ranks have launched less than others, or do not answer, operations that not all members have called count as
-outstanding, and what it said is among the evidence. A process that does not answer is to blame if nobody else is.
+outstanding, and what it said is among the evidence. A process that does not answer is the root cause
+if there is no other.
 
 **Why it costs time.** Nothing is computed until the watchdog ends the job, and a restart costs the work since the last
 checkpoint. There is no cost per step; `lost_fraction` is 1.
 
-**False alarms.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job stands
-still. A state that was saved but cannot be read says nothing: no rank is blamed for it. A rank that left no state is
+**False alarms.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job
+hangs. A state that was saved but cannot be read says nothing: no rank is blamed for it. A rank that left no state is
 blamed only where nothing else explains the hang, and then at the level likely, with severity medium.
 
 **What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
@@ -122,7 +123,7 @@ def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | Non
             return [_silent(ras.filter(pl.col("state").is_in(SILENT)))]
         if len(progress.filter(pl.col("enqueued").is_not_null() & pl.col("completed").is_null())):
             raise NotResolvable(
-                text("whether the job stood still at its end, or which operations had ended then, was not seen")
+                text("whether the job hung at its end, or which operations had ended then, was not seen")
             )
         members = {rank for group_id in progress["group_id"].unique() for rank in state.members.get(group_id, ())}
         unseen = len(members - state.counts.keys())
@@ -137,7 +138,7 @@ def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | Non
         return []
     findings = _explained(state)
     if not findings:
-        raise NotResolvable(text("operations are outstanding, but it cannot be told who waits for whom"))
+        raise NotResolvable(text("operations are outstanding, but it is not known which ranks wait for which"))
     return findings if ras is None else [_with_ras(finding, ras) for finding in findings]
 
 
@@ -408,7 +409,7 @@ def _silent(ras: pl.DataFrame) -> Finding:
         detector="hang",
         severity="high",
         title=text(
-            "{subject} {en_do} not answer NCCL's RAS, and the job stands still",
+            "{subject} {en_do} not answer NCCL's RAS, and the job hangs",
             subject=_subject(ranks),
             en_do=_do(ranks),
         ),

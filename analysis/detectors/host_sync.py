@@ -11,7 +11,7 @@ busiest rank would be shorter without it is the loss, reported above `min_fracti
 empties the queue: whatever Python does next, the device waits for it.
 
 **False alarms.** The host would have to run ahead as far as it waited, which a full launch queue or memory may not
-allow. A call in a thread whose launches nobody else waits for holds up that thread only. A profiler slows the host
+allow. A call in a thread whose launches no other thread waits for holds up that thread only. A profiler slows the host
 down, so that more idle time follows each call than without it.
 
 **What to try.** No `.item()`, `.cpu()`, `float(tensor)`, `if tensor` or `print` of a tensor in the loop, or only every

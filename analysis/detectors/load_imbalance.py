@@ -4,12 +4,12 @@
 after each rank's and each step's median (in a pipeline that of its stage) is taken away. Work that follows the data
 lengthens both; a preempted process lengthens whatever it was doing. What the two have in common is taken to be the
 data, and the loss is by how much it makes the longest rank of a step longer: more than `min_fraction` of the step, and
-no single rank is to blame for most of it (`persistence`).
+no single rank is the root cause of most of it (`persistence`).
 
 That is `max(own) - max(own - x)` per step. `x` is by how much a rank is above the mean of the step (and stage), less
-what noise makes of it: without uneven data the ranks would still differ, and by how much is told from how far forward
-and backward disagree. Where they do by 3 standard deviations, the smaller of what the two say is the data's. What a
-rank clearly takes longer in all steps is not the data's.
+what noise makes of it: without uneven data the ranks would still differ, and by how much is inferred from how far
+forward and backward disagree. Where they do by 3 standard deviations, the smaller of what the two say is the data's.
+What a rank clearly takes longer in all steps is not the data's.
 
 CUDA events time forward by itself, and backward with its communication. How long the others wait in the first reduction
 of a step, and what passes on each rank since all ended the last one of the step before, tell how long a rank computed
@@ -21,10 +21,10 @@ them) than the others of its step. Its cost is what the steps take longer in the
 as much work on each stage.
 
 **Why it costs time.** Every step lasts as long as its longest rank. With random lengths the loss grows with the
-number of ranks, and no machine is to blame.
+number of ranks, and no machine is the root cause.
 
-**False alarms.** Where forward and backward are not told apart, this is not checked. Other load on the host, or clocks
-of a device, that last through forward and backward of single steps can look the same.
+**False alarms.** Where forward and backward are not distinguished, this is not checked. Other load on the host, or
+clocks of a device, that last through forward and backward of single steps can look the same.
 
 **What to try.** Give every rank batches of equal cost: bucket by length, pack sequences to a token budget, balance
 the sum of squared lengths where attention dominates, sort within a window and deal out to the ranks.
@@ -221,7 +221,7 @@ def _by_marks(
     known = np.isfinite(beyond + ended + exposed).all(axis=0)
     if known.sum() < ENOUGH_STEPS:
         raise NotResolvable(
-            text("backward is not told from communication, and nobody is known to wait for anybody in it")
+            text("backward is not distinguished from communication, and it is not known which ranks wait in it")
         )
     grid = grid.at(known)
     forward, beyond = forward[:, known], _beyond(beyond[:, known], role)

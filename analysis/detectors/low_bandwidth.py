@@ -1,4 +1,4 @@
-"""Large collectives move their bytes more slowly than they should, and ranks stand still for it.
+"""Large collectives move their bytes more slowly than they should, and ranks wait for it.
 
 **Signal.** Bus bandwidth, as nccl-tests counts it, of operations of 1 MB or more (and of 4 n½ where latency is known),
 from the arrival of the last rank on. Three measures of what it should be:
@@ -12,7 +12,7 @@ from the arrival of the last rank on. Three measures of what it should be:
 - The run's other steps: in a stretch of at least `min_steps`, transfers take `min_change` times as long as the same
   ones do in the others, and a rank-sum test puts them `min_z` standard deviations apart.
 
-The loss is the part of these transfers that ranks stand still for, times what would be saved at the bandwidth of the
+The loss is the part of these transfers that ranks wait for, times what would be saved at the bandwidth of the
 other groups or steps, or at four fifths of the interface's. Above `min_fraction` of the step it is reported.
 
 **Why it costs time.** Communication that is not hidden behind computation lengthens the step by every byte.
@@ -135,7 +135,7 @@ def detect(
                     groups=slow.groups,
                     steps=slow.steps,
                     evidence=longest_rows(of_it, "collectives"),
-                    gain_why=text("for how long ranks stand still for transfers was not recorded") if bounded else None,
+                    gain_why=text("for how long transfers block ranks was not recorded") if bounded else None,
                     **price(grid, lost, None if bounded else lost.ns),
                 )
             )

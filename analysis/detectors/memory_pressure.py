@@ -1,4 +1,4 @@
-"""The allocator of a device asks the driver for memory while the job trains, and the host stands still meanwhile.
+"""The allocator of a device asks the driver for memory while the job trains, and the host waits meanwhile.
 
 **Signal.** In a profiler's trace, the calls by which the host asks the driver for memory or gives it back
 (`cudaMalloc`, `cudaFree`, pinned host memory, `cuMemMap`, and HIP's): each takes away as much of the host's lead as it

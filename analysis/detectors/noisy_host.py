@@ -5,7 +5,7 @@
 - the time in which their main thread could run and had no processor, beyond what nine of ten other ranks queue for as
   much processor time: other processes on the node, or the limit of a control group;
 - their running time that the hypervisor gave away (steal), beyond the other nodes';
-- the time in which the node stood still for memory (swapping, pages read again), beyond the other nodes'.
+- the time in which the node waited for memory (swapping, pages read again), beyond the other nodes'.
 
 Reported where this explains at least `min_explained` of what the slow rank costs, and `min_fraction` of the step; the
 loss is what it explains.
@@ -14,7 +14,7 @@ loss is what it explains.
 
 **False alarms.** Counters are read about once a second and tell a mean over the judged steps. Only the main thread's
 queue is known: helper threads of the rank that have no processor look like work of its own. What all ranks lose alike,
-on an overcommitted cluster or under the same limit everywhere, is not seen: there is nobody to compare with.
+on an overcommitted cluster or under the same limit everywhere, is not seen: there is no peer to compare with.
 
 **What to try.** See what else runs on the node, and move it or pin it away from the ranks' processors. A control group:
 raise its limit (in Kubernetes the pod's CPU limit), or start fewer loader workers and threads (`OMP_NUM_THREADS`).
@@ -233,7 +233,7 @@ def _told(hosts: _Hosts, ranks: tuple[int, ...], nodes: list[int], how: str) -> 
         return text("to other machines"), why, text("Use another machine, or one that is not shared.")
     if how == _STALLED:
         stalled = np.mean([hosts.stalled[node] for node in nodes])
-        why = text("the node stands still for memory {stalled} of the time", stalled=percent(float(stalled)))
+        why = text("the node waits for memory {stalled} of the time", stalled=percent(float(stalled)))
         return (
             text("to memory that is short"),
             why,

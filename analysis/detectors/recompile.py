@@ -1,4 +1,4 @@
-"""torch.compile compiles again while the job trains, and the ranks stand still meanwhile.
+"""torch.compile compiles again while the job trains, and the ranks wait meanwhile.
 
 **Signal.** Compilations on the main thread in at least `min_steps` judged steps, so after warm-up, that take more than
 `min_fraction` of all judged time. Each step counts with its longest compilation over the ranks. One step is enough

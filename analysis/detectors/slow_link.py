@@ -11,7 +11,7 @@ is what the replay gains with the others' rate, for as long as the link had data
 Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
 is free of late peers and late GPUs, and works with RDMA. Besides nodes, single ranks are compared, which send through
 cards of their own: a card is named where all of its links are slow and those among the others are not, else the one
-way. Where how long ranks stand still was not recorded, transfers between nodes bound the loss: at least the last one of
+way. Where how long ranks wait was not recorded, transfers between nodes bound the loss: at least the last one of
 a step is waited for, at most all are. The lower number is reported, the title has the upper one, which must be above
 `min_fraction`.
 
@@ -233,7 +233,7 @@ def _finding(
         nodes=tuple(sorted(set(slow.nodes))),
         evidence=evidence,
         fix="link:" + "-".join(f"node{node}" for node in slow.nodes) if seen_blocked and not slow.ranks else None,
-        gain_why=None if seen_blocked else text("for how long ranks stand still for transfers was not recorded"),
+        gain_why=None if seen_blocked else text("for how long transfers block ranks was not recorded"),
         **price(transfer.grid, lost),
     )
 

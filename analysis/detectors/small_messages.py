@@ -12,7 +12,8 @@ p ranks takes 2(p - 1) α for an all-reduce. One operation with all the bytes pa
 
 **False alarms.** What looks independent may not be: a loop that decides by each result whether to go on. Operations of
 tensor parallelism follow each other with computation in between and do not count. Where all operations have about the
-same size, latency cannot be told from bandwidth: not checked, except below 1 kB, which is latency on every network.
+same size, latency cannot be distinguished from bandwidth: not checked, except below 1 kB, which is latency on every
+network.
 
 **What to try.** One flat buffer for many tensors; DistributedDataParallel instead of a loop over parameters, or a
 larger `bucket_cap_mb` (25 by default); scalars of metrics stacked into one tensor, every n steps.
@@ -242,5 +243,8 @@ def _refuse_unknown(
     if len(many):
         op = many["op"].unique().sort()[0]
         raise NotResolvable(
-            text("the sizes of the {op} operations hardly differ, so latency cannot be told from bandwidth", op=op)
+            text(
+                "the sizes of the {op} operations hardly differ, so latency cannot be distinguished from bandwidth",
+                op=op,
+            )
         )

@@ -2,7 +2,7 @@
 
 **Signal.** In the sockets between two nodes the receiver's window was the limit for `min_limited` of the time in which
 data was under way, as the kernel counts it, and they send at least half of what the largest window that was offered
-allows: window / round trip. The loss is what ranks stand still for in collectives between nodes, times the limited
+allows: window / round trip. The loss is what ranks wait for in collectives between nodes, times the limited
 share; where the speed of the interfaces is known, without what the bytes take at four fifths of it, over the sockets
 that share it. Above `min_fraction` of the step it is reported.
 
@@ -109,7 +109,7 @@ def _finding(worst: dict[str, Any], speed: float | None, rows: pl.DataFrame, gri
     )
     why = None if speed else text("the speed of the network interface was not recorded")
     if is_bounded(rows):
-        why = text("for how long ranks stand still for transfers was not recorded")
+        why = text("for how long transfers block ranks was not recorded")
     return Finding(
         detector="tcp_window_limit",
         title=text(

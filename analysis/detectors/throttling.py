@@ -13,7 +13,7 @@ throttled alike there is none to compare with.
 
 **What to try.** Thermal: fans, dust, a blocked air path, the neighbours' exhaust, the inlet temperature. Power cap: the
 limit that `nvidia-smi -q -d POWER` shows, against the others. Power brake and hardware slowdown: power and cabling
-of the node. Until it is mended, leave it out of the job.
+of the node. Until it is fixed, leave it out of the job.
 
 **Source.** NVML's clock event reasons; that compute slows down as the clock does is used as by Greyhound. Thresholds
 are ours.

@@ -2,7 +2,7 @@
 
 **Signal.** A reduce-scatter in a group within a node is followed by an operation in a group that has one rank per node,
 with the share of the bytes that a rank was left with: hybrid sharding, or an all-reduce made of both by hand. Time in
-which a rank stands still while only one of the two levels transfers is counted for each. In `pieces` pieces, one level
+which a rank waits while only one of the two levels transfers is counted for each. In `pieces` pieces, one level
 could work on one while the other works on the next: all but 1 / `pieces` of the smaller of the two times is the loss,
 reported above `min_fraction` of the step.
 
@@ -72,8 +72,8 @@ def detect(
         Finding(
             detector="unpipelined_hierarchy",
             title=text(
-                "Links take turns: the ranks stand still {inside} per step while only {first} within "
-                "nodes transfers, and {between} while only {second} between nodes does",
+                "Links take turns: ranks wait {inside} per step while only {first} within nodes "
+                "transfers, and {between} while only {second} between nodes does",
                 inside=times["inside"],
                 first=first,
                 between=times["between"],

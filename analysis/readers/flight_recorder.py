@@ -481,7 +481,7 @@ def _missing(dumps: Sequence[_Dump], damaged: Set[int], world: int) -> Iterator[
         unknown = sum(1 for e in dump.entries if e.is_p2p and e.peer == NO_PEER)
         if unknown:
             why = text(
-                "{name}: the peer of {transfers} cannot be told",
+                "{name}: the peer of {transfers} is not known",
                 name=dump.path.name,
                 transfers=counted(unknown, "transfer"),
             )

@@ -47,9 +47,9 @@ _ENGLISH: dict[str, str] = {
     "unit.rank-hours": "rank-hours",
     "finding.cost.per_step": "{0} per step ({1})",
     "finding.steps": "in steps",
-    "finding.cost.standstill": "everything: the job stands still",
+    "finding.cost.standstill": "everything: the job hangs",
     "finding.stood_still": "others",
-    "finding.stood_still.value": "{0} stood still {1} in all over the run because of it ({2})",
+    "finding.stood_still.value": "{0} waited {1} in total for it ({2})",
     "finding.gain": "gain",
     "finding.gain.standstill": "a fix lets the job go on",
     "finding.gain.unknown": "not predicted: {0}",
@@ -155,11 +155,11 @@ _ENGLISH: dict[str, str] = {
     "waits.median": "median: {0}",
     "waits.most": "most: {0}",
     "waits.hidden": "not shown: {0} ranks in between; all are in the JSON form",
-    "waits.none": "No collective was matched on all its ranks, so waiting could not be told.",
+    "waits.none": "No collective was matched on all its ranks, so waiting could not be measured.",
     # whom and what ranks stood still for
-    "blames.means": "What ranks stood still for, added over all ranks: what the last to arrive did longer than those "
-    "that waited. Where it had waited itself, it is whoever made it wait.",
-    "blames.time": "stood still",
+    "blames.means": "Wait time by root cause, summed over ranks. If the last-arriving rank was itself "
+    "waiting, the cost moves on to the rank it waited for.",
+    "blames.time": "waited",
     "blames.rank": "for rank",
     "blames.part": "part",
     "blames.label": "what it did longer",
@@ -288,8 +288,8 @@ _ENGLISH: dict[str, str] = {
     "before that is waiting, caused by the last rank; what it spends after that is transfer.",
     "method.cost": "A finding's cost is what the job loses by it per judged step, its share that of the mean judged "
     "step; ± is the 95 % half width over these steps. Costs of several findings may overlap, so they need not add up.",
-    "method.gain": "The gain is the predicted shortening of the mean step if that finding alone were mended: "
-    "the run is replayed with its fix put in (rankscope whatif).",
+    "method.gain": "The gain is the predicted shortening of the mean step if that finding alone were "
+    "fixed: the run is replayed with its fix put in (rankscope whatif).",
     "method.silence": "A check that lacks its data is listed as not checked. A healthy check says from which "
     "loss on it would have shown one.",
     "source": "source: {0}",

@@ -373,7 +373,7 @@ def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, told: set[int | None], 
 
 def _clock_gaps(clocks: list[Clock]) -> list[Gap]:
     how = {
-        "unix time": text("its time comes from the hosts' unix time, with an error nobody knows"),
+        "unix time": text("its time comes from the hosts' unix time, with an unknown error"),
         "none": text("its times were left as they are"),
     }
     return [

@@ -90,7 +90,7 @@ class Ras:
     def _fail(self, why: str) -> None:
         if self._may_fail:
             self._may_fail = False
-            self.gaps.put(f"the job stood still, and NCCL's RAS did not say who lags: {why}")
+            self.gaps.put(f"the job hung, and NCCL's RAS did not say who lags: {why}")
 
 
 def address(environ: Mapping[str, str]) -> tuple[str, int] | None:

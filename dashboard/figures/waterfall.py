@@ -51,7 +51,7 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
     if best is not None and best.gain_fraction and report.steps.mean_ns:
         gained_ns = best.gain_fraction * report.steps.mean_ns
         left_ns = max(total / ranks - gained_ns, 0)
-        label = text("finding {number} mended", number=report.findings.index(best) + 1)
+        label = text("finding {number} fixed", number=report.findings.index(best) + 1)
         time = scale.row([round(left_ns)])[1]
         bars.append(
             _bar(

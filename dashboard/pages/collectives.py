@@ -68,9 +68,7 @@ def _algorithms(run: Run, query: Query) -> Any:  # noqa: ANN401
     moved = transfers(run.timeline.collectives)
     found = figures.fits(moved)
     if not found:
-        return card(
-            title, quiet(text("In no group were operations of sizes so different that latency can be told apart."))
-        )
+        return card(title, quiet(text("In no group do operation sizes differ enough to measure latency.")))
     asked = query.get("of", "")
     number = int(asked) if asked.isdigit() and int(asked) < len(found) else 0
     fit = found[number]

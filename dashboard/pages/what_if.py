@@ -16,7 +16,7 @@ from rankscope.dashboard.whatif_session import Fix, fixes, gain, replayable
 
 TITLE, ORDER = text("What if"), 100
 
-_MEANING = text("The recorded steps are replayed with what you tick mended; everything else stays as it was.")
+_MEANING = text("The recorded steps are replayed with what you tick fixed; everything else stays as it was.")
 _ROWS = 40
 
 
@@ -27,12 +27,12 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     found, untried = fixes(run)
     if not found:
         return html.Div(
-            [heading(TITLE, _MEANING), empty(text("Nothing to mend"), text("This run allows no fix to be tried."))]
+            [heading(TITLE, _MEANING), empty(text("Nothing to fix"), text("This run allows no fix to be tried."))]
         )
     met = ready.fidelity
     trust = text(
-        "Replayed with nothing mended, {steps} steps are met within {median} (median) and "
-        "{p90} (90th percentile). ± is a 95 % half width.",
+        "Replayed with no fix, {steps} steps are met within {median} (median) and {p90} (90th "
+        "percentile). ± is a 95 % confidence interval.",
         steps=met.steps,
         median=percent(met.median_error),
         p90=percent(met.p90_error),

@@ -1,4 +1,4 @@
-"""Let a script go on only if a run is as fast as it should be: a gate for CI, before and after a change.
+"""Check a run for regressions, as a gate for CI.
 
 Exit status 0: no finding that counts. 1: a finding, or a step that became longer. 2: the run cannot be read. 3: not
 seen well enough to say, since ranks are missing, no step could be judged, or steps vary too much.
@@ -17,7 +17,8 @@ __all__ = ["command"]
 def command(
     run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
     against: Annotated[
-        Path | None, typer.Option(help="An earlier run: what it has too, at no less, does not count; its step does.")
+        Path | None,
+        typer.Option(help="Baseline run: its findings are ignored unless worse; step time must not regress."),
     ] = None,
     slower: Annotated[
         float, typer.Option(min=0, help="The share by which the mean step may be longer than that of --against.")

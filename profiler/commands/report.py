@@ -1,7 +1,7 @@
 """Say why a recorded run is slow.
 
-Who is to blame, what it costs, and what a fix would bring. Without -o, --json and --pdf the report is also written into
-the run folder, as report.html and report.json.
+Finds the root cause, its cost per step, and the predicted speedup of a fix. Without -o, --json and --pdf the report
+is also written into the run folder, as report.html and report.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Look deeper into a job that runs: torch.profiler for a few steps, or live stacks.
 
-All chosen ranks record the same steps, the next that all can hear of in time, and wait for nobody. What was seen lies
-in RUN/window-0001, a run of its own (`rankscope report RUN/window-0001`); reports on RUN tell of it. Needs the folder
+All chosen ranks record the same steps, the next that all can hear of in time, and no rank waits. What was seen lies
+in RUN/window-0001, a run of its own (`rankscope report RUN/window-0001`); reports on RUN include it. Needs the folder
 that the job writes now; ranks of nodes that write elsewhere are not reached: trigger there with the same --at.
 """
 

@@ -31,7 +31,7 @@ def command(
         int | None, typer.Option(help=f"Serve on this port; 0 takes a free one. [default: {_PORT}]")
     ] = None,
     host: Annotated[str, typer.Option(help="Serve on this address.")] = "localhost",
-    token: Annotated[str, typer.Option(help="Whoever looks must know it; made up where needed and not given.")] = "",
+    token: Annotated[str, typer.Option(help="Access token; generated if the UI is served beyond localhost.")] = "",
     lang: Annotated[str, typer.Option(metavar="LANGUAGE", help=LANG_HELP)] = "en",
     price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
 ) -> None:

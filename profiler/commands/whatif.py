@@ -1,4 +1,4 @@
-"""Predict what a step would take if something were mended.
+"""Predict what a step would take with a fix.
 
 The recorded steps are replayed with the fixes put in. Fixes: rank:2, rank:2,5 and node:1 (their own time becomes the
 median of the others), balance (all ranks' own time becomes the mean), link:node1 (its transfers at the speed of other
@@ -27,9 +27,7 @@ __all__ = ["command"]
 
 def command(
     run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
-    fix: Annotated[
-        list[str] | None, typer.Option("--fix", help="What is mended; repeat it for several things.")
-    ] = None,
+    fix: Annotated[list[str] | None, typer.Option("--fix", help="Fix to simulate (repeatable).")] = None,
     bucket_mb: Annotated[
         float | None, typer.Option("--bucket-mb", help="DDP's bucket_cap_mb, larger than now.")
     ] = None,
@@ -43,7 +41,7 @@ def command(
 
     fixes = [*(fix or []), *([f"bucket-mb:{bucket_mb:g}"] if bucket_mb is not None else [])]
     if not fixes:
-        raise RankscopeError("nothing to mend: give --fix, as in --fix rank:2, or --bucket-mb")
+        raise RankscopeError("nothing to fix: give --fix, as in --fix rank:2, or --bucket-mb")
     for one in fixes:
         check_form(one)
     trace = Trace.open(run)

@@ -1,4 +1,4 @@
-"""rankscope: why a distributed PyTorch job is slow, who is to blame, what it costs, and what a fix would bring.
+"""rankscope: diagnose slow distributed PyTorch training: stragglers, their cost, and the predicted speedup of a fix.
 
 In a training script, both optional and free where rankscope does not record:
 
