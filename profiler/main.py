@@ -6,6 +6,7 @@ its arguments untouched because they belong to another program (`run`, `exec`). 
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
 from importlib import import_module
@@ -25,7 +26,22 @@ def main() -> None:
         _dispatch(sys.argv[1:])
     except RankscopeError as error:
         say(str(error))
-        sys.exit(error.exit_code)
+        _leave(error.exit_code)
+    except SystemExit as ended:
+        _leave(ended.code)
+    else:
+        _leave(0)
+
+
+def _leave(code: int | str | None) -> None:
+    """Exit with this code; where the reader of the output is gone (`| head`), without the interpreter's complaint."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there as Python ends
+        code = code or 1
+    sys.exit(code)
 
 
 def _dispatch(arguments: list[str]) -> None:

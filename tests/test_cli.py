@@ -111,6 +111,18 @@ def test_report_where_one_may_not_write_is_a_report_all_the_same(run):
     assert done.stderr == f"rankscope: no report.html in {run}: Is a directory; -o writes it elsewhere\n"
 
 
+@pytest.mark.parametrize("short", [(), ("--short",)], ids=["more than a buffer", "less"])
+def test_report_leaves_its_files_though_the_reader_of_what_it_prints_is_gone(short, run):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rankscope", "report", str(run), *short]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert (run / "report.json").exists()
+    assert "<html" in (run / "report.html").read_text()
+
+
 def test_report_goes_where_it_is_told(run, tmp_path):
     done = rankscope_("report", run, "-o", tmp_path / "r.html", "--json", tmp_path / "r.json")
     assert done.returncode == 0

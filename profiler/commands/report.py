@@ -44,12 +44,7 @@ def command(
 
     of_an_hour, language = parse_price(price), parse_language(lang)
     report, _ = read_run(run, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=of_an_hour)
-    if json == "-":
-        sys.stdout.write(json_form.render(report))
-    else:
-        width = min(shutil.get_terminal_size((100, 0)).columns, 120)
-        render = terminal.render_short if short else terminal.render
-        print(render(report, width=width, color=terminal.wants_color(sys.stdout), language=language))
+    written = ""  # files come first: the reader of what is printed may leave early (`| head`)
     if output:
         _write(output, html.render(report, language=language))
     if json and json != "-":
@@ -59,7 +54,15 @@ def command(
     if (
         not output and not json and not pdf and native.recognises(run[0])
     ):  # a folder of another tool's files stays as it is
-        _write_into(run[0], report, language)
+        written = _write_into(run[0], report, language)
+    if json == "-":
+        sys.stdout.write(json_form.render(report))
+    else:
+        width = min(shutil.get_terminal_size((100, 0)).columns, 120)
+        render = terminal.render_short if short else terminal.render
+        print(render(report, width=width, color=terminal.wants_color(sys.stdout), language=language))
+    if written:
+        print(written)
 
 
 def _write(path: Path, text: str) -> None:
@@ -80,8 +83,8 @@ def _print_to(path: Path, report: Report, language: str) -> None:
     print(f"{path}", file=sys.stderr)
 
 
-def _write_into(folder: Path, report: Report, language: str) -> None:
-    """The run folder holds the report in both forms, if it can be written to."""
+def _write_into(folder: Path, report: Report, language: str) -> str:
+    """Write both forms into the run folder, if it can be written to; the line that says so."""
     from rankscope.analysis.report import html, json_form
 
     try:
@@ -90,5 +93,5 @@ def _write_into(folder: Path, report: Report, language: str) -> None:
         (folder / "report.html").write_text(html.render(report, language=language), encoding="utf-8")
     except OSError as error:
         print(f"rankscope: no report.html in {folder}: {error.strerror}; -o writes it elsewhere", file=sys.stderr)
-    else:
-        print(f"HTML report: {folder / 'report.html'}")
+        return ""
+    return f"HTML report: {folder / 'report.html'}"
