@@ -28,6 +28,9 @@ __all__ = ["create_app"]
 _COOKIE = "rankscope-language"
 _TICK_MS = 700
 _GZIP_LEVEL = 1
+_GZIP_LEVEL_ONCE = 9  # of what is compressed once
+_SCRIPTS = ("text/javascript", "application/javascript", "text/css")
+_KEEP = "max-age=31536000, immutable"
 _CALLBACK = "/_dash-update-component"
 _MOST_BODY_BYTES = 4 << 20
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -326,14 +329,43 @@ def _guard(app: Dash, token: str, hosts: set[str], usual: set[str]) -> None:
         response.headers["Referrer-Policy"] = "no-referrer"
         return response
 
+    app.server.after_request(seal)
+    _pack(app)
+
+
+def _pack(app: Dash) -> None:
+    """Compress what is sent: pages are JSON, large with thousands of ranks; scripts are megabytes, the same for all.
+
+    Browsers keep what has its version in its address, and ask for the rest again only whether it has changed.
+    """
+    scripts: dict[bytes, bytes] = {}  # compressed, by digest: as many as there are files
+
+    def of_script(data: bytes) -> bytes:
+        digest = hashlib.sha256(data).digest()
+        if digest not in scripts:
+            scripts[digest] = gzip.compress(data, _GZIP_LEVEL_ONCE, mtime=0)
+        return scripts[digest]
+
     def pack(response: Response) -> Response:
-        """Pages are JSON, and those of thousands of ranks are large."""
-        if response.mimetype == "application/json" and request.accept_encodings["gzip"]:
-            response.set_data(gzip.compress(response.get_data(), _GZIP_LEVEL))
+        is_script = request.method == "GET" and response.mimetype in _SCRIPTS and response.status_code == 200
+        if is_script:
+            response.direct_passthrough = False
+            if request.args.get("m"):  # a file of ours, with the time of its last change
+                response.headers["Cache-Control"] = _KEEP
+            elif not response.cache_control.max_age:
+                response.add_etag(weak=True)
+                response.headers["Cache-Control"] = "no-cache"
+        if not is_script and response.mimetype != "application/json":
+            return response
+        response.vary.add("Accept-Encoding")
+        if request.accept_encodings["gzip"]:
+            data = response.get_data()
+            response.set_data(of_script(data) if is_script else gzip.compress(data, _GZIP_LEVEL))
             response.headers["Content-Encoding"] = "gzip"
+        if is_script:
+            response.make_conditional(request)
         return response
 
-    app.server.after_request(seal)
     app.server.after_request(pack)
 
 

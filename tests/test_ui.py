@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import itertools
 import os
@@ -489,6 +490,50 @@ def test_each_browser_has_its_language(state):
     ]
     assert said == [True, True]
     assert b'<html lang="en">' in other.get("/?lang=tlh", headers={"Host": "localhost"}).data
+
+
+@needs_linux
+@in_a_browser
+def test_pages_are_light_and_their_scripts_are_sent_once(screen):
+    """Bytes on the wire of the first visit; of the second, what is not a script."""
+    sent: list[int] = []
+
+    def begin() -> Any:
+        page = screen.page.context.browser.new_context().new_page()
+        wire = page.context.new_cdp_session(page)
+        wire.send("Network.enable")
+        wire.on("Network.loadingFinished", lambda event: sent.append(event["encodedDataLength"]))
+        return page
+
+    def visit(page: Any, path: str, shown: str) -> int:
+        sent.clear()
+        page.goto(screen.base + path)
+        page.locator(shown).first.wait_for(timeout=60_000)
+        page.wait_for_load_state("networkidle")
+        return sum(sent)
+
+    page = begin()
+    overview = visit(page, "/", ".verdict h1")
+    page.context.close()
+    page = begin()
+    collectives = visit(page, "/collectives", ".js-plotly-plot")
+    again = visit(page, "/collectives", ".js-plotly-plot")
+    page.context.close()
+    assert 0 < overview < 1.2e6
+    assert collectives < 2.75e6
+    assert again < 0.2e6
+
+
+@needs_linux
+def test_a_script_that_has_not_changed_is_not_sent_again(state):
+    client = create_app(state).server.test_client()
+    path = "/_dash-component-suites/dash/dcc/async-graph.js"
+    packed = client.get(path, headers={**OWN, "Accept-Encoding": "gzip"})
+    plain = client.get(path, headers=OWN)
+    assert gzip.decompress(packed.data) == plain.data
+    assert plain.headers.get("Content-Encoding") is None
+    unchanged = client.get(path, headers={**OWN, "Accept-Encoding": "gzip", "If-None-Match": packed.headers["ETag"]})
+    assert (unchanged.status_code, unchanged.data) == (304, b"")
 
 
 @needs_linux
