@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from rankscope.collectors.in_rank.agent_socket import AnotherUserError, connect
+from rankscope.collectors.in_rank.agent_socket import connect
 from rankscope.errors import NotRecorded
 
 __all__ = ["NEUTRAL_FOLDER", "Agent", "answers", "await_answer", "start_detached"]
@@ -86,8 +86,6 @@ def answers(name: str) -> bool:
     """
     try:
         connect(name, _CONNECT_S).close()
-    except AnotherUserError as error:
-        raise NotRecorded(str(error)) from None
     except OSError:
         return False
     return True

@@ -10,7 +10,7 @@ import uuid
 
 import pytest
 
-from rankscope.collectors.in_rank.agent_socket import AnotherUserError, connect
+from rankscope.collectors.in_rank.agent_socket import connect
 from rankscope.collectors.in_rank.session import Emit
 from rankscope.errors import NotRecorded
 from rankscope.profiler.node_agent import answers
@@ -53,7 +53,7 @@ def squatter():
 def test_a_name_that_another_user_has_taken_gets_no_byte(squatter):
     name = f"rankscope-test-{uuid.uuid4().hex}"
     process = squatter(name, 2)
-    with pytest.raises(AnotherUserError, match="another user"):
+    with pytest.raises(NotRecorded, match="another user"):
         connect(name, 5)
     with pytest.raises(NotRecorded, match=f"uid {NOT_ROOT}"):
         answers(name)

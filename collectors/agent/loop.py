@@ -41,6 +41,7 @@ from rankscope.collectors.agent.ring_reader import KNOWN_TYPES, Records, Ring, T
 from rankscope.collectors.in_rank.agent_socket import peer_of
 from rankscope.collectors.node import Sample
 from rankscope.collectors.schema import NO_PEER, RING_SLOTS, SCHEMA_VERSION, RecordType
+from rankscope.errors import BadInput
 
 __all__ = ["Agent", "main"]
 
@@ -437,7 +438,7 @@ class Agent:
         if isinstance(message, messages.Hello):
             self._hello(connection, message, fds[0] if fds else -1)
         elif rank is None:
-            raise messages.MessageError("it came before the hello")
+            raise BadInput("it came before the hello")
         elif isinstance(message, messages.Gpu):
             rank.name_device(message.name)
             if message.uuid is not None:
@@ -449,14 +450,14 @@ class Agent:
             self._tell_pids()
         elif isinstance(message, messages.FlightRecorder):
             if connection.flight:
-                raise messages.MessageError("it named its Flight Recorder before")
+                raise BadInput("it named its Flight Recorder before")
             connection.flight = FlightRecorder(message.folder, message.handler)
             connection.flight.start()
         elif isinstance(message, messages.NcclRing):
             try:
                 rank.add_nccl_ring(fds[0] if fds else -1)
             except (OSError, ValueError) as error:
-                raise messages.MessageError(f"the ring cannot be mapped: {error}") from None
+                raise BadInput(f"the ring cannot be mapped: {error}") from None
         elif isinstance(message, messages.Peer):
             self._meet(rank, message)
         elif isinstance(message, (messages.Step, messages.Slow, messages.Window, messages.Stacks)):
@@ -485,7 +486,7 @@ class Agent:
 
     def _hello(self, connection: _Connection, hello: messages.Hello, ring_fd: int) -> None:
         if connection.rank:
-            raise messages.MessageError("it said hello before")
+            raise BadInput("it said hello before")
         said = hello.node
         node = self._begin(said)
         rank, attempt, world = hello.rank, hello.attempt, hello.world
@@ -495,7 +496,7 @@ class Agent:
         try:
             connection.rank = _Rank(hello, ring_fd, world, attempt, node.index, self._run)
         except (OSError, ValueError) as error:
-            raise messages.MessageError(f"the ring cannot be mapped: {error}") from None
+            raise BadInput(f"the ring cannot be mapped: {error}") from None
         self._retention.watch(connection.rank.tables)
         known = {"port": self.port, "name": self._run.path.name, "node": node.index, "agent": self._id}
         known["runs"] = os.path.realpath(self._run.path.parent)

@@ -10,7 +10,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-__all__ = ["Message", "MessageError", "parse"]
+from rankscope.errors import BadInput
+
+__all__ = ["Message", "parse"]
 
 PACKET_BYTES = 128 * 1024
 
@@ -25,10 +27,6 @@ _Long: TypeAlias = Annotated[str, Meta(max_length=100_000)]
 _Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{1,16}$")]
 # a run's name becomes that of a folder
 _RunName: TypeAlias = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\x00-\x1f]+$", max_length=255)]
-
-
-class MessageError(ValueError):
-    """A rank sent what is no message."""
 
 
 class Hello(Struct, tag="hello", tag_field="type"):
@@ -161,8 +159,8 @@ _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def parse(packet: bytes) -> Message:
-    """Read one packet. Raises MessageError."""
+    """Read one packet. Raises BadInput."""
     try:
         return _decoder.decode(packet)
     except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
-        raise MessageError(str(error)[:200]) from None
+        raise BadInput(str(error)[:200]) from None

@@ -6,14 +6,12 @@ import os
 import socket
 import struct
 
-__all__ = ["AnotherUserError", "connect", "peer_of"]
+from rankscope.errors import NotRecorded
+
+__all__ = ["connect", "peer_of"]
 
 _CREDENTIALS = struct.Struct("3i")
 _WAIT = struct.Struct("@ll")
-
-
-class AnotherUserError(OSError):
-    """The socket of this name belongs to another user: nothing may be sent to it, nor taken from it."""
 
 
 def connect(name: str, wait_s: float) -> socket.socket:
@@ -23,7 +21,7 @@ def connect(name: str, wait_s: float) -> socket.socket:
     that has died leads to someone else. While the agent's queue is full the kernel waits, at most `wait_s`.
 
     Raises:
-        AnotherUserError: another user listens there.
+        NotRecorded: another user listens there, to whom nothing may be sent.
         OSError: there is no agent, or it does not take this connection in time.
     """
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -33,7 +31,7 @@ def connect(name: str, wait_s: float) -> socket.socket:
         channel.connect(f"\0{name}")
         _, uid = peer_of(channel)
         if uid != os.geteuid():
-            raise AnotherUserError(f"the agent's socket {name} belongs to another user (uid {uid})")
+            raise NotRecorded(f"the agent's socket {name} belongs to another user (uid {uid})")
         channel.settimeout(wait_s)
     except BaseException:
         channel.close()

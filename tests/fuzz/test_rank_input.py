@@ -22,6 +22,7 @@ from rankscope.collectors.agent.ring_reader import Ring as RingReader
 from rankscope.collectors.in_rank import session
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.schema import RECORD, RING_SLOTS
+from rankscope.errors import BadInput
 
 QUICK = settings(
     max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
@@ -59,7 +60,7 @@ def parsed(packet: bytes) -> messages.Message | None:
     """None if it is refused, as the agent refuses it."""
     try:
         return messages.parse(packet)
-    except messages.MessageError:
+    except BadInput:
         return None
 
 
