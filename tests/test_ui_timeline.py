@@ -30,6 +30,7 @@ import simulate
 
 from rankscope.analysis.report.lane_packing import pack_rows
 from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.dashboard.timeline import details, lane_cache, lanes, lod, server
 from rankscope.errors import BadInput
@@ -652,13 +653,20 @@ def test_hovering_names_the_phase_and_a_click_on_an_operation_shows_all_its_rank
 
 @in_a_browser
 def test_search_counts_all_matches_and_jumps_to_each(screen, truth):
-    named = truth.phases.filter(pl.col("label").str.contains("(?i)adam")).height
-    named += truth.regions.filter(pl.col("name").str.contains("(?i)adam")).height
+    regions = truth.regions.filter(pl.col("name").str.contains("(?i)adam"))
+    named = regions.height  # the pieces of the main thread that are made of them are no events of their own
+    assert named < truth.phases.filter(pl.col("label").str.contains("(?i)adam")).height + named
     status = screen.page.locator(".rst-bar [role=status]")
     screen.page.fill(".rst input", "adam")
     screen.page.wait_for_function("document.querySelector('.rst-bar [role=status]').textContent !== ''")
     assert status.inner_text() == f"1 of {named}"
     screen.page.wait_for_function("document.querySelector('.rst-side').innerText.includes('optimizer')")
+    assert f"{named} matches, the longest first" in screen.beside()
+    rows = screen.page.locator(".rst-found tr")
+    assert rows.count() == named
+    longest = regions.sort(pl.col("end_ns") - pl.col("start_ns")).row(-1, named=True)
+    assert f"rank {longest['rank']}" in rows.first.inner_text()
+    assert duration(longest["end_ns"] - longest["start_ns"]) in rows.first.inner_text()
     screen.page.locator(".rst canvas").focus()
     screen.page.keyboard.press("n")
     screen.page.wait_for_function(f"document.querySelector('.rst-bar [role=status]').textContent === '2 of {named}'")
@@ -755,13 +763,33 @@ def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser,
     pieces = state.critical_path("").filter(pl.col("start_ns") >= judged["start_ns"].min())
     rank, start, end = pieces.sort(pl.col("end_ns") - pl.col("start_ns")).row(-1)
     assert rank == 1
-    with served(create_app(state)) as address, opened(browser, f"{address}/timeline") as screen:
-        screen.leave()
-        line = len(lines_of(lanes.build_scene(truth), 0))
-        x, y = screen.spot(line, (start + end) / 2, open_above=1)
-        assert screen.pixels("text", x, y + LINE / 2 - 3, 1, 4) >= 1
-        x, y = screen.spot(0, (start + end) / 2)
-        assert screen.pixels("text", x, y + LINE / 2 - 3, 1, 4) == 0
+    line = len(lines_of(lanes.build_scene(truth), 0))
+    step_ns = int((judged["end_ns"] - judged["start_ns"]).max())
+
+    def drawn(screen: Screen, at: int) -> int:
+        x, y = screen.spot(at, (start + end) / 2, open_above=int(at > 0))
+        return screen.pixels("text", x, y + LINE / 2 - 3, 1, 4)
+
+    with served(create_app(state)) as address:
+        with opened(browser, f"{address}/timeline") as screen:  # all judged steps: too many
+            screen.leave()
+            screen.page.get_by_text("critical path: the ranks").wait_for()
+            assert drawn(screen, line) == 0
+        few = f"{address}/timeline#{start - step_ns},{end + step_ns}"
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        try:
+            screen = Screen(page, few)
+            screen.leave()
+            screen.page.get_by_text("critical path: the ranks").wait_for()
+            screen.page.wait_for_timeout(150)
+            assert drawn(screen, line) >= 1
+            assert drawn(screen, 0) == 0
+            screen.page.get_by_label("critical path", exact=True).uncheck()
+            screen.page.wait_for_timeout(150)
+            assert drawn(screen, line) == 0
+            assert screen.complaints == []
+        finally:
+            page.close()
 
 
 @in_a_browser

@@ -7,6 +7,7 @@
   const LABELS = 168; // px of the column of names
   const RULER = 52; // px: findings, steps, times
   const ROOMY = 18; // px of a lane's line, of which 2 stay empty
+  const FEW_STEPS = 5; // in view, up to which the critical path is drawn: with more it would cover the picture
   const RETRY_MS = 300;
 
   function duration(ns) {
@@ -26,5 +27,5 @@
     return element;
   }
 
-  window.rankscope_timeline = { LABELS, RULER, ROOMY, RETRY_MS, duration, make };
+  window.rankscope_timeline = { LABELS, RULER, ROOMY, FEW_STEPS, RETRY_MS, duration, make };
 })();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from rankscope.dashboard.timeline.lod import Ints, event_at, tally
 
 __all__ = ["Matches", "describe", "find", "matches", "spent"]
 
+_DERIVED = "phases"  # made of the rows of the other tables
+_NO_EDGES = np.zeros(0, np.int64), np.zeros(0, np.int64)
+_LONGEST = 50  # matches of a search that are listed
 _NAMES = 30  # rows of the table of a selection
 _TABLE_TITLES = {
     "phases": "main threads",
@@ -191,34 +194,76 @@ class Matches:
     table: Ints
     source: Ints
     start: Ints
+    longest: Sequence[int]  # positions of the longest ones, the longest first
 
 
 def matches(scene: Scene, text: str) -> Matches:
-    """Every drawn event whose name or kind holds this text, whatever its case."""
+    """Every drawn event whose name or kind holds this text, whatever its case; each counts once.
+
+    A phase of the main thread is no event of its own where it is a piece of one that has its name: a region's, say.
+    """
     wanted = text.casefold()
     of_kind = np.array([wanted in kind.label for kind in KINDS], np.bool_)
     tables = list(scene.tables)
-    found = []
-    for number, table in enumerate(scene.tables.values()):
-        named = np.array([wanted in name.casefold() for name in table.names], np.bool_)
-        sources = np.flatnonzero((named[table.name] | of_kind[table.kind]) & (table.lane >= 0))
-        found.append((np.full(len(sources), number, np.int64), sources, table.start[sources]))
-    table_of, source, start = (
-        np.concatenate(column) if found else np.zeros(0, np.int64) for column in zip(*found, strict=True)
+    rows = {}
+    for name, table in scene.tables.items():
+        named = np.array([wanted in one.casefold() for one in table.names], np.bool_)
+        rows[name] = np.flatnonzero((named[table.name] | of_kind[table.kind]) & (table.lane >= 0))
+    if _DERIVED in rows:
+        rows[_DERIVED] = _not_within(scene, rows)
+    none = np.zeros(0, np.int64)
+    source = np.concatenate([*rows.values(), none]).astype(np.int64)
+    table_of = np.repeat(np.arange(len(tables)), [len(found) for found in rows.values()])
+    start, end = (
+        np.concatenate(
+            [*(getattr(scene.tables[name], edge)[found] for name, found in rows.items()), np.zeros(0, np.int64)]
+        )
+        for edge in ("start", "end")
     )
     order = np.lexsort((source, table_of, start))
-    return Matches(tables, table_of[order], source[order], start[order])
+    longest = np.argsort((start - end)[order], kind="stable")[:_LONGEST].tolist()
+    return Matches(tables, table_of[order], source[order], start[order], longest)
+
+
+def _not_within(scene: Scene, rows: Mapping[str, Ints]) -> Ints:
+    """Those of the derived rows that do not lie within another table's row of the same rank and name."""
+    spans: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for name, found in rows.items():
+        if name != _DERIVED:
+            table = scene.tables[name]
+            for row in found.tolist():
+                key = table.rank(row), table.names[table.name[row]]
+                spans.setdefault(key, []).append((int(table.start[row]), int(table.end[row])))
+    edges = {}
+    for key, of_key in spans.items():
+        starts, ends = np.array(sorted(of_key), np.int64).T
+        edges[key] = starts, np.maximum.accumulate(ends)
+    derived = scene.tables[_DERIVED]
+    kept = []
+    for row in rows[_DERIVED].tolist():
+        starts, ends = edges.get((derived.rank(row), derived.names[derived.name[row]]), _NO_EDGES)
+        at = int(np.searchsorted(starts, derived.start[row], "right")) - 1
+        if at < 0 or ends[at] < derived.end[row]:
+            kept.append(row)
+    return np.array(kept, np.int64)
 
 
 def find(scene: Scene, found: Matches, number: int | None, after: int) -> dict[str, Any]:
-    """One match and how many there are: that number, or without one the first that starts at or after a time."""
+    """One match, how many there are and which are the longest: that number, or the first that starts after a time."""
     count = len(found.source)
     if not count:
-        return {"count": 0, "number": 0, "event": None}
+        return {"count": 0, "number": 0, "event": None, "longest": []}
     at = int(np.searchsorted(found.start, after, "left")) if number is None else number
     at %= count
     name = found.tables[found.table[at]]
-    return {"count": count, "number": at, "event": _described(scene, name, int(found.source[at]))}
+    longest = [_listed(scene, found, one) for one in found.longest]
+    return {"count": count, "number": at, "event": _described(scene, name, int(found.source[at])), "longest": longest}
+
+
+def _listed(scene: Scene, found: Matches, number: int) -> dict[str, Any]:
+    table, source = scene.tables[found.tables[found.table[number]]], int(found.source[number])
+    lasted = duration(int(table.end[source] - table.start[source]))
+    return {"number": number, "name": table.names[table.name[source]], "rank": table.rank(source), "duration": lasted}
 
 
 def _exact(ns: int) -> str:

@@ -2,10 +2,12 @@
 (function () {
   "use strict";
 
-  const { LABELS, RULER, duration, make, ROOMY } = window.rankscope_timeline;
+  const { LABELS, RULER, duration, make, ROOMY, FEW_STEPS } = window.rankscope_timeline;
 
   const INKS = ["page", "text", "quiet", "rule", "panel", "accent", "line", "high", "medium", "low"]; // of the palette
   const FONT = '11px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+
+  const THIN_PX = 0.5; // narrower pieces of the critical path are left out
 
   function tickLabel(t, step) {
     if (step >= 1e8) return `${(t / 1e9).toFixed(step >= 1e9 ? 0 : 1)} s`;
@@ -68,6 +70,10 @@
       const byColour = Map.groupBy(this.scene.present, (kind) => this.css[kind]);
       this.legend.replaceChildren(...[...byColour.values()].map((kinds) =>
         make("span", {}, this.swatch(kinds[0]), kinds.map((kind) => this.scene.kinds[kind][0]).join(", "))));
+      if (!this.pathLabel.hidden) {
+        const said = `critical path: the ranks that the step waits for (up to ${FEW_STEPS} steps in view)`;
+        this.legend.append(make("span", {}, make("span", { class: "rst-swatch", style: `background:${this.ink.text};height:2px;vertical-align:3px` }), said));
+      }
       if (this.data) Object.assign(this.data, paintRasters(this.data, this.rgba));
     }
 
@@ -267,9 +273,18 @@
       pen.fillRect(0, RULER - 1, this.width, 1);
     }
 
+    stepsInView() {
+      return 1 + this.scene.steps[1].filter((start) => start > this.t0 && start < this.t1).length; // one began before
+    }
+
+    /** Whether the critical path is wanted, and few enough steps are in view for it to be read. */
+    pathShows() {
+      return this.pathSwitch.checked && this.stepsInView() <= FEW_STEPS;
+    }
+
     /** The critical path: a line through the ranks that the steps had to wait for. */
     drawPath() {
-      if (!this.path || !this.path.length) return;
+      if (!this.path || !this.path.length || !this.pathShows()) return;
       const { pen, ink } = this;
       pen.strokeStyle = ink.text;
       pen.lineWidth = 2;
@@ -277,7 +292,7 @@
       let last = null;
       for (const [rank, t0, t1] of this.path) {
         const line = this.lineOfRank.get(rank);
-        if (!line) continue;
+        if (!line || this.x(t1) - this.x(t0) < THIN_PX) continue;
         const y = this.top(line) + line.height - 1.5;
         if (last !== null) pen.lineTo(this.x(t0), y);
         else pen.moveTo(this.x(t0), y);

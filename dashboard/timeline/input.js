@@ -114,7 +114,7 @@
     }
 
     key(event) {
-      if (/^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.isContentEditable) return;
+      if (/^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) && event.target.type !== "checkbox" || event.target.isContentEditable) return;
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       const x = this.pointer ? this.pointer.x : undefined;
       const actions = {

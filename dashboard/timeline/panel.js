@@ -138,7 +138,17 @@
       if (tiny || end - start > span) this.zoomTo({ start: start - 2 * (end - start), end: end + 2 * (end - start) });
       else if (start < this.t0 || end > this.t1) this.show((start + end - span) / 2, (start + end + span) / 2);
       this.tellEvent(said.event);
+      this.tellLongest(said);
       this.redraw();
+    }
+
+    /** The matches of a search by duration; a click goes there. */
+    tellLongest({ count, number, longest }) {
+      const rows = longest.map((one) => make("tr", one.number === number ? { "aria-current": "true" } : {},
+        make("td", {}, make("button", { type: "button", title: one.name, onclick: () => this.find(one.number) }, `rank ${one.rank}`), ` ${one.name}`),
+        make("td", { class: "n" }, one.duration)));
+      const title = longest.length < count ? `The longest ${longest.length} of ${count.toLocaleString("en")} matches` : `${count} matches, the longest first`;
+      this.side.append(make("h4", {}, title), make("table", { class: "rst-found" }, ...rows));
     }
 
     nextMatch(by) {

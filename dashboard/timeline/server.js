@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { RETRY_MS, paintRasters } = window.rankscope_timeline;
+  const { FEW_STEPS, RETRY_MS, paintRasters } = window.rankscope_timeline;
 
   const MARGIN = 0.1; // of the view, fetched on either side so that panning shows something at once
 
@@ -100,11 +100,18 @@
       }));
     }
 
+    /** The critical path there; where many more steps are in view than it is drawn for, only whether there is one. */
     async fetchPath(t0, t1) {
       if (this.path === false) return; // this run has none
+      if (this.stepsInView() > 2 * FEW_STEPS) t1 = t0;
       const { pieces } = await this.askJson("path", { t0, t1 }).catch(() => ({ pieces: null }));
       this.path = pieces === null ? false : pieces;
-      if (pieces) this.redraw();
+      if (!pieces) return;
+      if (this.pathLabel.hidden) {
+        this.pathLabel.hidden = false;
+        this.paint();
+      }
+      this.redraw();
     }
 
     async pollMarks() {

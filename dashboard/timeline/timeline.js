@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { Drawing, Server, Lanes, Panel, Input, make, RETRY_MS } = window.rankscope_timeline;
+  const { Drawing, Server, Lanes, Panel, Input, make, FEW_STEPS, RETRY_MS } = window.rankscope_timeline;
 
   const STYLE = `
 #page:has(.rst) { max-width: none; }
@@ -26,6 +26,9 @@
 .rst-side th { color: var(--quiet); } .rst-side td { overflow-wrap: anywhere; } .rst-side .n { text-align: right; white-space: nowrap; padding-right: 0; padding-left: 6px; }
 .rst-side kbd { border: 1px solid var(--rule); border-radius: 3px; padding: 0 4px; font: 12px monospace; }
 .rst-names { margin-top: 8px; table-layout: fixed; } .rst-names td[colspan] { border-bottom: 0; padding-bottom: 0; }
+.rst-found [aria-current] td { font-weight: 600; }
+.rst-switch { display: inline-flex; gap: 5px; align-items: center; cursor: pointer; }
+.rst-bar .rst-switch input { width: auto; } .rst-switch[hidden] { display: none; }
 .rst-tip { position: fixed; z-index: 1000; pointer-events: none; max-width: 360px; padding: 6px 9px; border-radius: 4px; font-size: 12px;
   color: var(--text); background: var(--panel); border: 1px solid var(--quiet); box-shadow: 0 2px 8px rgba(0,0,0,.25); overflow-wrap: anywhere; }
 .rst-legend { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 6px 2px 0; font-size: 12px; color: var(--quiet); }
@@ -73,10 +76,12 @@
       this.search = make("input", { type: "search", placeholder: "search names  ( / )", "aria-label": "search names" });
       this.count = make("span", { class: "rst-quiet", role: "status" });
       this.grouping = make("select", { "aria-label": "group ranks by" });
+      this.pathSwitch = make("input", { type: "checkbox", checked: "", onchange: () => this.redraw() });
+      this.pathLabel = make("label", { class: "rst-switch", title: `drawn where at most ${FEW_STEPS} steps are in view`, hidden: "" }, this.pathSwitch, "critical path");
       this.where = make("span", { class: "rst-quiet rst-where" });
       const bar = make("div", { class: "rst-bar" },
         this.search, button("‹", "previous match", () => this.nextMatch(-1)), button("›", "next match", () => this.nextMatch(1)), this.count,
-        make("span", { class: "rst-space" }), this.where, this.grouping,
+        make("span", { class: "rst-space" }), this.where, this.pathLabel, this.grouping,
         button("unfold", "unfold all ranks", () => this.unfold(true)), button("fold", "fold all ranks", () => this.unfold(false)),
         button("−", "zoom out (S)", () => this.zoom(1.6)), button("+", "zoom in (W)", () => this.zoom(1 / 1.6)),
         button("all", "whole run (0)", () => this.show(0, this.end)),
