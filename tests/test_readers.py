@@ -596,6 +596,7 @@ def test_real_nsight_file_of_two_gpus_says_what_it_lacks():
     said = " | ".join(gap.why for gap in report.gaps)
     assert "it has no TARGET_INFO_GPU" in said
     assert "holds 2 GPUs" in said
+    assert not any("record_shapes" in check.why for check in report.not_checked)
 
 
 @real

@@ -80,9 +80,7 @@ _EMPTY = {
     "ops": text("no operations of pipeline stages were recorded"),
     "kernels": text("no work of a device was recorded"),
     "launches": text("the calls that launch the device's work were not recorded"),
-    "model": text(
-        "how many FLOPs a step needs is not known: give --flops-per-step, or record the trace with record_shapes=True"
-    ),
+    "model": text("how many FLOPs a step needs is not known: give --flops-per-step"),
     "progress": text("no state of a job that stands still was saved (PyTorch's flight recorder does)"),
     "links": text("no TCP traffic between nodes was recorded"),
     "counters": text("no counters of the nodes were recorded"),

@@ -64,6 +64,9 @@ _CANNOT = {
     "breakdown": text("the trace holds no device work, and a profiler's trace does not say for what the host waits"),
     "gc_pauses": text("a profiler's trace does not show when Python collects garbage"),
     "compile": text("a profiler's trace does not say what torch.compile builds"),
+    "model": text(
+        "how many FLOPs a step needs is not known: give --flops-per-step, or record the trace with record_shapes=True"
+    ),
 }
 _NO_STEPS = {
     "steps": text("the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)")

@@ -613,6 +613,7 @@ CHINESE: dict[str, str] = {
     "See their types and sizes: bf16 instead of fp32, multiples of 64 and more, larger batches.": "检查其数据类型和尺寸：用 bf16 代替 fp32，尺寸取 64 或更大的倍数，增大 batch。",
     "Fuse them: torch.compile, fused attention, norms and optimizer; look at the longest by name.": "把它们融合：torch.compile、融合的 attention、norm 和优化器；按名称查看耗时最长的。",
     "the peak of {devices} is not known here: give --peak-tflops": "不知道 {devices} 的峰值：请用 --peak-tflops 给出",
+    "how many FLOPs a step needs is not known: give --flops-per-step": "一步所需的 FLOPs 未知：请用 --flops-per-step 给出",
     "how many FLOPs a step needs is not known: give --flops-per-step, or record the trace with record_shapes=True": "一步所需的 FLOPs 未知：请用 --flops-per-step 给出，或以 record_shapes=True 采集 trace",
     "shapes tell the FLOPs of {share} of the time of matrix products only: give --flops-per-step": "形状只能说明矩阵乘法 {share} 的时间的 FLOPs：请用 --flops-per-step 给出",
     # memory_pressure
