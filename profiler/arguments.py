@@ -13,6 +13,7 @@ from pathlib import PurePath
 from rankscope.errors import RankscopeError
 
 __all__ = [
+    "HELP",
     "LANG_HELP",
     "OWN_FLAGS",
     "OWN_VALUES",
@@ -27,7 +28,8 @@ __all__ = [
 ]
 
 OWN_VALUES = ("--out", "--name", "--hz", "--keep", "--profile-steps", "--profile-slow")
-OWN_FLAGS = ("--no-report", "--help")
+HELP = {"--help", "-h"}
+OWN_FLAGS = ("--no-report", "--help", "-h")
 LANG_HELP = "Language of what is shown: en, or zh (Chinese). JSON stays English."
 PRICE_HELP = "Price of an hour of one GPU (on CPUs, of one rank): findings then say what they cost in it."
 
@@ -95,7 +97,7 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
             hz=_hz(values.get("--hz", "1")),
             keep_bytes=_bytes(values["--keep"]) if "--keep" in values else None,
             report="--no-report" not in flags,
-            help="--help" in flags,
+            help=bool(HELP & flags),
             profile_steps=_steps(values["--profile-steps"]) if "--profile-steps" in values else None,
             profile_slow=_slow(values.get("--profile-slow", "0")),
         ),

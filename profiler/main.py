@@ -58,7 +58,12 @@ def _dispatch(arguments: list[str]) -> None:
 def _typer(modules: dict[str, ModuleType], arguments: list[str]) -> None:
     import typer
 
-    app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
 
     def show_version(wanted: bool) -> None:
         if wanted:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import rankscope
 from rankscope.analysis.readers import json_scan
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import REGION_KINDS, SCHEMA_VERSION
+from rankscope.profiler import commands, main
 from rankscope.profiler.commands import doctor
 
 MS = 1_000_000
@@ -70,6 +73,25 @@ def test_version_and_help():
     for command in ("run", "exec", "report", "ls", "doctor"):
         assert f"\n  {command} " in shown.stdout
         assert "Usage: " in rankscope_(command, "--help").stdout
+
+
+@pytest.mark.parametrize("command", [one.name.rstrip("_") for one in pkgutil.iter_modules(commands.__path__)])
+def test_help_is_short_or_long_and_has_an_example(command, monkeypatch, capsys):
+    shown = []
+    for option in ("-h", "--help"):
+        monkeypatch.setattr(sys, "argv", ["rankscope", command, option])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert re.search(rf"Example: (srun )?rankscope {command}\b", shown[0])
+
+
+def test_a_shell_completes_commands():
+    asked = {"_RANKSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": "rankscope rep", "COMP_CWORD": "1"}
+    assert rankscope_(**asked).stdout.split() == ["report"]
+    assert "--install-completion" in rankscope_("-h").stdout
 
 
 def test_the_way_to_torchrun_loads_nothing_heavy():

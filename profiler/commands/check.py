@@ -2,6 +2,8 @@
 
 Exit status 0: no finding that counts. 1: a finding, or a step that became longer. 2: the run cannot be read. 3: not
 seen well enough to say, since ranks are missing, no step could be judged, or steps vary too much.
+
+Example: rankscope check runs/new --against runs/old
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 By how much a step became longer or shorter and whether that is clear of chance, in which parts of it, on which ranks;
 which findings are new or gone; which communication and which kernels take more.
+
+Example: rankscope diff runs/old runs/new
 """
 
 from __future__ import annotations

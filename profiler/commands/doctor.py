@@ -1,6 +1,8 @@
 """Show what can be recorded here.
 
 And why the rest cannot be recorded.
+
+Example: rankscope doctor
 """
 
 from __future__ import annotations

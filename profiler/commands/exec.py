@@ -15,6 +15,8 @@ Usage: srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] [--keep SIZE] 
 Lightning, torch.multiprocessing.spawn and the launchers of DeepSpeed and Accelerate start ranks themselves: put it
 before their command, once on each node. The first one on a node starts the node's agent. The command then takes this
 process's place.
+
+Example: srun rankscope exec -- python train.py
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What was rebuilt of the run: all ranks on one clock, where each step went, who waited for whom, findings, and what was
 not seen. The file has Perfetto's own format, packed; it is read in the browser and sent nowhere.
+
+Example: rankscope export runs/NAME --ranks 0-7
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Takes whatever `rankscope report` takes: traces of torch.profiler, Nsight Systems, the flight recorder and others. The
 reports on the folder and on the files are the same; the folder is smaller and read faster.
+
+Example: rankscope import traces/ -o runs/NAME
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Show what a recorded run holds.
 
 Its tables with their rows, ranks, time and size, and what is missing.
+
+Example: rankscope ls runs/NAME
 """
 
 from __future__ import annotations

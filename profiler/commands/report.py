@@ -2,6 +2,8 @@
 
 Finds the root cause, its cost per step, and the predicted speedup of a fix. Without -o, --json and --pdf the report
 is also written into the run folder, as report.html and report.json.
+
+Example: rankscope report runs/NAME -o report.html
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ Usage: rankscope run [--out FOLDER | --name NAME] [--hz HZ] [--keep SIZE] [--no-
   --no-report    record only
 
 What follows is torchrun's and the script's own, and reaches them unchanged. The exit code is torchrun's.
+
+Example: rankscope run --nproc-per-node 8 train.py
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pathlib import Path
 
 from rankscope.collectors import nccl_profiler
 from rankscope.errors import NotRecorded, RankscopeError
-from rankscope.profiler.arguments import OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
+from rankscope.profiler.arguments import HELP, OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
 from rankscope.profiler.errors import say
 from rankscope.profiler.folder import claim
 from rankscope.profiler.foreground import exit_like, run_to_end
@@ -84,7 +86,7 @@ def main(arguments: list[str]) -> None:
 
 def _refuse_own_options(torchrun_options: list[str]) -> None:
     for option in torchrun_options:
-        if option.partition("=")[0] in (*OWN_VALUES, *OWN_FLAGS) and option != "--help":
+        if option.partition("=")[0] in (*OWN_VALUES, *OWN_FLAGS) and option not in HELP:
             raise RankscopeError(f"{option} is rankscope's own option: put it before those of torchrun")
 
 

@@ -3,6 +3,8 @@
 Step time and throughput against linear scaling of the run on fewest ranks, the efficiency of each run, and which parts
 of the step the rest went to. Weak scaling (each rank does the same work) or strong (all share the same work) is told
 from what a rank computes.
+
+Example: rankscope scaling runs/8-ranks runs/64-ranks
 """
 
 from __future__ import annotations

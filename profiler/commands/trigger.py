@@ -3,6 +3,8 @@
 All chosen ranks record the same steps, the next that all can hear of in time, and no rank waits. What was seen lies
 in RUN/window-0001, a run of its own (`rankscope report RUN/window-0001`); reports on RUN include it. Needs the folder
 that the job writes now; ranks of nodes that write elsewhere are not reached: trigger there with the same --at.
+
+Example: rankscope trigger runs/NAME
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Look at a recorded run in the browser.
 
 Give two runs to compare them. The page is served on this machine only; for another --host, a token is asked for.
+
+Example: rankscope ui runs/NAME
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ median of the others), balance (all ranks' own time becomes the mean), link:node
 links), op:allreduce=0.5 (takes half, 0: nothing), gc, input, compile, checkpoint and, on devices, host (take no time),
 stage:3 (of a pipeline: its operations as long as those of the others), bucket-mb:50 (DDP's buckets of gradients are
 merged up to that size; the same as --bucket-mb 50).
+
+Example: rankscope whatif runs/NAME --fix rank:2
 """
 
 from __future__ import annotations
