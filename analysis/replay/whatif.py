@@ -15,7 +15,7 @@ from rankscope.analysis.metrics.links import busy_time, link_rates
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.replay.device_graph import device_graph, first_steps
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, replay
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, Shorts, replay
 from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.pipeline import (
     OpGrid,
@@ -175,8 +175,9 @@ class Rerun:
             comparable = (calls[ranks] == calls[ranks[0]]).all(axis=0) & (self.role[ranks] == self.role[ranks[0]]).all()
             of_ranks = np.isin(row, ranks)
             nodes, place = own[of_ranks], np.searchsorted(ranks, row[of_ranks])
-            for label in np.unique(graph.label[nodes]):
-                of_label = graph.label[nodes] == label
+            labels = _shared(graph.label[nodes], place, len(ranks))
+            for label in np.unique(labels):
+                of_label = labels == label
                 some_nodes, step = nodes[of_label], graph.step[nodes[of_label]]
                 sections, span = np.unique(self.section[some_nodes] * comparable[step], return_inverse=True)
                 at = place[of_label], step, span
@@ -278,6 +279,13 @@ class _Peers:
     chosen: Bools
     others: Bools
     typical: Callable[..., Floats]
+
+
+def _shared(label: Shorts, place: Ints, ranks: int) -> Ints:
+    """The labels, -1 for those that not every rank has: a compiler names its code differently on each rank."""
+    _, of = np.unique(label, return_inverse=True)
+    ranks_with = np.bincount(np.unique(of.astype(np.int64) * ranks + place) // ranks)
+    return np.where(ranks_with[of] == ranks, label, -1)
 
 
 def _as_peers(spent: Floats, chosen: Bools, others: Bools, typical: Callable[..., Floats]) -> Floats:
