@@ -16,12 +16,14 @@ from rankscope.analysis.model.finding import (
     Clock,
     DevicePart,
     Evidence,
+    Fidelity,
     Finding,
     Gap,
     Healthy,
     NotChecked,
     Part,
     PathPart,
+    PredictedFix,
     Rate,
     Report,
     StepSummary,
@@ -109,6 +111,18 @@ def job(world: int = 4, culprit: int = 2, **changes: object) -> Report:
             PathPart(rank=None, part="transfer", label="allreduce", ns_per_step=40 * MS),
             PathPart(rank=None, part=REST, label="", ns_per_step=10 * MS),
         ),
+        fixes=(
+            PredictedFix(
+                fix=f"rank:{culprit}",
+                step_ns=163 * MS,
+                gain_ns=37 * MS,
+                gain_fraction=0.185,
+                uncertainty_ns=2 * MS,
+                finding="slow_rank",
+            ),
+            PredictedFix(fix="gc", step_ns=190 * MS, gain_ns=10 * MS, gain_fraction=0.05, uncertainty_ns=MS),
+        ),
+        fidelity=Fidelity(steps=10, median_error=0.002, p90_error=0.005, mean_error=-0.001),
         clocks=(Clock(node=0, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference"),),
         matched_fraction=1.0,
         step_ns=dict.fromkeys(range(world), (200 * MS,) * 10),
@@ -359,7 +373,7 @@ def test_terminal_says_who_what_cost_gain_and_what_to_do(render):
 
 def test_a_job_that_stands_still_has_no_cost_per_step():
     standing = slow_rank(2, detector="hang", lost_fraction=1.0, lost_ns_per_step=0, lost_ns_total=0, gain_fraction=1.0)
-    report = job(findings=(standing,))
+    report = job(findings=(standing,), fixes=(), fidelity=None)
     for text in (terminal.render_short(report), html.render(report)):
         assert "everything: the job hangs" in text
         assert "0 ns per step" not in text

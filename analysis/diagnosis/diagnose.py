@@ -39,6 +39,7 @@ from rankscope.analysis.model.finding import (
     Part,
     PathPart,
     Pipeline,
+    PredictedFix,
     Rate,
     Report,
     StepSummary,
@@ -50,6 +51,7 @@ from rankscope.analysis.replay.critical_path import critical_path
 from rankscope.analysis.replay.device_graph import device_graph, first_steps
 from rankscope.analysis.replay.host_graph import HostGraph
 from rankscope.analysis.replay.pipeline import pipeline
+from rankscope.analysis.replay.sweep import sweep
 from rankscope.analysis.replay.whatif import PipelineRerun, Rerun, rerun
 from rankscope.analysis.runs.deep_windows import windows_of
 from rankscope.analysis.runs.memory_budget import MOST_ROWS, check_share
@@ -207,6 +209,7 @@ def conclude(
     caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
     steps, lead = _summary(timeline.steps), lead_of(tables["breakdown"], tables["marks"])
     findings = with_levels(findings, steps, fidelity)
+    fixes, fidelity = _fixes(measure, findings, costs, fidelity)
     losses = losses_of(tables["breakdown"], tables["phases"], findings)
     healthy, too_coarse = without_coarse(healthy, losses, steps)
     not_checked += too_coarse
@@ -254,6 +257,7 @@ def conclude(
         blames=_blames(costs),
         critical_path=_path(run, timeline),
         pipeline=_pipeline(tables["ops"]),
+        fixes=fixes,
         fidelity=fidelity,
         utilisation=utilisation(needs, steps.mean_ns, share),
         gaps=(*timeline.gaps, *_incomplete(timeline.steps), *_left_out(run, timeline)),
@@ -342,6 +346,18 @@ def _with_gains(
     if isinstance(run, NotReplayable):
         return tuple(replace(f, gain_why=run.args[0]) if f.fix else f for f in findings), None
     return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity
+
+
+def _fixes(
+    run: Rerun | PipelineRerun | NotReplayable, findings: Sequence[Finding], costs: Delays, known: Fidelity | None
+) -> tuple[tuple[PredictedFix, ...], Fidelity | None]:
+    """The fixes that are worth trying, and how far the replay can be trusted where it was used."""
+    if isinstance(run, NotReplayable):
+        return (), known
+    fixes = _tried(lambda: sweep(run, findings, costs.charges))
+    if isinstance(fixes, NotReplayable) or not fixes:
+        return (), known
+    return fixes, run.fidelity
 
 
 def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun | NotReplayable:

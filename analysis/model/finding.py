@@ -27,6 +27,7 @@ __all__ = [
     "PathPart",
     "PhaseTime",
     "Pipeline",
+    "PredictedFix",
     "Rate",
     "Report",
     "Span",
@@ -381,6 +382,23 @@ class Fidelity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedFix:
+    """What a fix brings in a replay, as `rankscope whatif --fix` takes it; mean over the judged steps, never negative.
+
+    `uncertainty_ns` is a 95 % half width. `finding` is the detector whose finding has this fix; where its cost and the
+    gain differ by more than a factor of two, `finding_lost_ns` is that cost, ns per step.
+    """
+
+    fix: str
+    step_ns: int  # with the fix
+    gain_ns: int
+    gain_fraction: float
+    uncertainty_ns: int
+    finding: str | None = None
+    finding_lost_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     table: str
     rank: int | None
@@ -484,6 +502,7 @@ class Report:
     blames: tuple[Blame, ...] = ()  # the largest, by `blocked_ns`
     critical_path: tuple[PathPart, ...] = ()  # empty where the run cannot be replayed
     pipeline: Pipeline | None = None
+    fixes: tuple[PredictedFix, ...] = ()  # the largest gain first; empty where none is worth it or nothing is replayed
     fidelity: Fidelity | None = None  # None: nothing was replayed
     utilisation: Utilisation | None = None  # None: the model's FLOPs were not given, or a device's peak is not known
     windows: tuple[Window, ...] = ()

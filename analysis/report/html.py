@@ -66,6 +66,8 @@ def _environment() -> Environment:
         cost=phrases.cost,
         cost_per_step=phrases.cost_per_step,
         evidence=phrases.evidence,
+        fix_row=phrases.fix_row,
+        fixes_mean=phrases.fixes_mean,
         gain=phrases.gain,
         label=phrases.label,
         level=phrases.level,

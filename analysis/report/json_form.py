@@ -54,6 +54,7 @@ def _as_object(report: Report) -> dict[str, Any]:
         "blames": [dataclasses.asdict(blame) for blame in report.blames],
         "critical_path": [dataclasses.asdict(part) for part in report.critical_path],
         "pipeline": None if report.pipeline is None else dataclasses.asdict(report.pipeline),
+        "fixes": [dataclasses.asdict(fix) for fix in report.fixes],
         "fidelity": None if report.fidelity is None else dataclasses.asdict(report.fidelity),
         "utilisation": None if report.utilisation is None else dataclasses.asdict(report.utilisation),
         "windows": [_window(window) for window in report.windows],

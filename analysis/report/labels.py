@@ -61,6 +61,16 @@ _ENGLISH: dict[str, str] = {
     "finding.evidence": "evidence",
     "finding.evidence.more": "and {0} more places, in the JSON form",
     "finding.evidence.at": "at {0} s of the run's clock, for {1}",
+    "fixes": "Predicted speedup of fixes",
+    "fixes.means": "Each fix alone, in a replay of the run that misses the measured steps by {0} (median over steps); "
+    "± is the 95 % half width. Listed are gains of {1} of the step or more that exceed it, and findings whose cost "
+    "the replay contradicts. Gains do not add up; combine fixes with rankscope whatif --fix.",
+    "fixes.fix": "fix",
+    "fixes.step": "step",
+    "fixes.gain": "gain",
+    "fixes.share": "share",
+    "fixes.finding": "finding",
+    "fixes.finding.costs": "{0}, whose own cost is {1} ({2})",
     "finding.error": "± is the 95 % half width over the judged steps",
     "finding.picture": "{0} per step, one column per rank.",
     "finding.picture.own": "own work (all but communication) per step, one column per rank.",

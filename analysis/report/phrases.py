@@ -20,12 +20,14 @@ from rankscope.analysis.model.finding import (
     Operator,
     PathPart,
     PhaseTime,
+    PredictedFix,
     Report,
     Span,
     Window,
 )
 from rankscope.analysis.model.money import HOUR_NS, cost_of, is_standstill, money_text
 from rankscope.analysis.model.parts import part_name
+from rankscope.analysis.replay.sweep import LEAST_GAIN
 from rankscope.analysis.report.digest import GapGroup, is_healthy
 from rankscope.analysis.report.labels import part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
@@ -40,6 +42,8 @@ __all__ = [
     "cost",
     "cost_per_step",
     "evidence",
+    "fix_row",
+    "fixes_mean",
     "gain",
     "gap_extent",
     "head_facts",
@@ -268,6 +272,22 @@ def gain(report: Report, finding: Finding) -> str:
     predicted = say("finding.gain.value", percent(finding.gain_fraction), time)
     replayed = say("finding.gain.replayed", finding.fix) if finding.fix and report.fidelity else ""
     return predicted + replayed
+
+
+def fix_row(report: Report, fix: PredictedFix) -> tuple[str, str, str, str, str]:
+    """Fix, predicted step, gain in time and as a share, and the finding that it belongs to."""
+    finding = fix.finding or ""
+    if fix.finding_lost_ns is not None and report.steps.mean_ns:
+        share = percent(fix.finding_lost_ns / report.steps.mean_ns)
+        finding = say("fixes.finding.costs", finding, duration(fix.finding_lost_ns), share)
+    gained = duration_with_error(fix.gain_ns, fix.uncertainty_ns)
+    return fix.fix, duration(fix.step_ns), gained, percent(fix.gain_fraction), finding
+
+
+def fixes_mean(report: Report) -> str:
+    """What the rows of the predicted fixes mean, with the replay's error."""
+    error = percent(report.fidelity.median_error) if report.fidelity else "?"
+    return say("fixes.means", error, percent(LEAST_GAIN))
 
 
 def resolution(report: Report, resolution_ns: int | None) -> str:

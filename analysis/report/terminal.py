@@ -37,6 +37,8 @@ from rankscope.analysis.report.phrases import (
     code_means,
     code_row,
     cost,
+    fix_row,
+    fixes_mean,
     gain,
     gap_extent,
     head_facts,
@@ -93,6 +95,7 @@ def _blocks(report: Report) -> list[RenderableType]:
         _head(report),
         _heading("findings"),
         *_findings(report, report.findings),
+        *_fixes(report),
         _heading("time"),
         *_time(report),
         *_code(report.code),
@@ -234,6 +237,16 @@ def _finding_facts(report: Report, finding: Finding) -> Table:
     if finding.caused_by:
         facts.append((say("finding.cause"), finding.caused_by))
     return _pairs(facts)
+
+
+def _fixes(report: Report) -> list[RenderableType]:
+    if not report.fixes:
+        return []
+    columns = ("fix", "step", "gain", "share", "finding")
+    table = _table(*(say(f"fixes.{column}") for column in columns), text_columns=(0, 4))
+    for fix in report.fixes:
+        table.add_row(*map(_text, fix_row(report, fix)))
+    return [_heading("fixes"), _text(fixes_mean(report), "dim"), table]
 
 
 def _time_in_a_line(report: Report) -> str:

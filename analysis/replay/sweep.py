@@ -1,0 +1,169 @@
+"""Which fixes would make the step shorter: the likely ones are all tried in the replay, whether a detector asks or not.
+
+Candidates are what wait attribution charges most to (ranks, nodes, stages), where only operations were recorded what
+computes longest, and every fix without an argument that the run allows. A fix is listed if it brings more than 2 % of
+the step and more than its own error. One that changes all ranks of another fix, and more, is listed only if it brings
+clearly more.
+
+Source: what-if analysis of stragglers, ByteDance 2025: one worker, one stage, one kind of operation at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rankscope.analysis.model.finding import Finding, PredictedFix
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
+from rankscope.analysis.replay.whatif import Gain, PipelineRerun, Rerun
+from rankscope.errors import BadFix
+
+__all__ = ["LEAST_GAIN", "sweep"]
+
+LEAST_GAIN = 0.02  # share of the step from which on a fix is listed
+_TRIED = 4  # ranks, nodes and stages each; a replay takes about a hundredth of the report's time
+_LISTED = 8
+_DISAGREE = 2.0  # times that a finding's cost and the replay of its fix differ, from which on both are shown
+_NAMED = ("rank:", "node:", "stage:", "link:", "op:")  # fixes with an argument
+
+
+def sweep(run: Rerun | PipelineRerun, findings: Sequence[Finding], charges: pl.DataFrame) -> tuple[PredictedFix, ...]:
+    """The fixes worth trying, the largest gain first, and those of findings whose cost the replay contradicts.
+
+    `charges` say for whom ranks were blocked, as `wait_attribution.Delays` has them.
+    """
+    found: dict[str, Finding] = {}
+    for finding in findings:
+        if finding.fix and finding.lost_ns_per_step:
+            found.setdefault(finding.fix, finding)
+    gains = {fix: gain for fix in dict.fromkeys((*found, *_candidates(run, charges))) if (gain := _tried(run, fix))}
+    worth = {fix: gain for fix, gain in gains.items() if _is_clear(gain, run.step_ns)}
+    kept = [fix for fix in worth if fix in found or not _covered(fix, worth, run)]
+    kept += [fix for fix in found if fix in gains and fix not in worth and _contradicts(gains[fix], found[fix])]
+    kept.sort(key=lambda fix: -gains[fix].gain_ns)
+    return tuple(_row(gains[fix], run.step_ns, found.get(fix)) for fix in kept[:_LISTED])
+
+
+def _tried(run: Rerun | PipelineRerun, fix: str) -> Gain | None:
+    try:
+        return run.gain(fix)
+    except BadFix:
+        return None
+
+
+def _is_clear(gain: Gain, step_ns: float) -> bool:
+    return gain.gain_ns > max(gain.uncertainty_ns, LEAST_GAIN * step_ns)
+
+
+def _contradicts(gain: Gain, finding: Finding) -> bool:
+    cost_ns, gain_ns = finding.lost_ns_per_step, max(gain.gain_ns, 0.0)
+    return cost_ns > _DISAGREE * gain_ns or gain_ns > _DISAGREE * cost_ns
+
+
+def _row(gain: Gain, step_ns: float, finding: Finding | None) -> PredictedFix:
+    gain_ns = max(gain.gain_ns, 0.0)
+    return PredictedFix(
+        fix=gain.fixes[0],
+        step_ns=round(step_ns - gain_ns),
+        gain_ns=round(gain_ns),
+        gain_fraction=gain_ns / step_ns,
+        uncertainty_ns=round(gain.uncertainty_ns),
+        finding=finding.detector if finding else None,
+        finding_lost_ns=finding.lost_ns_per_step if finding and _contradicts(gain, finding) else None,
+    )
+
+
+# ---------------------------------------------------------------- candidates
+
+
+def _candidates(run: Rerun | PipelineRerun, charges: pl.DataFrame) -> list[str]:
+    possible = run.possible()
+    if isinstance(run, PipelineRerun):
+        (ranks, stages), nodes = _longest(run), {}
+    else:
+        ranks = _of_charges(run, charges)
+        nodes, stages = (_summed(ranks, places) for places in (_nodes(run), _stages(run)))
+    found = [f"rank:{rank}" for rank in _largest(ranks)] if any(fix.startswith("rank:") for fix in possible) else []
+    found += [f"node:{node}" for node in _largest(nodes)] + [f"stage:{stage}" for stage in _largest(stages)]
+    known = [fix for fix in found if fix.startswith("rank:") or fix in possible]
+    return [*known, *(fix for fix in possible if not fix.startswith(_NAMED))]
+
+
+def _largest(ns: Mapping[int, float]) -> list[int]:
+    return sorted((of for of in ns if ns[of] > 0), key=lambda of: (-ns[of], of))[:_TRIED]
+
+
+def _of_charges(run: Rerun, charges: pl.DataFrame) -> dict[int, float]:
+    """For how long others were blocked by each rank; who blocked nobody for `LEAST_GAIN` of a step brings less."""
+    sums = charges.group_by("rank").agg(pl.col("blocked_ns").sum()).drop_nulls().iter_rows()
+    least = LEAST_GAIN * float(run.lengths_ns[run.judged].sum()) / len(run.nodes)
+    return {rank: float(ns) for rank, ns in sums if rank in run.nodes and ns >= least}
+
+
+def _summed(ns: Mapping[int, float], places: Mapping[int, Iterable[int]]) -> dict[int, float]:
+    """What ranks have, by their places."""
+    sums: dict[int, float] = {}
+    for rank, of_rank in ns.items():
+        for place in places.get(rank, ()):
+            sums[place] = sums.get(place, 0.0) + of_rank
+    return sums
+
+
+def _longest(run: PipelineRerun) -> tuple[dict[int, float], dict[int, float]]:
+    """What each rank computes in all beyond its peers in the other replicas, and what each stage computes."""
+    grid = run.grid
+    computes = np.isin(grid.kinds, (FORWARD, BACKWARD))
+    spent = grid.duration_ns[computes].sum(axis=1)  # [op, replica]
+    excess = np.maximum(spent - np.median(spent, axis=1, keepdims=True), 0.0)
+    ranks, of = np.unique(grid.ranks[computes], return_inverse=True)
+    stages, at = np.unique([key.stage for key in grid.keys], return_inverse=True)
+    of_stage = np.bincount(at[computes], weights=spent.sum(axis=1), minlength=len(stages))
+    of_rank = np.bincount(of.ravel(), weights=excess.ravel())
+    return _by(ranks, of_rank), _by(stages, of_stage)
+
+
+def _by(of: NDArray[np.generic], ns: NDArray[np.generic]) -> dict[int, float]:
+    return dict(zip(of.tolist(), ns.tolist(), strict=True))
+
+
+def _nodes(run: Rerun | PipelineRerun) -> dict[int, tuple[int, ...]]:
+    return {} if isinstance(run, PipelineRerun) else {rank: (node,) for rank, node in run.nodes.items()}
+
+
+def _stages(run: Rerun | PipelineRerun) -> dict[int, tuple[int, ...]]:
+    if isinstance(run, Rerun):
+        return {rank: (stage,) for rank, stage in run.stages.items()}
+    held: dict[int, set[int]] = {}
+    for key, ranks in zip(run.grid.keys, run.grid.ranks.tolist(), strict=True):
+        for rank in ranks:
+            held.setdefault(rank, set()).add(key.stage)
+    return {rank: tuple(sorted(stages)) for rank, stages in held.items()}
+
+
+# ---------------------------------------------------------------- of fixes that say the same the smallest
+
+
+def _covered(fix: str, worth: Mapping[str, Gain], run: Rerun | PipelineRerun) -> bool:
+    """Whether a fix of fewer of these ranks brings as much, but for the error."""
+    ranks, gain = _ranks(fix, run), worth[fix]
+    return any(
+        0 < len(fewer := _ranks(other, run)) < len(ranks)
+        and fewer < ranks
+        and gain.gain_ns <= worth[other].gain_ns + max(gain.uncertainty_ns, LEAST_GAIN * run.step_ns)
+        for other in worth
+    )
+
+
+def _ranks(fix: str, run: Rerun | PipelineRerun) -> frozenset[int]:
+    """Whose own time a fix changes; empty if it is of no rank's."""
+    name, _, argument = fix.partition(":")
+    if name == "rank":
+        return frozenset(map(int, argument.split(",")))
+    everybody: Iterable[int] = run.nodes if isinstance(run, Rerun) else np.unique(run.grid.ranks).tolist()
+    if name == "balance":
+        return frozenset(everybody)
+    places = {"node": _nodes, "stage": _stages}.get(name, lambda _: {})(run)
+    return frozenset(rank for rank in everybody if argument.isdigit() and int(argument) in places.get(rank, ()))
