@@ -64,6 +64,7 @@ def slow_rank(rank: int, **changes: object) -> Finding:
         lost_fraction=0.19,
         uncertainty_ns=2 * MS,
         gain_fraction=0.185,
+        confidence="likely",
         evidence=(Evidence(table="regions", rank=rank, start_ns=10**9, end_ns=10**9 + 140 * MS, note="forward"),),
     )
     return dataclasses.replace(finding, **changes)
