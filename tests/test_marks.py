@@ -385,7 +385,7 @@ def test_slow_rank_is_no_uneven_work(tmp_path, slow):
 def test_without_nccls_durations_uneven_work_is_not_checked(tmp_path):
     report = diagnosed(tmp_path, ranks=8, length=of_data, durations=False)
     assert "load_imbalance" not in {f.detector for f in report.findings}
-    assert reasons_of(report)["load_imbalance"].startswith("backward is not told from communication")
+    assert reasons_of(report)["load_imbalance"].startswith("backward is not distinguished from communication")
 
 
 def test_throttled_device_is_the_cause_of_its_slow_rank(tmp_path):
