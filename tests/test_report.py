@@ -495,6 +495,14 @@ def test_page_says_who_what_cost_gain_and_what_to_do():
         assert expected in text
 
 
+def test_page_begins_with_the_verdict_and_the_findings_with_their_advice():
+    """What to do comes before where the time goes."""
+    text = Page(html.render(job())).text
+    parts = ("Rank 2 computes more slowly than its peers", "Look at the clocks of rank 2.", "Where a step's time goes")
+    order = [text.index(part) for part in parts]
+    assert order == sorted(order)
+
+
 def test_a_finding_about_all_ranks_sets_none_of_them_off():
     everyone = slow_rank(0, detector="load_imbalance", ranks=(0, 1, 2, 3))
     text = Page(html.render(job(findings=(everyone,)))).text
