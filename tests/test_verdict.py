@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import polars as pl
 import pytest
 from test_diagnose import run
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.report import terminal
 
 
@@ -25,6 +27,25 @@ def test_losses_are_the_breakdowns_and_sum_over_ranks_to_its_parts():
     wait = next(loss for loss in report.losses if loss.kind == "wait")
     assert (wait.least_rank, wait.least_ns) == (1, 0)
     assert (wait.explained_by, wait.unexplained_fraction) == (("slow_rank",), 0)
+
+
+def test_devices_that_idle_with_work_queued_lose_it_and_short_gaps_between_kernels_do_not():
+    spans = (
+        ("compute", "no region", 0, 20),
+        ("unsplit", "allreduce", 20, 35),
+        ("other", "queued, not started", 35, 90),
+        ("other", "launch not in the trace", 90, 98),
+        ("other", "between kernels", 98, 100),
+    )
+    rows = [(0, 0, *span) for span in spans]
+    phases = pl.DataFrame(rows, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row")
+    length = (pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")
+    losses = losses_of(phases.group_by("rank", "step", "part").agg(length), phases, ())
+    assert [(loss.kind, loss.fraction) for loss in losses] == [
+        ("queued", pytest.approx(0.55)),
+        ("unattributed", pytest.approx(0.15)),
+        ("unseen", pytest.approx(0.08)),
+    ]
 
 
 def test_no_bottleneck_only_where_little_is_lost_and_little_could_be_overlooked(even):

@@ -222,7 +222,6 @@ def conclude(
         steps=steps,
         rate=rate,
         breakdown=tables["breakdown"],
-        phases=tables["phases"],
         lead=lead,
         hosts_only="device_waits" in tables,
         profiled=not timeline.kernels.is_empty(),

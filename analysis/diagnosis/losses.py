@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid
+from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid, sums
 from rankscope.analysis.model.finding import Finding, Loss
+from rankscope.analysis.timeline.device_breakdown import QUEUED, UNSEEN
 
 __all__ = ["LOST", "losses_of", "lost_as", "lost_fraction", "shown_as_lost"]
 
@@ -15,6 +16,8 @@ LOST = {  # kind -> the part of the breakdown
     "wait": "wait",
     "bubble": "bubble",
     "idle": "host",
+    "queued": "other",
+    "unseen": "other",
     "communication": "transfer",
     "unattributed": "unsplit",
     "input": "input",
@@ -22,6 +25,7 @@ LOST = {  # kind -> the part of the breakdown
     "compile": "compile",
     "checkpoint": "checkpoint",
 }
+_LABEL = {"queued": QUEUED, "unseen": UNSEEN}  # the rows of the part that are lost so; elsewhere all of them
 _EXPOSED = ("communication", "unattributed")
 _STRAGGLER = ("wait", "bubble", "idle", "unattributed")
 # What the cost of each detector's findings is lost as; those that are not listed show nowhere in the breakdown as lost.
@@ -58,23 +62,26 @@ def losses_of(breakdown: pl.DataFrame, phases: pl.DataFrame, findings: Sequence[
     if not grid.steps or not grid.step_ns:
         return ()
     roots = [finding for finding in findings if finding.caused_by is None and finding.lost_ns_per_step]
-    found = [_loss(kind, grid, phases, roots) for kind in LOST if grid.of(LOST[kind]).any()]
-    return tuple(sorted(found, key=lambda loss: -loss.fraction))
+    lengths = phases.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
+    found = [_loss(kind, grid, lengths, roots) for kind in LOST if grid.of(LOST[kind]).any()]
+    return tuple(sorted((loss for loss in found if loss.most_ns), key=lambda loss: -loss.fraction))
 
 
 def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Finding]) -> Loss:
     part = LOST[kind]
-    of_rank = grid.of(part).mean(axis=1)
+    rows = phases.filter(pl.col("part") == part)
+    if kind in _LABEL:
+        rows = rows.filter(pl.col("label") == _LABEL[kind])
+    of_rank = (sums(grid, rows, "ns") if kind in _LABEL else grid.of(part)).mean(axis=1)
     least, most = int(of_rank.argmin()), int(of_rank.argmax())
     fraction = float(of_rank.mean()) / grid.step_ns
     causes = [finding for finding in roots if kind in _LOST_AS.get(finding.detector, LOST)]
-    rows = phases.filter(pl.col("part") == part).with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
     labels = rows.group_by("label").agg(pl.col("ns").sum()).sort("ns", "label", descending=[True, False])["label"]
     return Loss(
         kind=kind,
         ns_per_step=round(float(of_rank.mean())),
         fraction=fraction,
-        where=labels[0] if len(labels) else "",
+        where=labels[0] if len(labels) and kind not in _LABEL else "",
         least_rank=grid.ranks[least],
         least_ns=round(float(of_rank[least])),
         most_rank=grid.ranks[most],

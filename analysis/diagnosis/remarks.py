@@ -16,9 +16,8 @@ from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.code_samples import Code
-from rankscope.analysis.timeline.device_breakdown import QUEUED, UNSEEN
 
-__all__ = ["left_open", "made_of", "not_read", "of_outliers", "stopped", "unclear", "unknown", "without_reason"]
+__all__ = ["left_open", "made_of", "not_read", "of_outliers", "stopped", "unclear", "unknown"]
 
 LARGE = 0.05  # share of the step from which a remark mentions a part
 MUCH = 0.2  # share of the step from which it mentions what no check can judge
@@ -65,15 +64,6 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
     if mixed >= MUCH:
         said.append(text("; in {share} of the step compute and communication are not told apart", share=percent(mixed)))
     return joined("", said)
-
-
-def without_reason(phases: pl.DataFrame) -> str:
-    """How much of the step devices stand idle and the trace does not show why, where it is much."""
-    length = pl.col("end_ns") - pl.col("start_ns")
-    unknown = (pl.col("part") == "other") & pl.col("label").is_in([QUEUED, UNSEEN])
-    share = phases.select(length.filter(unknown).sum() / length.sum()).item() or 0.0
-    much = text("; the devices stand idle {share} of the step, and the trace does not show why", share=percent(share))
-    return much if share >= MUCH else ""
 
 
 def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:

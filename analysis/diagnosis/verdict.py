@@ -49,7 +49,6 @@ class Seen:
     steps: StepSummary
     rate: Rate
     breakdown: pl.DataFrame
-    phases: pl.DataFrame
     lead: Lead | None
     hosts_only: bool
     profiled: bool  # a profiler's capture, not a run that was recorded
@@ -184,7 +183,6 @@ def _remarks(seen: Seen) -> str:
     return joined(
         "",
         (
-            remarks.without_reason(seen.phases),
             remarks.unknown(seen.breakdown, seen.code),
             remarks.left_open(seen.breakdown, seen.lead, seen.code),
             remarks.stopped(seen.breakdown) if seen.hosts_only else "",
@@ -211,6 +209,8 @@ def _loss(loss: Loss) -> str:
         "wait": text("wait for peers takes {share}", share=share),
         "bubble": text("wait for other pipeline stages takes {share}", share=share),
         "idle": text("the GPU idles for its host {share}", share=share),
+        "queued": text("the GPU idles with work queued that does not start {share}", share=share),
+        "unseen": text("the GPU idles before work whose launch is not in the trace {share}", share=share),
         "communication": text("exposed communication takes {share}", share=share),
         "unattributed": text("communication that was not matched takes {share}", share=share),
         "input": text("wait for input takes {share}", share=share),
@@ -240,6 +240,10 @@ def _place(loss: Loss, ranks: int) -> str:
 def _what_would_show_it(loss: Loss, seen: Seen) -> str:
     if not seen.profiled:
         return text("; rankscope trigger RUN --steps 10 records what ranks and devices do meanwhile")
+    if loss.kind == "queued":
+        return text("; an Nsight Systems capture shows what the queued work waits for")
+    if loss.kind == "unseen":
+        return text("; a capture with warm-up steps and with the host's calls holds the launches")
     if len(seen.ranks) < (seen.world_size or 0):
         return text("; captures of all ranks would show who causes it")
     if loss.kind == "idle":
@@ -294,7 +298,7 @@ def _cannot_judge(healthy: Sequence[Healthy], not_checked: Sequence[NotChecked],
         why = text("{steps} seen, all of them warm-up", steps=counted(steps.warmup, "step"))
     place = None if steps.count else seen.code.most()
     seen_at = text("; main threads were mostly at {place}", place=place) if place else ""
-    more = joined("", (remarks.made_of(seen.breakdown), remarks.without_reason(seen.phases), seen_at, absent))
+    more = joined("", (remarks.made_of(seen.breakdown), seen_at, absent))
     if healthy and not steps.count:
         return text("No rank hangs; cannot judge: {why}{more}.", why=why, more=more)
     return text("Cannot judge: {why}{more}.", why=why, more=more)

@@ -125,6 +125,7 @@ class Loss:
     """Time of the mean step that is lost in one way, mean over the ranks, as the breakdown has it.
 
     `kind` is "wait" (for peers), "bubble" (for a pipeline's neighbour), "idle" (the device waits for its host),
+    "queued" (it idles though work is queued), "unseen" (it idles before work whose launch was not recorded),
     "communication" (exposed transfers), "unattributed" (communication that was not matched), "input", "gc", "compile"
     or "checkpoint". `where` is the label that holds most of it. `least_rank` and `most_rank` lose the least and most.
     `unexplained_fraction` is what the findings, together, leave of `fraction`.
