@@ -51,12 +51,10 @@ def test_a_healthy_run_has_no_rows():
     assert json.loads(json_form.render(report))["fixes"] == []
 
 
-def test_work_that_moves_from_rank_to_rank_is_balanced_without_a_finding_asking():
-    """Each step another rank takes 30 ms longer: no rank's fix brings a tenth of that, equal work brings 22.5 ms."""
+def test_scatter_is_not_balanced_unless_a_finding_asks():
+    """Each step another rank takes 30 ms longer, as a healthy job's do by chance: equal work would bring 22.5 ms."""
     turns = {rank: [70 if rank == step else 40 for step in range(4)] for rank in range(4)}
-    best = swept(run(turns))[0]
-    assert (best.fix, best.finding) == ("balance", None)
-    assert best.gain_ns == pytest.approx(22.5 * MS, abs=0.5 * MS)
+    assert "balance" not in [fix.fix for fix in swept(run(turns))]
 
 
 def test_a_finding_whose_cost_the_replay_contradicts_is_listed_with_both():

@@ -1,9 +1,9 @@
 """Which fixes would make the step shorter: the likely ones are all tried in the replay, whether a detector asks or not.
 
 Candidates are what wait attribution charges most to (ranks, nodes, stages), where only operations were recorded what
-computes longest, and every fix without an argument that the run allows. A fix is listed if it brings more than 2 % of
-the step and more than its own error. One that changes all ranks of another fix, and more, is listed only if it brings
-clearly more.
+computes longest, and every fix without an argument that the run allows, but for `balance`. A fix is listed if it brings
+more than 2 % of the step and more than its own error. One that changes all ranks of another fix, and more, is listed
+only if it brings clearly more.
 
 Source: what-if analysis of stragglers, ByteDance 2025: one worker, one stage, one kind of operation at a time.
 """
@@ -28,6 +28,7 @@ _TRIED = 4  # ranks, nodes and stages each; a replay takes about a hundredth of 
 _LISTED = 8
 _DISAGREE = 2.0  # times that a finding's cost and the replay of its fix differ, from which on both are shown
 _NAMED = ("rank:", "node:", "stage:", "link:", "op:")  # fixes with an argument
+_ASKED = "balance"  # removes the scatter of equal ranks too, so that healthy jobs would have it: findings ask for it
 
 
 def sweep(run: Rerun | PipelineRerun, findings: Sequence[Finding], charges: pl.DataFrame) -> tuple[PredictedFix, ...]:
@@ -89,7 +90,7 @@ def _candidates(run: Rerun | PipelineRerun, charges: pl.DataFrame) -> list[str]:
     found = [f"rank:{rank}" for rank in _largest(ranks)] if any(fix.startswith("rank:") for fix in possible) else []
     found += [f"node:{node}" for node in _largest(nodes)] + [f"stage:{stage}" for stage in _largest(stages)]
     known = [fix for fix in found if fix.startswith("rank:") or fix in possible]
-    return [*known, *(fix for fix in possible if not fix.startswith(_NAMED))]
+    return [*known, *(fix for fix in possible if not fix.startswith((*_NAMED, _ASKED)))]
 
 
 def _largest(ns: Mapping[int, float]) -> list[int]:
