@@ -29,7 +29,7 @@ import polars as pl
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, price
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, over_occurrences
 from rankscope.analysis.model.finding import Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration
@@ -42,6 +42,7 @@ detector = Detector(
     per_rank=True,
     explains=("pipeline_bubble",),
     parts=("checkpoint",),
+    lost_as=("checkpoint", *AS_WAITING),
 )
 
 _MAIN_THREAD = 0

@@ -33,7 +33,7 @@ import polars as pl
 from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, price
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, estimate
 from rankscope.analysis.model.finding import Evidence, Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration
@@ -48,6 +48,7 @@ detector = Detector(
     # A rank with popular experts is up to twice as far above its peers as above the mean, which is what those cost.
     explains_share=0.5,
     explains_within_error=True,
+    lost_as=AS_WAITING,
 )
 
 _AMONG_MOST = 0.5  # of the largest excess, above which a rank is one of those that get more

@@ -32,7 +32,7 @@ from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.parts import MIXED
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
@@ -41,6 +41,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
     needs=("backward", "collectives"),
+    lost_as=AS_EXPOSED,
 )
 
 _TRIM = 0.1

@@ -32,7 +32,7 @@ from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate, over_occurrences
 from rankscope.analysis.model.finding import Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration
@@ -47,6 +47,7 @@ detector = Detector(
     cost="as_replayed",
     parts=("gc",),
     name=text("garbage collection"),
+    lost_as=("gc", *AS_WAITING),
 )
 
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")

@@ -55,6 +55,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
     explains=("slow_rank",),
+    lost_as=("idle", "wait", "compile"),
 )
 
 _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps

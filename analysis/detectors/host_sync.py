@@ -42,6 +42,7 @@ detector = Detector(
     explains=("host_bound", "slow_rank"),
     explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
     parts=("host",),
+    lost_as=("idle", "wait"),
 )
 
 _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps

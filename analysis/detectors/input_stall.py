@@ -35,7 +35,7 @@ from rankscope.analysis.detectors import judged_grid, longest_regions, of_hosts,
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, above_peers, estimate
 from rankscope.analysis.model.finding import Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration
@@ -49,6 +49,7 @@ detector = Detector(
     cost="bounded",
     parts=("input",),
     name=text("input pipeline"),
+    lost_as=("input", *AS_WAITING),
 )
 
 _ALWAYS = 0.9  # share of the steps above which a stall is there in every step

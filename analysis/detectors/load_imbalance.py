@@ -57,7 +57,7 @@ from rankscope.analysis.metrics.step_matrix import (
 )
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import MIXED, OWN_WORK
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
@@ -71,6 +71,7 @@ detector = Detector(
     per_rank=True,
     explains=("pipeline_bubble",),
     parts=OWN_WORK,
+    lost_as=AS_WAITING,
 )
 
 _DISAGREE = 3.0  # standard deviations between what forward and backward say: one of them was preempted

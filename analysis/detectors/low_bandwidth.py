@@ -44,7 +44,7 @@ from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_gr
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, by_rank_and_step, estimate, over_occurrences
 from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
 from rankscope.analysis.model.finding import Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
@@ -58,6 +58,7 @@ detector = Detector(
     explains=("exposed_communication", "step_change"),
     explains_of_ranks=("slow_rank", "slow_link"),  # the group's ranks are late for whoever is not in it
     explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
+    lost_as=AS_EXPOSED,
 )
 
 _TRIM = 0.1

@@ -38,7 +38,7 @@ from rankscope.analysis.metrics.step_matrix import (
 )
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import MEMORY_CALLS
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration, percent
@@ -51,6 +51,7 @@ detector = Detector(
     explains=("slow_rank", "host_bound", "gradual_slowdown"),
     explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
     parts=("host",),
+    lost_as=AS_WAITING,
 )
 
 _LEAST_STEPS = 1  # each holds many calls

@@ -36,7 +36,7 @@ from rankscope.analysis.detectors.slow_rank import resolution_ns as resolution_o
 from rankscope.analysis.metrics.step_matrix import StepGrid
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.parts import OWN_WORK
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
@@ -49,6 +49,7 @@ detector = Detector(
     explains=("slow_rank", "input_stall", "gradual_slowdown"),
     explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
     parts=OWN_WORK,
+    lost_as=(*AS_WAITING, "input"),
 )
 
 _MOSTLY = 0.5

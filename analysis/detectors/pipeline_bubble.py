@@ -27,7 +27,7 @@ import polars as pl
 from rankscope.analysis.detectors import severity
 from rankscope.analysis.metrics.step_matrix import estimate
 from rankscope.analysis.model.finding import Evidence, Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.replay.pipeline import TRANSFERS, measured_pipeline
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
@@ -36,7 +36,7 @@ from rankscope.errors import NotReplayable, NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 
-detector = Detector()
+detector = Detector(lost_as=AS_WAITING)
 
 
 def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: float = 0.03) -> list[Finding]:

@@ -32,7 +32,7 @@ from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, over_occurrences
 from rankscope.analysis.model.finding import Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration
@@ -46,6 +46,7 @@ detector = Detector(
     cost="as_replayed",
     parts=("compile",),
     name=text("recompilation"),
+    lost_as=("compile", *AS_WAITING),
 )
 
 _SECOND = r"^compile \S*/[1-9]"

@@ -45,7 +45,7 @@ from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, robust_deviation, sums
 from rankscope.analysis.model.finding import Evidence, Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
@@ -61,6 +61,7 @@ detector = Detector(
     cost="as_replayed",
     waited_for=False,
     parts=("transfer",),
+    lost_as=(*AS_EXPOSED, "wait", "bubble"),
 )
 
 _MANY = 16  # links tell how much healthy ones differ

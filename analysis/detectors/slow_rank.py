@@ -103,7 +103,7 @@ from rankscope.analysis.metrics.wait_attribution import caused_by_rank, delays
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.model.parts import APART, MIXED, OWN_WORK
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration, percent
@@ -122,6 +122,7 @@ detector = Detector(
     explains=("load_imbalance", "slow_link", "pipeline_bubble", "low_bandwidth"),
     cost="bounded",
     parts=OWN_WORK,
+    lost_as=AS_WAITING,
 )
 
 _TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean

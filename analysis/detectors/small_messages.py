@@ -33,7 +33,7 @@ from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, by_rank_and_step, estimate
 from rankscope.analysis.model.finding import Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import bytes_text, duration
@@ -44,6 +44,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("collectives",),
     explains=("exposed_communication",),
+    lost_as=AS_EXPOSED,
 )
 
 _TRIM = 0.1

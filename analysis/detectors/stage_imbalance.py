@@ -40,7 +40,7 @@ from rankscope.analysis.detectors import severity
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.replay.pipeline import (
     Key,
     OpGrid,
@@ -60,6 +60,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     explains=("slow_rank", "load_imbalance"),
     parts=OWN_WORK,
+    lost_as=AS_WAITING,
 )
 
 

@@ -31,7 +31,7 @@ from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.errors import NotResolvable
@@ -41,6 +41,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("collectives", "tcp"),
     explains=("low_bandwidth", "exposed_communication"),
+    lost_as=AS_EXPOSED,
 )
 
 _TRIM = 0.1

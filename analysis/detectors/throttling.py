@@ -26,7 +26,7 @@ import polars as pl
 from rankscope.analysis.detectors import as_cause, judged_grid
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.parts import MIXED, OWN_WORK
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import percent
@@ -39,6 +39,7 @@ detector = Detector(
     explains=("slow_rank", "gradual_slowdown", "low_mfu"),
     explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
     parts=OWN_WORK,
+    lost_as=AS_WAITING,
 )
 
 _BUSY = 0.5

@@ -30,7 +30,7 @@ from rankscope.analysis.metrics.exposed_communication import with_exposed
 from rankscope.analysis.metrics.links import nodes_of_groups
 from rankscope.analysis.metrics.step_matrix import estimate, sums
 from rankscope.analysis.model.finding import Finding
-from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
@@ -39,6 +39,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
     needs=("collectives",),
+    lost_as=AS_EXPOSED,
 )
 
 _TRIM = 0.1

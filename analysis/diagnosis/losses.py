@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid, sums
 from rankscope.analysis.model.finding import Finding, Loss
 from rankscope.analysis.timeline.device_breakdown import QUEUED, UNSEEN
 
-__all__ = ["LOST", "losses_of", "lost_as", "lost_fraction", "shown_as_lost"]
+__all__ = ["LOST", "losses_of", "lost_fraction"]
 
 LOST = {  # kind -> the part of the breakdown
     "wait": "wait",
@@ -26,31 +27,6 @@ LOST = {  # kind -> the part of the breakdown
     "checkpoint": "checkpoint",
 }
 _LABEL = {"queued": QUEUED, "unseen": UNSEEN}  # the rows of the part that are lost so; elsewhere all of them
-_EXPOSED = ("communication", "unattributed")
-_STRAGGLER = ("wait", "bubble", "idle", "unattributed")
-# What the cost of each detector's findings is lost as; those that are not listed show nowhere in the breakdown as lost.
-_LOST_AS = {
-    "slow_rank": _STRAGGLER,
-    "load_imbalance": _STRAGGLER,
-    "expert_imbalance": _STRAGGLER,
-    "stage_imbalance": _STRAGGLER,
-    "pipeline_bubble": _STRAGGLER,
-    "throttling": _STRAGGLER,
-    "noisy_host": (*_STRAGGLER, "input"),
-    "memory_pressure": _STRAGGLER,
-    "host_bound": ("idle", "wait", "compile"),
-    "host_sync": ("idle", "wait"),
-    "recompile": ("compile", *_STRAGGLER),
-    "gc_stall": ("gc", *_STRAGGLER),
-    "checkpoint_stall": ("checkpoint", *_STRAGGLER),
-    "input_stall": ("input", *_STRAGGLER),
-    "slow_link": (*_EXPOSED, "wait", "bubble"),
-    "low_bandwidth": _EXPOSED,
-    "small_messages": _EXPOSED,
-    "tcp_window_limit": _EXPOSED,
-    "unpipelined_hierarchy": _EXPOSED,
-    "exposed_communication": _EXPOSED,
-}
 
 
 def losses_of(breakdown: pl.DataFrame, phases: pl.DataFrame, findings: Sequence[Finding]) -> tuple[Loss, ...]:
@@ -75,7 +51,7 @@ def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Findi
     of_rank = (sums(grid, rows, "ns") if kind in _LABEL else grid.of(part)).mean(axis=1)
     least, most = int(of_rank.argmin()), int(of_rank.argmax())
     fraction = float(of_rank.mean()) / grid.step_ns
-    causes = [finding for finding in roots if kind in _LOST_AS.get(finding.detector, LOST)]
+    causes = [finding for finding in roots if kind in (spec_of(finding.detector).lost_as or LOST)]
     labels = rows.group_by("label").agg(pl.col("ns").sum()).sort("ns", "label", descending=[True, False])["label"]
     return Loss(
         kind=kind,
@@ -94,13 +70,3 @@ def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Findi
 def lost_fraction(losses: Sequence[Loss]) -> float:
     """The share of the mean step that is lost in any way."""
     return sum(loss.fraction for loss in losses)
-
-
-def lost_as(detector: str) -> tuple[str, ...]:
-    """The kinds of loss that this detector's findings bring about, as far as the tables show them."""
-    return _LOST_AS.get(detector, ())
-
-
-def shown_as_lost(detector: str) -> bool:
-    """Whether what this detector looks for is in the table of losses: it then costs no more than is lost there."""
-    return detector in _LOST_AS

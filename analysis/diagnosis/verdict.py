@@ -13,7 +13,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, spec_of
 from rankscope.analysis.diagnosis import remarks
-from rankscope.analysis.diagnosis.losses import lost_as, lost_fraction, shown_as_lost
+from rankscope.analysis.diagnosis.losses import lost_fraction
 from rankscope.analysis.model.finding import (
     Fidelity,
     Finding,
@@ -85,7 +85,7 @@ def without_coarse(
     kept: list[Healthy] = []
     coarse: list[NotChecked] = []
     for check in healthy:
-        could_be = [loss for loss in losses if loss.kind in lost_as(check.detector)]
+        could_be = [loss for loss in losses if loss.kind in spec_of(check.detector).lost_as]
         left = max(could_be, key=lambda loss: loss.unexplained_fraction, default=None)
         limit = (check.resolution_ns or 0) / (steps.mean_ns or 1)
         if left is None or left.unexplained_fraction < MUCH_LOST or limit <= 1.01 * MUCH_LOST:
@@ -163,7 +163,7 @@ def _was_judged(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) 
 
 def _is_bounded(detector: str, seen: Seen) -> bool:
     """Whether what it looks for costs no more than the table of losses shows: it needs the ranks' communication."""
-    return shown_as_lost(detector) and not seen.hosts_only and not seen.breakdown.is_empty()
+    return bool(spec_of(detector).lost_as) and not seen.hosts_only and not seen.breakdown.is_empty()
 
 
 def _limit(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> tuple[float, str]:

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Detector"]
+__all__ = ["AS_EXPOSED", "AS_WAITING", "Detector"]
+
+# Kinds of loss (`diagnosis/losses.py`) that several detectors' findings bring about.
+AS_WAITING = ("wait", "bubble", "idle", "unattributed")
+AS_EXPOSED = ("communication", "unattributed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,7 @@ class Detector:
         brings ("as_replayed"). The latter two need a threshold `min_fraction`.
     waited_for: other ranks wait for those that its finding names.
     parts: parts of the step that show its finding, added up per rank. Empty: it gets no picture.
+    lost_as: the kinds of loss that its findings bring about. Empty: what they cost shows nowhere in the tables as lost.
     name: its name in plain words, a `text`, where its id is not plain enough.
     """
 
@@ -39,4 +44,5 @@ class Detector:
     cost: Literal["measured", "bounded", "as_replayed"] = "measured"
     waited_for: bool = True
     parts: tuple[str, ...] = ()
+    lost_as: tuple[str, ...] = ()
     name: str = ""
