@@ -4,7 +4,7 @@
 
 A model of many small layers, as many operators per step as asked for; rounds of steps without and with the profiler, in
 turns. Times of the training thread are its CPU time, of which a busy machine changes little; its wall time and the
-longest time that it stood still while the trace was saved are given beside it.
+longest time that it paused while the trace was saved are given beside it.
 """
 
 from __future__ import annotations

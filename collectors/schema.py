@@ -162,7 +162,7 @@ NCCL_EVENTS = (
 
 MOST_RANKS = 1 << 20  # a rank, or a number of ranks, above this is damage
 NO_PEER = -1
-# A job stands still when no rank has begun anything for so long, and for so many of its usual steps.
+# A job hangs when no rank has begun anything for so long, and for so many of its usual steps.
 STILL_NS, STILL_STEPS = 10_000_000_000, 5
 
 _START = Column("start_ns", "int64", "ns", "Start, on the node's monotonic clock.")

@@ -37,7 +37,7 @@ _TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """One thing to mend, and what it alone would bring."""
+    """One fix, and what it alone would bring."""
 
     key: str  # as `rankscope whatif --fix` takes it
     text: str

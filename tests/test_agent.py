@@ -290,7 +290,7 @@ def test_killed_agent_leaves_files_that_can_be_read(agent, rank):
 
 
 def test_overwritten_records_are_counted_exactly(agent, rank):
-    """100,000 records while the agent stands still: the ring holds the last 65,536, the others are lost."""
+    """100,000 records while the agent is stopped: the ring holds the last 65,536, the others are lost."""
     agent.process.send_signal(signal.SIGSTOP)
     rank.do("regions(100_000)")
     agent.process.send_signal(signal.SIGCONT)

@@ -70,8 +70,8 @@ def test_one_rank_that_saves_for_all_is_the_one_finding_and_no_slow_rank(tmp_pat
     assert finding.title == "Saving a checkpoint (torch.save) stops rank 0 for 200 ms every 10th step"
     assert (finding.lost_ns_per_step, finding.uncertainty_ns) == (20 * MS, 0)
     assert finding.gain_fraction == pytest.approx(20 / 120)
-    assert finding.stood_still.ranks == (1, 2, 3)
-    assert finding.stood_still.ns == 3 * 4 * 200 * MS
+    assert finding.others_waited.ranks == (1, 2, 3)
+    assert finding.others_waited.ns == 3 * 4 * 200 * MS
     parts = {(part.rank, part.part): part.ns_per_step for part in report.breakdown}
     assert (parts[0, "checkpoint"], parts[0, "other"], parts[1, "wait"]) == (20 * MS, 0, 20 * MS)
 

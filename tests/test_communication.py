@@ -381,7 +381,7 @@ def test_groups_that_reduce_other_things_are_no_levels():
 
 
 def test_where_ranks_are_missing_the_speed_of_transfers_is_not_judged():
-    """Nobody knows how much of the time rank 3, whose rows are missing, kept the others waiting."""
+    """It is not known how much of the time rank 3, whose rows are missing, kept the others waiting."""
     job = Job(4, groups=WORLD)
     for _ in range(STEPS):
         job.work("forward", 20 * MS)
@@ -395,7 +395,7 @@ def test_where_ranks_are_missing_the_speed_of_transfers_is_not_judged():
 
 @pytest.mark.parametrize("checked", ["low_bandwidth", "small_messages"])
 def test_transfers_of_unknown_size_are_not_judged_where_they_cost_time(checked):
-    """Of a step of 15 ms 5 ms are transfer: that is much, and without its bytes nobody knows whether it is slow."""
+    """Of a step of 15 ms 5 ms are transfer: that is much, and without its bytes it is not known whether it is slow."""
 
     def job(size, transfer_ns):
         job = Job(2, groups={"all": [0, 1]})

@@ -319,5 +319,5 @@ def test_report_on_torchrec_says_what_its_steps_wait_for_and_who_is_to_blame():
     assert [wait.rank for wait in report.waits if wait.caused_ns] == [2]
     assert (report.blames[0].rank, report.blames[0].label) == (2, "# running sparse arch")
     late = next(finding for finding in report.findings if finding.detector == "slow_rank")
-    assert late.stood_still.ranks == (0, 1, 3)
-    assert abs(late.stood_still.ns - 9_000_000_000) < 0.02 * 9_000_000_000  # 9.1 s less what they had to do meanwhile
+    assert late.others_waited.ranks == (0, 1, 3)
+    assert abs(late.others_waited.ns - 9_000_000_000) < 0.02 * 9_000_000_000  # 9.1 s less what they had to do meanwhile

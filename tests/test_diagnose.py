@@ -242,7 +242,7 @@ def test_detector_that_takes_anothers_findings_is_asked_after_it_and_told_why_th
 
     def cause(slow):
         if isinstance(slow, NotChecked):
-            raise NotResolvable(f"nobody knows who is slow: {slow.why}")
+            raise NotResolvable(f"it is not known who is slow: {slow.why}")
         return [finding("cause", one.lost_ns_per_step) for one in slow]
 
     modules = {
@@ -254,7 +254,7 @@ def test_detector_that_takes_anothers_findings_is_asked_after_it_and_told_why_th
     _, _, unchecked = ask(modules, {"steps": pl.DataFrame({"step": [1, 2]})}, said, {})
     assert {one.detector: one.why for one in unchecked} == {
         "slow": "it is foggy",
-        "cause": "nobody knows who is slow: it is foggy",
+        "cause": "it is not known who is slow: it is foggy",
     }
 
 

@@ -90,7 +90,7 @@ def test_a_job_on_more_ranks_is_compared_as_a_whole_and_that_is_said(healthy, tm
 
 
 def test_communication_whose_peers_were_not_recorded_is_not_said_to_be_gone(healthy, tmp_path):
-    """Of B only rank 0 is there: it still reduces, but nobody knows with whom."""
+    """Of B only rank 0 is there: it still reduces, but it is not known with whom."""
     alone = tmp_path / "alone"
     shutil.copytree(healthy, alone)
     for folder in alone.glob("*/rank=0000[123]"):

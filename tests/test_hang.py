@@ -1,4 +1,4 @@
-"""Who is to blame when a job stands still: states of a few ranks, written down, and two real hangs."""
+"""Who is to blame when a job hangs: states of a few ranks, written down, and two real hangs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_state_that_cannot_be_read_is_no_evidence():
 
 
 def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
-    """Rank 0 is in a transfer, and nobody knows with whom: it is named as being in it."""
+    """Rank 0 is in a transfer, and it is not known with whom: it is named as being in it."""
     held = {"op": "recv", "peer": -1, "is_p2p": True}
     found = hang.detect(**state((0, FIRST, 4, 3, held), groups=((FIRST, "pipeline", "0-2"),)))
     assert [(f.ranks, f.where) for f in found] == [((0,), "recv number 4 of pipeline")]
@@ -176,7 +176,7 @@ def held(progress):
     return progress.select("rank", "enqueued", "completed", "seq").rows()
 
 
-def test_recorded_run_that_stood_still_for_10_seconds_was_hung():
+def test_recorded_run_that_waited_for_10_seconds_was_hung():
     """Ranks 0 and 1 entered operation 2 at 2 s; rank 1's was ended by the interrupt at 14 s. Rank 2 never came."""
     progress = recorded(*STUCK, until=14.5)
     assert held(progress) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
@@ -194,7 +194,7 @@ def test_recorded_run_that_ended_soon_or_has_long_steps_was_not_hung():
         assert recorded(*rows, until=until, steps=steps)["seq"].null_count() == 3
 
 
-def test_where_nothing_was_sampled_nobody_knows_whether_the_job_stood_still():
+def test_where_nothing_was_sampled_it_is_not_known_whether_the_job_hung():
     progress = recorded(*STUCK, until=None)
     assert held(progress) == [(0, 2, None, None), (1, 2, None, None), (2, 1, 1, None)]
     with pytest.raises(NotResolvable, match="whether the job hung at its end"):
@@ -245,7 +245,7 @@ def said_by_ras(*rows):
 
 
 def test_nccls_operations_are_outstanding_where_ras_says_that_a_rank_lags():
-    """Rank 2 has not called operation 2. Without RAS nobody knows whether 2 has ended, and no health is claimed."""
+    """Rank 2 has not called operation 2. Without RAS it is not known whether 2 has ended, and no health is claimed."""
     groups = state(groups=((ALL, "all", "0-2"),))["groups"]
     alone = recorded(*NCCL, until=14.5)
     assert held(alone) == [(0, 2, None, None), (1, 2, None, None), (2, 1, 1, None)]

@@ -301,7 +301,7 @@ def test_marks_that_tell_nothing_are_not_used_and_that_is_said(tmp_path, job, wh
 
 @pytest.mark.parametrize("how", ["unseen", "lost"])
 def test_steps_without_an_end_on_the_device_are_left_out_and_a_lost_mark_joins_two_phases(tmp_path, how):
-    """Step 7 has no end on rank 1, so 8 has no begin. On rank 2 nobody knows when backward of step 12 ended."""
+    """Step 7 has no end on rank 1, so 8 has no begin. On rank 2 it is not known when backward of step 12 ended."""
     report = diagnosed(tmp_path, **{how: ((1, 7, "step_end"), (2, 12, "backward_end"))})
     assert report.steps.count == 16
     said = [gap.why for gap in report.gaps]

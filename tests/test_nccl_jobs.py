@@ -152,7 +152,7 @@ def found(report):
 
 
 def test_wait_and_transfer_of_an_operation_come_from_durations():
-    """Rank 1 begins its one bucket 20 ms late and waits for nobody; 6 ms are transfer. When that was nobody knows."""
+    """Rank 1 begins its one bucket 20 ms late and waits for nobody; 6 ms are transfer. When that was is not known."""
     job = Job(4, buckets=1, late=late_by(20 * MS, 1))
     rows = build_timeline(job.trace()).collectives
     assert rows["instance_id"].null_count() == 0

@@ -75,7 +75,7 @@ UNMATCHED = "of the step in operations that were not matched across ranks"
     ids=["a peer's operations", "a peer's phases", "the others' groups"],
 )
 def test_a_finding_stays_where_what_was_lost_holds_the_replay(lacking, taken, why):
-    """Mending the rank shortens no step there: others stand still as long, whatever is mended."""
+    """A fix of the rank shortens no step there: others wait as long, whatever is fixed."""
     (finding,) = lacking(*taken).findings
     assert (finding.detector, finding.ranks) == ("slow_rank", (SLOW,))
     assert finding.lost_fraction == pytest.approx(0.45, abs=0.02)

@@ -232,7 +232,7 @@ def environ(server):
 
 
 def asked(server, still_s=20.0):
-    """What comes of it where the job stands still for so long."""
+    """What comes of it where the job hangs for so long."""
     question = Ras(environ(server))
     question.look(time.perf_counter_ns() - round(still_s * 1e9), 0)
     if question._thread:

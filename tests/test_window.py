@@ -431,7 +431,7 @@ def test_steps_are_counted_alike_whatever_the_optimizers_do():
         return [counter.done for end, count in zip(ends, after, strict=True) if counter.ended(end, count)]
 
     assert steps([7, 7, 7]) == [1, 2, 3]
-    assert steps([1, 2, 1, 2, 1, 2]) == [1, 2, 3]  # the first time nobody knows that 2 is to come
+    assert steps([1, 2, 1, 2, 1, 2]) == [1, 2, 3]  # the first time it is not known that 2 is to come
     assert steps([1] * 30 + [9] + [1] * 2) == [*range(1, 33)]
     assert steps([1, 1, 2, 1, 1, 2, 1, 1, 2])[-2:] == [2, 3]
     assert steps([1, 1, None, 1, None]) == [1, 2, 1, 2]

@@ -59,7 +59,7 @@ ENOUGH_STEPS = 5  # to compare steps with each other
 FEW_STEPS = 2  # to tell a mean from chance, where it is very clear
 _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
 _MUCH_UNSPLIT = 0.03  # of the step: neither with more than that, if it is most of what ranks are blocked
-_FOR_UNSEEN = 0.03  # of the step: so long ranks stand still with others before these count
+_FOR_UNSEEN = 0.03  # of the step: so long ranks wait with others before these count
 _VISIBLE = 0.5  # share of the step from which a loss must be seen, or the steps have shown nothing
 
 
@@ -114,7 +114,7 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
 
 
 def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None = None) -> None:
-    """Not resolvable where ranks stand still, or may do so, for others that have no steps here; or most have none."""
+    """Not resolvable where ranks wait, or may do so, for others that have no steps here; or most have none."""
     grid = step_grid(breakdown)
     world = max(ranks["world_size"].drop_nulls().to_list(), default=0)
     unseen = sorted({*range(world), *ranks["rank"]} - set(grid.ranks))
@@ -148,7 +148,7 @@ def transfer_grid(
 ) -> StepGrid:
     """The same, for detectors that judge how long transfers take.
 
-    With `collectives` also where only their durations are known, which bound what ranks stand still (`held_up`).
+    With `collectives` also where only their durations are known, which bound what ranks wait (`held_up`).
     """
     grid = judged_grid(breakdown, least)
     if collectives is not None and is_bounded(collectives):

@@ -189,7 +189,7 @@ def _loss(
     steps: tuple[int, ...] = (),
     column: str = "exposed_ns",
 ) -> Estimate:
-    """What the median of these ranks stands still for per step, times the share; of `steps` alone where given.
+    """What the median of these ranks waits for per step, times the share; of `steps` alone where given.
 
     Of few steps the operations are the samples.
     """

@@ -15,7 +15,7 @@ The cost is by how much the longest rank of a step gets shorter without the exce
 were like the rest too: the job would still wait for the next one. The excess is that under those labels (forward,
 backward, a region of yours, …) under which the rank stands out likewise, so that noise elsewhere in the step does not
 hide it; `where` is the one that holds most of it. If the run can be replayed, the report gives the cost as no more than
-the replay says, of several ranks with the others mended: some of the excess may be hidden behind other waits.
+the replay says, of several ranks with the others fixed: some of the excess may be hidden behind other waits.
 
 Nodes are judged first, in the same way, by the mean of their ranks: what these have in common is told from chance
 sooner than what one of them has. A node is slow if all of its ranks take at least half of the loss longer; they are
@@ -882,8 +882,8 @@ def _priced(
     """The slow ones among `peers` with what each costs; `own` is that of the ranks, of which each holds `ranks_of`.
 
     That is by how much the longest rank of a step, whatever its role, is longer than it would be without the excess,
-    and no more than its peers were blocked longer than itself, and some slack. Peers that are as slow count as mended:
-    to mend this one alone would be of no use. Where arrivals on the devices were `seen`, these tell better who came
+    and no more than its peers were blocked longer than itself, and some slack. Peers that are as slow count as fixed:
+    to fix this one alone would be of no use. Where arrivals on the devices were `seen`, these tell better who came
     next; the cost is the excess.
     """
     waited = -above_peers(peers.blocked, peers.role)

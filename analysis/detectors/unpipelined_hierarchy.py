@@ -125,7 +125,7 @@ def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl
 
 
 def _alone(phases: pl.DataFrame, inside: pl.DataFrame, between: pl.DataFrame) -> pl.DataFrame:
-    """By (rank, step): ns in which the rank stood still and only `inside`, or only `between`, was transferring."""
+    """By (rank, step): ns in which the rank waited and only `inside`, or only `between`, was transferring."""
     stood = phases.filter(pl.col("part") == "transfer").select("rank", "step", "start_ns", "end_ns")
     spans = {"stood": stood, "inside": inside, "between": between}
     edges = []

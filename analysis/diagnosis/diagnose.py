@@ -36,6 +36,7 @@ from rankscope.analysis.model.finding import (
     GroupTime,
     Healthy,
     NotChecked,
+    OthersWaited,
     Part,
     PathPart,
     Pipeline,
@@ -43,7 +44,6 @@ from rankscope.analysis.model.finding import (
     Rate,
     Report,
     StepSummary,
-    StoodStill,
     Wait,
 )
 from rankscope.analysis.readers.native import NativeReader
@@ -83,13 +83,13 @@ _EMPTY = {
     "kernels": text("no work of a device was recorded"),
     "launches": text("the calls that launch the device's work were not recorded"),
     "model": text("how many FLOPs a step needs is not known: give --flops-per-step"),
-    "progress": text("no state of a job that stands still was saved (PyTorch's flight recorder does)"),
+    "progress": text("no state of a job that hangs was saved (PyTorch's flight recorder does)"),
     "links": text("no TCP traffic between nodes was recorded"),
     "counters": text("no counters of the nodes were recorded"),
     "memory": text("no memory of the ranks was recorded"),
     "gpus": text("it was not recorded which GPU a rank uses"),
 }
-_UNMATCHED = 0.03  # share of the step that a rank stands still in unmatched operations, from which no replay counts
+_UNMATCHED = 0.03  # share of the step that a rank waits in unmatched operations, from which no replay counts
 _REPLAYED = 8  # of one kind; each takes a replay
 _OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
 _READINGS = 3
@@ -203,7 +203,7 @@ def conclude(
     costs = delays(timeline.phases, timeline.collectives)
     code = code_of(timeline)
     findings = tuple(
-        replace(finding, stood_still=_stood_still(costs, finding), code=code.of_finding(finding))
+        replace(finding, others_waited=_others_waited(costs, finding), code=code.of_finding(finding))
         for finding in findings
     )
     caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
@@ -365,10 +365,10 @@ def _replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineReru
 
 
 def _unmatched(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayable | None:
-    """Why a replay is no measure for findings: a rank stands still in operations of which others are not known, or it
+    """Why a replay is no measure for findings: a rank waits in operations of which others are not known, or it
     has no steps.
 
-    Such a rank stays as long in a replay whatever is mended, and the job waits for it.
+    Such a rank stays as long in a replay whatever is fixed, and the job waits for it.
     """
     grid = step_grid(breakdown)
     if len(grid.ranks) < 2 or not grid.steps:
@@ -380,7 +380,7 @@ def _unmatched(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayable | 
     if unsplit.max() < _UNMATCHED:
         return None
     why = text(
-        "rank {rank} stands still for {share} of the step in operations that were not matched across ranks",
+        "rank {rank} waits {share} of the step in operations that were not matched across ranks",
         rank=grid.ranks[int(unsplit.argmax())],
         share=percent(unsplit.max()),
     )
@@ -399,11 +399,11 @@ def _tried(make: Callable[[], _Made]) -> _Made | NotReplayable:
         return NotReplayable(why)
 
 
-def _stood_still(costs: Delays, finding: Finding) -> StoodStill | None:
-    """Who stood still because the finding's ranks came late; those with a hundredth of what the most had, or more."""
+def _others_waited(costs: Delays, finding: Finding) -> OthersWaited | None:
+    """Who waited because the finding's ranks came late; those with a hundredth of what the most had, or more."""
     rows = victims(costs, finding.ranks).filter(~pl.col("rank").is_in(finding.ranks))
     rows = rows.filter(pl.col("blocked_ns") > 0, pl.col("blocked_ns") >= 0.01 * pl.col("blocked_ns").max())
-    return StoodStill(ranks=tuple(rows["rank"]), ns=int(rows["blocked_ns"].sum())) if len(rows) else None
+    return OthersWaited(ranks=tuple(rows["rank"]), ns=int(rows["blocked_ns"].sum())) if len(rows) else None
 
 
 def _blames(costs: Delays) -> tuple[Blame, ...]:
@@ -490,7 +490,7 @@ def _as_replayed(
     """The findings: a kind that can be replayed, and what makes it so, at no more than mending brings in the replay.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
-    Of several, mending one alone may bring nothing: each costs what mending it brings when the others are mended.
+    Of several, fixing one alone may bring nothing: each costs what fixing it brings when the others are fixed.
     What then costs less than its detector reports, and not clearly anything, is hidden: no finding, but what it may
     cost at most.
     """

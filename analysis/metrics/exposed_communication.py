@@ -60,7 +60,7 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
 def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
     """The rows of `collectives` that have a wait, with two columns more, by rank and by when their transfer begins.
 
-    `begin_ns` is when the last rank had arrived; `exposed_ns` for how long the rank stood still while it transferred.
+    `begin_ns` is when the last rank had arrived; `exposed_ns` for how long the rank waited while it transferred.
     Of transfers at once the one that began first counts, then what is left of the next, so that a rank's rows sum to no
     more than its part `transfer`.
     """

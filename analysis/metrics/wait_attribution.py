@@ -51,7 +51,7 @@ _REST = "other regions"
 _CLOSE_ENOUGH = 1e-7  # share of all waiting that may stay with the last rank found instead of going on
 _MOST_HOPS = 1_000
 _NEVER = np.int64(np.iinfo(np.int64).min)
-_MOST_STEPS_BACK = 64  # in the search for the last operation for which two ranks both stood still
+_MOST_STEPS_BACK = 64  # in the search for the last operation for which two ranks both waited
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -83,7 +83,7 @@ class Delays:
 def delays(phases: pl.DataFrame, collectives: pl.DataFrame) -> Delays:
     """Charge each wait of the matched `collectives` to ranks, and to what these did in `phases`.
 
-    The rank that came last is compared with the one that waited, since both last stood still for an operation that
+    The rank that came last is compared with the one that waited, since both last waited for an operation that
     they shared (else since the first step): what it did longer shares the cost in proportion. Its own waiting there
     passes its share on. Only times of one rank are subtracted from each other: no common clock is needed.
     A rank's `phases` are in order of time; without any all is charged to the rank that came last. Raises
@@ -222,7 +222,7 @@ class _Operations:
     groups: int
     is_pair: Bools  # group -> it has two sides
     pair: Ints  # group -> code of its two ranks, smaller * ranks + larger, -1
-    met: Ints  # the last position in the segment, up to this row's, at whose end the rank stood still; -1: none
+    met: Ints  # the last position in the segment, up to this row's, at whose end the rank waited; -1: none
 
 
 def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Operations:
@@ -254,7 +254,7 @@ def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Opera
     last[instance[by_wait][::-1]] = by_wait[::-1]  # who waits least is whom the others wait for
     end = rows["end_ns"].to_numpy()[order]
     position = np.arange(len(rank)) - bounds[segment]
-    stood = _stood_still(spans, rank, end)
+    stood = _waited(spans, rank, end)
     met = np.where(stood, np.arange(len(rank)), -1)
     met = np.maximum(np.maximum.accumulate(met), bounds[segment] - 1) - bounds[segment] if len(met) else met
     assert (met <= position).all()
@@ -276,7 +276,7 @@ def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Opera
     )
 
 
-def _stood_still(spans: _Spans, rank: Ints, end: Ints) -> Bools:
+def _waited(spans: _Spans, rank: Ints, end: Ints) -> Bools:
     """Whether the rank was blocked when the operation ended, so that it went on from there; true where nothing is
     known."""
     at = _latest(spans.start, spans.bounds, rank, end - 1)
@@ -363,8 +363,8 @@ def _waits_between(waits: _Waits, after: Ints, until: Ints) -> tuple[Ints, Ints]
 def _last_met(ops: _Operations, waits: _Waits, ranks: int) -> tuple[Ints, Ints]:
     """When the waiting and the late rank last went on together, each on its own clock.
 
-    That is the end of the last operation both took part in, in any group, for which both stood still: one that they
-    did not stand still for left their lead and lag as they were. Else before all that was recorded.
+    That is the end of the last operation both took part in, in any group, for which both waited: one that they
+    did not wait for left their lead and lag as they were. Else before all that was recorded.
     """
     best, best_late = np.full(len(waits.op), _NEVER), np.full(len(waits.op), _NEVER)
     reached = np.empty_like(ops.end)  # ends ascend

@@ -23,6 +23,7 @@ __all__ = [
     "Loss",
     "NotChecked",
     "Operator",
+    "OthersWaited",
     "Part",
     "PathPart",
     "PhaseTime",
@@ -32,7 +33,6 @@ __all__ = [
     "Report",
     "Span",
     "StepSummary",
-    "StoodStill",
     "Utilisation",
     "Wait",
     "Window",
@@ -56,8 +56,8 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoodStill:
-    """For how long other ranks stood still because the ranks of a finding came late, over the whole run.
+class OthersWaited:
+    """For how long other ranks waited because the ranks of a finding came late, over the whole run.
 
     Directly or through others, whatever the late ranks did meanwhile; `ns` is added over the ranks.
     """
@@ -98,7 +98,7 @@ class Finding:
     confidence: str = ""  # "confirmed" | "likely"
     chance: float | None = None
     caused_by: str | None = None
-    stood_still: StoodStill | None = None  # None: no rank is named, or nobody waited for it
+    others_waited: OthersWaited | None = None  # None: no rank is named, or nobody waited for it
     code: str | None = None  # where in the code its ranks are, and the others are not; None: samples do not tell
     evidence: tuple[Evidence, ...] = ()
 
@@ -326,7 +326,7 @@ class Blame:
     """What ranks waited, over the whole run, because one rank took longer over something than they did.
 
     Operations may be waited for at once, or while a rank works: `blocked_ns` counts each moment of a rank once, and
-    only where it stood still. The last one of a report is the rest, of no rank, if there is any.
+    only where it waited. The last one of a report is the rest, of no rank, if there is any.
     """
 
     rank: int | None

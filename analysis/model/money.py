@@ -15,7 +15,7 @@ HOUR_NS = 3_600_000_000_000
 class Cost:
     """Of every rank, for whose time the job pays: per hour of the job, and in the judged steps altogether.
 
-    None: no price was given; in all, also for a job that stands still, which loses no time of a step.
+    None: no price was given; in all, also for a job that hangs, which loses no time of a step.
     """
 
     lost_hours_per_hour: float

@@ -456,7 +456,7 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
 
 
 def _unread_rows(damaged: Set[int], dumps: Sequence[_Dump]) -> Iterator[dict[str, Any]]:
-    """A row without values for each group of a rank whose dump cannot be read: it left a state, and nobody knows it."""
+    """A row without values for each group of a rank whose dump cannot be read: it left a state, and it is not known."""
     groups = dict.fromkeys(group for dump in dumps for group in dump.groups)
     for rank in sorted(damaged):
         yield from ({"rank": rank, "group_id": group.id, "is_p2p": False} for group in groups if rank in group.ranks)

@@ -301,7 +301,7 @@ def _as_peers(spent: Floats, chosen: Bools, others: Bools, typical: Callable[...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRerun:
-    """A pipeline's steps that can be replayed with stages mended."""
+    """A pipeline's steps that can be replayed with stages fixed."""
 
     grid: OpGrid
     whatif: WhatIf

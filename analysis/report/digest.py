@@ -84,7 +84,7 @@ def extreme_ranks(split: Breakdown, findings: Sequence[Finding], limit: int) -> 
 
 
 def main_blames(blames: Sequence[Blame]) -> list[Blame]:
-    """The few causes that ranks stood still for most, and one for all the rest."""
+    """The few causes that ranks waited for most, and one for all the rest."""
     if not blames:
         return []
     least = max(_LEAST_OF_LARGEST * blames[0].blocked_ns, 1)

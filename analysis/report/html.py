@@ -76,7 +76,7 @@ def _environment() -> Environment:
         part_short=labels.part_short,
         path_row=phrases.path_row,
         resolution=phrases.resolution,
-        stood_still=phrases.stood_still,
+        others_waited=phrases.others_waited,
         who=phrases.who,
         window_lines=phrases.window_lines,
         lead_line=phrases.lead_line,

@@ -48,8 +48,8 @@ _ENGLISH: dict[str, str] = {
     "finding.cost.per_step": "{0} per step ({1})",
     "finding.steps": "in steps",
     "finding.cost.standstill": "everything: the job hangs",
-    "finding.stood_still": "others",
-    "finding.stood_still.value": "{0} waited {1} in total for it ({2})",
+    "finding.others_waited": "others",
+    "finding.others_waited.value": "{0} waited {1} in total for it ({2})",
     "finding.gain": "gain",
     "finding.gain.standstill": "a fix lets the job go on",
     "finding.gain.unknown": "not predicted: {0}",
@@ -166,7 +166,7 @@ _ENGLISH: dict[str, str] = {
     "waits.most": "most: {0}",
     "waits.hidden": "not shown: {0} ranks in between; all are in the JSON form",
     "waits.none": "No collective was matched on all its ranks, so waiting could not be measured.",
-    # whom and what ranks stood still for
+    # whom and what ranks waited for
     "blames.means": "Wait time by root cause, summed over ranks. If the last-arriving rank was itself "
     "waiting, the cost moves on to the rank it waited for.",
     "blames.time": "waited",

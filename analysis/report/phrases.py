@@ -54,11 +54,11 @@ __all__ = [
     "no_finding",
     "one_or_many",
     "operator_row",
+    "others_waited",
     "part_change",
     "path_row",
     "phase_rows",
     "resolution",
-    "stood_still",
     "who",
     "window_lines",
 ]
@@ -249,13 +249,13 @@ def label(said: str) -> str:
     return translated(said) if said in _OWN_LABELS else said
 
 
-def stood_still(report: Report, finding: Finding) -> str | None:
-    """Who stood still for the finding's ranks, and for how long."""
-    found = finding.stood_still
+def others_waited(report: Report, finding: Finding) -> str | None:
+    """Who waited for the finding's ranks, and for how long."""
+    found = finding.others_waited
     if found is None:
         return None
     hours = _hours(report, found.ns / HOUR_NS)
-    return say("finding.stood_still.value", counted(len(found.ranks), "other rank"), duration(found.ns), hours)
+    return say("finding.others_waited.value", counted(len(found.ranks), "other rank"), duration(found.ns), hours)
 
 
 def _hours(report: Report, hours: float) -> str:

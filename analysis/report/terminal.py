@@ -50,10 +50,10 @@ from rankscope.analysis.report.phrases import (
     no_finding,
     one_or_many,
     operator_row,
+    others_waited,
     path_row,
     phase_rows,
     resolution,
-    stood_still,
     who,
     window_lines,
 )
@@ -230,7 +230,7 @@ def _finding_facts(report: Report, finding: Finding) -> Table:
     facts += [
         (say("finding.level"), level(finding)),
         (say("finding.cost"), _text(cost(report, finding), "bold")),
-        *((say("finding.stood_still"), said) for said in [stood_still(report, finding)] if said),
+        *((say("finding.others_waited"), said) for said in [others_waited(report, finding)] if said),
         (say("finding.gain"), gain(report, finding)),
         (say("finding.advice"), finding.advice),
     ]

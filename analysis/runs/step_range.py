@@ -136,7 +136,7 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
     kept = _first_kept(reader, counted)
     if not steps and share >= 1 and not kept:
         return None
-    if kept == count and not steps:  # a job that stands still, say
+    if kept == count and not steps:  # a job that hangs, say
         return _last_part(reader, rank, share, counted.clear())
     first, last = steps or (max(count - max(int(share * (count - kept)), FEWEST), kept), count - 1)
     last = min(last, count - 1)

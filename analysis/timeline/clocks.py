@@ -45,7 +45,7 @@ def fit_clocks(clocks: pl.DataFrame, nodes: Iterable[int]) -> list[Clock]:
     From pings, `theta = ((t2 - t1) + (t3 - t4)) / 2`: the lowest round trips of each burst; bursts on a
     loaded link, whose best round trip is far above the best of all, are left out, since a queue delays one way only.
     Drift by least squares where good bursts span 30 s, else 0. `error_ns` is half the best round trip plus the
-    largest residual. Without pings, from both nodes' unix time, whose error nobody knows (None).
+    largest residual. Without pings, from both nodes' unix time, whose error is not known (None).
 
     Source: RFC 5905 (NTP), sections 8 and 10: offset from four stamps, the sample with the least delay is the best.
     """

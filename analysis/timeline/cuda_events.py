@@ -184,7 +184,7 @@ def by_marks(
     `communication_ns`: the `duration_ns` of the operations that the host enqueued meanwhile, with waiting, whatever hid
     it; null where that is not known.
     `part`: the phase's own, or mixed where any rank communicates in that phase of the step for more than 1 % of it, or
-    for nobody knows how long, and where marks are missing. Between a pipeline's microbatches nothing is computed:
+    for an unknown time, and where marks are missing. Between a pipeline's microbatches nothing is computed:
     there, communication blocks, and what of it is waiting is not known (unsplit). `hosts` are the hosts' steps.
     """
     index = pl.int_range(pl.len()).over("rank")
@@ -238,7 +238,7 @@ def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives
     )
     begins = phases.select("rank", "_index", pl.col("host_begin_ns").alias("at"), "recorded_ns").sort("at")
     is_call = pl.col("is_call")
-    # More waits than calls: what is waited for was enqueued in an earlier phase, and nobody knows how much is left.
+    # More waits than calls: what is waited for was enqueued in an earlier phase, and it is not known how much is left.
     untimed = pl.col("duration_ns").has_nulls() | (is_call.sum() < (~is_call).sum())
     inside = (
         rows.sort("at")

@@ -23,9 +23,9 @@ def last_progress(
 ) -> pl.DataFrame:
     """The table `progress` of a recorded run: one row per rank and group that it used.
 
-    Operations count as outstanding only if the job stood still at the end of the recording: no rank began anything for
+    Operations count as outstanding only if the job hung at the end of the recording: no rank began anything for
     10 s, or for 5 median steps if that is longer, before `until_ns`, when anything was sampled last. Where nothing was
-    (None), it is not known whether it stood still. `collectives` is the matched table: an operation that all its ranks
+    (None), it is not known whether it hung. `collectives` is the matched table: an operation that all its ranks
     ended is not outstanding, however long it took. One that ended on some ranks only, after as long, was ended by what
     ended the job. Where one ended that cannot without a rank that never came to it, it failed, by a timeout or with
     that rank: then 1 s is enough. What a rank does that comes when the others have given up does not count.

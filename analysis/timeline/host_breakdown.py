@@ -334,7 +334,7 @@ def _merged(spans: list[Spans]) -> Spans:
 
 
 def _blocked(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
-    """Where the main thread stood still for communication.
+    """Where the main thread waited for communication.
 
     Seen: regions of kind wait, and calls that were not asynchronous, or may not have been and returned only when the
     operation was done. (An asynchronous call that takes long was not waiting: its thread had no CPU.)

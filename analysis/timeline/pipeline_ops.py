@@ -50,7 +50,7 @@ def stage_ops(
     """The table `ops` of a run that records regions, empty where it has no pipeline, or with a gap that says why not.
 
     A computation is the innermost region of its microbatch, from the last receive in it on, with what its rank does
-    until it stands still or computes again: calls of sends and receives are no bubble. A receive begins where the
+    until it waits or computes again: calls of sends and receives are no bubble. A receive begins where the
     computation before it ends (before the first: with the step's first forward), since a rank that is busy waits for
     nobody; a send ends no later than its receive. A replica is a set of ranks that send to each other; ranks of one
     stage that share its layers are in different ones.

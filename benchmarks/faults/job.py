@@ -32,7 +32,7 @@ LAYERS, ROWS, MICROBATCHES = 4, 16, 4
 SLOW = ("slow_rank", "sporadic_rank", "slow_node")
 BURSTS = 0.25  # share of the steps
 FIRST = 5  # no fault in the steps before
-HANG_S = 15  # a job that stands still for less than 10 s is no hang
+HANG_S = 15  # a job that waits for less than 10 s does not hang
 
 
 class Work:

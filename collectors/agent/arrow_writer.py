@@ -108,7 +108,7 @@ class RunFolder:
         if old == new:
             return
         new.mkdir(exist_ok=True)
-        folders, reserve, self._reserve = [], self._reserve, ""  # should it end halfway, nobody knows where that is
+        folders, reserve, self._reserve = [], self._reserve, ""  # should it end halfway, it is not known where that is
         for folder, _, files in os.walk(old):
             target = new / Path(folder).relative_to(old)
             target.mkdir(exist_ok=True)

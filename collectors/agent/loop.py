@@ -635,7 +635,7 @@ class Agent:
             node.tables.gap("counters", why, source=source, start_ns=time_ns)
 
     def _take_ras(self, node: _NodeTables) -> None:
-        """Where the job stands still NCCL's RAS is asked, by the agent of a rank 0: it speaks for all processes."""
+        """Where the job hangs NCCL's RAS is asked, by the agent of a rank 0: it speaks for all processes."""
         ranks = [c.rank for c in self._connections if c.rank]
         heard = [rank.heard_ns for rank in ranks if rank.heard_ns]
         if any(rank.rank == 0 for rank in ranks) and self._uses_nccl and heard:

@@ -1,4 +1,4 @@
-"""NCCL's RAS, asked when a job stands still: who has launched fewer operations than others, and who does not answer.
+"""NCCL's RAS, asked when a job hangs: who has launched fewer operations than others, and who does not answer.
 
 Every process of a NCCL job (2.24 or later) has a RAS thread; together they are a network of their own, and one of them
 answers for all. So only node 0's agent asks. The answer is JSON where NCCL offers it, else a text for people; the text
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 class Ras:
-    """Asks once each time that the job stands still.
+    """Asks once each time that the job hangs.
 
     `answers` fills with (time_ns, text, rows of the table `ras`: none if the text is not understood), `gaps` with one
     line, once.

@@ -372,7 +372,7 @@ class _Session:
         atexit.register(self.emit.guard("session", self.close))
 
     def _listen(self) -> None:
-        """Take the agent's messages as they come, also while the training's threads stand still."""
+        """Take the agent's messages as they come, also while the training's threads wait."""
         ready = select.poll()
         ready.register(self._channel, select.POLLIN)
         while not self._agent_gone:

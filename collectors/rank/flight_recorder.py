@@ -131,7 +131,7 @@ class _Gate:
         with self._lock:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if self._captures:
-                fcntl.flock(self._fd, fcntl.LOCK_EX)  # nobody knows the file yet
+                fcntl.flock(self._fd, fcntl.LOCK_EX)  # the file is not known to others yet
 
     def shut(self) -> None:
         """Nobody asks any more. An answer that is under way has ended, or has taken `_LONGEST_S`."""

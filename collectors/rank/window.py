@@ -3,7 +3,7 @@
 The agent names the steps; each rank starts and stops at their ends, on the thread that trains, and waits for nobody.
 The trace is saved in a thread of its own, without Python's lock, and converted by the agent. A profiler of the script's
 own, or one that watches the process from outside, is left alone: then there is no window. Also answers, from the
-session's thread, what the rank's Python threads are doing, for a rank that stands still.
+session's thread, what the rank's Python threads are doing, for a rank that waits.
 """
 
 from __future__ import annotations

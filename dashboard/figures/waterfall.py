@@ -42,7 +42,7 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
     times, whole = scale.row(sums, divisor=ranks)
     bars = list(_parts(split.parts, sums, times))
     bars.append(_bar("sum", "step", text("mean step"), text("the parts above add up to it"), 1.0, whole, "100.0"))
-    if MIXED not in split.parts:  # else nobody knows how much of it is work
+    if MIXED not in split.parts:  # else it is not known how much of it is work
         useful = sum(ns for part, ns in zip(split.parts, sums, strict=True) if part in USEFUL) / total
         said = text("if nothing but work were left: no waiting, no transfer that is not hidden, no overhead")
         time = scale.row([round(useful * total)], divisor=ranks)[1]

@@ -175,7 +175,7 @@ def _row(bar: Bar) -> Any:  # noqa: ANN401
 
 
 def _waiting(report: Report) -> Any:  # noqa: ANN401
-    """What a step cannot do without, and whom the ranks stood still for; nothing where neither is known."""
+    """What a step cannot do without, and whom the ranks waited for; nothing where neither is known."""
     path, blames = digest.main_path(report.critical_path), digest.main_blames(report.blames)
     step_ns = sum(part.ns_per_step for part in path)
     chain = [

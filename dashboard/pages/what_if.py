@@ -1,4 +1,4 @@
-"""Tick what would be mended, see the step that comes of it."""
+"""Tick fixes, see the predicted step."""
 
 from __future__ import annotations
 
