@@ -690,7 +690,9 @@ def test_a_selection_is_summed_up(screen, truth):
     found = re.search(r" compute ([\d,.]+) (m?s) ", said)
     told_ns = float(found[1].replace(",", "")) * {"s": 1e9, "ms": 1e6}[found[2]]
     assert own_ns - 0.002 * (t1 - t0) <= told_ns <= own_ns + 1e6  # no more is outside than the selection leaves out
-    assert f" backward {computed.filter(pl.col('label') == 'backward').height} " in said
+    backwards = computed.filter(pl.col("label") == "backward").height
+    told = int(re.search(r" backward (\d+) ", said)[1])
+    assert backwards - 2 <= told <= backwards  # a piece at either end may lie outside the selection
 
 
 def lines_of(made: lanes.Scene, rank: int) -> list[int]:
