@@ -150,6 +150,8 @@ NCCL_PROTOCOLS = ("unknown", "ll", "ll128", "simple")
 DEVICE_MARKS = (
     *("backward_start", "backward_end", "optimizer_start", "optimizer_end", "step_end"),
     *("forward_start", "forward_end"),  # of a pipeline's microbatches
+    *("wait_start", "wait_end"),  # the compute stream's wait for communication
+    *("waits_seen", "waits_missed"),  # without an event: all waits since the last of these have marks, or some do not
 )
 NCCL_EVENTS = (
     "send",  # all that a proxy sent to one peer on one channel for one call
@@ -191,6 +193,35 @@ TABLES: dict[str, Table] = {
                 Column("torch", "string", "", "Version of torch."),
                 Column("python", "string", "", "Version of Python."),
                 Column("command", "string", "", "The process's argv."),
+            ),
+        ),
+        Table(
+            "exits",
+            "How one rank's process ended, as the node's agent saw it; a rank that still ran has no row.",
+            "rank",
+            "end_ns",
+            (
+                Column("end_ns", "int64", "ns", "When the agent saw that the process had ended."),
+                Column("exit_code", "int32", "", "Its exit code; null: a signal ended it, or not seen.", nullable=True),
+                Column("signal", "int32", "", "The signal that ended it; null: none, or not seen.", nullable=True),
+                Column(
+                    "bye_ns",
+                    "int64",
+                    "ns",
+                    "When the agent saw that the interpreter had come to its end; null: killed or crashed.",
+                    nullable=True,
+                ),
+                Column(
+                    "oom_kills",
+                    "int64",
+                    "",
+                    "Processes of its control group (else of the host) that the kernel's OOM killer killed since it "
+                    "joined; null: not readable.",
+                    nullable=True,
+                ),
+                Column("raised_ns", "int64", "ns", "When an exception ended the main thread.", nullable=True),
+                Column("error", "string", "", "That exception: type and first line.", nullable=True),
+                Column("place", "string", "", "The line of the job's own code that it came from.", nullable=True),
             ),
         ),
         Table(
@@ -278,14 +309,14 @@ TABLES: dict[str, Table] = {
                     "size_bytes",
                     "int64",
                     "bytes",
-                    "Largest of the operation's tensor arguments; null: not known.",
+                    "Largest of the operation's tensor arguments; null: unknown.",
                     nullable=True,
                 ),
                 Column(
                     "received_bytes",
                     "int64",
                     "bytes",
-                    "What an all-to-all gives this rank, its own share included; null: not one, or not known.",
+                    "What an all-to-all gives this rank, its own share included; null: not one, or unknown.",
                     nullable=True,
                 ),
                 Column("thread", "uint16", "", "0 is the rank's main thread, 65535 another one."),
@@ -312,9 +343,9 @@ TABLES: dict[str, Table] = {
             (
                 Column("start_ns", "int64", "ns", "When NCCL enqueued it."),
                 Column("call", "uint32", "", "Its number, unique in a rank's attempt."),
-                Column("communicator", "int64", "", "NCCL's hash, equal on all ranks; null: not known.", nullable=True),
+                Column("communicator", "int64", "", "NCCL's hash, equal on all ranks; null: unknown.", nullable=True),
                 Column("nccl_rank", "int32", "", "This rank's place in the communicator."),
-                Column("nccl_size", "int32", "", "Ranks in the communicator; null: not known.", nullable=True),
+                Column("nccl_size", "int32", "", "Ranks in the communicator; null: unknown.", nullable=True),
                 Column(
                     "seq",
                     "uint32",
@@ -327,11 +358,11 @@ TABLES: dict[str, Table] = {
                     "size_bytes",
                     "int64",
                     "bytes",
-                    "Count times the data type's size, as the caller gave them to NCCL; null: type not known.",
+                    "Count times the data type's size, as the caller gave them to NCCL; null: type unknown.",
                     nullable=True,
                 ),
                 Column("peer", "int32", "", "Peer of a send or receive, else the root, by place in the communicator."),
-                Column("channels", "uint8", "", "Channels that share the work; 0: not known."),
+                Column("channels", "uint8", "", "Channels that share the work; 0: unknown."),
                 Column("algorithm", "uint8", "", "Position in NCCL_ALGORITHMS."),
                 Column("protocol", "uint8", "", "Position in NCCL_PROTOCOLS."),
             ),
@@ -350,7 +381,7 @@ TABLES: dict[str, Table] = {
                 Column("channel", "uint8", "", "NCCL's channel; 0 for `network`."),
                 Column("peer", "int32", "", "Place of the peer in the communicator; null: none.", nullable=True),
                 Column("step", "int32", "", "Proxy: how many transfers; one transfer: its number.", nullable=True),
-                Column("size_bytes", "int64", "bytes", "What the transfers carried; null: not known.", nullable=True),
+                Column("size_bytes", "int64", "bytes", "What the transfers carried; null: unknown.", nullable=True),
                 Column(
                     "gpu_wait_ns",
                     "int64",
@@ -363,7 +394,7 @@ TABLES: dict[str, Table] = {
                     "peer_wait_ns",
                     "int64",
                     "ns",
-                    "Send: data were ready, the peer had not said where to put them; null: not known.",
+                    "Send: data were ready, the peer had not said where to put them; null: unknown.",
                     nullable=True,
                 ),
                 Column(
@@ -403,7 +434,8 @@ TABLES: dict[str, Table] = {
             "device_marks",
             "A CUDA event that the rank put into its main thread's current stream where a phase begins or ends. What "
             "lies between two marks is the device's time for that phase; what lies between the host's and the device's "
-            "time of one mark is how far the host was ahead: the depth of the launch queue.",
+            "time of one mark is how far the host was ahead: the depth of the launch queue. Two stand around each wait "
+            "of that stream for communication.",
             "rank",
             "recorded_ns",
             (
@@ -419,7 +451,7 @@ TABLES: dict[str, Table] = {
                     "clock_error_ns",
                     "int64",
                     "ns",
-                    "Error of the conversion from the device's clock; null: not known.",
+                    "Error of the conversion from the device's clock; null: unknown.",
                     nullable=True,
                 ),
                 Column("mark", "uint8", "", "Position in DEVICE_MARKS."),
@@ -428,7 +460,7 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "kernels",
-            "One span of device work. Of a recorded run only its deep windows have any.",
+            "One span of device work. Of a recorded run only its profiled windows have any.",
             "rank",
             "start_ns",
             (
@@ -443,14 +475,14 @@ TABLES: dict[str, Table] = {
                     "clock_error_ns",
                     "int64",
                     "ns",
-                    "Error of the conversion from the device's clock; null: not known.",
+                    "Error of the conversion from the device's clock; null: unknown.",
                     nullable=True,
                 ),
             ),
         ),
         Table(
             "launches",
-            "The host call that launched device work. Of a recorded run only its deep windows have any.",
+            "The host call that launched device work. Of a recorded run only its profiled windows have any.",
             "rank",
             "start_ns",
             (_START, _END, _NAME, _THREAD, Column("correlation", "int64", "", "Joins the row to `kernels`.")),
@@ -496,14 +528,16 @@ TABLES: dict[str, Table] = {
             (
                 Column("group_id", "int64", "", "The process group, in `groups`."),
                 Column("enqueued", "int64", "", "Number of the last operation that the rank enqueued.", nullable=True),
+                Column("started", "int64", "", "Number of the last that its device began.", nullable=True),
                 Column("completed", "int64", "", "Number of the last operation that ended on it.", nullable=True),
                 Column("is_p2p", "bool", "", "Both numbers count point-to-point operations."),
                 Column("seq", "int64", "", "Number of the first that had not ended; null: none.", nullable=True),
                 Column("op", "uint8", "", "What it is: position in OPS.", nullable=True),
                 Column("start_ns", "int64", "ns", "When it was enqueued, on the source's clock.", nullable=True),
-                Column("is_started", "bool", "", "The device has begun it; null: not known.", nullable=True),
-                Column("peer", "int32", "", "Global rank of its peer; -1: none or not known.", nullable=True),
+                Column("is_started", "bool", "", "The device has begun it; null: unknown.", nullable=True),
+                Column("peer", "int32", "", "Global rank of its peer; -1: none or unknown.", nullable=True),
                 Column("size_bytes", "int64", "bytes", "Largest of its tensors.", nullable=True),
+                Column("frame_id", "uint32", "", "The line that called it.", nullable=True),
             ),
         ),
         Table(
@@ -543,8 +577,8 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "windows",
-            "One deep window on one rank: for some steps torch.profiler was on. What it saw lies in the run's folder "
-            "`window-0001`, a run folder of its own on the same clock. Steps that it touched are not judged.",
+            "One profiled window on one rank: torch.profiler was on for some steps. What it saw lies in the run's "
+            "folder `window-0001`, a run folder of its own on the same clock. Steps that it touched are not analyzed.",
             "rank",
             "start_ns",
             (
@@ -583,7 +617,7 @@ TABLES: dict[str, Table] = {
                 Column("size", "int32", "", "How many ranks the communicator has.", nullable=True),
                 Column("comm_rank", "int32", "", "Rank in it; null: the ranks not listed one by one.", nullable=True),
                 Column("pid", "int64", "", "Its process.", nullable=True),
-                Column("host", "string", "", "Address of the process's node; empty: not known."),
+                Column("host", "string", "", "Address of the process's node; empty: unknown."),
                 Column("operation", "string", "", "NCCL's word for it; `collective`: all kinds together; empty: none."),
                 Column("launched", "int64", "", "How many of them it has launched.", nullable=True),
                 Column(

@@ -1,8 +1,8 @@
 """Arrow files that can be read at any moment: a live part grows batch by batch, a full one is sealed.
 
 A live part is an Arrow IPC file without its footer: skip 8 bytes of magic and read a stream up to the torn batch.
-A sealed part is a whole Arrow IPC file, one batch, sorted. A disk that is full costs rows, which are counted,
-never the files that are there already; what the count takes is reserved beforehand.
+A sealed part is a whole Arrow IPC file, one batch, sorted, with a checksum. A disk that is full costs rows, which are
+counted, never the files that are there already; what the count takes is reserved beforehand.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
 
+from rankscope.collectors.checksum import METADATA, is_intact, with_checksum
 from rankscope.collectors.schema import TABLES, Table
 
 __all__ = ["SEAL_ROWS", "Partition", "RunFolder", "Sealed", "batch_of", "read_live", "write_sealed"]
@@ -32,7 +33,7 @@ KEPT_BATCHES = 10_000
 RESERVE_BYTES = 65_536
 
 # Small and irreplaceable: kept in memory until the disk takes them. Of the others, rows are dropped and counted.
-_KEPT = ("ranks", "groups", "strings", "gaps")
+_KEPT = ("ranks", "groups", "strings", "gaps", "exits")
 
 _SCHEMAS = {
     table.name: pa.schema([pa.field(c.name, pa.type_for_alias(c.type), nullable=c.nullable) for c in table.columns])
@@ -175,8 +176,10 @@ def _part_name(prefix: str, number: int) -> str:
 
 
 def _write_file(path: Path, rows: pa.Table) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, rows.schema, options=_SEALED) as file:
+    rows, sink = rows.replace_schema_metadata(METADATA), pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, rows.schema, options=_SEALED) as file:
         file.write_table(rows)
+    path.write_bytes(with_checksum(sink.getvalue().to_pybytes()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,14 +324,19 @@ class _TableWriter:
         """What its files take."""
         return sum(part.size_bytes for part in self.sealed) + (self._part.whole_bytes if self._part else 0)
 
+    def name_of(self, part: Sealed) -> str:
+        return _part_name(self._prefix, part.number)
+
     def rows(self, folder: Path, parts: Iterable[Sealed]) -> pa.Table:
         """The rows of these parts. Raises OSError or ArrowInvalid."""
         tables = [_SCHEMAS[self.table.name].empty_table()]
         for part in parts:
-            path = folder / _part_name(self._prefix, part.number)
+            path = folder / self.name_of(part)
             try:
-                with pa.OSFile(str(path)) as source:
-                    tables.append(pa.ipc.open_file(source).read_all())
+                data = path.read_bytes()
+                if not is_intact(data):
+                    raise OSError(f"{path} is damaged")
+                tables.append(pa.ipc.open_file(pa.BufferReader(data)).read_all())
             except pa.ArrowInvalid:  # the disk did not take its footer
                 tables.append(read_live(path))
         return pa.concat_tables(tables)
@@ -436,6 +444,11 @@ class Partition:
     def sealed(self, table: str) -> Sequence[Sealed]:
         """The table's files that are not written any more, in the order in which they were."""
         return self._writers[table].sealed if table in self._writers else ()
+
+    def path(self, table: str, part: Sealed) -> Path:
+        """Where this file of the table is now."""
+        writer = self._writers[table]
+        return self._folder(writer) / writer.name_of(part)
 
     def rows(self, table: str, parts: Iterable[Sealed]) -> pa.Table:
         """The rows of these files. Raises OSError or ArrowInvalid."""

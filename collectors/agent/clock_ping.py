@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import random
+import secrets
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import cast
 
-__all__ = ["Exchange", "Pinger", "listen", "unix_anchor"]
+__all__ = ["Exchange", "Pinger", "Server", "unix_anchor"]
 
 Exchange = tuple[int, int, int, int]  # t1 … t4 of the table `clocks`
 
@@ -23,7 +30,10 @@ _KEPT = 10
 _EVERY_S = 10.0
 _NODES_A_SECOND = 25  # 3 % of a core of the node that answers
 _WAIT_S = 2.0
+_BURST_S = 5.0  # a node that takes longer keeps others waiting
 _TURN_S = 15.0  # until a node's turn comes
+_STRANGERS = 1024  # who may connect at once and not show the key yet; then the oldest is turned away
+_KEY_S = 2.0  # in which it must be shown
 
 clock = time.perf_counter_ns
 
@@ -43,35 +53,110 @@ def _round_trip_ns(exchange: Exchange) -> int:
     return (t4 - t1) - (t3 - t2)
 
 
-def listen() -> int:
-    """Answer pings on all interfaces from now on; returns the port, 0 if none can be opened."""
+class Server:
+    """Answers the pings of the job's other nodes, which send `key` first; who does not have it gets nothing.
+
+    The key travels by the job's store, which its processes trust.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Listen at one address of this node, or at all of them (""). Raises OSError."""
+        self.key = secrets.token_hex(8)
+        self._listener = _listener(host)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._callers: SimpleQueue[socket.socket] = SimpleQueue()  # who have shown the key
+        threading.Thread(target=self._let_in, daemon=True).start()
+        for _ in range(_AT_ONCE):
+            threading.Thread(target=self._answer, daemon=True).start()
+
+    def _let_in(self) -> None:
+        """Hand on who shows the key in time. Others wait here, not where nodes are answered: few, and not for long."""
+        strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._listener, selectors.EVENT_READ)
+
+            def forget(channel: socket.socket) -> None:
+                ready.unregister(channel)
+                del strangers[channel]
+
+            while True:
+                for event, _ in ready.select(_KEY_S / 4):
+                    if event.fileobj is self._listener:
+                        for channel in self._accept():
+                            ready.register(channel, selectors.EVENT_READ)
+                            strangers[channel] = _Stranger(time.monotonic() + _KEY_S)
+                        continue
+                    channel = cast(socket.socket, event.fileobj)
+                    shown = strangers[channel].shows(channel, self.key)
+                    if shown is not None:
+                        forget(channel)
+                        if shown:
+                            self._callers.put(channel)
+                        else:
+                            channel.close()
+                now = time.monotonic()
+                for channel in list(strangers):
+                    if strangers[channel].until > now and len(strangers) <= _STRANGERS:
+                        break
+                    forget(channel)
+                    channel.close()
+
+    def _accept(self) -> Iterator[socket.socket]:
+        for _ in range(_STRANGERS):
+            try:
+                channel, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                time.sleep(1)  # out of file descriptors
+                return
+            channel.setblocking(False)
+            yield channel
+
+    def _answer(self) -> None:
+        while True:
+            # Blocked in recv, a thread answers with less and steadier delay than a selector.
+            with self._callers.get() as channel, contextlib.suppress(OSError):
+                _set_up(channel, _WAIT_S)
+                until = time.monotonic() + _BURST_S
+                for _ in range(_PINGS):
+                    if len(channel.recv(len(_REQUEST))) < len(_REQUEST) or time.monotonic() > until:
+                        break
+                    received_ns = clock()
+                    channel.sendall(_ANSWER.pack(received_ns, clock()))
+
+
+@dataclass(slots=True)
+class _Stranger:
+    """Somebody who has connected and not shown the key yet, and until when it may."""
+
+    until: float
+    said: bytes = b""
+
+    def shows(self, channel: socket.socket, key: str) -> bool | None:
+        """Whether it has the key, None while it has not said enough."""
+        try:
+            came = channel.recv(len(key) - len(self.said))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return False
+        self.said += came
+        if came and len(self.said) < len(key):
+            return None
+        return hmac.compare_digest(self.said, key.encode())
+
+
+def _listener(host: str) -> socket.socket:
+    """Listen at the address. Raises OSError."""
+    if host:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=_WAITING)
     try:
-        server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_WAITING)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_WAITING)
     except (OSError, ValueError):  # no IPv6 here
-        try:
-            server = socket.create_server(("", 0), backlog=_WAITING)
-        except OSError:
-            return 0
-    for _ in range(_AT_ONCE):
-        threading.Thread(target=_accept, args=(server,), daemon=True).start()
-    return int(server.getsockname()[1])
-
-
-def _accept(server: socket.socket) -> None:
-    while True:
-        try:
-            connection, _ = server.accept()
-        except OSError:
-            time.sleep(1)  # out of file descriptors
-            continue
-        # Blocked in recv, a thread answers with less and steadier delay than a selector.
-        with connection, contextlib.suppress(OSError):
-            _set_up(connection, _WAIT_S)
-            for _ in range(_PINGS):
-                if len(connection.recv(len(_REQUEST))) < len(_REQUEST):
-                    break
-                received_ns = clock()
-                connection.sendall(_ANSWER.pack(received_ns, clock()))
+        return socket.create_server(("", 0), backlog=_WAITING)
 
 
 def _set_up(connection: socket.socket, wait_s: float) -> None:
@@ -83,12 +168,14 @@ def _set_up(connection: socket.socket, wait_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
 
 
-def _burst(host: str, port: int) -> list[Exchange]:
+def _burst(host: str, port: int, key: str) -> list[Exchange]:
     """The exchanges with the shortest round trips of one burst. Raises OSError."""
-    exchanges = []
+    exchanges: list[Exchange] = []
     with socket.create_connection((host, port), timeout=_WAIT_S) as connection:
         _set_up(connection, _TURN_S)
-        for _ in range(_PINGS):
+        connection.sendall(key.encode())
+        until = time.monotonic() + _TURN_S + _BURST_S
+        while len(exchanges) < _PINGS and time.monotonic() < until:
             t1 = clock()
             connection.sendall(_REQUEST)
             answer = connection.recv(_ANSWER.size)
@@ -105,11 +192,12 @@ class Pinger(threading.Thread):
     Where that has very many `nodes` to answer, each pings it less often.
     """
 
-    def __init__(self, host: str, port: int, nodes: int) -> None:
+    def __init__(self, host: str, port: int, key: str, nodes: int) -> None:
         super().__init__(daemon=True)
         self._every_s = max(_EVERY_S, nodes / _NODES_A_SECOND)
         self.host = host
         self.port = port
+        self._key = key
         self.exchanges: deque[Exchange] = deque()
         self.failures = 0  # in a row
         self.succeeded = False
@@ -121,7 +209,7 @@ class Pinger(threading.Thread):
         while True:
             ending = self._ending
             try:
-                self.exchanges.extend(_burst(self.host, self.port))
+                self.exchanges.extend(_burst(self.host, self.port, self._key))
                 self.failures, self.succeeded = 0, True
             except OSError as error:
                 self.failures += 1

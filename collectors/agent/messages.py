@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from rankscope.errors import BadInput
 
-__all__ = ["Message", "parse"]
+__all__ = ["Message", "OfWindow", "parse"]
 
 PACKET_BYTES = 128 * 1024
 
@@ -25,6 +25,7 @@ _Pid: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Short: TypeAlias = Annotated[str, Meta(max_length=1000)]
 _Long: TypeAlias = Annotated[str, Meta(max_length=100_000)]
 _Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{1,16}$")]
+_Host: TypeAlias = Annotated[str, Meta(pattern=r"^[^\x00-\x20]*$", max_length=255)]
 # a run's name becomes that of a folder
 _RunName: TypeAlias = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\x00-\x1f]+$", max_length=255)]
 
@@ -44,6 +45,9 @@ class Hello(Struct, tag="hello", tag_field="type"):
     command: _Long
     start_ns: _Time
     main_thread: _Int64 = 0
+    listen: Annotated[str, Meta(pattern="^[0-9a-f.:]*$", max_length=45)] | None = (
+        None  # where other nodes can reach rank 0, which alone says it; "": anywhere
+    )
 
 
 class String(Struct, tag="string", tag_field="type"):
@@ -93,11 +97,12 @@ class NcclRing(Struct, tag="nccl_ring", tag_field="type"):
 
 
 class Peer(Struct, tag="peer", tag_field="type"):
-    host: Annotated[str, Meta(pattern=r"^[^\x00-\x20]*$", max_length=255)]
+    host: _Host
     port: Annotated[int, Meta(ge=0, le=65_535)]
     name: _RunName
     node: _Rank
     agent: _Short
+    key: Annotated[str, Meta(pattern="^[0-9a-f]{0,64}$")] = ""
 
 
 class Step(Struct, tag="step", tag_field="type"):
@@ -134,6 +139,12 @@ class Stacks(Struct, tag="stacks", tag_field="type"):
     threads: list[dict[str, str | list[str]]]
 
 
+class Raised(Struct, tag="raised", tag_field="type"):
+    time_ns: _Time
+    error: _Short
+    place: _Short
+
+
 class Bye(Struct, tag="bye", tag_field="type"):
     dropped: Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -153,8 +164,10 @@ Message: TypeAlias = (
     | Slow
     | Window
     | Stacks
+    | Raised
     | Bye
 )
+OfWindow: TypeAlias = Step | Slow | Window | Stacks
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 

@@ -11,7 +11,7 @@ import itertools
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +51,10 @@ class Retention:
     JSON before `work` removes anything.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        """0: everything stays."""
+    def __init__(self, most_bytes: int, has_arrived: Callable[[Path], bool] = lambda _: True) -> None:
+        """0: everything stays, as do files that have not arrived where they are also kept."""
         self.since_ns: int | None = None
+        self._has_arrived = has_arrived
         self._most_bytes = most_bytes
         self._partitions: list[Partition] = []
         self._to_do: deque[tuple[Partition, str]] = deque()
@@ -85,7 +86,7 @@ class Retention:
         deadline = time.monotonic() + _WORK_S
         while self._to_do and time.monotonic() < deadline:
             partition, table = self._to_do[0]
-            old = [part for part in partition.sealed(table) if not part.reduced and self._is_old(part)]
+            old = [part for part in self._arrived(partition, table) if self._is_old(part)]
             try:
                 if not old:
                     self._to_do.popleft()
@@ -101,10 +102,15 @@ class Retention:
         """The newest file of a table that goes on is none of them: something must be left to judge."""
         for partition, table in itertools.product(self._partitions, (*_REMOVED, *_REDUCED)):
             if self._resting.get((partition, table), 0.0) < time.monotonic():
-                sealed = partition.sealed(table)
-                for part in sealed if partition.closed else sealed[:-1]:
-                    if not part.reduced:
+                newest = [] if partition.closed else partition.sealed(table)[-1:]
+                for part in self._arrived(partition, table):
+                    if part not in newest:
                         yield partition, table, part
+
+    def _arrived(self, partition: Partition, table: str) -> list[Sealed]:
+        """The files with all their rows, up to the first that is nowhere but here."""
+        whole = [part for part in partition.sealed(table) if not part.reduced]
+        return list(itertools.takewhile(lambda part: self._has_arrived(partition.path(table, part)), whole))
 
     def _is_old(self, part: Sealed) -> bool:
         return self.since_ns is not None and part.last <= self.since_ns

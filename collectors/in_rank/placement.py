@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from typing import Any
 
-__all__ = ["host_of", "place", "world_of"]
+__all__ = ["address_towards", "host_of", "place", "world_of"]
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _WORLD_KEY = "rankscope/world"
 
 
@@ -16,6 +18,24 @@ def host_of(store: Any) -> str:  # noqa: ANN401
     while inner := getattr(store, "underlying_store", None):
         store = inner
     return getattr(store, "host", "")
+
+
+def address_towards(master: str) -> str | None:
+    """Which of this node's addresses leads to the host of rank 0, where it runs: at that one other nodes reach it.
+
+    Empty where they may reach it at another one, as a host's name may stand for a loopback address on the host itself;
+    None where nobody says the host.
+    """
+    if not master:
+        return None
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of a datagram: nothing is sent
+                own = str(probe.getsockname()[0])
+                is_reached = master in _LOOPBACK or not own.startswith(("127.", "::1"))
+                return own if is_reached and "%" not in own else ""
+    return ""
 
 
 def world_of(store: Any) -> str | None:  # noqa: ANN401
@@ -29,8 +49,8 @@ def world_of(store: Any) -> str | None:  # noqa: ANN401
     return None
 
 
-def place(rank: int, world_size: int) -> tuple[int, int | None]:
-    """Local rank and node, as torchrun, `rankscope exec`, Lightning or DeepSpeed say in the environment.
+def place(rank: int, world_size: int) -> tuple[int, int, int | None]:
+    """Local rank, ranks on this node, and node, as torchrun, `rankscope exec`, Lightning or DeepSpeed say it.
 
     Where nobody says how many ranks a node has, all are on this one if they meet at its loopback address; else one.
     Where nobody says which node it is the agent numbers it, when it meets another one.
@@ -42,7 +62,7 @@ def place(rank: int, world_size: int) -> tuple[int, int | None]:
 
     local_world = said("LOCAL_WORLD_SIZE", "RANKSCOPE_LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     if local_world is None:
-        local_world = world_size if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
+        local_world = world_size if os.environ.get("MASTER_ADDR") in _LOOPBACK else 1
     local_rank = said("LOCAL_RANK", "RANKSCOPE_LOCAL_RANK")
     node = said("GROUP_RANK", "RANKSCOPE_NODE", "NODE_RANK", "CROSS_RANK")
-    return rank % local_world if local_rank is None else local_rank, node
+    return rank % local_world if local_rank is None else local_rank, local_world, node

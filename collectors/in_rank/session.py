@@ -31,7 +31,7 @@ from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.in_rank import agent_socket
 from rankscope.collectors.in_rank.boot import say
 from rankscope.collectors.in_rank.import_hooks import after_import
-from rankscope.collectors.in_rank.placement import host_of, place, world_of
+from rankscope.collectors.in_rank.placement import address_towards, host_of, place, world_of
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS, RecordType
 
@@ -59,6 +59,12 @@ class Emit:
         self.ring = ring
         self.region = ring.region
         self.mark: Callable[[int], None] = lambda _: None  # `device_events` puts its own here: position in DEVICE_MARKS
+        self.on_backward: Callable[[Any], None] = lambda _: None  # called with the tensors that it begins with
+        # Called at each mark, once there are any, with the device's.
+        self.has_marks: Callable[[Any], None] = lambda _: None
+        # What to call before what may make the device wait for communication and, if that says so, after it.
+        self.waits: tuple[Callable[[], bool], Callable[[], None]] | None = None
+        self.on_waits: Callable[..., object] = lambda *_: None  # called with them when they change
         self.groups: dict[str, Group] = {}
         self.in_flight: set[int] = set()  # records of operations whose end torch will report
         self.pending: Callable[[], int] = self.in_flight.__len__
@@ -166,6 +172,11 @@ class Emit:
         wrapper.__module__ = getattr(original, "__module__", __name__)
         setattr(owner, attribute, wrapper)
         return undo
+
+    def mark_waits(self, begins: Callable[[], bool] | None, ends: Callable[[], None] | None) -> None:
+        """Call `begins` and `ends` around what may make the device wait for communication; None: no longer."""
+        self.waits = (begins, ends) if begins and ends else None
+        self.on_waits(begins, ends)
 
     def backward_begins(self) -> None:
         """Count it. The thread of the first one is the one whose time is the step's."""
@@ -313,7 +324,10 @@ class _Session:
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
-        self.local_rank, self.node = place(rank, world_size)
+        self.local_rank, local_world, self.node = place(rank, world_size)
+        self._master = os.environ.get("MASTER_ADDR") or host_of(store)
+        alone = rank != 0 or local_world >= world_size
+        self._reached_at = None if alone else address_towards(self._master)
         self.pid = os.getpid()
         self._group = weakref.ref(group)
         self.world = world_of(store)
@@ -349,9 +363,8 @@ class _Session:
             "python": sys.version.split()[0],
             "command": " ".join(sys.orig_argv)[:2000].encode(errors="replace").decode(),
             "main_thread": threading.main_thread().ident,
+            "listen": self._reached_at,
             "start_ns": clock(),
-            "monotonic_ns": clock(),
-            "unix_ns": time.time_ns(),
         }
 
     def start(self) -> None:
@@ -401,7 +414,8 @@ class _Session:
         if store and store.check([_STORE_KEY]):
             self._peer_known = True
             peer = json.loads(store.get(_STORE_KEY))
-            self.emit.send({"type": "peer", "host": os.environ.get("MASTER_ADDR") or host_of(store)} | peer)
+            peer["host"] = peer["host"] or self._master
+            self.emit.send({"type": "peer"} | peer)
 
     def _store(self) -> Any:  # noqa: ANN401
         """The group's store as torch keeps it; None where the group is gone. It ends with the group, as without us."""

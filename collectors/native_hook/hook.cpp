@@ -139,6 +139,7 @@ struct Group {
 struct Hook {
   RingObject* ring;
   PyObject *group_of, *on_device, *tick, *failed, *await_work, *ended_with;  // Python's part, called with the lock
+  std::atomic<PyObject*> wait_begins{nullptr}, wait_ends{nullptr};  // once waits of a device have marks
   PyObject* awaited_outputs;  // outputs of works whose end only a wait shows, in Python's keeping
   uint8_t collective, done, region, wait;          // codes of the schema
   uint32_t wait_tensor_name;
@@ -195,6 +196,26 @@ void tick(int64_t at_ns) {
   call(hook->tick, PyLong_FromLongLong(at_ns));
 }
 
+/* What may make the device wait, within a scope: Python puts marks before and after it. */
+struct DeviceWait {
+  bool marked = false;
+  explicit DeviceWait(bool may_wait) {
+    if (!may_wait || !hook->wait_begins.load(std::memory_order_acquire)) return;
+    Interpreter locked;
+    PyObject* answer = PyObject_CallNoArgs(hook->wait_begins);
+    if (!answer) PyErr_WriteUnraisable(hook->wait_begins);
+    marked = answer == Py_True;
+    Py_XDECREF(answer);
+  }
+  void end() {
+    if (!marked) return;
+    Interpreter locked;
+    PyObject* answer = PyObject_CallNoArgs(hook->wait_ends);
+    if (!answer) PyErr_WriteUnraisable(hook->wait_ends);
+    Py_XDECREF(answer);
+  }
+};
+
 bool is_live() { return hook->active.load(std::memory_order_relaxed) && in_parent.load(std::memory_order_relaxed); }
 
 /* ---- operators ---- */
@@ -247,8 +268,10 @@ struct Operator final : c10::OperatorKernel {
       return op.redispatchBoxed(keys, stack);
     }
     int64_t start = now_ns();
+    DeviceWait wait(async_at >= 0 && !is_async && first.defined() && !first.is_cpu());
     op.redispatchBoxed(keys, stack);
     int64_t issued = now_ns();
+    wait.end();
     try {
       record(group, first, size, output_bytes, output_at, is_async, start, issued, *stack);
     } catch (const std::exception& error) {
@@ -317,8 +340,10 @@ struct WaitTensor final : c10::OperatorKernel {
       outputs = argument.isTensorList() ? argument.toTensorVector() : std::vector<at::Tensor>{argument.toTensor()};
     }
     int64_t start = now_ns();
+    DeviceWait wait(true);
     op.redispatchBoxed(keys, stack);
     int64_t end = now_ns();
+    wait.end();
     put(hook->ring, hook->region, hook->wait, 0, hook->wait_tensor_name, start, end, PyThread_get_thread_ident(), -1,
         -1);
     for (const at::Tensor& output : outputs) {
@@ -471,6 +496,16 @@ PyObject* train_on(PyObject*, PyObject* thread) {
   return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
 }
 
+PyObject* on_waits(PyObject*, PyObject* args) {  // kept for good: another thread may be about to call them
+  PyObject *begins, *ends;
+  if (!PyArg_ParseTuple(args, "OO", &begins, &ends)) return nullptr;
+  if (hook) {
+    hook->wait_ends = begins == Py_None ? nullptr : Py_NewRef(ends);
+    hook->wait_begins = begins == Py_None ? nullptr : Py_NewRef(begins);
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* pending(PyObject*, PyObject*) { return PyLong_FromLongLong(hook ? hook->pending.load() : 0); }
 
 PyMethodDef functions[] = {
@@ -479,6 +514,7 @@ PyMethodDef functions[] = {
     {"add_wait_tensor", add_wait_tensor, METH_O, "Put a kernel in front of one waiting operator of _c10d_functional."},
     {"stop", stop, METH_NOARGS, "Make the kernels pass calls on and nothing more."},
     {"train_on", train_on, METH_O, "Set the thread whose time is the step's."},
+    {"on_waits", on_waits, METH_VARARGS, "Call these around what may make the device wait; None: no longer."},
     {"pending", pending, METH_NOARGS, "Return the number of operations whose end torch will report."},
     {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "rankscope_hook", nullptr, -1, functions};

@@ -133,7 +133,7 @@ def start(node: Node) -> None:
             _open(device, name, port, sources)
         _note_rate(device, port / "rate")
     if not any(counter.name.endswith("_data_bytes") for counter in _counters):
-        node.gap("rdma", "no port tells how much it carried; its driver has names that are not known here")
+        node.gap("rdma", "no port reports its traffic: rankscope does not know the counter names of its driver")
 
 
 def sample(node: Node) -> Iterator[Sample]:

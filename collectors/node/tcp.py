@@ -81,7 +81,7 @@ def start(node: Node) -> None:  # noqa: ARG001
         list(_dump(channel, socket.AF_INET))
     except OSError as error:
         stop()
-        raise Unavailable(f"the kernel does not tell about TCP connections: {error}") from None
+        raise Unavailable(f"the kernel does not report TCP connections: {error}") from None
 
 
 def sample(node: Node) -> Iterator[Sample]:

@@ -45,8 +45,9 @@ def start(emit: Emit) -> None:
             emit.mark(_MARKS[1])
         emit.region(_BACKWARD, name_id, start_ns, end_ns)
 
-    def before(_: object) -> None:
+    def before(args: tuple[Any, ...]) -> None:
         emit.backward_begins()
+        emit.on_backward(args[1] if len(args) > 1 else ())
         if get_ident() == emit.training_thread:
             emit.in_backward += 1
         if not emit.in_microbatch:

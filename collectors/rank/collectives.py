@@ -148,13 +148,20 @@ def _operators(torch: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
 def _kernel(emit: Emit, recorder: _Recorder, overload: Any, code: int, after: Any) -> Callable[..., Any]:  # noqa: ANN401
     redispatch = overload._handle.redispatch_boxed
     record = emit.guard("collectives", recorder.recorder_of(overload, code))
+    async_at = recorder.shape_of(overload, code).async_at
+    async_at = -1 if async_at is None else async_at
 
     def kernel(keyset: Any, *args: Any) -> Any:  # noqa: ANN401
         if not (_active and emit.live):
             return redispatch(keyset & after, *args)
         start_ns = clock()
+        waits = emit.waits  # what is not async may run in the compute stream itself
+        waited = waits if waits and len(args) > async_at >= 0 and not args[async_at] and waits[0]() else None
         result = redispatch(keyset & after, *args)
-        record(start_ns, clock(), args, result)
+        issued_ns = clock()
+        if waited:
+            waited[1]()
+        record(start_ns, issued_ns, args, result)
         return result
 
     return kernel
@@ -168,8 +175,13 @@ def _wait_kernel(emit: Emit, recorder: _Recorder, overload: Any, after: Any) -> 
         if not (_active and emit.live):
             return redispatch(keyset & after, *args)
         start_ns = clock()
+        waits = emit.waits
+        waited = waits if waits and waits[0]() else None
         result = redispatch(keyset & after, *args)
-        record(start_ns, clock(), args[0])
+        end_ns = clock()
+        if waited:
+            waited[1]()
+        record(start_ns, end_ns, args[0])
         return result
 
     return kernel
@@ -203,6 +215,7 @@ def _start_native(emit: Emit, recorder: _Recorder, native: Any) -> None:  # noqa
         *(_COLLECTIVE, _DONE, RecordType.REGION, _WAIT, recorder.wait_tensor_name, emit.training_thread),
     )
     emit.on_training_thread = native.train_on
+    emit.on_waits = native.on_waits
     emit.pending = native.pending
 
 

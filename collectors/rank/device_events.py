@@ -1,8 +1,9 @@
 """When the device comes to the ends of the step's phases: one CUDA event per mark, without a profiler.
 
-`emit.mark` puts an event into the main thread's current stream; nobody waits for it there. A thread of its own looks
-every `PERIOD_S` at what the device has come to. The functions are the driver's, which every process that uses CUDA has
-loaded; CUDA is never initialised, no context made, and a stream that is being captured gets no marks.
+`device_waits` puts further ones around the waits for communication. `emit.mark` puts an event into the main thread's
+current stream; nobody waits for it there. A thread of its own looks every `PERIOD_S` at what the device has come to.
+The functions are the driver's, which every process that uses CUDA has loaded; CUDA is never initialised, no context
+made, and a stream that is being captured gets no marks.
 
 The device's clock is read by events of the thread's own, in an empty stream: such an anchor lies between two readings
 of the host's clock. What is true of one anchor is true of the next, but for a drift of the clocks; and no mark is on
@@ -139,6 +140,7 @@ class _Marks:
         self._context: int
         self._device: int
         self._stream: int  # of the anchors
+        self.compute_stream: int  # the main thread's, at its last mark
         self._free: list[int] = []
         self._under_way: deque[tuple[int, int, int]] = deque()  # event, when it was recorded, what it marks
         self._elsewhere: set[int] = set()
@@ -164,16 +166,35 @@ class _Marks:
             return
         if self._is_capturing():
             return
+        self.compute_stream = self._get_stream(device)
+        if not self.put(mark):
+            self._lost += 1
+        self._emit.has_marks(self)
+
+    def put(self, mark: int, spare: int = 0) -> bool:
+        """Put a mark into the compute stream, from any thread, if more than `spare` events are free."""
+        if len(self._free) <= spare:
+            return False
         try:
             event = self._free.pop()
-        except IndexError:
-            self._lost += 1
-            return
+        except IndexError:  # another thread took the last
+            return False
         recorded_ns = clock()
-        error = self._record(event, self._get_stream(device))
+        error = self._record(event, self.compute_stream)
         if error:
             self._driver.check("cuEventRecord", error)
         self._under_way.append((event, recorded_ns, mark))
+        return True
+
+    def note(self, mark: int, at_ns: int) -> None:
+        """Write a mark of the host alone."""
+        self._write(mark, at_ns, 0, -1)
+
+    def current_stream(self) -> int | None:
+        """The current stream of this thread; None on another device, and while it is captured."""
+        if self._get_device() != self._device or self._is_capturing():
+            return None
+        return self._get_stream(self._device)
 
     def _begin(self) -> None:
         """The thread runs, once the main thread has a context on the device that torch takes for the current one."""
@@ -208,6 +229,7 @@ class _Marks:
     def close(self) -> None:
         """No mark is put any more; those that the device has not come to are written as such."""
         self._emit.mark = lambda _: None
+        self._emit.mark_waits(None, None)
         self._stopping.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LAST_S)

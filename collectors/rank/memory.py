@@ -44,7 +44,7 @@ def start(emit: Emit) -> None:
             except RuntimeError as error:  # an allocator of the job's own
                 has_stats, stats = False, {}
                 why = str(error).partition("\n")[0]
-                emit.gap("memory", "memory", f"the CUDA allocator does not tell its state: {why}")
+                emit.gap("memory", "memory", f"the CUDA allocator does not report its state: {why}")
             readings |= {name: stats[key] for key, name in _CUDA_STATS.items() if key in stats}
             readings["cuda_total_bytes"] = torch.cuda.get_device_properties(emit.device).total_memory
         for name, value in readings.items():

@@ -20,7 +20,7 @@ tables = ("nccl_calls", "nccl_events")
 
 _LOSSES = {  # counters of the plugin, and what they count
     "rankscope_nccl_lost": "more was under way at once than the plugin can follow",
-    "rankscope_nccl_never_ended": "NCCL does not tell what these proxies do: of CollNet, of copies or of kernels",
+    "rankscope_nccl_never_ended": "NCCL does not report what these proxies do (CollNet, copies, kernels)",
 }
 
 

@@ -8,17 +8,15 @@ A sample is taken when this thread gets Python's lock: a call in C that holds it
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-import sysconfig
 import threading
 import time
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
+from rankscope.collectors.in_rank.code_of_job import is_hidden
 from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
-from rankscope.collectors.schema import INSTALLED, RecordType
+from rankscope.collectors.schema import RecordType
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -28,14 +26,6 @@ tables = ("samples", "frames")
 PERIOD_S = 0.2  # on average: a fixed one could keep step with the training
 _MOST_NODES = 20_000
 _MOST_FRAMES = 200
-
-# Whose frames are left out. Installed packages may lie in a folder of the library's.
-_OWN = tuple(
-    os.path.join(folder, "")
-    for folder in (os.path.dirname(sys.modules["torch"].__file__ or "-"), os.path.dirname(os.path.dirname(__file__)))
-)
-_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
-_UNNAMED = ("<frozen ", "<eval_with_key")
 
 _stopped = threading.Event()
 
@@ -95,7 +85,7 @@ class Chains:
             if shown is None:
                 if len(self._shown) >= _MOST_NODES:  # a job that makes code all the time
                     self._shown.clear()
-                shown = self._shown[code] = not _is_hidden(code.co_filename)
+                shown = self._shown[code] = not is_hidden(code.co_filename)
             if shown:
                 calls.append((code, frame.f_lineno or 0))
             frame = frame.f_back
@@ -110,9 +100,3 @@ class Chains:
                 self.new.append((known, node, getattr(code, "co_qualname", code.co_name), code.co_filename, line))
             node = known
         return node
-
-
-def _is_hidden(file: str) -> bool:
-    if file.startswith(_OWN) or file.startswith(_UNNAMED):
-        return True
-    return file.startswith(_STDLIB) and not any(folder in file for folder in INSTALLED)

@@ -1,0 +1,52 @@
+"""The agent as a process: its socket, its limits, and what it lets go of."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import socket
+
+__all__ = ["WithoutPandas", "bind", "let_go_of_output", "take_room"]
+
+
+class WithoutPandas:
+    """pyarrow imports pandas where it is installed, for nearly a second and 50 MB, only to ask it about types."""
+
+    def find_spec(self, name: str, _path: object, _target: object = None) -> None:
+        if name == "pandas":
+            raise ImportError("the agent works without pandas")
+
+
+def bind(name: str) -> socket.socket | None:
+    """The abstract socket of the node's agent, which nobody can connect to yet, or None if another agent has it."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind("\0" + name)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return listener
+
+
+def take_room(*, shares: bool) -> None:
+    """Descriptors for as many ranks as there may be; where the first rank has started it, not only its processor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if shares:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # schedulers send them to all of a job
+        signal.signal(number, signal.SIG_IGN)
+
+
+def let_go_of_output() -> None:
+    """Whoever reads the launcher's output to its end need not wait for the agent."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
