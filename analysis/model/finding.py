@@ -205,7 +205,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All steps of a run of which only `read` were analysed: lengths on one rank, by spans of as many steps each.
+    """All steps of a run of which only `read` were analyzed: lengths on one rank, by spans of as many steps each.
 
     Of steps before `kept` nothing else is left.
     """
@@ -359,7 +359,7 @@ class Pipeline:
     the difference between the busiest stage's bubble and the theory, and sums to it.
     """
 
-    schedule: str  # "1F1B" | "GPipe" | "unknown"
+    schedule: str  # "1F1B" | "GPipe" | either "interleaved" | "ZB-H1" | "ZBV" | "DualPipe" | "DualPipeV" | "unknown"
     stages: int
     microbatches: int
     theory_fraction: float | None
@@ -406,6 +406,27 @@ class Gap:
     node: int | None
     count: int | None
     why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """How far a rank had come in a process group when the job hung; numbers are those of operations in the group.
+
+    `seq` and `op` are the first operation that has not ended; None: none is outstanding. `state` is
+    "started" (its device has begun it), "enqueued", "behind" (others have enqueued more), "idle" (nothing is
+    outstanding), or "unread" (its state could not be read). `frame` is the line that called it, or the
+    training thread's last sampled place.
+    """
+
+    rank: int
+    group: str
+    enqueued: int | None
+    started: int | None
+    completed: int | None
+    op: str
+    seq: int | None
+    state: str
+    frame: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,6 +528,7 @@ class Report:
     fidelity: Fidelity | None = None  # None: nothing was replayed
     utilisation: Utilisation | None = None  # None: the model's FLOPs were not given, or a device's peak is not known
     windows: tuple[Window, ...] = ()
+    states: tuple[GroupState, ...] = ()  # of a job that hangs, the root cause's ranks first
     gaps: tuple[Gap, ...] = ()
     clocks: tuple[Clock, ...] = ()
     matched_fraction: float | None = None  # share of collective rows matched on all their ranks

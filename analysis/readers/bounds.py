@@ -5,17 +5,18 @@ Every reader asks here before it decodes, so that one budget holds for all forma
 
 from __future__ import annotations
 
+import pickletools
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rankscope.analysis.readers.free_memory import available_bytes
 from rankscope.analysis.text.units import members_of
+from rankscope.collectors.free_memory import available_bytes
 from rankscope.collectors.schema import MOST_RANKS
 from rankscope.errors import BadInput
 
-__all__ = ["check_bytes", "check_groups", "check_ranks", "check_regular", "check_structure"]
+__all__ = ["check_bytes", "check_groups", "check_pickle", "check_ranks", "check_regular", "check_structure"]
 
 _ALWAYS_BYTES = 256 << 20  # what is decoded from any file, however small
 _MOST_TIMES = 64  # the file's size, beyond that: measurements that are packed are at most about 20
@@ -23,6 +24,18 @@ _SHARE = 0.5  # of the memory that is free
 _MOST_MEMBERS = 1 << 24  # of all groups together
 _MOST_NESTED = 64
 _NODES_BESIDE, _NODES_OF_A_BYTE = 10_000, 2
+
+# Of a pickle's opcodes: bytes of the argument; below 0 as pickletools says it (a line, or bytes after their length).
+_ARGUMENT_BYTES = [0] * 256
+for _opcode in pickletools.opcodes:
+    _ARGUMENT_BYTES[ord(_opcode.code)] = _opcode.arg.n if _opcode.arg else 0
+_LENGTH_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_PUT, _LONG_BINPUT = b"pr"
 
 
 def check_regular(path: Path) -> None:
@@ -66,6 +79,30 @@ def check_groups(where: object, members: Iterable[str | None]) -> None:
             raise BadInput(f"{where} has a process group of the ranks {(text or '')[:60]!r}: damaged") from None
         if count > _MOST_MEMBERS:
             raise BadInput(f"{where} has process groups of more than {_MOST_MEMBERS:,} ranks together: damaged")
+
+
+def check_pickle(content: bytes) -> None:
+    """Nothing, if the places that a pickle gives to what it keeps are no more than it has bytes. Raises ValueError.
+
+    The unpickler makes a table of as many places as the highest number: four bytes may ask for 64 GB.
+    """
+    at, size = 0, len(content)
+    while at < size:
+        opcode = content[at]
+        taken = _ARGUMENT_BYTES[opcode]
+        at += 1
+        if taken >= 0:
+            if opcode == _LONG_BINPUT and int.from_bytes(content[at : at + 4], "little") > size:
+                raise ValueError("it keeps more than it holds")
+            at += taken
+        elif taken == pickletools.UP_TO_NEWLINE:
+            line = content[at : content.find(b"\n", at) % (size + 1)]
+            if opcode == _PUT and int(line) > size:
+                raise ValueError("it keeps more than it holds")
+            at += len(line) + 1
+        else:
+            width = _LENGTH_BYTES[taken]
+            at += width + int.from_bytes(content[at : at + width], "little")
 
 
 def check_structure(loaded: object, size_bytes: int) -> None:

@@ -17,6 +17,7 @@ import polars as pl
 import pyarrow as pa
 
 from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.pipeline_ops import FORWARD
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.readers.bounds import check_bytes, check_ranks
 from rankscope.analysis.text.message import text
@@ -99,13 +100,17 @@ def _world_size(ranks: Sequence[int]) -> int:
 def virtual_stages(ops: pl.DataFrame) -> pl.DataFrame:
     """The operations with each model chunk of a stage as a stage of its own, as microbatches pass through them.
 
-    Chunk c of stage s is stage c × p + s of p. Operations are counted anew within it.
+    Chunk c of stage s is stage c × p + s of p; where the second chunk begins on the last stage (a V), odd chunks count
+    from there. Operations are counted anew within it.
     """
     if ops["chunk"].fill_null(0).max() in (None, 0):
         return ops
     stages = int(ops["stage"].to_numpy().max()) + 1
     chunk, of = pl.col("chunk").fill_null(0), ["rank", "step", "stage", "name"]
-    placed = ops.with_columns((chunk.cast(pl.Int32) * stages + pl.col("stage")).alias("stage"))
+    begins = ops.filter(chunk == 1, name=FORWARD).sort("start_ns")["stage"]
+    turns = len(begins) > 0 and stages > 1 and begins[0] == stages - 1
+    along = pl.when((chunk % 2 == 1) & turns).then(stages - 1 - pl.col("stage")).otherwise("stage")
+    placed = ops.with_columns((chunk.cast(pl.Int32) * stages + along).alias("stage"))
     return placed.with_columns((pl.col("seq").rank("ordinal").over(of) - 1).cast(pl.Int32).alias("seq"))
 
 

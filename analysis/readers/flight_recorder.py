@@ -9,6 +9,7 @@ Source: `torch/csrc/distributed/c10d/FlightRecorder`, formats 2.0 to 2.10.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import re
@@ -21,9 +22,9 @@ from typing import Any, NoReturn
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, table
-from rankscope.analysis.readers.bounds import check_structure
+from rankscope.analysis.readers.bounds import check_pickle, check_structure
 from rankscope.analysis.text.message import text
-from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.text.phrases import counted, is_installed, place_in_code
 from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import MOST_RANKS, NO_PEER
 from rankscope.errors import BadInput
@@ -133,6 +134,16 @@ class _Entry:
     end_ns: int | None
     pending: bool
     number: int
+    frame: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    """Numbers of a rank's last operations in a group."""
+
+    enqueued: int
+    started: int | None
+    completed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +151,7 @@ class _Dump:
     path: Path
     rank: int
     groups: tuple[Group, ...]
-    status: Mapping[Group, tuple[int, int]]  # last enqueued, last completed
+    status: Mapping[Group, _Counters]
     entries: tuple[_Entry, ...]
     skipped: int
 
@@ -236,11 +247,13 @@ def _is_dump(path: Path) -> bool:
 
 def _read(path: Path) -> _Dump:
     """The dump of one rank. Raises any of `_BROKEN`."""
-    with path.open("rb") as file:
-        is_pickle = file.read(1) == b"\x80"
-        file.seek(0)
-        loaded = _NoClasses(file).load() if is_pickle else json.load(file)
-    check_structure(loaded, path.stat().st_size)
+    content = path.read_bytes()
+    if content.startswith(b"\x80"):
+        check_pickle(content)
+        loaded = _NoClasses(io.BytesIO(content)).load()
+    else:
+        loaded = json.loads(content)
+    check_structure(loaded, len(content))
     if not isinstance(loaded, dict) or not isinstance(loaded.get("entries", []), list):
         raise _Unusable("it is no dump of the flight recorder")
     groups = tuple(_groups(loaded.get("pg_config", {})))
@@ -343,7 +356,17 @@ def _entry(raw: Mapping[str, Any], by_name: Mapping[str, Group], rank: int) -> _
         end_ns=None if end is None else int(end),
         pending=not done,
         number=int(raw.get("record_id", raw.get("id", 0))),
+        frame=_frame(raw.get("frames")),
     )
+
+
+def _frame(frames: object) -> str | None:
+    """The innermost frame of the job's own code, as `train.py:12 (step)`; without one, the innermost."""
+    if not isinstance(frames, list) or not frames:
+        return None
+    own = (frame for frame in frames if not is_installed(_word(frame["filename"])))
+    frame = next(own, frames[0])
+    return place_in_code(_word(frame["name"]), _word(frame["filename"]), int(frame["line"]))
 
 
 def peers(title: str, members: Sequence[int], rank: int) -> int:
@@ -370,9 +393,7 @@ def _size_bytes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
     return largest
 
 
-def _status(
-    raw: Mapping[Any, Any], groups: Sequence[Group], pg_ids: Mapping[int, Group]
-) -> dict[Group, tuple[int, int]]:
+def _status(raw: Mapping[Any, Any], groups: Sequence[Group], pg_ids: Mapping[int, Group]) -> dict[Group, _Counters]:
     """The counters by group. They stand under the process's own numbers of the groups, not under their names.
 
     The entries say which number is which group. For the others the order in which groups are made tells: numbers and
@@ -388,7 +409,8 @@ def _status(
         group = pg_ids.get(int(number)) or by_order.get(int(number))
         if group is not None:
             enqueued, completed = said["last_enqueued_collective"], said["last_completed_collective"]
-            status[group] = (int(enqueued), int(completed))
+            started = int(said.get("last_started_collective", -1))
+            status[group] = _Counters(int(enqueued), None if started < 0 else started, int(completed))
     return status
 
 
@@ -430,12 +452,13 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
         p2p = [e for e in mine if e.is_p2p]
         # The counters know of ends that the entries were not told of, if both count the same thing.
         alike = group in dump.status and len(p2p) in (0, len(mine))
-        ended = dump.status[group][1] if alike else -1
+        ended = dump.status[group].completed if alike else -1
         open_entries = [e for e in mine if e.pending and e.seq > ended]
         pending = min(open_entries, key=lambda e: (e.start_ns, e.number), default=None)
         row: dict[str, Any] = {"rank": dump.rank, "group_id": group.id, "is_p2p": bool(p2p) and len(p2p) == len(mine)}
         if group in dump.status:
-            row["enqueued"], row["completed"] = dump.status[group]
+            counters = dump.status[group]
+            row |= {"enqueued": counters.enqueued, "started": counters.started, "completed": counters.completed}
         elif mine and dump.skipped:
             pass  # one that cannot be read may be the last that was enqueued, or the one that holds the rank
         elif mine:
@@ -451,6 +474,7 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
                 "is_started": pending.started,
                 "peer": pending.peer,
                 "size_bytes": pending.size_bytes,
+                "frame": pending.frame,
             }
         yield row
 
@@ -481,7 +505,7 @@ def _missing(dumps: Sequence[_Dump], damaged: Set[int], world: int) -> Iterator[
         unknown = sum(1 for e in dump.entries if e.is_p2p and e.peer == NO_PEER)
         if unknown:
             why = text(
-                "{name}: the peer of {transfers} is not known",
+                "{name}: the peer of {transfers} is unknown",
                 name=dump.path.name,
                 transfers=counted(unknown, "transfer"),
             )

@@ -396,7 +396,7 @@ def _frames(log: _Log) -> tuple[dict[str, pl.DataFrame], list[Gap]]:
     }
     lost = len(log.ops) - len(placed)
     why = text(
-        "{lost} are of processes outside the largest communicator, so their rank is not known",
+        "{lost} are of processes outside the largest communicator, so their rank is unknown",
         lost=counted(lost, "operation"),
     )
     missing = [gap("collectives", why, count=lost)] if lost else []

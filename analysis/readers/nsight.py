@@ -253,12 +253,10 @@ class _Reading:
         launches, ranges = self._launches(), self._ranges()
         gpus = dict(self._select("TARGET_INFO_GPU", "ranks", id=("id", pl.Int64), name=("name", pl.String)).iter_rows())
         if not gpus:
-            self._problems.append(("ranks", None, text("it has no TARGET_INFO_GPU, so the GPUs' names are not known")))
+            self._problems.append(("ranks", None, text("it has no TARGET_INFO_GPU, so the GPUs' names are unknown")))
         meta = {name: value for table in _META for name, value in self._settings(table)}
         if not meta:
-            self._problems.append(
-                ("run", None, text("it has no META_DATA_EXPORT, so the version of nsys is not known"))
-            )
+            self._problems.append(("run", None, text("it has no META_DATA_EXPORT, so the version of nsys is unknown")))
         for kind, lacking in ((_KERNEL, "kernels"), (_RUNTIME, "launches"), (_NVTX, "regions")):
             if kind not in self._tables:
                 self._problems.append(
@@ -331,7 +329,7 @@ class _Reading:
             correlation=("correlationId", pl.Int64),
         )
         if kind == _GRAPH and len(rows):
-            why = text("what ran inside CUDA graphs is not told apart; record with `--cuda-graph-trace=node`")
+            why = text("kernels inside CUDA graphs are not distinguished; record with `--cuda-graph-trace=node`")
             self._problems.append(("kernels", len(rows), why))
         if kind == _KERNEL:
             name = pl.coalesce("text", "short_text", pl.lit("kernel without a name"))

@@ -1,7 +1,8 @@
 """Reads the pipeline files that Primus writes (`dump_pp_data`): `pp_rank_N.json`, one per pipeline stage.
 
 Each holds, per iteration, the start and end of every forward and backward in ms since the iteration began, on a clock
-that the stages share. `config.json` beside them says how many stages and microbatches there should be.
+that the stages share; newer ones also those of gradients of weights, where backward is split, and the microbatch and
+model chunk of each. `config.json` beside them says how many stages and microbatches there should be.
 
 Source: AMD-AGI/Primus, `tools/visualization/pp_vis`.
 """
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD, WEIGHTS
 from rankscope.analysis.readers.base import FrameReader, files_in, gap, shaped, table
+from rankscope.analysis.readers.bounds import check_ranks
 from rankscope.analysis.readers.bytedance_ops import OPS_LACK, end_to_end, virtual_stages
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import ranges
@@ -29,7 +31,7 @@ _CONFIG = "config.json"
 _HEAD = 4096
 _NS_PER_MS = 1e6
 _LONGEST_MS = 1e9  # no step takes eleven days
-_KINDS = {"fwd": FORWARD, "bwd": BACKWARD}
+_KINDS = {"fwd": FORWARD, "bwd": BACKWARD, "wgrad": WEIGHTS}
 
 Row = dict[str, Any]
 
@@ -62,8 +64,9 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         missing[before:] = _told_once(missing[before:], path.name)
     if not rows:
         raise BadInput(f"{', '.join(paths)}: {missing[0].why if missing else 'no pipeline operation is in it'}")
+    check_ranks(paths[0], stages)
     world, expected, chunks = _config(Path(paths[0]), missing)
-    if chunks > 1:
+    if chunks > 1 and any("chunk" not in row for row in rows):
         _place(rows, expected or max(stages) + 1, chunks)
     absent = sorted(set(range(expected or max(stages) + 1)) - set(stages))
     if absent:
@@ -103,9 +106,12 @@ def _rows(stage: int, step: str, said: Any, missing: list[Gap]) -> Iterator[Row]
     if others:
         raise BadInput(f"stage {stage} has operations '{min(others)}': only forward and backward are understood")
     for kind, name in _KINDS.items():
+        if kind == "wgrad" and said and not said.get("wgrad_start"):
+            continue
         try:
             starts, ends = said[f"{kind}_start"], said[f"{kind}_end"]
             times = [(_ns(start), _ns(end)) for start, end in zip(starts, ends, strict=True)]
+            places = _said_places(said, kind, len(times))
             number = int(step)
         except (KeyError, TypeError, ValueError):
             missing.append(
@@ -115,7 +121,7 @@ def _rows(stage: int, step: str, said: Any, missing: list[Gap]) -> Iterator[Row]
             )
             continue
         for seq, (start_ns, end_ns) in enumerate(times):
-            yield {
+            row = {
                 "rank": stage,
                 "start_ns": start_ns,
                 "end_ns": end_ns,
@@ -126,6 +132,22 @@ def _rows(stage: int, step: str, said: Any, missing: list[Gap]) -> Iterator[Row]
                 "microbatch": seq,
                 "seq": seq,
             }
+            if places:
+                row["chunk"], row["microbatch"] = places[seq]
+                row["seq"] = row["microbatch"]
+            yield row
+
+
+def _said_places(said: Mapping[str, Any], kind: str, count: int) -> list[tuple[int, int]]:
+    """The chunk and microbatch of each operation of a kind, where the file says them; else empty."""
+    chunks, microbatches = (said.get(f"{kind}_{name}") for name in ("chunk", "minibatch"))
+    if not (isinstance(chunks, list) and isinstance(microbatches, list) and len(chunks) == len(microbatches) == count):
+        return []
+    numbers = [*chunks, *microbatches]
+    if any(not isinstance(number, int) for number in numbers):
+        return []
+    check_ranks(f"{kind} of a stage", numbers)
+    return list(zip(chunks, microbatches, strict=True))
 
 
 def _ns(milliseconds: float) -> int:
@@ -149,8 +171,10 @@ def _place(rows: Sequence[Row], stages: int, chunks: int) -> None:
     A file has the operations of all chunks of its stage in the order in which they ran: as many microbatches as there
     are stages through one chunk, then through the next; backward takes the chunks from the last to the first.
 
-    Source: Megatron-LM's `get_model_chunk_id` (Narayanan et al. 2021).
+    Source: Megatron-LM's `get_model_chunk_id` (Narayanan et al. 2021). Raises `BadInput` where backward is split.
     """
+    if any(row["name"] == WEIGHTS for row in rows):
+        raise BadInput("the pipeline's files do not say which model chunk each gradient of weights belongs to")
     for row in rows:
         group, within = divmod(row["seq"], stages * chunks)
         chunk, microbatch = divmod(within, stages)
@@ -170,9 +194,7 @@ def _config(path: Path, missing: list[Gap]) -> tuple[int | None, int | None, int
             gap("ops", text("{name} is cut or no JSON: the number of stages is taken from the files", name=_CONFIG))
         )
         return None, None, 1
-    world, stages, chunks = (said.get(name) for name in ("world_size", "pp_size", "vp_size"))
-    return (
-        world if isinstance(world, int) else None,
-        stages if isinstance(stages, int) else None,
-        chunks if isinstance(chunks, int) and chunks > 0 else 1,
-    )
+    sizes = (said.get(name) for name in ("world_size", "pp_size", "vp_size"))
+    world, stages, chunks = (size if isinstance(size, int) else None for size in sizes)
+    check_ranks(file, (world, stages, chunks, (stages or 1) * (chunks or 1)))
+    return world, stages, chunks or 1

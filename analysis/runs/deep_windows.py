@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Clock, Operator, Window
 from rankscope.analysis.model.tables import in_order
-from rankscope.analysis.readers.native import NativeReader
+from rankscope.analysis.readers.native.reader import NativeReader
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.clocks import apply_clocks

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.analysis.readers.free_memory import available_bytes, own_bytes
+from rankscope.collectors.free_memory import available_bytes, own_bytes
 from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
-    from rankscope.analysis.readers.native import NativeReader
+    from rankscope.analysis.readers.native.reader import NativeReader
     from rankscope.analysis.runs.trace import Trace
 
 __all__ = ["MOST_ROWS", "available_bytes", "check_memory", "check_share", "needed_bytes", "readable_share"]

@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.model.finding import Clock, History, Span
+from rankscope.analysis.runs.memory_budget import check_share, readable_share
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
@@ -24,7 +25,7 @@ from rankscope.collectors.schema import COUNTS_STEPS
 from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
-    from rankscope.analysis.readers.native import NativeReader
+    from rankscope.analysis.readers.native.reader import NativeReader
 
 __all__ = ["FEWEST", "Stretch", "stretch_of"]
 
@@ -115,11 +116,6 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
 
     Raises `BadInput` where the run does not have these steps, or they do not fit.
     """
-    from rankscope.analysis.runs.memory_budget import (  # it knows the graph, which is made of timelines
-        check_share,
-        readable_share,
-    )
-
     if steps and reader.imported:
         raise BadInput(f"{reader.where} was imported, and such a run is read as a whole: name it without its steps")
     share = 1.0 if steps or reader.imported else readable_share(reader)
@@ -144,7 +140,7 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
         raise BadInput(f"{reader.where} has no step {first}: the last is {last}")
     if first < kept:
         raise BadInput(
-            f"{reader.where}: of step {first} only the length is left, older ones made room (rankscope run --keep); "
+            f"{reader.where}: of step {first} only the length is left, older ones were evicted (rankscope run --keep); "
             f"the first that is there is {kept}"
         )
     check_share(reader, _share(first, last, count - kept))
@@ -197,7 +193,7 @@ def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFr
     so = {"read": duration(last_ns - since_ns), "whole": duration(last_ns - began_ns)}
     said = text("only the last {read} of {whole} were read", **so)
     if reader.kept_since:
-        said += text(" (older records made room)")
+        said += text(" (older records were evicted)")
     spans = _spans(reader, node, since_ns, None)
     return Stretch(first=0, last=-1, kept=0, asked=False, said=said, counted=counted, spans=spans)
 

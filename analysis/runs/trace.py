@@ -11,18 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import polars as pl
 
 from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.readers.native.reader import NativeReader
 from rankscope.analysis.runs.memory_budget import check_memory
+from rankscope.analysis.runs.step_range import Stretch, stretch_of
 from rankscope.analysis.runs.storage import local_path
 from rankscope.collectors.schema import TABLES
 from rankscope.errors import BadInput
-
-if TYPE_CHECKING:
-    from rankscope.analysis.runs.step_range import Stretch
 
 __all__ = ["Reader", "Trace"]
 
@@ -102,6 +101,8 @@ class Trace:
         with _damaged(", ".join(given)):
             source, module = _choose(names)
             reader = module.open_run(names)
+            if isinstance(reader, NativeReader):
+                reader.stretch = stretch_of(reader, reader.asked)
         origin = next((str(launch["source"]) for launch in reader.run.values() if "source" in launch), source)
         return cls(paths=tuple(given), source=origin, run=reader.run, reader=reader)
 

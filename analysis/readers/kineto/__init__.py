@@ -1,0 +1,68 @@
+"""Reads traces of torch.profiler (Kineto): Chrome trace JSON of all its ages, gzipped or not, loose or in a tar.
+
+One file is one rank's capture. Its device rows become `kernels`, its runtime and driver calls `launches`, its
+annotations `regions`, `ProfilerStep` becomes `steps`, and the kernels of NCCL and RCCL become `collectives`, with what
+the file says about them. Times are exact to the nanosecond, on the clock of the file.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.readers.base import FrameReader, gap
+from rankscope.analysis.readers.kineto.capture import Capture
+from rankscope.analysis.readers.kineto.collectives import collective_rows
+from rankscope.analysis.readers.kineto.files import recognises
+from rankscope.analysis.readers.kineto.groups import Groups
+from rankscope.analysis.readers.kineto.numbering import number_collectives
+from rankscope.analysis.readers.kineto.ranks import by_rank, missing_ranks, nodes_of
+from rankscope.analysis.readers.kineto.scan import read_captures
+from rankscope.analysis.readers.kineto.tables import LARGE, Tables, table_builders
+from rankscope.analysis.readers.spill_file import Spill
+from rankscope.analysis.text.message import text
+from rankscope.errors import BadInput
+
+__all__ = ["open_run", "recognises"]
+
+_CANNOT = {
+    "breakdown": text("the trace holds no device work, and a profiler's trace does not say for what the host waits"),
+    "gc_pauses": text("a profiler's trace does not show when Python collects garbage"),
+    "compile": text("a profiler's trace does not say what torch.compile builds"),
+    "model": text(
+        "the FLOPs of a step are unknown: give --flops-per-step, or record the trace with record_shapes=True"
+    ),
+}
+_NO_STEPS = {
+    "steps": text("the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)")
+}
+_LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device stood idle, and too few to take memory
+
+
+def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) -> FrameReader:
+    """The run of which these files are the ranks, with operators that take this long. Raises `BadInput`."""
+    captures: list[Capture] = []
+    gaps: list[Gap] = []
+    for capture in read_captures(paths, Spill(), operators_from_ns):
+        if isinstance(capture, str):
+            gaps.append(gap("kernels", capture))
+        else:
+            captures.append(capture)
+    if not captures:
+        raise BadInput(gaps[0].why if gaps else f"{', '.join(paths)} holds no trace of torch.profiler")
+    ranks = by_rank(captures, gaps)
+    nodes = nodes_of(ranks)
+    groups = {rank: Groups(capture) for rank, capture in ranks.items()}
+    collectives = {rank: collective_rows(capture, groups[rank]) for rank, capture in ranks.items()}
+    number_collectives(collectives, groups, ranks, one_clock=len(set(nodes.values())) == 1)
+    tables = Tables(nodes, table_builders(ranks, groups, collectives))
+    for rank, capture in ranks.items():
+        gaps += [gap(table, why, rank=rank, count=count) for table, count, why in capture.problems()]
+    gaps += missing_ranks(ranks)
+    lacks = _CANNOT if "steps" in tables else _CANNOT | _NO_STEPS
+    pieces = {name: functools.partial(tables.pieces, name) for name in tables if name in LARGE}
+    rows = {
+        "kernels": sum(len(c.device) for c in ranks.values()),
+        "launches": sum(len(c.launches) for c in ranks.values()),
+    }
+    return FrameReader(frames=tables, missing=tuple(gaps), lacks=lacks, large=pieces, large_rows=rows)

@@ -1,0 +1,52 @@
+"""Rows of the host: regions, operators and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.readers.event_text import MISSING
+from rankscope.analysis.readers.flops import flops
+from rankscope.analysis.readers.json_scan import OTHER_NAME
+from rankscope.analysis.readers.kineto.capture import Capture, spans_frame
+from rankscope.collectors.schema import WINDOW_STEP
+
+__all__ = ["REGION_KINDS", "launches_frames", "operators_frames", "regions_frames"]
+
+REGION_KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
+_COMMUNICATION_REGIONS = ("nccl:", "gloo:", "c10d::")
+
+
+def launches_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]:
+    for rows in capture.launches.in_time(most):
+        frame = spans_frame(capture, rows).with_columns(correlation=pl.Series(rows["correlation"]))
+        yield frame.filter(pl.col("correlation") != MISSING)
+
+
+def regions_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]:
+    kinds = [_region_kind(name) for name in capture.names]
+    for code in np.union1d(capture.device_metas["collective"], capture.operator_metas["collective"]):
+        if code > OTHER_NAME:  # torch 2.15 calls the spans of NCCL's operations as it calls those, without `nccl:`
+            kinds[code] = None
+    kind_of, is_region = pl.Series(kinds, dtype=pl.String), np.array([kind is not None for kind in kinds])
+    for rows in capture.spans.in_time(most):
+        regions = {c: values[is_region[rows["name"]]] for c, values in rows.items()}
+        yield spans_frame(capture, regions).with_columns(kind=kind_of.gather(regions["name"]))
+    for rows in capture.operators.in_time(most):
+        yield spans_frame(capture, rows).with_columns(kind=pl.lit("operator"))
+
+
+def _region_kind(name: str) -> str | None:
+    """The kind of an annotation of this name; None for a step, and for what collectives say better."""
+    if name.startswith(("ProfilerStep#", WINDOW_STEP, *_COMMUNICATION_REGIONS)):
+        return None
+    return next((kind for begin, kind in REGION_KINDS.items() if name.startswith(begin)), "user")
+
+
+def operators_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]:
+    for rows in capture.shaped.in_time(most):
+        pairs, of_row = np.unique(np.stack([rows["name"], rows["dims"]]), axis=1, return_inverse=True)
+        done = [flops(capture.names[name], capture.names[dims]) for name, dims in pairs.T]
+        yield spans_frame(capture, rows).with_columns(flops=pl.Series(done, dtype=pl.Int64).gather(of_row.ravel()))

@@ -1,0 +1,113 @@
+"""Numbers of collectives that the files do not say: the sequences of all ranks are aligned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rankscope.analysis.readers import collective_numbering
+from rankscope.analysis.readers.event_text import MISSING
+from rankscope.analysis.readers.kineto.capture import Capture, Ints
+from rankscope.analysis.readers.kineto.collectives import Calls
+from rankscope.analysis.readers.kineto.groups import Groups
+from rankscope.analysis.readers.kineto.ranks import all_ranks
+from rankscope.collectors.schema import ALL_TO_ALL_OPS, P2P_OPS
+
+__all__ = ["number_collectives"]
+
+_UNKNOWN_GROUP = ""
+
+
+def number_collectives(
+    collectives: Mapping[int, Calls],
+    groups: Mapping[int, Groups],
+    ranks: Mapping[int, Capture],
+    *,
+    one_clock: bool,
+) -> None:
+    """Give each row its `seq` where the file does not: the sequences of all ranks are aligned."""
+    everyone = all_ranks(ranks)
+    by_group: dict[str, dict[int, Ints]] = {}
+    transfers: dict[tuple[str, int, int], dict[int, Ints]] = {}  # by group, sender and receiver
+    for rank, calls in collectives.items():
+        peer = np.array(calls["peer"], np.int64)
+        sends = np.array(calls["op"]) == "send"
+        for name in set(calls["group"]):
+            of_group = calls["group"] == name
+            by_group.setdefault(name, {})[rank] = np.flatnonzero(of_group & (peer < 0))
+            for other, is_send in set(zip(peer[of_group].tolist(), sends[of_group].tolist(), strict=True)):
+                ends = (rank, other) if is_send else (other, rank)
+                at = np.flatnonzero(of_group & (peer == other) & (sends == is_send))
+                if other >= 0:
+                    transfers.setdefault((name, *ends), {})[rank] = at
+    for rows in transfers.values():
+        _number_transfers(collectives, rows, one_clock=one_clock)
+    for name, rows in sorted(by_group.items()):
+        if name != _UNKNOWN_GROUP and all((collectives[rank]["seq"][at] != MISSING).all() for rank, at in rows.items()):
+            _tell_apart({rank: (collectives[rank], at) for rank, at in rows.items()})
+            continue
+        codes: dict[tuple[Any, ...], int] = {}
+        sequences = {rank: _as_sequence(collectives[rank], at, codes) for rank, at in rows.items()}
+        shifts = collective_numbering.align(sequences, one_clock=one_clock)
+        if shifts is None:  # nothing is certain: no two ranks have a number in common
+            lengths = [len(at) for at in rows.values()]
+            shifts = dict(zip(rows, itertools.accumulate(lengths, initial=0), strict=False))
+        elif name == _UNKNOWN_GROUP:
+            for rank in rows:
+                groups[rank].members[name] = everyone
+        for rank, shift in shifts.items():
+            collectives[rank]["seq"][rows[rank]] = np.arange(len(rows[rank])) + shift
+
+
+def _number_transfers(collectives: Mapping[int, Calls], rows: Mapping[int, Ints], *, one_clock: bool) -> None:
+    """Number what one rank sends to another on both: torch counts there what the rank exchanges with all."""
+    codes: dict[tuple[Any, ...], int] = {}
+    sequences = {rank: _as_sequence(collectives[rank], at, codes, ("dtype", "size_bytes")) for rank, at in rows.items()}
+    shifts = collective_numbering.align(sequences, one_clock=one_clock)
+    if shifts is None:  # a small message may end on its sender long before
+        first, last = sequences.values()
+        last_begins = 0 if np.array_equal(first.kind, last.kind) else len(first.kind)
+        shifts = dict(zip(rows, (0, last_begins), strict=True))
+    for rank, at in rows.items():
+        collectives[rank]["seq"][at] = np.arange(len(at)) + shifts[rank]
+
+
+def _tell_apart(rows: Mapping[int, tuple[Calls, Ints]]) -> None:
+    """Kernels of one number get numbers of their own, in their order, where every rank has as many of it.
+
+    torch 2.15 runs a coalesced operation as one kernel for each tensor.
+    """
+    whole = {rank: at[~np.isin(np.array(calls["op"])[at], P2P_OPS)] for rank, (calls, at) in rows.items()}
+    counts: dict[int, set[int]] = {}
+    for rank, at in whole.items():
+        for seq, count in zip(*np.unique(rows[rank][0]["seq"][at], return_counts=True), strict=True):
+            counts.setdefault(int(seq), set()).add(int(count))
+    most = max((max(found) for found in counts.values()), default=1)
+    if most == 1 or max(counts) * most >= 1 << 32:
+        return
+    for rank, at in whole.items():
+        seen: dict[int, int] = {}
+        numbers = rows[rank][0]["seq"]
+        for i in at:
+            seq = int(numbers[i])
+            numbers[i] = seq * most + seen.get(seq, 0)
+            if len(counts[seq]) == 1:
+                seen[seq] = seen.get(seq, 0) + 1
+
+
+def _as_sequence(
+    calls: Calls, at: Ints, codes: dict[tuple[Any, ...], int], kind_by: Sequence[str] = ("op", "dtype", "size_bytes")
+) -> collective_numbering.Sequence:
+    """These rows; `codes` are of the kinds on all ranks. How much an all-to-all moves is not the same on all."""
+    kinds = (
+        tuple(
+            None if column == "size_bytes" and calls["op"][i] in ALL_TO_ALL_OPS else calls[column][i]
+            for column in kind_by
+        )
+        for i in at
+    )
+    kind = np.array([codes.setdefault(key, len(codes)) for key in kinds], np.int64)
+    return collective_numbering.Sequence(kind=kind, end_ns=calls["end_ns"][at])

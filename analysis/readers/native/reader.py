@@ -1,0 +1,225 @@
+"""A run folder as a reader: its tables, and what is missing of them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+import pyarrow.compute as pc
+
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.tables import schema_of
+from rankscope.analysis.readers.native.arrow_files import at_once, count_rows, order_of, read_rows
+from rankscope.analysis.readers.native.files import Part, run_files, windows_in
+from rankscope.analysis.readers.native.gaps import (
+    open_ends,
+    other_worlds,
+    recorded_gaps,
+    removed_rows,
+    silent_ranks,
+    unclosed_nodes,
+)
+from rankscope.analysis.readers.native.resolve import with_codes, with_late_ends, with_names, with_node, with_peers
+from rankscope.analysis.readers.native.stored_rows import StoredRows
+from rankscope.analysis.readers.native.worlds import of_world_only, one_that_trains, with_ranks_of, worlds_in
+from rankscope.analysis.text.message import text
+from rankscope.collectors.schema import TABLES
+from rankscope.errors import BadInput
+
+if TYPE_CHECKING:
+    from rankscope.analysis.runs.step_range import Stretch
+
+__all__ = ["NativeReader"]
+
+_ENDS_LATER = "completions"
+_READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
+_LARGE = ("kernels", "launches")  # whoever reads them keeps what is needed of them
+
+
+class NativeReader:
+    """Reads a table when it is first asked for, and keeps it, unless it is large, together with what it lacked."""
+
+    def __init__(
+        self,
+        run: dict[int, dict[str, Any]],
+        parts: list[Part],
+        gaps: list[Gap],
+        roots: list[Path],
+        *,
+        where: str,
+        world: int | None,
+        steps: tuple[int, int] | None,
+    ) -> None:
+        """Of several worlds this one, by number, is read; None: the one that trains. Raises `BadInput`."""
+        self.where = where  # the run's folder, as it was given
+        self.asked = steps  # the first and last step that were asked for
+        self._roots = roots
+        self._windows = windows_in(roots)
+        self._worlds = worlds_in(run, parts)
+        if world is not None and world >= len(self._worlds):
+            raise BadInput(f"{where} has no world={world}: the last is world={len(self._worlds) - 1}")
+        self._analyzed = one_that_trains(self._worlds) if world is None else world
+        mine = self._worlds[self._analyzed]
+        self._parts = [p for p in parts if p.rank is None or (p.world, p.attempt) == (mine.name, mine.attempt)]
+        self.run = {node: with_ranks_of(mine, launch) for node, launch in run.items()}
+        self._stored = StoredRows(self.run, self._parts, mine, gaps, where)
+        self._tables: dict[str, pl.DataFrame] = {}
+        self._seen: set[str] = set()  # tables whose gaps are noted
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """What is read of the run; None: all."""
+        return self._stored.stretch
+
+    @stretch.setter
+    def stretch(self, stretch: Stretch | None) -> None:
+        self._stored.stretch = stretch
+
+    @cached_property
+    def kept_since(self) -> dict[int, int]:
+        """From when on all is there, by node, of those of this world's nodes that have removed rows."""
+        return _kept_since(self.run, self._stored.read("ranks")["node"].to_list())
+
+    @property
+    def has_shrunk(self) -> bool:
+        """Whether older records have made room since it was opened, so that what was read may lack rows."""
+        if self._stored.all_closed:
+            return False
+        run, _ = run_files(self._roots)
+        return _kept_since(run, self.run) != _kept_since(self.run, self.run)
+
+    @property
+    def imported(self) -> bool:
+        """Whether the rows come from another tool's files."""
+        return bool(self._stored.imports)
+
+    def tables(self) -> tuple[str, ...]:
+        return tuple(name for name in TABLES if any(p.table == name for p in self._parts))
+
+    def windows(self) -> list[list[Path]]:
+        """Of each deep window the folders that hold its tables: a run of its own."""
+        if len(self._worlds) < 2:
+            return self._windows
+        mine = self.read("windows")["window"].unique()
+        return [folders for folders in self._windows if int(folders[0].name.removeprefix("window-")) in mine]
+
+    def ranks(self) -> list[int]:
+        """Ranks that left at least one file in the world and attempt that is read."""
+        return self._stored.ranks()
+
+    def read(self, name: str) -> pl.DataFrame:
+        if name not in self._tables:
+            frame = self._stored.read(name)
+            if name == "collectives":
+                frame = with_late_ends(frame, self._stored.read(_ENDS_LATER))
+            if name == "ranks":
+                frame = frame.unique("rank", keep="last", maintain_order=True)
+            if "node" not in frame.columns:
+                frame = with_node(
+                    frame, self._stored.read("ranks"), next(iter(self.run)) if len(self.run) == 1 else None
+                )
+            if name != "strings":
+                frame = with_names(frame, self._stored.read("strings"))
+            if name == "clocks":
+                frame = with_peers(frame, self.run)
+            if name == "counters":
+                frame = of_world_only(frame, self._worlds[self._analyzed].name)
+            if name not in _READ_BY_OTHERS:
+                self._stored.forget(name)
+            self._seen.add(name)
+            if name in _LARGE:
+                return frame.select(*schema_of(name))
+            self._tables[name] = frame.select(*schema_of(name))
+        return self._tables[name]
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        return iter([self.read(name)])
+
+    def rows(self, name: str) -> int:
+        files = [part.path for part in self._parts if part.table == name]
+        return sum(map(count_rows, files))
+
+    def estimated_rows(self) -> dict[str, float]:
+        """How many rows each table has in the whole run, by the size of its files and the rows of the largest."""
+        largest: dict[str, tuple[int, Path]] = {}
+        size: dict[str, int] = {}
+        for part in self._parts:
+            size[part.table] = size.get(part.table, 0) + part.size_bytes
+            largest[part.table] = max(largest.get(part.table, (0, part.path)), (part.size_bytes, part.path))
+        rows = {name: len(order_of(path, TABLES[name].order)) for name, (_, path) in largest.items()}
+        return {name: rows[name] * size[name] / max(of_part, 1) for name, (of_part, _) in largest.items()}
+
+    def extent(self, name: str, rank: int | None = None) -> pl.DataFrame:
+        """Of each file of a table (or of one rank's) in the whole run: rank, node, rows, size_bytes, first, last."""
+        order = TABLES[name].order
+        node_of = dict(self._stored.read("ranks").select("rank", "node").iter_rows())
+        parts = [part for part in self._parts if part.table == name and rank in (None, part.rank)]
+
+        def held(part: Part) -> tuple[int | None, ...]:
+            at = order_of(part.path, order)
+            node = node_of.get(part.rank) if part.node is None else part.node
+            return (part.rank, node, len(at), part.size_bytes, *pc.min_max(at).as_py().values())
+
+        names = {"rank": pl.Int32, "node": pl.Int32, "rows": pl.Int64, "size_bytes": pl.Int64}
+        return pl.DataFrame(at_once(held, parts), schema=names | {"first": pl.Int64, "last": pl.Int64}, orient="row")
+
+    def sizes_of_ranks(self) -> dict[int, int]:
+        """What each rank's files take on the disk."""
+        sizes: dict[int, int] = {}
+        for part in self._parts:
+            if part.rank is not None:
+                sizes[part.rank] = sizes.get(part.rank, 0) + part.size_bytes
+        return sizes
+
+    def pieces_of_rank(self, name: str, rank: int, *columns: str) -> Iterator[pl.DataFrame]:
+        """These columns of one rank's rows in the whole run, file by file, after an empty piece; names are numbers."""
+        schema = {column: kind for column, kind in schema_of(name).items() if column in ("rank", *columns)}
+        yield pl.DataFrame(schema=schema)
+        stored = [f"{column}_id" if column == "name" else column for column in columns]
+        for part in self._parts:
+            if part.table == name and part.rank == rank:
+                table, _ = read_rows(part.path, closed=False, columns=stored)
+                if table is not None and set(stored) <= set(table.column_names):
+                    rows = pl.DataFrame(pl.from_arrow(table.select(stored))).rename({"name_id": "name"}, strict=False)
+                    yield with_codes(rows.with_columns(rank=rank)).select(pl.col(c).cast(t) for c, t in schema.items())
+
+    def sparse_clocks(self) -> pl.DataFrame:
+        """Of the table `clocks` in the whole run a few rows from both ends of each file: roughly how clocks run."""
+        return with_peers(self._stored.ends_of_files("clocks"), self.run)
+
+    def gaps(self) -> list[Gap]:
+        for name in self.tables():
+            if name not in self._seen:
+                self.read(name)
+        noted = self._stored.gaps
+        if self._stored.imports:
+            return [*noted, *(Gap(**gap) for launch in self._stored.imports for gap in launch.get("gaps", ()))]
+        return [
+            *noted,
+            *unclosed_nodes(self._stored, self.read),
+            *silent_ranks(self._stored),
+            *removed_rows(self.run, self.kept_since, shrunk=self.has_shrunk),
+            *other_worlds(self._worlds, self._analyzed, self.where),
+            *open_ends(self.read("collectives"), self.read("flight_records")),
+            *recorded_gaps(self._stored),
+        ]
+
+    def cannot(self) -> dict[str, str]:
+        cannot = {table: why for launch in self._stored.imports for table, why in launch.get("cannot", {}).items()}
+        if self.stretch and not self.stretch.is_to_the_end:
+            cannot |= dict.fromkeys(("progress", "exits"), text("only steps before the end of the job were read"))
+        return cannot
+
+    def why_no_rank(self) -> str:
+        """What the agent wrote about the ranks that never came, as the end of a sentence."""
+        said = [gap.why for gap in recorded_gaps(self._stored) if gap.table == "ranks"]
+        return f": {said[0]}" if said else ": the job made no process group, or ended before it"
+
+
+def _kept_since(run: Mapping[int, Mapping[str, Any]], nodes: Container[int]) -> dict[int, int]:
+    """From when on all is there, by node, of those of them that have removed rows."""
+    since = {node: launch.get("kept_since_ns") for node, launch in run.items() if node in nodes}
+    return {node: ns for node, ns in since.items() if isinstance(ns, int)}

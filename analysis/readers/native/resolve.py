@@ -1,0 +1,69 @@
+"""From rows as they were written to those of a table: ids become names, codes words, late ends are filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+
+from rankscope.analysis.model.tables import CODES, is_id, named_as
+from rankscope.collectors.schema import NO_PEER
+
+__all__ = ["with_codes", "with_late_ends", "with_names", "with_node", "with_peers"]
+
+
+def with_node(frame: pl.DataFrame, ranks: pl.DataFrame, node: int | None) -> pl.DataFrame:
+    """The node of each row's rank; where the rank's own row was lost `node`, or null if that is None."""
+    nodes = ranks.select("rank", "node").unique("rank", keep="last")
+    frame = frame.join(nodes, on="rank", how="left", maintain_order="left")
+    return frame if node is None else frame.with_columns(pl.col("node").fill_null(node))
+
+
+def with_names(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
+    """Ids become names, codes words; an id whose name was lost becomes `#id`."""
+    ids = [c for c in frame.columns if is_id(c)]
+    owner = "rank" if "rank" in frame.columns else "node"
+    if ids:
+        names = strings.filter(pl.col("attempt").is_null() == (owner == "node"))
+        names = names.select(owner, "name_id", pl.col("name").alias("_name"))
+        names = names.unique([owner, "name_id"], keep="last")
+        for column in ids:
+            different = (
+                frame.select(owner, column)
+                .unique()
+                .join(names, how="left", left_on=[owner, column], right_on=[owner, "name_id"])
+                .select(owner, column, pl.coalesce("_name", pl.format("#{}", column)).alias(named_as(column)))
+            )
+            frame = frame.join(different, how="left", on=[owner, column], maintain_order="left").drop(column)
+    return with_codes(frame)
+
+
+def with_codes(frame: pl.DataFrame) -> pl.DataFrame:
+    """Codes become what they stand for."""
+    for column, (known, default) in CODES.items():
+        if column in frame.columns:
+            codes = dict(enumerate(known))
+            name = pl.col(column).replace_strict(codes, default=default, return_dtype=pl.String)
+            frame = frame.with_columns(pl.when(pl.col(column).is_not_null()).then(name).alias(column))
+    return frame
+
+
+def with_peers(clocks: pl.DataFrame, run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
+    """Which node each one pinged: that may have got another number since it was asked for it."""
+    number = {launch["agent"]: node for node, launch in run.items() if "agent" in launch}
+    pinged = {node: number[launch["peer"]] for node, launch in run.items() if launch.get("peer") in number}
+    peer = pl.col("node").replace_strict(pinged, default=pl.col("peer"), return_dtype=pl.Int32)
+    is_ping = pl.col("peer") != NO_PEER
+    return clocks.with_columns(pl.when(is_ping).then(peer).otherwise("peer").alias("peer")) if pinged else clocks
+
+
+def with_late_ends(collectives: pl.DataFrame, completions: pl.DataFrame) -> pl.DataFrame:
+    """Ends that came after the row had been written."""
+    keys = ["rank", "attempt", "number"]
+    late = completions.select(*keys, pl.col("end_ns").alias("_late")).unique(keys)
+    return (
+        collectives.join(late, on=keys, how="left", maintain_order="left")
+        .with_columns(pl.coalesce("end_ns", "_late").alias("end_ns"))
+        .drop("_late")
+    )

@@ -1,0 +1,227 @@
+"""The rows of a run's files as they were written, with ids and codes; what is wrong with them is noted once."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope.analysis.model.finding import Gap
+from rankscope.analysis.model.tables import POLARS
+from rankscope.analysis.readers.bounds import check_groups, check_ranks
+from rankscope.analysis.readers.native.arrow_files import AT_THE_END, at_once, read_rows, time_in_the_middle
+from rankscope.analysis.readers.native.files import Part
+from rankscope.analysis.readers.native.worlds import World, is_of, on_nodes
+from rankscope.analysis.text.message import joined, text
+from rankscope.collectors.schema import TABLES
+
+if TYPE_CHECKING:
+    from rankscope.analysis.runs.step_range import Stretch
+
+__all__ = ["StoredRows"]
+
+_WHOLE = ("ranks", "groups", "gaps", "windows", "ras", "exits")  # also where only some steps of a run are read
+_BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what is read before and after a stretch
+_SPARSE = 40  # rows
+# What a file's folder and name add to its rows; `node` of a rank's rows comes from `ranks`.
+_WRITTEN_BY = {"rank": ("rank", "attempt"), "node": ("node",), "rank or node": ("rank", "node", "attempt")}
+
+
+class StoredRows:
+    """The rows of one world's files, and `gaps`: what was wrong with those that were read so far.
+
+    `run` is each node's JSON, with the ranks of this world only. Where there is a `stretch`, only its rows are read.
+    """
+
+    def __init__(
+        self, run: dict[int, dict[str, Any]], parts: list[Part], world: World, gaps: list[Gap], where: str
+    ) -> None:
+        """`where` is the run's folder, for errors; `gaps` is added to."""
+        self.run = run
+        self.parts = parts
+        self.world = world
+        self.gaps = gaps
+        self.where = where
+        self.stretch: Stretch | None = None  # what is read of the run; None: all
+        self.imports = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
+        self.all_closed = bool(run) and all(launch.get("state") == "closed" for launch in run.values())
+        self._kept: dict[str, pl.DataFrame] = {}
+
+    def ranks(self) -> list[int]:
+        """Ranks that left at least one file."""
+        return sorted({p.rank for p in self.parts if p.rank is not None})
+
+    def read(self, name: str) -> pl.DataFrame:
+        """The table with ids and codes as written, kept until it is forgotten; what is wrong with it is noted once."""
+        if name not in self._kept:
+            frame = self._together(name, self._read(self._of(name)))
+            if name == "groups":
+                check_groups(f"{self.where}/groups", frame["members"])
+            if name == "ranks":
+                check_ranks(f"{self.where}/ranks", frame["world_size"])
+                frame = self._with_listed(on_nodes(frame, self.run, self.world.name, self.world.attempt))
+            self._kept[name] = frame
+        return self._kept[name]
+
+    def forget(self, name: str) -> None:
+        """Free the memory of a table that was read."""
+        del self._kept[name]
+
+    def ends_of_files(self, name: str) -> pl.DataFrame:
+        """Of a table in the whole run a few rows from both ends of each file."""
+        read = self._read(self._of(name))
+        ends = [(part, pa.concat_tables([t[:_SPARSE], t[max(len(t) - _SPARSE, _SPARSE) :]])) for part, t in read]
+        return self._together(name, ends)
+
+    def started_ns(self, which: pl.Expr) -> int | None:
+        """When the first of these rows of `ranks` began, on its node's clock."""
+        start = self.read("ranks").filter(which)["start_ns"].min()
+        return start if isinstance(start, int) else None
+
+    def _of(self, name: str) -> list[Part]:
+        return [part for part in self.parts if part.table == name]
+
+    def _with_listed(self, ranks: pl.DataFrame) -> pl.DataFrame:
+        """The ranks, with those that left other files only, as far as their nodes' JSON describes them."""
+        lost = set(self.ranks()) - set(ranks["rank"])
+        rows = [
+            {name: entry.get(name) for name in ("rank", "attempt", "pid", "world_size", "start_ns")} | {"node": node}
+            for node, launch in self.run.items()
+            for entry in launch.get("ranks", ())
+            if entry.get("rank") in lost and is_of(entry, self.world.name, self.world.attempt)
+        ]
+        why = text("the rank's own description was lost; its node's JSON says where it ran")
+        self.gaps += [Gap(table="ranks", rank=row["rank"], node=row["node"], count=None, why=why) for row in rows]
+        return pl.concat([ranks, pl.DataFrame(rows)], how="diagonal_relaxed") if rows else ranks
+
+    def _together(self, name: str, read: list[tuple[Part, pa.Table]]) -> pl.DataFrame:
+        """The rows of these parts, and whose they are."""
+        alike = itertools.groupby(read, key=lambda one: one[1].schema)
+        frames = [self._whole_rows(name, list(of_schema)) for _, of_schema in alike]
+        schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
+        schema |= {c.name: POLARS[c.type] for c in TABLES[name].columns}
+        return pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
+
+    def _read(self, parts: list[Part]) -> list[tuple[Part, pa.Table]]:
+        """The rows of a table's parts, of a stretch of the run those that it needs; what is not good is noted."""
+        if self.stretch and parts and _is_cut(parts[0].table):
+            found = [read for of_owner in at_once(self._within, self._by_owner(parts)) for read in of_owner]
+        else:
+            found = at_once(lambda part: (part, *read_rows(part.path, closed=self._is_closed(part))), parts)
+        return [(part, rows) for part, table, problem in found if (rows := self._good_rows(part, table, problem))]
+
+    def _by_owner(self, parts: list[Part]) -> list[tuple[list[Part], int, int]]:
+        """Each owner's parts, in the order in which they were written, and from when to when their rows are wanted."""
+        assert self.stretch
+        node_of = dict(self.read("ranks").select("rank", "node").iter_rows())
+        beside_ns = _BESIDE_NS.get(parts[0].table, 0)
+        found = []
+        for (rank, node), of_owner in itertools.groupby(parts, key=lambda part: (part.rank, part.node)):
+            begin, end = self.stretch.span_on(node_of.get(rank) if node is None else node)
+            in_order = sorted(of_owner, key=lambda part: part.number)
+            found.append((in_order, begin - beside_ns, end + beside_ns))
+        return found
+
+    def _within(self, owner: tuple[list[Part], int, int]) -> list[tuple[Part, pa.Table | None, str | None]]:
+        """The rows of one owner's parts that are between two times, both included, and what is wrong with the parts."""
+        parts, begin_ns, end_ns = owner
+        order = TABLES[parts[0].table].order
+
+        @cache
+        def middle_ns(number: int) -> int:
+            at_ns = time_in_the_middle(parts[number].path, order)
+            if at_ns == AT_THE_END and number < len(parts) - 1:  # it cannot be read
+                return middle_ns(number - 1) if number else -AT_THE_END
+            return at_ns
+
+        # Of parts that follow each other these and one on either side, since their times overlap a little.
+        first = bisect_left(range(len(parts)), begin_ns, key=lambda number: middle_ns(number))
+        last = bisect_right(range(len(parts)), end_ns, key=lambda number: middle_ns(number))
+        found = []
+        for part in parts[max(first - 1, 0) : last + 1]:
+            rows, problem = read_rows(part.path, closed=self._is_closed(part))
+            if rows is not None and order in rows.column_names:
+                at = rows[order]
+                rows = rows.filter(pc.and_(pc.greater_equal(at, begin_ns), pc.less_equal(at, end_ns)))
+            found.append((part, rows, problem))
+        return found
+
+    def _good_rows(self, part: Part, table: pa.Table | None, problem: str | None) -> pa.Table | None:
+        """The part's rows, if it has any; what was wrong with it is noted."""
+        if problem:
+            self._note(
+                part,
+                None,
+                joined(
+                    "", (text("{name} {problem}", name=part.path.name, problem=problem), self._good_until(part, table))
+                ),
+            )
+        if table is None or not table.num_rows:
+            return None
+        columns = TABLES[part.table].columns
+        missing = [c.name for c in columns if c.name not in table.column_names and not c.nullable]
+        if missing:
+            self._note(
+                part,
+                table.num_rows,
+                text("{name} has no column {column}: it was not read", name=part.path.name, column=missing[0]),
+            )
+            return None
+        return table.replace_schema_metadata()
+
+    def _whole_rows(self, name: str, parts: list[tuple[Part, pa.Table]]) -> pl.DataFrame:
+        """The rows of these parts, all with the same columns, and whose they are: together, since there may be many."""
+        columns = TABLES[name].columns
+        of_part = np.repeat(np.arange(len(parts)), [table.num_rows for _, table in parts])
+        owners = (
+            pl.Series(by, [getattr(part, by) for part, _ in parts], pl.Int32).gather(of_part)
+            for by in _WRITTEN_BY[TABLES[name].partition]
+        )
+        frame = pl.DataFrame(pl.from_arrow(pa.concat_tables([table for _, table in parts])))
+        frame = frame.with_columns(pl.lit(None).alias(c.name) for c in columns if c.name not in frame.columns)
+        frame = frame.select(*owners, *(pl.col(c.name).cast(POLARS[c.type]) for c in columns))
+        needed = [] if self.imports else [c.name for c in columns if not c.nullable]
+        if not any(frame[column].null_count() for column in needed):
+            return frame
+        lacking = frame.select(pl.any_horizontal(pl.col(needed).is_null())).to_series()
+        for number, lost in enumerate(np.bincount(of_part[lacking.to_numpy()]).tolist()):
+            if lost:
+                part = parts[number][0]
+                why = text(
+                    "{name}: {lost} rows lack a value that must be there; they were left out",
+                    name=part.path.name,
+                    lost=lost,
+                )
+                self._note(part, lost, why)
+        return frame.filter(~lacking)
+
+    def _good_until(self, part: Part, table: pa.Table | None) -> str:
+        """Where the good rows of a cut file end, as the end of a sentence."""
+        order = TABLES[part.table].order
+        if table is None or order not in table.column_names or part.table == "ranks":
+            return text("; nothing of it is good") if table is None else ""
+        start = self.started_ns(pl.col("rank") == part.rank if part.rank is not None else pl.col("node") == part.node)
+        last = pl.DataFrame(pl.from_arrow(table.select([order])))[order].max()
+        if start is None or not isinstance(last, int) or not order.endswith("_ns"):
+            return ""
+        return text("; it is good until {last:.1f} s after the start", last=(last - start) / 1e9)
+
+    def _is_closed(self, part: Part) -> bool:
+        """Whether every agent that could still be writing this file has ended its run properly."""
+        return self.all_closed if part.node is None else self.run.get(part.node, {}).get("state") == "closed"
+
+    def _note(self, part: Part, count: int | None, why: str) -> None:
+        gap = Gap(table=part.table, rank=part.rank, node=part.node, count=count, why=why)
+        if gap not in self.gaps:  # large tables may be read again
+            self.gaps.append(gap)
+
+
+def _is_cut(name: str) -> bool:
+    """Whether only those rows of a table are read that belong to a stretch of the run."""
+    return name not in _WHOLE and TABLES[name].order.endswith("_ns")
