@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rankscope.analysis.compare.two_runs import Comparison, FindingChange, StepChange
+from rankscope.analysis.detectors import name_of
 from rankscope.analysis.model.finding import COARSE, Finding, Found, Look, Report
 from rankscope.analysis.report.diff_text import step_change
 from rankscope.analysis.report.digest import looks_of, missing_ranks, speed_was_judged
+from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent, ranges
 
 __all__ = ["Gate", "gate"]
 
-_SEVERITIES = ("low", "medium", "high")
+_NAMES = {"low": text("low"), "medium": text("medium"), "high": text("high")}
+_SEVERITIES = tuple(_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +38,11 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     roots = [finding for finding in report.findings if finding.caused_by is None]
     counted_severities = _SEVERITIES[_SEVERITIES.index(severity) :]
     counting = [finding for finding in roots if finding.severity in counted_severities]
-    failures = [_told(finding) for finding in counting if not any(change.b == finding for change in known)]
+    failures: list[str] = [
+        _sentence(finding) for finding in counting if not any(change.b == finding for change in known)
+    ]
     elsewhere = [(look, found) for look in looks_of(report) for found in look.findings]
-    failures += [_told_of(look, found) for look, found in elsewhere if found.severity in counted_severities]
+    failures += [_sentence_of(look, found) for look, found in elsewhere if found.severity in counted_severities]
     unseen = list(_unseen(report))
     bounded = False
     if against:
@@ -45,7 +50,8 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
         failures += longer
         unseen += open_
         if against.a.ranks != against.b.ranks:
-            unseen.append(f"{counted(against.a.ranks, 'rank')} there and {against.b.ranks} here: no fair comparison")
+            there = counted(against.a.ranks, "rank")
+            unseen.append(text("{there} there and {here} here: not comparable", there=there, here=against.b.ranks))
         bounded = not open_  # what is new in a step that is no longer costs no more than that
     if not (failures or bounded):
         unseen += _hidden(report)
@@ -60,29 +66,45 @@ def _no_worse(change: FindingChange) -> bool:
     return change.status == "stays" or change.b.lost_ns_per_step <= change.a.lost_ns_per_step + error_ns
 
 
-def _told(finding: Finding) -> str:
-    share = f", {percent(finding.lost_fraction)} of the step" if finding.lost_fraction else ""
-    return f"{finding.title} ({finding.detector}, {finding.severity}{share})"
+def _sentence(finding: Finding) -> Text:
+    share = text(", {share} of the step", share=percent(finding.lost_fraction)) if finding.lost_fraction else ""
+    return text(
+        "{title} ({detector}, {severity}{share})",
+        title=finding.title,
+        detector=name_of(finding.detector),
+        severity=_NAMES[finding.severity],
+        share=share,
+    )
 
 
-def _told_of(look: Look, found: Found) -> str:
-    return f"{_phase(look)}: {found.title} ({found.detector}, {found.severity})"
+def _sentence_of(look: Look, found: Found) -> Text:
+    return text(
+        "{steps}: {title} ({detector}, {severity})",
+        steps=_phase(look),
+        title=found.title,
+        detector=name_of(found.detector),
+        severity=_NAMES[found.severity],
+    )
 
 
-def _phase(look: Look) -> str:
-    return f"steps {ranges(range(look.phase.first, look.phase.last + 1))}"
+def _phase(look: Look) -> Text:
+    return text("steps {steps}", steps=ranges(range(look.phase.first, look.phase.last + 1)))
 
 
 def _unseen(report: Report) -> Iterator[str]:
     """What was not there to be judged."""
     missing = missing_ranks(report)
     if missing:
-        yield f"{named('rank', missing)} of {report.world_size} not recorded"
+        yield text("{ranks} of {world} not recorded", ranks=named("rank", missing), world=report.world_size)
     if not report.findings and not speed_was_judged(report):
         yield report.verdict
     for look in looks_of(report):
         if not look.findings:
-            yield f"why {_phase(look)} take {duration(look.phase.median_ns)}, and those that were judged do not"
+            yield text(
+                "why {steps} take {time}, and the analyzed ones do not",
+                steps=_phase(look),
+                time=duration(look.phase.median_ns),
+            )
 
 
 def _hidden(report: Report) -> Iterator[str]:
@@ -90,19 +112,27 @@ def _hidden(report: Report) -> Iterator[str]:
     unclear: dict[str, list[str]] = {}
     for unchecked in report.not_checked:
         if unchecked.unclear:
-            unclear.setdefault(unchecked.why, []).append(unchecked.detector)
-    yield from (f"{', '.join(detectors)}: {why}" for why, detectors in unclear.items())
+            unclear.setdefault(unchecked.why, []).append(name_of(unchecked.detector))
+    for why, detectors in unclear.items():
+        yield text("{checks}: {why}", checks=joined(", ", detectors), why=why)
     for check in report.healthy:
         if report.steps.mean_ns and (check.resolution_ns or 0) >= COARSE * report.steps.mean_ns:
-            yield f"{check.detector} below {duration(check.resolution_ns or 0)} per step, since steps vary so much"
+            limit = duration(check.resolution_ns or 0)
+            name = name_of(check.detector)
+            yield text("{check} below {limit} per step, since steps vary so much", check=name, limit=limit)
 
 
-def _step(step: StepChange, slower: float) -> tuple[list[str], list[str]]:
+def _step(step: StepChange, slower: float) -> tuple[list[Text], list[Text]]:
     """That it is longer than allowed, or that it may be."""
     allowed_ns = slower * step.a_ns
-    told = f"the mean step of {duration(step.b_ns)} is {step_change(step)}, and {percent(slower)} is allowed"
+    said = text(
+        "the mean step of {step} is {change}, and {allowed} is allowed",
+        step=duration(step.b_ns),
+        change=step_change(step),
+        allowed=percent(slower),
+    )
     if step.change_ns > allowed_ns and step.clear:
-        return [told], []
+        return [said], []
     if step.uncertainty_ns is None or step.change_ns + step.uncertainty_ns > allowed_ns:
-        return [], [told]
+        return [], [said]
     return [], []

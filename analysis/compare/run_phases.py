@@ -133,7 +133,7 @@ def _look(report: Report, timeline: Timeline, phase: Span, kept: int, steps: int
     except (BadInput, NotComparable) as error:
         return Look(phase=phase, why=str(error))
     except Exception as error:  # the report on what was read is done, and must not be lost for this
-        why = text("looking into it failed: {error}", error=f"{type(error).__name__}: {error}")
+        why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
         return Look(phase=phase, why=why)
     least_ns = _PART * changed.step.a_ns
     clear = (c for c in changed.parts if c.uncertainty_ns is not None and abs(c.change_ns) > c.uncertainty_ns)

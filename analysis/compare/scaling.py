@@ -81,7 +81,7 @@ def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
     """
     for report, _ in runs:
         if not report.steps.count:
-            raise NotComparable(f"{report.path} has no judged step")
+            raise NotComparable(f"{report.path} has no analyzed step")
     runs = sorted(runs, key=lambda run: len(run[0].ranks))
     reports = [report for report, _ in runs]
     counts = sorted({len(report.ranks) for report in reports})
@@ -93,7 +93,7 @@ def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
     parts = [mean_parts(report) for report in reports] if same_clock else []
     if not all(parts) or not parts:
         parts = []
-        notes.append("the steps of these runs are not cut into the same parts, so which part grew is not known")
+        notes.append("the steps of these runs are not cut into the same parts, so which part grew is unknown")
     points = tuple(
         _point(report, reports[0], parts[i] if parts else {}, parts[0] if parts else {}, kind)
         for i, report in enumerate(reports)
@@ -106,7 +106,7 @@ def _kind(reports: Sequence[Report]) -> tuple[str, str]:
     """Weak or strong, by what the median rank computes; and how that shows."""
     work = [_work(report) for report in reports]
     if not all(work):
-        raise NotComparable("what a rank computes is not known of all runs: say --weak or --strong")
+        raise NotComparable("what a rank computes is unknown for some runs: say --weak or --strong")
     said = ", ".join(f"{duration(ns)} on {len(report.ranks)}" for ns, report in zip(work, reports, strict=True))
     ratios = [(len(r.ranks) / len(reports[0].ranks), ns / work[0]) for ns, r in zip(work, reports, strict=True)]
     off = {

@@ -12,6 +12,7 @@ from rankscope.analysis.metrics.step_matrix import estimate, step_grid
 from rankscope.analysis.model.finding import Finding, Report
 from rankscope.analysis.model.parts import MAYBE_BLOCKED, PART_ORDER
 from rankscope.analysis.report import digest
+from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent, rounded
 from rankscope.analysis.timeline.build import Timeline
@@ -155,12 +156,18 @@ def compare(a: Report, of_a: Timeline, b: Report, of_b: Timeline) -> Comparison:
     """
     for name, report in (("A", a), ("B", b)):
         if not report.steps.count:
-            raise NotComparable(f"run {name}, {report.path}, has no judged step, so there is nothing to compare")
+            raise NotComparable(
+                text(
+                    "run {name}, {path}, has no analyzed step, so there is nothing to compare",
+                    name=name,
+                    path=report.path,
+                )
+            )
     step, parts, no_parts = _parts(a, of_a, b, of_b)
     same_ranks = a.ranks == b.ranks
     notes = [*_what_differs(a, b), *no_parts, *_unmatched(a, b)]
     if not same_ranks and len(a.ranks) > 1 and len(b.ranks) > 1:
-        notes.append("ranks are not compared one by one, since the runs do not have the same ones")
+        notes.append(text("ranks are not compared one by one, since the runs do not have the same ones"))
     return Comparison(
         a=_side(a),
         b=_side(b),
@@ -186,15 +193,15 @@ def _side(report: Report) -> RunSide:
 
 def _what_differs(a: Report, b: Report) -> Iterator[str]:
     if len(a.ranks) != len(b.ranks):
-        yield f"A has {counted(len(a.ranks), 'rank')}, B {len(b.ranks)}"
+        yield text("A has {ranks}, B {number}", ranks=counted(len(a.ranks), "rank"), number=len(b.ranks))
     if a.source != b.source:
-        yield f"A was recorded by {a.source}, B by {b.source}"
+        yield text("A was recorded by {a}, B by {b}", a=a.source, b=b.source)
     if a.steps.source != b.steps.source:
-        yield f"a step of A ends with {a.steps.source}, one of B with {b.steps.source}"
+        yield text("a step of A ends with {a}, one of B with {b}", a=a.steps.source, b=b.steps.source)
     for name in _TOLD:
         one, other = a.environment.get(name, ""), b.environment.get(name, "")
         if one != other and one and other:
-            yield f"{name}: {one} in A, {other} in B"
+            yield text("{name}: {one} in A, {other} in B", name=name, one=one, other=other)
 
 
 def _unmatched(a: Report, b: Report) -> Iterator[str]:
@@ -202,9 +209,13 @@ def _unmatched(a: Report, b: Report) -> Iterator[str]:
     for name, report in (("A", a), ("B", b)):
         matched = report.matched_fraction
         if matched == 0:
-            yield f"communication is not compared: none of {name}'s was matched on all its ranks"
+            yield text("communication is not compared: none of {name}'s was matched on all its ranks", name=name)
         elif matched is not None and matched < _MATCHED:
-            yield f"{percent(1 - matched)} of {name}'s communication was not matched on all its ranks and is left out"
+            yield text(
+                "{share} of {name}'s communication was not matched on all its ranks and is left out",
+                share=percent(1 - matched),
+                name=name,
+            )
 
 
 def _parts(
@@ -215,10 +226,15 @@ def _parts(
         a_ns=a.steps.mean_ns or 0, b_ns=b.steps.mean_ns or 0, uncertainty_ns=_together(step_error(a), step_error(b))
     )
     means = {"A": mean_parts(a), "B": mean_parts(b)}
-    why = next((f"the steps of run {name} could not be cut into parts" for name, of in means.items() if not of), "")
+    uncut = [name for name, of in means.items() if not of]
+    why = text("the steps of run {name} could not be cut into parts", name=uncut[0]) if uncut else None
     if of_a.kernels.is_empty() != of_b.kernels.is_empty():
         of_device, of_host = ("B", "A") if of_a.kernels.is_empty() else ("A", "B")
-        why = f"parts are those of the devices in {of_device} and of the host's main thread in {of_host}: not compared"
+        why = text(
+            "parts are those of the devices in {of_device} and of the host's main thread in {of_host}: not compared",
+            of_device=of_device,
+            of_host=of_host,
+        )
     if why:
         return step, (), [why]
     scatter = _of_parts(of_a), _of_parts(of_b)

@@ -29,7 +29,7 @@ from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, step_grid
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
@@ -43,6 +43,7 @@ __all__ = [
     "judged_grid",
     "longest_regions",
     "longest_rows",
+    "name_of",
     "of_hosts",
     "peers_grid",
     "price",
@@ -92,12 +93,17 @@ def spec_of(detector: str) -> Detector:
     return specs().get(detector, Detector())
 
 
+def name_of(detector: str) -> str:
+    """Give the name that readers see, everywhere the same: the file's, unless the detector declares a better one."""
+    return spec_of(detector).name or Text(detector.replace("_", " "), {})
+
+
 def judged_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     """The breakdown by rank and step; not resolvable with fewer than `least` steps."""
     grid = step_grid(breakdown)
     if len(grid.steps) < least:
         raise NotResolvable(
-            text("{steps}, at least {least} are needed", steps=counted(len(grid.steps), "judged step"), least=least),
+            text("{steps}, at least {least} are needed", steps=counted(len(grid.steps), "analyzed step"), least=least),
             unclear=least <= ENOUGH_STEPS,
         )
     return grid
@@ -109,7 +115,7 @@ def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
     if len(grid.ranks) < 2:
         raise NotResolvable(text("only one rank was seen; to compare ranks needs the traces of the others"))
     if not grid.maybe_blocked.any():
-        raise NotResolvable(text("no rank was seen blocked on communication, so it is not known which ranks wait"))
+        raise NotResolvable(text("no rank was seen blocked on communication, so the waiting ranks are unknown"))
     return grid
 
 
@@ -154,7 +160,7 @@ def transfer_grid(
     if collectives is not None and is_bounded(collectives):
         return grid
     if grid.of(MIXED).any():
-        raise NotResolvable(text("CUDA events do not tell transfers from what the devices compute meanwhile"))
+        raise NotResolvable(text("CUDA events do not distinguish transfers from what the devices compute meanwhile"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
     unsplit = float(grid.of("unsplit").mean())
@@ -191,8 +197,8 @@ def of_hosts(found: Callable[[pl.DataFrame | None], list[Finding]], waits: pl.Da
     for possible in found(None):
         raise NotResolvable(
             text(
-                "{stop}, up to {share} of the step, and it was not recorded whether the devices ran out of work "
-                "meanwhile; rankscope trigger RUN --steps 3 tells",
+                "{stop}, up to {share} of the step, and whether the launch queue drained meanwhile was not "
+                "recorded; rankscope trigger RUN --count 3 shows it",
                 stop=possible.title,
                 share=percent(possible.lost_fraction),
             )
@@ -243,7 +249,7 @@ def severity(fraction: float) -> str:
 def visible(grid: StepGrid, resolution_ns: float) -> int:
     """The resolution in whole ns; not resolvable where the steps differ so much that silence says nothing."""
     if resolution_ns > _VISIBLE * grid.step_ns:
-        seen = counted(len(grid.steps), "judged step")
+        seen = counted(len(grid.steps), "analyzed step")
         raise NotResolvable(
             text(
                 "in {seen} nothing below {resolution} per step could be distinguished from chance",

@@ -4,12 +4,12 @@
 `torch.distributed.checkpoint.save` or `async_save`, safetensors' `save_file` or Megatron-Core's
 `dist_checkpointing.save`, and not blocked on communication. Each step counts with its longest over the ranks, since
 the others wait for that one. Reported where at least `min_times` checkpoints were seen and they cost more than
-`min_fraction` of all judged time. A step that a checkpoint made long is judged like any other.
+`min_fraction` of all analyzed time. A step that a checkpoint made long is analyzed like any other.
 
 **Why it costs time.** Nothing is launched while the state is copied, serialised and written. Where one rank saves for
 all, the others wait in their next collective.
 
-**False alarms.** How often a job saves is not known from a short recording: save more often while recording than
+**False positives.** How often a job saves is unknown from a short recording: save more often while recording than
 otherwise, and this looks worse than it is. What is waited for elsewhere, such as the future of an asynchronous save,
 is not seen as a checkpoint.
 
@@ -95,14 +95,14 @@ def _saving(breakdown: pl.DataFrame, min_times: int) -> tuple[StepGrid, Floats]:
     longest = saving.max(axis=0)
     times = int((longest > 0).sum())
     if not times:
-        raise NotResolvable(text("no call that saves a checkpoint was seen in the judged steps"))
+        raise NotResolvable(text("no call that saves a checkpoint was seen in the analyzed steps"))
     if times < min_times:
         seen = text(
-            "{steps} judged steps hold one checkpoint, of {length}",
+            "{steps} analyzed steps hold one checkpoint, of {length}",
             steps=len(grid.steps),
             length=duration(longest.max()),
         )
-        raise NotResolvable(text("{seen}: how often the job saves one is not known", seen=seen))
+        raise NotResolvable(text("{seen}: how often the job saves one is unknown", seen=seen))
     return grid, saving
 
 

@@ -3,18 +3,20 @@
 **Signal.** Bytes that each rank receives in the all-to-alls of a mixture of experts, one of a step at a time: the first
 takes tokens to the experts, the next brings them back. What a rank computes between one that is uneven (the most over
 the mean above `min_uneven`) and the next one must grow with what it received: the correlation over ranks and steps,
-without each step's mean, is at least `min_correlation`. The cost is by how much the longest of these stretches would be
-shorter had all ranks of the group received the same, at the time per byte that the run itself shows: added up over the
-step, in the group for which that takes longest before and after. Reported above `min_fraction` of the step. It is
+without each step's mean, is at least `min_correlation`, over `min_operations` uneven all-to-alls or more. The cost is
+by how much the longest of these stretches would be shorter had all ranks of the group received the same, at the growth
+with the bytes that the group's stretches show together: added up over the step, in the group for which that takes
+longest before and after. Reported above `min_fraction` of the step. Of fewer than five steps the all-to-alls are the
+samples. It is
 persistent where the same ranks get more all the time (at least `persistence` of the imbalance stays when each rank's
 bytes are averaged over the steps): these are named. Else all ranks of the group are.
 
 **Why it costs time.** The tokens can only go back when every expert has done with its own, so a layer takes as long as
 its most popular expert. No machine is at fault, though the rank looks slow.
 
-**False alarms.** All-to-alls that carry something else of uneven size, such as embeddings spread over ranks by table:
-what is said holds for these too. With a capacity per expert and padding every rank receives the same: nothing uneven is
-to be seen, and nothing is wasted but padding, which this does not see.
+**False positives.** All-to-alls that carry something else of uneven size, such as embeddings spread over ranks by
+table: what is said holds for these too. With a capacity per expert and padding every rank receives the same: nothing
+uneven is to be seen, and nothing is wasted but padding, which this does not see.
 
 **What to try.** Persistent: place experts so that each rank has popular and unpopular ones, replicate the popular ones.
 Changing: a load-balancing loss or bias in the router, larger micro-batches, a capacity factor.
@@ -29,12 +31,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, price
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, estimate
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, estimate, estimate_of_operations
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import AS_WAITING, Detector
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration
 from rankscope.collectors.schema import ALL_TO_ALL_OPS
@@ -68,6 +71,8 @@ class _Group:
     measured: Floats
     even: Floats
     correlation: float
+    uneven: int  # operations
+    of_each: Floats  # what each operation's stretch loses
 
     @property
     def lost_ns(self) -> float:
@@ -97,12 +102,13 @@ def detect(
     min_fraction: float = 0.03,
     min_uneven: float = 0.10,
     min_correlation: float = 0.5,
+    min_operations: int = 5,
     persistence: float = 0.6,
 ) -> list[Finding]:
     """Experts that make the job wait, as one finding; groups in which that is so are named."""
-    grid = judged_grid(breakdown)
+    grid = judged_grid(breakdown, 1)
     every = _groups(collectives, grid.steps, min_uneven)
-    groups = [group for group in every if group.correlation >= min_correlation]
+    groups = [g for g in every if g.correlation >= min_correlation and g.uneven >= min_operations]
     if not groups:
         return []
     lost = _lost(every)
@@ -113,11 +119,7 @@ def detect(
     stays = worst.persistent_share >= persistence
     ranks = sorted({rank for group in guilty for rank in (group.popular() if stays else group.ranks)})
     uneven = text("{ratio:.1f} × the mean", ratio=worst.most_over_mean)
-    usual = text(
-        "{ranks} always {en_receive}",
-        ranks=named("rank", ranks),
-        en_receive="receives" if len(ranks) == 1 else "receive",
-    )
+    usual = plural("{ranks} always receives", "{ranks} always receive", len(ranks), ranks=named("rank", ranks))
     who = usual if stays else text("now one rank, now another receives")
     return [
         Finding(
@@ -148,7 +150,7 @@ def resolution_ns(
     min_uneven: float = 0.10,
 ) -> int:
     """The smallest cost that would have been reported."""
-    grid = judged_grid(breakdown)
+    grid = judged_grid(breakdown, 1)
     if _partial(collectives):
         raise NotResolvable(_NOT_ALL)
     return round(max(min_fraction * grid.step_ns, _lost(_groups(collectives, grid.steps, min_uneven)).half_width_ns))
@@ -163,7 +165,12 @@ _CHANGES = text("Balance the router (auxiliary loss or bias), use larger micro-b
 
 def _lost(groups: list[_Group]) -> Estimate:
     """Groups wait for each other at the end of a step at the latest: it lasts as long as the one that takes longest."""
-    return estimate(np.max([group.measured for group in groups], axis=0) - np.max([g.even for g in groups], axis=0))
+    lost = np.max([group.measured for group in groups], axis=0) - np.max([g.even for g in groups], axis=0)
+    if len(lost) >= ENOUGH_STEPS:
+        return estimate(lost)
+    worst = max(groups, key=lambda group: group.lost_ns)
+    half_width_ns = estimate_of_operations(worst.of_each, len(lost)).half_width_ns
+    return Estimate(float(lost.mean()), half_width_ns)
 
 
 def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> list[_Group]:
@@ -172,7 +179,7 @@ def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float
         raise NotResolvable(text("no all-to-all was recorded, or not how many bytes each rank received"))
     rows = _stretches(collectives).filter(pl.col("step").is_in(steps))
     if rows.is_empty():
-        raise NotResolvable(text("the end of all-to-alls was not seen, so what is computed between them is not known"))
+        raise NotResolvable(text("the end of all-to-alls was not seen, so what is computed between them is unknown"))
     rows = rows.filter(~pl.col("group").is_in(_partial(collectives)))
     if rows.is_empty():
         raise NotResolvable(_NOT_ALL)
@@ -207,33 +214,37 @@ def _stretches(collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def _judged(name: str, rows: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> _Group:
-    """The group's stretches; a place is uneven if it is in enough steps that all its ranks have."""
+    """The group's stretches; a place is uneven if it is so in the mean of the steps that all its ranks have."""
     ranks = tuple(rows["rank"].unique().sort().to_list())
-    total, measured, even = np.zeros((len(ranks), len(steps))), np.zeros(len(steps)), np.zeros(len(steps))
-    expected, found = [np.zeros(0)], [np.zeros(0)]  # own time of a rank beyond the mean of the step's
+    measured = np.zeros(len(steps))
+    uneven: list[tuple[Floats, Floats, Floats, NDArray[np.bool_]]] = []
     for _, of_place in rows.group_by("place", maintain_order=True):
         received, own = (_array(of_place, value, ranks, steps) for value in ("received_bytes", "own_ns"))
-        whole = np.isfinite(received).all(axis=0)
-        longest = np.nan_to_num(own).max(axis=0)
-        measured += longest
-        even += longest
+        whole = np.asarray(np.isfinite(received).all(axis=0))
+        measured += np.nan_to_num(own).max(axis=0)
         received, own = received[:, whole], own[:, whole]
         most_over_mean = received.max(axis=0) / np.maximum(received.mean(axis=0), 1.0)
-        if whole.sum() < ENOUGH_STEPS or most_over_mean.mean() - 1 < min_uneven:
-            continue
-        x, y = received - received.mean(axis=0), own - own.mean(axis=0)
-        per_byte = max(float((x * y).sum() / (x * x).sum()), 0.0)
-        even[whole] += (own - per_byte * x).max(axis=0) - longest[whole]
+        if whole.any() and most_over_mean.mean() - 1 >= min_uneven:
+            uneven.append((received, own, (received / received.mean(axis=0) - 1) * own.mean(axis=0), whole))
+    nothing = np.zeros((len(ranks), 0))
+    x = np.concatenate([nothing, *(more for _, _, more, _ in uneven)], axis=1)
+    y = np.concatenate([nothing, *(own - own.mean(axis=0) for _, own, _, _ in uneven)], axis=1)
+    growth = max(float((x * y).sum() / max((x * x).sum(), 1.0)), 0.0)  # 1: as much longer as there is more
+    total, even, of_each = np.zeros((len(ranks), len(steps))), measured.copy(), [np.zeros(0)]
+    for received, own, more, whole in uneven:
+        lost = own.max(axis=0) - (own - growth * more).max(axis=0)
+        even[whole] -= lost
         total[:, whole] += received
-        expected.append((per_byte * x).ravel())
-        found.append(y.ravel())
+        of_each.append(lost)
     return _Group(
         name=name,
         ranks=ranks,
         bytes=total[:, total.any(axis=0)],
         measured=measured,
         even=even,
-        correlation=_correlation(np.concatenate(expected), np.concatenate(found)),
+        correlation=_correlation(growth * x, y),
+        uneven=x.shape[1],
+        of_each=np.concatenate(of_each),
     )
 
 

@@ -1,39 +1,58 @@
-"""Gradients are reduced after backward although most of it could happen meanwhile.
+"""Ranks wait for transfers that computation could hide: gradients after backward, and operations of any process group.
 
-**Signal.** Transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
+**Signal.** Of any group: transfer of one kind of operation in groups of one purpose that blocks the median rank after
+the last peer arrived; waits for peers are no part of it. The first and the last such operation of a step do not count,
+since nothing of the step lies before or after them to hide behind, and no more counts than the rank computes in the
+step. Reported from `min_fraction` of the step on; of tensor, expert and pipeline parallelism, whose results the next
+operator needs, so that earlier calls cannot hide them, from `min_fraction_inline`. Where the other ranks were not
+recorded, transfer and wait for peers cannot be distinguished: the finding is an upper bound, and reported from
+`min_fraction_bound` on.
+
+Of gradients: transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
-and takes 1 / k of the time that the gradients' communication took. The best k up to `max_buckets`, of 1 MiB or more
-each, is the measure; what is above it is the loss, reported above `min_fraction` of the step, or above
+and takes 1 / k of the time that the gradients' communication took. The best k up to `max_buckets`,
+of 1 MiB or more each, is the measure; what is above it is the loss, reported above `min_fraction` of the step, or above
 `min_fraction_unhidden` where less than half of this communication is hidden and a step has one backward.
 
-**Why it costs time.** Backward makes the gradients of the last layers first. A bucket that is sent at once is hidden
-behind the rest of backward; one bucket for all (`bucket_cap_mb` too large, `no_sync`, a reduction by hand after
-backward) leaves the links idle first and the ranks idle then.
+**Why it costs time.** A device that only transfers computes nothing. Parameters that are gathered one layer ahead, or
+gradients that are sent as soon as a layer's are there, move while other layers compute; one bucket for all
+(`bucket_cap_mb` too large, `no_sync`, a reduction by hand after backward), or a gather that is issued when its layer
+begins, leaves the links idle first and the ranks idle then.
 
 On a device backward is what autograd's thread launched, and lies where its kernels do.
 
-**False alarms.** On CPU ranks computation and communication share the processors: hiding one slows down the other, and
-less is gained than the model says. Waiting for slow peers is not counted, slow links are: see `slow_link`.
+**False positives.** On CPU ranks computation and communication share the processors: hiding one slows down the other,
+and less is gained than the model says. Waiting for slow peers is not counted, slow links are: what a finding of
+`slow_link` or `low_bandwidth` costs in the same groups is taken off.
 
-**What to try.** A smaller `bucket_cap_mb` in DistributedDataParallel, `gradient_as_bucket_view=True`,
-`static_graph=True`; for a reduction by hand, issue it per layer from a hook, asynchronously.
+**What to try.** Gradients: a smaller `bucket_cap_mb` in DistributedDataParallel, `gradient_as_bucket_view=True`,
+`static_graph=True`; for a reduction by hand, issue it per layer from a hook, asynchronously. Sharded parameters:
+prefetch (FSDP2's `set_modules_to_forward_prefetch`, ZeRO-3's `stage3_prefetch_bucket_size`), and
+`reshard_after_forward=False` where memory allows. Tensor parallelism: sequence parallelism with asynchronous tensor
+parallelism. `rankscope whatif` has `overlap:`, `prefetch:`, `reshard:off` and `bucket-mb:`.
 
 **Source.** The bucket model of DDP: e_k = max(ready_k, e_(k-1)) + S_k / B; Li et al. 2020, PyTorch Distributed.
+Prefetch and reshard: Zhao et al. 2023, PyTorch FSDP. Tensor parallelism: Wang et al. 2023, decomposed overlap.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price
 from rankscope.analysis.metrics.backward import last_backwards
+from rankscope.analysis.metrics.exposed_communication import by_group
+from rankscope.analysis.metrics.exposed_operations import BY_SORT, computed, exposed_operations
 from rankscope.analysis.metrics.once import once
-from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, sums
-from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate, estimate_of_pieces, sums
+from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
 
@@ -41,6 +60,8 @@ __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
     needs=("backward", "collectives"),
+    cost="bounded",
+    waited_for=False,
     lost_as=AS_EXPOSED,
 )
 
@@ -49,6 +70,35 @@ _REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_sca
 _NEARLY_ALL = 0.98  # of backward's computation: it is over then
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
+_INLINE = ("tensor", "expert", "pipeline")  # groups whose results the next operator needs
+_KINDS = {
+    "data": text("data parallelism"),
+    "sharded": text("sharded parameters"),
+    "tensor": text("tensor parallelism"),
+    "expert": text("expert parallelism"),
+    "pipeline": text("pipeline parallelism"),
+}
+_ADVICE = {
+    "data": text("Reduce gradients in smaller buckets while backward goes on (bucket_cap_mb, or hooks per layer)."),
+    "sharded": text(
+        "Gather parameters and reduce gradients while other layers compute: prefetch further ahead (FSDP2: "
+        "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch; ZeRO-3: stage3_prefetch_bucket_size and "
+        "overlap_comm), or keep parameters after forward (reshard_after_forward=False) where memory allows."
+    ),
+    "tensor": text(
+        "The next operator needs the result, so issuing it earlier hides nothing: sequence parallelism with "
+        "asynchronous tensor parallelism (Megatron's --tp-comm-overlap, torch's _micro_pipeline_tp) moves one part of "
+        "a product while the next is computed; fewer ranks per tensor-parallel group move less."
+    ),
+    "expert": text(
+        "Experts need the tokens, so issuing it earlier hides nothing: compute one part of the batch while the tokens "
+        "of another move (Megatron's --overlap-moe-expert-parallel-comm, DualPipe), or keep experts on the node."
+    ),
+    "pipeline": text(
+        "Send and receive while another microbatch is computed (Megatron's --overlap-p2p-communication with an "
+        "interleaved schedule), or send less: sequence parallelism, larger microbatches."
+    ),
+}
 
 
 def detect(
@@ -57,20 +107,55 @@ def detect(
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
     kernels: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
+    slow_link: list[Finding] | NotChecked | None = None,
+    low_bandwidth: list[Finding] | NotChecked | None = None,
     *,
     min_fraction: float = 0.05,
     min_fraction_unhidden: float = 0.03,
+    min_fraction_inline: float = 0.10,
+    min_fraction_bound: float = 0.10,
     max_buckets: int = 8,
 ) -> list[Finding]:
-    """What reducing the gradients during backward would hide, as one finding for all ranks."""
-    grid, rows, spans, is_alone = _spans(breakdown, phases, regions, collectives, kernels)
+    """What hiding gradients behind backward would bring, and what hiding any other operations would."""
+    findings: list[Finding] = []
+    unresolved: NotResolvable | None = None
+    try:
+        least = (min_fraction, min_fraction_unhidden)
+        findings += _of_gradients(_spans(breakdown, phases, regions, collectives, kernels), least, max_buckets)
+    except NotResolvable as reason:
+        unresolved = reason
+    if groups is not None:
+        judged: list[tuple[str, ...]] = []  # kinds of groups whose reductions were judged as gradients
+        if unresolved is None:
+            judged = [("data", *_REDUCTIONS), *([("sharded", *_REDUCTIONS)] if findings else [])]
+        slow = [f for found in (slow_link, low_bandwidth) if isinstance(found, list) for f in found]
+        grid = judged_grid(breakdown, 1)
+        for one in _operations(grid, phases, collectives, groups):
+            if any(one.kind == kind and one.op in ops for kind, *ops in judged):
+                continue
+            least_fraction = min_fraction_inline if one.kind in _INLINE else min_fraction
+            least_ns = max(least_fraction, min_fraction_bound if one.is_bound else 0.0) * grid.step_ns
+            elsewhere_ns = sum(f.lost_ns_per_step for f in slow if not f.groups or set(f.groups) & set(one.groups))
+            lost = one.lost(elsewhere_ns)
+            if lost.clear and lost.ns >= least_ns:
+                findings.append(_of_operations(one, grid, lost, by_group(collectives, phases, groups)))
+    if unresolved is not None and not findings:
+        raise unresolved
+    return findings
+
+
+def _of_gradients(
+    seen: tuple[StepGrid, pl.DataFrame, dict[str, Floats], bool], least: tuple[float, float], max_buckets: int
+) -> list[Finding]:
+    grid, rows, spans, is_alone = seen
     most = min(max_buckets, max(1, int(np.median(spans["bytes"]) // _LEAST_BUCKET_BYTES)))
     left = np.stack([_left_over(spans, buckets) for buckets in range(1, most + 1)])
     saved = np.median(spans["exposed"] - left, axis=1)  # (buckets, step), of the median rank
     means = [estimate(np.maximum(of_buckets, 0.0), _TRIM) for of_buckets in saved]
     best = max(means, key=lambda mean: mean.ns)
     unhidden = np.median(spans["exposed"] - spans["hidden"]) > 0 and is_alone
-    if not best.clear or best.ns < (min_fraction_unhidden if unhidden else min_fraction) * grid.step_ns:
+    if not best.clear or best.ns < least[1 if unhidden else 0] * grid.step_ns:
         return []
     buckets = 1 + next(i for i, mean in enumerate(means) if mean.ns * _AS_GOOD >= best.ns)
     lost = means[buckets - 1]
@@ -97,6 +182,91 @@ def detect(
             **price(grid, lost, lost.ns),
         )
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operations:
+    """One kind of operation in groups of one purpose: its transfers that could be hidden, of those ranks."""
+
+    sort: str
+    kind: str
+    op: str
+    groups: tuple[str, ...]
+    rows: pl.DataFrame  # without edges
+    is_bound: bool
+    exposed_ns: Floats  # per step, of the median rank
+    hidden_ns: float  # per step
+    computed_ns: Floats  # per step: what could hide it
+    pieces_ns: Floats  # exposed parts of its operations, on the median rank
+
+    def lost(self, elsewhere_ns: float) -> Estimate:
+        """What hiding it would bring, without what other findings already account for."""
+        values = np.maximum(np.minimum(self.exposed_ns, self.computed_ns) - elsewhere_ns, 0.0)
+        return estimate_of_pieces(values, self.pieces_ns, _TRIM)
+
+
+def _operations(
+    grid: StepGrid, phases: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
+) -> Iterator[_Operations]:
+    """What is exposed, by purpose of the group and kind of operation."""
+    every = exposed_operations(collectives, phases, groups)
+    computing = sums(grid, computed(phases), "ns")
+    for (sort, kind, op), rows in every.group_by(BY_SORT, maintain_order=True):
+        inner = rows.filter(~pl.col("is_edge"))
+        members = np.isin(grid.ranks, rows["rank"].unique())
+        exposed = sums(grid, inner, "exposed_ns")[members]
+        if not exposed.any():
+            continue
+        of_rank = exposed.sum(axis=1)
+        median_rank = np.asarray(grid.ranks)[members][np.argsort(of_rank)[len(of_rank) // 2]]
+        whole, shown = (sums(grid, rows, c)[members] for c in ("transfer_ns", "exposed_ns"))
+        unknown_ns = inner.filter("is_bound")["exposed_ns"].sum()
+        yield _Operations(
+            sort=str(sort),
+            kind=str(kind),
+            op=str(op),
+            groups=tuple(rows["group"].drop_nulls().unique().sort().to_list()),
+            rows=inner.filter(pl.col("exposed_ns") > 0),
+            is_bound=2 * unknown_ns > inner["exposed_ns"].sum(),
+            exposed_ns=np.median(exposed, axis=0),
+            hidden_ns=float(np.median(np.maximum(whole - shown, 0.0), axis=0).mean()),
+            computed_ns=np.median(computing[members], axis=0),
+            pieces_ns=inner.filter(rank=int(median_rank))["exposed_ns"].to_numpy().astype(np.float64),
+        )
+
+
+def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.DataFrame) -> Finding:
+    behind = by.filter(pl.col("group").is_in(one.groups), pl.col("hidden_by") != "")["hidden_by"].to_list()
+    said = {"group": one.sort, "kind": _KINDS[one.kind], "op": one.op, "exposed": duration(lost.ns)}
+    if one.is_bound:
+        title = text(
+            "Exposed communication: up to {exposed} per step of {op} in group {group} ({kind}); without the other "
+            "ranks, transfer and wait for peers cannot be distinguished",
+            **said,
+        )
+    else:
+        title = text(
+            "Exposed communication: {exposed} per step of {op} in group {group} ({kind}) that no computation hides",
+            **said,
+        )
+    hidden = text("{hidden} per step is hidden", hidden=duration(one.hidden_ns))
+    if behind:
+        hidden = text("{hidden} per step is hidden behind {label}", hidden=duration(one.hidden_ns), label=behind[0])
+    limit = text(
+        "{hidden}; {computed} per step are computed with nothing in flight, so no more than that can be hidden.",
+        hidden=hidden,
+        computed=duration(float(one.computed_ns.mean())),
+    )
+    return Finding(
+        detector="exposed_communication",
+        title=title,
+        where=one.op,
+        advice=joined(" ", (_ADVICE[one.kind], limit)),
+        groups=one.groups,
+        fix=None if one.is_bound else f"overlap:{one.sort}:{one.op}",
+        evidence=longest_rows(one.rows, "collectives"),
+        **price(grid, lost, lost.ns if one.is_bound else None),
+    )
 
 
 def resolution_ns(
@@ -128,7 +298,7 @@ def _spans(
     """
     grid = judged_grid(breakdown, FEW_STEPS)
     if grid.of(MIXED).any():
-        raise NotResolvable(text("CUDA events do not tell transfers from what the devices compute meanwhile"))
+        raise NotResolvable(text("CUDA events do not distinguish transfers from what the devices compute meanwhile"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
     window = last_backwards(regions, phases, kernels)

@@ -3,7 +3,7 @@
 **Signal.** The gc part of the step, from `gc.callbacks`, where it is not hidden behind blocked communication. Each
 step counts with its longest collection over the ranks, since ranks that collect in different steps stop the job
 each time. Reported above `min_fraction` of the step and `min_ns` per step. A collection is its own evidence: one that
-takes `min_fraction_once` of all judged time is reported, though it is not yet known how often it returns.
+takes `min_fraction_once` of all analyzed time is reported, though it is not yet known how often it returns.
 
 Where ranks run on devices of which neither kernels nor CUDA events were recorded, a collection counts as far as it
 is sure that devices waited for it, and is not checked if only all of it were enough.
@@ -12,7 +12,7 @@ is sure that devices waited for it, and is not checked if only all of it were en
 meanwhile, and all ranks wait for it in the next collective; with N ranks that collect at different times the job
 stops N times as often.
 
-**False alarms.** A collection while the rank would have been blocked on communication anyway costs nothing and is
+**False positives.** A collection while the rank would have been blocked on communication anyway costs nothing and is
 not counted. Pauses under 1 ms are not recorded.
 
 **What to try.** `gc.collect()` once after warm-up, then `gc.freeze()`; or `gc.disable()` and `gc.collect()` on all

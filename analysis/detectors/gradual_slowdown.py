@@ -1,7 +1,7 @@
 """Steps become longer throughout the run, little by little.
 
-**Signal.** The line through the lengths of the judged steps (half of all pairs of steps are steeper than it) rises: its
-mean is at least `min_fraction` of the step above what it is at the first recorded step, and the rise is `min_z`
+**Signal.** The line through the lengths of the analyzed steps (half of all pairs of steps are steeper than it) rises:
+its mean is at least `min_fraction` of the step above what it is at the first recorded step, and the rise is `min_z`
 standard deviations clear of chance, where values that resemble the ones before count as fewer; from 3 on it is not
 called healthy. The line must come closer to the steps than two levels do: a change at one step is `step_change`.
 `where` is the part that grows most, `ranks` are those on which it grows by at least half of what the step does; where
@@ -13,8 +13,8 @@ look at the first minutes finds a healthy job. The cost is what the steps take l
 line; of single ranks no more than what the longest rank of each step is longer by theirs, and of one that falls behind
 its peers no more than the steps grow.
 
-**False alarms.** Work that grows by design: a curriculum of longer sequences, a growing batch. Silence on a short run
-says little: a creep of 1 % per hour is not seen in 10 minutes.
+**False positives.** Work that grows by design: a curriculum of longer sequences, a growing batch. Silence on a short
+run says little: a creep of 1 % per hour is not seen in 10 minutes.
 
 **What to try.** Own time on all ranks: clocks and temperature, fragmentation of the allocator, lists that grow (logged
 tensors that keep their graph, metrics). On one rank: its cooling, other processes on its host. Garbage collection:
@@ -38,7 +38,7 @@ from rankscope.analysis.metrics.trend import Trend, follows_line, longest_stretc
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import MIXED, part_name
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
@@ -141,7 +141,9 @@ _ADVICE = {
     "gc": text("Objects pile up from step to step: look for lists and caches that grow; gc.freeze() after warm-up."),
     "compile": text("Compilations become more frequent: see which guards fail (TORCH_LOGS=recompiles)."),
     "transfer": text("Compare the first and the last transfers: other traffic, retransmits, sizes that grow."),
-    "wait": text("Ranks drift apart, and not always the same is late: compare their own time in the last steps."),
+    "wait": text(
+        "Ranks drift apart, and a different one is late each time: compare their compute time in the last steps."
+    ),
 }
 
 
@@ -226,12 +228,11 @@ def _what_grows(seen: _Seen) -> tuple[str, tuple[int, ...]]:
 
 def _title(seen: _Seen, line: Trend, where: str, ranks: tuple[int, ...]) -> str:
     if seen.beyond_peers:
-        return text(
-            "{ranks} {en_takes} longer and longer than {en_its} peers, by {growth} more at the end of the run "
-            "than at first; what grows is {where}",
+        return plural(
+            "{ranks} becomes slower than its peers, by {growth} at the end of the run; what grows is {where}",
+            "{ranks} become slower than their peers, by {growth} at the end of the run; what grows is {where}",
+            len(ranks),
             ranks=named("Rank", ranks),
-            en_takes="takes" if len(ranks) == 1 else "take",
-            en_its="its" if len(ranks) == 1 else "their",
             growth=duration(line.growth),
             where=part_name(where),
         )

@@ -12,7 +12,7 @@ for no other themselves, are the root cause:
 In a recorded run an operation counts only if the job hung for 10 s and for 5 steps at its end; 1 s and 5 steps
 are enough where an operation that needs all its ranks ended though one never came to it: it failed. Ranks that wait
 for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
-too; it is no culprit, since it waits itself.
+too; it is not the root cause, since it waits itself.
 
 NCCL's operations have no ends in a recording. Node 0's agent asks NCCL's RAS when the job hangs: where it says
 that ranks have launched less than others, or do not answer, operations that not all members have called count as
@@ -22,9 +22,10 @@ if there is no other.
 **Why it costs time.** Nothing is computed until the watchdog ends the job, and a restart costs the work since the last
 checkpoint. There is no cost per step; `lost_fraction` is 1.
 
-**False alarms.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job
-hangs. A state that was saved but cannot be read says nothing: no rank is blamed for it. A rank that left no state is
-blamed only where nothing else explains the hang, and then at the level likely, with severity medium.
+**False positives.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job
+hangs. Where a rank died first the others wait for it, and that is `rank_failure`. A state that was saved but cannot be
+read says nothing: no rank is named for it. A rank that left no state is named only where nothing else explains the
+hang, and then at the level likely, with severity medium.
 
 **What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
 errors, and at what RAS said (`run/ras.txt`). If the host has nothing outstanding: data loading, checkpointing, a lock,
@@ -42,9 +43,9 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.nccl_ras import SILENT
@@ -115,8 +116,15 @@ class _State:
         return rank not in self.counts and (rank, group_id) not in self.unread
 
 
-def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | None = None) -> list[Finding]:
-    """Name the ranks that the others wait for; nothing if no rank is held by anything."""
+def detect(
+    progress: pl.DataFrame,
+    groups: pl.DataFrame,
+    ras: pl.DataFrame | None = None,
+    rank_failure: list[Finding] | NotChecked | None = None,
+) -> list[Finding]:
+    """Name the ranks that the others wait for; nothing if no rank is held by anything, or a rank failed before."""
+    if isinstance(rank_failure, list) and rank_failure:
+        return []
     state = _state(progress, groups)
     if not state.held:
         if ras is not None and ras["state"].is_in(SILENT).any():
@@ -138,7 +146,7 @@ def detect(progress: pl.DataFrame, groups: pl.DataFrame, ras: pl.DataFrame | Non
         return []
     findings = _explained(state)
     if not findings:
-        raise NotResolvable(text("operations are outstanding, but it is not known which ranks wait for which"))
+        raise NotResolvable(text("operations are outstanding, but which ranks wait for which is unknown"))
     return findings if ras is None else [_with_ras(finding, ras) for finding in findings]
 
 
@@ -265,17 +273,22 @@ def _culprits(state: _State, waits: Mapping[int, frozenset[int]], unsure: Contai
             stuck.setdefault((held.group.id, held.seq) if held.op not in P2P_OPS else (rank, held.seq), []).append(rank)
     findings = []
     if absent:
-        title = text(
-            "{subject} left no state, and the others wait for {en_them}",
+        title = plural(
+            "{subject} left no state, and the others wait for it",
+            "{subject} left no state, and the others wait for them",
+            len(absent),
             subject=_subject(absent),
-            en_them=_them(absent),
         )
         advice = text("Find out whether the process still lives.")
         findings.append(replace(_finding(state, waits, absent, title, advice), severity="medium", confidence="likely"))
     if idle:
         awaited_in = _most_awaited(state, waits, idle)
-        title = text(
-            "{subject} {en_do} not come to {awaited_in}", subject=_subject(idle), en_do=_do(idle), awaited_in=awaited_in
+        title = plural(
+            "{subject} does not come to {awaited_in}",
+            "{subject} do not come to {awaited_in}",
+            len(idle),
+            subject=_subject(idle),
+            awaited_in=awaited_in,
         )
         advice = text(
             "Look at the host's stacks of {idle}: nothing is outstanding on the device.", idle=named("rank", idle)
@@ -284,12 +297,12 @@ def _culprits(state: _State, waits: Mapping[int, frozenset[int]], unsure: Contai
     alone = [rank for ranks in stuck.values() for rank in ranks if _others_finished(state, rank)]
     if alone:
         where = state.held[alone[0]]
-        title = text(
-            "{subject} {en_do} not finish {op}, which {en_their} peers finished",
+        title = plural(
+            "{subject} does not finish {op}, which its peers finished",
+            "{subject} do not finish {op}, which their peers finished",
+            len(alone),
             subject=_subject(alone),
-            en_do=_do(alone),
             op=where.op,
-            en_their=_their(alone),
         )
         advice = text(
             "Check the devices of {alone}: Xid errors, ECC, links; then the kernel that was running.",
@@ -313,10 +326,11 @@ def _together(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequenc
         rarest = min(set(kinds.values()), key=lambda op: (list(kinds.values()).count(op), op))
         odd = [rank for rank in ranks if kinds[rank] == rarest]
         usual = next(op for op in kinds.values() if op != rarest)
-        title = text(
-            "{subject} {en_do} {rarest} where the others do {usual}: desynchronised",
+        title = plural(
+            "{subject} does {rarest} where the others do {usual}: desynchronized",
+            "{subject} do {rarest} where the others do {usual}: desynchronized",
+            len(odd),
             subject=_subject(odd),
-            en_do=_do(odd, "does", "do"),
             rarest=rarest,
             usual=usual,
         )
@@ -408,10 +422,11 @@ def _silent(ras: pl.DataFrame) -> Finding:
     return Finding(
         detector="hang",
         severity="high",
-        title=text(
-            "{subject} {en_do} not answer NCCL's RAS, and the job hangs",
+        title=plural(
+            "{subject} does not answer NCCL's RAS, and the job hangs",
+            "{subject} do not answer NCCL's RAS, and the job hangs",
+            len(ranks),
             subject=_subject(ranks),
-            en_do=_do(ranks),
         ),
         where=text("the process"),
         advice=_SILENT_ADVICE,
@@ -453,15 +468,3 @@ def _said_by_ras(ras: pl.DataFrame, ranks: Sequence[int]) -> tuple[Evidence, ...
 
 def _subject(ranks: Sequence[int]) -> str:
     return named("Rank", ranks)
-
-
-def _do(ranks: Sequence[int], one: str = "does", many: str = "do") -> str:
-    return one if len(ranks) == 1 else many
-
-
-def _them(ranks: Sequence[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"
-
-
-def _their(ranks: Sequence[int]) -> str:
-    return "its" if len(ranks) == 1 else "their"

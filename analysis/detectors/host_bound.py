@@ -1,24 +1,24 @@
-"""The host launches the device's work too late, and the device stands idle.
+"""The host launches the device's work too late, and the device is idle.
 
 **Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`).
 A kernel that only communicates meanwhile does not change that, if it still runs when the late work begins: nothing
 waited for it. What the busiest rank would be shorter without this time is the loss, reported above `min_fraction` of
 the step if it is not one rank's: half of it would stay with that rank's host quick, or at least half of the ranks would
 hold the job up next, for a quarter of it or more: their devices idle as well, or their hosts launch for so long. If
-less than half of it is there without the ranks that `slow_rank` found, it is judged without these ranks. What
+less than half of it is there without the ranks that `slow_rank` found, it is analyzed without these ranks. What
 the host did in these gaps is split into: asking the driver for memory,
 having just waited for the device (a synchronisation drains the queue), the launch calls themselves, and all else.
 
-Without a profiler, CUDA events tell how far the host is ahead. While the device has work that was enqueued before, it
+Without a profiler, CUDA events give the host run-ahead. While the device has work that was enqueued before, it
 does not wait for the host; so what it can idle at most in a phase is the time from its coming to the mark before until
 the host has enqueued the last of the phase's work. If that is below `min_fraction` of the step on each rank, the host
-is healthy. Else it is not judged, and said in how much of the step the host sets the pace, or how far it is ahead: what
-it costs only a deep window tells.
+is healthy. Else it is not checked; the reason gives the host-bound share of the step, or the run-ahead: what
+it costs only a profiled window shows.
 
 **Why it costs time.** The host normally queues work ahead of the device. When it falls behind, every microsecond of
 Python, of a driver call or of waiting for a result is a microsecond in which the device does nothing.
 
-**False alarms.** A profiler that records shapes and stacks slows the host down by a third to two thirds, the device
+**False positives.** A profiler that records shapes and stacks slows the host down by a third to two thirds, the device
 not at all: a trace made with them looks more host-bound than the job is. Input, garbage collection and compilation
 have checks of their own and are not counted here; nor is what only one rank loses (`slow_rank`).
 
@@ -121,8 +121,7 @@ def detect(
         Finding(
             detector="host_bound",
             title=text(
-                "The host is too slow for the device on {ranks}: it stands idle {lost} per step before "
-                "work that was launched late",
+                "Host-bound on {ranks}: the device is idle for {lost} per step before work that was launched late",
                 ranks=named("rank", ranks),
                 lost=duration(lost.ns),
             ),
@@ -166,17 +165,17 @@ def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fractio
     if paced >= _MOSTLY:
         raise NotResolvable(
             text(
-                "the host sets the pace in {paced} of the step: its device has nothing left to do, be the host slow or "
-                "waiting for it (.item(), synchronize()); devices may stand idle for up to {most} of the step, and "
-                "what that costs a deep window tells: rankscope trigger RUN --steps 3",
+                "host-bound in {paced} of the step: the launch queue is empty, because the host is slow or waits "
+                "for the device (.item(), synchronize()); devices may be idle for up to {most} of the step, and a "
+                "profiled window measures the cost: rankscope trigger RUN --count 3",
                 paced=percent(paced),
                 most=most,
             )
         )
     raise NotResolvable(
         text(
-            "the host is {ahead} ahead of its device (median), less than its phases take: devices may stand idle for "
-            "up to {most} of the step; whether they do a deep window tells: rankscope trigger RUN --steps 3",
+            "host run-ahead is {ahead} (median), less than the phases take: devices may be idle for up to {most} of "
+            "the step; a profiled window shows whether they are: rankscope trigger RUN --count 3",
             ahead=duration(float(np.median(marks["ahead_ns"].to_numpy()))),
             most=most,
         )

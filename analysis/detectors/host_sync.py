@@ -10,7 +10,7 @@ busiest rank would be shorter without it is the loss, reported above `min_fracti
 **Why it costs time.** A host that launches ahead hides its own slowness behind the device's work. A synchronisation
 empties the queue: whatever Python does next, the device waits for it.
 
-**False alarms.** The host would have to run ahead as far as it waited, which a full launch queue or memory may not
+**False positives.** The host would have to run ahead as far as it waited, which a full launch queue or memory may not
 allow. A call in a thread whose launches no other thread waits for holds up that thread only. A profiler slows the host
 down, so that more idle time follows each call than without it.
 

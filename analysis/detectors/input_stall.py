@@ -14,7 +14,7 @@ is sure that devices waited for it, and is not checked if only all of it were en
 **Why it costs time.** The main thread can launch nothing while it waits, and the other ranks wait for this one in
 the next collective.
 
-**False alarms.** A loader without workers (`num_workers=0`) loads inside `next()`, so all of its work counts: that
+**False positives.** A loader without workers (`num_workers=0`) loads inside `next()`, so all of its work counts: that
 time is lost, but storage need not be the reason. The first batch of an epoch starts the workers. Loaders with an
 iterator of their own are not seen; their time is part of the rank's own.
 
@@ -36,7 +36,7 @@ from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, above_peers, estimate
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_WAITING, Detector
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration
 from rankscope.errors import NotResolvable
@@ -193,10 +193,11 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floa
         advice += text(" Compare storage and host of {ranks} with the others.", ranks=named("rank", ranks))
     return Finding(
         detector="input_stall",
-        title=text(
-            "{ranks} {en_wait} {lost} per step for the next batch{often}",
+        title=plural(
+            "{ranks} waits {lost} per step for the next batch{often}",
+            "{ranks} wait {lost} per step for the next batch{often}",
+            len(ranks),
             ranks=named("Rank", ranks),
-            en_wait="waits" if len(ranks) == 1 else "wait",
             lost=duration(lost.ns),
             often=often,
         ),

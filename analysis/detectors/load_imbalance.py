@@ -12,9 +12,14 @@ forward and backward disagree. Where they do by 3 standard deviations, the small
 What a rank clearly takes longer in all steps is not the data's.
 
 CUDA events time forward by itself, and backward with its communication. How long the others wait in the first reduction
-of a step, and what passes on each rank since all ended the last one of the step before, tell how long a rank computed
+of a step, and what passes on each rank since all ended the last one of the step before, give how long a rank computed
 until then: that stands for backward, and all of backward is taken to be as uneven. It needs data parallelism over all
 ranks, no communication in forward, and NCCL's durations.
+
+Of a profiler's capture of two to four steps the sample is a piece of a step: its kernels in their order, in up to 16
+pieces. By how much a rank computes longer than its peers is the median over pieces. The work is uneven if that changes
+from step to step by 3 standard errors, if not the same rank is the longest in all steps, and if no more than
+`persistence` of the loss goes away with the least factor by which each rank is longer in all steps.
 
 Of a table of pipeline operations the sample is a microbatch: by how much it is longer on all stages alike (median over
 them) than the others of its step. Its cost is what the steps take longer in the replay than with equal microbatches and
@@ -23,14 +28,14 @@ as much work on each stage.
 **Why it costs time.** Every step lasts as long as its longest rank. With random lengths the loss grows with the
 number of ranks, and no machine is the root cause.
 
-**False alarms.** Where forward and backward are not distinguished, this is not checked. Other load on the host, or
+**False positives.** Where forward and backward are not distinguished, this is not checked. Other load on the host, or
 clocks of a device, that last through forward and backward of single steps can look the same.
 
 **What to try.** Give every rank batches of equal cost: bucket by length, pack sequences to a token budget, balance
 the sum of squared lengths where attention dominates, sort within a window and deal out to the ranks.
 
 **Source.** Forward-backward correlation as the mark of uneven sequences: ByteDance's analysis of stragglers, there
-Pearson's of 0.9 and more, which a few preempted steps break. Two halves of one measurement tell its noise as in test
+Pearson's of 0.9 and more, which a few preempted steps break. Two halves of one measurement give its noise as in test
 theory's split-half reliability. Thresholds are measured on healthy jobs.
 """
 
@@ -64,7 +69,7 @@ from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.parallelism import roles_of
 from rankscope.errors import NotResolvable
 
-__all__ = ["detect", "detector", "resolution_ns"]
+__all__ = ["NO_PEERS", "detect", "detector", "finding_of", "resolution_ns"]
 
 detector = Detector(
     needs=("collectives", "backward"),
@@ -74,6 +79,7 @@ detector = Detector(
     lost_as=AS_WAITING,
 )
 
+NO_PEERS = text("each pipeline stage has one rank only, so no rank has a peer that does the same work")
 _DISAGREE = 3.0  # standard deviations between what forward and backward say: one of them was preempted
 _CLEARLY = 2.5  # half widths of a 95 % interval: a rank that is so clearly longer in all steps is slow, not unlucky
 _TRIM = 0.1
@@ -118,24 +124,25 @@ def detect(
         return []
     if by_rank.max() >= persistence * longer.sum():
         return []
-    return [
-        Finding(
-            detector="load_imbalance",
-            title=text(
-                "The work is uneven: the longest rank of a step, not always the same one, computes "
-                "{lost} longer than with even work",
-                lost=duration(lost.ns),
-            ),
-            where=text("forward and backward"),
-            advice=text(
-                "Give every rank batches of equal cost: bucket by length, or pack sequences to a token budget."
-            ),
-            ranks=grid.ranks,
-            evidence=_widest_step(work, steps),
-            fix="balance",
-            **price(grid, lost),
-        )
-    ]
+    return [finding_of(grid, work.own, lost, steps)]
+
+
+def finding_of(grid: StepGrid, own: Floats, lost: Estimate, steps: pl.DataFrame) -> Finding:
+    """Give the finding for work that costs this; `own` is what ranks compute, (rank, step) in ns."""
+    return Finding(
+        detector="load_imbalance",
+        title=text(
+            "Load imbalance: a different rank is slowest in each step; with balanced work a step would compute "
+            "{lost} less",
+            lost=duration(lost.ns),
+        ),
+        where=text("forward and backward"),
+        advice=text("Give every rank batches of equal cost: bucket by length, or pack sequences to a token budget."),
+        ranks=grid.ranks,
+        evidence=_widest_step(grid, own, steps),
+        fix="balance",
+        **price(grid, lost),
+    )
 
 
 def resolution_ns(
@@ -184,11 +191,11 @@ def _work(
     labels = own_by_label(phases, grid)
     role = roles_of(grid.ranks, groups, regions, collectives)
     if "forward" not in labels or ("backward" not in labels and not grid.of(MIXED).any()):
-        raise NotResolvable(text("forward and backward are not told apart, so uneven data cannot be told from noise"))
-    if len(np.unique(role)) == len(role):
         raise NotResolvable(
-            text("each pipeline stage has one rank only, so no rank has a peer that does the same work")
+            text("forward and backward are not distinguished, so load imbalance cannot be distinguished from noise")
         )
+    if len(np.unique(role)) == len(role):
+        raise NotResolvable(NO_PEERS)
     if "backward" in labels:
         whole_ns = float(labels["forward"].mean() + labels["backward"].mean())
         return _Work(grid, grid.own, labels["forward"], labels["backward"], whole_ns, role)
@@ -221,9 +228,7 @@ def _by_marks(
     beyond = -waits - since
     known = np.isfinite(beyond + ended + exposed).all(axis=0)
     if known.sum() < ENOUGH_STEPS:
-        raise NotResolvable(
-            text("backward is not distinguished from communication, and it is not known which ranks wait in it")
-        )
+        raise NotResolvable(text("backward is not distinguished from communication, nor which ranks wait in it"))
     grid = grid.at(known)
     forward, beyond = forward[:, known], _beyond(beyond[:, known], role)
     computed = (ended - begun - exposed - maybe / 2)[:, known]
@@ -324,10 +329,10 @@ def _order(values: Floats) -> Floats:
     return np.asarray(mean_place[place.ravel()] - (values.size - 1) / 2)
 
 
-def _widest_step(work: _Work, steps: pl.DataFrame) -> tuple[Evidence, ...]:
+def _widest_step(grid: StepGrid, own: Floats, steps: pl.DataFrame) -> tuple[Evidence, ...]:
     """The step with the largest imbalance, on its longest rank."""
-    column = int((work.own.max(axis=0) - work.own.mean(axis=0)).argmax())
-    rank, step = work.grid.ranks[int(work.own[:, column].argmax())], work.grid.steps[column]
+    column = int((own.max(axis=0) - own.mean(axis=0)).argmax())
+    rank, step = grid.ranks[int(own[:, column].argmax())], grid.steps[column]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)
     return tuple(
         Evidence(

@@ -3,9 +3,10 @@
 **Signal.** Bus bandwidth, as nccl-tests counts it, of operations of 1 MB or more (and of 4 n½ where latency is known),
 from the arrival of the last rank on. Three measures of what it should be:
 
-- Groups that do the same (operation, size, number of ranks and of nodes): a group is slow if it takes `min_ratio` times
-  as long as the others usually do, and longer than any of them in most steps. In a capture of few steps each operation
-  is a sample: most of at least `min_operations` take longer than most of the others'.
+- Groups that do the same (operation, size, number of ranks and of nodes; of sends and receives each pair of ranks): one
+  is slow if it takes `min_ratio` times as long as the others usually do, and longer than any of them in most steps. In
+  a capture of few steps each operation is a sample: most of at least `min_operations` take longer than most of the
+  others'.
 - The speed of the nodes' network interfaces, where it was recorded: what a node sends while its collectives with other
   nodes transfer, is less than 1 / `min_ratio` of it.
 
@@ -17,8 +18,8 @@ other groups or steps, or at four fifths of the interface's. Above `min_fraction
 
 **Why it costs time.** Communication that is not hidden behind computation lengthens the step by every byte.
 
-**False alarms.** An interface that other jobs share. A group whose ranks have slow processors: see `slow_rank`. Links
-that differ between nodes are left to `slow_link`. The speed of NVLink and PCIe is not recorded, so a single group
+**False positives.** An interface that other jobs share. A group whose ranks have slow processors: see `slow_rank`.
+Links that differ between nodes are left to `slow_link`. The speed of NVLink and PCIe is not recorded, so a single group
 within a node cannot be checked.
 
 **What to try.** Within a node: the topology (`nvidia-smi topo -m`), `NCCL_DEBUG=INFO` for the transport that was
@@ -32,18 +33,27 @@ are ours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, longest_rows, price, refuse_unsized, transfer_grid
+from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_rows, price, refuse_unsized, transfer_grid
 from rankscope.analysis.metrics.bandwidth import bus_factor, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
-from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, by_rank_and_step, estimate, over_occurrences
+from rankscope.analysis.metrics.step_matrix import (
+    Estimate,
+    StepGrid,
+    by_rank_and_step,
+    estimate,
+    estimate_of_operations,
+    over_occurrences,
+)
 from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
@@ -81,6 +91,7 @@ class _Slow:
     groups: tuple[str, ...]
     ranks: tuple[int, ...]
     steps: tuple[int, ...] = ()
+    error: float | None = None  # of how long they take, as a share, where operations are the samples
 
 
 def detect(
@@ -100,46 +111,25 @@ def detect(
     min_z: float = 5.0,
 ) -> list[Finding]:
     """Name groups slower than others, networks slower than their interfaces, and steps in which all are slower."""
-    grid = transfer_grid(breakdown, 1, collectives)
-    bounded = is_bounded(collectives)
     moved = _large(collectives, ranks)
-    if len(grid.steps) < ENOUGH_STEPS and not _against_groups(moved, collectives, min_ratio, min_operations)[0]:
-        transfer_grid(breakdown, collectives=collectives)  # without a group that stands out, too few to judge
+    alike, checked = _against_groups([moved, _large_receives(collectives, ranks)], min_ratio, min_operations)
+    grid = judged_grid(breakdown, 1)
+    # A group that stands out needs neither many steps nor that all other communication is known.
+    if grid.of(MIXED).any() or not alike:
+        grid = transfer_grid(breakdown, collectives=collectives)
     every = held_up(collectives, phases)
     rows = every.filter(pl.col("instance_id").is_in(moved["instance_id"].implode()))
-    whole = _loss(rows, grid, grid.ranks, 1.0)
-    if whole.ns < min_fraction * grid.step_ns:
+    if not alike and _loss(rows, grid, grid.ranks, 1.0).ns < min_fraction * grid.step_ns:
         refuse_unsized(every, grid, min_fraction)
         return []
     apart = (links is not None and _differ(links)) or (proxies is not None and _differ(sends(proxies)))
     if apart:
         moved = moved.filter(pl.col("nodes") == 1)
-    alike, checked = _against_groups(moved, collectives, min_ratio, min_operations)
+        alike, checked = _against_groups([moved], min_ratio, min_operations)
     network, known = _against_interfaces(moved, ranks, collectives, counters, min_ratio)
     stretch = _against_other_steps(moved, grid, min_change, min_steps, min_z)
-    findings = []
-    for slow in [*alike, *network, *stretch]:
-        of_it = rows.filter(pl.col("instance_id").is_in(slow.instances.implode()))
-        most, lost = (
-            _loss(of_it, grid, slow.ranks or grid.ranks, slow.saved, slow.steps, column)
-            for column in ("exposed_ns", "least_ns")
-        )
-        if most.clear and most.ns >= min_fraction * grid.step_ns:
-            title = text("{title}: up to {most} longer per step", title=slow.title, most=duration(most.ns))
-            findings.append(
-                Finding(
-                    detector="low_bandwidth",
-                    title=title if bounded else slow.title,
-                    where=slow.where,
-                    advice=slow.advice,
-                    ranks=slow.ranks,
-                    groups=slow.groups,
-                    steps=slow.steps,
-                    evidence=longest_rows(of_it, "collectives"),
-                    gain_why=text("for how long transfers block ranks was not recorded") if bounded else None,
-                    **price(grid, lost, None if bounded else lost.ns),
-                )
-            )
+    found = (_finding(slow, every, grid, min_fraction) for slow in [*alike, *network, *stretch])
+    findings = [finding for finding in found if finding is not None]
     if not findings:
         _refuse(rows.filter(~pl.col("instance_id").is_in([*checked, *known])), every, grid, min_fraction, apart)
     return findings
@@ -152,6 +142,31 @@ def resolution_ns(
     return round(min_fraction * transfer_grid(breakdown, collectives=collectives).step_ns)
 
 
+def _finding(slow: _Slow, every: pl.DataFrame, grid: StepGrid, min_fraction: float) -> Finding | None:
+    """What these operations cost, where it is enough. Who sends goes on meanwhile."""
+    bounded = is_bounded(every)
+    of_it = every.filter(pl.col("instance_id").is_in(slow.instances.implode()), pl.col("op") != "send")
+    most, lost = (
+        _loss(of_it, grid, slow.ranks or grid.ranks, slow.saved, slow.steps, column, slow.error)
+        for column in ("exposed_ns", "least_ns")
+    )
+    if not most.clear or most.ns < min_fraction * grid.step_ns:
+        return None
+    title = text("{title}: up to {most} longer per step", title=slow.title, most=duration(most.ns))
+    return Finding(
+        detector="low_bandwidth",
+        title=title if bounded else slow.title,
+        where=slow.where,
+        advice=slow.advice,
+        ranks=slow.ranks,
+        groups=slow.groups,
+        steps=slow.steps,
+        evidence=longest_rows(of_it, "collectives"),
+        gain_why=text("for how long transfers block ranks was not recorded") if bounded else None,
+        **price(grid, lost, None if bounded else lost.ns),
+    )
+
+
 def _refuse(unchecked: pl.DataFrame, every: pl.DataFrame, grid: StepGrid, min_fraction: float, apart: bool) -> None:
     """Not resolvable where what could not be compared costs time, or what of `every` operation has no size."""
     refuse_unsized(every, grid, min_fraction)
@@ -160,15 +175,18 @@ def _refuse(unchecked: pl.DataFrame, every: pl.DataFrame, grid: StepGrid, min_fr
         return
     op = unchecked.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns")["op"][-1]
     why = text("no other groups do the same, and the speed of the links was not recorded")
-    why = text("the links between the nodes differ, which slow_link judges") if apart else why
+    why = text("the links between the nodes differ, which slow_link checks") if apart else why
     lost = percent(left.ns / grid.step_ns)
     if is_bounded(unchecked):
         raise NotResolvable(text("{op} takes {lost} of the step, but {why}", op=op, lost=lost, why=why))
-    raise NotResolvable(text("{op} holds the ranks up for {lost} of the step, but {why}", op=op, lost=lost, why=why))
+    raise NotResolvable(text("{op} blocks the ranks for {lost} of the step, but {why}", op=op, lost=lost, why=why))
 
 
 def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    """The transfers of all-to-all-ranks operations that are bound by bandwidth, with the number of `nodes`."""
+    """The transfers of all-to-all-ranks operations that are bound by bandwidth, with the number of `nodes`, and who
+
+    takes part: `of` tells groups apart.
+    """
     moved = transfers(collectives).filter(pl.any_horizontal(pl.col("op").str.starts_with(op) for op in _OF_ALL))
     half = {key: line.half_bytes for key, line in lines(moved).items() if np.isfinite(line.half_bytes)}
     known = pl.DataFrame(
@@ -178,7 +196,32 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     )
     least = pl.max_horizontal(pl.col("least_bytes").fill_null(0), pl.lit(_LARGE_BYTES))
     large = moved.join(known, on=["op", "group_id"], how="left").filter(pl.col("size_bytes") >= least, pl.col("ns") > 0)
-    return large.join(nodes_of_groups(collectives, ranks), on="group_id")
+    members = collectives.group_by("group_id").agg(members=pl.col("rank").unique().sort())
+    on_nodes = nodes_of_groups(collectives, ranks)
+    return large.join(on_nodes, on="group_id").join(members, on="group_id").with_columns(of=pl.col("group_id"))
+
+
+def _large_receives(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+    """The same of receives on devices: each from when its sender was there; `of` tells pairs of ranks apart."""
+    node = ranks.select("rank", "node").unique("rank")
+    return (
+        collectives.filter(
+            pl.col("op") == "recv",
+            pl.col("instance_id").is_not_null() & pl.col("device_start_ns").is_not_null(),
+            pl.col("size_bytes") >= _LARGE_BYTES,
+            pl.col("transfer_ns") > 0,
+        )
+        .join(node, on="rank")
+        .join(node.rename({"rank": "peer", "node": "_other"}), on="peer")
+        .select(
+            *("instance_id", "group_id", "group", "op", "step", "size_bytes"),
+            group_size=pl.lit(2, pl.UInt32),
+            ns="transfer_ns",
+            nodes=pl.when(pl.col("node") == pl.col("_other")).then(1).otherwise(2),
+            members=pl.concat_list("rank", "peer").list.sort(),
+        )
+        .with_columns(of=pl.struct("group_id", "members").rank("dense").cast(pl.Int64))
+    )
 
 
 def _loss(
@@ -188,16 +231,18 @@ def _loss(
     share: float,
     steps: tuple[int, ...] = (),
     column: str = "exposed_ns",
+    error: float | None = None,
 ) -> Estimate:
     """What the median of these ranks waits for per step, times the share; of `steps` alone where given.
 
-    Of few steps the operations are the samples.
+    Of few steps the operations are the samples: of how long they take, where it is known to this `error`; else of how
+    long each is waited for.
     """
     if not steps and len(grid.steps) < ENOUGH_STEPS:
         mine = rows.filter(pl.col("rank").is_in(ranks), pl.col("step").is_in(grid.steps))
         of_each = mine.group_by("instance_id").agg(pl.col(column).median())[column].to_numpy()
-        scatter = 2 * float(of_each.std(ddof=1)) * len(of_each) ** 0.5 if len(of_each) > 1 else np.inf
-        return Estimate(share * float(of_each.sum()) / len(grid.steps), share * scatter / len(grid.steps))
+        waited = estimate_of_operations(share * of_each, len(grid.steps))
+        return waited if error is None else Estimate(waited.ns, 1.96 * error * waited.ns)
     exposed = share * np.median(by_rank_and_step(rows, column, ranks, grid.steps), axis=0)
     return over_occurrences(exposed, np.isin(grid.steps, steps)) if steps else estimate(exposed, _TRIM)
 
@@ -209,18 +254,18 @@ def _differ(links: pl.DataFrame) -> bool:
 
 
 def _against_groups(
-    moved: pl.DataFrame, collectives: pl.DataFrame, min_ratio: float, min_operations: int
+    moved: Sequence[pl.DataFrame], min_ratio: float, min_operations: int
 ) -> tuple[list[_Slow], pl.Series]:
     """The groups that take longer than others for the same, and the instances that could be compared."""
     same = ["op", "group_size", "nodes", "size_bytes"]
-    found, compared = [], [moved["instance_id"].clear()]
-    for _, rows in moved.group_by(same, maintain_order=True):
-        groups = rows["group_id"].unique().sort().to_list()
+    found, compared = [], [moved[0]["instance_id"].clear()]
+    for rows in (rows for table in moved for _, rows in table.group_by(same, maintain_order=True)):
+        groups = rows["of"].unique().sort().to_list()
         if len(groups) < 2:
             continue
         compared.append(rows["instance_id"])
-        by_step = rows.group_by("step", "group_id").agg(pl.col("ns").median()).sort("group_id")
-        taken = by_step.pivot("group_id", index="step", values="ns").drop("step").to_numpy()
+        by_step = rows.group_by("step", "of").agg(pl.col("ns").median()).sort("of")
+        taken = by_step.pivot("of", index="step", values="ns").drop("step").to_numpy()
         usual = np.nanmedian(taken, axis=0)
         for number, group in enumerate(groups):
             others = np.delete(taken, number, axis=1)
@@ -232,24 +277,25 @@ def _against_groups(
             else:
                 is_slow = _mostly_longer(rows, group, min_operations)
             if is_slow:
-                found.append(_slow_group(rows, group, float(usual[number]), others_ns, collectives))
+                found.append(_slow_group(rows, group, float(usual[number]), others_ns))
     return found, pl.concat(compared)
 
 
 def _mostly_longer(rows: pl.DataFrame, group: int, least: int) -> bool:
     """Whether most of a group's operations take longer than most of each other group's; `least` of each are needed."""
-    taken = {int(of): ns["ns"].to_numpy() for (of,), ns in rows.group_by("group_id")}
+    taken = {int(of): ns["ns"].to_numpy() for (of,), ns in rows.group_by("of")}
     if min(map(len, taken.values())) < least:
         return False
     shortest = np.quantile(taken.pop(group), 1 - _PERSISTENT)
     return all(shortest > np.quantile(ns, _PERSISTENT) for ns in taken.values())
 
 
-def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float, collectives: pl.DataFrame) -> _Slow:
-    own = rows.filter(pl.col("group_id") == group)
+def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float) -> _Slow:
+    own = rows.filter(pl.col("of") == group)
     op, size, name = str(own["op"][0]), int(own["size_bytes"][0]), str(own["group"][0])
     moved = bus_factor(op, int(own["group_size"][0])) * size
-    members = tuple(collectives.filter(pl.col("group_id") == group)["rank"].unique().sort().to_list())
+    members, taken = tuple(own["members"][0]), own["ns"].to_numpy()
+    error = float(taken.std()) / float(taken.mean()) / len(taken) ** 0.5
     return _Slow(
         title=text(
             "{op} of {size} in group {name} ({members}) runs at a bus bandwidth of {busbw}/s, in "
@@ -272,6 +318,7 @@ def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float, col
         saved=1 - others_ns / ns,
         groups=(name,),
         ranks=members,
+        error=error,
     )
 
 

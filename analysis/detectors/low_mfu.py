@@ -9,9 +9,9 @@ take at `usual` of the peak, as large models reach it; reported above `min_fract
 **Why it costs time.** Nothing waits, so no other check says anything: the time goes into kernels that are slow for what
 they do, or that do what the model does not need.
 
-**False alarms.** The peak is that of large matrix products in bf16. A model of small or sparse operations (embeddings,
-convolutions of few channels, a short batch in inference) never comes near it. Activation checkpointing computes more
-than the model needs, and that is meant.
+**False positives.** The peak is that of large matrix products in bf16. A model of small or sparse operations
+(embeddings, convolutions of few channels, a short batch in inference) never comes near it. Activation checkpointing
+computes more than the model needs, and that is meant.
 
 **What to try.** Matrix products slow: bf16 instead of fp32 (`torch.set_float32_matmul_precision`), sizes in multiples
 of 64 or more, larger batches. Other kernels long: `torch.compile`, fused attention, norms and optimizer.
@@ -34,7 +34,7 @@ from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 
-detector = Detector()
+detector = Detector(name=text("low MFU"))
 
 
 def detect(
@@ -101,8 +101,6 @@ def _busy(breakdown: pl.DataFrame, kernels: pl.DataFrame, model: pl.DataFrame) -
     of_ranks = model.filter(pl.col("rank").is_in(list(grid.ranks))).sort("rank")
     unknown = of_ranks.filter(pl.col("peak_flops").is_null())["device"].unique().sort().to_list()
     if unknown:
-        raise NotResolvable(
-            text("the peak of {devices} is not known here: give --peak-tflops", devices=", ".join(unknown))
-        )
+        raise NotResolvable(text("the peak of {devices} is unknown: give --peak-tflops", devices=", ".join(unknown)))
     needed_ns = (of_ranks["flops"] / of_ranks["peak_flops"]).to_numpy()[:, None] * 1e9
     return grid, grid.of("compute", "overlapped"), needed_ns

@@ -8,11 +8,11 @@ which it grew against those of the same rank in which it did not. Reported where
 step by it.
 
 **Why it costs time.** PyTorch keeps memory to hand it out again without the driver. Near the limit, or when what it
-keeps is in pieces that do not fit, it has to wait for the device, give memory back and ask anew: milliseconds each
+keeps is in pieces that do not fit, it has to wait for the device, give memory back and ask again: milliseconds each
 time, while nothing is launched. The next such time may be an out-of-memory error.
 
-**False alarms.** The first steps after a change of shapes fill the allocator once; only what comes back counts. Memory
-is read about once a second: a step is taken to hold the retries of the second that it ends in.
+**False positives.** The first steps after a change of shapes fill the allocator once; only what comes back counts.
+Memory is read about once a second: a step is taken to hold the retries of the second that it ends in.
 
 **What to try.** `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`; no `torch.cuda.empty_cache()` in the loop; sizes
 that repeat (pad to a few lengths); a smaller batch, activation checkpointing, `zero_grad(set_to_none=True)`; drop
@@ -169,8 +169,7 @@ def _of_retries(
         Finding(
             detector="memory_pressure",
             title=text(
-                "On {ranks} the allocator runs out of memory and asks the driver anew {often}, which "
-                "costs {time} each time",
+                "CUDA caching allocator retries on {ranks} {often}, which costs {time} each time",
                 ranks=named("rank", ranks),
                 often=every_nth(shown, len(when)),
                 time=duration(excess[most][when].mean()),
@@ -210,9 +209,9 @@ def _beyond_usual(grid: StepGrid, retried: Floats, memory: pl.DataFrame) -> Floa
         when = retried[row] > 0
         if (~when).sum() < ENOUGH_STEPS:
             counts = memory.filter(pl.col("rank") == grid.ranks[row], pl.col("name") == _RETRIES)["value"]
-            often = text("{times} times in all", times=counts[-1] - counts[0])
+            often = text("{times} times in total", times=counts[-1] - counts[0])
             state = _state(memory, grid.ranks[row])
-            why = text("in too few steps it did not, so what that costs is not known; a torch.profiler trace shows it")
+            why = text("in too few steps it did not, so the cost is unknown; a torch.profiler trace shows it")
             raise NotResolvable(
                 text(
                     "the allocator of rank {rank} retried {often} ({state}): {why}",

@@ -1,6 +1,6 @@
 """A rank is slow because its host does not let it run: no processor, or no memory.
 
-**Signal.** For the ranks that `slow_rank` finds slow, what their host's counters say they lost in the judged steps:
+**Signal.** For the ranks that `slow_rank` finds slow, what their host's counters say they lost in the analyzed steps:
 
 - the time in which their main thread could run and had no processor, beyond what nine of ten other ranks queue for as
   much processor time: other processes on the node, or the limit of a control group;
@@ -12,9 +12,10 @@ loss is what it explains.
 
 **Why it costs time.** A main thread that waits for a processor launches nothing, and all ranks wait for its rank.
 
-**False alarms.** Counters are read about once a second and tell a mean over the judged steps. Only the main thread's
-queue is known: helper threads of the rank that have no processor look like work of its own. What all ranks lose alike,
-on an overcommitted cluster or under the same limit everywhere, is not seen: there is no peer to compare with.
+**False positives.** Counters are read about once a second and give a mean over the analyzed steps. Only the main
+thread's queue is known: helper threads of the rank that have no processor look like work of its own. What all ranks
+lose alike, on an overcommitted cluster or under the same limit everywhere, is not seen: there is no peer to compare
+with.
 
 **What to try.** See what else runs on the node, and move it or pin it away from the ranks' processors. A control group:
 raise its limit (in Kubernetes the pod's CPU limit), or start fewer loader workers and threads (`OMP_NUM_THREADS`).
@@ -37,7 +38,7 @@ from rankscope.analysis.metrics.step_matrix import StepGrid
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.model.spec import AS_WAITING, Detector
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.counters import during, growth, well_read
@@ -119,7 +120,7 @@ def resolution_ns(
 def _hosts(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> _Hosts:
     rows = during(counters, "host", steps)
     if rows.is_empty():
-        raise NotResolvable(text("no counter of a host was read during the judged steps"))
+        raise NotResolvable(text("no counter of a host was read during the analyzed steps"))
     grown = growth(rows).with_columns(rate=pl.col("grown") * 1e9 / pl.col("over_ns"))
     of_rank = grown.with_columns(pl.col("device").str.extract(_RANK, 1).cast(pl.Int64).alias("rank")).drop_nulls("rank")
     of_node = grown.filter(pl.col("device") == "")
@@ -132,9 +133,7 @@ def _hosts(counters: pl.DataFrame, steps: pl.DataFrame, ranks: pl.DataFrame) -> 
     busy, steal = by("node", of_node, "cpu_busy_s"), by("node", of_node, "cpu_steal_s")
     stalled = by("node", of_node, "memory_stalled_s")
     if not queued and not steal and not stalled:
-        raise NotResolvable(
-            text("no counter was read twice in the judged steps that tells what a host takes from its ranks")
-        )
+        raise NotResolvable(text("no counter of other load on a host was read twice in the analyzed steps"))
     of_group = by("node", of_node, "cgroup_throttled_s")
     throttled = {rank: of_group[node] for rank, node in node_of.items() if node in of_group}
     return _Hosts(
@@ -163,10 +162,11 @@ def _require_readings(counters: pl.DataFrame, steps: pl.DataFrame, hosts: _Hosts
         }
         if unread:
             raise NotResolvable(
-                text(
-                    "{ranks} {en_is} slow, and the host's counters were not read there, or not all the time",
+                plural(
+                    "{ranks} is slow, and the host's counters were not read there, or not all the time",
+                    "{ranks} are slow, and the host's counters were not read there, or not all the time",
+                    len(unread),
                     ranks=named("rank", sorted(unread)),
-                    en_is="is" if len(unread) == 1 else "are",
                 )
             )
 
@@ -209,10 +209,11 @@ def _finding(hosts: _Hosts, slow: Finding, lost: dict[str, float], share: float)
         slow,
         share,
         detector="noisy_host",
-        title=text(
-            "{whose} {en_loses} {time} per step {what}: {why}",
+        title=plural(
+            "{whose} loses {time} per step {what}: {why}",
+            "{whose} lose {time} per step {what}: {why}",
+            len(slow.ranks),
             whose=named("Rank", slow.ranks),
-            en_loses="loses" if len(slow.ranks) == 1 else "lose",
             time=duration(min(lost[how], slow.lost_ns_per_step)),
             what=what,
             why=why,

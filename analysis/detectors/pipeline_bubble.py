@@ -1,7 +1,8 @@
 """The pipeline idles more than its schedule must.
 
 **Signal.** The schedule is recognised from the order of forwards and backwards on each stage (1F1B, GPipe, interleaved
-or not). Its bubble is known: (p - 1) / (v m + p - 1) for p ranks with v stages each and m microbatches, and what
+or not, ZB-H1, ZBV). Its bubble is known: (p - 1) / (v m + p - 1) for p ranks with v stages each and m microbatches
+(zero-bubble schedules: see the definitions), and what
 transfers add to it if all take as long as those between the quickest pair of stages, by replay. The busiest stage's
 bubble is compared with that; more than `max_excess` above it, clear of its scatter over the steps, is reported, split
 by replay into slower transfers, microbatches and stages of unequal length, and what the trace does not show.
@@ -10,13 +11,13 @@ Why the busiest stage: what the other stages idle beyond it is lack of work, see
 
 **Why it costs time.** A stage that waits for a late input or gradient computes nothing meanwhile.
 
-**False alarms.** Computations that are not in the trace look like waiting.
+**False positives.** Computations that are not in the trace look like waiting.
 
 **What to try.** More microbatches, or an interleaved schedule, make the theory itself smaller. Late transfers:
 overlap sends and receives with computation, look at the links between neighbours. Unequal microbatches: balance
 sequence lengths.
 
-**Source.** GPipe and PipeDream-Flush (1F1B) for the theory; the split is ours.
+**Source.** GPipe, PipeDream-Flush (1F1B) and Qi et al. 2023 (zero bubble) for the theory; the split is ours.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
     except NotReplayable as reason:
         raise NotResolvable(reason.args[0]) from None
     if found.theory_fraction is None:
-        raise NotResolvable(text("the schedule is neither 1F1B nor GPipe, so its bubble in theory is not known"))
+        raise NotResolvable(text("the schedule is neither 1F1B nor GPipe, so its bubble in theory is unknown"))
     share, needed = found.bubble[found.busiest_stage], found.theory_fraction + found.excess[TRANSFERS]
     if share - needed <= max_excess:
         return []

@@ -1,17 +1,18 @@
 """torch.compile compiles again while the job trains, and the ranks wait meanwhile.
 
-**Signal.** Compilations on the main thread in at least `min_steps` judged steps, so after warm-up, that take more than
-`min_fraction` of all judged time. Each step counts with its longest compilation over the ranks. One step is enough
-where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once` of that time.
+**Signal.** Compilations on the main thread in at least `min_steps` analyzed steps, so after warm-up, that take more
+than `min_fraction` of all analyzed time. Each step counts with its longest compilation over the ranks. One step is
+enough where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once` of that
+time.
 
 Where ranks run on devices of which neither kernels nor CUDA events were recorded, a compilation counts as far as it
 is sure that devices waited for it, and is not checked if only all of it were enough.
 
 **Why it costs time.** A compiled graph holds for what its guards saw: shapes, types, values of Python variables. When
-one changes, the code is compiled anew, which takes seconds on the host; the device runs dry, and all ranks wait for the
-one that compiles. A graph break splits a graph into several, each of which is compiled again.
+one changes, the code is compiled again, which takes seconds on the host; the device runs dry, and all ranks wait for
+the one that compiles. A graph break splits a graph into several, each of which is compiled again.
 
-**False alarms.** A first compilation that comes late (an evaluation, a phase of training with other shapes) is paid
+**False positives.** A first compilation that comes late (an evaluation, a phase of training with other shapes) is paid
 once; it is reported only if it happens in several steps. So is what makes sizes dynamic, in a short recording.
 Compilations in other threads or processes are not seen.
 
@@ -19,7 +20,7 @@ Compilations in other threads or processes are not seen.
 `torch.compile(dynamic=True)`, or pad to a few sizes; for a Python number, make it a tensor. `TORCH_LOGS=recompiles`
 prints every reason, `TORCH_LOGS=graph_breaks` every break.
 
-**Source.** `torch._dynamo.callback` tells of each compilation, Dynamo's metrics the guard that failed. Thresholds are
+**Source.** `torch._dynamo.callback` reports each compilation, Dynamo's metrics the guard that failed. Thresholds are
 ours.
 """
 

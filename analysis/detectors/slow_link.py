@@ -2,7 +2,7 @@
 
 **Signal.** Blocked time in transfer, after the last rank has arrived, is above `min_fraction` of the step, and the
 sockets between some nodes get through less than 1 / `min_ratio` of the bytes per busy second that they do between
-others. Among 16 other links or more, which tell how much links differ by chance, 1 / `min_ratio_of_many` is enough, if
+others. Among 16 other links or more, which show how much links differ by chance, 1 / `min_ratio_of_many` is enough, if
 that is `min_z` robust standard deviations below them: on many nodes most of a transfer is latency. A node is named when
 all of its links are slow and those among the other nodes are not; otherwise the link between two nodes is. With two
 nodes there is one link only, and it is named where one of its directions is slow. If the run can be replayed, the cost
@@ -19,7 +19,7 @@ a step is waited for, at most all are. The lower number is reported, the title h
 each one's own view shows nothing but long communication. A slow rank is different: its own communication is the
 shortest.
 
-**False alarms.** Links that differ by design (nodes in two racks, mixed NICs). A node whose processors are
+**False positives.** Links that differ by design (nodes in two racks, mixed NICs). A node whose processors are
 overloaded sends slowly as well. Links that are all slow alike are no finding here: there is no healthy one to
 compare with.
 
@@ -132,8 +132,8 @@ def detect(
         if len(pair_rates(busy)) == 1 and transfer.bound_ns >= min_fraction * grid.step_ns:
             raise NotResolvable(
                 text(
-                    "the one link between the nodes is alike in both directions; transfer takes {transfer} ({share}) "
-                    "of the step, but no other link tells what would be normal",
+                    "the only link between the nodes is alike in both directions; transfer takes {transfer} "
+                    "({share}) of the step, and there is no other link to compare with",
                     transfer=duration(transfer.bound_ns),
                     share=percent(transfer.bound_ns / grid.step_ns),
                 )

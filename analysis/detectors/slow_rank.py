@@ -4,7 +4,7 @@
 compilation and checkpoints) is compared with the median of the other ranks that do the same work, step by step: in a
 pipeline those of the same stage. A rank is slow if
 
-- it is above its peers in most judged steps (`persistence`) by at least `min_z` robust standard deviations of what
+- it is above its peers in most analyzed steps (`persistence`) by at least `min_z` robust standard deviations of what
   the peers differ among themselves and of what its own steps, or stretches of steps, scatter; or its excess comes in
   bursts that hardly any other rank has; or it alone is above its peers for a long part of the run;
 - it costs at least `min_fraction` of the step, clear of its own scatter;
@@ -17,33 +17,35 @@ backward, a region of yours, …) under which the rank stands out likewise, so t
 hide it; `where` is the one that holds most of it. If the run can be replayed, the report gives the cost as no more than
 the replay says, of several ranks with the others fixed: some of the excess may be hidden behind other waits.
 
-Nodes are judged first, in the same way, by the mean of their ranks: what these have in common is told from chance
-sooner than what one of them has. A node is slow if all of its ranks take at least half of the loss longer; they are
-then judged without what their node takes longer.
+Nodes are analyzed first, in the same way, by the mean of their ranks: what these have in common is distinguished from
+chance sooner than what one of them has. A node is slow if all of its ranks take at least half of the loss longer; they
+are then analyzed without what their node takes longer.
 
 Where a profiler saw the devices, the loss is no more than the time by which the rank began collectives after the
 second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps, but for those of pipelines,
-are judged by single operations: what each collective blocked the ranks for is charged to the rank that came last, or to
-the one for which that had waited. A rank, a node, or two or three ranks together are late if all that is charged to
+are analyzed by single operations: what each collective blocked the ranks for is charged to the rank that came last, or
+to the one for which that had waited. A rank, a node, or two or three ranks together are late if all that is charged to
 them is more than the largest charge of any rank in 99.5 % of 4,000 permutations of ranks within operations, in the
-earlier half of the operations and in the later; if nearly each step has a third of the mean charge; and if each other
-rank waits 2 % of the step for them, and half of them 5 %. Where each other rank waits 5 % for one rank, half of them
-10 %, and for no other rank two thirds as much, few operations are enough: such a finding is likely, not confirmed.
-The cost is what that rank waits for them that waits least. `where` is the region in which its device, compared with the
-others', idled or worked longest, and every region that takes its host at least half of the loss longer than the others
-in each step: that time may be hidden behind work that was queued before.
+earlier half of the operations and in the later; if nearly each step has 2 % of a step or a third of the mean charge;
+and if each other rank waits 2 % of the step for them, and half of them 5 %. Where each other rank waits 5 % of all
+steps for one rank, half of them 10 %, and for no other rank two thirds as much, few operations are enough, be it a
+stall in one, whose step the title names: such a finding is likely, not confirmed. A rank that is late in many
+operations, but of some steps only, may have more data there, and is not named. No common clock is needed. The cost is
+what that rank waits for them that waits least. `where` is the region in which its device, compared with the others',
+idled or worked longest, and every region that takes its host at least half of the loss longer than the others in each
+step: that time may be hidden behind work that was queued before.
 
-Where NCCL ran and no profiler, own time may not tell, and what counts is how long the others waited in the collectives
-that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all of its ranks
-are. The cost is at least the longest such wait of a step, and at most their sum: nobody saw what the others computed
-meanwhile. The lower number is reported, the title has both. If it is late in some steps only, the cost is what these
-are longer than the others, within these bounds. If only the sum is above `min_fraction`, nothing is said
-of that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late.
-In a pipeline not all that others wait makes the step longer: with CUDA events a replay says what it costs, in which the
-rank and those that share its layers compute as the other replicas do. Of one replica only who is late by most is named,
-and who is late by half as much or more.
+Where NCCL ran and no profiler, own time may not show it, and what counts is how long the others waited in the
+collectives that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all
+of its ranks are. The cost is at least the longest such wait of a step, and at most their sum: what the others computed
+was not seen meanwhile. The lower number is reported, the title has both. If it is late in some steps only, the cost is
+what these are longer than the others, within these bounds. If only the sum is above `min_fraction`, nothing is said of
+that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late. In a
+pipeline not all that others wait makes the step longer: with CUDA events a replay says what it costs, in which the rank
+and those that share its layers compute as the other replicas do. Of one replica only who is late by most is named, and
+who is late by half as much or more.
 
-CUDA events tell own time in phases without communication; there the costlier of the two is reported. Where forward and
+CUDA events give own time in phases without communication; there the costlier of the two is reported. Where forward and
 optimizer are longer by one factor (within a quarter), all that the rank computes is taken to be so, and the cost
 follows from that, between the two bounds.
 
@@ -56,11 +58,11 @@ what the replay saves with the rank as fast as its peers; 2 % of the step or mor
 **Why it costs time.** A collective ends when its last rank has arrived, so every rank runs at the pace of the
 slowest.
 
-**False alarms.** Ranks that have other work by design (an uneven shard, a rank 0 that logs) are reported too: the time
-is lost, though no machine is at fault. A stage that is longer than the others is `stage_imbalance`; where each stage
-has one rank only this is not checked. Another process that keeps one core of the node busy looks like a slow rank, and
-is one. Where all ranks are slow alike, there is no peer to tell it by. Of two ranks, one that becomes slow is told from
-load that comes and goes where it was slow for 50 steps and not for 50.
+**False positives.** Ranks that have other work by design (an uneven shard, a rank 0 that logs) are reported too: the
+time is lost, though no machine is at fault. A stage that is longer than the others is `stage_imbalance`; where each
+stage has one rank only this is not checked. Another process that keeps one core of the node busy looks like a slow
+rank, and is one. Where all ranks are slow alike, there is no peer to compare with. Of two ranks, one that becomes slow
+is distinguished from load that comes and goes where it was slow for 50 steps and not for 50.
 
 **What to try.** See what only this rank does in the named region. Compare its host with the others: clock speed,
 temperature, other processes, CPU pinning, memory pressure. Swap two hosts: what stays with the rank is the work,
@@ -68,7 +70,7 @@ what moves with the host is the machine.
 
 **Source.** Max-statistic by permutation as in Westfall and Young (1993).
 Robust z-score and persistence as in Greyhound; stretches of steps as in Schmeiser's batch means (1982);
-the last arriver waits for nobody as in TraceLens; the gain by replacing one worker's time as in ByteDance's what-if
+the last arriver does not wait as in TraceLens; the gain by replacing one worker's time as in ByteDance's what-if
 analysis of stragglers. Thresholds are measured on healthy jobs.
 """
 
@@ -104,7 +106,7 @@ from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.model.parts import APART, MIXED, OWN_WORK
 from rankscope.analysis.model.spec import AS_WAITING, Detector
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.device_breakdown import IDLE_LABELS
@@ -263,11 +265,11 @@ def _by_own_time(
     persistence: float,
     min_z: float,
 ) -> list[Finding]:
-    grid, role, seen = _seen(breakdown, collectives, regions, groups)
+    grid, role, seen, few = _seen(breakdown, collectives, regions, groups)
     peers = _Peers(grid.own, grid.maybe_blocked, own_by_label(phases, grid), role)
     least_ns = min_fraction * grid.step_ns
     slow_nodes: list[_Slow] = []
-    if seen is None or len(grid.steps) >= ENOUGH_STEPS:
+    if not few:
         slow_nodes, peers = _slow_nodes(peers, grid, ranks, persistence, min_z, least_ns)
     excess, by_label = peers.excess, peers.excess_by_label
     at_times = _while(grid, excess, min_z) or _bursts(grid, excess, persistence)
@@ -279,11 +281,12 @@ def _by_own_time(
     slow = [max((s for s in priced if s.rows == row), key=lambda s: s.lost.ns) for row in rows]
     if seen is not None:
         slow = [_no_more_than_late(s, seen.margin) for s in slow]
-        if len(grid.steps) < ENOUGH_STEPS:
-            assert collectives is not None
-            hosts_keep_up = grid.of("host").mean() < _HOSTS_IDLE * grid.step_ns
-            made = _charged(phases, collectives, grid, ranks)
-            slow = _latecomer(*made, by_label, _node_of(ranks), any_several=hosts_keep_up)
+    if few:
+        assert collectives is not None
+        hosts_keep_up = grid.of("host").mean() < _HOSTS_IDLE * grid.step_ns
+        made = _charged(phases, collectives, grid, ranks)
+        slow = _latecomer(*made, by_label, _node_of(ranks), any_several=hosts_keep_up)
+    if few or seen is not None:
         slow = [replace(s, where=_places(s, grid, role, regions)) for s in slow]
     slow = [s for s in (*slow_nodes, *slow) if s.chance is not None or (s.lost.clear and s.lost.ns >= least_ns)]
     return [_finding(grid, s, steps) for s in sorted(slow, key=lambda s: -s.lost.ns)]
@@ -314,7 +317,7 @@ def resolution_ns(
     if isinstance(unmatched, float) and unmatched > _MOST_UNMATCHED:
         raise NotResolvable(
             text(
-                "{share} of the collectives were not matched across ranks: who came late to these is not known",
+                "{share} of the collectives were not matched across ranks: their last rank is unknown",
                 share=percent(unmatched),
             )
         )
@@ -331,7 +334,7 @@ def _resolution_of_own_time(
     min_fraction: float,
     min_z: float,
 ) -> int:
-    grid, role, seen = _seen(breakdown, collectives, regions, groups)
+    grid, role, seen, few = _seen(breakdown, collectives, regions, groups)
     alone = sorted(set(breakdown["rank"]) - set(grid.ranks))
     if alone:
         raise NotResolvable(
@@ -340,10 +343,12 @@ def _resolution_of_own_time(
     mixed = _mixed_fraction(breakdown)
     if mixed > _MOST_MIXED:
         raise NotResolvable(
-            text("in {share} of the step CUDA events do not tell whether ranks compute or wait", share=percent(mixed))
+            text("in {share} of the step CUDA events do not show whether ranks compute or wait", share=percent(mixed))
         )
-    if seen is not None and len(grid.steps) < ENOUGH_STEPS:
+    if few and seen is not None:
         least_ns = float(seen.margin.mean(axis=1).max())
+    elif few:  # all others wait for a straggler
+        least_ns = float(np.sort(grid.of("wait").mean(axis=1))[1])
     else:
         least_ns = float(_least_apart(above_peers(grid.own, role), min_z)[1].max())
     return visible(grid, max(min_fraction * grid.step_ns, least_ns))
@@ -604,10 +609,11 @@ def _not_made_late(found: list[_Late], waited_for: _WaitedFor) -> list[_Late]:
     if found and not judged:
         who = next(late for late in found if set(late.ranks) & tangled.keys()).ranks
         raise NotResolvable(
-            text(
-                "{late} {en_come} late, maybe since {other} did, with which data is exchanged and which was not seen",
+            plural(
+                "{late} arrives late, maybe because {other}, which exchanges data with it and was not seen, did",
+                "{late} arrive late, maybe because {other}, which exchanges data with them and was not seen, did",
+                len(who),
                 late=named("rank", who),
-                en_come="comes" if len(who) == 1 else "come",
                 other=named("rank", [min(tangled[rank] for rank in who if rank in tangled)]),
             ),
             unclear=True,
@@ -658,10 +664,11 @@ def _seen(
     collectives: pl.DataFrame | None,
     regions: pl.DataFrame | None,
     groups: pl.DataFrame | None,
-) -> tuple[StepGrid, Ints, Arrivals | None]:
-    """The grid of the ranks that have peers, and the role of each, over a few steps at least.
+) -> tuple[StepGrid, Ints, Arrivals | None, bool]:
+    """The grid of the ranks that have peers, and the role of each, over a few steps at least; arrivals by one clock.
 
-    One step will do where arrivals on the devices were seen.
+    One step will do where operations were seen on the devices. Last: whether there are so few steps that these are
+    the sample.
     """
     grid = peers_grid(breakdown, 1)
     role = roles_of(grid.ranks, groups, regions, collectives)
@@ -671,8 +678,9 @@ def _seen(
             text("each pipeline stage has one rank only, so no rank has a peer that does the same work")
         )
     seen = arrivals(collectives, grid.only(has_peers)) if collectives is not None else None
-    grid = grid if seen is not None else peers_grid(breakdown, FEW_STEPS)
-    return grid.only(has_peers), role[has_peers], seen
+    on_devices = collectives is not None and bool(collectives["device_start_ns"].count())
+    grid = grid if on_devices else peers_grid(breakdown, FEW_STEPS)
+    return grid.only(has_peers), role[has_peers], seen, on_devices and len(grid.steps) < ENOUGH_STEPS
 
 
 def _slow_nodes(
@@ -755,12 +763,11 @@ def _latecomer(
     row = late.rows[0]
     share = {label: float(values[row].sum()) for label, values in by_label.items()}
     where = max(share, key=lambda label: share[label], default="the step")
-    always = np.ones(len(late.per_step), dtype=bool)
     nodes = {node_of.get(seen.grid.ranks[row], -1) for row in late.rows}
     is_node = late.rows in units and len(nodes) == 1 and -1 not in nodes
     return [
         _Slow(
-            *(late.rows, late.per_step, always, late.cost, where),
+            *(late.rows, late.per_step, late.when, late.cost, where),
             nodes=tuple(nodes) if is_node else (),
             last=(late.charged, late.operations),
             chance=late.chance,
@@ -783,7 +790,7 @@ def _places(slow: _Slow, grid: StepGrid, role: Ints, regions: pl.DataFrame | Non
         values = np.zeros((len(grid.ranks), len(grid.steps)))
         index = (np.searchsorted(grid.ranks, of_name["rank"]), np.searchsorted(grid.steps, of_name["step"]))
         np.add.at(values, index, of_name.select(length).to_series().to_numpy())
-        if (above_peers(values, role)[row] >= slow.lost.ns / 2).all():
+        if (above_peers(values, role)[row][slow.when] >= slow.lost.ns / 2).all():
             longer[str(name)] = of_name.filter(pl.col("rank") == rank)
     inner = sorted(longer, key=lambda name: (longer[name].select(length.sum()).item(), name))
     places = [name for i, name in enumerate(inner) if not any(_holds(longer[name], longer[o]) for o in inner[:i])]
@@ -951,12 +958,22 @@ def _title(ranks: tuple[int, ...], slow: _Slow, steps: tuple[int, ...]) -> str:
     subject = text("Node {node}", node=slow.nodes[0]) if slow.nodes else text("Rank {rank}", rank=ranks[0])
     if slow.last is not None:
         last, operations = slow.last
-        return text(
-            "{subject} {en_is} late: the others wait {cost} or more per step for {en_it}, in {last} of {operations} "
+        if not slow.when.all():
+            return plural(
+                "{subject} arrives late in {steps}: the others wait {cost} or more there for it",
+                "{subject} arrive late in {steps}: the others wait {cost} or more there for them",
+                1 if slow.nodes else len(ranks),
+                subject=subject if slow.nodes else named("Rank", ranks),
+                steps=named("step", steps),
+                cost=duration(slow.lost.ns * len(slow.when)),
+            )
+        return plural(
+            "{subject} arrives late: the others wait {cost} or more per step for it, in {last} of {operations} "
             "collectives",
+            "{subject} arrive late: the others wait {cost} or more per step for them, in {last} of {operations} "
+            "collectives",
+            1 if slow.nodes else len(ranks),
             subject=subject if slow.nodes else named("Rank", ranks),
-            en_is="is" if slow.nodes or len(ranks) == 1 else "are",
-            en_it="it" if slow.nodes or len(ranks) == 1 else "them",
             cost=cost,
             last=last,
             operations=operations,

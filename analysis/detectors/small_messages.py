@@ -10,9 +10,9 @@ step, above `min_fraction` of the step.
 **Why it costs time.** Each operation passes all its messages one after the other, however little is in them: a ring of
 p ranks takes 2(p - 1) α for an all-reduce. One operation with all the bytes pays that once.
 
-**False alarms.** What looks independent may not be: a loop that decides by each result whether to go on. Operations of
-tensor parallelism follow each other with computation in between and do not count. Where all operations have about the
-same size, latency cannot be distinguished from bandwidth: not checked, except below 1 kB, which is latency on every
+**False positives.** What looks independent may not be: a loop that decides by each result whether to go on. Operations
+of tensor parallelism follow each other with computation in between and do not count. Where all operations have about
+the same size, latency cannot be distinguished from bandwidth: not checked, except below 1 kB, which is latency on every
 network.
 
 **What to try.** One flat buffer for many tensors; DistributedDataParallel instead of a loop over parameters, or a

@@ -20,7 +20,7 @@ Nothing is said if the replay of the steps as they were misses their measured le
 
 **Why it costs time.** A pipeline runs at the pace of its slowest stage: the others idle once per microbatch.
 
-**False alarms.** Where there is only one replica, a stage on slow hardware looks the same.
+**False positives.** Where there is only one replica, a stage on slow hardware looks the same.
 
 **What to try.** Give the stage fewer layers. The last stage also computes the loss and the output layer, the first the
 embedding: count them when layers are distributed.
@@ -39,7 +39,7 @@ import polars as pl
 from rankscope.analysis.detectors import severity
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import OWN_WORK
-from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
+from rankscope.analysis.model.pipeline_ops import BACKWARD, COMPUTES, FORWARD
 from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.replay.pipeline import (
     Key,
@@ -170,7 +170,7 @@ def _each_ns(grid: OpGrid, stages: Sequence[int]) -> Floats:
     length = grid.end_ns - grid.start_ns
     seqs = sorted({key.seq for key in grid.keys if key.kind == FORWARD})
     rows = [[i for i, key in enumerate(grid.keys) if key.stage in stages and key.seq == seq] for seq in seqs]
-    computes = [[i for i in of_one if grid.keys[i].kind in (FORWARD, BACKWARD)] for of_one in rows]
+    computes = [[i for i in of_one if grid.keys[i].kind in COMPUTES] for of_one in rows]
     return np.array([length[of_one].sum(axis=0) / len(stages) for of_one in computes])
 
 
@@ -204,8 +204,8 @@ def _microbatch_ns(grid: OpGrid, stage: int, over_steps: Callable[..., Floats]) 
     length = over_steps(grid.end_ns - grid.start_ns, axis=1)
 
     def per_microbatch(of: int) -> Floats:
-        rows = [[i for i, key in enumerate(grid.keys) if key == Key(of, kind, key.seq)] for kind in (FORWARD, BACKWARD)]
-        return np.asarray(sum(length[of_kind].mean(axis=0) for of_kind in rows))
+        rows = [[i for i, key in enumerate(grid.keys) if key == Key(of, kind, key.seq)] for kind in COMPUTES]
+        return np.asarray(sum(length[of_kind].mean(axis=0) for of_kind in rows if of_kind))
 
     return per_microbatch(stage), np.mean([per_microbatch(s) for s in grid.stages if s != stage], axis=0)
 

@@ -1,15 +1,15 @@
 """All ranks become slower alike from some step on, or for a while.
 
-**Signal.** The stretch of at least `min_steps` judged steps that are longest against all others: their median is more
+**Signal.** The stretch of at least `min_steps` analyzed steps that are longest against all others: their median is more
 than `min_ratio` times the median of the rest, a rank-sum test puts them `min_z` standard deviations apart, and what
 grew is the ranks' own time or the transfer, on at least half of the ranks.
 
 **Why it costs time.** Comparing ranks with each other is blind to what hits all of them: there is no healthy peer. The
 run's own earlier or later steps are the only measure.
 
-**False alarms.** Work that really changes: longer sequences from some step on, a phase of training with another batch
-size, an evaluation inside of steps. Where one rank makes all others wait, or what grew is input, garbage collection
-or compilation, this stays silent: they have checks of their own. So has what creeps up (`gradual_slowdown`).
+**False positives.** Work that really changes: longer sequences from some step on, a phase of training with another
+batch size, an evaluation inside of steps. Where one rank makes all others wait, or what grew is input, garbage
+collection or compilation, this stays silent: they have checks of their own. So has what creeps up (`gradual_slowdown`).
 
 **What to try.** See what happened at the step where it began: a clock or power limit, another job on the hosts or the
 network, a full disk, memory that runs out. Compare the counters of the nodes before and after.

@@ -9,14 +9,14 @@ that share it. Above `min_fraction` of the step it is reported.
 **Why it costs time.** A sender may have no more under way than the window; then it waits for a round trip. To fill a
 link, the window must hold bandwidth × round trip: 10 Gb/s over 20 ms are 25 MB, and Linux allows 6 MB by default.
 
-**False alarms.** None known: a receiver that reads too slowly has a large window that is full, and is not named.
+**False positives.** None known: a receiver that reads too slowly has a large window that is full, and is not named.
 
 **What to try.** Raise `net.core.rmem_max` and the last number of `net.ipv4.tcp_rmem` (on the sender that of
 `net.ipv4.tcp_wmem`) to bandwidth × round trip; or share it among more sockets: `NCCL_NSOCKS_PERTHREAD`,
 `NCCL_SOCKET_NTHREADS`.
 
 **Source.** Linux `tcp_info`: tcpi_rwnd_limited, tcpi_snd_wnd; RFC 7323 for window and round trip. How NCCL cuts what it
-sends into channels and chunks is not recorded and not judged.
+sends into channels and chunks is not recorded and not analyzed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from rankscope.errors import NotResolvable
 __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
+    name=text("TCP window limit"),
     needs=("collectives", "tcp"),
     explains=("low_bandwidth", "exposed_communication"),
     lost_as=AS_EXPOSED,
@@ -77,7 +78,7 @@ def detect(
     )
     if worst["window_bytes"] is None or not worst["rtt_s"]:
         raise NotResolvable(
-            text("between the nodes {said}, but its size was not recorded (Linux 5.4 tells it)", said=said)
+            text("between the nodes {said}, but its size was not recorded (Linux reports it from 5.4 on)", said=said)
         )
     allowed = worst["window_bytes"] / worst["rtt_s"]
     if worst["rate_bytes_per_s"] < _OF_THE_WINDOW * allowed:

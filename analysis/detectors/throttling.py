@@ -8,7 +8,7 @@ no more than the share of their own time by which the clock is lower, and above 
 
 **Why it costs time.** Most kernels take as much longer as the clock is lower, and all ranks wait for the slowest.
 
-**False alarms.** Clocks are read about once a second: a throttling of milliseconds is not seen. Where all GPUs are
+**False positives.** Clocks are read about once a second: a throttling of milliseconds is not seen. Where all GPUs are
 throttled alike there is none to compare with.
 
 **What to try.** Thermal: fans, dust, a blocked air path, the neighbours' exhaust, the inlet temperature. Power cap: the
@@ -27,7 +27,7 @@ from rankscope.analysis.detectors import as_cause, judged_grid
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.parts import MIXED, OWN_WORK
 from rankscope.analysis.model.spec import AS_WAITING, Detector
-from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.counters import during, well_read
@@ -75,7 +75,7 @@ def detect(
         return []
     if isinstance(slow_rank, NotChecked):
         raise NotResolvable(
-            text("{which}; what that costs is not known: {reason}", which=_which(throttled), reason=slow_rank.why)
+            text("{which}; the cost is unknown: {reason}", which=_which(throttled), reason=slow_rank.why)
         )
     grid = judged_grid(breakdown, 1)
     worked = grid.own + grid.of(MIXED)  # a rank that the others wait for hardly waits itself
@@ -119,10 +119,11 @@ def _require_readings(
     for slow in slow_rank if isinstance(slow_rank, list) else ():
         if unread := set(slow.ranks) - known:
             raise NotResolvable(
-                text(
-                    "{ranks} {en_is} slow, and the GPU's clock was not read there, or not all the time",
+                plural(
+                    "{ranks} is slow, and the GPU's clock was not read there, or not all the time",
+                    "{ranks} are slow, and the GPU's clock was not read there, or not all the time",
+                    len(unread),
                     ranks=named("rank", sorted(unread)),
-                    en_is="is" if len(unread) == 1 else "are",
                 )
             )
 
@@ -135,7 +136,7 @@ def _clocks(counters: pl.DataFrame, gpus: pl.DataFrame, steps: pl.DataFrame) -> 
     """
     rows = during(counters, "gpu", steps)
     if rows.is_empty():
-        raise NotResolvable(text("no GPU's clock was read during the judged steps"))
+        raise NotResolvable(text("no GPU's clock was read during the analyzed steps"))
     lacking = [name for name in _NEEDED if name not in rows["name"].unique()]
     if lacking:
         raise NotResolvable(text("the GPUs' {counters} was not recorded", counters=", ".join(lacking)))
@@ -221,13 +222,13 @@ def _finding(slow: Finding, throttled: pl.DataFrame, share: float) -> Finding:
         slow,
         share,
         detector="throttling",
-        title=text(
-            "{whose} {en_is} throttled to {ratio} of the others' clock ({reason}), which makes {en_it} slow",
+        title=plural(
+            "{whose} is throttled to {ratio} of the others' clock ({reason}), which makes it slow",
+            "{whose} are throttled to {ratio} of the others' clock ({reason}), which makes them slow",
+            len(slow.ranks),
             whose=whose,
-            en_is="is" if len(slow.ranks) == 1 else "are",
             ratio=percent(ratio),
             reason=reason,
-            en_it="it" if len(slow.ranks) == 1 else "them",
         ),
         where=where,
         advice=text(

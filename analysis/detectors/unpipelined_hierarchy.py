@@ -9,7 +9,7 @@ reported above `min_fraction` of the step.
 **Why it costs time.** Both levels have links of their own. One after the other takes the sum of both times, at once
 little more than the longer one.
 
-**False alarms.** Pieces pay the latency once each: operations below `min_bytes` are left alone. A device that copies
+**False positives.** Pieces pay the latency once each: operations below `min_bytes` are left alone. A device that copies
 for both levels with the same engines gains less.
 
 **What to try.** Smaller units for `fully_shard`, so that one unit's all-reduce runs during the next one's
@@ -73,8 +73,8 @@ def detect(
         Finding(
             detector="unpipelined_hierarchy",
             title=text(
-                "Links take turns: ranks wait {inside} per step while only {first} within nodes "
-                "transfers, and {between} while only {second} between nodes does",
+                "Hierarchical collective is not pipelined: ranks wait {inside} per step while only {first} within "
+                "nodes transfers, and {between} while only {second} between nodes does",
                 inside=times["inside"],
                 first=first,
                 between=times["between"],

@@ -13,14 +13,23 @@ __all__ = ["root_causes_first"]
 
 
 def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Put the costliest first, and after each the findings that follow from it."""
-    ordered = sorted(findings, key=lambda finding: (-finding.lost_fraction, -finding.lost_ns_per_step))
-    causes = {id(f): next((c for c in ordered if _follows(f, c)), None) for f in ordered}
+    """Put the costliest first, by the replay where it has a say, and after each the findings that follow from it."""
+    ordered = sorted(findings, key=_rank)
+    causes = {id(f): next((c for c in ordered if _follows(f, c) and not _reversed(f, c)), None) for f in ordered}
+    for finding in ordered:  # of findings that explain each other in a ring the costliest is the root
+        if _is_in_ring(finding, causes):
+            causes[id(finding)] = None
     placed: list[Finding] = []
     for root in ordered:
         if causes[id(root)] is None:
             placed += [root, *_following(root, ordered, causes)]
     return tuple(placed)
+
+
+def _rank(finding: Finding) -> tuple[float, float]:
+    """Give what sorts the costliest first: what a replay of its fix saves, else what its detector says."""
+    share = finding.lost_fraction if finding.gain_fraction is None else finding.gain_fraction
+    return -share, -finding.lost_ns_per_step
 
 
 def _following(root: Finding, ordered: Sequence[Finding], causes: Mapping[int, Finding | None]) -> list[Finding]:
@@ -39,6 +48,24 @@ def _follows(finding: Finding, cause: Finding) -> bool:
     within = finding.uncertainty_ns if spec.explains_within_error else 0
     costs_no_more = finding.lost_ns_per_step * spec.explains_share <= cause.lost_ns_per_step + within
     return finding.detector in _explained(cause, spec) and about_the_same and costs_no_more
+
+
+def _reversed(finding: Finding, cause: Finding) -> bool:
+    """Say whether of two findings that explain each other the first is the cause: the one that was seen at work."""
+    if not _follows(cause, finding):
+        return False
+    mine, other = (spec_of(one.detector).explains_share for one in (finding, cause))
+    return (mine, -finding.lost_ns_per_step) < (other, -cause.lost_ns_per_step)
+
+
+def _is_in_ring(finding: Finding, causes: Mapping[int, Finding | None]) -> bool:
+    """Say whether the causes of a finding lead back to it."""
+    seen: set[int] = set()
+    cause = causes[id(finding)]
+    while cause is not None and id(cause) not in seen and cause is not finding:
+        seen.add(id(cause))
+        cause = causes[id(cause)]
+    return cause is finding
 
 
 def _explained(cause: Finding, spec: Detector) -> tuple[str, ...]:

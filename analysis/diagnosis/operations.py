@@ -111,7 +111,7 @@ def uneven_work(ops: pl.DataFrame, *, min_fraction: float = 0.03) -> list[Findin
             detector="load_imbalance",
             severity=severity(lost / step_ns),
             title=text(
-                "The work is uneven: microbatches differ by {scatter}, on all stages alike, and the pipeline waits for "
+                "Load imbalance: microbatches differ by {scatter}, on all stages alike, and the pipeline waits for "
                 "the long ones",
                 scatter=percent(float(common.std())),
             ),
@@ -382,7 +382,7 @@ def _common(grid: OpGrid, durations: Floats) -> tuple[Floats, float]:
                 of_stages.append(_centred(logs))
         if not of_stages:
             raise NotResolvable(
-                text("forward and backward are not told apart, so uneven data cannot be told from noise")
+                text("forward and backward are not distinguished, so load imbalance cannot be distinguished from noise")
             )
         halves.append(np.median(of_stages, axis=0))
         whole += of_stages

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from rankscope.analysis.detectors import name_of
 from rankscope.analysis.metrics.step_matrix import step_grid
 from rankscope.analysis.model.finding import Lead, NotChecked, StepSummary
 from rankscope.analysis.model.parts import APART, MIXED, part_name
@@ -29,8 +30,10 @@ def unclear(not_checked: Sequence[NotChecked]) -> str:
     if not unclear:
         return ""
     others = counted(len(unclear) - 1, "other check")
-    more = text(" (nor could {others})", others=others) if unclear[1:] else ""
-    return text("; {detector} could not tell: {why}{more}", detector=unclear[0].detector, why=unclear[0].why, more=more)
+    more = text(" (the same holds for {others})", others=others) if unclear[1:] else ""
+    return text(
+        "; {detector} has no verdict: {why}{more}", detector=name_of(unclear[0].detector), why=unclear[0].why, more=more
+    )
 
 
 def stopped(breakdown: pl.DataFrame) -> str:
@@ -38,8 +41,8 @@ def stopped(breakdown: pl.DataFrame) -> str:
     grid = step_grid(breakdown)
     share = float(grid.of(*APART).mean()) / grid.step_ns
     said = text(
-        "; hosts stand in input, garbage collection, compilation or checkpoints for {share} of the step, and what "
-        "devices did meanwhile was not recorded",
+        "; hosts are busy with input, garbage collection, compilation or checkpoints for {share} of the step, and "
+        "what devices did meanwhile was not recorded",
         share=percent(share),
     )
     return said if share >= LARGE else ""
@@ -54,7 +57,7 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
         place = code.most_of(None)
         said += [
             text(
-                "; devices may stand idle for up to {share} of the step, which rankscope trigger RUN --steps 3 tells",
+                "; devices may be idle for up to {share} of the step, which rankscope trigger RUN --count 3 measures",
                 share=percent(lead.idle_fraction),
             ),
             text(" (the hosts are mostly at {place})", place=place) if place else "",
@@ -62,7 +65,9 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
     grid = step_grid(breakdown)
     mixed = float(grid.of(MIXED).mean() / grid.step_ns)
     if mixed >= MUCH:
-        said.append(text("; in {share} of the step compute and communication are not told apart", share=percent(mixed)))
+        said.append(
+            text("; in {share} of the step compute and communication are not distinguished", share=percent(mixed))
+        )
     return joined("", said)
 
 
@@ -73,7 +78,7 @@ def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
     outliers = timeline.steps.filter(pl.col("aside") == "outlier")
     place = replace(code, samples=timeline.samples.join(outliers, on=["rank", "step"], how="semi")).most()
     return text(
-        "; steps set aside as outliers ({count}) take {share} of the time{at}",
+        "; steps excluded as outliers ({count}) take {share} of the time{at}",
         count=steps.outliers,
         share=percent(steps.outliers_fraction),
         at=text(", mostly at {place}", place=place) if place else "",
@@ -93,7 +98,7 @@ def unknown(breakdown: pl.DataFrame, code: Code) -> str:
     if place is None or share < MUCH:
         return ""
     return text(
-        "; {share} of the step is in code that belongs to no known part, most of it at {place}",
+        "; {share} of the step is in code of no known part, mostly at {place}",
         share=percent(share),
         place=place,
     )

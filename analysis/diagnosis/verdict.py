@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, spec_of
+from rankscope.analysis.detectors import ENOUGH_STEPS, name_of, spec_of
 from rankscope.analysis.diagnosis import remarks
 from rankscope.analysis.diagnosis.losses import lost_fraction
 from rankscope.analysis.model.finding import (
@@ -25,7 +25,7 @@ from rankscope.analysis.model.finding import (
     StepSummary,
 )
 from rankscope.analysis.model.money import cost_of, money_text
-from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.code_samples import Code
@@ -91,7 +91,9 @@ def without_coarse(
         if left is None or left.unexplained_fraction < MUCH_LOST or limit <= 1.01 * MUCH_LOST:
             kept.append(check)
             continue
-        why = text("{loss} of the step, and losses below {limit} are not seen", loss=_loss(left), limit=percent(limit))
+        why = text(
+            "{loss} of the step, and losses below {limit} are not detected", loss=_loss(left), limit=percent(limit)
+        )
         coarse.append(NotChecked(detector=check.detector, why=why, unclear=True))
     return kept, coarse
 
@@ -131,7 +133,7 @@ def verdict_of(
     status = status_of(findings, healthy, not_checked, losses, seen)
     counts = text(
         "{steps} of {ranks}",
-        steps=counted(seen.steps.count, "judged step"),
+        steps=counted(seen.steps.count, "analyzed step"),
         ranks=counted(len(seen.ranks) - len(seen.without_steps), "rank"),
     )
     more = joined("", (remarks.unclear(not_checked) if status != "green" else "", _remarks(seen), absent))
@@ -140,9 +142,9 @@ def verdict_of(
     limit, detector = _limit(healthy, losses, seen)
     if limit >= MUCH_LOST:
         return text(
-            "No finding in {counts}, and {detector} below {limit} of the step would not be seen{more}.",
+            "No finding in {counts}; {detector} below {limit} of the step would not be detected{more}.",
             counts=counts,
-            detector=detector,
+            detector=name_of(detector),
             limit=percent(limit),
             more=more,
         )
@@ -199,7 +201,7 @@ def _unexplained(losses: Sequence[Loss], seen: Seen, counts: str) -> str:
         _place(largest, len(seen.ranks)),
     ]
     if len(losses) > 1 and lost_fraction(losses) - largest.fraction >= 0.01:
-        said.append(text("; {share} is lost in all", share=percent(lost_fraction(losses))))
+        said.append(text("; {share} is lost in total", share=percent(lost_fraction(losses))))
     return joined("", (*said, _what_would_show_it(largest, seen)))
 
 
@@ -239,7 +241,7 @@ def _place(loss: Loss, ranks: int) -> str:
 
 def _what_would_show_it(loss: Loss, seen: Seen) -> str:
     if not seen.profiled:
-        return text("; rankscope trigger RUN --steps 10 records what ranks and devices do meanwhile")
+        return text("; rankscope trigger RUN --count 10 records what ranks and devices do meanwhile")
     if loss.kind == "queued":
         return text("; an Nsight Systems capture shows what the queued work waits for")
     if loss.kind == "unseen":
@@ -252,7 +254,7 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
         return text("; NCCL's profiler plugin shows whether a link or a rank is slow")
     if seen.steps.count < _FEW:
         return text("; a capture of {steps} steps on all ranks would show whether it recurs", steps=_FEW)
-    return text("; a recording with rankscope run shows what ranks do meanwhile")
+    return text("; recording with rankscope run shows what ranks do meanwhile")
 
 
 def _besides(findings: Sequence[Finding], losses: Sequence[Loss]) -> str:
@@ -269,19 +271,23 @@ def _absent(seen: Seen) -> str:
     """Which steps and ranks the verdict does not speak of."""
     missing = sorted(set(range(seen.world_size or 0)) - set(seen.ranks))
     not_recorded = (
-        text(
-            "; {missing} of {world} {en_were} not recorded",
+        plural(
+            "; {missing} of {world} was not recorded",
+            "; {missing} of {world} were not recorded",
+            len(missing),
             missing=named("rank", missing),
             world=seen.world_size,
-            en_were="was" if len(missing) == 1 else "were",
         )
         if missing
         else ""
     )
     no_steps = seen.without_steps
     not_judged = (
-        text(
-            "; {ranks} {en_have} no steps and {en_were} not judged", ranks=named("rank", no_steps), **_number(no_steps)
+        plural(
+            "; {ranks} has no steps and was not analyzed",
+            "; {ranks} have no steps and were not analyzed",
+            len(no_steps),
+            ranks=named("rank", no_steps),
         )
         if no_steps
         else ""
@@ -300,13 +306,8 @@ def _cannot_judge(healthy: Sequence[Healthy], not_checked: Sequence[NotChecked],
     seen_at = text("; main threads were mostly at {place}", place=place) if place else ""
     more = joined("", (remarks.made_of(seen.breakdown), seen_at, absent))
     if healthy and not steps.count:
-        return text("No rank hangs; cannot judge: {why}{more}.", why=why, more=more)
-    return text("Cannot judge: {why}{more}.", why=why, more=more)
-
-
-def _number(ranks: Sequence[int]) -> dict[str, str]:
-    """The English verbs for so many."""
-    return {"en_have": "has", "en_were": "was"} if len(ranks) == 1 else {"en_have": "have", "en_were": "were"}
+        return text("No rank hangs; no verdict: {why}{more}.", why=why, more=more)
+    return text("No verdict: {why}{more}.", why=why, more=more)
 
 
 def _headline(findings: Sequence[Finding], seen: Seen) -> str:
@@ -323,11 +324,12 @@ def _headline(findings: Sequence[Finding], seen: Seen) -> str:
             said.append(text(" (it costs {lost}, {share} of the {step} step)", lost=lost, share=share, step=step))
     if first.ranks and waiting and spec_of(first.detector).waited_for and first.chance is None:
         said.append(
-            text(
-                " and {waiting} {en_wait} for {en_them}",
+            plural(
+                " and {waiting} waits for {whom}",
+                " and {waiting} wait for {whom}",
+                waiting,
                 waiting=counted(waiting, "rank"),
-                en_wait="waits" if waiting == 1 else "wait",
-                en_them="it" if len(first.ranks) == 1 else "them",
+                whom=plural("it", "them", len(first.ranks)),
             )
         )
     money = cost_of(first, rate).lost_money_per_hour

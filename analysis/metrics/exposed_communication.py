@@ -9,7 +9,7 @@ import polars as pl
 
 from rankscope.analysis.metrics.step_matrix import Ints
 
-__all__ = ["by_group", "held_up", "is_bounded", "spent", "with_exposed"]
+__all__ = ["by_group", "held_up", "is_bounded", "kind_of_group", "spent", "with_exposed"]
 
 _LISTED = 20
 _SHOWN_AS = {  # part of the breakdown -> what it is of a group's communication
@@ -131,14 +131,16 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
         .agg(*sums, most.alias("op"))
         .join(named.unique("group_id"), on="group_id", how="left")
         .join(hidden, on="group_id", how="left")
-        .with_columns(kind=_kind(), group=pl.col("group").fill_null(""), hidden_by=pl.col("hidden_by").fill_null(""))
+        .with_columns(
+            kind=kind_of_group(), group=pl.col("group").fill_null(""), hidden_by=pl.col("hidden_by").fill_null("")
+        )
         .sort(total, "group", descending=[True, False])
         .head(_LISTED)
         .drop("group_id", "about")
     )
 
 
-def _kind() -> pl.Expr:
+def kind_of_group() -> pl.Expr:
     """What the group is for: the first that its name says, or what it does most."""
     kind = pl.lit(None, pl.String)
     for column, patterns in (("about", _KINDS_BY_NAME), ("op", _KINDS_BY_OP)):

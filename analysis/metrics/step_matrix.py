@@ -25,6 +25,7 @@ __all__ = [
     "above_peers",
     "by_rank_and_step",
     "estimate",
+    "estimate_of_operations",
     "estimate_of_pieces",
     "estimates",
     "gain_ns",
@@ -206,6 +207,16 @@ def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> 
     total = float(pieces_ns.sum())
     share = float(np.sqrt(np.square(pieces_ns).sum())) / total if total else 0.0
     return Estimate(float(values[0]), 1.96 * share * max(float(values[0]), 0.0))
+
+
+def estimate_of_operations(values: Floats, steps: int) -> Estimate:
+    """The sum of what operations cost, per step, where the operations are the samples and not the few steps.
+
+    Of a single one it is clear of nothing.
+    """
+    total = float(values.sum())
+    scatter = 1.96 * float(values.std(ddof=1)) * len(values) ** 0.5 if len(values) > 1 else abs(total)
+    return Estimate(total / steps, scatter / steps)
 
 
 def lasting_half_widths(values: Floats, trim: float = 0.0) -> Floats:

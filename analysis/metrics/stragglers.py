@@ -4,7 +4,8 @@ The sample is the matched operation. What it blocked each rank for is charged to
 one for which that had itself waited (`wait_attribution`). If all ranks are alike, it is chance to whom each operation
 is charged: the largest sum over ranks is held against the largest sums under permuted ranks, operation by operation, so
 that neither the number of ranks nor one long step counts as evidence. A rank is a straggler if chance hardly ever shows
-as much, in the earlier and in the later half of the operations alike; or if it stalls for far more than any other.
+as much, in the earlier and in the later half of the operations alike; or if it stalls for far more than any other,
+be it in one operation of one step.
 
 Source: max-statistic of permutations, Westfall and Young 1993; block bootstrap, Künsch 1989.
 """
@@ -33,7 +34,7 @@ _FEWEST = 4  # operations: with fewer there is no rank to name
 _WIDE = 0.9  # half width over cost, from which a small cost is not told from chance
 _ALIKE = 0.5  # of the first one's charge: who has as much may be late with it
 _AS_LATE = 0.5  # of what the others wait for several ranks: what one of these waits for the rest of them at most
-_EACH_STEP = 1 / 3  # of the mean step's cost: so much it costs in nearly every step
+_SHOWS = 1 / 3  # of the mean step's cost: so much, or `_LEAST`, it costs in a step that shows it
 _DRAWS, _RESAMPLED = 4_000, 400
 _MOST_CELLS = 2_000_000  # operations times ranks that are permuted at once
 _CANDIDATES = 16  # ranks whose charges are followed back: each takes a pass over all waits
@@ -54,11 +55,13 @@ class Straggler:
     """Rows of the grid that others wait for. `cost`: the least that any other rank waits for them, ns per step.
 
     `chance`: how often ranks that are alike would show as much. `recurs`: it is late in both halves of the operations.
+    `when`: the steps that show it, all of them where nearly all do.
     """
 
     rows: tuple[int, ...]
     cost: Estimate
     per_step: Floats
+    when: NDArray[np.bool_]
     chance: float
     recurs: bool
     charged: int  # operations that are charged to them …
@@ -169,14 +172,17 @@ def _judged(charged: Charged, rows: tuple[int, ...], peers: Sequence[tuple[int, 
     recurs = all(half.sum() > 0 and _is_largest(half, e) for half, e in zip(_halves(mine), _halves(each), strict=True))
     if recurs and cost.ns < _FAR * _USUAL * grid.step_ns and cost.half_width_ns > _WIDE * cost.ns:
         return None
-    nearly_all = (per_step >= _EACH_STEP * cost.ns).sum() >= steps - steps // 4
+    shows = per_step >= min(_SHOWS * cost.ns, _LEAST * grid.step_ns)
+    nearly_all = shows.sum() >= steps - steps // 4
     few = int(any_waited.sum()) < _FEWEST  # of a single operation one rank is always the last
-    if few or not nearly_all or not ((chance <= MOST_CHANCE and recurs) or _is_far(charged, rows, waited)):
+    is_data = chance <= MOST_CHANCE and not nearly_all  # late in many operations, of some steps: it may have more data
+    if few or is_data or not ((chance <= MOST_CHANCE and recurs) or _is_far(charged, rows, waited)):
         return None
     return Straggler(
         rows=rows,
         cost=cost,
         per_step=per_step,
+        when=shows | nearly_all,
         chance=chance,
         recurs=recurs,
         charged=int((mine > 0.5 * each.sum(axis=1)).sum()),
@@ -189,7 +195,7 @@ def _is_far(charged: Charged, rows: tuple[int, ...], waited: Floats) -> bool:
     if len(rows) > 1:
         return False
     others = [_costs(charged, (row,)).sum(axis=0).min() for row in charged.roots if row not in rows]
-    next_one = max(others, default=0.0) / charged.grid.step_ns
+    next_one = max(others, default=0.0) / len(charged.grid.steps) / charged.grid.step_ns
     return bool(waited.min() >= max(_ONCE * _LEAST, _FAR * next_one) and np.median(waited) >= 2 * _USUAL)
 
 

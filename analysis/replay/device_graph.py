@@ -8,7 +8,7 @@ Source: Lumos and HTA's critical path analysis (the kinds of edges), dPRO (colle
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,39 +16,35 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
-from rankscope.analysis.replay.graph import Graph, assemble
+from rankscope.analysis.replay.host_calls import (
+    Calls,
+    Gaps,
+    Places,
+    calls_that_matter,
+    gaps_between,
+    kernel_slept_for,
+    shifted,
+)
 from rankscope.analysis.replay.host_graph import HostGraph
+from rankscope.analysis.replay.kernel_order import ended_just_before, last_launched_before, last_to_end
+from rankscope.analysis.replay.node_blocks import NodeBlocks
 from rankscope.analysis.runs.memory_budget import MOST_ROWS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.device_time import by_rank
-from rankscope.analysis.timeline.host_breakdown import NO_REGION, PARTS, Spans
+from rankscope.analysis.timeline.host_breakdown import NO_REGION, PARTS
 from rankscope.errors import NotReplayable
 
 __all__ = ["BETWEEN", "LAUNCH", "device_graph", "first_steps"]
 
 BETWEEN = "between kernels"  # label of the time between kernels that wait for each other
 LAUNCH = "launch"  # label of the time from a launch call's begin to the kernel's
-
-_SYNCHRONISES = "Synchronize|Memcpy|Memset|Free|Malloc|HostAlloc|HostRegister"
-_LONG_CALL_NS = 100_000  # shorter calls that neither launch nor synchronise are part of the host's time around them
-_HANDED_OVER_NS = 20_000  # a thread that was quiet for so long may have waited for the one that launched meanwhile
 _CLOCK_NS = (
     1_000_000  # by how much a device's clock may be off before kernels ahead of their launch are no matter of it
 )
-_NEAR_NS = 10_000  # a kernel that begins so soon after the end of one on another stream has waited for it
-_NEAR_SHARE = 0.02  # or within this share of the time that nothing explains
-_LONG_GAP_NS, _UNSEEN_WAKE_UP_NS = 1_000_000, 50_000  # host's time that may be a wait no call shows; and how it ends
-_AFTER_WAKE_UP = 0.05  # or within this share of that time, in which it did something before its next call
-_WOKEN = 0.5  # largest share of a call that may lie after the end of what it waited for
-_LOOK_BACK = 64
-_MAIN_THREAD = 0
 _TRANSFER = PARTS.index("transfer")
 _POSITIONS = 1 << 32  # more than there are positions in a cycle
-_NEVER = np.iinfo(np.int64).max
-
 Ints = NDArray[np.signedinteger[Any]]  # times take 8 bytes, codes and numbers of nodes 4
-Shorts = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 
@@ -62,8 +58,8 @@ def device_graph(timeline: Timeline) -> HostGraph:
       none of these explains begins after the one on another stream that ended just before (inferred).
     - A call that synchronises, or frees or copies and so may, or a launch that takes long since the queue is full, ends
       after the last kernel launched before it that ended until then, if it did not go on long after. So does the host
-      between calls, if it did nothing for long and went on soon after the last kernel of a stream had ended: not every
-      wait shows as a call (inferred).
+      between calls, if it did nothing for long and went on soon after the last kernel of a stream had ended, or at the
+      same place of the program always equally soon after a kernel's end: not every wait shows as a call (inferred).
     - A matched collective is an arrival on each rank, one transfer and an end on each rank. A kernel that communicates
       and has no partner counts with its waiting.
     - A step ends when the work of each stream and thread that ended in it has.
@@ -82,10 +78,11 @@ def device_graph(timeline: Timeline) -> HostGraph:
     labels = sorted({LAUNCH, BETWEEN, NO_REGION, COMMUNICATION, *PARTS}.union(*(set(n.unique()) for n in named)))
     code = {label: i for i, label in enumerate(labels)}
     starts = [table["start_ns"].to_numpy() for table in (kernels, timeline.launches, timeline.steps)]
-    nodes = _Nodes(min(int(start.min()) for start in starts if len(start)))
+    nodes = NodeBlocks(min(int(start.min()) for start in starts if len(start)))
     matched = collectives.filter(pl.col("instance_id").is_not_null(), pl.col("device_start_ns").is_not_null())
     matched = matched.with_columns(_position_in_cycle(matched))
     sides: list[_Sides] = []
+    ends: list[pl.DataFrame] = []
     unmatched = 0
     tables = [
         (dict(by_rank(table)), table.clear())
@@ -98,15 +95,16 @@ def device_graph(timeline: Timeline) -> HostGraph:
     ]
     for rank, rows in by_rank(kernels.select("rank", "start_ns", "end_ns", "work", "device", "stream", "correlation")):
         of_rank = (by.get(rank, empty) for by, empty in tables)
-        side, alone = _add_rank(nodes, rank, code, rows, *of_rank)
+        side, ended, alone = _add_rank(nodes, rank, code, rows, *of_rank)
         sides.append(side)
+        ends.append(ended)
         unmatched += alone
     instances = _add_transfers(nodes, sides)
     graph, number, cycle = nodes.graph(timeline.steps, tuple(PARTS), tuple(labels))
-    ends = pl.concat([side.steps for side in sides])
+    steps = pl.concat(ends)
     return HostGraph(
         graph=graph,
-        steps=ends.with_columns(before=number[ends["before"].to_numpy()], last=number[ends["last"].to_numpy()]),
+        steps=steps.with_columns(before=number[steps["before"].to_numpy()], last=number[steps["last"].to_numpy()]),
         cycle=cycle,
         unmatched=unmatched,
         matched=instances,
@@ -160,98 +158,6 @@ def _position_in_cycle(matched: pl.DataFrame) -> pl.Series:
     return numbered.select(position.alias("_position"))["_position"]
 
 
-# ---------------------------------------------------------------- nodes in any order
-
-
-@dataclass(slots=True)
-class _Nodes:
-    """Nodes as they are found, in blocks."""
-
-    origin_ns: int
-    count: int = 0
-    columns: dict[str, list[NDArray[np.generic]]] = field(default_factory=dict)
-    waits: list[Shorts] = field(default_factory=list)
-    waited_for: list[Shorts] = field(default_factory=list)
-
-    def add(
-        self,
-        duration: Ints,
-        end: Ints,
-        *,
-        rank: int,
-        part: Ints | int,
-        label: Ints | int,
-        instance: Ints | int = -1,
-        cycle: Ints | int = -1,
-    ) -> Ints:
-        """Numbers of new nodes. They began no later than `end` - `duration`."""
-        size = len(duration)
-        times = {"duration": duration, "end": end, "instance": instance, "cycle": cycle}
-        codes = {"rank": rank, "part": part, "label": label}
-        for block, kind in ((times, np.int64), (codes, np.int32)):
-            for name, values in block.items():
-                self.columns.setdefault(name, []).append(np.broadcast_to(np.asarray(values, kind), (size,)))
-        self.count += size
-        return np.arange(self.count - size, self.count, dtype=np.int32)
-
-    def wait(self, nodes: Ints, others: Ints) -> None:
-        """Each of the nodes waits for the other beside it; a negative number is nothing."""
-        known = others >= 0
-        self.waits.append(nodes[known].astype(np.int32))
-        self.waited_for.append(others[known].astype(np.int32))
-
-    def graph(self, steps: pl.DataFrame, parts: tuple[str, ...], labels: tuple[str, ...]) -> tuple[Graph, Shorts, Ints]:
-        """The graph, each node's number in it and, by that number, its cycle. What was added is gone then."""
-        rows = {name: np.concatenate(self.columns.pop(name)) for name in [*self.columns]}
-        waits, self.waits = np.concatenate(self.waits), []
-        waited_for, self.waited_for = np.concatenate(self.waited_for), []
-        start, unordered = rows["end"] - rows["duration"], rows.pop("cycle")
-        graph, number = assemble(
-            duration_ns=rows.pop("duration").astype(np.float64),
-            waits=waits,
-            waited_for=waited_for,
-            step=_step_of(steps, rows["rank"], rows["end"]),
-            rank=rows.pop("rank"),
-            part=rows.pop("part"),
-            label=rows.pop("label"),
-            instance=rows.pop("instance"),
-            start_ns=start,
-            end_ns=rows.pop("end"),
-            parts=parts,
-            labels=labels,
-            origin_ns=self.origin_ns,
-        )
-        cycle = np.empty_like(unordered)
-        cycle[number] = unordered
-        return graph, number, cycle
-
-
-def _step_of(steps: pl.DataFrame, rank: Ints, end: Ints) -> Ints:
-    """The step in which each node ended, -1 outside; a transfer is in no rank's step."""
-    step = np.full(len(rank), -1, np.int32)
-    for of, rows in by_rank(steps.sort("rank", "start_ns")):
-        mine = np.flatnonzero(rank == of)
-        begin, until, number = (rows[c].to_numpy() for c in ("start_ns", "end_ns", "step"))
-        at = np.searchsorted(begin, end[mine], side="left") - 1
-        step[mine] = np.where((at >= 0) & (end[mine] <= until[at]), number[at], -1)
-    return step
-
-
-# ---------------------------------------------------------------- one rank
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """Calls of the host that matter, by thread and time, none inside another."""
-
-    start: Ints
-    end: Ints
-    thread: Ints
-    name: Ints
-    launches: Bools
-    synchronises: Bools
-
-
 @dataclass(frozen=True, slots=True)
 class _Sides:
     """The matched collectives of a rank: node of the arrival and of the end, and when they were."""
@@ -264,11 +170,35 @@ class _Sides:
     label: Ints
     position: Ints  # in the cycle
     residual: Ints  # durations of the ends
-    steps: pl.DataFrame  # of `HostGraph`
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """The host's side of a rank, and by kernel what launched it."""
+
+    calls: Calls
+    places: Places
+    call: Ints  # number of the call, -1: not seen
+    seen: Bools
+    launch_ns: Ints  # where it was not seen, the kernel's begin
+    thread: Ints
+    enqueued_ns: Ints  # what no call launched was before the trace began
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """By kernel: which others it waits for (-1: none), when they are done, and what then still passes."""
+
+    before: Ints  # on its stream
+    queued: Ints  # of its thread
+    other: Ints  # of another stream
+    ready_ns: Ints
+    gap_ns: Ints  # after these
+    delay_ns: Ints  # after the launch call's begin
 
 
 def _add_rank(
-    nodes: _Nodes,
+    nodes: NodeBlocks,
     rank: int,
     code: dict[str, int],
     kernels: pl.DataFrame,
@@ -276,89 +206,125 @@ def _add_rank(
     regions: pl.DataFrame,
     matched: pl.DataFrame,
     steps: pl.DataFrame,
-) -> tuple[_Sides, int]:
-    """Add the nodes of one rank; also says how many of its kernels communicate without a partner."""
+) -> tuple[_Sides, pl.DataFrame, int]:
+    """Add the nodes of one rank. Its collectives, the ends of its steps as `HostGraph.steps`, and how many of its
+    kernels communicate without a partner."""
     kernels = kernels.sort("device", "stream", "start_ns", "end_ns")
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
-    calls, call_of = _calls(launches, kernels, code)
-    launched = call_of >= 0
-    early = (start[launched] - calls.start[call_of[launched]]).min(initial=0)
-    if early < 0 and early >= -_CLOCK_NS:  # the host's clock is ahead of the device's by at least that
-        calls = _shifted(calls, int(early))
-    places = _Places(regions, code, int(min(early, 0)) if early >= -_CLOCK_NS else 0)
-
-    launch_ns = start.copy()
-    launch_ns[launched] = calls.start[call_of[launched]]
-    launch_thread = np.zeros(len(start), np.int32)
-    launch_thread[launched] = calls.thread[call_of[launched]]
-    slept_for = _slept_for(calls, end, launch_ns)
+    host = _launched(launches, regions, kernels, code, nodes.origin_ns)
+    calls, places, launched = host.calls, host.places, host.seen
+    slept_for = kernel_slept_for(calls, end, host.enqueued_ns)
     lane = [kernels[c].fill_null(-1).to_numpy() for c in ("device", "stream")]
     stream = np.cumsum(np.concatenate([[False], (np.diff(lane[0]) != 0) | (np.diff(lane[1]) != 0)]))
-    gaps = _gaps(nodes, calls, stream, end, launch_ns)
+    gaps = gaps_between(nodes.origin_ns, calls, places, stream, end, host.enqueued_ns)
     began, returned = _add_host(nodes, rank, calls, gaps, places, end, slept_for)
-    label, part = places.of_launch(launch_ns, launch_thread, launched), _parts_of(kernels)
-    unlabelled = label < 0
-    label[unlabelled] = np.array([code[p] for p in PARTS])[part[unlabelled]]
-
+    part, label = _labels_of(kernels, host, code)
     communicates = (kernels["work"] == COMMUNICATION).to_numpy()
-    before = _last_to_end(stream, end)
-    queued = _current(calls, call_of, communicates, end, start)
-    free = np.maximum(np.where(before >= 0, end[before], nodes.origin_ns), np.where(queued >= 0, end[queued], 0))
-    # A stream that was still busy is what the kernel waited for, else it is the launch.
-    bound_by_launch = launched & (launch_ns >= free)
-    latency = np.maximum(start - launch_ns, 0)
-    typical = int(np.median(latency[bound_by_launch])) if bound_by_launch.any() else 0
-    other = _other_stream(stream, start, end, np.maximum(launch_ns + np.where(launched, typical, 0), free))
-    ready = np.maximum(free, np.where(other >= 0, end[other], 0))
-    gap = np.clip(start - ready, 0, None)
-    by_other = other >= 0
-    by_launch = bound_by_launch & ~by_other
-    delay = np.where(by_launch, latency, np.minimum(latency, typical))
-    gap[by_launch] = 0
+    waits = _waits(host, stream, communicates, start, end, nodes.origin_ns)
+    after_launch = (host.launch_ns + waits.delay_ns)[launched]
 
-    fall = nodes.add(
-        delay[launched], (launch_ns + delay)[launched], rank=rank, part=PARTS.index("other"), label=code[LAUNCH]
-    )
-    nodes.wait(fall, began[call_of[launched]])
+    fall = nodes.add(waits.delay_ns[launched], after_launch, rank=rank, part=PARTS.index("other"), label=code[LAUNCH])
+    nodes.wait(fall, began[host.call[launched]])
     call_node = np.full(len(start), -1, np.int32)
     call_node[launched] = fall
-    pause = nodes.add(gap, np.minimum(ready + gap, start), rank=rank, part=PARTS.index("other"), label=code[BETWEEN])
-    may_begin = np.maximum(np.where(launched, launch_ns + delay, nodes.origin_ns), ready + gap)
+    after_others = waits.ready_ns + waits.gap_ns
+    pause = nodes.add(
+        waits.gap_ns, np.minimum(after_others, start), rank=rank, part=PARTS.index("other"), label=code[BETWEEN]
+    )
+    may_begin = np.maximum(after_others, nodes.origin_ns)
+    may_begin[launched] = np.maximum(after_others[launched], after_launch)
     instance, arrived = _instances(start, end, communicates, matched)
     alone = instance < 0
     own = np.clip(end - np.maximum(start, may_begin), 0, None)
     kernel = np.empty(len(start), np.int32)
     kernel[alone] = nodes.add(own[alone], end[alone], rank=rank, part=part[alone], label=label[alone])
-    row = arrived[~alone]
-    op = matched["op"].replace_strict(code, return_dtype=pl.Int32).to_numpy()[row]
-    position = matched["_position"].to_numpy()[row]
     at = np.maximum(start, may_begin)[~alone]
-    arrival = nodes.add(np.zeros_like(at), at, rank=rank, part=_TRANSFER, label=op, instance=instance[~alone])
-    residual = np.zeros_like(at)  # filled in once all ranks are known
-    done = nodes.add(
-        *(residual, end[~alone]),
-        rank=rank,
-        part=_TRANSFER,
-        label=op,
-        instance=instance[~alone],
-        cycle=(rank + 2) * _POSITIONS + position,
-    )
-    kernel[~alone] = done
+    sides = _add_sides(nodes, rank, code, matched[arrived[~alone]], at, end[~alone])
+    kernel[~alone] = sides.done
     entered = kernel.copy()
-    entered[~alone] = arrival
+    entered[~alone] = sides.arrival
     for node, waited_for in ((entered, call_node), (entered, pause)):
         nodes.wait(node, waited_for)
-    for earlier in (before, queued, other):
+    for earlier in (waits.before, waits.queued, waits.other):
         nodes.wait(pause, np.where(earlier >= 0, kernel[earlier], -1))
     for node, kept in ((returned, slept_for), (began, gaps.kernel)):
         nodes.wait(node, np.where(kept >= 0, kernel[kept], -1))
     ended = _add_ends_of_steps(nodes, rank, code, steps, [(stream, end, kernel), (calls.thread, calls.end, returned)])
-    side = _Sides(instance[~alone], arrival, done, at, end[~alone], op, position, residual, ended)
-    return side, int((alone & communicates).sum())
+    return sides, ended, int((alone & communicates).sum())
+
+
+def _add_sides(
+    nodes: NodeBlocks, rank: int, code: dict[str, int], matched: pl.DataFrame, arrived_ns: Ints, ended_ns: Ints
+) -> _Sides:
+    """The arrival and the end of each of these collectives; how long the ends take is known once all ranks are."""
+    instance = matched["instance_id"].cast(pl.Int64).to_numpy()
+    op = matched["op"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
+    position = matched["_position"].to_numpy()
+    arrival = nodes.add(np.zeros_like(arrived_ns), arrived_ns, rank=rank, part=_TRANSFER, label=op, instance=instance)
+    residual = np.zeros_like(arrived_ns)
+    done = nodes.add(
+        *(residual, ended_ns),
+        rank=rank,
+        part=_TRANSFER,
+        label=op,
+        instance=instance,
+        cycle=(rank + 2) * _POSITIONS + position,
+    )
+    return _Sides(instance, arrival, done, arrived_ns, ended_ns, op, position, residual)
+
+
+def _launched(
+    launches: pl.DataFrame, regions: pl.DataFrame, kernels: pl.DataFrame, code: dict[str, int], origin_ns: int
+) -> _Launched:
+    start = kernels["start_ns"].to_numpy()
+    calls, call_of = calls_that_matter(launches, kernels, code)
+    launched = call_of >= 0
+    early = (start[launched] - calls.start[call_of[launched]]).min(initial=0)
+    if early < 0 and early >= -_CLOCK_NS:  # the host's clock is ahead of the device's by at least that
+        calls = shifted(calls, int(early))
+    launch_ns = start.copy()
+    launch_ns[launched] = calls.start[call_of[launched]]
+    thread = np.zeros(len(start), np.int32)
+    thread[launched] = calls.thread[call_of[launched]]
+    return _Launched(
+        calls=calls,
+        places=Places(regions, code, int(min(early, 0)) if early >= -_CLOCK_NS else 0),
+        call=call_of,
+        seen=launched,
+        launch_ns=launch_ns,
+        thread=thread,
+        enqueued_ns=np.where(launched, launch_ns, origin_ns),
+    )
+
+
+def _waits(host: _Launched, stream: Ints, communicates: Bools, start: Ints, end: Ints, origin_ns: int) -> _Waits:
+    before = last_to_end(stream, end)
+    queued = last_launched_before(host.calls, host.call, communicates, end, start)
+    free = np.maximum(np.where(before >= 0, end[before], origin_ns), np.where(queued >= 0, end[queued], 0))
+    # A stream that was still busy is what the kernel waited for, else it is the launch.
+    bound_by_launch = host.seen & (host.launch_ns >= free)
+    latency = np.maximum(start - host.launch_ns, 0)
+    typical = int(np.median(latency[bound_by_launch])) if bound_by_launch.any() else 0
+    explained = np.maximum(host.enqueued_ns + np.where(host.seen, typical, 0), free)
+    other = ended_just_before(stream, start, end, explained)
+    ready = np.maximum(free, np.where(other >= 0, end[other], 0))
+    gap = np.clip(start - ready, 0, None)
+    by_launch = bound_by_launch & (other < 0)
+    gap[by_launch] = 0
+    delay = np.where(by_launch, latency, np.minimum(latency, typical))
+    return _Waits(before=before, queued=queued, other=other, ready_ns=ready, gap_ns=gap, delay_ns=delay)
+
+
+def _labels_of(kernels: pl.DataFrame, host: _Launched, code: dict[str, int]) -> tuple[Ints, Ints]:
+    """Part and label of each kernel: the region that launched it, else its part."""
+    label, part = host.places.of_launch(host.launch_ns, host.thread, host.seen), _parts_of(kernels)
+    unlabelled = label < 0
+    label[unlabelled] = np.array([code[p] for p in PARTS])[part[unlabelled]]
+    return part, label
 
 
 def _add_ends_of_steps(
-    nodes: _Nodes, rank: int, code: dict[str, int], steps: pl.DataFrame, lanes: list[tuple[Ints, Ints, Ints]]
+    nodes: NodeBlocks, rank: int, code: dict[str, int], steps: pl.DataFrame, lanes: list[tuple[Ints, Ints, Ints]]
 ) -> pl.DataFrame:
     """A node at the begin of the first step and at the end of each; lanes are (which, end, node) of what happens."""
     begin, over = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
@@ -390,75 +356,8 @@ def _parts_of(kernels: pl.DataFrame) -> Ints:
     return np.asarray(kernels["work"].replace_strict(code, return_dtype=pl.Int32).to_numpy())
 
 
-def _calls(launches: pl.DataFrame, kernels: pl.DataFrame, code: dict[str, int]) -> tuple[_Calls, Ints]:
-    """The calls that matter, and per kernel the one that launched it (-1: not seen)."""
-    rows = launches.sort("thread", "start_ns", "end_ns", descending=[False, False, True]).with_columns(
-        pl.col("name").str.contains(_SYNCHRONISES).alias("_sync"),
-        pl.col("name").replace_strict(code, return_dtype=pl.Int32).alias("_label"),
-    )
-    start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
-    thread = rows["thread"].to_numpy().astype(np.int32)
-    correlation = rows["correlation"].to_numpy()
-    order = np.argsort(correlation, kind="stable")
-    wanted = kernels["correlation"].fill_null(-1).to_numpy()
-    place = np.minimum(np.searchsorted(correlation[order], wanted), max(len(order) - 1, 0))
-    row = order[place] if len(order) else np.full(len(wanted), -1)
-    row = np.where(correlation[row] == wanted, row, -1) if len(order) else row
-    # A runtime call wraps the driver's: only the outer one counts.
-    within = np.zeros(len(rows), bool)
-    for of in np.unique(thread):
-        mine = np.flatnonzero(thread == of)
-        within[mine[1:]] = end[mine][1:] <= np.maximum.accumulate(end[mine])[:-1]
-    outer = np.maximum.accumulate(np.where(within, -1, np.arange(len(rows)))) if len(rows) else np.empty(0, np.int64)
-    row = np.where(row >= 0, outer[row], -1) if len(rows) else row
-    launching = np.zeros(len(rows), bool)
-    launching[row[row >= 0]] = True
-    synchronises = rows["_sync"].to_numpy() | (launching & (end - start >= _LONG_CALL_NS))
-    kept = ~within & (launching | synchronises | (end - start >= _LONG_CALL_NS))
-    number = np.cumsum(kept) - 1
-    calls = _Calls(
-        *(values[kept] for values in (start, end, thread, rows["_label"].to_numpy(), launching, synchronises))
-    )
-    return calls, np.where(row >= 0, number[row], -1) if len(rows) else row
-
-
-def _shifted(calls: _Calls, by_ns: int) -> _Calls:
-    return _Calls(calls.start + by_ns, calls.end + by_ns, calls.thread, calls.name, calls.launches, calls.synchronises)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gaps:
-    """The host's time before each call: since when, and what the thread did before. -1: nothing."""
-
-    since: Ints
-    before: Ints  # the call before on the thread
-    other: Ints  # the call of the thread that handed over
-    kernel: Ints  # the kernel that was waited for
-
-
-def _gaps(nodes: _Nodes, calls: _Calls, stream: Ints, end: Ints, launch_ns: Ints) -> _Gaps:
-    size = len(calls.start)
-    index = np.arange(size)
-    first = np.concatenate([[True], calls.thread[1:] != calls.thread[:-1]])[:size]
-    before = np.where(first, -1, index - 1)
-    since = np.where(first, nodes.origin_ns, calls.end[before])
-    in_time = np.argsort(calls.start, kind="stable")
-    latest = np.full(size, -1)  # the launch before, of any thread
-    latest[in_time[1:]] = np.maximum.accumulate(np.where(calls.launches[in_time], index, -1))[:-1]
-    other = np.where(latest >= 0, in_time[latest], -1)
-    handed = (other >= 0) & (calls.thread[other] != calls.thread) & (calls.start[other] > since)
-    handed &= (calls.start - since >= _HANDED_OVER_NS) & (calls.end[other] <= calls.start)
-    since = np.maximum(since, np.where(handed, calls.end[other], 0))
-    following = np.append(np.where(np.diff(stream) == 0, launch_ns[1:], _NEVER), _NEVER)[: len(end)]
-    long = np.where(calls.start - since >= _LONG_GAP_NS, since, _NEVER)
-    kernel = _ended_in(long, calls.start, end, launch_ns)
-    soon = np.maximum(_UNSEEN_WAKE_UP_NS, _AFTER_WAKE_UP * (calls.start - since))
-    kept = (kernel >= 0) & (calls.start - end[kernel] <= soon) & (following[kernel] > since)
-    return _Gaps(since, before, np.where(handed, other, -1), np.where(kept, kernel, -1))
-
-
 def _add_host(
-    nodes: _Nodes, rank: int, calls: _Calls, gaps: _Gaps, places: _Places, end: Ints, slept_for: Ints
+    nodes: NodeBlocks, rank: int, calls: Calls, gaps: Gaps, places: Places, end: Ints, slept_for: Ints
 ) -> tuple[Ints, Ints]:
     """Two nodes per call: where it began, after the host's own time before it, and where it returned."""
     part, label = places.of_time(np.minimum(gaps.since, calls.start), calls.start, calls.thread)
@@ -475,80 +374,6 @@ def _add_host(
     return began, returned
 
 
-def _slept_for(calls: _Calls, end: Ints, launch_ns: Ints) -> Ints:
-    """The kernel whose end each call that synchronises waited for, -1: none."""
-    kernel = _ended_in(np.where(calls.synchronises, calls.start, _NEVER), calls.end, end, launch_ns)
-    if not len(end):
-        return kernel
-    late = calls.end - end[kernel]
-    return np.where(late <= np.maximum(_NEAR_NS, _WOKEN * (calls.end - calls.start)), kernel, -1)
-
-
-def _ended_in(begin: Ints, until: Ints, end: Ints, launch_ns: Ints) -> Ints:
-    """The kernel that ended last between these moments of those launched until the first of them, -1: none."""
-    found = np.full(len(begin), -1)
-    asked = np.flatnonzero(begin < _NEVER)
-    if not len(end) or not len(asked):
-        return found
-    order = np.argsort(end, kind="stable")
-    at = np.searchsorted(end[order], until[asked], side="right") - 1
-    for _ in range(_LOOK_BACK):
-        late = (at >= 0) & (launch_ns[order[np.maximum(at, 0)]] > begin[asked])
-        if not late.any():
-            break
-        at = at - late
-    kernel = order[np.maximum(at, 0)]
-    known = (at >= 0) & (launch_ns[kernel] <= begin[asked]) & (end[kernel] > begin[asked])
-    found[asked[known]] = kernel[known]
-    return found
-
-
-def _last_to_end(stream: Ints, end: Ints) -> Ints:
-    """The kernel that ended last of those that began before on its stream, -1: none. They are by stream and start."""
-    index = np.arange(len(end))
-    before = np.full(len(end), -1)
-    for rows in np.split(index, np.flatnonzero(np.diff(stream)) + 1):
-        reach = np.maximum.accumulate(end[rows])
-        last = np.maximum.accumulate(np.where(end[rows] == reach, rows, -1))
-        before[rows[1:]] = last[:-1]
-    return before
-
-
-def _current(calls: _Calls, call_of: Ints, communicates: Bools, end: Ints, start: Ints) -> Ints:
-    """For each kernel that communicates the last other one that its thread had launched before, -1: none."""
-    found = np.full(len(end), -1)
-    launched = np.flatnonzero(call_of >= 0)
-    order = launched[np.lexsort((start[launched], call_of[launched]))]  # calls are by thread and time
-    thread = calls.thread[call_of[order]]
-    position = np.arange(len(order))
-    last = np.maximum.accumulate(np.where(communicates[order], -1, position)) if len(order) else position
-    known = communicates[order] & (last >= 0)
-    other = order[np.maximum(last, 0)]
-    known &= (thread[np.maximum(last, 0)] == thread) & (end[other] <= start[order])
-    found[order[known]] = other[known]
-    return found
-
-
-def _other_stream(stream: Ints, start: Ints, end: Ints, explained: Ints) -> Ints:
-    """The kernel of another stream that ended just before one whose begin nothing else explains, -1: none."""
-    found = np.full(len(start), -1)
-    asked = np.flatnonzero(start - explained > _NEAR_NS)
-    order = np.argsort(end, kind="stable")
-    at = np.searchsorted(end[order], start[asked], side="right") - 1
-    for _ in range(_LOOK_BACK):
-        own = (at >= 0) & (stream[order[np.maximum(at, 0)]] == stream[asked])
-        if not own.any():
-            break
-        at = at - own
-    other = order[np.maximum(at, 0)]
-    delay = start[asked] - explained[asked]
-    near = np.maximum(_NEAR_NS, _NEAR_SHARE * delay)
-    known = (at >= 0) & (stream[other] != stream[asked]) & (start[asked] - end[other] <= near)
-    known &= start[other] < start[asked]
-    found[asked[known]] = other[known]
-    return found
-
-
 def _instances(start: Ints, end: Ints, communicates: Bools, matched: pl.DataFrame) -> tuple[Ints, Ints]:
     """Per kernel the instance of its collective and the row in `matched`, -1: none."""
     rows = matched.with_row_index("_row").select("instance_id", "_row", start_ns="device_start_ns", end_ns="end_ns")
@@ -561,7 +386,7 @@ def _instances(start: Ints, end: Ints, communicates: Bools, matched: pl.DataFram
     return instance, row
 
 
-def _add_transfers(nodes: _Nodes, sides: list[_Sides]) -> int:
+def _add_transfers(nodes: NodeBlocks, sides: list[_Sides]) -> int:
     """One node per collective that begins when the last rank has come; each rank ends a little later. How many."""
     instance, arrival, done, arrived, ended, label, position = (
         np.concatenate([getattr(side, f) for side in sides])
@@ -586,48 +411,3 @@ def _add_transfers(nodes: _Nodes, sides: list[_Sides]) -> int:
     for side, own in zip(sides, np.split(residual, np.cumsum([len(side.done) for side in sides])[:-1]), strict=True):
         side.residual[:] = own
     return len(first)
-
-
-class _Places:
-    """In which region of a rank's program something happened."""
-
-    def __init__(self, regions: pl.DataFrame, code: dict[str, int], shift_ns: int) -> None:
-        rows = regions.filter(pl.col("end_ns") > pl.col("start_ns")).sort(
-            "start_ns", "end_ns", descending=[False, True], maintain_order=True
-        )
-        self._name = rows["name"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
-        kind = rows["kind"]
-        stops = {k: PARTS.index(k) for k in ("gc", "input", "compile", "checkpoint")}
-        self._part = kind.replace_strict(stops, default=PARTS.index("host"), return_dtype=pl.Int32).to_numpy()
-        spans = Spans(
-            rows["start_ns"].to_numpy() + shift_ns, rows["end_ns"].to_numpy() + shift_ns, np.arange(len(rows))
-        )
-        thread = rows["thread"].to_numpy()
-        is_place = ~kind.is_in(["operator", "wait", *stops]).to_numpy()
-        threads = np.unique(thread)
-        self._all = {int(t): spans.where(thread == t) for t in threads}
-        self._places = {int(t): spans.where((thread == t) & is_place) for t in threads}
-        self._no_region = code[NO_REGION]
-
-    def of_launch(self, at: Ints, thread: Ints, known: Bools) -> Ints:
-        """Label of the innermost region at these times on these threads, else on the main one, else -1."""
-        row = np.full(len(at), -1)
-        for of in (_MAIN_THREAD, *(t for t in self._places if t != _MAIN_THREAD)):
-            mine = np.flatnonzero(known & ((thread == of) | (of == _MAIN_THREAD)))
-            if of in self._places and len(mine):
-                found = self._places[of].innermost(at[mine], otherwise=-1)
-                row[mine] = np.where(found >= 0, found, row[mine])
-        return np.where(row >= 0, self._name[row], -1) if len(self._name) else row
-
-    def of_time(self, begin: Ints, end: Ints, thread: Ints) -> tuple[Ints, Ints]:
-        """Part and label of the host's time between these moments: those of the innermost region in the middle."""
-        row = np.full(len(begin), -1)
-        middle = begin + (end - begin) // 2
-        for of, spans in self._all.items():
-            mine = np.flatnonzero(thread == of)
-            if len(mine):
-                row[mine] = spans.innermost(middle[mine], otherwise=-1)
-        if not len(self._name):
-            return np.full(len(begin), PARTS.index("host")), np.full(len(begin), self._no_region)
-        part = np.where(row >= 0, self._part[row], PARTS.index("host"))
-        return part, np.where(row >= 0, self._name[row], self._no_region)

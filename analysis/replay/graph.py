@@ -18,7 +18,7 @@ try:
 except ImportError:  # it is built where there is a C compiler
     _replay = None  # type: ignore[assignment]
 
-__all__ = ["Graph", "assemble", "replay", "replay_in_python"]
+__all__ = ["Changes", "Graph", "assemble", "replay", "replay_in_python", "replay_with"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -53,24 +53,57 @@ class Graph:
         return len(self.duration_ns)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Other durations of a graph's nodes, and of more nodes, numbered on from them; and what waits for what instead.
+
+    `gone` are positions in `before` that no longer count; node `waits[k]` waits for `waited_for[k]` besides.
+    """
+
+    duration_ns: Floats
+    gone: Ints
+    waits: Ints
+    waited_for: Ints
+
+
 def replay(graph: Graph, duration_ns: Floats) -> Floats:
     """When each node ends, in ns after the origin: its duration after the last end of what it waits for."""
-    if _replay is None:
-        return replay_in_python(graph, duration_ns)
     duration = np.ascontiguousarray(duration_ns, dtype=np.float64)
     if len(duration) != len(graph):
         raise ValueError(f"{len(duration)} durations for {len(graph)} nodes")
-    end = np.empty(len(graph))
-    _replay.replay(len(graph), _at(graph.first), _at(graph.before), _at(duration), _at(end))
+    return _replayed(graph.first, graph.before, duration)
+
+
+def replay_with(graph: Graph, changes: Changes) -> Floats:
+    """The same with changes. Raises `NotReplayable` if nodes then wait for each other in a circle."""
+    if not len(changes.gone) and not len(changes.waits):
+        return replay(graph, changes.duration_ns)
+    n = len(changes.duration_ns)
+    kept = np.ones(len(graph.before), dtype=bool)
+    kept[changes.gone] = False
+    waits = np.concatenate([np.repeat(np.arange(len(graph)), np.diff(graph.first))[kept], changes.waits])
+    waited_for = np.concatenate([graph.before[kept], changes.waited_for])
+    order = _in_order(n, waits, waited_for)
+    number = np.empty(n, dtype=np.int32)
+    number[order] = np.arange(n)
+    first, before = _rows(n, number[waits], number[waited_for])
+    return _replayed(first, before, np.ascontiguousarray(changes.duration_ns[order]))[number]
+
+
+def _replayed(first: Ints, before: Shorts, duration: Floats) -> Floats:
+    if _replay is None:
+        return replay_in_python(first, before, duration)
+    end = np.empty(len(duration))
+    _replay.replay(len(duration), _at(first), _at(before), _at(duration), _at(end))
     return end
 
 
-def replay_in_python(graph: Graph, duration_ns: Floats) -> Floats:
+def replay_in_python(first: Ints, before: Shorts, duration_ns: Floats) -> Floats:
     """The same without a compiler: what the fast one is held against."""
-    first, before = graph.first.tolist(), graph.before.tolist()
+    starts, others = first.tolist(), before.tolist()
     end: list[float] = []
     for i, duration in enumerate(duration_ns.tolist()):
-        end.append(max((end[j] for j in before[first[i] : first[i + 1]]), default=0.0) + duration)
+        end.append(max((end[j] for j in others[starts[i] : starts[i + 1]]), default=0.0) + duration)
     return np.array(end)
 
 
@@ -95,10 +128,7 @@ def assemble(
     Raises `NotReplayable` if nodes wait for each other in a circle.
     """
     n = len(duration_ns)
-    first, before = _rows(n, waits, waited_for)
-    order = _topological(first, before)
-    if len(order) < n:
-        raise NotReplayable(text("{n} operations wait for each other in a circle", n=n - len(order)))
+    order = _in_order(n, waits, waited_for)
     number = np.empty(n, dtype=np.int32)
     number[order] = np.arange(n)
     first, before = _rows(n, number[waits], number[waited_for])
@@ -122,6 +152,14 @@ def assemble(
         origin_ns=origin_ns,
     )
     return graph, number
+
+
+def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> Ints:
+    """The nodes in an order in which each comes after all that it waits for. Raises `NotReplayable`."""
+    order = _topological(*_rows(n, waits, waited_for))
+    if len(order) < n:
+        raise NotReplayable(text("{n} operations wait for each other in a circle", n=n - len(order)))
+    return order
 
 
 def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Ints, Shorts]:

@@ -99,9 +99,9 @@ def graph_of(timeline: Timeline) -> HostGraph:
     if not timeline.comparable:
         raise NotReplayable(text("the ranks number their steps differently"))
     if len(timeline.marks):
-        raise NotReplayable(text("CUDA events do not tell what the devices waited for; a deep window does"))
+        raise NotReplayable(text("CUDA events do not show what the devices waited for; a profiled window does"))
     if only_hosts_seen(timeline.ranks, timeline.collectives, timeline.kernels, timeline.marks):
-        raise NotReplayable(text("what the devices did was not recorded; a deep window does that"))
+        raise NotReplayable(text("what the devices did was not recorded; a profiled window does that"))
     if timeline.ranks["node"].n_unique() > 1:
         _check_clocks(timeline)
     bounds = phases.group_by("rank").agg(pl.col("start_ns").min().alias("_from"), pl.col("end_ns").max().alias("_to"))
@@ -134,7 +134,7 @@ def _check_clocks(timeline: Timeline) -> None:
         raise NotReplayable(text("the nodes' clocks could not be brought together"))
     step_ns = float(np.median((timeline.steps["end_ns"] - timeline.steps["start_ns"]).to_numpy()))
     if max(known, default=0) > _CLOCK_ERROR * step_ns:
-        raise NotReplayable(text("the nodes' clocks are only known to {error}", error=duration(max(known))))
+        raise NotReplayable(text("the nodes' clocks may be off by {error}", error=duration(max(known))))
 
 
 def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
@@ -434,7 +434,7 @@ def fidelity(host: HostGraph) -> Fidelity:
         sums += length[chosen].sum(), measured.sum()
     error = np.concatenate(errors)
     if host.steps.filter("judged")["step"].n_unique() < 2:
-        raise NotReplayable(text("with fewer than two judged steps a replay cannot be checked"))
+        raise NotReplayable(text("with fewer than two analyzed steps a replay cannot be checked"))
     return Fidelity(
         steps=len(error),
         median_error=float(np.median(error)),

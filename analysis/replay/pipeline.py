@@ -12,7 +12,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Pipeline
-from rankscope.analysis.model.pipeline_ops import BACKWARD, CLIP, FORWARD, OPTIMIZER
+from rankscope.analysis.model.pipeline_ops import BACKWARD, CLIP, COMPUTES, FORWARD, OPTIMIZER, WEIGHTS
+from rankscope.analysis.replay.dual_pipe import dual_pipe, is_dual_pipe
 from rankscope.analysis.replay.pipeline_plan import Floats, Group, Plan, plan, replay, transfers
 from rankscope.analysis.text.message import joined, text
 from rankscope.errors import NotReplayable
@@ -51,7 +52,7 @@ _EMBEDDING, _GATHER, _SCATTER = (
 _ACROSS_REPLICAS = (_GATHER, _SCATTER, CLIP)
 # After a stage's last computation, one after the other.
 _TAIL = ("gc", "layernorm-grads-all-reduce", _EMBEDDING, _SCATTER, CLIP, OPTIMIZER)
-_KNOWN = (FORWARD, BACKWARD, *_PEER, _GATHER, *_TAIL)
+_KNOWN = (*COMPUTES, *_PEER, _GATHER, *_TAIL)
 # What can keep the busiest stage idle for longer than the schedule must, in the order in which it is taken away.
 # Transfers as quick as between the quickest pair of stages are "transfers": no schedule does without them.
 TRANSFERS = text("transfers")
@@ -60,7 +61,8 @@ EXCESS = (
     *(text("microbatches of unequal length"), text("stages of unequal length")),
 )
 _WORTH_SAYING = 0.001
-_COMPUTES = (FORWARD, BACKWARD, "gc", OPTIMIZER)
+_COMPUTES = (*COMPUTES, "gc", OPTIMIZER)
+_LETTERS = {FORWARD: "F", BACKWARD: "B", WEIGHTS: "W"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,7 +121,11 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
     """The table `ops` as arrays, with its plan. Raises `NotReplayable`."""
     unknown = sorted(set(ops["name"].unique()) - set(_KNOWN))
     if unknown:
-        raise NotReplayable(text("it is not known what operations of type {kind} wait for", kind=unknown[0]))
+        raise NotReplayable(text("what operations of type {kind} wait for is unknown", kind=unknown[0]))
+    if is_dual_pipe(ops):
+        raise NotReplayable(
+            text("forwards and backwards of a rank overlap (DualPipe): what each takes alone is not recorded")
+        )
     absent = sorted(set(range(ops["stage"].to_numpy().max() + 1)) - set(ops["stage"].unique()))
     if absent:
         raise NotReplayable(text("no operations of stage {stage} were recorded", stage=absent[0]))
@@ -166,7 +172,7 @@ def _stage_means(grid: OpGrid, duration_ns: Floats, kind: str) -> dict[int, tupl
 def as_other_stages(grid: OpGrid, duration_ns: Floats, stage: int) -> Floats:
     """The durations if a stage computed as long as is usual for the others: scatter stays what it is."""
     changed: Floats = duration_ns.copy()
-    for kind in (FORWARD, BACKWARD):
+    for kind in COMPUTES:
         means = _stage_means(grid, duration_ns, kind)
         others = [mean for of, (_, mean) in means.items() if of != stage]
         if stage in means and others and means[stage][1] > 0:
@@ -177,9 +183,9 @@ def as_other_stages(grid: OpGrid, duration_ns: Floats, stage: int) -> Floats:
 def even_stages(grid: OpGrid, duration_ns: Floats) -> Floats:
     """The durations if all stages had as much of each kind of computation: scatter stays what it is."""
     changed: Floats = duration_ns.copy()
-    for kind in (FORWARD, BACKWARD):
+    for kind in COMPUTES:
         means = _stage_means(grid, duration_ns, kind)
-        mean = float(np.mean([of_one for _, of_one in means.values()]))
+        mean = float(np.mean([of_one for _, of_one in means.values()])) if means else 0.0
         for rows, of_one in means.values():
             changed[rows] *= mean / of_one if of_one > 0 else 1.0
     return changed
@@ -188,7 +194,7 @@ def even_stages(grid: OpGrid, duration_ns: Floats) -> Floats:
 def even_microbatches(grid: OpGrid, duration_ns: Floats) -> Floats:
     """The durations if all microbatches of a step, on all replicas, were equally long for a stage."""
     changed: Floats = duration_ns.copy()
-    for kind in (FORWARD, BACKWARD):
+    for kind in COMPUTES:
         for rows, _ in _stage_means(grid, duration_ns, kind).values():
             changed[rows] = duration_ns[rows].mean(axis=(0, 2), keepdims=True)
     return changed
@@ -197,7 +203,7 @@ def even_microbatches(grid: OpGrid, duration_ns: Floats) -> Floats:
 def even_by(grid: OpGrid, duration_ns: Floats, factor: Floats) -> Floats:
     """The durations times the factors, so that each stage has as much of each kind to do in a step as before."""
     changed: Floats = duration_ns * factor
-    for kind in (FORWARD, BACKWARD):
+    for kind in COMPUTES:
         for rows, _ in _stage_means(grid, duration_ns, kind).values():
             whole = changed[rows].sum(axis=(0, 2), keepdims=True)
             changed[rows] *= duration_ns[rows].sum(axis=(0, 2), keepdims=True) / np.maximum(whole, 1.0)
@@ -212,10 +218,10 @@ def _places(keys: Sequence[Key], ranks: NDArray[np.int32]) -> tuple[int, ...]:
 
 
 def compute_order(keys: Sequence[Key], places: Sequence[int], start_ns: Floats) -> dict[int, list[int]]:
-    """For each place the indices of its forward and backward computations, in the order in which they start."""
+    """For each place the indices of its forwards, backwards and gradients of weights, in the order of their starts."""
     order: dict[int, list[int]] = {}
     for i in sorted(range(len(keys)), key=lambda i: (start_ns[i], keys[i].seq)):
-        if keys[i].kind in (FORWARD, BACKWARD):
+        if keys[i].kind in COMPUTES:
             order.setdefault(places[i], []).append(i)
     return order
 
@@ -317,7 +323,26 @@ def _groups(index: Mapping[Key, int]) -> list[Group]:
     return groups
 
 
-def schedule(order: Mapping[int, Sequence[str]], chunks: int = 1) -> str:
+def schedule(order: Mapping[int, Sequence[str]], chunks: int = 1, *, turns: bool = False) -> str:
+    """The schedule's name from each place's sequence of "F", "B" and "W" (gradients of weights apart from inputs').
+
+    Where some W does not follow its B at once, it is `ZB-H1` if forwards and backwards are in the order of 1F1B,
+    and `ZBV` if the second of two chunks `turns` back and as many activations are kept as under 1F1B.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+    """
+    sequences = {place: "".join(order[place]) for place in sorted(order)}
+    whole = {place: sequence.replace("W", "") for place, sequence in sequences.items()}
+    if not any("W" in sequence.replace("BW", "B") for sequence in sequences.values()):
+        return "unknown" if turns else _schedule(whole, chunks)
+    if chunks == 1:
+        return "ZB-H1" if _schedule(whole, chunks) == "1F1B" else "unknown"
+    first = next(iter(whole.values()))
+    kept = max(first[:n].count("F") - first[:n].count("B") for n in range(1, len(first) + 1))
+    return "ZBV" if turns and kept >= min(2 * len(whole) - 1, first.count("F")) else "unknown"
+
+
+def _schedule(order: Mapping[int, str], chunks: int) -> str:
     """The schedule's name from each place's sequence of "F" and "B": `1F1B`, `GPipe` or `unknown`.
 
     With several `chunks` of the model at each place they are `interleaved 1F1B`, whose places run as many forwards
@@ -326,7 +351,7 @@ def schedule(order: Mapping[int, Sequence[str]], chunks: int = 1) -> str:
     places = sorted(order)
     names = set()
     for place, stage in enumerate(places):
-        sequence = "".join(order[stage])
+        sequence = order[stage]
         forwards = sequence.count("F")
         if chunks == 1:
             ahead = min(len(places) - place - 1, forwards)
@@ -353,9 +378,25 @@ def theory_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
     return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
+def _theory(grid: OpGrid, name: str, stages: int, microbatches: int, chunks: int) -> float | None:
+    """The bubble's share under this schedule, from what its computations take on average; None if it is not known.
+
+    Idle are (p - 1) (F + B - W) under ZB-H1, for the inputs' gradients B, and (p - 1) F under ZBV: until the last place
+    begins; after that none need idle. Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+    """
+    if name == "unknown":
+        return None
+    if not name.startswith("ZB"):
+        return theory_fraction(stages, microbatches, chunks)
+    took = {kind: grid.duration_ns[[k == kind for k in grid.kinds]] for kind in COMPUTES}
+    forward, backward, weights = (float(took[kind].mean()) for kind in COMPUTES)
+    idle = (stages - 1) * (max(forward + backward - weights, 0.0) if name == "ZB-H1" else forward)
+    return idle / (idle + microbatches * chunks * (forward + backward + weights))
+
+
 def pipeline(ops: pl.DataFrame) -> Pipeline:
     """The schedule of these steps and their bubble. Raises `NotReplayable` where there is no pipeline."""
-    return measured_pipeline(ops)[0]
+    return dual_pipe(ops) if is_dual_pipe(ops) else measured_pipeline(ops)[0]
 
 
 def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
@@ -363,15 +404,16 @@ def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
 
     Of the excess transfers as quick as any do not count there.
     """
-    grid = op_grid(ops.filter(pl.col("name").is_in([FORWARD, BACKWARD, *_PEER])))
+    grid = op_grid(ops.filter(pl.col("name").is_in([*COMPUTES, *_PEER])))
     order = compute_order(grid.keys, grid.places, np.median(grid.start_ns, axis=(1, 2)))
     if len(order) < 2:
         raise NotReplayable(text("there is only one pipeline stage"))
-    letters = {s: ["F" if grid.keys[i].kind == FORWARD else "B" for i in ops] for s, ops in order.items()}
+    letters = {s: [_LETTERS[grid.keys[i].kind] for i in ops] for s, ops in order.items()}
     chunks = max(len({grid.keys[i].stage for i in ops}) for ops in order.values())
-    name = schedule(letters, chunks)
+    turns = {grid.keys[i].stage for i in order[0]} == {0, 2 * len(order) - 1}
+    name = schedule(letters, chunks, turns=turns)
     microbatches = max(sequence.count("F") for sequence in letters.values()) // chunks
-    theory = None if name == "unknown" else theory_fraction(len(order), microbatches, chunks)
+    theory = _theory(grid, name, len(order), microbatches, chunks)
     # Means over replicas and the middle half of the steps: they add up, and a stall now and then does not move them.
     length = _span(grid, order)
     middle = np.argsort(length)[len(length) // 4 : len(length) - len(length) // 4]

@@ -3,21 +3,22 @@
 Candidates are what wait attribution charges most to (ranks, nodes, stages), where only operations were recorded what
 computes longest, and every fix without an argument that the run allows, but for `balance`. A fix is listed if it brings
 more than 2 % of the step and more than its own error. One that changes all ranks of another fix, and more, is listed
-only if it brings clearly more.
+only if it brings clearly more. So is the best pair, if it brings that much more than either alone.
 
 Source: what-if analysis of stragglers, ByteDance 2025: one worker, one stage, one kind of operation at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Finding, PredictedFix
-from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
+from rankscope.analysis.model.pipeline_ops import COMPUTES
 from rankscope.analysis.replay.whatif import Gain, PipelineRerun, Rerun
 from rankscope.errors import BadFix
 
@@ -26,9 +27,15 @@ __all__ = ["LEAST_GAIN", "sweep"]
 LEAST_GAIN = 0.02  # share of the step from which on a fix is listed
 _TRIED = 4  # ranks, nodes and stages each; a replay takes about a hundredth of the report's time
 _LISTED = 8
+_PAIRED = 5  # of the largest gains, all pairs are tried
 _DISAGREE = 2.0  # times that a finding's cost and the replay of its fix differ, from which on both are shown
-_NAMED = ("rank:", "node:", "stage:", "link:", "op:")  # fixes with an argument
-_ASKED = "balance"  # removes the scatter of equal ranks too, so that healthy jobs would have it: findings ask for it
+_NAMED = ("rank:", "node:", "stage:", "link:", "op:", "overlap:")  # fixes with an argument
+_ASKED = {  # start of a fix -> the detector whose findings ask for it
+    "balance": "",  # by its fix only: removes the scatter of equal ranks too, so that healthy jobs would have it
+    "prefetch:": "exposed_communication",
+    "reshard:": "exposed_communication",
+    "bucket-mb:": "exposed_communication",
+}
 
 
 def sweep(run: Rerun | PipelineRerun, findings: Sequence[Finding], charges: pl.DataFrame) -> tuple[PredictedFix, ...]:
@@ -40,17 +47,33 @@ def sweep(run: Rerun | PipelineRerun, findings: Sequence[Finding], charges: pl.D
     for finding in findings:
         if finding.fix and finding.lost_ns_per_step:
             found.setdefault(finding.fix, finding)
-    gains = {fix: gain for fix in dict.fromkeys((*found, *_candidates(run, charges))) if (gain := _tried(run, fix))}
+    candidates = _candidates(run, charges, {finding.detector for finding in findings})
+    gains = {fix: gain for fix in dict.fromkeys((*found, *candidates)) if (gain := _tried(run, fix))}
     worth = {fix: gain for fix, gain in gains.items() if _is_clear(gain, run.step_ns)}
     kept = [fix for fix in worth if fix in found or not _covered(fix, worth, run)]
     kept += [fix for fix in found if fix in gains and fix not in worth and _contradicts(gains[fix], found[fix])]
     kept.sort(key=lambda fix: -gains[fix].gain_ns)
-    return tuple(_row(gains[fix], run.step_ns, found.get(fix)) for fix in kept[:_LISTED])
+    rows = [_row(gains[fix], run.step_ns, found.get(fix)) for fix in kept[:_LISTED]]
+    pair = _best_pair([gains[fix] for fix in kept if fix in worth][:_PAIRED], run)
+    rows += [_row(pair, run.step_ns, None)] if pair else []
+    return tuple(sorted(rows, key=lambda row: -row.gain_ns))
 
 
-def _tried(run: Rerun | PipelineRerun, fix: str) -> Gain | None:
+def _best_pair(gains: Sequence[Gain], run: Rerun | PipelineRerun) -> Gain | None:
+    """The two fixes that bring most together, if clearly more than either alone."""
+    best: Gain | None = None
+    for one, other in combinations(gains, 2):
+        both = _tried(run, *one.fixes, *other.fixes)
+        if both is None or both.gain_ns <= (best.gain_ns if best else 0.0):
+            continue
+        more_ns = both.gain_ns - max(one.gain_ns, other.gain_ns)
+        best = both if more_ns > max(both.uncertainty_ns, LEAST_GAIN * run.step_ns) else best
+    return best
+
+
+def _tried(run: Rerun | PipelineRerun, *fixes: str) -> Gain | None:
     try:
-        return run.gain(fix)
+        return run.gain(*fixes)
     except BadFix:
         return None
 
@@ -67,7 +90,7 @@ def _contradicts(gain: Gain, finding: Finding) -> bool:
 def _row(gain: Gain, step_ns: float, finding: Finding | None) -> PredictedFix:
     gain_ns = max(gain.gain_ns, 0.0)
     return PredictedFix(
-        fix=gain.fixes[0],
+        fix=" + ".join(gain.fixes),
         step_ns=round(step_ns - gain_ns),
         gain_ns=round(gain_ns),
         gain_fraction=gain_ns / step_ns,
@@ -80,8 +103,9 @@ def _row(gain: Gain, step_ns: float, finding: Finding | None) -> PredictedFix:
 # ---------------------------------------------------------------- candidates
 
 
-def _candidates(run: Rerun | PipelineRerun, charges: pl.DataFrame) -> list[str]:
-    possible = run.possible()
+def _candidates(run: Rerun | PipelineRerun, charges: pl.DataFrame, asking: Collection[str]) -> list[str]:
+    unasked = tuple(start for start, detector in _ASKED.items() if detector not in asking)
+    possible = run.possible(without=unasked)
     if isinstance(run, PipelineRerun):
         (ranks, stages), nodes = _longest(run), {}
     else:
@@ -90,7 +114,7 @@ def _candidates(run: Rerun | PipelineRerun, charges: pl.DataFrame) -> list[str]:
     found = [f"rank:{rank}" for rank in _largest(ranks)] if any(fix.startswith("rank:") for fix in possible) else []
     found += [f"node:{node}" for node in _largest(nodes)] + [f"stage:{stage}" for stage in _largest(stages)]
     known = [fix for fix in found if fix.startswith("rank:") or fix in possible]
-    return [*known, *(fix for fix in possible if not fix.startswith((*_NAMED, _ASKED)))]
+    return [*known, *(fix for fix in possible if not fix.startswith((*_NAMED, *unasked)))]
 
 
 def _largest(ns: Mapping[int, float]) -> list[int]:
@@ -116,7 +140,7 @@ def _summed(ns: Mapping[int, float], places: Mapping[int, Iterable[int]]) -> dic
 def _longest(run: PipelineRerun) -> tuple[dict[int, float], dict[int, float]]:
     """What each rank computes in all beyond its peers in the other replicas, and what each stage computes."""
     grid = run.grid
-    computes = np.isin(grid.kinds, (FORWARD, BACKWARD))
+    computes = np.isin(grid.kinds, COMPUTES)
     spent = grid.duration_ns[computes].sum(axis=1)  # [op, replica]
     excess = np.maximum(spent - np.median(spent, axis=1, keepdims=True), 0.0)
     ranks, of = np.unique(grid.ranks[computes], return_inverse=True)

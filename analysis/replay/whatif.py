@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import polars as pl
@@ -14,8 +16,19 @@ from rankscope.analysis.metrics.bandwidth import fit_line
 from rankscope.analysis.metrics.links import busy_time, link_rates
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import OWN
-from rankscope.analysis.replay.device_graph import device_graph, first_steps
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, Shorts, replay
+from rankscope.analysis.replay.communication import (
+    Pieces,
+    Wiring,
+    hidden,
+    kept_parameters,
+    operations,
+    prefetched,
+    split,
+    wiring,
+)
+from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
+from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, Shorts, replay, replay_with
+from rankscope.analysis.replay.host_calls import may_wait
 from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.pipeline import (
     OpGrid,
@@ -38,8 +51,9 @@ MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, pred
 _VANISHING = ("gc", "input", "compile", "checkpoint", "host")
 _FORM = re.compile(
     r"(?:rank:\d{1,9}(?:,\d{1,9})*|(?:node|stage):\d{1,9}|link:node\d{1,9}|op:\w+=\d*\.?\d+|bucket-mb:\d*\.?\d+|"
-    rf"balance|{'|'.join(_VANISHING)})"
+    rf"overlap:[^:]+(?::\w+)?|prefetch:[1-9]\d?|reshard:off|balance|{'|'.join(_VANISHING)})"
 )
+_SCHEDULES = ("overlap", "prefetch", "reshard")
 _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
 _FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
 
@@ -56,7 +70,7 @@ class Gain:
     uncertainty_ns: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rerun:
     """A run that can be replayed with fixes."""
 
@@ -72,6 +86,7 @@ class Rerun:
     lengths_ns: Floats  # of the rows of `host.steps`, as replayed with nothing changed
     judged: Bools
     section: Ints  # of each node: how many matched operations its rank had called in the step when it began
+    operations: pl.DataFrame  # as `communication.operations` has them
 
     @property
     def step_ns(self) -> float:
@@ -79,17 +94,35 @@ class Rerun:
 
     def gain(self, *fixes: str) -> Gain:
         """What these fixes bring together. Raises `BadFix`."""
-        duration = self.host.graph.duration_ns
+        saved_ns = self._saved(fixes)
+        gain = _gain(fixes, self.step_ns, saved_ns, self.fidelity)
+        if not any(self._pieces(fix) for fix in fixes):
+            return gain
+        least_ns = self._saved(fixes, at_end=True)
+        return replace(gain, uncertainty_ns=gain.uncertainty_ns + abs(float((saved_ns - least_ns).mean())) / 2)
+
+    def _saved(self, fixes: Sequence[str], *, at_end: bool = False) -> Floats:
+        """What each step becomes shorter; `at_end`: the gradients of a bucket are all ready when its last is."""
+        graph, duration = self.host.graph, self.host.graph.duration_ns
+        waiting = [fix for fix in fixes if fix.partition(":")[0] in _SCHEDULES or self._pieces(fix)]
         for fix in fixes:
-            duration = self._fixed(fix, duration)
-        lengths = step_lengths(self.host, replay(self.host.graph, duration))
+            if fix not in waiting:
+                duration = self._fixed(fix, duration)
+        none = np.zeros(0, dtype=np.int64)
+        changes = Changes(duration_ns=duration, gone=none, waits=none, waited_for=none)
+        for fix in sorted(waiting, key=lambda fix: self._pieces(fix) is not None):  # what adds nodes comes last
+            changes = self._scheduled(fix, changes, at_end=at_end)
+        try:
+            lengths = step_lengths(self.host, replay_with(graph, changes))
+        except NotReplayable as reason:
+            raise BadFix(f"cannot fix '{', '.join(fixes)}' in this run: {reason}") from None
         per_step = (self.lengths_ns - lengths)[self.judged]
         # Ranks gain alike: a step counts once, however many ranks there are.
         _, of = np.unique(self.host.steps["step"].to_numpy()[self.judged], return_inverse=True)
-        return _gain(fixes, self.step_ns, np.bincount(of, weights=per_step) / np.bincount(of), self.fidelity)
+        return np.asarray(np.bincount(of, weights=per_step) / np.bincount(of))
 
-    def possible(self) -> tuple[str, ...]:
-        """The fixes that this run allows, most with a placeholder."""
+    def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """The fixes that this run allows, most with a placeholder; a replay for some, but of those `without`."""
         graph, parts = self.host.graph, self._parts()
         ranks, nodes = sorted(self.nodes), sorted(set(self.nodes.values()))
         found = [f"rank:{ranks[0]} … rank:{ranks[-1]}", "balance"] if len(ranks) > 1 else []
@@ -98,14 +131,29 @@ class Rerun:
         found += [f"link:node{n}" for n in nodes if link_rates(self.links, (n,)) is not None]
         found += [f"op:{op}=0" for op in self._operations()]
         found += [part for part in _VANISHING if graph.parts.index(part) in parts]
-        found += [f"bucket-mb:{_TWICE_THE_USUAL}"] if self._can_merge_buckets() else []
+        exposed = self.operations.filter(pl.col("exposed_ns") > 0, ~pl.col("is_edge"))
+        found += [
+            f"overlap:{sort}:{op}" for sort, op in exposed.select("sort", "op").unique().sort("sort", "op").rows()
+        ]
+        replayed = ("prefetch:1", "reshard:off", *self._other_buckets())
+        found += [fix for fix in replayed if not fix.startswith(without) and self._allows(fix)]
         return tuple(found)
 
-    def _can_merge_buckets(self) -> bool:
+    def _other_buckets(self) -> list[str]:
+        """Buckets twice as large as usual, and half as large as they are."""
+        largest = self.buckets["size_bytes"].max()
+        half = [f"bucket-mb:{largest / 2**21:.3g}"] if isinstance(largest, int) else []
+        return [f"bucket-mb:{_TWICE_THE_USUAL}", *half]
+
+    def _allows(self, fix: str) -> bool:
+        name, _, argument = fix.partition(":")
         try:
-            return self._larger_buckets(str(_TWICE_THE_USUAL), self.host.graph.duration_ns) is not None
+            if name not in _SCHEDULES and not self._pieces(fix):
+                return self._larger_buckets(argument, self.host.graph.duration_ns) is not None
+            self._saved([fix])
         except BadFix:
             return False
+        return True
 
     def _fixed(self, fix: str, duration: Floats) -> Floats:
         """The durations with one more fix."""
@@ -124,6 +172,62 @@ class Rerun:
         if fixed is None:
             raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
         return fixed
+
+    # ---- when communication happens
+
+    @cached_property
+    def _wired(self) -> Wiring:
+        return wiring(self.host.graph, self.operations["instance_id"].to_numpy())
+
+    def _scheduled(self, fix: str, changes: Changes, *, at_end: bool) -> Changes:
+        """The changes with one more fix."""
+        name, _, argument = fix.partition(":")
+        changed: Changes | None
+        if name == "overlap":
+            sort, _, op = argument.rpartition(":") if argument.count(":") else (argument, "", "")
+            changed = hidden(self.operations, sort, op, self._wired, changes)
+        elif name == "prefetch":
+            changed = prefetched(self.operations, int(argument), self._wired, changes)
+        elif name == "reshard":
+            changed = kept_parameters(self.operations, self._wired, changes)
+        else:
+            pieces = self._pieces(fix)
+            assert pieces is not None
+            ends = replay(self.host.graph, self.host.graph.duration_ns)
+            changed = split(replace(pieces, at_end=at_end), self._wired, changes, ends)
+        if changed is None:
+            raise BadFix(f"cannot fix '{fix}' in this run: it has no such operations")
+        return changed
+
+    def _pieces(self, fix: str) -> Pieces | None:
+        """The parts into which buckets go that are too large; None where they only become larger. Raises `BadFix`."""
+        name, _, argument = fix.partition(":")
+        if name != "bucket-mb" or not re.fullmatch(r"\d*\.?\d+", argument) or self._buckets_per_step() <= 1:
+            return None
+        cap = float(argument) * 2**20
+        of = ["group_id", "step"]
+        merged = _merged(self.buckets, cap)
+        known = pl.col("_before").is_not_null() & pl.col("instance_id").is_in(list(self._wired.transfer))
+        large = self.buckets.with_columns(_before=pl.col("instance_id").shift(1).over(of)).filter(
+            pl.col("size_bytes") > cap, known
+        )
+        if len(np.unique(merged)) < len(merged) or large.is_empty():
+            return None
+        size = self.buckets["size_bytes"].to_numpy().astype(np.float64)
+        latency_ns, ns_per_byte = _latency_and_rate(size, self.host.graph.duration_ns[self._bucket_nodes()])
+        sizes = large["size_bytes"].to_list()
+        parts = [math.ceil(one / cap) for one in sizes]
+        share = [
+            (latency_ns + ns_per_byte * one / n) / (latency_ns + ns_per_byte * one)
+            for one, n in zip(sizes, parts, strict=True)
+        ]
+        return Pieces(large["instance_id"].to_list(), large["_before"].to_list(), parts, share, at_end=False)
+
+    def _bucket_nodes(self) -> Ints:
+        """The transfer of each bucket."""
+        graph, instance = self.host.graph, self.buckets["instance_id"].to_numpy()
+        transfers = np.flatnonzero((graph.rank < 0) & np.isin(graph.instance, instance))
+        return transfers[np.argsort(graph.instance[transfers])][np.searchsorted(np.sort(instance), instance)]
 
     # ---- whose own time is too long
 
@@ -162,10 +266,13 @@ class Rerun:
         """Durations in which own time of the chosen ranks is, by step and label, what is typical of the others.
 
         It is spread over the spans between operations as that of the others is, if all have one role and call equally
-        many in the step. What a rank has no time of stays away.
+        many in the step. What a rank has no time of stays away. How late kernels begin depends on what else the device
+        does and stays; calls that may hold a wait for others become shorter only.
         """
         graph = self.host.graph
-        own = np.flatnonzero(np.isin(graph.part, [graph.parts.index(part) for part in OWN]) & (graph.step >= 0))
+        in_step = np.isin(graph.part, [graph.parts.index(part) for part in OWN]) & (graph.step >= 0)
+        late = np.isin(graph.label, [code for code, name in enumerate(graph.labels) if name in (BETWEEN, LAUNCH)])
+        own = np.flatnonzero(in_step & ~late)
         row = np.searchsorted(sorted(self.nodes), graph.rank[own])
         calls = np.zeros((len(self.nodes), int(graph.step.max()) + 1), np.int64)
         np.maximum.at(calls, (row, graph.step[own]), self.section[own])
@@ -183,7 +290,9 @@ class Rerun:
                 at = place[of_label], step, span
                 spent = np.zeros((len(ranks), calls.shape[1], len(sections)))
                 np.add.at(spent, at, duration[some_nodes])
-                scaled[some_nodes] *= _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical)[at]
+                factor = _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical)[at]
+                waits = label >= 0 and may_wait(graph.labels[label])
+                scaled[some_nodes] *= np.minimum(factor, 1.0) if waits else factor
         return np.asarray(scaled)
 
     # ---- what takes no time or less
@@ -233,23 +342,15 @@ class Rerun:
     # ---- DDP's buckets
 
     def _larger_buckets(self, argument: str, duration: Floats) -> Floats | None:
-        """Buckets that fit together into so many MiB are one: reduced when the last of them is ready, α + S / B long.
-
-        Smaller ones than were recorded cannot be replayed: nobody saw when half of a bucket was ready.
-        """
+        """Buckets that fit together into so many MiB are one: reduced when the last is ready, α + S / B long."""
         found = re.fullmatch(r"\d*\.?\d+", argument)
         if not found or self._buckets_per_step() <= 1:
             return None
-        instance, size = (
-            self.buckets["instance_id"].to_numpy(),
-            self.buckets["size_bytes"].to_numpy().astype(np.float64),
-        )
+        size = self.buckets["size_bytes"].to_numpy().astype(np.float64)
         merged = _merged(self.buckets, float(argument) * 2**20)
         if len(np.unique(merged)) == len(merged):
-            raise BadFix(f"no two of the recorded buckets fit into {argument} MiB, and smaller ones cannot be replayed")
-        graph = self.host.graph
-        transfers = np.flatnonzero((graph.rank < 0) & np.isin(graph.instance, instance))
-        node = transfers[np.argsort(graph.instance[transfers])][np.searchsorted(np.sort(instance), instance)]
+            raise BadFix(f"no two of the recorded buckets fit into {argument} MiB, and none but a first one is larger")
+        node = self._bucket_nodes()
         latency_ns, ns_per_byte = _latency_and_rate(size, duration[node])
         last = np.concatenate([merged[1:] != merged[:-1], [True]])
         alone = np.bincount(merged)[merged] == 1
@@ -322,7 +423,7 @@ class PipelineRerun:
         saved = ends(self.grid.plan, self.whatif.actual_ns) - ends(self.grid.plan, duration)
         return _gain(fixes, self.step_ns, saved, self.fidelity)
 
-    def possible(self) -> tuple[str, ...]:
+    def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:  # noqa: ARG002 (none needs a replay)
         ranks = np.unique(self.grid.ranks)
         found = [f"rank:{ranks[0]} … rank:{ranks[-1]}"] if self.grid.ranks.shape[1] > 1 else []
         return (*found, "balance", *(f"stage:{stage}" for stage in self.grid.stages), "balance:stages")
@@ -347,7 +448,8 @@ def check_form(fix: str) -> None:
     """Nothing, if some run may have such a fix. Raises `BadFix`, without a run."""
     if not _FORM.fullmatch(fix):
         kinds = f"rank:2, rank:2,5, node:1, balance, stage:3, link:node1, op:allreduce=0.5, {', '.join(_VANISHING)}"
-        raise BadFix(f"no fix is written '{fix}'; there are {kinds}, bucket-mb:50")
+        schedules = "overlap:GROUP:OPERATION, prefetch:1, reshard:off"
+        raise BadFix(f"no fix is written '{fix}'; there are {kinds}, bucket-mb:50, {schedules}")
 
 
 def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:
@@ -406,6 +508,7 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
         judged=host.steps["judged"].fill_null(False).to_numpy(),
         section=_sections(host.graph),
+        operations=operations(timeline),
     )
 
 
@@ -473,7 +576,7 @@ def _latency_and_rate(size: Floats, ns: Floats) -> tuple[float, float]:
     """
     line = fit_line(size, ns)
     if line is None:
-        raise BadFix("all buckets have about the same size, so what each costs beside its bytes is not known")
+        raise BadFix("all buckets have about the same size, so their latency is unknown")
     return line.latency_ns, line.ns_per_byte
 
 

@@ -18,6 +18,7 @@ from rankscope.analysis.timeline.counters import gpus_of_ranks
 from rankscope.analysis.timeline.cuda_events import MARK_COLUMNS, by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.device_breakdown import device_phases, with_launches, with_waits
 from rankscope.analysis.timeline.device_clocks import device_clocks, on_one_clock
+from rankscope.analysis.timeline.device_waits import known_waits, without_waits
 from rankscope.analysis.timeline.excluded_steps import set_lost_aside, without_lost_operations
 from rankscope.analysis.timeline.hang_progress import given_up, last_begun_ns, last_progress
 from rankscope.analysis.timeline.host_breakdown import InvariantError, breakdown, check_phases, phases
@@ -26,6 +27,7 @@ from rankscope.analysis.timeline.nccl_durations import proxies, with_durations
 from rankscope.analysis.timeline.nccl_ras import late_ranks
 from rankscope.analysis.timeline.pipeline_ops import stage_ops, steps_of_ops
 from rankscope.analysis.timeline.profiled_steps import profiled_gaps, set_profiled_aside
+from rankscope.analysis.timeline.rank_exits import rank_exits
 from rankscope.analysis.timeline.steps import (
     CAPTURE,
     agreement,
@@ -75,6 +77,7 @@ class Timeline:
     | groups | those of the schema |
     | proxies | those of `nccl.PROXIES`, step |
     | ras | rank, communicator, operation, launched, most, state, time_ns: as `ras.late_ranks` has it |
+    | exits | those of the schema and of `rank_exits`; empty where the end of the run was not read |
     | samples, places | `code.SAMPLES` in the steps of the host, and the tree of calls that they point into
       (`code.PLACES`) |
     | ops, progress | those of the schema; of a recorded run as `stages.stage_ops`, `progress.last_progress` have it |
@@ -102,6 +105,7 @@ class Timeline:
     marks: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=MARK_COLUMNS))
     proxies: pl.DataFrame = field(default_factory=pl.DataFrame)
     ras: pl.DataFrame = field(default_factory=pl.DataFrame)
+    exits: pl.DataFrame = field(default_factory=pl.DataFrame)
     samples: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SAMPLES))
     places: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=PLACES))
     stretch: Stretch | None = None  # what was read of the run; None: all
@@ -148,7 +152,8 @@ def build_timeline(trace: Trace) -> Timeline:
     whole, of_operations = without_lost_operations(steps.filter(read_whole), collectives, groups)
     steps = pl.concat([steps.filter(~read_whole), whole]).sort("rank", "step", maintain_order=True)
     regions, hosts_steps = in_steps(regions, steps), steps
-    steps, marks, of_marks = marked_steps(steps, _marks(trace, clocks), collectives)
+    of_phases, of_waits = without_waits(_marks(trace, clocks))
+    steps, marks, of_marks = marked_steps(steps, of_phases, collectives)
     steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)])
     if stretch:
         steps = steps.filter(pl.col("step") >= stretch.first)
@@ -163,16 +168,19 @@ def build_timeline(trace: Trace) -> Timeline:
     memory = read("memory", "rank", "time_ns").select("rank", "time_ns", "name", "value")
     progress = read("progress", "rank", "group_id")
     late = late_ranks(read("ras", "node", "time_ns"), ranks, trace.run, last_begun_ns(collectives, regions) or 0)
+    exits = pl.DataFrame()
     if trace.source == "native" and (stretch is None or stretch.is_to_the_end):  # what a rank did last is all there
         sampled = (table["time_ns"].max() for table in (counters, samples, memory))
         until = [ns for ns in sampled if isinstance(ns, int)]
         progress = last_progress(collectives, regions, max(until, default=None), steps, said_late=len(late) > 0)
+        exits = rank_exits(read("exits", "rank", "end_ns"), collectives, regions, steps)
     split = steps if "breakdown" not in trace.reader.cannot() else steps.filter(has_device)
-    marks = by_marks(marks, steps, hosts_steps, regions, collectives)
+    device_waits = known_waits(of_waits if len(marks) else of_waits.clear(), hosts_steps)
+    marks = by_marks(marks, steps, hosts_steps, regions, collectives, device_waits)
     hosts, devices = split.filter(~has_device & marks.is_empty()), split.filter(has_device)
     timed = _on_a_clock(collectives)
     cut = pl.concat([phases(hosts, regions, timed), device_phases(devices, kernels, regions, timed)])
-    cut = cut if marks.is_empty() else mark_phases(marks, split, regions)
+    cut = cut if marks.is_empty() else mark_phases(marks, split, regions, device_waits)
     places, of_frames = merged_places(trace.table("frames").collect())
     samples = samples.join(of_frames, on=["rank", "frame"], how="left")
     samples = samples.with_columns(pl.col("place").fill_null(0))
@@ -217,6 +225,7 @@ def build_timeline(trace: Trace) -> Timeline:
             proxies(read("nccl_calls", "rank", "start_ns"), read("nccl_events", "rank", "start_ns")), enqueued_in
         ),
         ras=late,
+        exits=exits,
         samples=sampled_in(samples, cut if marks.is_empty() else hosts_steps),
         places=places,
         groups=groups,
@@ -272,8 +281,8 @@ def _timing_gaps(records: pl.DataFrame) -> list[Gap]:
     if records.is_empty() or records["duration_ns"].is_not_null().any():
         return []
     why = text(
-        "torch's Flight Recorder has no durations, so it is not known which rank comes late and how fast transfers "
-        "are; TORCH_NCCL_ENABLE_TIMING=1 gives them (with CUDA_DEVICE_MAX_CONNECTIONS=1 communication then overlaps "
+        "torch's Flight Recorder has no durations, so stragglers and bandwidth are unknown; "
+        "TORCH_NCCL_ENABLE_TIMING=1 records them (with CUDA_DEVICE_MAX_CONNECTIONS=1 communication then overlaps "
         "less: for a short run only), or rankscope trigger for a few steps"
     )
     return [Gap(table="flight_records", rank=None, node=None, count=len(records), why=why)]
@@ -363,7 +372,7 @@ def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, told: set[int | None], 
     judged = steps.filter("judged")["step"].n_unique()
     if judged < _FEW_STEPS:
         why = text(
-            "only {judged} of {count} steps can be judged; record more",
+            "only {judged} of {count} steps can be analyzed; record more",
             judged=judged,
             count=steps["step"].n_unique(),
         )
@@ -418,7 +427,7 @@ def _unmatched_gaps(collectives: pl.DataFrame) -> list[Gap]:
         of_rank = differing.filter(same_key).select("rank", "op").iter_rows()
         said = joined(", ", (text("rank {rank} {op}", rank=rank, op=op) for rank, op in of_rank))
         why = text(
-            "desynchronised: operation {seq} of group {group} is {said}",
+            "desynchronized: operation {seq} of group {group} is {said}",
             seq=first["seq"],
             group=first["group"],
             said=said,

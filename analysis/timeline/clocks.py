@@ -15,7 +15,7 @@ from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
 __all__ = ["TIME_COLUMNS", "apply_clocks", "clocks_by_causality", "fit_clocks"]
 
-TIME_COLUMNS = ("start_ns", "issued_ns", "device_start_ns", "end_ns", "time_ns")
+TIME_COLUMNS = ("start_ns", "issued_ns", "device_start_ns", "end_ns", "time_ns", "bye_ns", "raised_ns")
 
 _BURST_GAP_NS = 5_000_000_000  # pings closer than this belong to one burst
 _KEPT = 0.1  # share of a burst's pings, those with the lowest round trip

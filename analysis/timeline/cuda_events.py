@@ -39,7 +39,7 @@ __all__ = [
 
 MARK_COLUMNS = {
     **dict.fromkeys(("rank", "step"), pl.Int32),
-    **dict.fromkeys(("mark", "phase", "part"), pl.String),
+    **dict.fromkeys(("mark", "phase", "part", "apart"), pl.String),
     **dict.fromkeys(("host_begin_ns", "recorded_ns", "begin_ns", "device_ns"), pl.Int64),
     **dict.fromkeys(("ahead_ns", "idle_ns", "communication_ns", "clock_error_ns"), pl.Int64),
 }
@@ -80,13 +80,10 @@ def marked_steps(
 
     A step ends when the device comes to the mark that the host enqueued where its own step ended; there the next one
     begins. The first begins with the host's. Steps whose end was not seen are left out, and those that follow them.
-    `marks` (the table `device_marks`) serve if on every rank that has steps most of these have an end, by a clock whose
-    error is at most a tenth of the median step, and if most operations do not end on the hosts, where their waits are
-    seen; if not, the hosts' steps stay, and there are no marks. Those of one stream come in order: a device's time
-    before that of an earlier mark is moved there.
+    `marks` (those of `device_waits.without_waits`) serve if on every rank that has steps most of these have an end,
+    by a clock whose error is at most a tenth of the median step, and if most operations do not end on the hosts,
+    where their waits are seen; if not, the hosts' steps stay, and there are no marks.
     """
-    marks = marks.sort("rank", "recorded_ns", maintain_order=True)
-    marks = marks.with_columns(pl.col("device_ns").cum_max().over("rank"))  # nulls stay
     if marks["device_ns"].null_count() == len(marks) or steps.is_empty():
         return steps, marks.clear(), []
     ended = _with_device_ends(steps, marks)
@@ -121,7 +118,7 @@ def _useless(ended: pl.DataFrame, marks: pl.DataFrame, collectives: pl.DataFrame
     if vague.is_empty():
         return ""
     worst = max(vague["clock_error_ns"].drop_nulls().to_list(), default=None)
-    how = text("not known") if worst is None else text("only known to {error}", error=duration(worst))
+    how = text("unknown") if worst is None else text("known only to within {error}", error=duration(worst))
     return text("the clock of the device of {ranks} is {how}", ranks=named("rank", vague["rank"].to_list()), how=how)
 
 
@@ -173,6 +170,7 @@ def by_marks(
     hosts: pl.DataFrame,
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
+    waits: pl.DataFrame,
 ) -> pl.DataFrame:
     """The phases that marks close in `steps` (the devices'), by rank and time, with the columns of MARK_COLUMNS.
 
@@ -186,6 +184,8 @@ def by_marks(
     `part`: the phase's own, or mixed where any rank communicates in that phase of the step for more than 1 % of it, or
     for an unknown time, and where marks are missing. Between a pipeline's microbatches nothing is computed:
     there, communication blocks, and what of it is waiting is not known (unsplit). `hosts` are the hosts' steps.
+    `apart`: what a mixed phase is beside the device's waits for communication, where these are known
+    (`device_waits.known_waits`); else null.
     """
     index = pl.int_range(pl.len()).over("rank")
     begun = hosts.group_by("rank").agg(pl.col("start_ns").min().alias("_begun"))
@@ -217,8 +217,12 @@ def by_marks(
         .filter(pl.col("device_ns") > pl.col("_start"))
         .with_columns(pl.max_horizontal("begin_ns", "_start").alias("begin_ns"))
         .sort("rank", "_index")
+        .with_columns(pl.col("part").alias("_own"))
         .pipe(_with_communication, regions, collectives)
         .with_columns(
+            apart=pl.when(
+                pl.col("part") == MIXED, pl.col("_own") != MIXED, pl.col("step").is_in(waits["step"].implode())
+            ).then("_own"),
             ahead_ns=(pl.col("device_ns") - pl.col("recorded_ns")).clip(lower_bound=0),
             idle_ns=(pl.min_horizontal("recorded_ns", "device_ns") - pl.col("begin_ns")).clip(lower_bound=0),
         )
@@ -266,12 +270,13 @@ def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives
     )
 
 
-def mark_phases(marks: pl.DataFrame, steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
+def mark_phases(marks: pl.DataFrame, steps: pl.DataFrame, regions: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
     """The devices' time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
 
     The rows of a step cover it without gap or overlap: those of a phase of `marks` (as `by_marks` has them) have its
     part and its name for a label, but for the time in which the host's main thread was stopped (gc, input, compile,
-    checkpoint) and the device had run dry, see `_dry`.
+    checkpoint) and the device had run dry, see `_dry`. A mixed phase whose waits are known (`waits`, as
+    `device_waits.known_waits` has them) is unsplit communication in these and its own part otherwise.
     """
     stops = regions.filter(
         pl.col("kind").is_in(_STOPS), pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns")
@@ -279,21 +284,29 @@ def mark_phases(marks: pl.DataFrame, steps: pl.DataFrame, regions: pl.DataFrame)
     labels = sorted({*PARTS, *marks["phase"].unique(), *stops["name"].unique()})
     code = {label: number for number, label in enumerate(labels)}
     of_stops, none = dict(by_rank(stops)), stops.clear()
-    of_steps = dict(by_rank(steps.sort("rank", "start_ns")))
-    cut = [(rank, _cut(of_rank, of_steps[rank], of_stops.get(rank, none), code)) for rank, of_rank in by_rank(marks)]
+    of_steps, of_waits, no_waits = dict(by_rank(steps.sort("rank", "start_ns"))), dict(by_rank(waits)), waits.clear()
+    cut = [
+        (rank, _cut(of_rank, of_steps[rank], of_stops.get(rank, none), of_waits.get(rank, no_waits), code))
+        for rank, of_rank in by_rank(marks)
+    ]
     return as_phases(cut, labels)
 
 
 def _cut(
-    marks: pl.DataFrame, steps: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]
+    marks: pl.DataFrame, steps: pl.DataFrame, stops: pl.DataFrame, waits: pl.DataFrame, code: dict[str, int]
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """step, position in PARTS, label, start and end of each phase of one rank."""
     begin, end = marks["begin_ns"].to_numpy(), marks["device_ns"].to_numpy()
     dry, dry_part = _dry(marks, stops, code)
-    grid = Grid([begin, end, dry.start, dry.end], int(steps["start_ns"][0]), int(steps["end_ns"][-1]))
+    waiting = Spans(waits["start_ns"].to_numpy(), waits["end_ns"].to_numpy(), np.zeros(len(waits), np.int64))
+    edges = [begin, end, dry.start, dry.end, waiting.start, waiting.end]
+    grid = Grid(edges, int(steps["start_ns"][0]), int(steps["end_ns"][-1]))
     lasts = end > begin
     phase = np.flatnonzero(lasts)[np.searchsorted(begin[lasts], grid.start, side="right") - 1]
-    part = _codes(marks["part"], {name: number for number, name in enumerate(PARTS)})[phase]
+    numbers = {name: number for number, name in enumerate(PARTS)}
+    is_apart = marks["apart"].is_not_null().to_numpy()[phase]
+    part = _codes(pl.select(pl.coalesce(marks["apart"], marks["part"])).to_series(), numbers)[phase]
+    part[is_apart & grid.covered(waiting)] = numbers["unsplit"]
     label = _codes(marks["phase"], code)[phase]
     at = np.searchsorted(dry.start, grid.start, side="right") - 1
     is_dry = (at >= 0) & (grid.start < dry.end[at]) if len(dry.start) else np.zeros(len(at), bool)

@@ -61,7 +61,7 @@ def set_lost_aside(
     ]
     if not_judged:
         why = text(
-            "{steps} not judged, since much of what was launched in them was not recorded",
+            "{steps} not analyzed, since much of what was launched in them was not recorded",
             steps=counted(not_judged, "step"),
         )
         gaps.append(Gap(table="steps", rank=None, node=None, count=not_judged, why=why))
@@ -97,7 +97,7 @@ def without_lost_operations(
             node=None,
             count=None,
             why=text(
-                "{rank} called nothing in {steps} in which others did: they are not judged",
+                "{rank} called nothing in {steps} in which others did: they are not analyzed",
                 rank=named("rank", [rank]),
                 steps=counted(count, "step"),
             ),

@@ -10,6 +10,7 @@ from rankscope.collectors.schema import P2P_OPS, STILL_NS, STILL_STEPS
 
 __all__ = ["given_up", "last_begun_ns", "last_progress"]
 
+_NOT_RECORDED = ("started", "is_started", "frame")  # only PyTorch's flight recorder has them
 _FAILED_NS = 1_000_000_000  # instead of STILL_NS, where an operation is known to have failed
 
 
@@ -63,7 +64,7 @@ def last_progress(
     by = ["rank", "group_id"]
     rows = marked.select(by).unique().join(counts, on=by, how="left")
     rows = rows.join(held.select(*by, "seq", "op", "start_ns", "peer", "size_bytes"), on=by, how="left").with_columns(
-        is_p2p=pl.lit(False), is_started=pl.lit(None), node=pl.lit(0), attempt=pl.lit(0)
+        is_p2p=pl.lit(False), node=pl.lit(0), attempt=pl.lit(0), **dict.fromkeys(_NOT_RECORDED, pl.lit(None))
     )
     return rows.select(pl.col(c).cast(t) for c, t in schema_of("progress").items()).sort(by)
 

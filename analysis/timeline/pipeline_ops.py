@@ -166,7 +166,7 @@ def _with_stages(computed: pl.DataFrame, held: Mapping[int, Role]) -> pl.DataFra
     absent = sorted(set(computed["rank"].unique()) - held.keys())
     if absent:
         raise NotReplayable(
-            text("the pipeline stage of rank {rank} is not known: nothing it sent was recorded", rank=absent[0])
+            text("the pipeline stage of rank {rank} is unknown: nothing it sent was recorded", rank=absent[0])
         )
     stages = [(rank, stage) for rank, (stage, *_) in held.items()]
     placed = pl.DataFrame(stages, {"rank": pl.Int32, "stage": pl.Int32}, orient="row")
@@ -190,7 +190,7 @@ def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[
     if isinstance(error_ns, float) and error_ns > allowed_ns:
         raise NotReplayable(
             text(
-                "clocks of devices are only known to {error:.0f} µs, more than a tenth of a microbatch's forward",
+                "clocks of devices may be off by {error:.0f} µs, more than a tenth of a microbatch's forward",
                 error=error_ns / 1e3,
             )
         )
@@ -202,7 +202,7 @@ def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[
     if unknown:
         raise NotReplayable(
             text(
-                "the clock of node {node} is not known, so stages of two nodes cannot be compared",
+                "the clock of node {node} is not synchronized, so stages of two nodes cannot be compared",
                 node=unknown[0],
             )
         )

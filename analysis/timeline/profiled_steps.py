@@ -34,5 +34,7 @@ def set_profiled_aside(steps: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFra
 def profiled_gaps(steps: pl.DataFrame) -> list[Gap]:
     """How many steps that is."""
     count = steps.filter(pl.col("aside") == PROFILED)["step"].n_unique()
-    why = text("{count} not judged, since a deep window's profiler was at work in them", count=counted(count, "step"))
+    why = text(
+        "{count} not analyzed, since the profiler of a profiled window ran in them", count=counted(count, "step")
+    )
     return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []

@@ -46,7 +46,7 @@ _RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequen
 _NEARLY_ALL, _MOST = 0.9, 0.75
 _COVERS = 0.8  # share of the optimizers' time from first to last in which the anchor must be seen
 _WARMUP_MIN, _WARMUP_SHARE, _SETTLED = 2, 0.2, 1.5
-_OUTLIER_RATIO, _OUTLIER_MADS, _OUTLIER_SHARE = 5, 10, 0.02
+_OUTLIER_RATIO, _OUTLIER_MADS, _OUTLIER_SHARE, _OUTLIER_STEPS = 5, 10, 0.02, 5
 
 
 def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
@@ -248,7 +248,8 @@ def judge(
     a profiler made the steps, whose schedule has warmed up, or where the capture is the step. A profiler's capture that
     names no steps (`of_capture`) seldom begins with the job: none of it need be warm-up. Outlier: longer than
     5 × the median and than the median + 10 MAD, if no more than 2 % of the steps (or a single one) are so: a hiccup,
-    not a fault that comes back. The time of a checkpoint does not count there: saving one is meant.
+    not a fault that comes back; of fewer than 5 steps none is known to be one. The time of a checkpoint does not count
+    there: saving one is meant.
     Of part of a run it must be said which steps are `warmup`.
     """
     ranks = steps["rank"].n_unique()
@@ -295,7 +296,7 @@ def _outliers(settled: pl.DataFrame) -> pl.DataFrame:
     mad = (length - median).abs().median()
     extreme = (length > _OUTLIER_RATIO * median) & (length > median + _OUTLIER_MADS * mad)
     few = extreme.sum() <= pl.max_horizontal(pl.lit(1), pl.len() * _OUTLIER_SHARE)
-    return settled.select("step", (extreme & few).alias("_outlier"))
+    return settled.select("step", (extreme & few & (pl.len() >= _OUTLIER_STEPS)).alias("_outlier"))
 
 
 def _saving(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:

@@ -1,0 +1,186 @@
+"""A rank died, or an exception ended it, and the others could not go on without it.
+
+**Signal.** The node's agent sees every rank's process end: with an exit code, by a signal, and with which exception. Of
+the ranks that failed the first one is the cause, with these exceptions, which follow from another rank's end: errors of
+the communication (gloo, NCCL, a connection that was closed), and SIGTERM, SIGINT or Ctrl-C, by which a launcher
+ends the rest. A rank that ended with exit code 0 counts where others then failed in communication. SIGKILL together
+with a kill by the kernel's OOM killer in the rank's control group is a kill for want of memory.
+
+**Why it costs time.** The job ends, and a restart costs the work since the last checkpoint. There is no cost per step;
+`lost_fraction` is 1.
+
+**False positives.** A job that hung for 10 s and 5 steps before its first rank ended was ended because it hung: that is
+`hang`, unless that rank crashed, ran out of memory or raised an exception of its own. Where all ranks were ended from
+outside nothing is reported.
+
+**What to try.** Look at the named rank's output and at the line of its exception. If the OOM killer ended it: what it
+holds in host memory, or a higher limit. Without an exception: `PYTHONFAULTHANDLER=1`, and the node's kernel log.
+
+**Source.** `/proc/PID/stat` and pidfd (Linux), `sys.excepthook`, `memory.events` of control groups.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import Any
+
+import polars as pl
+
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.model.spec import Detector
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import duration
+from rankscope.collectors.schema import STILL_NS, STILL_STEPS
+
+__all__ = ["detect", "detector", "resolution_ns"]
+
+detector = Detector(needs=("exits",), judges_speed=False, waited_for=False)
+
+_OF_COMMUNICATION = re.compile(
+    r"gloo|nccl|ProcessGroup|Dist(Backend|Network|Store)?Error|Connection (closed|reset) by peer|Broken pipe", re.I
+)
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_SHOWN = 8
+
+_Exit = dict[str, Any]  # a row of `exits`
+
+
+def detect(exits: pl.DataFrame, all_steps: pl.DataFrame | None = None) -> list[Finding]:
+    """Name the rank that failed first; nothing if none did, or if the job hung before."""
+    rows = exits.sort("failed_ns", "rank").rows(named=True)
+    failed = [row for row in rows if _has_failed(row)]
+    by_others = [row for row in failed if _follows(row)]
+    own = [row for row in failed if not _follows(row)]
+    in_communication = [row for row in by_others if _is_of_communication(row)]
+    left = [row for row in rows if in_communication and row["exit_code"] == 0 and _before(row, in_communication[0])]
+    first = next(iter([*own, *left, *in_communication]), None)
+    if first is None or (not _is_its_own(first) and _hung_before(first, all_steps)):
+        return []
+    return [_finding(first, rows)]
+
+
+def resolution_ns(exits: pl.DataFrame) -> int | None:  # noqa: ARG001 - what a detector must offer
+    return None
+
+
+def _has_failed(row: _Exit) -> bool:
+    ended_well = row["exit_code"] == 0 or (
+        row["exit_code"] is None and row["signal"] is None and row["bye_ns"] is not None
+    )
+    return row["error"] is not None or not ended_well
+
+
+def _is_of_communication(row: _Exit) -> bool:
+    return row["error"] is not None and bool(_OF_COMMUNICATION.search(row["error"]))
+
+
+def _follows(row: _Exit) -> bool:
+    """Whether others may have brought it about."""
+    if row["error"] is not None:
+        return _is_of_communication(row) or row["error"].startswith("KeyboardInterrupt")
+    return row["signal"] in _ASKED
+
+
+def _before(row: _Exit, other: _Exit) -> bool:
+    """Whether it was over first; that a peer is gone is noticed before its process has ended."""
+    return bool(row["failed_ns"] < other["end_ns"])
+
+
+def _is_out_of_memory(row: _Exit) -> bool:
+    return row["signal"] == signal.SIGKILL and bool(row["oom_kills"])
+
+
+def _is_its_own(row: _Exit) -> bool:
+    """Whether it is no way in which a job that hangs is ended."""
+    raised = row["error"] is not None and not _follows(row)
+    return raised or _is_out_of_memory(row) or row["signal"] in _CRASHES
+
+
+def _hung_before(row: _Exit, steps: pl.DataFrame | None) -> bool:
+    median = None if steps is None else (steps["end_ns"] - steps["start_ns"]).median()
+    still_ns = max(STILL_NS, STILL_STEPS * (median if isinstance(median, float) else 0))
+    return row["begun_ns"] is not None and row["failed_ns"] - row["begun_ns"] >= still_ns
+
+
+def _finding(first: _Exit, rows: list[_Exit]) -> Finding:
+    subject, how = named("Rank", [first["rank"]]), _how(first)
+    if first["exit_code"] == 0 and first["error"] is None:
+        title = text("{subject} ended while the others went on ({how})", subject=subject, how=how)
+    elif first["error"] is not None or first["bye_ns"] is not None:
+        title = text("{subject} failed first ({how})", subject=subject, how=how)
+    else:
+        title = text("{subject} died first ({how})", subject=subject, how=how)
+    if first["step"] is not None:
+        title = text("{title} at step {step}", title=title, step=first["step"])
+    ops = [row["op"] for row in rows if row is not first and _waits(row, first)]
+    if ops:
+        op = max(sorted(set(ops)), key=ops.count)
+        title = text("{title}; the other ranks then waited in {op}", title=title, op=op)
+    shown = [first, *(row for row in rows if row is not first and _has_failed(row))][:_SHOWN]
+    return Finding(
+        detector="rank_failure",
+        severity="high",
+        title=title,
+        where=first["place"] or text("the process"),
+        advice=_advice(first),
+        ranks=(first["rank"],),
+        lost_ns_per_step=0,
+        lost_ns_total=0,
+        lost_fraction=1.0,
+        uncertainty_ns=0,
+        gain_fraction=1.0,
+        confidence="confirmed",
+        evidence=tuple(_evidence(row, first) for row in shown),
+    )
+
+
+def _waits(row: _Exit, first: _Exit) -> bool:
+    """Whether the last operation that it began lacked a rank, or ended later."""
+    if row["op"] is None:
+        return False
+    return not row["op_is_whole"] or row["op_end_ns"] is None or bool(row["op_end_ns"] >= first["failed_ns"])
+
+
+def _how(row: _Exit) -> str:
+    if row["error"] is not None:
+        return str(row["error"])
+    if row["signal"] is not None:
+        name = _signal_name(row["signal"])
+        return text("{signal}, killed by the OOM killer", signal=name) if _is_out_of_memory(row) else name
+    if row["exit_code"] is not None:
+        return text("exit code {code}", code=row["exit_code"])
+    return text("its exit status was not seen")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return text("signal {number}", number=number)
+
+
+def _advice(row: _Exit) -> str:
+    if _is_out_of_memory(row):
+        return text(
+            "Host memory ran out: look at what the rank holds there (loader workers, pinned buffers, checkpoints), or "
+            "raise the limit."
+        )
+    if row["error"] is not None:
+        return text("Look at the traceback in the rank's output, and fix what raised it.")
+    if row["signal"] == signal.SIGKILL:
+        return text("SIGKILL came from outside: look at the scheduler's log and the node's kernel log for its sender.")
+    if row["signal"] is not None or row["bye_ns"] is None:
+        return text("Set PYTHONFAULTHANDLER=1 to see where it crashes; look at its output and the node's kernel log.")
+    return text("Look at the rank's output: the script ended it by itself.")
+
+
+def _evidence(row: _Exit, first: _Exit) -> Evidence:
+    how, at_ns = _how(row), row["failed_ns"]
+    if row is first:
+        note = text("{how} in {place}", how=how, place=row["place"]) if row["place"] else how
+    else:
+        note = text("{later} later: {how}", later=duration(at_ns - first["failed_ns"]), how=how)
+    return Evidence(table="exits", rank=row["rank"], start_ns=at_ns, end_ns=at_ns, note=note)

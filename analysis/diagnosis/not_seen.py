@@ -1,0 +1,55 @@
+"""What a report leaves out, and why: steps that a rank lacks, devices, and kernels that are too many to replay."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from rankscope.analysis.model.finding import (
+    Gap,
+    NotChecked,
+)
+from rankscope.analysis.replay.whatif import PipelineRerun, Rerun
+from rankscope.analysis.runs.memory_budget import MOST_ROWS
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.errors import NotReplayable
+
+__all__ = ["incomplete_steps", "left_out", "not_observed"]
+
+
+def incomplete_steps(steps: pl.DataFrame) -> list[Gap]:
+    """The steps that were set aside because a rank lacks them."""
+    count = steps.filter(pl.col("aside") == "incomplete")["step"].n_unique()
+    why = text("{count} not analyzed, since not all ranks have them", count=counted(count, "step"))
+    return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []
+
+
+def not_observed(timeline: Timeline) -> list[NotChecked]:
+    """What this version cannot see of these ranks."""
+    devices = timeline.ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
+    if not devices or len(timeline.kernels) or len(timeline.marks):
+        return []
+    why = text(
+        "ranks run on {devices}; what these do is recorded in profiled windows only (`rankscope trigger`)",
+        devices=", ".join(devices),
+    )
+    return [NotChecked(detector="device_time", why=why)]
+
+
+def left_out(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> list[Gap]:
+    """What a graph of all kernels and launches would take too much memory for."""
+    rows = len(timeline.kernels) + len(timeline.launches)
+    if timeline.kernels.is_empty() or rows <= MOST_ROWS:
+        return []
+    if isinstance(run, Rerun):
+        done = text(
+            "the critical path and predicted speedups are those of the first {first} of {steps}",
+            first=run.host.steps["step"].n_unique(),
+            steps=counted(timeline.steps["step"].n_unique(), "step"),
+        )
+    else:
+        why_none = run.args[0] if isinstance(run, NotReplayable) else text("a pipeline")
+        done = text("there is no critical path and no predicted speedup ({why})", why=why_none)
+    why = text("{rows:,} kernels and launches are too many to replay at once: {done}", rows=rows, done=done)
+    return [Gap(table="kernels", rank=None, node=None, count=None, why=why)]

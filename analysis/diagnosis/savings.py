@@ -1,0 +1,201 @@
+"""What the replay says of findings: what each of them costs at most, and what fixes bring."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import polars as pl
+
+from rankscope.analysis.detectors import detectors, severity, spec_of, specs
+from rankscope.analysis.metrics.step_matrix import step_grid
+from rankscope.analysis.metrics.wait_attribution import Delays
+from rankscope.analysis.model.finding import (
+    Fidelity,
+    Finding,
+    Healthy,
+    NotChecked,
+    PredictedFix,
+)
+from rankscope.analysis.replay.sweep import sweep
+from rankscope.analysis.replay.whatif import PipelineRerun, Rerun, rerun
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import percent
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.errors import BadFix, NotReplayable
+
+__all__ = ["as_replayed", "measure_of", "predicted_fixes", "replayable", "tried", "with_gains", "with_hidden"]
+
+_Made = TypeVar("_Made")
+_UNMATCHED = 0.03  # share of the step that a rank waits in unmatched operations, from which no replay counts
+_REPLAYED = 8  # of one kind; each takes a replay
+
+
+def replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun | NotReplayable:
+    """The run, ready to be replayed, or why it cannot be."""
+    return tried(lambda: rerun(timeline, links))
+
+
+def measure_of(
+    run: Rerun | PipelineRerun | NotReplayable, breakdown: pl.DataFrame, timeline: Timeline
+) -> Rerun | PipelineRerun | NotReplayable:
+    """The run as a measure for what findings cost, or why it is none."""
+    return (_why_no_measure(breakdown, timeline.ranks) if timeline.marks.is_empty() else None) or run
+
+
+def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayable | None:
+    """Why a replay is no measure for findings: a rank waits in operations of which others are not known, or it
+    has no steps.
+
+    Such a rank stays as long in a replay whatever is fixed, and the job waits for it.
+    """
+    grid = step_grid(breakdown)
+    if len(grid.ranks) < 2 or not grid.steps:
+        return None
+    no_steps = sorted(set(ranks["rank"]) - set(grid.ranks))
+    if no_steps:
+        return NotReplayable(text("what {ranks} did between operations was not seen", ranks=named("rank", no_steps)))
+    unsplit = grid.of("unsplit").mean(axis=1) / grid.step_ns
+    if unsplit.max() < _UNMATCHED:
+        return None
+    why = text(
+        "rank {rank} waits {share} of the step in operations that were not matched across ranks",
+        rank=grid.ranks[int(unsplit.argmax())],
+        share=percent(unsplit.max()),
+    )
+    return NotReplayable(why)
+
+
+def tried(make: Callable[[], _Made]) -> _Made | NotReplayable:
+    """What is made, or why it cannot be."""
+    try:
+        return make()
+    except NotReplayable as reason:
+        return reason
+    except Exception as error:  # a replay that breaks must not take the findings away
+        why = text("the replay failed: {kind}: {error}", kind=type(error).__name__, error=error)
+        print(f"rankscope: {why}", file=sys.stderr)
+        return NotReplayable(why)
+
+
+def as_replayed(
+    findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable
+) -> tuple[list[Finding], list[Healthy]]:
+    """The findings: a kind that can be replayed, and what makes it so, at no more than mending brings in the replay.
+
+    What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
+    Of several, fixing one alone may bring nothing: each costs what fixing it brings when the others are fixed.
+    What then costs less than its detector reports, and not clearly anything, is hidden: no finding, but what it may
+    cost at most.
+    """
+    bounded: list[Finding] = list(findings)
+    hidden: list[Healthy] = []
+    if isinstance(run, NotReplayable):
+        return bounded, hidden
+    for kind in [name for name, spec in specs().items() if spec.cost != "measured"]:
+        of_kind = [f for f in findings if f.detector == kind and f.fix and f.chance is None]
+        fixes = list(dict.fromkeys(one.fix for one in of_kind if one.fix))
+        if len(fixes) != len(of_kind) or len(fixes) > _REPLAYED:
+            continue
+        gains = _brings(fixes, run) if fixes else {}
+        for one in of_kind:
+            if one.fix not in gains or not one.lost_ns_per_step:
+                continue
+            gain_ns, uncertainty_ns = gains[one.fix]
+            least_ns = _least_fraction(kind) * one.lost_ns_per_step / one.lost_fraction
+            if gain_ns <= uncertainty_ns and gain_ns < least_ns:
+                bounded = [other for other in bounded if (other.detector, other.fix) != (kind, one.fix)]
+                hidden.append(Healthy(detector=kind, resolution_ns=round(max(gain_ns, 0) + uncertainty_ns)))
+            else:
+                bounded = _bounded(bounded, one, gain_ns, uncertainty_ns)
+    return bounded, hidden
+
+
+def _least_fraction(kind: str) -> float:
+    """The share of the step from which on this detector reports."""
+    return float(inspect.signature(detectors()[kind].detect).parameters["min_fraction"].default)
+
+
+def with_hidden(
+    healthy: Sequence[Healthy], hidden: Sequence[Healthy], found: Sequence[Finding], not_checked: Sequence[NotChecked]
+) -> list[Healthy]:
+    """The checks that found nothing, those among them whose findings cost nothing in the replay."""
+    said = {*(finding.detector for finding in found), *(check.detector for check in not_checked)}
+    coarsest = {one.detector: one for one in sorted(hidden, key=lambda one: one.resolution_ns or 0)}
+    return [*healthy, *(one for kind, one in coarsest.items() if kind not in said)]
+
+
+def _brings(fixes: Sequence[str], run: Rerun | PipelineRerun) -> dict[str, tuple[float, float]]:
+    """What each fix brings beside the others, ns per step, and its uncertainty; empty where they cannot be replayed."""
+    try:
+        whole = run.gain(*_together(fixes))
+        rest = {fix: _together([other for other in fixes if other != fix]) for fix in fixes}
+        others_ns = {fix: run.gain(*others).gain_ns if others else 0.0 for fix, others in rest.items()}
+    except BadFix:
+        return {}
+    return {fix: (whole.gain_ns - others_ns[fix], whole.uncertainty_ns) for fix in fixes}
+
+
+def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertainty_ns: float) -> list[Finding]:
+    """The findings, those with the fix of `one` at no more than it brings."""
+    share = gain_ns / one.lost_ns_per_step
+    if gain_ns <= 0 or (share >= 1 and spec_of(one.detector).cost != "as_replayed"):
+        return list(findings)
+    fraction = share * one.lost_fraction
+    cost: dict[str, Any] = {
+        "severity": severity(fraction),
+        "lost_ns_per_step": round(share * one.lost_ns_per_step),
+        "lost_ns_total": round(share * one.lost_ns_total),
+        "lost_fraction": fraction,
+        "uncertainty_ns": round(uncertainty_ns),
+    }
+    return [
+        replace(f, **cost) if f is one or (f.fix == one.fix and f.lost_fraction > fraction) else f for f in findings
+    ]
+
+
+def _together(fixes: Sequence[str]) -> list[str]:
+    """The fixes, those of single ranks as one: none of them is a measure for the others."""
+    ranks = [fix.removeprefix("rank:") for fix in fixes if fix.startswith("rank:")]
+    rest = [fix for fix in fixes if not fix.startswith("rank:")]
+    return [*rest, f"rank:{','.join(ranks)}"] if ranks else rest
+
+
+def with_gains(
+    findings: tuple[Finding, ...], run: Rerun | PipelineRerun | NotReplayable
+) -> tuple[tuple[Finding, ...], Fidelity | None]:
+    """The findings with what their fixes bring in a replay, and how far the replay can be trusted.
+
+    No gain is more than what was lost. A finding without a fix keeps what its detector says.
+    """
+    if not any(finding.fix for finding in findings):
+        return findings, None
+    if isinstance(run, NotReplayable):
+        return tuple(replace(f, gain_why=run.args[0]) if f.fix else f for f in findings), None
+    return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity
+
+
+def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
+    assert finding.fix is not None
+    try:
+        gain_ns = run.gain(finding.fix).gain_ns
+    except BadFix:
+        return replace(finding, gain_why=text("this run cannot be replayed with {fix}", fix=finding.fix))
+    share = min(max(gain_ns, 0.0) / finding.lost_ns_per_step, 1.0) if finding.lost_ns_per_step else 0.0
+    return replace(finding, gain_fraction=share * finding.lost_fraction)
+
+
+def predicted_fixes(
+    run: Rerun | PipelineRerun | NotReplayable, findings: Sequence[Finding], costs: Delays, known: Fidelity | None
+) -> tuple[tuple[PredictedFix, ...], Fidelity | None]:
+    """The fixes that are worth trying, and how far the replay can be trusted where it was used."""
+    if isinstance(run, NotReplayable):
+        return (), known
+    fixes = tried(lambda: sweep(run, findings, costs.charges))
+    if isinstance(fixes, NotReplayable) or not fixes:
+        return (), known
+    return fixes, run.fidelity

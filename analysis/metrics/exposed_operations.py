@@ -1,0 +1,61 @@
+"""Which operations' transfers nothing hides, by the sort of process group, and which of them could be hidden."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from rankscope.analysis.metrics.exposed_communication import kind_of_group, spent, with_exposed
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["BY_SORT", "computed", "exposed_operations"]
+
+BY_SORT = ["sort", "kind", "op"]
+_DEFAULT = "default_pg"  # torch's description of the group of all ranks: it says nothing
+
+
+def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+    """The operations with `sort`, `kind`, `transfer_ns`, `exposed_ns`, `is_bound` and `is_edge`, one row per rank.
+
+    `sort` is the description that groups of one purpose share (`tp`, `mesh_dp`), else the group's name. Where nobody
+    knows when the peers came (`is_bound`), the transfer is all of the operation, with the wait for peers. The first and
+    the last of a sort and kind of operation in a step are its edges: nothing in the step lies before or after them.
+    Sends and receives are one kind, "p2p".
+    """
+    known = with_exposed(collectives, phases).with_columns(is_bound=False)
+    arrival = pl.coalesce("device_start_ns", "start_ns")
+    alone = collectives.filter(pl.col("wait_ns").is_null(), pl.col("end_ns").is_not_null())
+    alone = alone.with_columns(begin_ns=arrival).sort("rank", "begin_ns", "end_ns")
+    reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
+    spans = alone.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
+    alone = alone.with_columns(
+        exposed_ns=pl.Series(spent(phases, ("unsplit",), spans), dtype=pl.Int64), is_bound=pl.lit(True)
+    )
+    named = groups.select(
+        "group_id",
+        "role",
+        about=pl.concat_str("name", "role", separator=" ", ignore_nulls=True),
+    ).unique("group_id")
+    by_step = ["rank", "step", *BY_SORT]
+    role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
+    begin = pl.col("begin_ns")
+    return (
+        pl.concat([known, alone], how="diagonal")
+        .join(named, on="group_id", how="left")
+        .with_columns(sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group())
+        .with_columns(op=pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise("op"))
+        .select(
+            *("rank", "step", "instance_id", "group", *BY_SORT, "start_ns", "end_ns", "exposed_ns", "is_bound"),
+            began_ns=pl.coalesce("device_start_ns", "start_ns"),
+            transfer_ns=(pl.col("end_ns") - begin).clip(0, None),
+            is_edge=(begin == begin.min().over(by_step)) | (begin == begin.max().over(by_step)),
+        )
+    )
+
+
+def computed(phases: pl.DataFrame) -> pl.DataFrame:
+    """How long each rank computes in each step (rank, step, ns) while nothing is under way that this would hide."""
+    return (
+        phases.filter(pl.col("part") == "compute")
+        .group_by("rank", "step")
+        .agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
+    )

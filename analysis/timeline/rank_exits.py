@@ -1,0 +1,35 @@
+"""What each rank was in when its process ended."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+__all__ = ["rank_exits"]
+
+
+def rank_exits(
+    exits: pl.DataFrame, collectives: pl.DataFrame, regions: pl.DataFrame, steps: pl.DataFrame
+) -> pl.DataFrame:
+    """The table `exits` with what was known of the ranks then, one row each, in the order in which they failed.
+
+    failed_ns: when its exception came to the top, else when it had ended; step: the one after the last that it ended
+    before that; begun_ns: when any rank began anything last before that; op, op_end_ns: the last operation that it
+    began, and its end; op_is_whole: all its ranks came to that. Unknown ones are null.
+    """
+    rows = exits.unique("rank", keep="last").with_columns(
+        pl.coalesce("raised_ns", "bye_ns", "end_ns").alias("failed_ns")
+    )
+    rows = rows.sort("failed_ns", "rank")
+    done = steps.select("rank", "step", pl.col("end_ns").alias("_at")).sort("_at")
+    rows = rows.join_asof(done, left_on="failed_ns", right_on="_at", by="rank", check_sortedness=False)
+    last = (
+        collectives.sort("start_ns")
+        .unique("rank", keep="last")
+        .select("rank", "op", op_end_ns="end_ns", op_is_whole=pl.col("instance_id").is_not_null())
+    )
+    rows = rows.join(last, on="rank", how="left", maintain_order="left")
+    begun = np.sort(np.concatenate([table["start_ns"].drop_nulls().to_numpy() for table in (collectives, regions)]))
+    before = np.searchsorted(begun, rows["failed_ns"].to_numpy())
+    at = [int(begun[number - 1]) if number else None for number in before]
+    return rows.with_columns(pl.col("step") + 1, pl.Series("begun_ns", at, pl.Int64)).drop("_at", strict=False)
