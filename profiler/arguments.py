@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
 
+from rankscope.collectors.object_storage import location, spool_url
 from rankscope.errors import RankscopeError
 
 __all__ = [
     "HELP",
-    "LANG_HELP",
     "OWN_FLAGS",
     "OWN_VALUES",
-    "PRICE_HELP",
     "Options",
     "node_rank",
-    "parse_language",
-    "parse_price",
     "program_name",
     "split",
     "torchrun_program",
@@ -30,8 +27,6 @@ __all__ = [
 OWN_VALUES = ("--out", "--name", "--hz", "--keep", "--profile-steps", "--profile-slow")
 HELP = {"--help", "-h"}
 OWN_FLAGS = ("--no-report", "--help", "-h")
-LANG_HELP = "Language of what is shown: en, or zh (Chinese). JSON stays English."
-PRICE_HELP = "Price of an hour of one GPU (on CPUs, of one rank): findings then say what they cost in it."
 
 _UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -50,7 +45,7 @@ _TORCHRUN_FLAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    out: str | None = None
+    out: str | None = None  # a folder, or a URL in object storage
     name: str | None = None
     hz: float = 1.0
     keep_bytes: int | None = None  # 0: everything; None: what is usual
@@ -59,11 +54,17 @@ class Options:
     profile_steps: tuple[int, int] | None = None
     profile_slow: int = 0
 
+    @property
+    def url(self) -> str | None:
+        """Where in object storage the run goes."""
+        return self.out if self.out and spool_url(self.out) else None
+
     def for_agent(self) -> list[str]:
         """What the agent needs to know to open windows by itself, and what it may keep."""
         steps = ["--profile-steps", json.dumps(self.profile_steps)] if self.profile_steps else []
         keep = [] if self.keep_bytes is None else ["--keep-bytes", str(self.keep_bytes)]
-        return [*steps, *(["--profile-slow", str(self.profile_slow)] if self.profile_slow else []), *keep]
+        upload = ["--upload", self.url] if self.url else []
+        return [*steps, *(["--profile-slow", str(self.profile_slow)] if self.profile_slow else []), *keep, *upload]
 
 
 def split(arguments: list[str]) -> tuple[Options, list[str]]:
@@ -88,11 +89,9 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
         raise RankscopeError(
             "give --out or --name, not both: --out is the whole run folder, --name the end of its name"
         )
-    if "://" in values.get("--out", ""):
-        raise RankscopeError(f"--out is a folder of this machine or of shared storage; got {values['--out']}")
     return (
         Options(
-            out=values.get("--out"),
+            out=_out(values["--out"]) if "--out" in values else None,
             name=values.get("--name"),
             hz=_hz(values.get("--hz", "1")),
             keep_bytes=_bytes(values["--keep"]) if "--keep" in values else None,
@@ -103,6 +102,14 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
         ),
         rest,
     )
+
+
+def _out(text: str) -> str:
+    at = location(text)
+    if at and at.scheme == "file":
+        return f"/{at.path}"
+    spool_url(text)
+    return text
 
 
 def _hz(text: str) -> float:
@@ -122,27 +129,6 @@ def _bytes(text: str) -> int:
     if not size and text != "all":
         raise RankscopeError(f"--keep is what a node's files may take, as in 500M, 20G or 1T, or all; got {text}")
     return size
-
-
-def parse_language(text: str) -> str:
-    from rankscope.analysis.text.message import LANGUAGES
-
-    if text not in LANGUAGES:
-        raise RankscopeError(f"--lang is {' or '.join(LANGUAGES)}; got {text}")
-    return text
-
-
-def parse_price(text: str | None) -> float | None:
-    """The price of an hour, above 0; None where none was given."""
-    if text is None:
-        return None
-    try:
-        price = float(text)
-    except ValueError:
-        price = math.nan
-    if not 0 < price < math.inf:
-        raise RankscopeError(f"--price is that of an hour of one GPU, a number above 0 as in 2.5; got {text}")
-    return price
 
 
 def _steps(text: str) -> tuple[int, int]:

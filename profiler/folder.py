@@ -6,9 +6,11 @@ import re
 import time
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from rankscope.errors import NotRecorded, RankscopeError
+from rankscope.collectors.agent.upload import spool
+from rankscope.collectors.object_storage import spool_url
+from rankscope.errors import NotRecorded
 
 __all__ = ["claim"]
 
@@ -18,16 +20,15 @@ def claim(out: str | None, name: str, node_rank: int = 0) -> Path:
 
     It is `out`, or `runs/<UTC time>-<name>`; if that is taken, the same with `-2`, `-3`, … behind. A node that is known
     not to be the first takes another name, and leaves this one to the first node until its agent knows what that took.
-    Raises NotRecorded where it cannot be made, and RankscopeError where `out` names no folder of this machine.
+    Where `out` is in object storage it is a folder of the spool. Raises NotRecorded where it cannot be made.
     """
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", out or "")
-    if scheme and not Path(scheme[0]).exists():
-        raise RankscopeError(f"{out}: a run is written to a folder of this machine; name one, and copy it there later")
     wanted = Path(out) if out else Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{_safe(name)}"
-    wanted = wanted.absolute()
-    if node_rank:
-        wanted = wanted.with_name(f"{wanted.name}.node-{node_rank}")
     try:
+        if out and (there := spool_url(out)):
+            wanted = spool() / PurePosixPath(there.path).name
+        wanted = wanted.absolute()
+        if node_rank:
+            wanted = wanted.with_name(f"{wanted.name}.node-{node_rank}")
         return next(path for path in _candidates(wanted) if _taken(path))
     except OSError as error:
         raise NotRecorded(f"cannot make the run folder {wanted}: {error.strerror}") from None

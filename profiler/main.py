@@ -58,6 +58,8 @@ def _dispatch(arguments: list[str]) -> None:
 def _typer(modules: dict[str, ModuleType], arguments: list[str]) -> None:
     import typer
 
+    from rankscope.profiler.options import with_json_path
+
     app = typer.Typer(
         no_args_is_help=True,
         rich_markup_mode=None,
@@ -80,4 +82,4 @@ def _typer(modules: dict[str, ModuleType], arguments: list[str]) -> None:
 
     for name, module in modules.items():
         app.command(name, help=module.__doc__)(module.command if hasattr(module, "command") else module.main)
-    app(arguments, prog_name="rankscope")
+    app(with_json_path(arguments), prog_name="rankscope")

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from rankscope.collectors.agent.upload import LATE_S, UPLOAD_S
 from rankscope.collectors.in_rank.agent_socket import connect
 from rankscope.errors import NotRecorded
 
@@ -31,14 +32,17 @@ class Agent:
     """The agent of a run: it is up when this exists, and ends after `end()`, or when this process is gone.
 
     After the end, `out` is the folder that it wrote to, on other nodes than the first perhaps another one than it was
-    given, and `node` the index of this node, None if it could not even write that.
+    given, and `node` the index of this node, None if it could not even write that. `came` is what came of the upload
+    to object storage (see `upload.Upload.finish`), None if it did not say.
     """
 
     def __init__(self, name: str, out: Path, hz: float, launch: Mapping[str, Any], options: Sequence[str] = ()) -> None:
         """Start it and wait until it is ready. Raises NotRecorded."""
         self.out = out
         self.node: int | None = None
+        self.came: dict[str, Any] | None = None
         self._name = name
+        self._ending_s = ENDING_S + (UPLOAD_S + 2 * LATE_S if "--upload" in options else 0)
         with TemporaryFile() as errors:
             # Its own session: a Ctrl-C on the terminal must not end it before the ranks are gone.
             self._process = subprocess.Popen(
@@ -65,12 +69,13 @@ class Agent:
         early = self._process.poll()
         self._stdin.close()
         try:
-            code = self._process.wait(ENDING_S)
+            code = self._process.wait(self._ending_s)
         except subprocess.TimeoutExpired:
-            return f"the agent is still writing to {self.out}, as some rank has not ended after {ENDING_S:.0f} s"
+            return f"the agent is still writing to {self.out}, as some rank has not ended after {self._ending_s:.0f} s"
         written = _written_by(self._name, self.out)
         if written:
-            self.out, self.node = written
+            self.out, state = written
+            self.node, self.came = state["node"], state.get("upload")
         if not self.out.exists():
             return f"{self.out} was removed during the job: there is no recording"
         if early is None and code == 0:
@@ -141,13 +146,13 @@ def _shortened(command: Sequence[str]) -> list[str]:
     return words if len(command) <= _WORDS else [*words, f"… and {len(command) - _WORDS} more"]
 
 
-def _written_by(name: str, out: Path) -> tuple[Path, int] | None:
-    """The folder and the node of the agent of this name; the folder is beside `out` if node 0's has another name."""
+def _written_by(name: str, out: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The folder of the agent of this name and its JSON; the folder is beside `out` if node 0's has another name."""
     for path in chain(out.glob("run/node=*.json"), out.parent.glob("*/run/node=*.json")):
         try:
             state = json.loads(path.read_bytes())
             if state["launch"]["socket"] == name:
-                return path.parent.parent, int(state["node"])
+                return path.parent.parent, state | {"node": int(state["node"])}
         except (OSError, ValueError, KeyError):
             continue
     return None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rankscope.analysis.readers import kineto
-from rankscope.analysis.readers.native import read_rows
+from rankscope.analysis.readers.native.arrow_files import read_rows
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.clocks import TIME_COLUMNS
 from rankscope.collectors.agent.arrow_writer import write_sealed

@@ -5,27 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rankscope.analysis.compare.two_runs import Comparison, FindingChange, StepChange
-from rankscope.analysis.report.labels import part_label
+from rankscope.analysis.detectors import name_of
+from rankscope.analysis.model.parts import part_name
 from rankscope.analysis.report.phrases import who
+from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.units import duration, duration_with_error, percent, scale_for
 
 __all__ = ["arrow", "finding_row", "part_columns", "step_change"]
 
+_NONE = text("none")
+_STATUS = {
+    "new": text("new"),
+    "gone": text("gone"),
+    "changed": text("changed"),
+    "stays": text("stays"),
+    "not checked in A": text("not checked in A"),
+    "not checked in B": text("not checked in B"),
+}
+
 
 def arrow(a: float | None, b: float | None, write: Callable[[float], str]) -> str:
     """`3 -> 4`, or one value where both are written alike; `none` where there is nothing."""
-    one, other = ("none" if value is None else write(value) for value in (a, b))
-    return one if one == other else f"{one} -> {other}"
+    one, other = (_NONE if value is None else write(value) for value in (a, b))
+    return one if one == other else text("{one} -> {other}", one=one, other=other)
 
 
-def step_change(step: StepChange) -> str:
-    """`30.1 ± 2.0 ms longer (25 %)`; or that it is not clear of chance, or that nobody can tell."""
-    way = "longer" if step.change_ns > 0 else "shorter"
+def step_change(step: StepChange) -> Text:
+    """`30.1 ± 2.0 ms longer (25 %)`; or that it is not clear of chance, or that there is no interval."""
+    way = text("longer") if step.change_ns > 0 else text("shorter")
     share = percent(abs(step.change_ns) / step.a_ns) if step.a_ns else "?"
     if step.uncertainty_ns is None:
-        return f"{duration(abs(step.change_ns))} {way} ({share}); one step of a run does not tell whether by chance"
+        change = duration(abs(step.change_ns))
+        return text(
+            "{change} {way} ({share}); a single step of a run gives no confidence interval",
+            change=change,
+            way=way,
+            share=share,
+        )
     change = duration_with_error(abs(step.change_ns), step.uncertainty_ns)
-    return f"{change} {way} ({share})" + ("" if step.clear else ", which is not clear of chance")
+    if step.clear:
+        return text("{change} {way} ({share})", change=change, way=way, share=share)
+    return text("{change} {way} ({share}), which is not clear of chance", change=change, way=way, share=share)
 
 
 def part_columns(found: Comparison) -> tuple[str, list[tuple[str, str, str, str, str]]]:
@@ -33,8 +53,8 @@ def part_columns(found: Comparison) -> tuple[str, list[tuple[str, str, str, str,
     scale = scale_for(max(found.step.a_ns, found.step.b_ns))
     (a, a_sum), (b, b_sum) = (scale.row([getattr(part, side) for part in found.parts]) for side in ("a_ns", "b_ns"))
     errors = [part.uncertainty_ns for part in found.parts]
-    labels = [part_label(part.part) for part in found.parts]
-    rows = zip([*labels, "step"], [*a, a_sum], [*b, b_sum], [*errors, found.step.uncertainty_ns], strict=True)
+    labels = [part_name(part.part) for part in found.parts]
+    rows = zip([*labels, text("step")], [*a, a_sum], [*b, b_sum], [*errors, found.step.uncertainty_ns], strict=True)
     return scale.unit, [
         (
             label,
@@ -53,9 +73,15 @@ def finding_row(change: FindingChange) -> tuple[str, str, str]:
         None if one is None else duration_with_error(one.lost_ns_per_step, one.uncertainty_ns)
         for one in (change.a, change.b)
     ]
-    cost = " -> ".join(text for text in costs if text)
+    cost = " -> ".join(filter(None, costs))
     finding = change.b or change.a
     assert finding is not None
-    why = f" ({change.why})" if change.why else ""
-    concerned = who(finding.ranks, finding.nodes, finding.groups)
-    return change.status, cost, f"{finding.detector}, {concerned}: {finding.title}{why}"
+    why = text(" ({causes})", causes=change.why) if change.why else ""
+    said = text(
+        "{detector}, {concerned}: {title}{why}",
+        detector=name_of(finding.detector),
+        concerned=who(finding.ranks, finding.nodes, finding.groups),
+        title=finding.title,
+        why=why,
+    )
+    return _STATUS[change.status], cost, said

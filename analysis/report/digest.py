@@ -13,16 +13,20 @@ from rankscope.analysis.model.finding import (
     Clock,
     DevicePart,
     Finding,
+    GroupState,
     Look,
+    NotChecked,
     PathPart,
     Report,
 )
+from rankscope.analysis.model.money import is_standstill
 from rankscope.analysis.model.parts import PART_ORDER
 
 __all__ = [
     "Breakdown",
     "GapGroup",
     "breakdown",
+    "by_reason",
     "extreme_devices",
     "extreme_ranks",
     "gap_groups",
@@ -34,6 +38,7 @@ __all__ = [
     "missing_ranks",
     "picture_values",
     "speed_was_judged",
+    "states_of_findings",
     "status",
     "worst_clocks",
 ]
@@ -159,6 +164,22 @@ def gap_groups(report: Report) -> list[GapGroup]:
             )
         )
     return groups
+
+
+def by_reason(not_checked: Sequence[NotChecked]) -> dict[str, list[str]]:
+    """The detectors that were not asked, by the reason."""
+    found: dict[str, list[str]] = {}
+    for one in not_checked:
+        found.setdefault(one.why, []).append(one.detector)
+    return found
+
+
+def states_of_findings(report: Report) -> list[GroupState]:
+    """The states in the groups in which ranks that hang the job are behind or held; all, where no finding names one."""
+    named = {rank for finding in report.findings if is_standstill(finding) for rank in finding.ranks}
+    roles = {group for finding in report.findings if is_standstill(finding) for group in finding.groups}
+    theirs = {state.group for state in report.states if state.rank in named and state.group.startswith(tuple(roles))}
+    return [state for state in report.states if state.group in theirs] or list(report.states)
 
 
 def picture_values(split: Breakdown, finding: Finding) -> dict[int, int]:

@@ -19,7 +19,7 @@ from rankscope.analysis.text import units
 from rankscope.analysis.text.message import LANGUAGES, speaking, spoken
 from rankscope.analysis.text.phrases import some_ranges
 
-__all__ = ["chart_styles", "render"]
+__all__ = ["chart_styles", "course", "picture", "render"]
 
 _BARS = 32  # ranks that get a bar each; more become thin columns
 _TABLE_ROWS = 16  # of ranks or nodes; longer tables keep the extremes
@@ -49,6 +49,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["detector_name"] = labels.detector_name
     environment.globals.update(
         say=say,
         LIGHT=palette.LIGHT,
@@ -99,7 +100,7 @@ def _page(report: Report) -> dict[str, Any]:
         "course": None if report.history is None else course(report.history),
         "missing": tuple(digest.missing_ranks(report)),
         "time": _time(report, split) if split.rows else None,
-        "findings": [(finding, _picture(split, finding)) for finding in report.findings],
+        "findings": [(finding, picture(split, finding)) for finding in report.findings],
         "evidence_limit": _EVIDENCE,
         "steps": _steps(report) if any(report.step_ns.values()) else None,
         "waits": _waits(report, marked) if report.waits else None,
@@ -109,6 +110,8 @@ def _page(report: Report) -> dict[str, Any]:
         "group_times": ("exposed", "wait", "unattributed", "overlapped"),
         "devices_hidden": tuple({part.rank for part in report.device} - {part.rank for part in devices}),
         "device_fields": ("busy", "idle", "compute", "communication", "memory", "overlap", "exposed"),
+        "not_checked": digest.by_reason(report.not_checked),
+        **_states(report),
         "gaps": digest.gap_groups(report),
         "clocks": clocks,
         "clocks_hidden": tuple({clock.node for clock in report.clocks} - {clock.node for clock in clocks}),
@@ -124,6 +127,14 @@ class _Time:
     total: str
     ranks: Markup
     ranks_caption: str
+
+
+def _states(report: Report) -> dict[str, Any]:
+    """The table of a job that hangs: its columns and rows."""
+    states = digest.states_of_findings(report)
+    rows = [dict(zip(phrases.STATE_COLUMNS, phrases.state_row(state), strict=True)) for state in states]
+    numbers = ("enqueued", "started", "completed")
+    return {"states": rows, "state_columns": phrases.known_columns(states), "state_numbers": numbers}
 
 
 def _time(report: Report, split: digest.Breakdown) -> _Time:
@@ -156,13 +167,14 @@ def _time(report: Report, split: digest.Breakdown) -> _Time:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Picture:
+class Picture:
     chart: Markup
     caption: str
     numbers: str
 
 
-def _picture(split: digest.Breakdown, finding: Finding) -> _Picture | None:
+def picture(split: digest.Breakdown, finding: Finding) -> Picture | None:
+    """Chart the ranks' time that a finding is about; None where no part of the step shows it."""
     values = digest.picture_values(split, finding)
     if not values:
         return None
@@ -171,13 +183,13 @@ def _picture(split: digest.Breakdown, finding: Finding) -> _Picture | None:
     marked = frozenset(finding.ranks) & set(values)
     if len(marked) == len(values):  # all are concerned, so none is set off
         numbers = say("finding.picture.spread", *(units.duration(f(values.values())) for f in (min, max)))
-        return _Picture(chart=svg.columns(values, frozenset()), caption=caption, numbers=numbers)
+        return Picture(chart=svg.columns(values, frozenset()), caption=caption, numbers=numbers)
     medians = [
         units.duration(statistics.median(ns for rank, ns in values.items() if (rank in marked) == inside))
         for inside in (True, False)
     ]
     numbers = say("finding.picture.numbers", phrases.who(tuple(marked)), *medians)
-    return _Picture(chart=svg.columns(values, marked), caption=caption, numbers=numbers)
+    return Picture(chart=svg.columns(values, marked), caption=caption, numbers=numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

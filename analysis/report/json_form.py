@@ -58,6 +58,7 @@ def _as_object(report: Report) -> dict[str, Any]:
         "fidelity": None if report.fidelity is None else dataclasses.asdict(report.fidelity),
         "utilisation": None if report.utilisation is None else dataclasses.asdict(report.utilisation),
         "windows": [_window(window) for window in report.windows],
+        "states": [dataclasses.asdict(state) for state in report.states],
         "gaps": [dataclasses.asdict(gap) for gap in report.gaps],
         "clocks": [dataclasses.asdict(clock) for clock in report.clocks],
         "matched_fraction": report.matched_fraction,

@@ -1,10 +1,10 @@
-"""The report's words: everything a reader sees that the Report itself does not say. `zh.py` has the Chinese."""
+"""The report's words: everything a reader sees that the Report itself does not say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rankscope.analysis.detectors import spec_of
+from rankscope.analysis.detectors import name_of
 from rankscope.analysis.model.parts import PARTS, part_name
 from rankscope.analysis.text.message import joined, spoken, translated
 
@@ -28,10 +28,10 @@ _ENGLISH: dict[str, str] = {
     "who.all": "the whole job",
     # finding
     "findings": "Findings",
-    "findings.none.checked": "No finding. What was checked is healthy, as far as the record can show: {0}.",
-    "findings.none.open": "No finding, and the cause of what is lost is not known. Checks that found nothing: {0}.",
-    "findings.none.unchecked": "No finding: nothing could be checked, so nothing says that the job is healthy.",
-    "findings.more": "and {0} more, of {1} in all: see the full report",
+    "findings.none.checked": "No finding. What was checked is healthy: {0}.",
+    "findings.none.open": "No finding; the cause of the lost time is unknown. Checks that found nothing: {0}.",
+    "findings.none.unchecked": "No finding: nothing could be checked, so the job may not be healthy.",
+    "findings.more": "and {0} more, of {1} in total: see the full report",
     "finding.who": "who",
     "finding.where": "where",
     "finding.level": "level",
@@ -39,39 +39,40 @@ _ENGLISH: dict[str, str] = {
     "finding.level.loss.likely": "likely: only statistics or replay, or few operations",
     "finding.level.hang.confirmed": "confirmed: it was seen",
     "finding.level.hang.likely": "likely: it left no state",
-    "finding.cost": "costs",
-    "finding.cost.value": "{0}, {1} in all: {2}",
+    "finding.cost": "cost",
+    "finding.cost.value": "{0}, {1} in total: {2}",
     "finding.cost.money": "in money {0} of {1} an hour",
-    "finding.cost.money.total": "{0} in the judged steps",
+    "finding.cost.money.total": "{0} in the analyzed steps",
     "unit.GPU-hours": "GPU-hours",
     "unit.rank-hours": "rank-hours",
     "finding.cost.per_step": "{0} per step ({1})",
     "finding.steps": "in steps",
-    "finding.cost.standstill": "everything: the job hangs",
+    "finding.cost.standstill": "everything: the job does not go on",
     "finding.others_waited": "others",
     "finding.others_waited.value": "{0} waited {1} in total for it ({2})",
-    "finding.gain": "gain",
-    "finding.gain.standstill": "a fix lets the job go on",
+    "finding.gain": "speedup",
+    "finding.gain.standstill": "a fix lets the job continue",
     "finding.gain.unknown": "not predicted: {0}",
     "finding.gain.no_fix": "there is no fix that could be replayed",
     "finding.gain.value": "a fix would make a step about {0} shorter ({1})",
     "finding.gain.replayed": ", by a replay; see rankscope whatif --fix {0}",
-    "finding.advice": "do",
+    "finding.advice": "advice",
     "finding.cause": "follows from",
     "finding.evidence": "evidence",
     "finding.evidence.more": "and {0} more places, in the JSON form",
     "finding.evidence.at": "at {0} s of the run's clock, for {1}",
     "fixes": "Predicted speedup of fixes",
-    "fixes.means": "Each fix alone, in a replay of the run that misses the measured steps by {0} (median over steps); "
-    "± is the 95 % half width. Listed are gains of {1} of the step or more that exceed it, and findings whose cost "
-    "the replay contradicts. Gains do not add up; combine fixes with rankscope whatif --fix.",
+    "fixes.means": "Each fix alone, in a replay of the run that misses the measured steps by {0} (median over "
+    "steps); ± is the 95 % confidence interval. Listed are speedups of {1} of the step or more that "
+    "exceed it, and findings whose cost the replay contradicts. Speedups do not add up; combine "
+    "fixes with rankscope whatif --fix.",
     "fixes.fix": "fix",
     "fixes.step": "step",
-    "fixes.gain": "gain",
+    "fixes.gain": "speedup",
     "fixes.share": "share",
     "fixes.finding": "finding",
-    "fixes.finding.costs": "{0}, whose own cost is {1} ({2})",
-    "finding.error": "± is the 95 % half width over the judged steps",
+    "fixes.finding.costs": "{0}, measured cost {1} ({2})",
+    "finding.error": "± is the 95 % confidence interval over the analyzed steps",
     "finding.picture": "{0} per step, one column per rank.",
     "finding.picture.own": "own work (all but communication) per step, one column per rank.",
     "finding.picture.numbers": "Marked: {0}, {1}. Dashed: median of the others, {2}.",
@@ -81,16 +82,16 @@ _ENGLISH: dict[str, str] = {
     "severity.low": "low",
     # head
     "title": "rankscope report",
-    "head.steps": "steps judged: {0}",
-    "head.steps.set_aside": "set aside: warm-up {0}, outliers {1}",
-    "head.steps.set_aside.time": "set aside: warm-up {0}, outliers {1} ({2} of the time)",
-    "head.steps.none": "no steps were judged",
+    "head.steps": "steps analyzed: {0}",
+    "head.steps.set_aside": "excluded: warm-up {0}, outliers {1}",
+    "head.steps.set_aside.time": "excluded: warm-up {0}, outliers {1} ({2} of the time)",
+    "head.steps.none": "no steps were analyzed",
     "head.mean": "mean step {0}",
     "head.median": "median {0}",
     "head.p90": "90 % of steps within {0}",
     "head.mfu": "MFU {0} of {1:.4g} TFLOP/s",
     "head.hfu": "HFU {0} of {1:.4g} TFLOP/s by the shapes of operators",
-    "head.hfu.least": "HFU at least {0} of {1:.4g} TFLOP/s: shapes tell {2} of the time of products",
+    "head.hfu.least": "HFU at least {0} of {1:.4g} TFLOP/s: shapes cover {2} of the time of matrix products",
     "head.ranks": "{0} of {1}",
     "head.ranks.on": "{0}, on {1}",
     "head.ranks.none": "no ranks recorded",
@@ -107,7 +108,7 @@ _ENGLISH: dict[str, str] = {
     "look.found": "found in steps {0}: {1}",
     "look.nothing": "nothing",
     "look.lengths": "only the lengths of such are left",
-    "history.kept": "Of steps before {0} only the length is left: older records made room (rankscope run --keep)",
+    "history.kept": "Of steps before {0} only the length is left: older records were evicted (rankscope run --keep)",
     "history.chart": "Line: median length of {0} steps each on rank {1}, all steps of the run.",
     "history.first": "step 0",
     "history.last": "step {0}",
@@ -141,10 +142,10 @@ _ENGLISH: dict[str, str] = {
     # steps
     "steps": "Step time over the steps",
     "steps.none": "No lengths of single steps are in this record.",
-    "steps.chart": "Line: median of the ranks. Band: shortest to longest rank. Judged steps only, in order.",
-    "steps.chart.one": "Line: the rank's step. Judged steps only, in order.",
+    "steps.chart": "Line: median of the ranks. Band: shortest to longest rank. Analyzed steps only, in order.",
+    "steps.chart.one": "Line: the rank's step. Analyzed steps only, in order.",
     "steps.binned": "Each point stands for up to {0} steps.",
-    "steps.first": "first judged step",
+    "steps.first": "first analyzed step",
     "steps.last": "last, {0}",
     "steps.strip": "One row per rank, one cell per step; the darker, the longer against the median step.",
     "steps.strip.binned": "One row per {0} ranks, one cell per {1} steps; the longest of them counts. "
@@ -159,7 +160,7 @@ _ENGLISH: dict[str, str] = {
     # waits
     "waits": "Who waited for whom",
     "waits.means": "Time that each rank waited for the last one to arrive, over all matched collectives of the run. "
-    "The rank that waits least is the one that the others wait for.",
+    "The others wait for the rank that waits least.",
     "waits.item": "rank {0}: {1}",
     "waits.least": "least: {0}",
     "waits.median": "median: {0}",
@@ -177,7 +178,7 @@ _ENGLISH: dict[str, str] = {
     "code": "What the main threads did",
     "code.means": "Where in the code they were when they were looked at, 5 times a second; each call with what it "
     "calls. Calls of torch and of Python's library count for the line that made them.",
-    "code.whole": "No step was judged: these are shares of the whole recording.",
+    "code.whole": "No step was analyzed: these are shares of the whole run.",
     "code.share": "share",
     "code.share.value": "{0} ± {1}",
     "code.time": "per step",
@@ -197,24 +198,24 @@ _ENGLISH: dict[str, str] = {
     "path.rest": "the rest",
     # phases by CUDA events
     "phases": "The devices' phases",
-    "phases.means": "Device time per judged step between CUDA events: kernels, gaps between them and waiting in one. "
-    "Communication is what NCCL's operations of the phase took together, hidden or not; a host that is ahead has as "
-    "much work enqueued where the phase ends (median).",
+    "phases.means": "Device time per analyzed step between CUDA events: kernels, gaps between them and waiting in "
+    "one. Communication is the sum of NCCL's operations of the phase, hidden or not; host run-ahead "
+    "is the work enqueued where the phase ends (median).",
     "phases.phase": "phase",
     "phases.mean": "mean",
     "phases.least": "least (rank)",
     "phases.most": "most (rank)",
     "phases.communication": "comm.",
-    "phases.communication.unknown": "not known",
-    "phases.ahead": "host ahead",
+    "phases.communication.unknown": "unknown",
+    "phases.ahead": "host run-ahead",
     "phases.of_rank": "{0} ({1})",
-    "lead.device": "The device is the limit: hosts are {0} ahead (median), and for want of work a device idles {1} of "
-    "the step at most.",
-    "lead.host": "The host sets the pace in {0} of the step: its device has nothing left to do, be the host slow or "
-    "waiting for it. Devices may idle for up to {1} of the step; what that costs a deep window tells: rankscope "
-    "trigger RUN --steps 3",
-    "lead.open": "Hosts are {0} ahead (median), less than their phases take. Devices may idle for up to {1} of the "
-    "step; whether they do a deep window tells: rankscope trigger RUN --steps 3",
+    "lead.device": "The device is the limit: host run-ahead is {0} (median), and a device idles for want of work "
+    "{1} of the step at most.",
+    "lead.host": "Host-bound in {0} of the step: the launch queue is empty, because the host is slow or waits for "
+    "the device. Devices may idle for up to {1} of the step; a profiled window measures the cost: "
+    "rankscope trigger RUN --count 3",
+    "lead.open": "Host run-ahead is {0} (median), less than the phases take. Devices may idle for up to {1} of the "
+    "step; a profiled window shows whether they do: rankscope trigger RUN --count 3",
     # device
     "device": "The devices, over the whole capture",
     "device.means": "Percent of the capture; communication that nothing hides is exposed. "
@@ -243,10 +244,10 @@ _ENGLISH: dict[str, str] = {
     # checked
     "healthy": "Checked, nothing found",
     "healthy.none": "nothing",
-    "healthy.resolution": "sees a loss from {0} per step",
-    "healthy.resolution.share": "sees a loss from {0} per step ({1})",
-    "healthy.item": "{0} (losses from {1})",
-    "healthy.resolution.unknown": "smallest visible loss not known",
+    "healthy.resolution": "detection limit {0} per step",
+    "healthy.resolution.share": "detection limit {0} per step ({1})",
+    "healthy.item": "{0} (limit {1})",
+    "healthy.resolution.unknown": "detection limit unknown",
     "healthy.check": "check",
     "healthy.sees": "resolution",
     "not_checked": "Not checked",
@@ -254,9 +255,9 @@ _ENGLISH: dict[str, str] = {
     "not_checked.none": "Nothing was left out.",
     "not_checked.why": "why",
     # gaps
-    "windows": "Deep windows",
+    "windows": "Profiled windows",
     "windows.what": "Window {0}: {1} of {2} ({3}).",
-    "windows.held": "It held the training for up to {0} at its start and {1} at its end.",
+    "windows.held": "It paused the training for up to {0} at its start and {1} at its end.",
     "windows.more": "All of it: rankscope report {0}/{1}",
     "windows.device": "Of its {0} rows of device work: {1}",
     "windows.means": "Operators by the time of their own, without that of operators in them; mean per step over ranks.",
@@ -265,8 +266,25 @@ _ENGLISH: dict[str, str] = {
     "windows.slowest": "slowest rank",
     "windows.its": "its time",
     "windows.operator": "operator",
+    "states": "How far each rank had come",
+    "states.means": "Numbers of operations in each process group in which one is outstanding. {0}",
+    "states.few": "Shown: the groups of the finding; all are in the JSON form.",
+    "states.rank": "rank",
+    "states.group": "process group",
+    "states.enqueued": "enqueued",
+    "states.started": "started",
+    "states.completed": "completed",
+    "states.op": "outstanding",
+    "states.state": "state",
+    "states.frame": "called at",
+    "states.op.value": "{0} number {1}",
+    "states.state.started": "begun, not ended",
+    "states.state.enqueued": "enqueued, not ended",
+    "states.state.behind": "did not come to it",
+    "states.state.idle": "nothing outstanding",
+    "states.state.unread": "not readable",
     "gaps": "Gaps in the record",
-    "gaps.none": "None are known.",
+    "gaps.none": "None.",
     "gaps.table": "table",
     "gaps.who": "where",
     "gaps.count": "rows missing",
@@ -274,10 +292,10 @@ _ENGLISH: dict[str, str] = {
     "gaps.where": "{0}: {1}",
     "gaps.everywhere": "everywhere",
     "gaps.rows": "{0} rows missing",
-    "gaps.more": "and {0} more, of {1} in all: see the full report",
+    "gaps.more": "and {0} more, of {1} in total: see the full report",
     # clocks
     "clocks": "Clocks",
-    "clocks.none": "No clocks were related to each other.",
+    "clocks.none": "Clocks were not synchronized.",
     "clocks.node": "node",
     "clocks.offset": "offset",
     "clocks.drift": "drift",
@@ -292,16 +310,16 @@ _ENGLISH: dict[str, str] = {
     # environment and method
     "environment": "Environment",
     "environment.none": "Not recorded.",
-    "method": "How this was judged",
+    "method": "How this was analyzed",
     "method.parts": "Each rank's step is cut into parts that do not overlap and that sum to the step.",
     "method.wait": "A collective can only move bytes once its last rank has arrived. What a rank spends in it "
     "before that is waiting, caused by the last rank; what it spends after that is transfer.",
-    "method.cost": "A finding's cost is what the job loses by it per judged step, its share that of the mean judged "
-    "step; ± is the 95 % half width over these steps. Costs of several findings may overlap, so they need not add up.",
-    "method.gain": "The gain is the predicted shortening of the mean step if that finding alone were "
-    "fixed: the run is replayed with its fix put in (rankscope whatif).",
-    "method.silence": "A check that lacks its data is listed as not checked. A healthy check says from which "
-    "loss on it would have shown one.",
+    "method.cost": "Cost: the time that the job loses per analyzed step, and its share of the mean analyzed step; ± "
+    "is the 95 % confidence interval. Costs of several findings may overlap, so they need not add up.",
+    "method.gain": "The speedup is the predicted shortening of the mean step if that finding alone were fixed: the "
+    "run is replayed with the fix (rankscope whatif).",
+    "method.silence": "A check that lacks its data is listed as not checked. A healthy check gives its detection "
+    "limit.",
     "source": "source: {0}",
 }
 
@@ -331,5 +349,5 @@ def part_meaning(part: str) -> str:
 
 
 def detector_name(detector: str) -> str:
-    """A detector in plain words: its file name, unless it declares a better one."""
-    return spoken(spec_of(detector).name) or translated(detector.replace("_", " "))
+    """The detector's name, in the language that is spoken."""
+    return spoken(name_of(detector))

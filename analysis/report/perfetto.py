@@ -10,8 +10,8 @@ Source: perfetto.dev/docs/reference/synthetic-track-event and `protos/perfetto/t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, BinaryIO
 
@@ -21,7 +21,17 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Finding, Report
 from rankscope.analysis.model.money import is_standstill
-from rankscope.analysis.report.lane_packing import nest_rows, pack_rows
+from rankscope.analysis.report.labels import detector_name
+from rankscope.analysis.report.perfetto_tables import (
+    OF_JOB,
+    OF_NODE,
+    TIMED,
+    Pack,
+    Table,
+    operations_of,
+    span_of,
+    tables_of,
+)
 from rankscope.analysis.report.protobuf_wire import Block, encoded, fixed64, message, one, varint
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
 from rankscope.analysis.timeline.build import Timeline
@@ -34,24 +44,10 @@ __all__ = ["MOST_EVENTS", "chosen", "write"]
 MOST_EVENTS = 3_000_000
 _MOST_ROWS = 64  # of one track; what would need more is counted and said
 _CHUNK = 50_000  # rows that are packed at once
-_ARROWS = 32  # to one operation's ranks, those that waited longest
-_BLOCKED_NS = 10_000  # a shorter wait is none, as in the breakdown
 _LISTED = 200  # gaps that are told one by one
-_OF_JOB, _OF_NODE = -1, -2  # in place of a rank: the job's rows, and those of node 0; node 1 has -3, …
 
-_TIMED = {  # frames with a rank, and what of them is their time
-    "steps": ("start_ns", "end_ns"),
-    "phases": ("start_ns", "end_ns"),
-    "ops": ("start_ns", "end_ns"),
-    "marks": ("begin_ns", "device_ns"),
-    "kernels": ("start_ns", "end_ns"),
-    "collectives": ("start_ns", "end_ns"),
-    "regions": ("start_ns", "end_ns"),
-    "memory": ("time_ns", "time_ns"),
-}
 
 Ints = NDArray[np.int64]
-Pack = Callable[[Ints, Ints, int], NDArray[np.intp]]
 
 
 def chosen(timeline: Timeline, ranks: Sequence[int] | None, steps: tuple[int, int] | None) -> Timeline:
@@ -70,7 +66,7 @@ def _of_ranks(timeline: Timeline, ranks: Sequence[int]) -> Timeline:
     if absent or not ranks:
         raise NotExportable(f"there is no rank {ranges(absent)}: the run has ranks {ranges(there)}")
     mine = pl.col("rank").is_in(list(ranks))
-    kept = {name: getattr(timeline, name).filter(mine) for name in ("ranks", *_TIMED) if len(getattr(timeline, name))}
+    kept = {name: getattr(timeline, name).filter(mine) for name in ("ranks", *TIMED) if len(getattr(timeline, name))}
     nodes = pl.col("node").is_in(kept["ranks"]["node"].implode())
     return replace(timeline, counters=timeline.counters.filter(nodes), **kept)
 
@@ -90,13 +86,13 @@ def _of_steps(timeline: Timeline, first: int, last: int) -> Timeline:
         frame: pl.DataFrame = getattr(timeline, name)
         if name in ("steps", "phases", "marks"):
             return frame.filter(mine)
-        start, end = _TIMED[name]
+        start, end = TIMED[name]
         within = (pl.col(start) < pl.col("_to")) & (pl.coalesce(end, start) >= pl.col("_from"))
         return frame.join(window, on="rank", maintain_order="left").filter(within).drop("_from", "_to")
 
     start, end = window.select(pl.col("_from").min(), pl.col("_to").max()).row(0)
     counters = timeline.counters.filter(pl.col("time_ns").is_between(start, end))
-    frames: dict[str, Any] = {name: kept(name) for name in _TIMED if len(getattr(timeline, name))}
+    frames: dict[str, Any] = {name: kept(name) for name in TIMED if len(getattr(timeline, name))}
     return replace(timeline, counters=counters, **frames)
 
 
@@ -107,24 +103,26 @@ def write(
 
     Raises `NotExportable` where these are more than `most`, or nothing has a time, before anything is written.
     """
-    span = _span(whole)
+    span = span_of(whole)
     if span is None:
         raise NotExportable("nothing in it has a time, so there is nothing to draw")
-    operations = _operations(part.collectives, whole.collectives, span[1])
-    tables = list(_tables(part, operations, report, gaps, span))
+    operations = operations_of(part.collectives, whole.collectives, span[1])
+    tables = list(tables_of(part, operations, report, gaps, span))
     counted = sum(len(table.frame) for table in tables) + len(part.counters) + len(part.memory)
     if len(operations):
         counted += int(operations["_waited"].sum() + operations["_flow"].count())
     if counted > most:
         raise NotExportable(_too_much(counted, most, part))
     out = _Out(file, span[0])
-    _write_run(out, report, _span(part) or span, part)
+    _write_run(out, report, span_of(part) or span, part)
     _name_ranks(out, report, part)
     for table in tables:
         _write_table(out, table)
     _write_counters(out, part)
     for (rank, title), events in out.hidden.items():
-        _told(out, _span(part) or span, "not seen", f"rank {rank}, {title}: {events:,} events lie too deep to be drawn")
+        _told(
+            out, span_of(part) or span, "not seen", f"rank {rank}, {title}: {events:,} events lie too deep to be drawn"
+        )
     return out.events
 
 
@@ -136,200 +134,6 @@ def _too_much(events: int, most: int, part: Timeline) -> str:
         f"{events:,} events are more than the {most:,} that a browser opens: choose fewer with --ranks 0-7 or "
         f"--steps 100-110 ({of_rank}{of_step})"
     )
-
-
-# ---- what is drawn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    """Rows with `rank`, `start_ns` and `end_ns`, in order of rank, and what is told of each."""
-
-    category: str
-    frame: pl.DataFrame
-    track: pl.Expr
-    name: pl.Expr
-    args: Sequence[str]
-    pack: Pack = pack_rows
-
-
-def _tables(
-    part: Timeline, operations: pl.DataFrame, report: Report, gaps: pl.DataFrame, span: tuple[int, int]
-) -> Iterator[_Table]:
-    """In the order in which a rank's tracks lie below each other."""
-    aside = pl.when(pl.col("aside").is_not_null()).then(pl.format(" ({})", "aside")).otherwise(pl.lit(""))
-    yield _Table(
-        category="steps",
-        frame=part.steps,
-        track=pl.lit("steps"),
-        name=pl.concat_str(pl.lit("step "), "step", aside),
-        args=("step", "judged", "aside", "source"),
-    )
-    yield _Table(
-        category="findings",
-        frame=_evidence(report, part),
-        track=pl.lit("findings"),
-        name=pl.col("name"),
-        args=("note", "node"),
-    )
-    yield _Table(
-        category="phases",
-        frame=part.phases,
-        track=pl.lit("parts of the step"),
-        name=pl.col("part"),
-        args=("step", "label"),
-    )
-    yield _Table(
-        category="ops",
-        frame=part.ops,
-        track=pl.lit("operations of the stage"),
-        name=pl.col("name"),
-        args=("step", "stage", "replica", "chunk", "microbatch", "seq"),
-    )
-    yield _Table(
-        category="marks",
-        frame=part.marks.rename({"begin_ns": "start_ns", "device_ns": "end_ns"}),
-        track=pl.lit("device, by marks"),
-        name=pl.col("phase"),
-        args=("step", "part", "ahead_ns", "idle_ns", "communication_ns", "clock_error_ns"),
-    )
-    yield _Table(
-        category="kernels",
-        frame=part.kernels,
-        track=_stream(part.kernels),
-        name=pl.col("name"),
-        args=("work", "stream", "correlation"),
-    )
-    yield _Table(
-        category="collectives",
-        frame=operations,
-        track=pl.format("group {}", pl.coalesce("group", pl.lit("unknown"))),
-        name=pl.col("op"),
-        args=(
-            *("step", "group", "seq", "peer", "tag", "dtype", "size_bytes", "wait_ns", "transfer_ns", "last_rank"),
-            *("arrival_spread_ns", "duration_ns", "instance_id", "end", "unmatched"),
-        ),
-    )
-    thread = pl.when(pl.col("thread") == 0).then(pl.lit("main thread")).otherwise(pl.format("thread {}", "thread"))
-    yield _Table(
-        category="regions",
-        frame=part.regions,
-        track=thread,
-        name=pl.coalesce("name", "kind"),
-        args=("kind", "microbatch", "stage"),
-        pack=nest_rows,
-    )
-    yield _Table(
-        category="gaps",
-        frame=_timed(gaps, part, span),
-        track=pl.lit("not seen"),
-        name=pl.format("{}: {}", "table", "why"),
-        args=("count", "source"),
-    )
-
-
-def _evidence(report: Report, part: Timeline) -> pl.DataFrame:
-    """Where findings show; what is of no rank is the run's."""
-    schema = {"rank": pl.Int32, "node": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64}
-    rows = [
-        (_OF_JOB if e.rank is None else e.rank, e.node, e.start_ns, e.end_ns, finding.title, e.note)
-        for finding in report.findings
-        for e in finding.evidence
-    ]
-    frame = pl.DataFrame(rows, schema | {"name": pl.String, "note": pl.String}, orient="row")
-    return _shown(frame, part)
-
-
-def _timed(gaps: pl.DataFrame, part: Timeline, span: tuple[int, int]) -> pl.DataFrame:
-    """The gaps of which it is known when they were; what is of no rank is the node's."""
-    known = gaps.filter(pl.col("start_ns").is_not_null() | pl.col("end_ns").is_not_null())
-    first, last = span
-    return _shown(
-        known.with_columns(
-            pl.coalesce("rank", _OF_NODE - pl.col("node")).cast(pl.Int32).alias("rank"),
-            pl.col("start_ns").fill_null(first).clip(first, last),
-            pl.col("end_ns").fill_null(last).clip(first, last),
-        ),
-        part,
-    )
-
-
-def _shown(rows: pl.DataFrame, part: Timeline) -> pl.DataFrame:
-    """The rows of the ranks that are shown, the nodes' and the run's, that are at least in part in what is shown."""
-    first, last = _span(part) or (1, 0)
-    of_part = pl.col("rank").is_in(part.ranks["rank"].implode()) | (pl.col("rank") < 0)
-    return rows.filter(of_part, pl.col("start_ns") <= last, pl.col("end_ns") >= first).sort("rank", "start_ns")
-
-
-def _stream(kernels: pl.DataFrame) -> pl.Expr:
-    stream = pl.format("stream {}", pl.col("stream").cast(pl.String).fill_null("?"))
-    several = kernels.group_by("rank").agg(pl.col("device").n_unique() > 1)["device"].any() if len(kernels) else False
-    return pl.format("device {} {}", pl.col("device").cast(pl.String).fill_null("?"), stream) if several else stream
-
-
-def _operations(rows: pl.DataFrame, of_all_ranks: pl.DataFrame, last_ns: int) -> pl.DataFrame:
-    """From the arrival to the end; of one whose end was not seen its call, and what hangs until the end of the run.
-
-    `_waited`: the wait is long enough to be drawn. `_flow` is the number of the arrow that ends in a row, at
-    `_over_ns`; `_flows` and `_first_flow` are how many begin there, at its start, and their first number.
-    """
-    if rows.is_empty():
-        return rows
-    start = pl.coalesce("device_start_ns", "start_ns")
-    hangs = pl.col("end_ns").is_null() & (start >= pl.col("end_ns").max().over("rank"))
-    seen = pl.when(hangs).then(last_ns).otherwise(pl.coalesce("end_ns", "issued_ns", start))
-    at_once = pl.col("peer") < 0
-    last = of_all_ranks.filter(pl.col("is_last")).unique("instance_id", keep="first")
-    last = last.select("instance_id", pl.col("rank").alias("last_rank"))
-    drawn = rows.join(last, on="instance_id", how="left", maintain_order="left").with_columns(
-        pl.col("op").replace("unknown", "communication"),
-        start.alias("start_ns"),
-        pl.max_horizontal(start, seen).alias("end_ns"),
-        pl.when(~at_once).then("peer").alias("peer"),
-        pl.when(~at_once).then("tag").alias("tag"),
-        pl.when(pl.col("end_ns").is_null()).then(pl.lit("not seen")).alias("end"),
-        (pl.col("end_ns").is_not_null() & (pl.col("wait_ns") >= _BLOCKED_NS)).fill_null(False).alias("_waited"),
-    )
-    return _with_arrows(drawn)
-
-
-def _with_arrows(drawn: pl.DataFrame) -> pl.DataFrame:
-    came = drawn.filter(pl.col("is_last")).unique("instance_id", keep="first")
-    came = came.select("instance_id", _came_ns="start_ns")
-    row, wait = pl.int_range(pl.len()).alias("_row"), pl.col("wait_ns")
-    over = pl.max_horizontal(pl.col("start_ns") + wait, "_came_ns")  # clocks may differ by their error
-    ends = (
-        drawn.select(row, "instance_id", "start_ns", "end_ns", "wait_ns", "_waited", "is_last")
-        .filter("_waited", ~pl.col("is_last"))
-        .join(came, on="instance_id")
-        .with_columns(over.alias("_over_ns"))
-        .filter(pl.col("_over_ns") < pl.col("end_ns"))
-        .filter(wait.rank("ordinal", descending=True).over("instance_id") <= _ARROWS)
-        .sort("instance_id")
-        .with_columns(pl.int_range(1, pl.len() + 1).alias("_flow"))
-    )
-    begins = ends.group_by("instance_id").agg(_flows=pl.len().cast(pl.Int64), _first_flow=pl.col("_flow").min())
-    first = (pl.col("is_last") & pl.col("is_last").cum_sum().over("instance_id").eq(1)).fill_null(False)
-    return (
-        drawn.with_columns(row)
-        .join(ends.select("_row", "_flow", "_over_ns"), on="_row", how="left", maintain_order="left")
-        .join(begins, on="instance_id", how="left", maintain_order="left")
-        .with_columns(pl.when(first).then("_flows").fill_null(0).alias("_flows"))
-        .drop("_row")
-    )
-
-
-def _span(timeline: Timeline) -> tuple[int, int] | None:
-    """From the first start to the last thing that is known; None: nothing has a time."""
-    ends = [
-        frame.select(first=pl.col(start).min(), last=pl.max_horizontal(start, end).max())
-        for name, (start, end) in _TIMED.items()
-        if name != "memory" and len(frame := getattr(timeline, name))
-    ]
-    if not ends:
-        return None
-    first, last = pl.concat(ends).select(pl.col("first").min(), pl.col("last").max()).row(0)
-    return None if first is None else (int(first), int(last))
 
 
 # ---- how it is written: messages and fields as `perfetto_trace.proto` numbers them
@@ -410,7 +214,7 @@ def _events(type_: int, times: Ints, track: Ints, fields: Sequence[Block] = ()) 
     return message(1, [varint(8, times), varint(10, same), varint(13, same * 2), event])
 
 
-def _write_table(out: _Out, table: _Table) -> None:
+def _write_table(out: _Out, table: Table) -> None:
     """The rows are slices, some whole ranks at a time. Of operations the wait is one in theirs."""
     for rows in _whole_ranks(table.frame):
         put = rows.with_columns(table.track.alias("_track"), table.name.fill_null("?").alias("_name"))
@@ -463,7 +267,7 @@ def _numbers(out: _Out, rows: pl.DataFrame, pack: Pack) -> Ints:
     return number
 
 
-def _write_slices(out: _Out, rows: pl.DataFrame, table: _Table) -> None:
+def _write_slices(out: _Out, rows: pl.DataFrame, table: Table) -> None:
     start, end = (rows[column].to_numpy() - out.origin_ns for column in ("start_ns", "end_ns"))
     track = rows["_number"].to_numpy()
     fields = [
@@ -539,7 +343,7 @@ def _write_run(out: _Out, report: Report, span: tuple[int, int], part: Timeline)
     if len(report.gaps) > _LISTED:
         _told(out, span, "not seen", f"and {len(report.gaps) - _LISTED} more gaps, which the report lists")
     for unchecked in report.not_checked:
-        _told(out, span, "not checked", f"{unchecked.detector}: {unchecked.why}")
+        _told(out, span, "not checked", f"{detector_name(unchecked.detector)}: {unchecked.why}")
 
 
 def _told(out: _Out, span: tuple[int, int], title: str, name: str, **args: object) -> None:
@@ -548,7 +352,7 @@ def _told(out: _Out, span: tuple[int, int], title: str, name: str, **args: objec
     columns = {key: [value] for key, value in args.items() if value not in (None, "")}
     row = pl.DataFrame({"start_ns": [first], "end_ns": [last], "_name": [name], **columns})
     row = row.with_columns(pl.lit(out.track((_JOB, 0), title), pl.Int64).alias("_number"))
-    _write_slices(out, row, _Table(category="job", frame=row, track=pl.lit(title), name=pl.lit(name), args=[*columns]))
+    _write_slices(out, row, Table(category="job", frame=row, track=pl.lit(title), name=pl.lit(name), args=[*columns]))
 
 
 def _finding(finding: Finding) -> dict[str, object]:
@@ -556,7 +360,7 @@ def _finding(finding: Finding) -> dict[str, object]:
     cost = f"{duration_with_error(finding.lost_ns_per_step, finding.uncertainty_ns)} per step, {share}"
     gain = finding.gain_why if finding.gain_fraction is None else f"{percent(finding.gain_fraction)} of the step"
     return {
-        "cost": "the job hangs" if is_standstill(finding) else cost,
+        "cost": "the job does not go on" if is_standstill(finding) else cost,
         "gain": gain,
         "where": finding.where,
         "advice": finding.advice,
@@ -589,7 +393,7 @@ def _clock_errors(report: Report) -> dict[int, str]:
     return {
         clock.node: "the run's"
         if clock.source == "reference"
-        else f"error not known, by {clock.source}"
+        else f"error unknown, by {clock.source}"
         if clock.error_ns is None
         else f"within {duration(clock.error_ns)}, by {clock.source}"
         for clock in report.clocks
@@ -610,4 +414,4 @@ def _name_ranks(out: _Out, report: Report, part: Timeline) -> None:
 
 def _group_of(number: int) -> tuple[str, int]:
     """Whose rows these are: below 0 they are the job's, or a node's."""
-    return (_RANK, number) if number >= 0 else (_JOB, 0) if number == _OF_JOB else (_NODE, _OF_NODE - number)
+    return (_RANK, number) if number >= 0 else (_JOB, 0) if number == OF_JOB else (_NODE, OF_NODE - number)

@@ -15,6 +15,7 @@ from rankscope.analysis.model.finding import (
     CodeShare,
     Evidence,
     Finding,
+    GroupState,
     Lead,
     Look,
     Operator,
@@ -29,13 +30,14 @@ from rankscope.analysis.model.money import HOUR_NS, cost_of, is_standstill, mone
 from rankscope.analysis.model.parts import part_name
 from rankscope.analysis.replay.sweep import LEAST_GAIN
 from rankscope.analysis.report.digest import GapGroup, is_healthy
-from rankscope.analysis.report.labels import part_short, say, together
+from rankscope.analysis.report.labels import detector_name, part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
-from rankscope.analysis.text.phrases import counted, place_in_code
+from rankscope.analysis.text.phrases import counted, place_in_code, some_ranges
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges, signed
 from rankscope.analysis.timeline.device_breakdown import IDLE_LABELS
 
 __all__ = [
+    "STATE_COLUMNS",
     "clock_error",
     "code_means",
     "code_row",
@@ -48,6 +50,7 @@ __all__ = [
     "gap_extent",
     "head_facts",
     "healthy_items",
+    "known_columns",
     "label",
     "lead_line",
     "level",
@@ -59,6 +62,7 @@ __all__ = [
     "path_row",
     "phase_rows",
     "resolution",
+    "state_row",
     "who",
     "window_lines",
 ]
@@ -107,7 +111,7 @@ _OWN_LABELS = frozenset({LEFT_LATE, BEGAN_LATE, *IDLE_LABELS})
 
 def one_or_many(kind: str, numbers: tuple[int, ...]) -> str:
     """`rank 2`, `ranks 0-3,8`; `kind` is `rank` or `node`."""
-    return say(f"who.{kind}" if len(set(numbers)) == 1 else f"who.{kind}s", ranges(numbers))
+    return say(f"who.{kind}" if len(set(numbers)) == 1 else f"who.{kind}s", some_ranges(numbers))
 
 
 def who(ranks: tuple[int, ...], nodes: tuple[int, ...] = (), groups: tuple[str, ...] = ()) -> str:
@@ -276,7 +280,7 @@ def gain(report: Report, finding: Finding) -> str:
 
 def fix_row(report: Report, fix: PredictedFix) -> tuple[str, str, str, str, str]:
     """Fix, predicted step, gain in time and as a share, and the finding that it belongs to."""
-    finding = fix.finding or ""
+    finding = detector_name(fix.finding) if fix.finding else ""
     if fix.finding_lost_ns is not None and report.steps.mean_ns:
         share = percent(fix.finding_lost_ns / report.steps.mean_ns)
         finding = say("fixes.finding.costs", finding, duration(fix.finding_lost_ns), share)
@@ -304,9 +308,9 @@ def healthy_items(report: Report) -> str:
     """The healthy checks, each with the smallest loss that it would have shown: a coarse check says little."""
     mean_ns = report.steps.mean_ns
     items = [
-        say("healthy.item", healthy.detector, percent(healthy.resolution_ns / mean_ns))
+        say("healthy.item", detector_name(healthy.detector), percent(healthy.resolution_ns / mean_ns))
         if mean_ns and healthy.resolution_ns is not None
-        else healthy.detector
+        else detector_name(healthy.detector)
         for healthy in report.healthy
     ]
     return together(", ", items) or say("healthy.none")
@@ -338,6 +342,22 @@ def gap_extent(group: GapGroup) -> str:
     """Where and, if that is known, how many rows, in words."""
     concerned = who(group.ranks, group.nodes) if group.ranks or group.nodes else say("gaps.everywhere")
     return concerned if group.count is None else together(", ", (concerned, say("gaps.rows", group.count)))
+
+
+STATE_COLUMNS = ("rank", "group", "enqueued", "started", "completed", "op", "state", "frame")
+
+
+def state_row(state: GroupState) -> tuple[str, ...]:
+    """How far a rank had come in a group, by STATE_COLUMNS; empty: not known."""
+    counts = ("" if count is None else str(count) for count in (state.enqueued, state.started, state.completed))
+    op = "" if state.seq is None else say("states.op.value", state.op, state.seq)
+    return str(state.rank), state.group, *counts, op, say(f"states.state.{state.state}"), state.frame
+
+
+def known_columns(states: Sequence[GroupState]) -> tuple[str, ...]:
+    """Those of STATE_COLUMNS that any of these states has."""
+    rows = [state_row(state) for state in states]
+    return tuple(name for at, name in enumerate(STATE_COLUMNS) if any(row[at] for row in rows))
 
 
 def clock_error(clock: Clock) -> str:

@@ -26,6 +26,7 @@ from rankscope.analysis.model.finding import (
 )
 from rankscope.analysis.report import digest
 from rankscope.analysis.report.labels import (
+    detector_name,
     part_label,
     part_meaning,
     part_short,
@@ -215,7 +216,7 @@ def _finding_title(number: int, finding: Finding) -> Text:
     title = _text(f"{number}  ")
     title.append(severity, _SEVERITY_STYLE[finding.severity])
     title.append_text(_text(f"  {finding.title}", "bold"))
-    title.append_text(_text(f"  ({finding.detector})", "dim"))
+    title.append_text(_text(f"  ({detector_name(finding.detector)})", "dim"))
     return title
 
 
@@ -235,7 +236,7 @@ def _finding_facts(report: Report, finding: Finding) -> Table:
         (say("finding.advice"), finding.advice),
     ]
     if finding.caused_by:
-        facts.append((say("finding.cause"), finding.caused_by))
+        facts.append((say("finding.cause"), detector_name(finding.caused_by)))
     return _pairs(facts)
 
 
@@ -270,7 +271,7 @@ def _time_in_a_line(report: Report) -> str:
 def _checked_in_lines(report: Report) -> list[tuple[str, str]]:
     lines = [(say("healthy"), healthy_items(report))]
     if report.not_checked:
-        names = together(", ", (unchecked.detector for unchecked in report.not_checked))
+        names = together(", ", (detector_name(unchecked.detector) for unchecked in report.not_checked))
         lines.append((say("not_checked"), say("not_checked.short", names)))
     return lines
 
@@ -439,13 +440,13 @@ def _pipeline(pipeline: Pipeline | None) -> list[RenderableType]:
 def _healthy(report: Report) -> RenderableType:
     if not report.healthy:
         return _text(say("healthy.none"))
-    return _pairs((h.detector, resolution(report, h.resolution_ns)) for h in report.healthy)
+    return _pairs((detector_name(h.detector), resolution(report, h.resolution_ns)) for h in report.healthy)
 
 
 def _not_checked(report: Report) -> RenderableType:
     if not report.not_checked:
         return _text(say("not_checked.none"))
-    return _pairs((unchecked.detector, unchecked.why) for unchecked in report.not_checked)
+    return _pairs((detector_name(unchecked.detector), unchecked.why) for unchecked in report.not_checked)
 
 
 def _gaps(report: Report, *, limit: int | None) -> list[RenderableType]:

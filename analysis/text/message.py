@@ -1,9 +1,8 @@
-"""Texts that keep what they were made of, so that what was found in English can be said in another language.
+"""Texts that keep what they were made of, so that what was found in English can be put into another language.
 
-A finding is made long before anybody knows who reads it. So whatever a reader sees is a `Text`: in English a `str` like
-any other, and `spoken` puts it into the language that is being spoken. The English template is its key in the catalogue
-(`report/zh.py`), as a msgid is for gettext. That module itself would add files to be compiled and plural rules, and not
-what is needed here: to choose the language after the sentence was made.
+A finding is made long before it is known who reads it. So whatever a reader sees is a `Text`: in English a `str` like
+any other, and `spoken` translates it. The English template is its msgid, and `<language>.po` beside this file is the
+catalog, which babel reads; `tools/texts.py` keeps it in step with the code.
 """
 
 from __future__ import annotations
@@ -12,10 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
-from functools import reduce
+from functools import cache, reduce
+from gettext import GNUTranslations
+from io import BytesIO
+from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["LANGUAGES", "Text", "joined", "language", "speak", "speaking", "spoken", "text", "translated"]
+__all__ = ["LANGUAGES", "Text", "joined", "language", "plural", "speak", "speaking", "spoken", "text", "translated"]
 
 LANGUAGES = {"en": "en", "zh": "zh-CN"}  # as asked for -> as HTML names it
 _SEPARATORS = {", ": "{one}, {other}", "; ": "{one}; {other}", " ": "{one} {other}", "": "{one}{other}"}
@@ -24,20 +26,24 @@ _Said = TypeVar("_Said")
 
 
 class Text(str):
-    """A template with values put in. Values may be texts themselves."""
+    """A template with values put in. Values may be texts themselves.
 
-    __slots__ = ("template", "values")
+    `forms` are the templates for one and for several, and the number that chooses; None where there is only one.
+    """
+
+    __slots__ = ("forms", "template", "values")
 
     template: str
     values: Mapping[str, object]
+    forms: tuple[str, str, int] | None
 
-    def __new__(cls, template: str, values: Mapping[str, object]) -> Text:
+    def __new__(cls, template: str, values: Mapping[str, object], forms: tuple[str, str, int] | None = None) -> Text:
         made = super().__new__(cls, template.format_map(values) if values else template)
-        made.template, made.values = template, values
+        made.template, made.values, made.forms = template, values, forms
         return made
 
-    def __reduce__(self) -> tuple[type[Text], tuple[str, Mapping[str, object]]]:
-        return Text, (self.template, self.values)
+    def __reduce__(self) -> tuple[type[Text], tuple[str, Mapping[str, object], tuple[str, str, int] | None]]:
+        return Text, (self.template, self.values, self.forms)
 
     def __add__(self, other: str) -> Text:
         return Text(_SEPARATORS[""], {"one": self, "other": other})
@@ -47,11 +53,13 @@ class Text(str):
 
 
 def text(template: str, /, **values: object) -> Text:
-    """`text("rank {rank} is late", rank=2)`. The template is always written out, so that translations can be checked.
-
-    Values called `en_…` are English grammar, such as the s of a plural, and are left out elsewhere.
-    """
+    """`text("rank {rank} is late", rank=2)`. The template is always written out, so that catalogs can be checked."""
     return Text(template, values)
+
+
+def plural(one: str, several: str, number: int, /, **values: object) -> Text:
+    """`plural("{ranks} is late", "{ranks} are late", len(found), ranks=…)`: gettext's ngettext, as a text."""
+    return Text(one if number == 1 else several, values, (one, several, number))
 
 
 def joined(separator: str, texts: Iterable[str]) -> str:
@@ -81,32 +89,44 @@ def language() -> str:
 
 def spoken(said: _Said) -> _Said:
     """The value with all texts in it in the language that is spoken: a text, or what holds some, such as a report."""
-    if language() == "en":
+    if language() == "en":  # the msgids are English
         return said
-    from rankscope.analysis.text.chinese import CHINESE
-
-    put: _Said = _translated(said, CHINESE)
+    put: _Said = _translated(said, _catalog(language()))
     return put
 
 
 def translated(template: str) -> str:
-    """The template in the language that is spoken; as it is where the catalogue lacks it."""
+    """The template in the language that is spoken; as it is where the catalog lacks it."""
     return spoken(Text(template, {}))
 
 
-def _translated(said: Any, catalogue: Mapping[str, str]) -> Any:  # noqa: ANN401 - whatever was given
+@cache
+def _catalog(language: str) -> GNUTranslations:
+    from babel.messages.mofile import write_mo
+    from babel.messages.pofile import read_po
+
+    compiled = BytesIO()
+    with Path(__file__).with_name(f"{language}.po").open("rb") as file:
+        write_mo(compiled, read_po(file, locale=language))
+    compiled.seek(0)
+    return GNUTranslations(compiled)
+
+
+def _translated(said: Any, catalog: GNUTranslations) -> Any:  # noqa: ANN401 - whatever was given
     if isinstance(said, Text):
-        template = catalogue.get(said.template, said.template)
-        values = {name: _translated(value, catalogue) for name, value in said.values.items()}
+        if not said:  # gettext keeps the catalog's header under the empty text
+            return said
+        template = catalog.ngettext(*said.forms) if said.forms else catalog.gettext(said.template)
+        values = {name: _translated(value, catalog) for name, value in said.values.items()}
         return template.format_map(values) if values else template
     if isinstance(said, (tuple, list)):
         if not said or isinstance(said[0], int):  # lengths of steps, which may be millions
             return said
-        return type(said)(_translated(one, catalogue) for one in said)
+        return type(said)(_translated(one, catalog) for one in said)
     if isinstance(said, dict):
-        return {name: _translated(value, catalogue) for name, value in said.items()}
+        return {name: _translated(value, catalog) for name, value in said.items()}
     if is_dataclass(said) and not isinstance(said, type):
         held = {field.name: getattr(said, field.name) for field in fields(said)}
-        changed = {name: new for name, old in held.items() if (new := _translated(old, catalogue)) is not old}
+        changed = {name: new for name, old in held.items() if (new := _translated(old, catalog)) is not old}
         return replace(said, **changed) if changed else said
     return said

@@ -5,33 +5,67 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from rankscope.analysis.text.message import Text, text
+from rankscope.analysis.text.message import Text, plural, text
 from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import INSTALLED
 
-__all__ = ["counted", "every_nth", "is_installed", "named", "place_in_code", "some_ranges"]
+__all__ = [
+    "as_recorded",
+    "counted",
+    "every_nth",
+    "group_title",
+    "is_installed",
+    "named",
+    "place_in_code",
+    "some_ranges",
+]
 
 _FEW = 3  # steps that follow each other by chance
-_RUNS = 12  # of numbers that a reader reads
+_RUNS = 10  # of numbers that a reader reads
+_SHOWN = 4  # of more, before the last
 
 
 def named(kind: str, numbers: Sequence[int]) -> Text:
     """`rank 2`, `ranks 0-3,8`; `Rank 2` where the kind is written so."""
-    return Text(f"{kind} {{numbers}}" if len(numbers) == 1 else f"{kind}s {{numbers}}", {"numbers": ranges(numbers)})
+    return plural(f"{kind} {{numbers}}", f"{kind}s {{numbers}}", len(numbers), numbers=some_ranges(numbers))
 
 
 def some_ranges(numbers: Sequence[int]) -> str:
-    """Numbers in order as ranges, of many the first, and how many more there are: `0-3,8,20-39 and 12 more`."""
+    """Numbers as ranges that a reader reads: `0-3,8`, `odd 1-125 (63)`, `0-60 in steps of 4 (16)`.
+
+    Of many without such an order the first and the last, and how many they are: `0-3,8,20-39 … 90 (27)`.
+    """
+    numbers = sorted(set(numbers))
     ends = [at for at, (number, after) in enumerate(pairwise(numbers), 1) if after != number + 1]
     if len(ends) < _RUNS:
         return ranges(numbers)
-    shown = ends[_RUNS - 1]
-    return text("{shown} and {more} more", shown=ranges(numbers[:shown]), more=len(numbers) - shown)
+    first, last, count = numbers[0], numbers[-1], len(numbers)
+    strides = {after - number for number, after in pairwise(numbers)}
+    if strides == {2}:
+        ends_at = f"{first}-{last}"
+        if first % 2:
+            return text("odd {ends} ({count})", ends=ends_at, count=count)
+        return text("even {ends} ({count})", ends=ends_at, count=count)
+    if len(strides) == 1:
+        return text("{ends} in steps of {stride} ({count})", ends=f"{first}-{last}", stride=strides.pop(), count=count)
+    head, tail = numbers[: ends[_SHOWN - 1]], numbers[ends[-1] :]
+    return f"{ranges(head)} … {ranges(tail)} ({count})"
+
+
+def group_title(name: str, role: str) -> str:
+    """`TENSOR_MODEL_PARALLEL_GROUP (37)`; `group 37` where it has no name that says what it is for."""
+    return f"{role} ({name})" if role not in ("", "undefined", name) else text("group {name}", name=name)
 
 
 def counted(number: int, noun: str) -> Text:
     """`1 rank`, `3 ranks`."""
-    return Text(f"{{number}} {noun}" if number == 1 else f"{{number}} {noun}s", {"number": number})
+    return plural(f"{{number}} {noun}", f"{{number}} {noun}s", number, number=number)
+
+
+def as_recorded(why: str) -> Text:
+    """Give what a collector or an agent wrote in English, with what it quotes after a colon; known words translate."""
+    head, _, quoted = why.partition(": ")
+    return text("{file}: {why}", file=Text(head, {}), why=Text(quoted, {})) if quoted else Text(why, {})
 
 
 def place_in_code(function: str, file: str, line: int) -> str:
@@ -52,7 +86,7 @@ def is_installed(file: str) -> bool:
 def every_nth(shown: Sequence[int], judged: int) -> Text:
     """How often something happens that shows in these steps of `judged`.
 
-    `in every step`; `in steps 20-39` if they follow each other; `every 5th step` if the distances say so, with a few
+    `in every step`; `in steps 20-39` if they follow each other; `every 5 steps` if the distances say so, with a few
     left out at most; else `in 3 of 40 steps`.
     """
     times = len(shown)
@@ -65,5 +99,4 @@ def every_nth(shown: Sequence[int], judged: int) -> Text:
     regular = all(distance % period == 0 for distance in distances) and distances.count(period) * 2 >= len(distances)
     if times <= _FEW or period < 2 or not regular:
         return text("in {times} of {judged} steps", times=times, judged=judged)
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(period % 10 if period % 100 not in (11, 12, 13) else 0, "th")
-    return text("every {period}{en_ending} step", period=period, en_ending=ending)
+    return text("every {period} steps", period=period)

@@ -9,14 +9,16 @@ Example: rankscope diff runs/old runs/new
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rankscope.analysis.text.message import joined, speaking, spoken, text
+from rankscope.analysis.text.phrases import counted
 from rankscope.profiler.columns import aligned
+from rankscope.profiler.options import Json, Lang, Steps, World, part_of, write
 
 if TYPE_CHECKING:
     from rankscope.analysis.compare.two_runs import Comparison, KernelChange, OperationChange
@@ -30,71 +32,76 @@ _NAME = 60  # letters of a kernel's name
 def command(
     a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The run to compare with; any trace that can be read.")],
     b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The run that may have changed.")],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    steps: Steps = None,
+    world: World = None,
+    json: Json = None,
+    lang: Lang = "en",
 ) -> None:
     from rankscope.analysis.compare.two_runs import compare
     from rankscope.analysis.diagnosis.diagnose import read_run
 
-    found = compare(*read_run(a), *read_run(b))
+    one, other = part_of([a, b], steps, world)
+    found = compare(*read_run(one), *read_run(other))
     if json:
-        _print_json(found)
-    else:
-        print("\n".join(_text(found)))
+        write(json, _as_json(found))
+    if json != "-":
+        with speaking(lang):
+            print("\n".join(map(spoken, _text(found))))
 
 
-def _print_json(found: Comparison) -> None:
+def _as_json(found: Comparison) -> str:
     from rankscope.analysis.report.json_form import strict
 
     said = {"schema_version": 1, **dataclasses.asdict(found)}
     said["step"] |= {"change_ns": found.step.change_ns, "clear": found.step.clear}
     for part, change in zip(said["parts"], found.parts, strict=True):
         part["change_ns"] = change.change_ns
-    sys.stdout.write(strict(said))
+    return strict(said)
 
 
 def _text(found: Comparison) -> Iterable[str]:
-    from rankscope.analysis.text.phrases import counted
-
     for name, side in (("A", found.a), ("B", found.b)):
-        yield f"{name}  {side.path}: {counted(side.ranks, 'rank')}, {counted(side.steps, 'judged step')}"
-        yield f"   {side.verdict}"
-    yield from (f"   {note}" for note in found.notes)
+        size = joined(", ", (counted(side.ranks, "rank"), counted(side.steps, "analyzed step")))
+        yield f"{name}  {side.path}: {spoken(size)}"
+        yield f"   {spoken(side.verdict)}"
+    yield from (f"   {spoken(note)}" for note in found.notes)
     yield f"\n{_step(found)}"
     if found.parts:
         yield f"\n{_parts(found)}"
     if found.ranks:
-        yield f"\nRanks whose own time changed otherwise than that of most\n{_ranks(found)}"
-    yield f"\nFindings\n{_findings(found)}"
+        yield f"\n{spoken(text('Ranks whose compute time changed by more than usual'))}\n{_ranks(found)}"
+    yield f"\n{spoken(text('Findings'))}\n{_findings(found)}"
     if found.operations:
-        yield f"\nCommunication, mean over judged steps\n{_operations(found.operations)}"
+        yield f"\n{spoken(text('Communication, mean over analyzed steps'))}\n{_operations(found.operations)}"
     if found.kernels:
-        yield f"\nDevice work, per rank and judged step\n{_kernels(found.kernels)}"
+        yield f"\n{spoken(text('Device work, per rank and analyzed step'))}\n{_kernels(found.kernels)}"
 
 
 def _step(found: Comparison) -> str:
     from rankscope.analysis.report.diff_text import step_change
     from rankscope.analysis.text.units import duration
 
-    return f"Mean step  {duration(found.step.a_ns)} -> {duration(found.step.b_ns)}: {step_change(found.step)}"
+    times = f"{duration(found.step.a_ns)} -> {duration(found.step.b_ns)}"
+    return spoken(text("Mean step {times}: {change}", times=times, change=step_change(found.step)))
 
 
 def _parts(found: Comparison) -> str:
     from rankscope.analysis.report.diff_text import part_columns
 
     unit, rows = part_columns(found)
-    return aligned([("part", f"A, {unit}", f"B, {unit}", "change", "±"), *rows], right=(1, 2, 3, 4))
+    return aligned([(text("part"), f"A, {unit}", f"B, {unit}", text("change"), "±"), *rows], right=(1, 2, 3, 4))
 
 
 def _ranks(found: Comparison) -> str:
-    from rankscope.analysis.report.labels import part_label
+    from rankscope.analysis.model.parts import part_name
     from rankscope.analysis.text.units import duration, signed
 
     rows = [
         (
-            f"rank {one.rank}",
+            text("rank {rank}", rank=one.rank),
             f"{duration(one.a_ns)} -> {duration(one.b_ns)}",
             signed(one.b_ns - one.a_ns),
-            f"mostly {part_label(one.part)}; usual is {signed(one.usual_ns)}",
+            text("mostly {part}; usual is {usual}", part=part_name(one.part), usual=signed(one.usual_ns)),
         )
         for one in found.ranks
     ]
@@ -105,7 +112,7 @@ def _findings(found: Comparison) -> str:
     from rankscope.analysis.report.diff_text import finding_row
 
     if not found.findings:
-        return "none in either run"
+        return spoken(text("None in either run."))
     return aligned([finding_row(change) for change in found.findings])
 
 
@@ -113,7 +120,15 @@ def _operations(operations: Sequence[OperationChange]) -> str:
     from rankscope.analysis.report.diff_text import arrow
     from rankscope.analysis.text.units import duration, signed
 
-    rows = [("operation", "group", "per step", "bytes", "transfer", "time of a rank")]
+    names = (
+        text("operation"),
+        text("group"),
+        text("per step"),
+        text("bytes"),
+        text("transfer"),
+        text("time of a rank"),
+    )
+    rows: list[tuple[str, ...]] = [names]
     for one in operations[:_SHOWN]:
         sizes = arrow(one.a_bytes, one.b_bytes, lambda size: f"{size:,.0f}")
         counts = arrow(one.a_per_step, one.b_per_step, lambda count: f"{count:.3g}")
@@ -126,7 +141,7 @@ def _kernels(kernels: Sequence[KernelChange]) -> str:
     from rankscope.analysis.report.diff_text import arrow
     from rankscope.analysis.text.units import duration, signed
 
-    rows = [("kernel", "time", "count", "change")]
+    rows: list[tuple[str, ...]] = [(text("kernel"), text("time"), text("count"), text("change"))]
     for one in kernels[:_SHOWN]:
         counts = arrow(one.a_per_step, one.b_per_step, lambda count: f"{count:.3g}")
         rows.append((one.name[:_NAME], arrow(one.a_ns, one.b_ns, duration), counts, signed(one.b_ns - one.a_ns)))
@@ -134,4 +149,6 @@ def _kernels(kernels: Sequence[KernelChange]) -> str:
 
 
 def _more(count: int) -> str:
-    return f"\nand {count - _SHOWN} more, that changed less: --json" if count > _SHOWN else ""
+    if count <= _SHOWN:
+        return ""
+    return "\n" + spoken(text("and {count} more, that changed less: --json", count=count - _SHOWN))

@@ -26,8 +26,11 @@ from typing import Annotated
 
 import typer
 
+from rankscope.analysis.text.message import speaking, text
+from rankscope.analysis.text.phrases import as_recorded
 from rankscope.errors import NotBuilt, NotRecorded, RankscopeError
 from rankscope.profiler.columns import aligned
+from rankscope.profiler.options import Json, Lang, write
 
 __all__ = ["Check", "command"]
 
@@ -46,7 +49,7 @@ class Check:
 
 
 def command(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of the table.")] = False,
+    json: Json = None,
     build: Annotated[
         bool,
         typer.Option(
@@ -54,15 +57,17 @@ def command(
             help="First build what is compiled for this machine: the collectives hook (C++) and NCCL's plugin (C).",
         ),
     ] = False,
+    lang: Lang = "en",
 ) -> None:
     if build:
         _build()
     asked = (_torch, _launcher, _agent, _clock, _collectors, _native_hook, _nccl_plugin, _disk, _compiled, _extras)
     checks = [check for ask in asked for check in ask()]
     if json:
-        print(json_format.dumps([asdict(check) for check in checks], indent=1))
-    else:
-        print(aligned([(check.name, "yes" if check.ok else "no", check.detail) for check in checks]))
+        write(json, json_format.dumps([asdict(check) for check in checks], indent=1) + "\n")
+    if json != "-":
+        with speaking(lang):
+            print(aligned([(check.name, text("yes") if check.ok else text("no"), check.detail) for check in checks]))
 
 
 def _build() -> None:
@@ -81,19 +86,23 @@ def _build() -> None:
 
 def _torch() -> Iterator[Check]:
     if sys.platform != "linux":
-        yield Check("recording", False, f"rankscope records on Linux only, this is {sys.platform}")
+        this = sys.platform
+        yield Check(text("recording"), False, text("rankscope records on Linux only, this is {system}", system=this))
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        yield Check("torch", False, f"not installed for {sys.executable}; torchrun on PATH is used, if there is one")
+        why = text("not installed for {python}; torchrun on PATH is used, if there is one", python=sys.executable)
+        yield Check("torch", False, why)
     else:
         loads = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (2, 5)
-        yield Check("torch", loads, version if loads else f"{version} does not load rankscope into ranks; 2.5 does")
+        too_old = text("{version} does not load rankscope into ranks; 2.5 does", version=version)
+        yield Check("torch", loads, version if loads else too_old)
     found = [point for point in importlib.metadata.entry_points(group="torch.backends") if point.name == "rankscope"]
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        yield Check("into the ranks", False, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it")
+        yield Check(text("into the ranks"), False, text("TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it"))
     else:
-        yield Check("into the ranks", bool(found), "entry point torch.backends" if found else "reinstall rankscope")
+        how = text("entry point torch.backends") if found else text("reinstall rankscope")
+        yield Check(text("into the ranks"), bool(found), how)
 
 
 def _launcher() -> Iterator[Check]:
@@ -104,7 +113,7 @@ def _launcher() -> Iterator[Check]:
     except RankscopeError as error:
         yield Check("torchrun", False, str(error))
     else:
-        yield Check("torchrun", True, f"of {sys.executable}" if is_own() else command[0])
+        yield Check("torchrun", True, text("of {python}", python=sys.executable) if is_own() else command[0])
 
 
 def _agent() -> Iterator[Check]:
@@ -117,12 +126,13 @@ def _agent() -> Iterator[Check]:
         try:
             agent = Agent(name, Path(folder, "run"), 1.0, {"command": sys.argv, "directory": os.getcwd()})
         except (NotRecorded, OSError) as error:
-            yield Check("agent", False, str(error))
+            yield Check(text("agent"), False, str(error))
             return
         ready_s = time.perf_counter() - start
         answered = answers(name)
-        trouble = agent.end() if answered else f"nothing answers on the abstract socket {name}"
-        yield Check("agent", trouble is None, trouble or f"ready after {ready_s:.1f} s, answers on its socket")
+        trouble = agent.end() if answered else text("nothing answers on the abstract socket {name}", name=name)
+        ready = text("ready after {seconds:.1f} s, answers on its socket", seconds=ready_s)
+        yield Check(text("agent"), trouble is None, trouble or ready)
 
 
 def _clock() -> Iterator[Check]:
@@ -130,8 +140,9 @@ def _clock() -> Iterator[Check]:
     try:
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     except OSError:
-        source = "unknown"
-    yield Check("clock", "MONOTONIC" in info.implementation, f"{info.implementation}, clock source {source}")
+        source = "?"
+    how = text("{clock}, clock source {source}", clock=info.implementation, source=source)
+    yield Check(text("clock"), "MONOTONIC" in info.implementation, how)
 
 
 def _collectors() -> Iterator[Check]:
@@ -141,7 +152,7 @@ def _collectors() -> Iterator[Check]:
     from rankscope.collectors.topology import described
 
     for module in pkgutil.iter_modules(rank.__path__):
-        yield Check(f"rank: {module.name}", True, "runs in the training process")
+        yield Check(f"rank: {module.name}", True, text("runs in the training process"))
     sampler = Sampler(frozenset(), 1.0)
     sampler.start()
     sampler.finish()
@@ -151,7 +162,7 @@ def _collectors() -> Iterator[Check]:
         trouble[source] = why
     for module in pkgutil.iter_modules(node.__path__):
         problem = trouble.get(module.name)
-        yield Check(f"node: {module.name}", problem is None, problem or "can be read")
+        yield Check(f"node: {module.name}", problem is None, as_recorded(problem) if problem else text("can be read"))
     for name, where in described(sampler.topology) if sampler.topology else ():
         yield Check(f"node: {name}", True, where)
 
@@ -159,9 +170,16 @@ def _collectors() -> Iterator[Check]:
 def _native_hook() -> Iterator[Check]:
     from rankscope.collectors import native_hook
 
-    path = native_hook.built()
-    missing = "not built, a slower one in Python serves; rankscope doctor --build builds it"
-    yield Check("collectives hook in C++", path is not None, str(path or missing))
+    path, failure = native_hook.built(), native_hook.failure()
+    missing = text(
+        "not built yet, a slower one in Python is used; a job of some minutes builds it, or rankscope doctor --build"
+    )
+    if failure:
+        missing = text(
+            "not built, a slower one in Python is used: {failure}; rankscope doctor --build tries again",
+            failure=failure,
+        )
+    yield Check(text("collectives hook in C++"), path is not None, str(path) if path else missing)
 
 
 def _nccl_plugin() -> Iterator[Check]:
@@ -171,13 +189,15 @@ def _nccl_plugin() -> Iterator[Check]:
     name, version = _nccl()
     too_old = nccl_profiler.too_old([int(part) for part in version.split(".")[:3]]) if version else None
     if other:
-        yield Check("NCCL plugin", False, f"another one is in its place: {other}")
+        yield Check(text("NCCL plugin"), False, text("another one is in its place: {other}", other=other))
     elif too_old:
-        yield Check("NCCL plugin", False, too_old)
+        why = text("NCCL {version} is too old to load rankscope's profiler plugin", version=version)
+        yield Check(text("NCCL plugin"), False, why)
     elif path:
-        yield Check("NCCL plugin", True, f"{path}, for NCCL {version} of {name}" if version else str(path))
+        used = text("{path}, for NCCL {version} of {name}", path=path, version=version, name=name)
+        yield Check(text("NCCL plugin"), True, used if version else str(path))
     else:
-        yield Check("NCCL plugin", False, "not built; rankscope doctor --build builds it")
+        yield Check(text("NCCL plugin"), False, text("not built; rankscope doctor --build builds it"))
 
 
 def _nccl() -> tuple[str, str]:
@@ -195,9 +215,11 @@ def _disk() -> Iterator[Check]:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     if not os.access(existing, os.W_OK):
-        yield Check("disk", False, f"cannot write to {existing}; give `rankscope run --out` another folder")
+        why = text("cannot write to {folder}; give `rankscope run --out` another folder", folder=existing)
+        yield Check(text("disk"), False, why)
     else:
-        yield Check("disk", free_bytes > _FREE_BYTES, f"{free_bytes / 1e9:.1f} GB free for {folder}")
+        free = text("{size:.1f} GB free for {folder}", size=free_bytes / 1e9, folder=folder)
+        yield Check(text("disk"), free_bytes > _FREE_BYTES, free)
 
 
 def _compiled() -> Iterator[Check]:
@@ -206,13 +228,16 @@ def _compiled() -> Iterator[Check]:
         for name in _COMPILED:
             importlib.import_module(name)
     except ImportError:
-        why = "not built: profilers' traces are read some 200 times slower; install a C compiler, then rankscope again"
-        yield Check("compiled parts", False, why)
+        why = text(
+            "not built: profilers' traces are read some 200 times slower; install a C compiler, then rankscope again"
+        )
+        yield Check(text("compiled parts"), False, why)
     else:
-        yield Check("compiled parts", True, "reading of traces, replay")
+        yield Check(text("compiled parts"), True, text("reading of traces, replay"))
 
 
 def _extras() -> Iterator[Check]:
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        yield Check(f"extra: {extra}", not missing, f"pip install 'rankscope[{extra}]'" if missing else "installed")
+        how = f"pip install 'rankscope[{extra}]'" if missing else text("installed")
+        yield Check(text("extra: {name}", name=extra), not missing, how)

@@ -4,7 +4,8 @@
 Usage: srun rankscope exec [--out FOLDER | --name NAME] [--hz HZ] [--keep SIZE] -- python train.py ARGUMENTS
 
 \b
-  --out FOLDER   the run folder; otherwise runs/<UTC time>-<script>
+  --out FOLDER   the run folder, or where in object storage it goes, as in s3://BUCKET/runs/NAME;
+                 otherwise runs/<UTC time>-<script>
   --name NAME    what stands in the folder's name instead of the script
   --hz HZ        how often per second the node's counters are read (1)
   --keep 20G     what a node's files may take (10G, or a quarter of the free disk if that is less): then the oldest
@@ -132,4 +133,4 @@ def _ensure_agent(name: str, options: Options, command: list[str]) -> None:
                 out = claim(options.out, options.name or program_name(command))
                 launch = {"command": command, "directory": os.getcwd()}
                 start_detached(name, out, options.hz, launch, options.for_agent())
-                say(f"recording this node in {out}")
+                say(f"recording this node in {f'{options.url}, by way of {out}' if options.url else out}")

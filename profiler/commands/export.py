@@ -1,7 +1,8 @@
 """Write a run's timeline as a file that https://ui.perfetto.dev opens.
 
 What was rebuilt of the run: all ranks on one clock, where each step went, who waited for whom, findings, and what was
-not seen. The file has Perfetto's own format, packed; it is read in the browser and sent nowhere.
+not seen. The file has Perfetto's own format, packed; it is read in the browser and sent nowhere. Without --out it is
+NAME.pftrace.gz, in this folder.
 
 Example: rankscope export runs/NAME --ranks 0-7
 """
@@ -9,11 +10,10 @@ Example: rankscope export runs/NAME --ranks 0-7
 from __future__ import annotations
 
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, cast
-
-import typer
+from typing import IO, TYPE_CHECKING, cast
 
 from rankscope.errors import NotExportable, RankscopeError
+from rankscope.profiler.options import Out, Ranks, Runs, Steps, World, part_of
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -24,12 +24,11 @@ _SUFFIX = ".pftrace.gz"
 
 
 def command(
-    run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help=f"The file to make; without: NAME{_SUFFIX}, here.")
-    ] = None,
-    ranks: Annotated[str | None, typer.Option(help="Which ranks, as in 0-7,12; without: all.")] = None,
-    steps: Annotated[str | None, typer.Option(help="Which steps, as in 100-110; without: all.")] = None,
+    run: Runs,
+    out: Out = None,
+    ranks: Ranks = None,
+    steps: Steps = None,
+    world: World = None,
 ) -> None:
     from rankscope.analysis.diagnosis.diagnose import report_on
     from rankscope.analysis.report import perfetto
@@ -37,7 +36,7 @@ def command(
     from rankscope.analysis.timeline.build import build_timeline
     from rankscope.analysis.timeline.clocks import apply_clocks
 
-    wanted, between = _ranks(ranks), _steps(steps)
+    run = part_of(run, None, world)
     file = out or Path(_name(run[0]) + _SUFFIX)
     if file.exists():
         raise RankscopeError(f"{file} exists already: name a file that does not with --out")
@@ -47,7 +46,7 @@ def command(
     gaps = trace.table("gaps").pipe(apply_clocks, timeline.clocks).collect()
     unfinished = file.with_name(f"{file.name}.part")
     try:
-        part = perfetto.chosen(timeline, wanted, between)
+        part = perfetto.chosen(timeline, ranks, steps)
         with _packed(unfinished) as packed:
             events = perfetto.write(timeline, part, report, gaps, cast("BinaryIO", packed))
         unfinished.rename(file)
@@ -62,7 +61,7 @@ def command(
 
 def _name(run: Path) -> str:
     """The run's, with what of it is named: `run-steps=100-110`."""
-    from rankscope.analysis.readers.native import run_folder
+    from rankscope.analysis.readers.native.address import run_folder
 
     folder, whole = run_folder(run).resolve(), run.resolve()
     return "-".join((folder.name.split(".")[0], *whole.parts[len(folder.parts) :]))
@@ -75,24 +74,3 @@ def _packed(path: Path) -> IO[bytes]:
     except ImportError:
         import gzip
     return cast("IO[bytes]", gzip.open(path, "wb", compresslevel=2))
-
-
-def _ranks(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    from rankscope.analysis.timeline.matching import members_of
-
-    try:
-        return sorted(set(members_of(text)))
-    except ValueError:
-        raise RankscopeError(f"--ranks is as in 0-7,12; got {text}") from None
-
-
-def _steps(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, dash, last = text.partition("-")
-    numbers = [first, last if dash else first]
-    if not all(map(str.isdecimal, numbers)) or int(numbers[0]) > int(numbers[1]):
-        raise RankscopeError(f"--steps is as in 100-110; got {text}")
-    return int(numbers[0]), int(numbers[1])

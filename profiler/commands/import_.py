@@ -1,7 +1,8 @@
 """Convert what another tool recorded into a run folder.
 
 Takes whatever `rankscope report` takes: traces of torch.profiler, Nsight Systems, the flight recorder and others. The
-reports on the folder and on the files are the same; the folder is smaller and read faster.
+reports on the folder and on the files are the same; the folder is smaller and read faster. Without --out it is
+runs/<time>-<name>.
 
 Example: rankscope import traces/ -o runs/NAME
 """
@@ -21,6 +22,7 @@ import typer
 from rankscope.collectors.schema import DEVICE_WORK, DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
 from rankscope.errors import RankscopeError
 from rankscope.profiler.folder import claim
+from rankscope.profiler.options import Out
 
 if TYPE_CHECKING:
     import polars as pl
@@ -38,9 +40,7 @@ _CODES = {"kind": REGION_KINDS, "op": OPS, "dtype": DTYPES, "work": DEVICE_WORK}
 
 def command(
     paths: Annotated[list[Path], typer.Argument(help="Files or folders of one run, as for `rankscope report`.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The run folder to make; without: runs/<time>-<name>.")
-    ] = None,
+    out: Out = None,
 ) -> None:
     os.environ.setdefault("_RJEM_MALLOC_CONF", _GIVEN_BACK)
     import pyarrow as pa
@@ -51,10 +51,10 @@ def command(
     pa.set_memory_pool(pa.system_memory_pool())
     if any(native.recognises(path) for path in paths):
         raise RankscopeError(f"{paths[0]} is a run folder already: `rankscope report` reads it")
-    if output is not None and output.exists():
-        raise RankscopeError(f"{output} exists already: name a folder that does not, or leave -o away")
+    if out is not None and out.exists():
+        raise RankscopeError(f"{out} exists already: name a folder that does not, or leave --out away")
     trace = Trace.open(paths)
-    folder = claim(str(output) if output else None, paths[0].name.split(".")[0])
+    folder = claim(str(out) if out else None, paths[0].name.split(".")[0])
     try:
         rows = write(trace, folder)
     except BaseException as error:  # half a run would give other answers

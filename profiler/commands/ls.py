@@ -7,13 +7,12 @@ Example: rankscope ls runs/NAME
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from rankscope.analysis.text.message import Text, plural, speaking, spoken, text
 from rankscope.collectors.schema import TABLES
 from rankscope.profiler.columns import aligned
+from rankscope.profiler.options import Lang, Runs, Steps, World, part_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -23,21 +22,26 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_HEAD = ("table", "rows", "ranks", "seconds", "size", "bytes/row")
+_HEAD = (text("table"), text("rows"), text("ranks"), text("seconds"), text("size"), text("bytes/row"))
 
 
 def command(
-    run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
+    run: Runs,
+    steps: Steps = None,
+    world: World = None,
+    lang: Lang = "en",
 ) -> None:
     from rankscope.analysis.runs.trace import Trace
 
-    trace = Trace.open(run)
+    trace = Trace.open(part_of(run, steps, world))
     rows = [_row(trace, name) for name in trace.tables()]
     gaps = trace.gaps()
-    print(aligned([_HEAD, *rows], right=range(1, len(_HEAD))))
-    print(f"\n{len(gaps)} gaps" if gaps else "\nno gaps")
-    for gap in gaps:
-        print(f"  {_who(gap)}, {gap.table}: {gap.why}")
+    with speaking(lang):
+        print(aligned([_HEAD, *rows], right=range(1, len(_HEAD))))
+        count = plural("{number} gap", "{number} gaps", len(gaps), number=len(gaps)) if gaps else text("no gaps")
+        print(f"\n{spoken(count)}")
+        for gap in gaps:
+            print(f"  {spoken(text('{who}, {table}: {why}', who=_who(gap), table=gap.table, why=gap.why))}")
 
 
 def _row(trace: Trace, name: str) -> tuple[str, ...]:
@@ -57,7 +61,7 @@ def _extent(trace: Trace, name: str) -> pl.DataFrame:
     """rank, node, rows, size_bytes, first and last of a table's files, also where only a part of the run is read."""
     import polars as pl
 
-    from rankscope.analysis.readers.native import NativeReader
+    from rankscope.analysis.readers.native.reader import NativeReader
 
     if isinstance(trace.reader, NativeReader):
         return trace.reader.extent(name)
@@ -75,7 +79,7 @@ def _seconds(held: pl.DataFrame) -> str:
     return f"{max(spans) / 1e9:,.1f}" if len(spans) else ""
 
 
-def _who(gap: Gap) -> str:
+def _who(gap: Gap) -> Text:
     if gap.rank is not None:
-        return f"rank {gap.rank}"
-    return "run" if gap.node is None else f"node {gap.node}"
+        return text("rank {rank}", rank=gap.rank)
+    return text("run") if gap.node is None else text("node {node}", node=gap.node)

@@ -1,7 +1,7 @@
 """Say why a recorded run is slow.
 
-Finds the root cause, its cost per step, and the predicted speedup of a fix. Without -o, --json and --pdf the report
-is also written into the run folder, as report.html and report.json.
+Finds the root cause, its cost per step, and the predicted speedup of a fix. --out writes the HTML report there;
+without it, --json and --pdf the report is also written into the run folder, as report.html and report.json.
 
 Example: rankscope report runs/NAME -o report.html
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.errors import RankscopeError
-from rankscope.profiler.arguments import LANG_HELP, PRICE_HELP, parse_language, parse_price
+from rankscope.profiler.options import Json, Lang, Out, Price, Runs, Steps, World, part_of, write
 
 if TYPE_CHECKING:
     from rankscope.analysis.model.finding import Report
@@ -25,9 +25,11 @@ __all__ = ["command"]
 
 
 def command(
-    run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the HTML report here.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write the JSON report here; - is standard output.")] = None,
+    run: Runs,
+    steps: Steps = None,
+    world: World = None,
+    out: Out = None,
+    json: Json = None,
     pdf: Annotated[Path | None, typer.Option(help="Print the HTML report here, with the Chromium on PATH.")] = None,
     short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False,
     flops_per_step: Annotated[
@@ -37,42 +39,32 @@ def command(
     peak_tflops: Annotated[
         float | None, typer.Option(min=1e-3, help="What one device can do per second. [default: by its name, bf16]")
     ] = None,
-    lang: Annotated[str, typer.Option(metavar="LANGUAGE", help=LANG_HELP)] = "en",
-    price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
+    lang: Lang = "en",
+    price: Price = None,
 ) -> None:
     from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.readers import native
     from rankscope.analysis.report import html, json_form, terminal
 
-    of_an_hour, language = parse_price(price), parse_language(lang)
-    report, _ = read_run(run, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=of_an_hour)
+    run = part_of(run, steps, world)
+    report, _ = read_run(run, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
     written = ""  # files come first: the reader of what is printed may leave early (`| head`)
-    if output:
-        _write(output, html.render(report, language=language))
-    if json and json != "-":
-        _write(Path(json), json_form.render(report))
+    if out:
+        write(out, html.render(report, language=lang))
+    if json:
+        write(json, json_form.render(report))
     if pdf:
-        _print_to(pdf, report, language)
+        _print_to(pdf, report, lang)
     if (
-        not output and not json and not pdf and native.recognises(run[0])
+        not out and not json and not pdf and native.recognises(run[0])
     ):  # a folder of another tool's files stays as it is
-        written = _write_into(run[0], report, language)
-    if json == "-":
-        sys.stdout.write(json_form.render(report))
-    else:
+        written = _write_into(run[0], report, lang)
+    if json != "-":
         width = min(shutil.get_terminal_size((100, 0)).columns, 120)
         render = terminal.render_short if short else terminal.render
-        print(render(report, width=width, color=terminal.wants_color(sys.stdout), language=language))
+        print(render(report, width=width, color=terminal.wants_color(sys.stdout), language=lang))
     if written:
         print(written)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RankscopeError(f"cannot write {path}: {error.strerror}") from None
-    print(f"{path}", file=sys.stderr)
 
 
 def _print_to(path: Path, report: Report, language: str) -> None:

@@ -5,7 +5,8 @@ Usage: rankscope run [--out FOLDER | --name NAME] [--hz HZ] [--keep SIZE] [--no-
                      TORCHRUN-OPTIONS SCRIPT ARGUMENTS
 
 \b
-  --out FOLDER   the run folder; otherwise runs/<UTC time>-<script>
+  --out FOLDER   the run folder, or where in object storage it goes, as in s3://BUCKET/runs/NAME;
+                 otherwise runs/<UTC time>-<script>
   --name NAME    what stands in the folder's name instead of the script
   --hz HZ        how often per second the node's counters are read (1)
   --keep 20G     what a node's files may take (10G, or a quarter of the free disk if that is less): then the oldest
@@ -31,6 +32,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rankscope.collectors import nccl_profiler
+from rankscope.collectors.agent.upload import missed, remove_spool, upload_rest
 from rankscope.errors import NotRecorded, RankscopeError
 from rankscope.profiler.arguments import HELP, OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
 from rankscope.profiler.errors import say
@@ -65,6 +67,8 @@ def main(arguments: list[str]) -> None:
         socket = f"rankscope-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
         launch = {"command": ["torchrun", *rest], "directory": os.getcwd()}
         agent = Agent(socket, out, options.hz, launch, options.for_agent())
+        if options.url:
+            say(f"recording into {options.url}, by way of {out}")
         environment["RANKSCOPE_AGENT"] = socket
         environment.update(nccl_profiler.settings(environment))
     except (NotRecorded, OSError) as error:
@@ -78,7 +82,7 @@ def main(arguments: list[str]) -> None:
         code = run_to_end(command, environment)
     if agent:
         try:
-            _finish(agent, report=options.report)
+            _finish(agent, options.url, report=options.report)
         except KeyboardInterrupt:
             say(f"no report; for one: rankscope report {agent.out}")
     exit_like(code)
@@ -90,20 +94,32 @@ def _refuse_own_options(torchrun_options: list[str]) -> None:
             raise RankscopeError(f"{option} is rankscope's own option: put it before those of torchrun")
 
 
-def _finish(agent: Agent, *, report: bool) -> None:
+def _finish(agent: Agent, url: str | None, *, report: bool) -> None:
     """The agent has ended, and the user has read what was found, or where this node's part lies."""
     trouble = agent.end()
     if trouble:
         say(trouble)
     if not agent.out.exists():
         return
+    where = (agent.came["url"] if agent.came else url) or str(agent.out)
     if agent.node:
-        say(f"this node's part of the run is in {agent.out}")
+        say(f"this node's part of the run is in {where}")
     elif not report:
-        say(f"recorded in {agent.out}")
+        say(f"recorded in {where}")
     else:
         _await_other_nodes(agent.out)
-        _report(agent.out)
+        _report(agent.out, where)
+    if url:
+        _empty_spool(agent.out, url)
+
+
+def _empty_spool(out: Path, url: str) -> None:
+    """The report is in object storage too, and nothing is left here; or it is said what has not arrived."""
+    came = upload_rest(out, url)
+    if came["missing"] == 0:
+        remove_spool(out)
+    else:
+        say(f"files have not arrived in object storage: {missed(came, out)}")
 
 
 def _await_other_nodes(out: Path) -> None:
@@ -121,16 +137,22 @@ def _is_closed(node: Path) -> bool:
         return False
 
 
-def _report(out: Path) -> None:
-    """The report is printed and lies in the folder; if it fails, that is said and nothing else happens.
+def _report(out: Path, where: str) -> None:
+    """The report is printed and lies in the folder, as `where`; if it fails, that is said and nothing else happens.
 
     It runs in a process of its own, since a report must not be able to end the job with anything but its exit code.
     """
     command = [sys.executable, "-m", "rankscope", "report", "--short", str(out)]
     try:
         done = subprocess.run(
-            command, cwd=NEUTRAL_FOLDER, stdout=sys.stderr, timeout=REPORT_S, preexec_fn=lambda: os.nice(10)
+            command,
+            cwd=NEUTRAL_FOLDER,
+            stdout=sys.stderr if where == str(out) else subprocess.PIPE,
+            timeout=REPORT_S,
+            preexec_fn=lambda: os.nice(10),
         )
+        if done.stdout:
+            print(done.stdout.decode(errors="replace").replace(str(out), where), end="", file=sys.stderr)
         trouble = f"exit code {done.returncode}" if done.returncode not in (0, 2) else ""  # 2 has said why
     except (OSError, subprocess.SubprocessError) as error:
         trouble = str(error)

@@ -1,8 +1,8 @@
 """Say how a job scales: several runs of it, on different numbers of ranks.
 
 Step time and throughput against linear scaling of the run on fewest ranks, the efficiency of each run, and which parts
-of the step the rest went to. Weak scaling (each rank does the same work) or strong (all share the same work) is told
-from what a rank computes.
+of the step the rest went to. Weak scaling (each rank does the same work) or strong (all share the same work) is
+inferred from what a rank computes.
 
 Example: rankscope scaling runs/8-ranks runs/64-ranks
 """
@@ -10,7 +10,6 @@ Example: rankscope scaling runs/8-ranks runs/64-ranks
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +18,7 @@ import typer
 
 from rankscope.errors import RankscopeError
 from rankscope.profiler.columns import aligned
+from rankscope.profiler.options import Json, Steps, World, part_of, write
 
 if TYPE_CHECKING:
     from rankscope.analysis.compare.scaling import Scaling
@@ -27,10 +27,15 @@ __all__ = ["command"]
 
 
 def command(
-    run: Annotated[list[Path], typer.Argument(help="Runs of one job on different numbers of ranks, in any order.")],
+    run: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Runs of one job on different numbers of ranks, in any order."),
+    ],
     weak: Annotated[bool, typer.Option("--weak", help="Each rank does the same work, whatever their number.")] = False,
     strong: Annotated[bool, typer.Option("--strong", help="All ranks share the same work.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    steps: Steps = None,
+    world: World = None,
+    json: Json = None,
 ) -> None:
     from rankscope.analysis.compare.scaling import scaling
     from rankscope.analysis.diagnosis.diagnose import read_run
@@ -38,10 +43,11 @@ def command(
 
     if weak and strong:
         raise RankscopeError("--weak or --strong, not both")
-    found = scaling([read_run(path) for path in run], "weak" if weak else "strong" if strong else "")
+    kind = "weak" if weak else "strong" if strong else ""
+    found = scaling([read_run(path) for path in part_of(run, steps, world)], kind)
     if json:
-        sys.stdout.write(strict({"schema_version": 1, **dataclasses.asdict(found)}))
-    else:
+        write(json, strict({"schema_version": 1, **dataclasses.asdict(found)}))
+    if json != "-":
         print("\n".join(_text(found)))
 
 

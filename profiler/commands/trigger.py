@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ import typer
 
 from rankscope.collectors.agent.deep_windows import ENDED, ask, folder_of
 from rankscope.errors import RankscopeError
+from rankscope.profiler.options import Ranks
 
 __all__ = ["command"]
 
@@ -32,25 +33,25 @@ Answers = dict[int, dict[str, Any]]
 
 def command(
     run: Annotated[Path, typer.Argument(help="The folder of a run that is being recorded.")],
-    ranks: Annotated[str | None, typer.Option(help="Which ranks, as in 0-7,12; without: all.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="How many steps.")] = 3,
+    ranks: Ranks = None,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Number of steps to record.")] = 3,
     at: Annotated[int | None, typer.Option(min=1, help="First step, counted from 0; without: the next.")] = None,
     stacks: Annotated[bool, typer.Option("--stacks", help="No window: what every Python thread does now.")] = False,
 ) -> None:
     running = _running(run)
-    wanted = _wanted(ranks, running)
-    _tell_unreached(running, wanted)
-    request = {"kind": "stacks" if stacks else "window", "ranks": wanted, "first": at, "steps": steps}
+    _check_running(ranks or (), running)
+    _tell_unreached(running, ranks)
+    request = {"kind": "stacks" if stacks else "window", "ranks": ranks, "first": at, "steps": count}
     try:
         number = ask(run, request | {"reason": "rankscope trigger"})
     except OSError as error:
         raise RankscopeError(f"cannot write into {run}: {error.strerror}") from None
-    expected = set(running) if wanted is None else set(wanted)
+    expected = set(running) if ranks is None else set(ranks)
     answers = _await(run, number, expected, is_far=at is not None)
     if stacks:
         _print_stacks(answers)
     else:
-        _print_window(run, number, steps, answers)
+        _print_window(run, number, count, answers)
     if not any(answer["state"] in ("recorded", "told") for answer in answers.values()):
         raise typer.Exit(1)
 
@@ -79,31 +80,22 @@ def _running(run: Path) -> dict[int, int | None]:
         if not rank.get("ended")
     }
     if not found:
-        raise RankscopeError(f"no rank of {run} runs any more: only a job that runs can be looked into")
+        raise RankscopeError(f"no rank of {run} is running: only a running job can be profiled")
     return found
 
 
-def _wanted(text: str | None, running: Mapping[int, int | None]) -> list[int] | None:
-    if text is None:
-        return None
-    from rankscope.analysis.timeline.matching import members_of
-
-    try:
-        ranks = sorted(set(members_of(text)))
-    except ValueError:
-        raise RankscopeError(f"--ranks is as in 0-7,12; got {text}") from None
+def _check_running(ranks: Sequence[int], running: Mapping[int, int | None]) -> None:
     absent = [rank for rank in ranks if rank not in running]
-    if absent or not ranks:
+    if absent:
         from rankscope.analysis.text.units import ranges
 
         raise RankscopeError(
             f"rank {ranges(absent)} does not write to this folder (ranks {ranges(running)} do): "
             "it has ended, or give the folder on its own node"
         )
-    return ranks
 
 
-def _tell_unreached(running: Mapping[int, int | None], wanted: list[int] | None) -> None:
+def _tell_unreached(running: Mapping[int, int | None], wanted: Sequence[int] | None) -> None:
     from rankscope.analysis.text.units import ranges
 
     world = max((size or 0 for size in running.values()), default=0)

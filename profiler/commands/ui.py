@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from rankscope.errors import RankscopeError
-from rankscope.profiler.arguments import LANG_HELP, PRICE_HELP, parse_language, parse_price
+from rankscope.profiler.options import Lang, Price, Steps, World, part_of
 
 __all__ = ["command"]
 
@@ -28,22 +28,25 @@ _NEXT_PORTS = 20  # tried when the usual one is taken
 
 
 def command(
-    run: Annotated[list[Path], typer.Argument(help="The run, or two of them; any trace that rankscope reads.")],
+    run: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="The run, or two of them; any trace that rankscope reads.")
+    ],
+    steps: Steps = None,
+    world: World = None,
     port: Annotated[
         int | None, typer.Option(help=f"Serve on this port; 0 takes a free one. [default: {_PORT}]")
     ] = None,
     host: Annotated[str, typer.Option(help="Serve on this address.")] = "localhost",
     token: Annotated[str, typer.Option(help="Access token; generated if the UI is served beyond localhost.")] = "",
-    lang: Annotated[str, typer.Option(metavar="LANGUAGE", help=LANG_HELP)] = "en",
-    price: Annotated[str | None, typer.Option(metavar="PRICE", help=PRICE_HELP)] = None,
+    lang: Lang = "en",
+    price: Price = None,
 ) -> None:
-    from rankscope.analysis.readers.native import run_folder
+    from rankscope.analysis.readers.native.address import run_folder
     from rankscope.analysis.runs.storage import local_path
 
     if port is not None and not 0 <= port < 1 << 16:
         raise RankscopeError(f"--port is 0 to 65535; got {port}")
-    run = [Path(local_path(str(path))) for path in run]
-    of_an_hour, language = parse_price(price), parse_language(lang)
+    run = [Path(local_path(str(path))) for path in part_of(run, steps, world)]
     folders = [run_folder(path) for path in run]
     for path, folder in zip(run, folders, strict=True):
         if not folder.exists():
@@ -57,8 +60,8 @@ def command(
         raise RankscopeError(f"the UI needs {error.name}: pip install 'rankscope[ui]'") from None
     if not token and not _is_local(host):
         token = secrets.token_urlsafe(16)
-    state = State(run, price=of_an_hour)
-    server = _listen(create_app(state, token=token, host=host, lang=language).server, host, port)
+    state = State(run, price=price)
+    server = _listen(create_app(state, token=token, host=host, lang=lang).server, host, port)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, _interrupt)
     try:

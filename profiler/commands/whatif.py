@@ -12,13 +12,14 @@ Example: rankscope whatif runs/NAME --fix rank:2
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rankscope.analysis.text.message import speaking, text
 from rankscope.errors import RankscopeError
 from rankscope.profiler.columns import aligned
+from rankscope.profiler.options import Json, Lang, Runs, Steps, World, part_of, write
 
 if TYPE_CHECKING:
     from rankscope.analysis.model.finding import Fidelity
@@ -28,12 +29,15 @@ __all__ = ["command"]
 
 
 def command(
-    run: Annotated[list[Path], typer.Argument(help="The run; for nodes without shared storage, the folder of each.")],
+    run: Runs,
     fix: Annotated[list[str] | None, typer.Option("--fix", help="Fix to simulate (repeatable).")] = None,
     bucket_mb: Annotated[
         float | None, typer.Option("--bucket-mb", help="DDP's bucket_cap_mb, larger than now.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    steps: Steps = None,
+    world: World = None,
+    json: Json = None,
+    lang: Lang = "en",
 ) -> None:
     from rankscope.analysis.metrics.links import judged_links
     from rankscope.analysis.replay.whatif import check_form, rerun
@@ -46,7 +50,7 @@ def command(
         raise RankscopeError("nothing to fix: give --fix, as in --fix rank:2, or --bucket-mb")
     for one in fixes:
         check_form(one)
-    trace = Trace.open(run)
+    trace = Trace.open(part_of(run, steps, world))
     timeline = build_timeline(trace)
     try:
         addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
@@ -57,28 +61,33 @@ def command(
     except NotReplayable as reason:
         raise NotReplayable(f"nothing is predicted: {reason}") from None
     if json:
-        _print_json(trace.path, replayable.step_ns, replayable.fidelity, gains)
-    else:
-        _print(replayable.step_ns, replayable.fidelity, gains)
+        write(json, _as_json(trace.path, replayable.step_ns, replayable.fidelity, gains))
+    if json != "-":
+        with speaking(lang):
+            _print(replayable.step_ns, replayable.fidelity, gains)
 
 
 def _print(step_ns: float, fidelity: Fidelity, gains: list[Gain]) -> None:
     from rankscope.analysis.text.units import duration, duration_with_error, percent
 
-    print(f"step now      {duration(step_ns)}, mean over the judged steps")
-    print(
-        f"replay        {fidelity.steps} steps met within {100 * fidelity.median_error:.1f} % (median), "
-        f"{100 * fidelity.p90_error:.1f} % (90th percentile); mean step {100 * fidelity.mean_error:+.1f} %\n"
+    met = text(
+        "{steps} steps met within {median:.1f} % (median), {p90:.1f} % (90th percentile); mean step {mean:+.1f} %",
+        steps=fidelity.steps,
+        median=100 * fidelity.median_error,
+        p90=100 * fidelity.p90_error,
+        mean=100 * fidelity.mean_error,
     )
-    rows = [("fix", "step", "gain", "")]
+    now = text("{step}, mean over the analyzed steps", step=duration(step_ns))
+    print(aligned([(text("step now"), "", now), (text("replay"), "", met)]) + "\n")
+    rows: list[tuple[str, ...]] = [(text("fix"), text("step"), text("speedup"), "")]
     for gain in gains:
-        name = gain.fixes[0] if len(gain.fixes) == 1 else "together"
+        name = gain.fixes[0] if len(gain.fixes) == 1 else text("together")
         saved = duration_with_error(round(gain.gain_ns), round(gain.uncertainty_ns))
         rows.append((name, duration(gain.step_ns), saved, percent(gain.gain_ns / step_ns)))
     print(aligned(rows, right=(1, 2, 3)))
 
 
-def _print_json(path: str, step_ns: float, fidelity: Fidelity, gains: list[Gain]) -> None:
+def _as_json(path: str, step_ns: float, fidelity: Fidelity, gains: list[Gain]) -> str:
     import json
 
     predictions = [
@@ -86,4 +95,4 @@ def _print_json(path: str, step_ns: float, fidelity: Fidelity, gains: list[Gain]
         for gain in gains
     ]
     said = {"schema_version": 1, "path": path, "step_ns": step_ns, "fidelity": dataclasses.asdict(fidelity)}
-    print(json.dumps({**said, "predictions": predictions}, indent=1))
+    return json.dumps({**said, "predictions": predictions}, indent=1) + "\n"
