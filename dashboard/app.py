@@ -16,10 +16,13 @@ from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Response, redirect, request
 from werkzeug.exceptions import HTTPException
 
-from rankscope.analysis.report import palette
+from rankscope.analysis.report import digest, palette
 from rankscope.analysis.report.html import chart_styles
 from rankscope.analysis.text.message import LANGUAGES, language, speak, spoken, text
+from rankscope.dashboard import grids
+from rankscope.dashboard.figures import plots
 from rankscope.dashboard.page_kit import HOME, address, all_pages, empty, in_language, query_of, quiet, run_in_language
+from rankscope.dashboard.script_texts import words
 from rankscope.dashboard.state import STAGES, Progress
 from rankscope.dashboard.state import State as Runs
 
@@ -39,6 +42,7 @@ _INDEX = """<!DOCTYPE html>
 <html lang="LANGUAGE">
 <head>
 {%metas%}
+<script>window.rankscope_words = TEXTS_OF_SCRIPTS;</script>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{%title%}</title>
 <link rel="icon" href="data:,">
@@ -47,6 +51,7 @@ _INDEX = """<!DOCTYPE html>
 :root { color-scheme: light; LIGHT }
 :root[data-mantine-color-scheme="dark"] { color-scheme: dark; DARK }
 .chart-box { CHARTS }
+PLOTS
 </style>
 </head>
 <body>
@@ -60,7 +65,7 @@ HATCHES
 class _App(Dash):
     def interpolate_index(self, *args: Any, **parts: Any) -> Any:  # noqa: ANN401 - as Dash has it
         page = super().interpolate_index(*args, **parts)  # type: ignore[no-untyped-call]
-        return page.replace("LANGUAGE", LANGUAGES[language()], 1)
+        return page.replace("LANGUAGE", LANGUAGES[language()], 1).replace("TEXTS_OF_SCRIPTS", words(), 1)
 
 
 def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: str = "en") -> Dash:
@@ -78,6 +83,7 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
         _INDEX.replace("LIGHT", palette.css_variables(palette.LIGHT))
         .replace("DARK", palette.css_variables(palette.DARK))
         .replace("CHARTS", styles)
+        .replace("PLOTS", plots.styles())
         .replace("HATCHES", hatches)
     )
     app.layout = lambda: _frame(runs)
@@ -109,6 +115,7 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
         Input("burger", "opened"),
         State("shell", "navbar"),
     )
+    grids.register(app, runs)
     for page in all_pages().values():
         if hasattr(page, "register"):
             page.register(app, runs)
@@ -262,7 +269,7 @@ def _status(progress: Progress, page: str) -> Any:  # noqa: ANN401
     if run is None:
         return None if progress.scene is None else quiet(progress.error or f"{STAGES[progress.stage]} …")
     said = "" if page == HOME else spoken(run.report.verdict)  # there it is the headline
-    verdict = html.Div(said, className="verdict-line", title=said)
+    verdict = html.Div(said, className=f"verdict-line {digest.status(run.report) if said else ''}", title=said)
     if not run.running:
         return verdict
     read_at = time.strftime("%H:%M:%S", time.localtime(run.read_at))

@@ -5,6 +5,7 @@ A page is a module of `pages/`; being in that folder is the registration. It has
 - `TITLE`, and `ORDER`, its place in the navigation,
 - `layout(run: Run, query: Query) -> Component`: the page of a run that is ready,
 - `register(app: Dash, state: State) -> None` if it has callbacks or routes of its own,
+- `MADE`, the tables that it makes of a run: a function of the run each, by name,
 - `early(key: str) -> Component` if it has something to show as soon as the run's lanes are there.
 
 Its address is `/` and the module's name. What a page shows is renewed when the run is, unless it says `KEEPS = True`;
@@ -15,16 +16,14 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-import dash_ag_grid as dag
 import dash_mantine_components as dmc
-import polars as pl
 from dash import dcc, html
 from dash.development.base_component import Component
 
@@ -35,7 +34,6 @@ from rankscope.dashboard.state import Run
 __all__ = [
     "HOME",
     "Query",
-    "Shown",
     "address",
     "all_pages",
     "card",
@@ -48,11 +46,8 @@ __all__ = [
     "quiet",
     "run_in_language",
     "sentence",
-    "table",
+    "with_choice",
 ]
-
-_ROWS_AT_ONCE = 12  # longer tables scroll
-_LONG_TEXT = 24
 
 Query = Mapping[str, str]
 Children = Any  # Dash's components are not typed
@@ -103,6 +98,12 @@ def query_of(search: str | None) -> Query:
     return dict(parse_qsl((search or "").lstrip("?")))
 
 
+def with_choice(search: str | None, **chosen: str) -> str:
+    """The words behind the `?` with what was chosen; what is empty goes."""
+    words = {name: word for name, word in ({**query_of(search), **chosen}).items() if word}
+    return f"?{urlencode(words)}" if words else ""
+
+
 def heading(title: str, meaning: str = "") -> Children:
     """A page's title, and in one line what it shows."""
     return html.Div([html.H1(title), quiet(meaning) if meaning else None], className="page-title")
@@ -132,49 +133,3 @@ def plot(figure: dict[str, Any], *, height: int = 320) -> Children:
     """A plotly figure; plotly is fetched only by pages that have one."""
     config: Any = {"displaylogo": False, "responsive": True, "displayModeBar": False, "doubleClick": "reset"}
     return dcc.Graph(figure=figure, config=config, style={"height": f"{height}px"}, className="plot")
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """How a column is headed and written: as it is, as a "time" (ns), "bytes", a "rate" (bytes/s) or a "share"."""
-
-    title: str
-    kind: str = ""
-
-
-def table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "auto") -> Children:
-    """A grid that can be sorted by the values, not by how they are written, and filtered by its texts."""
-    written = frame.select(list(columns)).with_columns(
-        pl.when(pl.col(name).cast(pl.Float64).is_finite()).then(pl.col(name)).alias(name)
-        for name, dtype in frame.select(list(columns)).schema.items()
-        if dtype.is_float()
-    )
-    texts = [name for name, dtype in written.schema.items() if dtype == pl.String]
-    long = [name for name in texts if (written[name].str.len_chars() > _LONG_TEXT).any()]
-    definitions = [
-        {
-            "field": name,
-            "headerName": shown.title,
-            "filter": "agTextColumnFilter" if name in texts else False,
-            "type": None if name in texts else "rightAligned",
-            "valueFormatter": {"function": f"rankscope_{shown.kind}(params.value)"} if shown.kind else None,
-            "flex": 5 if name in long else 1,
-            "minWidth": 260 if name in long else 120 if name in texts else 76,
-            "tooltipField": name if written.schema[name] == pl.String else None,
-        }
-        for name, shown in columns.items()
-    ]
-    fits = height == "auto" and len(frame) <= _ROWS_AT_ONCE
-    return dag.AgGrid(
-        rowData=written.to_dicts(),
-        columnDefs=definitions,
-        defaultColDef={
-            "sortable": True,
-            "resizable": True,
-            "wrapHeaderText": True,
-            "autoHeaderHeight": True,
-        },
-        dashGridOptions={"rowHeight": 30, "domLayout": "autoHeight" if fits else "normal", "tooltipShowDelay": 300},
-        className="ag-theme-quartz grid",
-        style={"height": None if fits else "420px" if height == "auto" else height},
-    )

@@ -20,7 +20,7 @@ import polars as pl
 
 from rankscope.errors import BadQuery
 
-__all__ = ["LIMIT", "answer", "narrowed"]
+__all__ = ["LIMIT", "answer", "narrowed", "written"]
 
 LIMIT = 5_000_000  # rows of an answer: a join can make more than memory holds
 _PATIENCE_S = 20.0
@@ -43,7 +43,7 @@ def answer(tables: Mapping[str, pl.DataFrame], query: str) -> pl.DataFrame:
     if not _ASKS.match(asked):
         raise BadQuery("begin with SELECT or WITH: the tables can be read, not changed")
     words = set(re.findall(r"\w+", asked.lower()))
-    named = {name: frame for name, frame in tables.items() if name.lower() in words}
+    named = {name: tables[name] for name in tables if name.lower() in words}
     if not _AT_ONCE.acquire(timeout=_PATIENCE_S):
         raise BadQuery("other questions are still being answered; ask again")
     try:
@@ -164,3 +164,50 @@ def _condition(column: pl.Expr, model: Mapping[str, Any]) -> pl.Expr:
         "endsWith": text.str.ends_with(part),
     }
     return found[kind]
+
+
+def written(query: str, filters: Mapping[str, Any], order: Sequence[Mapping[str, str]]) -> str:
+    """The query with what `narrowed` does to its answer, in SQL."""
+    wheres = [_written_condition(_quoted(name, '"'), model) for name, model in filters.items()]
+    by = [f"{_quoted(o['colId'], chr(34))} {o['sort'].upper()} NULLS LAST" for o in order]
+    if wheres or by:
+        query = query if re.fullmatch(r"SELECT \* FROM \w+", query) else f"SELECT * FROM ({query})"
+    where = f" WHERE {' AND '.join(wheres)}" if wheres else ""
+    return f"{query}{where}{' ORDER BY ' + ', '.join(by) if by else ''}"
+
+
+def _quoted(said: str, mark: str = "'") -> str:
+    return f"{mark}{said.replace(mark, 2 * mark)}{mark}"
+
+
+def _written_condition(column: str, model: Mapping[str, Any]) -> str:
+    if "conditions" in model:
+        parts = (_written_condition(column, part) for part in model["conditions"])
+        return f"({(' AND ' if model['operator'] == 'AND' else ' OR ').join(parts)})"
+    kind, wanted = model["type"], model.get("filter")
+    if kind in ("blank", "notBlank"):
+        return f"{column} IS {'NULL' if kind == 'blank' else 'NOT NULL'}"
+    if model.get("filterType") == "number":
+        if kind == "inRange":
+            return f"{column} BETWEEN {wanted} AND {model['filterTo']}"
+        return f"{column} {_COMPARED[kind]} {wanted}"
+    text, part = f"lower(CAST({column} AS VARCHAR))", _quoted(str(wanted).lower())
+    return _FOUND[kind].format(text=text, part=part)
+
+
+_COMPARED = {
+    "equals": "=",
+    "notEqual": "<>",
+    "lessThan": "<",
+    "lessThanOrEqual": "<=",
+    "greaterThan": ">",
+    "greaterThanOrEqual": ">=",
+}
+_FOUND = {
+    "equals": "{text} = {part}",
+    "notEqual": "{text} <> {part}",
+    "contains": "contains({text}, {part})",
+    "notContains": "NOT contains({text}, {part})",
+    "startsWith": "starts_with({text}, {part})",
+    "endsWith": "ends_with({text}, {part})",
+}

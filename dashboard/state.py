@@ -17,7 +17,7 @@ import polars as pl
 from rankscope.analysis.diagnosis.diagnose import report_on, with_looks
 from rankscope.analysis.metrics.rank_placement import rank_places
 from rankscope.analysis.model.finding import Report
-from rankscope.analysis.readers.native import run_folder
+from rankscope.analysis.readers.native.address import run_folder
 from rankscope.analysis.runs.deep_windows import with_windows
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
@@ -26,12 +26,13 @@ from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl_durations import nccl_durations, nccl_waits
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.timeline.lane_cache import build_or_store, fingerprint, load
-from rankscope.dashboard.timeline.lanes import Scene, build_scene
+from rankscope.dashboard.timeline.lanes import build_scene
+from rankscope.dashboard.timeline.scene import Scene
 from rankscope.errors import BadInput
 
 __all__ = ["STAGES", "Progress", "Run", "State"]
 
-STAGES = (text("Reading the run"), text("Matching operations and cutting up the steps"), text("Judging"))
+STAGES = (text("Reading the run"), text("Matching operations and cutting up the steps"), text("Running the detectors"))
 _POLL_S = 2.0  # how often a run that goes on is looked at
 _REST = 3.0  # times the last analysis took, between two of them
 

@@ -25,7 +25,7 @@ _TEXTS = (
     (r"node:(\d+)", text("node {number} as fast as the others")),
     (r"stage:(\d+)", text("stage {number} as fast as the others")),
     (r"link:node(\d+)", text("the network of node {number} as fast as the others'")),
-    (r"op:unknown=0", text("operations whose kind is not known move their bytes in no time")),
+    (r"op:unknown=0", text("operations of unknown kind move their bytes in no time")),
     (r"op:(\w+)=0", text("{number} moves its bytes in no time")),
     (r"balance", text("work shared out evenly over the ranks")),
     (r"gc", text("no garbage collection")),

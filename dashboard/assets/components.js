@@ -189,7 +189,7 @@
         onPointerUp: released,
       }, h("canvas", { ref: canvas }), area && h("div", { className: "drag", style: area })),
       h("div", { className: "raster-columns" }, spans(labels.columns, "left")),
-      closer && h("button", { className: "raster-whole", onClick: () => setView(whole) }, "Show all (Esc)"));
+      closer && h("button", { className: "raster-whole", onClick: () => setView(whole) }, window.rankscope_timeline.text("Show all (Esc)")));
   }
 
   window.rankscope_ui = { Chart, Raster };

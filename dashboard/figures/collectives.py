@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,12 @@ from rankscope.analysis.text.units import duration
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, log_axis
 
-__all__ = ["Fit", "algorithms", "arrival_spread", "bandwidth", "by_group", "fits", "kinds"]
+__all__ = ["Fit", "algorithms", "bandwidth", "by_group", "fits", "kinds", "operations", "skews"]
 
-_MANY = 8  # groups that get a colour each
+_MANY = 7  # operations that get a colour each
+_BINS = 10  # of a decade
+_LEAST_SKEW_NS = 1000
+_CLEAR = 1.96  # standard errors, from which on a latency is not 0
 _CURVE_POINTS = 40
 _CEILING = "#8a929c"
 _DASHES = ("dot", "dash", "dashdot", "longdash")
@@ -33,18 +38,34 @@ class Fit:
     line: Line
 
 
-def kinds(collectives: pl.DataFrame) -> pl.DataFrame:
-    """One row per group, operation and size, over whole operations: count, median transfer and wait, busbw, spread.
+def operations(collectives: pl.DataFrame) -> pl.DataFrame:
+    """One row per whole operation, the longest first: whose and when, how long, who came last, and its bandwidth.
 
-    A transfer is that of the operation, a wait the mean over its ranks. The size is the largest tensor of any rank.
+    `duration_ns` is that of its longest rank, `wait_ns` the mean over its ranks, `skew_ns` from the first to the last
+    arrival. The size is the largest tensor of any rank.
     """
-    whole = collectives.filter(pl.col("instance_id").is_not_null())
-    operations = whole.group_by("instance_id").agg(
-        pl.col("group", "op", "group_size").first(),
-        pl.col("size_bytes", "transfer_ns", "arrival_spread_ns").max(),
-        pl.col("wait_ns").mean(),
-        pl.col("rank").filter("is_last").first().alias("last"),
+    arrived = pl.coalesce("device_start_ns", "start_ns")
+    return (
+        collectives.filter(pl.col("instance_id").is_not_null())
+        .group_by("instance_id")
+        .agg(
+            pl.col("op", "group", "group_size", "step", "seq").first(),
+            (pl.col("end_ns") - arrived).max().alias("duration_ns"),
+            pl.col("wait_ns").mean(),
+            pl.col("arrival_spread_ns").max().alias("skew_ns"),
+            pl.col("rank").filter("is_last").first().alias("last"),
+            pl.col("size_bytes", "transfer_ns").max(),
+            arrived.min().alias("start_ns"),
+            pl.col("end_ns").max(),
+        )
+        .with_columns(busbw().alias("busbw_bytes_per_s"))
+        .sort("duration_ns", "start_ns", descending=[True, False], nulls_last=True)
+        .drop("instance_id")
     )
+
+
+def kinds(operations: pl.DataFrame) -> pl.DataFrame:
+    """One row per group, operation and size, over whole operations: count, median transfer and wait, busbw, skew."""
     return (
         operations.group_by("group", "op", "group_size", "size_bytes")
         .agg(
@@ -52,8 +73,8 @@ def kinds(collectives: pl.DataFrame) -> pl.DataFrame:
             pl.col("transfer_ns").median(),
             pl.col("transfer_ns").sum().alias("transfer_total_ns"),
             pl.col("wait_ns").mean(),
-            pl.col("arrival_spread_ns").median().alias("spread_ns"),
-            pl.col("arrival_spread_ns").max().alias("spread_max_ns"),
+            pl.col("skew_ns").median(),
+            pl.col("skew_ns").max().alias("skew_max_ns"),
             pl.col("last").drop_nulls().mode().sort().first().alias("often_last"),
         )
         .with_columns(busbw().alias("busbw_bytes_per_s"))
@@ -62,22 +83,17 @@ def kinds(collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def bandwidth(found: pl.DataFrame) -> Figure | None:
-    """busbw against size, one colour per group; None if no operation has both."""
+    """busbw against size, one colour per operation; None if no operation has both."""
     known = found.drop_nulls("busbw_bytes_per_s")
     if known.is_empty():
         return None
-    groups = known.group_by("group").agg(pl.col("transfer_total_ns").sum()).sort("transfer_total_ns", descending=True)
     traces: list[dict[str, Any]] = []
-    names = groups["group"].head(_MANY).to_list()
-    for number, name in enumerate([*names, None] if len(groups) > _MANY else names):
-        rows = (
-            known.filter(pl.col("group") == name) if name is not None else known.filter(~pl.col("group").is_in(names))
-        )
+    for number, (op, rows) in enumerate(_by_op(known, "transfer_total_ns")):
         traces.append(
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": text("group {name}", name=name) if name is not None else text("other groups"),
+                "name": op,
                 "x": rows["size_bytes"].to_list(),
                 "y": rows["busbw_bytes_per_s"].to_list(),
                 "marker": {"color": colour(number), "size": 9, "opacity": 0.8, "symbol": number % 8},
@@ -90,9 +106,17 @@ def bandwidth(found: pl.DataFrame) -> Figure | None:
     return figure(traces, x=x, y=y)
 
 
+def _by_op(rows: pl.DataFrame, weight: str) -> list[tuple[str, pl.DataFrame]]:
+    """The rows by operation, those that weigh most first; the rarest together."""
+    ops = rows.group_by("op").agg(pl.col(weight).sum()).sort(weight, "op", descending=[True, False])["op"].to_list()
+    found = [(str(op), rows.filter(pl.col("op") == op)) for op in ops[:_MANY]]
+    others = rows.filter(pl.col("op").is_in(ops[_MANY:]))
+    return [*found, (text("other operations"), others)] if len(others) else found
+
+
 def fits(moved: pl.DataFrame) -> list[Fit]:
-    """The operations of groups whose `transfers` tell latency and bandwidth, those that took most time first."""
-    found = lines(moved)
+    """The operations of groups whose `transfers` show both latency and bandwidth, those that took most time first."""
+    found = {key: line for key, line in lines(moved).items() if line.latency_ns > _CLEAR * line.latency_error_ns}
     order = moved.group_by("op", "group_id").agg(pl.col("group", "group_size").first(), pl.col("ns").sum())
     rows = order.sort("ns", "op", "group_id", descending=[True, False, False]).drop("ns").iter_rows()
     return [
@@ -161,35 +185,37 @@ def _point(row: dict[str, object]) -> str:
     )
 
 
-def arrival_spread(collectives: pl.DataFrame) -> Figure | None:
-    """How many operations had their ranks arrive how far apart, one line per group; None where clocks do not tell."""
-    known = collectives.drop_nulls(["instance_id", "arrival_spread_ns"]).unique("instance_id")
+def skews(operations: pl.DataFrame) -> Figure | None:
+    """How many operations had their ranks arrive how far apart, by operation; None where clocks do not say.
+
+    Bins are equally wide on the logarithmic axis, `_BINS` to a decade; less than 1 µs counts as that.
+    """
+    known = operations.drop_nulls("skew_ns").with_columns(
+        (pl.col("skew_ns").clip(_LEAST_SKEW_NS).log10() * _BINS).floor().cast(pl.Int64).alias("bin"),
+        pl.lit(1).alias("one"),
+    )
     if known.is_empty():
         return None
-    largest = known.group_by("group").len().sort("len", "group", descending=[True, False])["group"].head(_MANY)
-    traces: list[dict[str, Any]] = []
-    for number, name in enumerate(largest.to_list()):
-        spread = known.filter(pl.col("group") == name)["arrival_spread_ns"].sort()
-        at = [int(spread.quantile(i / 100, "nearest") or 0) for i in range(101)]
+    edges = [10 ** (number / _BINS) for number in range(known["bin"].min(), known["bin"].max() + 2)]  # type: ignore[operator, arg-type]
+    traces = []
+    for number, (op, rows) in enumerate(_by_op(known, "one")):
+        counts = dict(rows.group_by("bin").len().iter_rows())
+        inside = [counts.get(int(known["bin"].min()) + i, 0) for i in range(len(edges) - 1)]  # type: ignore[arg-type]
         traces.append(
             {
-                "type": "scatter",
-                "mode": "lines",
-                "name": text("group {name}", name=name),
-                "x": list(range(101)),
-                "y": [max(ns, 1) for ns in at],
-                "line": {
-                    "color": colour(number),
-                    "width": 2,
-                    "dash": ("solid", "dash", "dot")[number // len(largest) % 3],
-                },
-                "text": [duration(ns) for ns in at],
-                "hovertemplate": f"group {name}: %{{x}} % of its operations within %{{text}}<extra></extra>",
+                "type": "bar",
+                "name": op,
+                "x": [math.sqrt(low * high) for low, high in pairwise(edges)],
+                "width": [high - low for low, high in pairwise(edges)],
+                "y": inside,
+                "marker": {"color": colour(number)},
+                "text": [f"{duration(low)} – {duration(high)}" for low, high in pairwise(edges)],
+                "textposition": "none",
+                "hovertemplate": f"{op}: %{{y}} × %{{text}}<extra></extra>",
             }
         )
-    x = axis(text("% of the group's operations"), range=[0, 100])
-    y = log_axis(text("last minus first arrival"), [value for trace in traces for value in trace["y"]], duration)
-    return figure(traces, x=x, y=y)
+    x = log_axis(text("last minus first arrival"), edges, duration)
+    return figure(traces, x=x, y=axis(text("operations")), barmode="stack", bargap=0)
 
 
 def by_group(collectives: pl.DataFrame) -> pl.DataFrame:
@@ -211,7 +237,7 @@ def by_group(collectives: pl.DataFrame) -> pl.DataFrame:
             pl.col("instance_id").n_unique().alias("operations"),
             pl.col("wait_ns").sum().alias("waited_ns"),
             pl.col("transfer_ns").mean(),
-            pl.col("arrival_spread_ns").median().alias("spread_ns"),
+            pl.col("arrival_spread_ns").median().alias("skew_ns"),
         )
         .join(last, on="group", how="left")
         .sort("waited_ns", descending=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.units import duration
 from rankscope.collectors.counters import GAUGES, UNITS
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
-__all__ = ["HEADLINES", "changing", "lines", "series", "title_of"]
+__all__ = ["HEADLINES", "changing", "lines", "series", "title_of", "words_of"]
 
 # What is looked at first, in this order.
 HEADLINES = (
@@ -23,6 +24,7 @@ HEADLINES = (
     ("host", "main_thread_involuntary_switches"),
 )
 _POINTS = 600
+_UNIT = re.compile(r"_(bytes_per_s|bytes|fraction|s|hz|w|c|j)$")
 _LINES = 12
 
 
@@ -77,7 +79,9 @@ def lines(found: pl.DataFrame, name: str, origin_ns: int, last_ns: int, step_end
                 "y": values,
                 "line": {"color": colour(number), "width": 1.6, "dash": ("solid", "dash", "dot")[number // 8 % 3]},
                 "text": ["" if value is None else written(name, value) for value in values],
-                "hovertemplate": f"{label}<br>%{{text}} at %{{x:.1f}} s<extra></extra>",
+                "hovertemplate": f"{label}<br>"
+                + text("{value} at {s} s", value="%{text}", s="%{x:.1f}")
+                + "<extra></extra>",
             }
         )
     highest = max((value for value in found["value"].drop_nulls()), default=0.0)
@@ -101,13 +105,18 @@ def lines(found: pl.DataFrame, name: str, origin_ns: int, last_ns: int, step_end
     return figure(traces, x=x, y=y, shapes=shapes)
 
 
+def words_of(name: str) -> str:
+    """`tx` for tx_bytes, `sm clock` for sm_clock_hz: the counter's name without its unit."""
+    return _UNIT.sub("", name).replace("_", " ")
+
+
 def title_of(source: str, name: str) -> str:
     """`nic: tx bytes per s`."""
-    what = name.replace("_bytes", "").replace("_fraction", "").replace("_", " ")
+    what = Text(words_of(name), {})
     if name in GAUGES:
-        return f"{source}: {what}"
+        return text("{source}: {what}", source=source, what=what)
     if name.endswith("_s"):
-        return text("{source}: {what} seconds per second", source=source, what=what.removesuffix(" s"))
+        return text("{source}: {what} seconds per second", source=source, what=what)
     return text("{source}: {what} per second", source=source, what=what)
 
 

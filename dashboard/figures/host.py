@@ -87,7 +87,7 @@ def ahead_over_steps(marks: pl.DataFrame) -> Figure:
         if len(points := per_point.filter(pl.col("name") == name))
     ]
     highest = max(per_point["ns"].to_list(), default=1.0)
-    return figure(traces, x=_steps_axis(every), y=time_axis(text("host ahead"), highest), showlegend=True)
+    return figure(traces, x=_steps_axis(every), y=time_axis(text("host run-ahead"), highest), showlegend=True)
 
 
 def _in_bars(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.Series, int]:

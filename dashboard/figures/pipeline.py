@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
+from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD, WEIGHTS
 from rankscope.analysis.report.palette import LIGHT
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
@@ -15,8 +15,8 @@ from rankscope.dashboard.figures.plots import Figure, axis, figure, time_axis
 
 __all__ = ["chart", "computations", "ideal"]
 
-_COLOURS = {FORWARD: LIGHT["compute"], BACKWARD: LIGHT["transfer"]}
-_NAMES = {FORWARD: "forward", BACKWARD: "backward"}
+_COLOURS = {FORWARD: LIGHT["compute"], BACKWARD: LIGHT["transfer"], WEIGHTS: LIGHT["overlapped"]}
+_NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "gradients of weights"}
 _MOST_LABELS = 400  # microbatches that are numbered
 
 
@@ -33,7 +33,8 @@ def computations(ops: pl.DataFrame, step: int, replica: int) -> pl.DataFrame:
 def ideal(measured: pl.DataFrame) -> pl.DataFrame | None:
     """The same computations in each rank's own order, if all stages were equally fast and nothing else took time.
 
-    A forward needs that of the stage before, a backward that of the stage behind; each takes the median of its kind.
+    A forward needs that of the stage before, a backward that of the stage behind, gradients of weights neither; each
+    takes the median of its kind.
     None where that cannot be: a stage lacks a microbatch.
     """
     stages = measured["stage"].unique().sort().to_list()
@@ -57,7 +58,7 @@ def ideal(measured: pl.DataFrame) -> pl.DataFrame | None:
             done = 0
             for stage, name, microbatch in todo:
                 source = position[stage] + (-1 if name == FORWARD else 1)
-                needed = (stages[source], name, microbatch) if 0 <= source < len(stages) else None
+                needed = (stages[source], name, microbatch) if 0 <= source < len(stages) and name != WEIGHTS else None
                 if needed is not None and needed not in end:
                     break
                 start = max(free[rank], end[needed] if needed is not None else 0)

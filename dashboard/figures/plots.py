@@ -6,10 +6,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankscope.analysis.report.palette import LIGHT
+from rankscope.analysis.model.parts import PARTS
+from rankscope.analysis.report.palette import DARK, LIGHT
 from rankscope.analysis.text.units import bytes_text, duration
 
-__all__ = ["COLOURS", "Figure", "axis", "bytes_text", "colour", "figure", "log_axis", "round_marks", "time_axis"]
+__all__ = [
+    "COLOURS",
+    "Figure",
+    "axis",
+    "bytes_text",
+    "colour",
+    "figure",
+    "log_axis",
+    "round_marks",
+    "styles",
+    "time_axis",
+]
 
 Figure = dict[str, Any]
 
@@ -39,6 +51,22 @@ def figure(traces: Sequence[Mapping[str, Any]], *, x: Mapping[str, Any], y: Mapp
         "hovermode": "closest",
     }
     return {"data": list(traces), "layout": shown | layout}
+
+
+def styles() -> str:
+    """CSS for figures on dark pages: plotly writes the light palette's colors into its drawings.
+
+    Areas that bear a text (`surface`) keep theirs: plotly chose the text's color for it.
+    """
+    rules = []
+    for name, light in LIGHT.items():
+        if DARK[name] != light and (name in PARTS or name == "backward"):
+            written = f"rgb({', '.join(str(int(light[at : at + 2], 16)) for at in (1, 3, 5))})"
+            rules += [
+                f'.plot path:not(.surface)[style*="{drawn}: {written}"] {{ {drawn}: var(--{name}) !important; }}'
+                for drawn in ("fill", "stroke")
+            ]
+    return "\n".join(rules)
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401

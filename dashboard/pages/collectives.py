@@ -13,7 +13,8 @@ from rankscope.analysis.report import digest
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.dashboard.figures import collectives as figures
-from rankscope.dashboard.page_kit import Query, Shown, address, card, empty, heading, plot, quiet, table
+from rankscope.dashboard.grids import Made, Shown, table, tables_of
+from rankscope.dashboard.page_kit import Query, address, card, empty, heading, plot, quiet
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Collectives"), 40
@@ -21,7 +22,6 @@ TITLE, ORDER = text("Collectives"), 40
 _MEANING = text(
     "Transfer is an operation's time once its last rank has arrived; waiting is what ranks spend in it before that."
 )
-_ROWS = 200
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
@@ -29,7 +29,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     if rows.is_empty():
         why = run.trace.reader.cannot().get("collectives", text("No communication between ranks was recorded."))
         return html.Div([heading(TITLE, _MEANING), empty(text("No collectives"), why)])
-    found = figures.kinds(rows)
+    found = tables_of(run)["collectives_by_size"]
     if found.is_empty():
         reasons = [group.why for group in digest.gap_groups(run.report) if group.table == "collectives"]
         why = text(
@@ -42,22 +42,30 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
         if matched is not None
         else ""
     )
-    bandwidth, spread = figures.bandwidth(found), figures.arrival_spread(rows)
+    bandwidth, spread = figures.bandwidth(found), figures.skews(tables_of(run)["operations"])
     no_size = text("The sizes of the operations were not recorded, or none took time.")
-    no_clock = text("Arrivals of different nodes cannot be compared: their clocks are not known well enough.")
+    no_clock = text("Arrivals of different nodes cannot be compared: the error of their clocks is too large.")
     return html.Div(
         [
             heading(TITLE, text("{meaning} {said}.", meaning=_MEANING, said=said) if said else _MEANING),
             html.Div(
                 [
                     card(text("Bandwidth by size"), plot(bandwidth) if bandwidth else quiet(no_size), note=_BUSBW),
-                    card(text("How far apart ranks arrive"), plot(spread) if spread else quiet(no_clock), note=_SPREAD),
+                    card(text("Arrival skew"), plot(spread) if spread else quiet(no_clock), note=_SPREAD),
                 ],
                 className="columns",
             ),
+            card(
+                text("Operations, the longest first"),
+                table(run, "operations", _OPERATIONS),
+                note=_INSTANCES,
+            ),
             _algorithms(run, query),
-            card(text("Groups, the longest waits first"), table(figures.by_group(rows).head(_ROWS), _GROUPS)),
-            card(text("By group, operation and size, the longest transfers first"), table(found.head(_ROWS), _KINDS)),
+            card(text("Groups, the longest waits first"), table(run, "collectives_by_group", _GROUPS)),
+            card(
+                text("By group, operation and size, the longest transfers first"),
+                table(run, "collectives_by_size", _KINDS),
+            ),
         ]
     )
 
@@ -142,15 +150,34 @@ _ALGORITHMS = text(
 _BUSBW = text(
     "Bytes over the busiest link per second, as nccl-tests counts them; from transfer alone, without waiting."
 )
-_SPREAD = text("From the first to the last rank's arrival. What grows towards the right are rare, late arrivals.")
+_SPREAD = text("Arrival skew: from the first to the last rank's arrival, by operation.")
+_INSTANCES = text(
+    "Every operation that was matched on all its ranks. Duration is that of its longest rank, wait the ranks' mean."
+)
 
+MADE: Made = {
+    "operations": lambda run: figures.operations(run.timeline.collectives),
+    "collectives_by_size": lambda run: figures.kinds(tables_of(run)["operations"]),
+    "collectives_by_group": lambda run: figures.by_group(run.timeline.collectives),
+}
+_OPERATIONS = {
+    "op": Shown(text("operation")),
+    "group": Shown(text("group")),
+    "step": Shown(text("step")),
+    "duration_ns": Shown(text("duration"), "time"),
+    "wait_ns": Shown(text("wait, mean"), "time"),
+    "skew_ns": Shown(text("skew"), "time"),
+    "size_bytes": Shown(text("size"), "bytes"),
+    "busbw_bytes_per_s": Shown(text("busbw"), "rate"),
+    "last": Shown(text("last to arrive"), "moment"),
+}
 _GROUPS = {
     "group": Shown(text("group")),
     "group_size": Shown(text("ranks")),
     "operations": Shown(text("operations")),
     "waited_ns": Shown(text("waited, all ranks"), "time"),
     "transfer_ns": Shown(text("mean transfer"), "time"),
-    "spread_ns": Shown(text("arrival spread, median"), "time"),
+    "skew_ns": Shown(text("skew, median"), "time"),
     "often_last": Shown(text("most often last: rank")),
     "times_last": Shown(text("times")),
 }
@@ -162,7 +189,7 @@ _KINDS = {
     "transfer_ns": Shown(text("transfer, median"), "time"),
     "wait_ns": Shown(text("wait, mean"), "time"),
     "busbw_bytes_per_s": Shown(text("busbw"), "rate"),
-    "spread_ns": Shown(text("spread, median"), "time"),
-    "spread_max_ns": Shown(text("spread, largest"), "time"),
+    "skew_ns": Shown(text("skew, median"), "time"),
+    "skew_max_ns": Shown(text("skew, largest"), "time"),
     "often_last": Shown(text("often last: rank")),
 }

@@ -14,9 +14,9 @@ from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, signed
 from rankscope.dashboard.figures.diff_waterfall import Step, steps_from_a_to_b
+from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import (
     Query,
-    Shown,
     address,
     card,
     empty,
@@ -25,7 +25,6 @@ from rankscope.dashboard.page_kit import (
     in_language,
     quiet,
     sentence,
-    table,
 )
 from rankscope.dashboard.state import Run, State
 from rankscope.errors import NotComparable
@@ -33,7 +32,7 @@ from rankscope.errors import NotComparable
 TITLE, ORDER = text("Diff"), 105
 OF_TWO = True  # there is nothing to see where one run is open
 
-_MEANING = text("Run B against run A. ± is a 95 % half width over the judged steps of both.")
+_MEANING = text("Run B against run A. ± is a 95 % confidence interval over the analyzed steps of both.")
 _TICK_MS = 700
 _ROWS = 200
 
@@ -82,10 +81,10 @@ def _page(a: Run, b: Run) -> Any:  # noqa: ANN401
             card(text("From A to B"), *_parts(found)),
             card(text("Findings"), *_findings(found)),
             card(text("Ranks that changed otherwise than most"), _ranks(found)) if found.ranks else None,
-            card(text("Communication"), _operations(found), note=text("Mean over judged steps."))
+            card(text("Communication"), _operations(found), note=text("Mean over analyzed steps."))
             if found.operations
             else None,
-            card(text("Kernels"), _kernels(found), note=text("Time of a rank per judged step."))
+            card(text("Kernels"), _kernels(found), note=text("Time of a rank per analyzed step."))
             if found.kernels
             else None,
         ]
@@ -159,8 +158,12 @@ def _ranks(found: Comparison) -> Any:  # noqa: ANN401
         }
         for one in found.ranks
     ]
-    shown = {"rank": Shown(text("rank")), "a": Shown(text("own time in A"), "time"), "b": Shown(text("in B"), "time")}
-    return table(
+    shown = {
+        "rank": Shown(text("rank")),
+        "a": Shown(text("compute time in A"), "time"),
+        "b": Shown(text("in B"), "time"),
+    }
+    return plain_table(
         pl.DataFrame(rows),
         shown
         | {
@@ -196,7 +199,7 @@ def _operations(found: Comparison) -> Any:  # noqa: ANN401
         "b": Shown(text("in B"), "time"),
         "change": Shown(text("change"), "time"),
     }
-    return table(pl.DataFrame(rows), shown | {"transfer": Shown(text("transfer"))} | times)
+    return plain_table(pl.DataFrame(rows), shown | {"transfer": Shown(text("transfer"))} | times)
 
 
 def _kernels(found: Comparison) -> Any:  # noqa: ANN401
@@ -216,4 +219,4 @@ def _kernels(found: Comparison) -> Any:  # noqa: ANN401
         "a": Shown("A", "time"),
         "b": Shown("B", "time"),
     }
-    return table(pl.DataFrame(rows), shown | {"change": Shown(text("change"), "time")})
+    return plain_table(pl.DataFrame(rows), shown | {"change": Shown(text("change"), "time")})

@@ -7,36 +7,32 @@ from typing import Any
 import polars as pl
 from dash import html
 
-from rankscope.analysis.diagnosis.diagnose import code_of
+from rankscope.analysis.diagnosis.judged_tables import code_of
 from rankscope.analysis.report.phrases import lead_line
 from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import host as figures
 from rankscope.dashboard.figures.kernels import launch_delays
-from rankscope.dashboard.page_kit import Query, Shown, card, empty, heading, plot, quiet, table
+from rankscope.dashboard.grids import Made, Shown, table, tables_of
+from rankscope.dashboard.page_kit import Query, card, empty, heading, plot, quiet
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Host"), 60
 
 _MEANING = text(
-    "What keeps the host from its work: fetching input, garbage collection, compilation, checkpoints, "
-    "launching too late. And how far it is ahead of its device."
+    "Host-side stalls (input, garbage collection, compilation, checkpoints, late launches) and host run-ahead."
 )
-_ROWS = 200
 _LEAST_SHARE = 0.005  # of a call, to be drawn
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     timeline = run.timeline
-    judged, marks = (
-        frame.join(timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
-        for frame in (timeline.breakdown, timeline.marks)
-    )
-    delays = launch_delays(timeline.kernels)
+    judged, marks = _judged(run, timeline.breakdown), _judged(run, timeline.marks)
+    delays = tables_of(run)["launch_delays"]
     if judged.is_empty() and timeline.regions.is_empty() and delays.is_empty():
         why = run.trace.reader.cannot().get("breakdown", text("Nothing of what the host did was recorded."))
         return html.Div([heading(TITLE, _MEANING), empty(text("Nothing of the host"), why)])
     no_parts = run.trace.reader.cannot().get(
-        "breakdown", text("No step was judged, so none could be split into parts.")
+        "breakdown", text("No step was analyzed, so none could be split into parts.")
     )
     over_steps = empty(text("No steps to show"), no_parts)
     if len(judged):
@@ -45,23 +41,33 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     return html.Div(
         [
             heading(TITLE, _MEANING),
-            card(text("Over the judged steps"), over_steps),
-            card(text("By rank, mean per judged step"), table(figures.by_rank(judged), _RANKS))
-            if len(judged)
-            else None,
+            card(text("Over the analyzed steps"), over_steps),
+            card(text("By rank, mean per analyzed step"), table(run, "host_by_rank", _RANKS)) if len(judged) else None,
             *_calls(run),
             *_of_devices(run, marks),
-            card(text("From launch to start on the device"), table(delays, _DELAYS), note=_DELAY)
+            card(text("From launch to start on the device"), table(run, "launch_delays", _DELAYS), note=_DELAY)
             if len(delays)
             else None,
             card(
                 text("What the host's threads did, the longest first"),
-                table(figures.by_name(timeline.regions).head(_ROWS), _REGIONS),
+                table(run, "regions_by_name", _REGIONS),
             )
             if len(timeline.regions)
             else None,
         ]
     )
+
+
+def _judged(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
+    return rows.join(run.timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
+
+
+MADE: Made = {
+    "host_by_rank": lambda run: figures.by_rank(_judged(run, run.timeline.breakdown)),
+    "launch_delays": lambda run: launch_delays(run.timeline.kernels),
+    "regions_by_name": lambda run: figures.by_name(run.timeline.regions),
+    "device_phases_by_rank": lambda run: figures.phases_by_rank(_judged(run, run.timeline.marks)),
+}
 
 
 def _calls(run: Run) -> list[Any]:
@@ -79,18 +85,18 @@ def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
         return []
     return [
         card(
-            text("How far the host is ahead of its device"),
+            text("Host run-ahead"),
             quiet(lead_line(run.report.lead)),
             plot(figures.ahead_over_steps(marks)),
             note=_AHEAD,
         ),
         card(text("What the devices' phases took"), plot(figures.phases_over_steps(marks)), note=_PHASES),
-        card(text("Phases by rank, mean per judged step"), table(figures.phases_by_rank(marks), _OF_PHASES)),
+        card(text("Phases by rank, mean per analyzed step"), table(run, "device_phases_by_rank", _OF_PHASES)),
     ]
 
 
 _CALLS = text(
-    "Calls in the judged steps of all ranks, or of the whole recording if none was judged, from samples; without those "
+    "Calls in the analyzed steps of all ranks, or of the whole run if there are none, from samples; without those "
     "of torch and of Python's library. Click one to enlarge it."
 )
 _AHEAD = text(
@@ -101,10 +107,10 @@ _OF_PHASES = {
     "rank": Shown(text("rank")),
     "phase": Shown(text("phase")),
     "ns": Shown(text("device time"), "time"),
-    "least_ns": Shown(text("host ahead, least"), "time"),
-    "median_ns": Shown(text("host ahead, median"), "time"),
+    "least_ns": Shown(text("host run-ahead, least"), "time"),
+    "median_ns": Shown(text("host run-ahead, median"), "time"),
 }
-_DELAY = text("Long: the device has work queued up. Short: it waits for the host.")
+_DELAY = text("Long: the launch queue is full. Short: the device waits for the host.")
 _RANKS = {
     "rank": Shown(text("rank")),
     "input": Shown(text("input"), "time"),

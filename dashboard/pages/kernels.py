@@ -9,7 +9,8 @@ from dash import html
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.dashboard.figures.kernels import by_name
-from rankscope.dashboard.page_kit import Query, Shown, card, empty, heading, quiet, table
+from rankscope.dashboard.grids import Made, Shown, table
+from rankscope.dashboard.page_kit import Query, card, empty, heading
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Kernels"), 90
@@ -17,7 +18,7 @@ TITLE, ORDER = text("Kernels"), 90
 _MEANING = text(
     "Device work by name, the longest first. Communication kernels include the time they wait for other ranks."
 )
-_ROWS = 1000
+MADE: Made = {"kernels_by_name": lambda run: by_name(run.timeline.kernels)}
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
@@ -29,9 +30,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         )
         what = text("Traces of torch.profiler and Nsight Systems hold them: rankscope ui TRACE.")
         return html.Div([heading(TITLE, _MEANING), empty(text("No kernels"), why, what)])
-    found = by_name(kernels)
     columns = COLUMNS if kernels["rank"].n_unique() > 1 else {name: COLUMNS[name] for name in _OF_ONE_RANK}
-    more = text("The first {rows:,} of {found:,}.", rows=_ROWS, found=len(found)) if len(found) > _ROWS else ""
     return html.Div(
         [
             heading(
@@ -43,7 +42,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
                     ranks=counted(kernels["rank"].n_unique(), "rank"),
                 ),
             ),
-            card("", table(found.head(_ROWS), columns, height="calc(100vh - 220px)"), quiet(more)),
+            card("", table(run, "kernels_by_name", columns, height="calc(100vh - 250px)")),
         ]
     )
 

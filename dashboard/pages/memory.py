@@ -9,7 +9,8 @@ from dash import html
 
 from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import memory as figures
-from rankscope.dashboard.page_kit import Query, Shown, card, empty, heading, plot, table
+from rankscope.dashboard.grids import Made, Shown, table, tables_of
+from rankscope.dashboard.page_kit import Query, card, empty, heading, plot
 from rankscope.dashboard.state import Run
 
 TITLE, ORDER = text("Memory"), 80
@@ -31,12 +32,21 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         card(name.removesuffix("_bytes").replace("_", " "), plot(figures.lines(memory, name, first), height=300))
         for name in names
     ]
-    rows = figures.by_rank(memory).filter(pl.col("name").str.contains("bytes"))
+    rows = tables_of(run)["memory_by_rank"]
     return html.Div(
-        [heading(TITLE, _MEANING), *cards, card(text("By rank"), table(rows, _COLUMNS)) if len(rows) else None]
+        [
+            heading(TITLE, _MEANING),
+            *cards,
+            card(text("By rank"), table(run, "memory_by_rank", _COLUMNS)) if len(rows) else None,
+        ]
     )
 
 
+def _by_rank(run: Run) -> pl.DataFrame:
+    return figures.by_rank(run.tables["memory"]).filter(pl.col("name").str.contains("bytes"))
+
+
+MADE: Made = {"memory_by_rank": _by_rank}
 _COLUMNS = {
     "name": Shown(text("reading")),
     "rank": Shown(text("rank")),

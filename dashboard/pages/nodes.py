@@ -11,7 +11,7 @@ from dash import State as Known
 
 from rankscope.analysis.report import digest, phrases
 from rankscope.analysis.report.labels import say
-from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.message import joined, text, translated
 from rankscope.dashboard.figures import counters as figures
 from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, plot, query_of, quiet
 from rankscope.dashboard.state import Run, State
@@ -43,7 +43,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     names, still = figures.changing(counters)
     shown = [name for name in names if name in figures.HEADLINES][:_AT_FIRST] or names[:_AT_FIRST]
     choices = [{"value": f"{source}/{name}", "label": figures.title_of(source, name)} for source, name in names]
-    constant = ", ".join(f"{source} {name}" for source, name in still)
+    constant = ", ".join(f"{source} {translated(figures.words_of(name))}" for source, name in still)
     return html.Div(
         [
             heading(TITLE, _MEANING),

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import dash_mantine_components as dmc
+import polars as pl
 from dash import dcc, html
 
 from rankscope.analysis.model.finding import Evidence, Finding, Report
 from rankscope.analysis.report import digest, phrases, svg
-from rankscope.analysis.report.html import course
+from rankscope.analysis.report.html import course, picture
 from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, say, together
 from rankscope.analysis.text import units
 from rankscope.analysis.text.message import text
-from rankscope.analysis.text.phrases import some_ranges
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
+from rankscope.dashboard.finding_facts import COST, finding_facts
+from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import Query, address, card, facts, quiet
 from rankscope.dashboard.state import Run
 
@@ -33,18 +34,16 @@ _BARS = 32  # ranks that get a bar each
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001
     report = run.report
     split = digest.breakdown(report)
+    findings = card(say("findings"), *_findings(run, split))
     return html.Div(
         [
             _verdict(report),
-            html.Div(
-                [
-                    card(say("findings"), *_findings(run, split)),
-                    card(say("time"), *_time(report, split)),
-                ],
-                className="columns",
-            ),
+            findings
+            if report.states
+            else html.Div([findings, card(say("time"), *_time(report, split))], className="columns"),
+            _states(report) if report.states else None,
             _waiting(report),
-            card(say("steps"), *_steps(report)),
+            card(say("steps"), *_steps(report)) if any(report.step_ns.values()) or not report.states else None,
             _checked(report),
             card(say("time.per_rank"), *_ranks(report, split)) if len(split.rows) > 1 else None,
             card(say("gaps"), *_gaps(report)),
@@ -83,25 +82,25 @@ def _findings(run: Run, split: digest.Breakdown) -> list[Any]:
 
 
 def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -> Any:  # noqa: ANN401
-    pairs: list[tuple[str, Any]] = [
-        (say("finding.who"), phrases.who(finding.ranks, finding.nodes, finding.groups)),
-        (say("finding.where"), phrases.label(finding.where)),
-        (say("finding.code"), finding.code),
-        (say("finding.steps"), some_ranges(finding.steps)),
-        (say("finding.level"), phrases.level(finding)),
-        (say("finding.cost"), html.Strong(phrases.cost(run.report, finding))),
-        (say("finding.gain"), phrases.gain(run.report, finding)),
-        (say("finding.advice"), finding.advice),
-        (say("finding.cause"), detector_name(finding.caused_by) if finding.caused_by else ""),
+    shown = [
+        part
+        for fact, name, value in finding_facts(run.report, finding)
+        for part in (html.Dt(name), html.Dd(html.Strong(value) if fact == COST else value))
     ]
-    shown = [part for name, value in pairs if value for part in (html.Dt(name), html.Dd(value))]
     severity = html.Span(say(f"severity.{finding.severity}"), className=f"severity {finding.severity}")
-    picture = _picture(split, finding) if number == 1 else None
     return html.Article(
         [
-            html.H3([severity, f"{number}. ", finding.title]),
+            html.H3(
+                [
+                    severity,
+                    f"{number}. ",
+                    finding.title,
+                    " ",
+                    html.Span(detector_name(finding.detector), className="check"),
+                ]
+            ),
             html.Dl(shown),
-            picture,
+            _picture(split, finding) if number == 1 else None,
             dmc.Group(_evidence(run, finding.evidence[:_EVIDENCE]), gap="xs", mt=6),
         ],
         id=f"finding-{number}",
@@ -110,17 +109,11 @@ def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -
 
 
 def _picture(split: digest.Breakdown, finding: Finding) -> Any:  # noqa: ANN401
-    values = digest.picture_values(split, finding)
-    marked = frozenset(finding.ranks) & set(values)
-    if len(values) < 2 or len(marked) == len(values):
+    found = picture(split, finding)
+    if found is None or len(split.rows) < 2:
         return None
-    inside, others = (
-        units.duration(statistics.median(ns for rank, ns in values.items() if (rank in marked) == marks))
-        for marks in (True, False)
-    )
-    numbers = say("finding.picture.numbers", phrases.who(tuple(marked)), inside, others)
-    chart = Chart(svg.columns(values, marked), title=say("finding.evidence"))
-    return html.Div([chart, quiet(numbers)], className="picture")
+    said = quiet(together(" ", (found.caption, found.numbers)))
+    return html.Div([Chart(found.chart, title=say("finding.evidence")), said], className="picture")
 
 
 def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Any]:
@@ -205,7 +198,10 @@ def _checked(report: Report) -> Any:  # noqa: ANN401
     rows = [
         (f"✓ {detector_name(one.detector)}", phrases.resolution(report, one.resolution_ns)) for one in report.healthy
     ]
-    unchecked = [(f"? {detector_name(one.detector)}", one.why) for one in report.not_checked]
+    reasons = digest.by_reason(report.not_checked)
+    unchecked = [
+        (together(", ", (f"? {detector_name(name)}" for name in names)), why) for why, names in reasons.items()
+    ]
     return html.Div(
         [
             card(say("healthy"), _pairs(rows) if rows else html.P(say("healthy.none"))),
@@ -216,8 +212,22 @@ def _checked(report: Report) -> Any:  # noqa: ANN401
 
 
 def _pairs(rows: list[tuple[str, str]]) -> Any:  # noqa: ANN401
-    cells = [html.Tr([html.Td(name, className="name"), html.Td(text, className="quiet")]) for name, text in rows]
+    cells = [html.Tr([html.Td(name), html.Td(text, className="quiet")]) for name, text in rows]
     return html.Table(html.Tbody(cells), className="plain")
+
+
+def _states(report: Report) -> Any:  # noqa: ANN401
+    """How far each rank had come in each process group when the job hung."""
+    columns = phrases.known_columns(report.states)
+    numbers = ("rank", "enqueued", "started", "completed")
+    rows = [dict(zip(phrases.STATE_COLUMNS, phrases.state_row(state), strict=True)) for state in report.states]
+    frame = (
+        pl.DataFrame(rows)
+        .select(columns)
+        .with_columns(pl.col(c).cast(pl.Int64, strict=False) for c in numbers if c in columns)
+    )
+    shown = {column: Shown(say(f"states.{column}")) for column in columns}
+    return card(say("states"), quiet(say("states.means", "")), plain_table(frame, shown))
 
 
 def _steps(report: Report) -> list[Any]:

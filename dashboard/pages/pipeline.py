@@ -14,7 +14,8 @@ from rankscope.analysis.report.labels import say
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 from rankscope.dashboard.figures import pipeline as figures
-from rankscope.dashboard.page_kit import Query, Shown, card, empty, heading, in_language, plot, query_of, table
+from rankscope.dashboard.grids import Shown, plain_table
+from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, plot, query_of
 from rankscope.dashboard.state import Run, State
 
 TITLE, ORDER = text("Pipeline"), 50
@@ -110,4 +111,6 @@ def _summary(pipeline: Pipeline) -> Any:  # noqa: ANN401
         orient="row",
     )
     columns = {"stage": Shown(text("stage")), "bubble": Shown(text("bubble, mean of its steps"), "share")}
-    return card(f"{shape}{theory}", html.P(pipeline.explanation), html.Div(table(rows, columns), className="narrow"))
+    return card(
+        f"{shape}{theory}", html.P(pipeline.explanation), html.Div(plain_table(rows, columns), className="narrow")
+    )

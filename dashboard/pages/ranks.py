@@ -22,7 +22,7 @@ from rankscope.dashboard.components import Chart, Raster
 from rankscope.dashboard.figures.rank_step_heatmap import QUANTITIES, Grid, View, cell, grid, picture, rank_order
 from rankscope.dashboard.page_kit import Query, address, card, empty, heading, in_language, query_of, quiet
 from rankscope.dashboard.state import Run, State
-from rankscope.dashboard.timeline.lanes import groupings
+from rankscope.dashboard.timeline.groupings import groupings
 
 TITLE, ORDER = text("Ranks"), 30
 
@@ -83,7 +83,7 @@ def _raster(run: Run | None, quantity: str, order: str) -> Any:  # noqa: ANN401
     found = _grid(run, quantity)
     if not found.values.size:
         missing = text("no operation was matched on all its ranks") if quantity == "last" else _why_no_parts(run)
-        return empty(text("{quantity} is not known", quantity=QUANTITIES[quantity]), missing)
+        return empty(text("{quantity} is unknown", quantity=QUANTITIES[quantity]), missing)
     words = {"run": run.key, "quantity": quantity, "order": order, "at": run.read_at}
     raster = Raster(
         source=f"{_DATA}?{urlencode(words)}",
@@ -173,7 +173,7 @@ def _about(run: Run, found: Grid, rank: int, step: int, value: float) -> Respons
     span = run.timeline.steps.filter(pl.col("rank") == rank, pl.col("step") == step)
     href = ""
     if len(span):
-        lines += [text("not judged: {aside}", aside=aside) for aside in span["aside"].drop_nulls()]
+        lines += [text("not analyzed: {aside}", aside=aside) for aside in span["aside"].drop_nulls()]
         href = address("timeline", run.key, t0=span["start_ns"][0], t1=span["end_ns"][0], rank=rank)
     return Response(json.dumps({"text": "\n".join(spoken(lines)), "href": href}), mimetype="application/json")
 

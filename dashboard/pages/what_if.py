@@ -39,7 +39,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     )
     more = text("{count} more were not tried here: rankscope whatif --fix.", count=untried) if untried else ""
     rows = dmc.CheckboxGroup(
-        id="what-if-ticked", children=[_row(fix, ready.step_ns, found[0]) for fix in found[:_ROWS]], value=[]
+        id="what-if-ticked", children=[_row(run, fix, ready.step_ns, found[0]) for fix in found[:_ROWS]], value=[]
     )
     return html.Div(
         [
@@ -82,15 +82,28 @@ def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
     )
 
 
-def _row(fix: Fix, step_ns: float, best: Fix) -> Any:  # noqa: ANN401
+def _row(run: Run, fix: Fix, step_ns: float, best: Fix) -> Any:  # noqa: ANN401
     saved = duration_with_error(round(fix.gain.gain_ns), round(fix.gain.uncertainty_ns))
     share = max(fix.gain.gain_ns, 0) / max(best.gain.gain_ns, 1)
     return html.Div(
         [
-            dmc.Checkbox(value=fix.key, label=fix.text),
+            dmc.Checkbox(value=fix.key, label=fix.text, description=_costs_other(run, fix)),
             html.Div(html.Div(className="bar", style={"width": f"{share * 100:.1f}%"}), className="track"),
             html.Span(text("{saved} less", saved=saved), className="number"),
             html.Span(percent(fix.gain.gain_ns / step_ns), className="number"),
         ],
         className="fix",
     )
+
+
+def _costs_other(run: Run, fix: Fix) -> str | None:
+    """What the finding with this fix costs, where that is another time than the fix brings."""
+    for number, finding in enumerate(run.report.findings, 1):
+        lost = duration(finding.lost_ns_per_step)
+        if finding.fix == fix.key and finding.lost_ns_per_step and lost != duration(round(fix.gain.gain_ns)):
+            return text(
+                "finding {number} costs {lost} as measured; the replay predicts what a fix saves",
+                number=number,
+                lost=lost,
+            )
+    return None

@@ -14,19 +14,19 @@ from dash import Dash
 from dash.development.base_component import Component
 
 from rankscope.analysis.model.finding import Report
-from rankscope.dashboard.timeline.lanes import Scene
+from rankscope.dashboard.timeline.scene import Scene
 from rankscope.dashboard.timeline.server import ROUTES, register_routes
 
 __all__ = ["Source", "TimelineCanvas", "layout", "register"]
 
 # In the order in which they need each other.
-_SCRIPTS = ("base.js", "drawing.js", "server.js", "lanes.js", "panel.js", "input.js", "timeline.js")
+_SCRIPTS = ("base.js", "drawing.js", "server.js", "lanes.js", "panel.js", "markers.js", "input.js", "timeline.js")
 
 __version__ = "1"  # Dash asks for one where a script comes from; what it serves is told apart by the file's time
 
 
 class Source(Protocol):
-    """What the page needs of the app's state. Each may be None while the run is still being read or analysed.
+    """What the page needs of the app's state. Each may be None while the run is still being read or analyzed.
 
     `run` is the key that stands in the address; "" is the first run. KeyError: there is no such run.
     """

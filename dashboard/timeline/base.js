@@ -10,6 +10,13 @@
   const FEW_STEPS = 5; // in view, up to which the critical path is drawn: with more it would cover the picture
   const RETRY_MS = 300;
 
+  const WORDS = window.rankscope_words || {}; // the page's: English -> the language that is spoken
+
+  /** A text in the language that is spoken, with values put in. `script_texts.py` finds them by this function's name. */
+  function text(english, values = {}) {
+    return (WORDS[english] || english).replace(/\{(\w+)\}/g, (_, name) => values[name]);
+  }
+
   function duration(ns) {
     for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]]) {
       if (Math.abs(ns) >= size) return `${ns / size >= 100 ? (ns / size).toFixed(0) : (ns / size).toPrecision(3)} ${unit}`;
@@ -27,5 +34,5 @@
     return element;
   }
 
-  window.rankscope_timeline = { LABELS, RULER, ROOMY, FEW_STEPS, RETRY_MS, duration, make };
+  window.rankscope_timeline = { LABELS, RULER, ROOMY, FEW_STEPS, RETRY_MS, duration, make, text };
 })();

@@ -8,39 +8,48 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.analysis.model.parts import BLOCKED
+from rankscope.analysis.model.parts import BLOCKED, PARTS
+from rankscope.analysis.report.labels import part_label
+from rankscope.analysis.text.message import spoken, text
+from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
-from rankscope.dashboard.timeline.lanes import KINDS, Scene, Table
 from rankscope.dashboard.timeline.lod import Ints, event_at, tally
+from rankscope.dashboard.timeline.scene import KINDS, Scene, Table
 
-__all__ = ["Matches", "describe", "find", "matches", "spent"]
+__all__ = ["Matches", "describe", "find", "matches", "shown_name", "spent"]
 
 _DERIVED = "phases"  # made of the rows of the other tables
 _NO_EDGES = np.zeros(0, np.int64), np.zeros(0, np.int64)
 _LONGEST = 50  # matches of a search that are listed
 _NAMES = 30  # rows of the table of a selection
 _TABLE_TITLES = {
-    "phases": "main threads",
-    "ops": "operations",
-    "kernels": "device",
-    "collectives": "communication",
-    "regions": "regions",
+    "phases": text("main threads"),
+    "ops": text("operations"),
+    "kernels": text("device"),
+    "collectives": text("communication"),
+    "regions": text("regions"),
 }
 _WORDS = {
-    "step": "step",
-    "group": "group",
-    "seq": "number in the group",
-    "peer": "peer",
-    "tag": "tag",
-    "dtype": "type",
-    "stream": "stream",
-    "device": "device",
-    "thread": "thread",
-    "stage": "stage",
-    "replica": "replica",
-    "microbatch": "microbatch",
-    "unmatched": "not matched",
+    "step": text("step"),
+    "group": text("group"),
+    "seq": text("number in the group"),
+    "peer": text("peer"),
+    "tag": text("tag"),
+    "dtype": text("type"),
+    "stream": text("stream"),
+    "device": text("device"),
+    "thread": text("thread"),
+    "stage": text("stage"),
+    "replica": text("replica"),
+    "microbatch": text("microbatch"),
+    "unmatched": text("not matched"),
 }
+_BRIEF = ("what", "duration", "step", "size", "group", "waited for peers", "last to arrive", "not matched")
+
+
+def shown_name(table: str, name: str) -> str:
+    """An event's name; a phase that has none of its own is called like its part of the step."""
+    return part_label(name) if table == _DERIVED and name in PARTS else name
 
 
 def describe(scene: Scene, lane: int, t: int, slack: int) -> dict[str, Any] | None:
@@ -55,10 +64,10 @@ def _described(scene: Scene, name: str, source: int) -> dict[str, Any]:
     table = scene.tables[name]
     rank, start, end = table.rank(source), int(table.start[source]), int(table.end[source])
     kind = KINDS[table.kind[source]]
-    what = "communication" if name == "collectives" else kind.label
-    facts = [["what", what], ["duration", _exact(end - start)], ["start", f"{start / 1e9:.6f} s"]]
+    what = text("communication") if name == "collectives" else kind.label
+    facts = [[text("what"), what], [text("duration"), _exact(end - start)], [text("start"), f"{start / 1e9:.6f} s"]]
     if table.fact("open", source):
-        facts[1] = ["duration", "its end was not seen"]
+        facts[1] = [text("duration"), text("its end was not seen")]
     facts += [
         [word, str(table.fact(fact, source))] for fact, word in _WORDS.items() if _says_something(table, fact, source)
     ]
@@ -66,22 +75,23 @@ def _described(scene: Scene, name: str, source: int) -> dict[str, Any]:
         table.fact(fact, source) for fact in ("size_bytes", "wait_ns", "transfer_ns", "arrival_spread_ns")
     )
     if isinstance(size, int):
-        facts.append(["size", _size(size)])
+        facts.append([text("size"), _size(size)])
     if isinstance(wait, int) and isinstance(transfer, int):
-        facts += [["waited for peers", _exact(wait)], ["transfer", _exact(transfer)]]
+        facts += [[text("waited for peers"), _exact(wait)], [text("transfer"), _exact(transfer)]]
     if isinstance(spread, int):
-        facts.append(["first to last arrival", _exact(spread)])
+        facts.append([text("first to last arrival"), _exact(spread)])
     operation = source if name == "collectives" else None
     if name == "phases" and kind.key in BLOCKED:
         operation = _operation_of(scene, rank, start, end)
     peers = [] if operation is None else _peers(scene, operation)
     last = [peer["rank"] for peer in peers if peer["last"]]
     if last:
-        facts.append(["last to arrive", ", ".join(f"rank {rank}" for rank in last)])
+        facts.append([text("last to arrive"), named("rank", last)])
     return {
-        "name": table.names[table.name[source]],
+        "name": shown_name(name, table.names[table.name[source]]),
         "rank": rank,
         "facts": facts,
+        "brief": [fact for fact in facts if fact[0] in _BRIEF],
         "start": start,
         "end": end,
         "lane": int(table.lane[source]),
@@ -130,7 +140,7 @@ def _peers(scene: Scene, operation: int) -> list[dict[str, Any]]:
                 "start": int(table.start[source]),
                 "end": int(table.end[source]),
                 "wait": wait,
-                "waited": duration(wait) if isinstance(wait, int) else "not known",
+                "waited": duration(wait) if isinstance(wait, int) else text("unknown"),
                 "last": bool(table.fact("is_last", source)),
             }
         )
@@ -174,7 +184,7 @@ def _spent(scene: Scene, name: str, lanes: Sequence[int], t0: int, t1: int) -> d
         "names": [
             {
                 "kind": int(key[i] // width),
-                "name": table.names[key[i] % width],
+                "name": shown_name(name, table.names[key[i] % width]),
                 "count": int(count[i]),
                 "time": duration(int(total[i])),
                 "mean": duration(total[i] / count[i]),
@@ -197,13 +207,13 @@ class Matches:
     longest: Sequence[int]  # positions of the longest ones, the longest first
 
 
-def matches(scene: Scene, text: str) -> Matches:
+def matches(scene: Scene, wanted: str) -> Matches:
     """Every drawn event whose name or kind holds this text, whatever its case; each counts once.
 
     A phase of the main thread is no event of its own where it is a piece of one that has its name: a region's, say.
     """
-    wanted = text.casefold()
-    of_kind = np.array([wanted in kind.label for kind in KINDS], np.bool_)
+    wanted = wanted.casefold()
+    of_kind = np.array([wanted in kind.label or wanted in spoken(kind.label) for kind in KINDS], np.bool_)
     tables = list(scene.tables)
     rows = {}
     for name, table in scene.tables.items():
@@ -263,7 +273,8 @@ def find(scene: Scene, found: Matches, number: int | None, after: int) -> dict[s
 def _listed(scene: Scene, found: Matches, number: int) -> dict[str, Any]:
     table, source = scene.tables[found.tables[found.table[number]]], int(found.source[number])
     lasted = duration(int(table.end[source] - table.start[source]))
-    return {"number": number, "name": table.names[table.name[source]], "rank": table.rank(source), "duration": lasted}
+    name = shown_name(found.tables[found.table[number]], table.names[table.name[source]])
+    return {"number": number, "name": name, "rank": table.rank(source), "duration": lasted}
 
 
 def _exact(ns: int) -> str:

@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { LABELS, RULER, duration, make, ROOMY, FEW_STEPS } = window.rankscope_timeline;
+  const { LABELS, RULER, duration, make, text, ROOMY, FEW_STEPS } = window.rankscope_timeline;
 
   const INKS = ["page", "text", "quiet", "rule", "panel", "accent", "line", "high", "medium", "low"]; // of the palette
   const FONT = '11px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
@@ -71,7 +71,7 @@
       this.legend.replaceChildren(...[...byColour.values()].map((kinds) =>
         make("span", {}, this.swatch(kinds[0]), kinds.map((kind) => this.scene.kinds[kind][0]).join(", "))));
       if (!this.pathLabel.hidden) {
-        const said = `critical path: the ranks that the step waits for (up to ${FEW_STEPS} steps in view)`;
+        const said = text("critical path: the ranks that the step waits for (up to {steps} steps in view)", { steps: FEW_STEPS });
         this.legend.append(make("span", {}, make("span", { class: "rst-swatch", style: `background:${this.ink.text};height:2px;vertical-align:3px` }), said));
       }
       if (this.data) Object.assign(this.data, paintRasters(this.data, this.rgba));
@@ -111,7 +111,9 @@
       pen.restore();
       this.drawLabels(lines);
       this.drawRuler();
-      this.where.textContent = `${duration(this.t1 - this.t0)} in view`;
+      this.drawMarkers();
+      this.drawCursorTime();
+      this.where.textContent = text("{time} in view", { time: duration(this.t1 - this.t0) });
     }
 
     drawStripes(lines) {
@@ -192,10 +194,10 @@
         pen.fillStyle = line.type === "lane" ? ink.quiet : ink.text;
         pen.textAlign = "left";
         pen.font = line.type === "group" ? `600 ${FONT}` : FONT;
-        const text = arrow + line.title;
-        this.write(text, indent, y, LABELS - indent - 6);
+        const title = arrow + line.title;
+        this.write(title, indent, y, LABELS - indent - 6);
         const note = line.type === "group" ? this.clockNote(line.ranks) : line.type === "rank" && this.pitch === ROOMY ? line.track : "";
-        const used = indent + pen.measureText(text).width + 10;
+        const used = indent + pen.measureText(title).width + 10;
         pen.font = FONT;
         pen.fillStyle = ink.quiet;
         if (note && used + pen.measureText(note).width < LABELS - 6) {
@@ -212,8 +214,8 @@
     }
 
     /** Text that ends with … where it is longer than its room. */
-    write(text, x, y, room) {
-      let shown = text;
+    write(whole, x, y, room) {
+      let shown = whole;
       while (shown.length > 1 && this.pen.measureText(shown).width > room) shown = `${shown.slice(0, -2)}…`;
       this.pen.fillText(shown, x, y);
     }
@@ -234,7 +236,7 @@
         const named = number % every === 0;
         pen.fillStyle = named ? ink.text : ink.quiet;
         if (named || apart > 6) pen.fillRect(Math.round(x), named ? 18 : 28, 0.5, named ? 14 : 4);
-        if (named) pen.fillText(`step ${number}`, x + 4, 25);
+        if (named) pen.fillText(text("step {step}", { step: number }), x + 4, 25);
       }
     }
 
@@ -267,8 +269,8 @@
       }
       pen.restore();
       pen.fillStyle = ink.quiet;
-      const said = [[this.marks.length ? "findings" : "", 9], [this.scene.steps[0].length ? "steps" : "", 25], ["time since the first event", RULER - 10]];
-      said.forEach(([text, y]) => this.write(text, 8, y, LABELS - 12));
+      const said = [[this.marks.length ? text("findings") : "", 9], [this.scene.steps[0].length ? text("steps") : "", 25], [text("time since the first event"), RULER - 10]];
+      said.forEach(([name, y]) => this.write(name, 8, y, LABELS - 12));
       pen.fillStyle = ink.rule;
       pen.fillRect(0, RULER - 1, this.width, 1);
     }

@@ -125,8 +125,10 @@
         0: () => this.show(0, this.end), home: () => this.show(...this.home),
         f: () => { const target = this.chosen || this.found || this.selection; if (target) this.zoomTo(target); },
         n: () => this.nextMatch(event.shiftKey ? -1 : 1),
+        m: () => this.putMarker(),
         "/": () => this.search.focus(),
-        escape: () => { this.chosen = this.selection = this.found = null; this.hint(); this.redraw(); },
+        "?": () => { this.hint(); this.openDrawer(true); },
+        escape: () => { this.chosen = this.selection = this.found = null; this.setMarkers([]); this.hint(); this.changed(); },
       };
       const action = actions[event.key.toLowerCase()];
       if (!action) return;

@@ -1,6 +1,6 @@
 """Lanes of a large run in files beside its tables, mapped into memory: made once, and opened at once from then on.
 
-`RUN/lanes/` holds the arrays of `scene.py`, one file each, and `lanes.json` with the rest. They are used only for the
+`RUN/lanes/` holds the arrays of `lanes.py`, one file each, and `lanes.json` with the rest. They are used only for the
 very tables and by the very code that they were made of; anything else is made anew. The folder may be deleted.
 """
 
@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 import rankscope
 from rankscope.analysis.timeline.build import Timeline
-from rankscope.dashboard.timeline.lanes import Scene, assemble, build_scene, events_of, lay_out
+from rankscope.dashboard.timeline.lanes import build_scene, events_of, lay_out
+from rankscope.dashboard.timeline.scene import Scene, assemble
 
 __all__ = ["FOLDER", "build_or_store", "fingerprint", "load"]
 

@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { LABELS, RULER, duration, ROOMY } = window.rankscope_timeline;
+  const { LABELS, RULER, duration, text, ROOMY } = window.rankscope_timeline;
 
   const HEAD = 22; // px of a group's line
   const DENSE = 14; // the same where there are many ranks
@@ -39,11 +39,11 @@
           const tracks = this.ranks.get(rank) || [];
           const open = this.openRanks.has(rank);
           const lead = tracks.length ? tracks[0][1].slice(0, 1) : [];
-          this.lineOfRank.set(rank, add({ type: "rank", rank, open, tracks, title: `rank ${rank}`, lanes: lead, track: tracks.length ? tracks[0][0] : "nothing recorded" }, this.pitch));
+          this.lineOfRank.set(rank, add({ type: "rank", rank, open, tracks, title: text("rank {rank}", { rank }), lanes: lead, track: tracks.length ? tracks[0][0] : text("no events") }, this.pitch));
           if (!open) continue;
           tracks.forEach(([track, lanes, hidden], i) => lanes.forEach((lane, depth) => {
             if (i === 0 && depth === 0) return;
-            const more = hidden && depth === lanes.length - 1 ? `${hidden} more not drawn` : "";
+            const more = hidden && depth === lanes.length - 1 ? text("{hidden} more not drawn", { hidden }) : "";
             add({ type: "lane", rank, title: depth === 0 ? track : more, lanes: [lane] }, this.pitch);
           }));
           if (open) y += 4;
@@ -56,9 +56,9 @@
     clockNote(ranks) {
       const nodes = new Set(ranks.map((rank) => this.nodeOf.get(rank)));
       const errors = [...nodes].map((node) => this.clockOf.get(node));
-      if (errors.some((error) => error === null || error === undefined)) return "clock not known";
+      if (errors.some((error) => error === null || error === undefined)) return text("clock unknown");
       const worst = Math.max(0, ...errors);
-      return worst > 0 ? `clock ± ${duration(worst)}` : "";
+      return worst > 0 ? text("clock ± {error}", { error: duration(worst) }) : "";
     }
 
     /** ± ns of this rank's clock against node 0's; null: nobody knows. */
@@ -149,10 +149,11 @@
       this.layOut();
     }
 
-    /** Unfolds what hides a rank. */
+    /** Unfolds what hides a rank, and the rank itself. */
     reveal(rank) {
       const group = this.scene.groupings[this.by][1].findIndex(([, ranks]) => ranks.includes(rank));
       this.foldedGroups.delete(group);
+      this.openRanks.add(rank);
     }
 
     scrollTo(line) {
@@ -165,7 +166,7 @@
       const query = new URLSearchParams(location.search);
       const [range, ...rest] = location.hash.slice(1).split("&");
       const kept = new URLSearchParams(rest.join("&"));
-      const listed = (text, all) => (text === "all" ? all : text.split(",").filter(Boolean).map(Number).filter(Number.isInteger));
+      const listed = (list, all) => (list === "all" ? all : list.split(",").filter(Boolean).map(Number).filter(Number.isInteger));
       const { groupings } = this.scene;
       this.by = Math.min(Math.max(Number(kept.get("by")) || 0, 0), groupings.length - 1);
       this.grouping.value = String(this.by);
@@ -179,7 +180,7 @@
       try {
         if (ends[0] && ends[1]) window_ = ends.map((t) => Number(BigInt(t) - this.origin));
       } catch {
-        window_ = null; // no whole numbers: the judged steps are shown
+        window_ = null; // no whole numbers: the analyzed steps are shown
       }
       const evidence = window_ && !range.includes(",");
       const rank = query.get("rank") === null ? null : Number(query.get("rank"));
@@ -188,6 +189,7 @@
         const room = (window_[1] - window_[0]) * 0.5 || this.end * 0.01;
         window_ = [window_[0] - room, window_[1] + room];
       }
+      this.setMarkers(kept.has("marks") ? listed(kept.get("marks"), []).slice(0, 2) : []);
       if (rank !== null && this.ranks.has(rank)) this.reveal(rank);
       [this.t0, this.t1] = window_ || this.home;
       this.layOut();
@@ -195,6 +197,7 @@
       this.asked = undefined;
       if (rank !== null) this.scrollTo(this.lineOfRank.get(rank));
       this.fetch();
+      this.tellEvidence();
     }
 
     writeAddress() {
@@ -203,7 +206,7 @@
       const list = (chosen, count) => (chosen.size === count ? "all" : [...chosen].join(",")); // thousands would not fit
       const [, groups] = this.scene.groupings[this.by];
       const folds = `lanes=${list(this.openRanks, this.ranks.size)}&fold=${list(this.foldedGroups, groups.length)}`;
-      const hash = `#${at(this.t0)},${at(this.t1)}&by=${this.by}&${folds}`;
+      const hash = `#${at(this.t0)},${at(this.t1)}&by=${this.by}&${folds}${this.markers.length ? `&marks=${this.markers}` : ""}`;
       // Dash looks at pushes only: a replaced address starts no callback.
       history.replaceState(history.state, "", location.pathname + location.search + hash);
     }

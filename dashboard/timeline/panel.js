@@ -2,19 +2,30 @@
 (function () {
   "use strict";
 
-  const { LABELS, duration, make } = window.rankscope_timeline;
+  const { LABELS, duration, make, text } = window.rankscope_timeline;
 
   const NEAR_PX = 3; // how far from an event the pointer still means it
   const HOVER_MS = 25;
 
   const Panel = (Base) => class extends Base {
-    say(text) {
-      this.side.replaceChildren(make("p", { class: "rst-quiet", role: "status" }, text));
+    say(what) {
+      this.side.replaceChildren(make("p", { class: "rst-quiet", role: "status" }, what));
     }
 
-    async eventAt(line, x) {
+    tell(...parts) {
+      this.side.replaceChildren(...parts);
+      this.openDrawer(true);
+    }
+
+    /** On narrow screens what is told lies over the picture, and can be put away. */
+    openDrawer(open) {
+      this.drawer.classList.toggle("rst-open", open);
+      this.drawerSwitch.setAttribute("aria-expanded", String(open));
+    }
+
+    async eventAt(line, x, near = NEAR_PX) {
       if (!line || line.lanes.length !== 1 || x < LABELS) return null;
-      const slack = Math.round((NEAR_PX / this.plot) * (this.t1 - this.t0));
+      const slack = Math.round((near / this.plot) * (this.t1 - this.t0));
       return this.askJson("at", { lane: line.lanes[0], t: Math.floor(this.time(x)), slack });
     }
 
@@ -35,7 +46,7 @@
       }
       if (line && line.lanes.length > 1 && pointer.x >= LABELS) {
         this.unhover();
-        this.showTip(pointer, make("b", {}, line.title), make("div", {}, `mean of ${line.lanes.length} ranks; click its name to unfold them`));
+        this.showTip(pointer, make("b", {}, line.title), make("div", {}, text("mean of {ranks} ranks; click its name to unfold them", { ranks: line.lanes.length })));
         return;
       }
       const event = await this.eventAt(line, pointer.x).catch(() => null);
@@ -45,10 +56,9 @@
         this.unhover();
         return;
       }
-      const facts = event.facts.filter(([word]) => ["what", "duration", "step", "size", "group", "waited for peers", "last to arrive", "not matched"].includes(word));
-      this.showTip(pointer, make("b", {}, event.name), make("div", { class: "rst-quiet" }, `rank ${event.rank}`),
-        ...facts.map(([word, text]) => make("div", {}, `${word}: ${text}`)),
-        ...(event.peers.length > 1 ? [make("div", { class: "rst-quiet" }, `${event.peers.length} ranks took part; click for all`)] : []));
+      this.showTip(pointer, make("b", {}, event.name), make("div", { class: "rst-quiet" }, text("rank {rank}", { rank: event.rank })),
+        ...event.brief.map(([word, value]) => make("div", {}, `${word}: ${value}`)),
+        ...(event.peers.length > 1 ? [make("div", { class: "rst-quiet" }, text("{ranks} ranks took part; click for all", { ranks: event.peers.length }))] : []));
       this.redraw();
     }
 
@@ -68,21 +78,21 @@
     }
 
     tellEvent(event) {
-      const rows = event.facts.map(([word, text]) => make("tr", {}, make("th", {}, word), make("td", {}, text)));
-      const parts = [make("h3", {}, event.name), make("table", {}, make("tr", {}, make("th", {}, "rank"), make("td", {}, String(event.rank))), ...rows)];
+      const rows = event.facts.map(([word, value]) => make("tr", {}, make("th", {}, word), make("td", {}, value)));
+      const parts = [make("h3", {}, event.name), make("table", {}, make("tr", {}, make("th", {}, text("rank")), make("td", {}, String(event.rank))), ...rows)];
       if (event.peers.length) {
         const first = Math.min(...event.peers.map((peer) => peer.start));
         const unknown = event.peers.some((peer) => this.clockError(peer.rank) === null);
         const errors = event.peers.map((peer) => this.clockError(peer.rank) || 0);
-        parts.push(make("h4", {}, "The same operation on all its ranks"),
-          make("table", {}, make("tr", {}, make("th", {}, "rank"), make("th", { class: "n" }, "arrived"), make("th", { class: "n" }, "waited")),
-            ...event.peers.map((peer) => make("tr", {}, make("td", {}, peer.last ? `${peer.rank}  ← last` : String(peer.rank)),
+        parts.push(make("h4", {}, text("The same operation on all its ranks")),
+          make("table", {}, make("tr", {}, make("th", {}, text("rank")), make("th", { class: "n" }, text("arrived")), make("th", { class: "n" }, text("waited"))),
+            ...event.peers.map((peer) => make("tr", {}, make("td", {}, peer.last ? text("{rank}  ← last", { rank: peer.rank }) : String(peer.rank)),
               make("td", { class: "n" }, `+${duration(peer.start - first)}`), make("td", { class: "n" }, peer.waited)))));
-        if (unknown) parts.push(make("p", { class: "rst-quiet" }, "A node's clock is not known: arrivals on different nodes cannot be compared."));
-        else if (Math.max(...errors) > 0) parts.push(make("p", { class: "rst-quiet" }, `Arrivals on different nodes: ± ${duration(Math.max(...errors))}.`));
+        if (unknown) parts.push(make("p", { class: "rst-quiet" }, text("A node's clock is not synchronized: arrivals on different nodes cannot be compared.")));
+        else if (Math.max(...errors) > 0) parts.push(make("p", { class: "rst-quiet" }, text("Arrivals on different nodes: ± {error}.", { error: duration(Math.max(...errors)) })));
       }
-      const button = make("button", { type: "button", onclick: () => this.zoomTo(event) }, "zoom to it (F)");
-      this.side.replaceChildren(...parts, make("p", {}, button));
+      const button = make("button", { type: "button", onclick: () => this.zoomTo(event) }, text("zoom to it (F)"));
+      this.tell(...parts, make("p", {}, button));
     }
 
     async askSpent() {
@@ -91,34 +101,34 @@
       const [t0, t1] = [Math.floor(chosen.t0), Math.ceil(chosen.t1)];
       const tables = await this.askJson("spent", { lanes, t0, t1 }).catch((error) => this.say(error.message));
       if (!tables || this.selection !== chosen) return;
-      const parts = [make("h3", {}, `Selection: ${duration(t1 - t0)}`)];
+      const parts = [make("h3", {}, text("Selection: {time}", { time: duration(t1 - t0) }))];
       for (const table of tables) {
-        parts.push(make("h4", {}, `${table.title}, ${table.lanes} ${table.lanes === 1 ? "lane" : "lanes"}`));
+        parts.push(make("h4", {}, table.lanes === 1 ? text("{what}, 1 lane", { what: table.title }) : text("{what}, {lanes} lanes", { what: table.title, lanes: table.lanes })));
         parts.push(make("table", {}, ...table.kinds.map((row) =>
           make("tr", {}, make("td", {}, this.swatch(row.kind), row.label), make("td", { class: "n" }, row.time), make("td", { class: "n" }, row.share)))));
-        const head = ["count", "time", "mean", "longest"].map((word) => make("th", { class: "n" }, word));
+        const head = [text("count"), text("time"), text("mean"), text("longest")].map((word) => make("th", { class: "n" }, word));
         parts.push(make("table", { class: "rst-names" }, make("tr", {}, ...head), ...table.names.flatMap((row) => [
           make("tr", {}, make("td", { colspan: "4" }, this.swatch(row.kind), row.name)),
-          make("tr", {}, ...[row.count, row.time, row.mean, row.longest].map((text) => make("td", { class: "n" }, String(text)))),
+          make("tr", {}, ...[row.count, row.time, row.mean, row.longest].map((value) => make("td", { class: "n" }, String(value)))),
         ])));
-        if (table.more) parts.push(make("p", { class: "rst-quiet" }, `and ${table.more} names with less time`));
+        if (table.more) parts.push(make("p", { class: "rst-quiet" }, text("and {more} names with less time", { more: table.more })));
       }
-      if (!tables.length) parts.push(make("p", { class: "rst-quiet" }, "No lane was selected."));
-      this.side.replaceChildren(...parts);
+      if (!tables.length) parts.push(make("p", { class: "rst-quiet" }, text("No lane was selected.")));
+      this.tell(...parts);
     }
 
     async find(number) {
-      const text = this.search.value.trim();
+      const wanted = this.search.value.trim();
       this.found = null;
       this.matchNumber = null;
-      if (!text) {
+      if (!wanted) {
         this.count.textContent = "";
         this.redraw();
         return;
       }
-      const said = await this.askJson("find", { text, number, after: Math.floor(this.t0) }).catch(() => null);
-      if (!said || this.search.value.trim() !== text) return;
-      this.count.textContent = said.count ? `${(said.number + 1).toLocaleString("en")} of ${said.count.toLocaleString("en")}` : "not found";
+      const said = await this.askJson("find", { text: wanted, number, after: Math.floor(this.t0) }).catch(() => null);
+      if (!said || this.search.value.trim() !== wanted) return;
+      this.count.textContent = said.count ? text("{number} of {count}", { number: (said.number + 1).toLocaleString("en"), count: said.count.toLocaleString("en") }) : text("not found");
       this.matchNumber = said.count ? said.number : null;
       this.found = said.event;
       if (!said.event) return this.redraw();
@@ -145,9 +155,9 @@
     /** The matches of a search by duration; a click goes there. */
     tellLongest({ count, number, longest }) {
       const rows = longest.map((one) => make("tr", one.number === number ? { "aria-current": "true" } : {},
-        make("td", {}, make("button", { type: "button", title: one.name, onclick: () => this.find(one.number) }, `rank ${one.rank}`), ` ${one.name}`),
+        make("td", {}, make("button", { type: "button", title: one.name, onclick: () => this.find(one.number) }, text("rank {rank}", { rank: one.rank })), ` ${one.name}`),
         make("td", { class: "n" }, one.duration)));
-      const title = longest.length < count ? `The longest ${longest.length} of ${count.toLocaleString("en")} matches` : `${count} matches, the longest first`;
+      const title = longest.length < count ? text("The longest {shown} of {count} matches", { shown: longest.length, count: count.toLocaleString("en") }) : text("{count} matches, the longest first", { count });
       this.side.append(make("h4", {}, title), make("table", { class: "rst-found" }, ...rows));
     }
 
@@ -164,17 +174,36 @@
       this.selection = { t0: mark.t0, t1: mark.t1, rank: mark.rank };
       const room = (mark.t1 - mark.t0) * 0.5 || this.end * 0.01;
       this.show(mark.t0 - room, mark.t1 + room);
-      this.side.replaceChildren(make("h3", {}, mark.title), make("p", {}, mark.note), make("p", { class: "rst-quiet" }, "The evidence is framed in the picture."));
+      this.tellMark(mark);
+    }
+
+    /** What was found, what to see of it here, and the way to the evidence before and after. */
+    tellMark(mark) {
+      const number = this.marks.indexOf(mark);
+      const at = (by) => this.marks[(number + by + this.marks.length) % this.marks.length];
+      const to = (label, by) => make("button", { type: "button", onclick: () => this.openMark(at(by)) }, label);
+      const facts = this.findings[mark.finding].facts.map(([name, value]) => make("tr", {}, make("th", {}, name), make("td", {}, value)));
+      const turn = make("p", { class: "rst-turn" }, to(text("‹ previous"), -1), text("evidence {number} of {count}", { number: number + 1, count: this.marks.length }), to(text("next ›"), 1));
+      this.tell(make("h3", {}, mark.title), make("p", {}, mark.note),
+        make("p", { class: "rst-quiet" }, text("The evidence is framed in the picture.")), turn, make("table", {}, ...facts));
+    }
+
+    /** If the address names the evidence of a finding: the finding. */
+    tellEvidence() {
+      const seen = this.selection;
+      const mark = seen && this.marks.find(({ t0, t1, rank }) => t0 === seen.t0 && t1 === seen.t1 && rank === seen.rank);
+      if (mark) this.tellMark(mark);
     }
 
     hint() {
-      const keys = [["W S", "zoom in, out"], ["A D", "left, right"], ["Home 0", "judged steps, whole run"], ["F", "zoom to what is chosen"], ["/", "search"], ["N", "next match"], ["Esc", "choose nothing"]];
+      const keys = [["W S", text("zoom in, out")], ["A D", text("left, right")], ["Home 0", text("analyzed steps, whole run")], ["F", text("zoom to what is chosen")], ["/", text("search")], ["N", text("next match")],
+        ["M", text("marker A, then B, at the pointer")], ["Esc", text("choose nothing")], ["?", text("this list")]];
       this.side.replaceChildren(
-        make("h3", {}, "How to read it"),
-        make("p", {}, "Each lane is a thread, group or stream of a rank. Zoomed out, a lane's height is shared by what happens there, in proportion to time; no kind is hidden."),
-        make("p", {}, "Click an event for its details and for arrows from the rank that came last to those that waited. Shift and drag to sum up a part of the picture. Click a name on the left to fold or unfold."),
+        make("h3", {}, text("How to read it")),
+        make("p", {}, text("Each lane is a thread, group or stream of a rank. Zoomed out, a lane's height is shared by what happens there, in proportion to time; no kind is hidden.")),
+        make("p", {}, text("Click an event for its details and for arrows from the rank that came last to those that waited. Shift and drag to sum up a part of the picture. Click a name on the left to fold or unfold.")),
         make("table", {}, ...keys.map(([key, what]) => make("tr", {}, make("td", {}, make("kbd", {}, key)), make("td", {}, what)))),
-        make("p", { class: "rst-quiet" }, "The wheel zooms at the pointer, sideways it pans; over the names, or with Shift, it scrolls."));
+        make("p", { class: "rst-quiet" }, text("The wheel zooms at the pointer, sideways it pans; over the names, or with Shift, it scrolls.")));
     }
   };
 

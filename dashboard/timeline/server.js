@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { FEW_STEPS, RETRY_MS, paintRasters } = window.rankscope_timeline;
+  const { FEW_STEPS, RETRY_MS, paintRasters, text } = window.rankscope_timeline;
 
   const MARGIN = 0.1; // of the view, fetched on either side so that panning shows something at once
 
@@ -80,7 +80,7 @@
         this.draw();
         this.measure(asked, Number(answer.headers.get("Content-Length")), view.head.events);
       } catch (error) {
-        if (!this.stopped) this.say(`The server does not answer: ${error.message}`);
+        if (!this.stopped) this.say(text("The server does not answer: {error}", { error: error.message }));
       } finally {
         this.fetching = false;
         if (this.again && !this.stopped) {
@@ -116,9 +116,11 @@
 
     async pollMarks() {
       while (!this.stopped) {
-        const said = await this.askJson("marks", {}).catch(() => ({ marks: [] }));
+        const said = await this.askJson("marks", {}).catch(() => ({ marks: [], findings: [] }));
         if (!said.waiting) {
-          this.marks = said.marks;
+          this.marks = said.marks.map((mark) => ({ ...mark, title: said.findings[mark.finding].title }));
+          this.findings = said.findings;
+          this.tellEvidence();
           this.redraw();
           return;
         }

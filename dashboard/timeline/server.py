@@ -15,9 +15,10 @@ from flask import Flask, Response, request
 
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.text.message import spoken
+from rankscope.dashboard.finding_facts import finding_facts
 from rankscope.dashboard.timeline import details, lod
-from rankscope.dashboard.timeline.lanes import KINDS, Scene
 from rankscope.dashboard.timeline.lod import Indices, Row
+from rankscope.dashboard.timeline.scene import KINDS, Scene, spoken_title
 
 __all__ = ["ROUTES", "packed_view", "register_routes", "view"]
 
@@ -73,7 +74,7 @@ def register_routes(
                 said = answer(asked, made)
             except _BadRequest as bad:
                 return _json({"error": str(bad)}, 400)
-            return _picture(said) if isinstance(said, bytes) else _json(said)
+            return _picture(said) if isinstance(said, bytes) else _json(spoken(said))
 
         server.add_url_rule(f"{ROUTES}/{name}", f"timeline_{name}", handle, methods=["POST"])
 
@@ -91,11 +92,14 @@ def _scene(scene: Scene) -> dict[str, Any]:
     return {
         "origin": str(scene.origin_ns),
         "end": scene.end,
-        "kinds": [[kind.label, kind.colour] for kind in KINDS],
+        "kinds": [[spoken(kind.label), kind.colour] for kind in KINDS],
         "present": scene.lanes.kinds(),
-        "groupings": [[g.title, [[title, list(ranks)] for title, ranks in g.groups.items()]] for g in scene.groupings],
+        "groupings": [
+            [spoken_title(g.title), [[spoken_title(title), list(ranks)] for title, ranks in g.groups.items()]]
+            for g in scene.groupings
+        ],
         "tracks": [
-            [rank, [[track.title, list(track.lanes), track.hidden] for track in tracks]]
+            [rank, [[spoken_title(track.title), list(track.lanes), track.hidden] for track in tracks]]
             for rank, tracks in scene.tracks.items()
         ],
         "nodes": [[rank, node] for rank, node in scene.nodes.items()],
@@ -106,22 +110,29 @@ def _scene(scene: Scene) -> dict[str, Any]:
 
 
 def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
-    """The findings' evidence; `waiting` while the run is still being analysed."""
+    """The findings and their evidence, `finding` is a position; `waiting` while the run is still being analyzed."""
     if report is None:
         return {"waiting": True}
     marks = [
         {
-            "title": spoken(finding.title),
+            "finding": number,
             "severity": finding.severity,
             "note": evidence.note,
             "rank": evidence.rank,
             "t0": evidence.start_ns - scene.origin_ns,
             "t1": evidence.end_ns - scene.origin_ns,
         }
-        for finding in report.findings
+        for number, finding in enumerate(report.findings)
         for evidence in finding.evidence
     ]
-    return {"marks": marks}
+    findings = [
+        {
+            "title": finding.title,
+            "facts": [[name, value] for _, name, value in finding_facts(report, finding)],
+        }
+        for finding in report.findings
+    ]
+    return {"marks": marks, "findings": findings}
 
 
 def packed_view(asked: dict[str, Any], scene: Scene) -> bytes:
@@ -143,11 +154,13 @@ def view(asked: dict[str, Any], scene: Scene, coarser: int = 0) -> bytes:
     if not isinstance(wanted, list) or not all(isinstance(of_one, list) for of_one in wanted):
         raise _BadRequest("lanes is no list of lists")
     lanes = [[_row(scene, lane) for lane in of_one] for of_one in wanted]
-    tables = [scene.tables[scene.lanes[of_one[0]].table] if of_one else None for of_one in wanted]
+    owners = [scene.lanes[of_one[0]].table if of_one else "" for of_one in wanted]
 
     def names(lane: int, sources: Indices) -> Sequence[str]:
-        table = tables[lane]
-        return [] if table is None else [table.names[code] for code in table.name[sources]]
+        table = scene.tables.get(owners[lane])
+        if table is None:
+            return []
+        return [details.shown_name(owners[lane], table.names[code]) for code in table.name[sources]]
 
     return lod.view(lanes, t0, t1, pixels, levels, names, coarser)
 

@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { Drawing, Server, Lanes, Panel, Input, make, FEW_STEPS, RETRY_MS } = window.rankscope_timeline;
+  const { Drawing, Server, Lanes, Panel, Markers, Input, make, text, FEW_STEPS, RETRY_MS } = window.rankscope_timeline;
 
   const STYLE = `
 #page:has(.rst) { max-width: none; }
@@ -13,6 +13,7 @@
   border: 1px solid var(--rule); border-radius: 4px; padding: 3px 8px; }
 .rst-bar input { width: 210px; }
 .rst button { cursor: pointer; } .rst button:hover { border-color: var(--quiet); }
+.rst-between { color: var(--accent); font-weight: 600; }
 .rst :focus-visible { outline: 2px solid var(--line); outline-offset: 1px; }
 .rst-quiet { color: var(--quiet); }
 .rst-space { flex: 1; }
@@ -33,10 +34,19 @@
   color: var(--text); background: var(--panel); border: 1px solid var(--quiet); box-shadow: 0 2px 8px rgba(0,0,0,.25); overflow-wrap: anywhere; }
 .rst-legend { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 6px 2px 0; font-size: 12px; color: var(--quiet); }
 .rst-swatch { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px; }
-@media (max-width: 900px) { .rst-side { display: none; } }
+.rst-turn { display: flex; justify-content: space-between; align-items: center; gap: 6px; flex-wrap: wrap; }
+.rst-body { position: relative; overflow: hidden; } .rst-drawer { display: flex; }
+.rst-bar .rst-narrow, .rst-drawer .rst-narrow { display: none; }
+@media (max-width: 900px) {
+  .rst-bar .rst-narrow, .rst-drawer .rst-narrow { display: inline-block; }
+  .rst-drawer { position: absolute; inset: auto 0 0 0; max-height: 55%; background: var(--page); box-shadow: 0 -4px 12px rgba(0,0,0,.3); }
+  .rst-drawer .rst-side { width: 100%; } .rst-side h3 { padding-right: 32px; }
+  .rst-drawer:not(.rst-open) { display: none; }
+  .rst-drawer > .rst-narrow { position: absolute; top: 4px; right: 4px; }
+}
 `;
 
-  class Timeline extends Input(Panel(Lanes(Server(Drawing(Object))))) {
+  class Timeline extends Input(Markers(Panel(Lanes(Server(Drawing(Object)))))) {
     constructor(root, { base, run }) {
       super();
       this.root = root;
@@ -51,7 +61,9 @@
       this.chosen = null;
       this.selection = null;
       this.found = null;
-      this.marks = [];
+      this.marks = []; // evidence of findings
+      this.findings = [];
+      this.markers = []; // two instants that the user put
       this.path = null;
       this.opened = performance.now();
       this.stops = [];
@@ -72,28 +84,34 @@
     }
 
     build() {
-      const button = (text, title, click) => make("button", { type: "button", title, "aria-label": title, onclick: click }, text);
-      this.search = make("input", { type: "search", placeholder: "search names  ( / )", "aria-label": "search names" });
+      const button = (label, title, click) => make("button", { type: "button", title, "aria-label": title, onclick: click }, label);
+      this.search = make("input", { type: "search", placeholder: text("search names  ( / )"), "aria-label": text("search names") });
       this.count = make("span", { class: "rst-quiet", role: "status" });
-      this.grouping = make("select", { "aria-label": "group ranks by" });
+      this.grouping = make("select", { "aria-label": text("group ranks by") });
       this.pathSwitch = make("input", { type: "checkbox", checked: "", onchange: () => this.redraw() });
-      this.pathLabel = make("label", { class: "rst-switch", title: `drawn where at most ${FEW_STEPS} steps are in view`, hidden: "" }, this.pathSwitch, "critical path");
+      this.pathLabel = make("label", { class: "rst-switch", title: text("drawn where at most {steps} steps are in view", { steps: FEW_STEPS }), hidden: "" }, this.pathSwitch, text("critical path"));
+      this.between = make("span", { class: "rst-between", "aria-live": "polite" });
       this.where = make("span", { class: "rst-quiet rst-where" });
+      this.drawerSwitch = button(text("details"), text("show or hide the details"), () => this.openDrawer(!this.drawer.classList.contains("rst-open")));
+      this.drawerSwitch.classList.add("rst-narrow");
       const bar = make("div", { class: "rst-bar" },
-        this.search, button("‹", "previous match", () => this.nextMatch(-1)), button("›", "next match", () => this.nextMatch(1)), this.count,
-        make("span", { class: "rst-space" }), this.where, this.pathLabel, this.grouping,
-        button("unfold", "unfold all ranks", () => this.unfold(true)), button("fold", "fold all ranks", () => this.unfold(false)),
-        button("−", "zoom out (S)", () => this.zoom(1.6)), button("+", "zoom in (W)", () => this.zoom(1 / 1.6)),
-        button("all", "whole run (0)", () => this.show(0, this.end)),
-        button("judged", "judged steps (Home)", () => this.show(...this.home)));
-      this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": "timeline of the ranks" });
+        this.search, button("‹", text("previous match"), () => this.nextMatch(-1)), button("›", text("next match"), () => this.nextMatch(1)), this.count,
+        make("span", { class: "rst-space" }), this.between, this.where, this.pathLabel, this.grouping,
+        button(text("unfold"), text("unfold all ranks"), () => this.unfold(true)), button(text("fold"), text("fold all ranks"), () => this.unfold(false)),
+        button("−", text("zoom out (S)"), () => this.zoom(1.6)), button("+", text("zoom in (W)"), () => this.zoom(1 / 1.6)),
+        button(text("all"), text("whole run (0)"), () => this.show(0, this.end)),
+        button(text("analyzed"), text("analyzed steps (Home)"), () => this.show(...this.home)), this.drawerSwitch);
+      this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": text("timeline of the ranks") });
       this.spacer = make("div", {});
       this.scroll = make("div", { class: "rst-scroll" }, this.canvas, this.spacer);
       this.side = make("div", { class: "rst-side" });
+      const shut = button("×", text("hide the details"), () => this.openDrawer(false));
+      shut.classList.add("rst-narrow");
+      this.drawer = make("div", { class: "rst-drawer" }, this.side, shut);
       this.legend = make("div", { class: "rst-legend" });
       this.tip = make("div", { class: "rst-tip", hidden: "" });
       this.root.classList.add("rst");
-      this.root.replaceChildren(make("style", {}, STYLE), bar, make("div", { class: "rst-body" }, this.scroll, this.side), this.legend, this.tip);
+      this.root.replaceChildren(make("style", {}, STYLE), bar, make("div", { class: "rst-body" }, this.scroll, this.drawer), this.legend, this.tip);
       this.pen = this.canvas.getContext("2d");
     }
 
@@ -101,17 +119,17 @@
       try {
         let scene = await this.askJson("scene", {});
         while (scene.waiting && !this.stopped) {
-          this.say("The run is being read…");
+          this.say(text("The run is being read…"));
           await new Promise((done) => setTimeout(done, RETRY_MS));
           scene = await this.askJson("scene", {});
         }
         if (this.stopped) return;
         this.take(scene);
         if (!scene.present.length) {
-          this.say("There is nothing to draw: the run holds no steps, regions, communication or device work.");
+          this.say(text("There is nothing to draw: the run holds no steps, regions, communication or device work."));
           return;
         }
-        scene.groupings.forEach(([title], i) => this.grouping.append(make("option", { value: String(i) }, `by ${title}`)));
+        scene.groupings.forEach(([title], i) => this.grouping.append(make("option", { value: String(i) }, text("by {what}", { what: title }))));
         this.grouping.hidden = scene.groupings.length < 2;
         this.paint();
         this.readAddress();
@@ -119,7 +137,7 @@
         this.hint();
         this.pollMarks();
       } catch (error) {
-        if (!this.stopped) this.say(`The timeline cannot be shown: ${error.message}`);
+        if (!this.stopped) this.say(text("The timeline cannot be shown: {error}", { error: error.message }));
       }
     }
 
