@@ -1,4 +1,4 @@
-"""Where the marks of CUDA events lie between the kernels that a deep window saw, for docs/gpu-checks.md.
+"""Where the marks of CUDA events lie between the kernels that a deep window saw, for benchmarks/gpu_checks.py.
 
     python benchmarks/device_clock.py RUN
 

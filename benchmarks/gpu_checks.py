@@ -1,13 +1,29 @@
-"""The checks of docs/gpu-checks.md that a machine with one NVIDIA GPU can do by itself.
+"""What is claimed of GPUs and not measured on one, and the checks that a machine with one NVIDIA GPU can do by itself.
 
+    python benchmarks/gpu_checks.py --list
     python benchmarks/gpu_checks.py OUT
     python benchmarks/gpu_checks.py OUT --only 40 --minutes 9 --runs /tmp/runs
 
-Prints a line per check as it is done: its number, `FAILED` where it is not as the list claims, and what was seen, which
-a person compares with the claim. After each check OUT has what is to be kept, also if the machine is lost in the next:
-OUT/checks.md the same lines as rows for the list, OUT/kept.tar what every command printed and the runs that are small,
-packed. The runs themselves are in OUT/runs. Checks 21 and 40 take minutes and are done only when named. Nothing runs on
-after `--minutes`. `--rehearse` shows on CPUs that the commands themselves run; without a GPU most must fail.
+The claims are in gpu_checks.json, each with how it is checked and what was seen, with date and hardware; `--list`
+prints those of which nothing was seen. With a GPU do them in this order, write what was seen there, and keep small
+traces (under 2 MiB) as fixtures of the tests.
+
+Prints a line per check as it is done: its number, `FAILED` where it is not as claimed, and what was seen, which a
+person compares with the claim. After each check OUT has what is to be kept, also if the machine is lost in the next:
+OUT/checks.json the same by number, OUT/kept.tar what every command printed and the runs that are small, packed. The
+runs themselves are in OUT/runs. Checks 21 and 40 take minutes and are done only when named. Nothing runs on after
+`--minutes`. `--rehearse` shows on CPUs that the commands themselves run; without a GPU most must fail.
+
+On a machine that is lent for a short time:
+
+- Install rankscope: on the path alone it has no entry point, so torch loads nothing and nothing is recorded. Without a
+  network bring the wheels that `pip download` says are missing (mostly polars, 55 MB), then
+  `pip install --no-index --no-deps wheels/*.whl && pip install --no-index --no-deps --no-build-isolation -e .`
+- Jobs with several ranks need the machine's name in /etc/hosts: `echo "127.0.0.1 $(hostname)" >>/etc/hosts`
+- Three calls of 9 minutes, the most wanted first, each with a new OUT:
+  `OUT1 --minutes 9 --only 34,9,10,35,36,13,41,54,37,38,33,3,39,42,29`
+  `OUT2 --minutes 9 --only 1,4,5,27,24,17,18,19,20,53,16,26,8,69,14,45,25,66`
+  `OUT3 --minutes 9 --only 40,64,43`
 """
 
 from __future__ import annotations
@@ -37,6 +53,7 @@ import psutil
 import rankscope
 
 HERE = Path(__file__).parent
+CLAIMS = HERE / "gpu_checks.json"
 RANKSCOPE = [sys.executable, "-m", "rankscope"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PEAK_TFLOPS = "989"  # dense bf16 of an H100 or H200
@@ -159,7 +176,7 @@ def triggered(name: str, *job: str, ranks: int = 1) -> Job:
     with begun(recording(name, *job, ranks=ranks), name) as running:
         for number in (1, 2):
             asking = f"{name}-trigger-{number}"
-            while launched([*RANKSCOPE, "trigger", str(RUNS / name), "--steps", "3"], asking, RUNS).code != 0:
+            while launched([*RANKSCOPE, "trigger", str(RUNS / name), "--count", "3"], asking, RUNS).code != 0:
                 has_ended = running.poll() is not None
                 claim(
                     not has_ended and time.monotonic() < DEADLINE,
@@ -747,16 +764,30 @@ def hardware() -> str:
     return f"{name}, torch {torch.__version__}"
 
 
+def print_open() -> None:
+    """Print each claim of which nothing was seen, with how it is checked."""
+    for one in json.loads(CLAIMS.read_bytes()):
+        if not one["seen"]:
+            itself = " (by this command)" if one["number"] in CHECKS else ""
+            print(f"{one['number']:3}  {one['claim']}\n     check{itself}: {one['how']}\n")
+
+
 def main() -> None:
     global OUT, RUNS, LOGS, PAIRS, DEADLINE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="?", help="a folder for what is to be kept")
+    parser.add_argument("--list", action="store_true", help="print the claims of which nothing was seen, and end")
     parser.add_argument("--runs", type=Path, help="a new folder for the runs themselves; without: OUT/runs")
     parser.add_argument("--only", help="numbers in the order in which they are done, as in 34,1,2")
     parser.add_argument("--minutes", type=float, default=60, help="after which all ends")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of check 40")
     parser.add_argument("--rehearse", action="store_true", help="on CPUs, where nearly all must fail")
     args = parser.parse_args()
+    if args.list:
+        print_open()
+        return
+    if args.out is None:
+        parser.error("name a folder OUT, or --list")
     OUT, PAIRS = args.out.resolve(), args.pairs
     RUNS = (args.runs or OUT / "runs").resolve()
     if RUNS.exists():
@@ -773,6 +804,7 @@ def main() -> None:
     began = time.monotonic()
     DEADLINE = began + 60 * args.minutes
     packed: set[Path] = set()
+    seen: dict[int, str] = {}
     for number in numbers:
         if time.monotonic() > DEADLINE - LEAST_S:
             print(f"{number:3}  left out: the time is up", flush=True)
@@ -786,8 +818,8 @@ def main() -> None:
             log(f"check-{number}").write_text(traceback.format_exc())
         what = " ".join(what.split())
         print(f"{number:3}  {result:6}  {time.monotonic() - began:4.0f} s  {what}", flush=True)
-        with (OUT / "checks.md").open("a") as rows:
-            rows.write(f"| {number} | {seen_on}: {result}. {what.replace('|', '/')} |\n")
+        seen[number] = f"{seen_on}: {result}. {what}"
+        (OUT / "checks.json").write_text(json.dumps(seen, indent=1, ensure_ascii=False))
         keep(packed)
 
 

@@ -1,4 +1,4 @@
-"""A pipeline for the checks in docs/gpu-checks.md: a stage per rank under 1F1B, of which one may have twice the layers.
+"""A pipeline for benchmarks/gpu_checks.py: a stage per rank under 1F1B, of which one may have twice the layers.
 
     rankscope run --standalone --nproc-per-node 2 benchmarks/gpu_pipeline.py --long 1
 

@@ -1,4 +1,4 @@
-"""A training step of a transformer of 1 B parameters in bf16, for the checks in docs/gpu-checks.md.
+"""A training step of a transformer of 1 B parameters in bf16, for the checks in benchmarks/gpu_checks.py.
 
     rankscope run --standalone --nproc-per-node 1 benchmarks/gpu_step.py --peak-tflops 989
 

@@ -24,7 +24,7 @@ PYTHON_SHARE = 20  # the Python scanner is timed on one twentieth of the size
 
 
 def unpack(path: Path) -> None:
-    from rankscope.analysis.readers.kineto import unpacked
+    from rankscope.analysis.readers.kineto.unpack import unpacked
 
     with path.open("rb") as file:
         source = unpacked(file)
@@ -77,7 +77,8 @@ def report(path: Path) -> None:
 def _batches(path: Path):
     from rankscope.analysis.readers.flops import SHAPED
     from rankscope.analysis.readers.json_scan import Scan, new_scanner, scan_events
-    from rankscope.analysis.readers.kineto import BRIEF, WHOLE, unpacked
+    from rankscope.analysis.readers.kineto.scan import BRIEF, WHOLE
+    from rankscope.analysis.readers.kineto.unpack import unpacked
 
     with path.open("rb") as file:
         source = unpacked(file)

@@ -1,4 +1,4 @@
-"""A job for the checks in docs/gpu-checks.md: all-reduces of one size, by ranks that can share one GPU.
+"""A job for the checks in benchmarks/gpu_checks.py: all-reduces of one size, by ranks that can share one GPU.
 
     rankscope run --standalone --nproc-per-node 2 benchmarks/nccl_job.py --one-gpu
 

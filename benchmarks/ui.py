@@ -31,7 +31,7 @@ from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.host_breakdown import PARTS
 from rankscope.dashboard import timeline
 from rankscope.dashboard.timeline.lane_cache import FOLDER, build_or_store, fingerprint, load
-from rankscope.dashboard.timeline.lanes import Scene
+from rankscope.dashboard.timeline.scene import Scene
 from rankscope.dashboard.timeline.server import packed_view
 
 LANES = 64

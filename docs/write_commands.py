@@ -25,8 +25,9 @@ def render() -> str:
     parts = [
         "# Commands",
         "Generated from the commands' `--help` by `make docs`; edit the modules in `profiler/commands/` instead.",
-        "Every command that takes a run accepts a step range, `RUN/steps=A-B`, and a world, `RUN/world=1`. Most also "
-        "read traces of other tools. [Record your job](how-to/record.md) explains both.",
+        "`RUN/steps=A-B` and `RUN/world=N` name the same part of a run as `--steps A-B` and `--world N` do, also where "
+        "two parts of one run are compared. Most commands also read traces of other tools. "
+        "[Record your job](how-to/record.md) explains both.",
         *(f"## {name}\n\n```\n{_help(name)}\n```" for name in names()),
     ]
     return "\n\n".join(parts) + "\n"

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from types import ModuleType
 
-from rankscope.analysis.detectors import detectors
+from rankscope.analysis.detectors import detectors, name_of
 
 PAGE = Path(__file__).with_name("detectors.md")
 
@@ -16,11 +16,11 @@ def render() -> str:
     parts = [
         "# Detectors",
         "Generated from the modules in `analysis/detectors/` by `make docs`; edit those instead.",
-        "Each judges the steps after warm-up, against the other ranks of the same run. A finding is worth saying if it "
-        "is large enough (the thresholds below) and clear of its own scatter over the steps: a single hiccup never is. "
-        "Severity is high from 10 % of the mean step, medium from 5 %. What a detector could not judge is in the "
-        "report as not checked, with the reason; what is healthy comes with the smallest loss that would have been "
-        "reported.",
+        "Each analyzes the steps after warm-up and compares the ranks of one run. A finding is reported if it "
+        "is large enough (the thresholds below) and clear of its own scatter over the steps: a single hiccup is not. "
+        "Severity is high from 10 % of the mean step, medium from 5 %. A detector that cannot decide is in the "
+        "report as not checked, with the reason; a healthy check comes with its "
+        "detection limit.",
         *(_page(name, module) for name, module in detectors().items()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -31,12 +31,12 @@ def _page(name: str, module: ModuleType) -> str:
     tables = ", ".join(f"`{p.name}`" for p in parameters if p.kind is not p.KEYWORD_ONLY)
     thresholds = ", ".join(f"`{p.name}` = {p.default:_}" for p in parameters if p.kind is p.KEYWORD_ONLY)
     lives_on = ", ".join(f"`{collector}`" for collector in module.detector.needs)
-    reads = f"**Reads.** {tables}. Collectors: {lives_on}. Thresholds: {thresholds}."
+    reads = f"**In JSON.** `{name}`.\n\n**Reads.** {tables}. Collectors: {lives_on}. Thresholds: {thresholds}."
     of_a_part = (other for others in module.detector.explains_by_part.values() for other in others)
     explained = dict.fromkeys((*module.detector.explains, *module.detector.explains_of_ranks, *of_a_part))
     if explained:
         reads += "\n\n**Explains.** " + ", ".join(f"`{other}`" for other in explained) + "."
-    return f"## {name}\n\n{inspect.cleandoc(module.__doc__ or '')}\n\n{reads}"
+    return f"## {name_of(name)}\n\n{inspect.cleandoc(module.__doc__ or '')}\n\n{reads}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""A job that does little else than small collectives: `--per-step` all-reduces of 8 numbers a step, on every rank.
+
+    python benchmarks/overhead.py --ranks 2 --steps 25 --warmup 5 --pairs 10 --job benchmarks/many_collectives.py
+    python benchmarks/soak.py
+
+With `--forks` a child that ends at once is forked every so many steps; `--timings` is that of the example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import rankscope
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--per-step", type=int, default=1000)
+    parser.add_argument("--forks", type=int, default=0, help="steps from one fork to the next")
+    parser.add_argument("--timings", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    numbers, stamps = torch.ones(8), []
+    for step in range(args.steps):
+        for _ in range(args.per_step):
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        rankscope.step()
+        stamps.append([time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()])
+        if args.forks and step % args.forks == args.forks - 1:
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+    assert numbers.tolist() == [1.0] * 8
+    if args.timings:
+        args.timings.mkdir(parents=True, exist_ok=True)
+        (args.timings / f"rank-{dist.get_rank()}.json").write_text(json.dumps(stamps))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
