@@ -7,7 +7,7 @@ INSTALLED := .venv/installed-$(STAMP)
 FRAMEWORKS := .venv/frameworks-$(STAMP)
 SITE := .venv/site-$(STAMP)
 
-.PHONY: demo test check lint docs bench-faults bench-captures clean
+.PHONY: demo test check lint docs texts bench-faults bench-captures clean
 
 demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
@@ -34,6 +34,9 @@ docs: $(INSTALLED) $(SITE)  ## the references, generated from the code, then the
 	$(BIN)/python docs/write_detectors.py
 	$(BIN)/python docs/write_commands.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+texts: $(INSTALLED)  ## the catalogs of translations, from the texts in the code; says what is left to translate
+	$(BIN)/python tools/texts.py
 
 clean:
 	rm -rf .venv runs

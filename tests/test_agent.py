@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -101,7 +102,7 @@ class Agent:
         self.out = out
         command = [*prefix, *AGENT, "--socket", self.name, "--out", str(out), "--until-stdin-closes", *options]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.port = json.loads(self.process.stdout.readline())["port"]
+        assert json.loads(self.process.stdout.readline())["ready"]
 
     def end(self) -> None:
         self.process.stdin.close()
@@ -571,12 +572,12 @@ def test_two_nodes_find_each_other_share_a_folder_and_relate_their_clocks(two_no
     first = Agent(tmp_path / "first", prefix=inside[0])
     second = Agent(tmp_path / "second", prefix=(*inside[1], *ahead))
     started += [first, second]
-    zero = Rank(first.name, *inside[0])
+    zero = Rank(first.name, *inside[0], listen="10.99.0.1")
     one = Rank(second.name, *inside[1], *ahead, rank=1, node=1)
     started += [zero, one]
     one.do("regions(3)")
     wait_for(lambda: live_rows(tmp_path / "second", "regions") == 3)
-    one.do(f"say(type='peer', host='10.99.0.1', **{zero.reply})")
+    one.do(f"say(type='peer', **{zero.reply})")
     wait_for(lambda: live_rows(tmp_path / "first", "clocks") > 10)
     one.do("regions(2, 3)")
     one.bye()
@@ -630,7 +631,7 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
         return json.loads((tmp_path / "heard").read_text())
 
     told = [hears(zero), hears(one)]
-    one.do(f"say(type='peer', host='127.0.0.1', **{zero.reply})")
+    one.do(f"say(type='peer', **{zero.reply})")
     told.append(hears(one))
     assert [(message["first"], Path(message["path"]).parents[1].name) for message in told] == [
         (900, "first"),
@@ -672,15 +673,67 @@ def test_trigger_ends_where_the_agent_was_killed_after_it_had_answered(agent, ra
 
 def test_all_nodes_of_a_large_job_may_ask_for_the_time_at_once():
     """500 nodes ask before one is answered; none is turned away, and none fails."""
-    port = clock_ping.listen()
-    nodes = [socket.create_connection(("127.0.0.1", port)) for _ in range(500)]
+    server = clock_ping.Server("127.0.0.1")
+    nodes = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(500)]
     for node in nodes:
         node.settimeout(5)
+        node.sendall(server.key.encode())
+    for node in nodes:
         with node:
-            before = time.perf_counter_ns()
-            node.sendall(b"rankscpe")
-            received, answered = struct.unpack("<qq", node.recv(16))
-            assert before < received <= answered < time.perf_counter_ns()
+            assert_answered(node)
+
+
+def assert_answered(node: socket.socket) -> None:
+    before = time.perf_counter_ns()
+    node.sendall(b"rankscpe")
+    received, answered = struct.unpack("<qq", node.recv(16))
+    assert before < received <= answered < time.perf_counter_ns()
+
+
+def test_who_does_not_have_the_jobs_key_gets_no_time_and_keeps_nobody_out(monkeypatch):
+    """300 say nothing and 300 a part of a wrong key; one has a wrong key, and one the right one, in two pieces."""
+    monkeypatch.setattr(clock_ping, "_STRANGERS", 256)
+    server = clock_ping.Server("127.0.0.1")
+    place = ("127.0.0.1", server.port)
+    silent = [socket.create_connection(place) for _ in range(600)]
+    for one in silent[::2]:
+        one.sendall(b"rank")
+    wrong, right = (socket.create_connection(place, timeout=5) for _ in range(2))
+    wrong.sendall(b"rankscpe" * 2)
+    right.sendall(server.key[:5].encode())
+    assert wrong.recv(16) == b""
+    right.sendall(server.key[5:].encode())
+    assert_answered(right)
+    for one in silent:
+        one.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            assert one.recv(16) == b""
+        one.close()
+    wrong.close()
+    right.close()
+
+
+def test_nodes_that_are_slow_to_ask_are_given_up(monkeypatch):
+    """As many as are answered at once ask a little now and then; who comes after them is answered all the same."""
+    monkeypatch.setattr(clock_ping, "_BURST_S", 0.5)
+    server = clock_ping.Server("127.0.0.1")
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(clock_ping._AT_ONCE)]
+    for one in slow:
+        one.sendall(server.key.encode())
+        assert_answered(one)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as after:
+        after.sendall(server.key.encode() + b"rankscpe")
+        answers = []
+        waiting = threading.Thread(target=lambda: answers.append(after.recv(16)))
+        waiting.start()
+        while waiting.is_alive():
+            for one in slow:
+                with contextlib.suppress(OSError):
+                    one.sendall(b"rankscpe")
+            waiting.join(0.1)
+        assert len(answers[0]) == 16
+    for one in slow:
+        one.close()
 
 
 def test_a_node_does_not_move_into_another_run(tmp_path, started):

@@ -67,7 +67,7 @@ def test_one_rank_that_saves_for_all_is_the_one_finding_and_no_slow_rank(tmp_pat
     report = job(tmp_path / "run", {0: every(10, 200)})
     (finding,) = report.findings
     assert (finding.detector, finding.ranks, finding.steps) == ("checkpoint_stall", (0,), (9, 19, 29, 39))
-    assert finding.title == "Saving a checkpoint (torch.save) stops rank 0 for 200 ms every 10th step"
+    assert finding.title == "Saving a checkpoint (torch.save) stops rank 0 for 200 ms every 10 steps"
     assert (finding.lost_ns_per_step, finding.uncertainty_ns) == (20 * MS, 0)
     assert finding.gain_fraction == pytest.approx(20 / 120)
     assert finding.others_waited.ranks == (1, 2, 3)
@@ -98,7 +98,7 @@ def test_rare_long_checkpoints_count_although_they_are_as_long_as_twenty_steps(t
     [
         ({0: every(10, 40)}, None),  # 4 of 104 ms per step: below 5 %
         ({}, "no call that saves a checkpoint was seen"),
-        ({0: {20: 2000}}, "40 judged steps hold one checkpoint, of 2.00 s: how often the job saves one is not known"),
+        ({0: {20: 2000}}, "40 analyzed steps hold one checkpoint, of 2.00 s: how often the job saves one is unknown"),
     ],
     ids=["cheap", "none", "a single one"],
 )

@@ -107,7 +107,7 @@ def test_ls_shows_rows_ranks_seconds_and_gaps(run):
     done = rankscope_("ls", run)
     rows = {line.split()[0]: line.split()[1:4] for line in done.stdout.splitlines() if line.startswith("re")}
     assert rows == {"regions": ["10", "1", "0.9"]}
-    assert done.stdout.endswith("1 gaps\n  rank 0, memory: nobody looked\n")
+    assert done.stdout.endswith("1 gap\n  rank 0, memory: nobody looked\n")
 
 
 def test_report_prints_and_leaves_both_forms_in_the_run_folder(run):
@@ -188,7 +188,7 @@ def test_report_in_chinese(run, tmp_path):
     assert "未检查" in done.stdout
     assert '<html lang="zh-CN">' in (tmp_path / "r.html").read_text(encoding="utf-8")
     assert json.loads((tmp_path / "r.json").read_text())["verdict"].startswith(
-        "No bottleneck above 1.0 % of the step in 8 judged steps"
+        "No bottleneck above 1.0 % of the step in 8 analyzed steps"
     )
     for command in ("report", "ui"):
         done = rankscope_(command, run, "--lang", "tlh")
@@ -214,7 +214,7 @@ def test_doctor_names_what_cannot_be_recorded_and_why():
 
 def test_doctor_says_that_pip_found_no_compiler(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rankscope.analysis.readers._scan", None)
-    doctor.command(json=True)
+    doctor.command(json="-")
     (check,) = [check for check in json.loads(capsys.readouterr().out) if check["name"] == "compiled parts"]
     assert not check["ok"]
     assert "200 times slower; install a C compiler" in check["detail"]

@@ -277,7 +277,7 @@ def congested(factor, *, steps=42, first=20, end=34):
 
 
 def test_steps_in_which_the_network_is_slower_are_the_cause_of_their_being_longer():
-    """14 of 40 judged steps reduce in 135 ms instead of 45: 31.5 ms per step, and no slowdown that is unexplained."""
+    """14 of 40 analyzed steps reduce in 135 ms instead of 45: 31.5 ms per step, and no slowdown that is unexplained."""
     report = congested(3)
     (finding,) = of(report, "low_bandwidth")
     assert finding.title.startswith("From step 20 to 33 transfers take 3.0 times as long as in the others: ")
@@ -364,8 +364,8 @@ def test_levels_that_take_turns_are_told_what_pieces_would_hide():
     """Of 20 + 30 ms, four pieces would hide 15."""
     (finding,) = of(hybrid(), "unpipelined_hierarchy")
     assert re.sub(r"\d\d\.\d ms", "x", finding.title) == (
-        "Links take turns: ranks wait x per step while only reduce_scatter_base within nodes transfers, "
-        "and x while only allreduce between nodes does"
+        "Hierarchical collective is not pipelined: ranks wait x per step while only reduce_scatter_base "
+        "within nodes transfers, and x while only allreduce between nodes does"
     )
     assert finding.lost_ns_per_step == pytest.approx(15 * MS, rel=0.02)
     assert finding.groups == ("replica0", "replica1", "shard0", "shard1")

@@ -158,7 +158,7 @@ def test_bursts_of_one_rank_are_found_and_their_steps_named():
     assert finding.ranks == (3,)
     assert finding.steps == tuple(range(0, STEPS, 5))
     assert finding.lost_ns_per_step == pytest.approx(30 * MS, rel=0.15)
-    assert "every 5th step" in finding.title
+    assert "every 5 steps" in finding.title
 
 
 @pytest.mark.parametrize(("bursts_ms", "found"), [([300, 310], 1), ([300], 0), ([300, 80], 0)])
@@ -279,7 +279,7 @@ def test_stages_of_one_rank_have_no_peer():
 def test_slow_rank_cannot_be_judged_alone_nor_in_one_step():
     with pytest.raises(NotResolvable, match="only one rank was seen"):
         slow(job({0: [100] * STEPS}))
-    with pytest.raises(NotResolvable, match="1 judged step, at least 2"):
+    with pytest.raises(NotResolvable, match="1 analyzed step, at least 2"):
         slow(job({0: [100], 1: [130]}))
 
 
@@ -289,7 +289,7 @@ def test_few_steps_show_what_is_clear_and_nothing_else():
     assert (finding.ranks, finding.lost_ns_per_step) == ((1,), 30 * MS)
     unclear = job({0: [100] * 3, 1: [110, 130, 150], 2: [100] * 3})
     assert slow(unclear) == []
-    with pytest.raises(NotResolvable, match=r"in 3 judged steps nothing below .* could be distinguished from chance"):
+    with pytest.raises(NotResolvable, match=r"in 3 analyzed steps nothing below .* could be distinguished from chance"):
         slow_rank.resolution_ns(unclear["breakdown"])
 
 
@@ -400,7 +400,7 @@ def test_collections_every_fifth_step_are_found_with_rank_and_period():
     tables = job(own, gc={3: [150 if step % 5 == 4 else 0 for step in range(STEPS)]})
     (finding,) = collecting(tables)
     assert (finding.ranks, finding.lost_ns_per_step) == ((3,), 30 * MS)
-    assert finding.title == "Garbage collection (generation 2) stops rank 3 for 150 ms every 5th step"
+    assert finding.title == "Garbage collection (generation 2) stops rank 3 for 150 ms every 5 steps"
     assert finding.steps == tuple(range(4, STEPS, 5))
     assert slow(tables) == []
 
@@ -609,11 +609,11 @@ def test_links_of_a_job_shorter_than_the_time_between_two_readings_are_known():
     ("shown", "said"),
     [
         (range(40), "in every step"),
-        ((3, 8, 13, 18, 23), "every 5th step"),
-        ((5, 10, 15, 25, 30), "every 5th step"),
+        ((3, 8, 13, 18, 23), "every 5 steps"),
+        ((5, 10, 15, 25, 30), "every 5 steps"),
         ((5, 10, 16, 25, 30), "in 5 of 40 steps"),
         ((2, 4), "in 2 of 40 steps"),
-        (range(0, 40, 2), "every 2nd step"),
+        (range(0, 40, 2), "every 2 steps"),
     ],
 )
 def test_how_often_something_happens(shown, said):
@@ -621,7 +621,7 @@ def test_how_often_something_happens(shown, said):
 
 
 def test_every_detector_is_a_manual_page_that_names_its_collectors():
-    sections = ["Signal", "Why it costs time", "False alarms", "What to try", "Source"]
+    sections = ["Signal", "Why it costs time", "False positives", "What to try", "Source"]
     assert set(detectors()) >= {"gc_stall", "input_stall", "slow_link", "slow_rank", "load_imbalance"}
     for module in detectors().values():
         assert re.findall(r"^\*\*(.+?)\.\*\* ", module.__doc__, re.MULTILINE) == sections

@@ -24,6 +24,7 @@ RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
 MS = 1_000_000
 STEPS = 10
 IN_A_STEP = list(DEVICE_MARKS[:5])
+AROUND_WAITS, NOTES = ("wait_start", "wait_end"), ("waits_seen", "waits_missed")
 EVENTS = 4096
 
 
@@ -41,9 +42,14 @@ class Job:
         names = pl.col("mark").replace_strict(dict(enumerate(DEVICE_MARKS)), return_dtype=pl.String)
         return self.table("device_marks", rank).sort("recorded_ns").with_columns(names)
 
+    def of_phases(self, rank: int) -> pl.DataFrame:
+        return self.marks(rank).filter(~pl.col("mark").is_in((*AROUND_WAITS, *NOTES)))
+
     def steps(self, rank: int) -> pl.DataFrame:
         """The marks beside the truth, and the step that each belongs to."""
-        marks = self.marks(rank).with_columns(true_ns=pl.Series(json.loads((self.truths / f"{rank}.json").read_text())))
+        truth = pl.Series(json.loads((self.truths / f"{rank}.json").read_text()))
+        marks = self.marks(rank).filter(~pl.col("mark").is_in(NOTES)).with_columns(true_ns=truth)
+        marks = marks.filter(~pl.col("mark").is_in(AROUND_WAITS))
         return marks.with_columns(step=pl.int_range(pl.len()) // len(IN_A_STEP))
 
     def gaps(self, rank: int) -> list[tuple[str, int | None]]:
@@ -118,7 +124,7 @@ def test_another_device_and_an_error_cost_marks_and_nothing_else(job):
 
 def test_a_device_that_hangs_costs_marks_and_holds_up_nobody(job):
     """5,000 marks after the hang: as many as there are events stay under way, the others are counted."""
-    marks = job.marks(2)
+    marks = job.of_phases(2)
     assert marks["device_ns"].is_null().sum() == marks["clock_error_ns"].is_null().sum() == EVENTS
     ((why, count),) = job.gaps(2)
     assert "no place for more" in why
@@ -179,7 +185,7 @@ def test_every_microbatch_of_a_pipeline_has_marks_at_both_ends_of_its_passes(spl
     assert done.returncode == 0, done.stderr
     job = Job(done.stdout, tmp_path / "run", tmp_path)
     for rank in (0, 1):
-        marks = job.marks(rank)["mark"].to_list()
+        marks = job.of_phases(rank)["mark"].to_list()
         starts, ends = marks[::2], marks[1::2]
         assert [mark.replace("start", "end") for mark in starts] == ends
         passes = [mark.removesuffix("_start") for mark in starts]
@@ -188,8 +194,39 @@ def test_every_microbatch_of_a_pipeline_has_marks_at_both_ends_of_its_passes(spl
             one_and_one = ["forward", "backward"] * 4
             ahead = ["forward", *one_and_one[:6], "backward"]
             assert passes[:9] == [*(ahead if rank == 0 else one_and_one), "optimizer"]
-            took = job.marks(rank).select(took=pl.col("device_ns").diff(), of="mark").filter(of="forward_end")["took"]
+            took = (
+                job.of_phases(rank).select(took=pl.col("device_ns").diff(), of="mark").filter(of="forward_end")["took"]
+            )
             assert took.median() == pytest.approx(2 * MS, rel=0.1)
+
+
+@pytest.mark.usefixtures("hook")
+def test_the_compute_streams_waits_for_communication_have_marks(tmp_path):
+    """An event of FSDP's stream (30 ms), the end of DDP's backward, an operation and `wait_tensor`; then too many."""
+    from pretend import build
+
+    words = [RANKSCOPE, "run", "--no-report", "--out", str(tmp_path / "run"), "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*words, str(HERE / "jobs/device_waits.py"), str(build(tmp_path))], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    job = Job(done.stdout, tmp_path / "run", tmp_path)
+    for rank in (0, 1):
+        assert job.gaps(rank) == []
+        marks = job.marks(rank).with_columns(is_note=pl.col("mark").is_in(NOTES))
+        marks = marks.with_columns(step=pl.col("is_note").cum_sum() - pl.col("is_note"))  # a note ends its step
+        waits = marks.filter(pl.col("mark").is_in(AROUND_WAITS))
+        assert waits["mark"].to_list() == [*AROUND_WAITS] * (len(waits) // 2)
+        steps = {step: rows["mark"].to_list() for (step,), rows in marks.group_by("step", maintain_order=True)}
+        assert [steps[step][-1] for step in range(7)] == ["waits_missed", *["waits_seen"] * 6]
+        for step in range(1, 7):
+            seen = [mark for mark in steps[step] if mark not in ("step_end", *NOTES)]
+            assert seen[:6] == [*AROUND_WAITS, "backward_start", *AROUND_WAITS, "backward_end"]
+            assert len(seen[6:]) >= 4  # `Work.wait` and `wait_tensor`; Python's hook also looks at operations on hosts
+            assert waits.filter(step=step)["device_ns"].diff()[1] == pytest.approx(30 * MS, rel=0.01)
+        fast = [marks for step, marks in steps.items() if step > 7]
+        assert {marks.count("wait_start") for marks in fast if "waits_seen" in marks} == {300}
+        assert any("waits_missed" in marks for marks in fast)
 
 
 # The weights are on device 1, and the script never says torch.cuda.set_device(1).

@@ -67,7 +67,7 @@ def test_the_other_way_round_the_finding_is_gone_and_columns_add_up_as_they_are_
     *parts, step = np.array(rows)
     assert np.allclose(np.sum(parts, axis=0), step, atol=1e-9)
     assert step[2] < -40
-    assert any(line.startswith("gone") and "slow_rank, rank 2" in line for line in lines)
+    assert any(line.startswith("gone") and "slow rank, rank 2" in line for line in lines)
 
 
 def test_a_run_is_no_different_from_itself(healthy):
@@ -106,4 +106,4 @@ def test_a_run_without_steps_is_refused_in_one_line(healthy, tmp_path):
         shutil.copytree(healthy / name, empty / name)
     done = diff(healthy, empty)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"rankscope: run B, {empty}, has no judged step, so there is nothing to compare\n"
+    assert done.stderr == f"rankscope: run B, {empty}, has no analyzed step, so there is nothing to compare\n"

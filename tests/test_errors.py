@@ -12,10 +12,10 @@ from rankscope import errors
 from rankscope.profiler import main
 
 ROOT = Path(__file__).parents[1]
-INTERNAL = {"InvariantError", "_BadRequest", "_DoubtError", "_IncompleteError", "_MalformedError", "_Unusable"}
+INTERNAL = {"IncompleteError", "InvariantError", "MalformedError", "_BadRequest", "_DoubtError", "_Unusable"}
 
 
-def test_every_error_is_in_the_tree_or_does_not_leave_its_module():
+def test_every_error_is_in_the_tree_or_does_not_leave_its_package():
     elsewhere = set()
     for folder in ("analysis", "collectors", "dashboard", "profiler"):
         for path in (ROOT / folder).rglob("*.py"):

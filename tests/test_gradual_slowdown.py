@@ -95,7 +95,7 @@ def test_lengths_that_vary_on_all_ranks_alike_do_not_hide_the_rank_that_falls_be
         *tables({"compute": lambda rank, step: 90 + alike[step] + (step / 2 if rank == 1 else 0)}), min_z=7
     )
     assert (finding.where, finding.ranks) == ("compute", (1,))
-    assert finding.title.startswith("Rank 1 takes longer and longer than its peers, by 29.5 ms more at the end")
+    assert finding.title.startswith("Rank 1 becomes slower than its peers, by 29.5 ms at the end")
     assert finding.lost_ns_per_step == pytest.approx(29.5 / 2 * MS, rel=1e-6)
 
 
@@ -149,7 +149,7 @@ def test_a_rise_that_chance_hardly_makes_is_not_called_healthy():
 
 def test_short_run_is_not_judged():
     breakdown, steps = tables({"compute": lambda *_: 90})
-    with pytest.raises(NotResolvable, match="20 judged steps, at least 30 are needed"):
+    with pytest.raises(NotResolvable, match="20 analyzed steps, at least 30 are needed"):
         gradual_slowdown.detect(breakdown.filter(pl.col("step") < 20), steps)
 
 

@@ -91,7 +91,7 @@ def test_all_in_the_same_operation_is_the_transport():
 
 def test_different_operations_under_one_number_are_a_desync():
     tables = state((0, ALL, 5, 4), (1, ALL, 5, 4, {"op": "broadcast"}), (2, ALL, 5, 4), (3, ALL, 5, 4))
-    assert blamed(tables) == [((1,), "Rank 1 does broadcast where the others do allreduce: desynchronised")]
+    assert blamed(tables) == [((1,), "Rank 1 does broadcast where the others do allreduce: desynchronized")]
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_a_deadlock():

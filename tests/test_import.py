@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
-from rankscope.analysis.readers import kineto, spill_file
+from rankscope.analysis.readers import spill_file
+from rankscope.analysis.readers.kineto import tables
 from rankscope.analysis.report import json_form
 from rankscope.analysis.runs.trace import Trace
 from rankscope.errors import RankscopeError
@@ -65,7 +66,7 @@ def test_an_imported_run_gives_the_same_answers(tmp_path, name):
 
 def test_a_large_table_is_written_in_pieces(tmp_path, monkeypatch):
     """Five kernels that are not in order of time, at most two at once in memory."""
-    monkeypatch.setattr(kineto, "_PIECE", 2)
+    monkeypatch.setattr(tables, "_PIECE", 2)
     monkeypatch.setattr(spill_file, "BLOCK_ROWS", 2)
     events = [{**TRACE, "ts": ts, "name": f"k{ts}"} for ts in (50, 10, 40, 20, 30)]
     trace = {"schemaVersion": 1, "distributedInfo": {"rank": 3}, "traceEvents": events}
@@ -120,7 +121,7 @@ def test_what_is_good_of_several_files_stays_and_the_rest_is_said(tmp_path):
     [
         (["none.json"], "none.json does not exist"),
         (["empty.json"], "empty.json is empty"),
-        (["rank0.json", "-o", "taken"], "taken exists already: name a folder that does not, or leave -o away"),
+        (["rank0.json", "-o", "taken"], "taken exists already: name a folder that does not, or leave --out away"),
         (["run"], "run is a run folder already: `rankscope report` reads it"),
     ],
 )

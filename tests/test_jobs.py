@@ -168,7 +168,7 @@ def test_sleeping_dataloader_is_an_input_stall_and_no_slow_rank(tmp_path):
 
 @pytest.mark.alone
 def test_collecting_a_large_heap_is_a_gc_stall_that_costs_what_the_script_measured(tmp_path):
-    """With a collection every 5th step, one costs a fifth of its time per step."""
+    """With a collection every 5 steps, one costs a fifth of its time per step."""
     job = train(tmp_path, "--fault", "gc", "--fault-rank", 3)
     assert found(job) == [("gc_stall", [3])]
     measured_ns = json.loads(job.printed("collections_ns"))

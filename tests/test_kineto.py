@@ -271,7 +271,7 @@ def test_what_the_profiler_lost_is_told_and_such_steps_are_not_judged(tmp_path):
     assert report.steps.count == 3
     told = [gap.why for gap in report.gaps]
     assert "what 59 calls of 120 launched was not recorded" in told
-    assert "3 steps not judged, since much of what was launched in them was not recorded" in told
+    assert "3 steps not analyzed, since much of what was launched in them was not recorded" in told
     assert {part.part for part in report.breakdown if part.ns_per_step > 1_000_000} == {"compute"}
 
 

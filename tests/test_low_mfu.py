@@ -71,7 +71,7 @@ def test_what_is_not_known_is_not_checked(folder):
     said = report(folder)
     assert said["utilisation"] is None
     assert "--flops-per-step" in not_checked(said)
-    assert "the peak of cuda is not known" in not_checked(report(folder, "--flops-per-step", "20e12"))
+    assert "the peak of cuda is unknown" in not_checked(report(folder, "--flops-per-step", "20e12"))
 
 
 def test_the_printed_form_says_the_mfu(folder):

@@ -20,6 +20,7 @@ import rankscope
 from rankscope.analysis.report import terminal
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.timeline.cuda_events import by_marks, mark_phases, marked_steps
+from rankscope.analysis.timeline.device_waits import known_waits, without_waits
 from rankscope.analysis.timeline.host_breakdown import check_phases
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import DEVICE_MARKS, OPS, REGION_KINDS
@@ -52,6 +53,8 @@ class Job:
     no_calls: bool = False  # of collectives
     said: bool = True  # rankscope.step() ends the steps
     window: tuple[float, float] | None = None  # a deep window of rank 0
+    waits_marked: bool = False  # the device's wait for the reduction
+    waits_missed: tuple[tuple[int, int], ...] = ()  # rank, step
     sampled: bool = False  # where the host is, every 10 ms
     on_node_1: tuple[int, ...] = ()  # whose clock is 5 s behind
     length: Callable[[int, int], tuple[float, float]] = lambda rank, step: (1, 1)  # of the data: forward, backward
@@ -84,6 +87,15 @@ class Rank:
         if (self.rank, step, name) not in self.job.lost:
             self.marks.append((self.host, seen, DEVICE_MARKS.index(name)))
 
+    def wait(self, step, until):
+        if self.job.waits_marked:
+            self.mark("wait_start", step)
+            self.host += 0.005
+        self.device = until
+        if self.job.waits_marked:
+            self.mark("wait_end", step)
+            self.host += 0.005
+
     def reduces(self, group=7, duration=None):
         if self.job.no_calls:
             return
@@ -110,7 +122,7 @@ def record(folder, job):
         done = max(computed.values()) + job.transfer
         for r in ranks:
             r.reduces(duration=done - computed[r.rank] if job.durations else None)
-            r.device = done
+            r.wait(step, done)
             r.mark("backward_end", step)
             r.mark("optimizer_start", step)
             begun = r.host
@@ -120,6 +132,9 @@ def record(folder, job):
             if job.said:
                 r.mark("step_end", step)
                 r.steps.append(r.host)
+            if job.waits_marked:
+                noted = "waits_missed" if (r.rank, step) in job.waits_missed else "waits_seen"
+                r.marks.append((r.host, None, DEVICE_MARKS.index(noted)))
             r.ends.append(r.device)
             if job.waits:
                 r.waited.append((r.host, r.device))
@@ -196,7 +211,7 @@ def diagnosed(folder, **job):
 
 
 def parts_of(report, rank):
-    """ms per judged step of the parts that take any time."""
+    """ms per analyzed step of the parts that take any time."""
     return {p.part: round(p.ns_per_step / MS, 1) for p in report.breakdown if p.rank == rank and p.ns_per_step}
 
 
@@ -220,15 +235,33 @@ def test_a_step_is_what_the_device_takes_for_its_phases_and_not_what_the_host_ne
     phases = [(p.phase, p.ns_per_step, p.communication_ns_per_step) for p in report.phases if p.rank == 2][:2]
     assert phases == [("forward", 100 * MS, 0), ("backward", 210 * MS, 10 * MS)]
     assert report.findings == ()
-    assert "in 66 % of the step compute and communication are not told apart" in report.verdict
+    assert "in 66 % of the step compute and communication are not distinguished" in report.verdict
     healthy = {check.detector for check in report.healthy}
     assert {"slow_rank", "gc_stall", "host_bound"} <= healthy
     assert not {"device_time", "exposed_communication", "small_messages"} & healthy
     assert "device_time" not in reasons_of(report)
 
 
+def test_waits_with_marks_separate_compute_from_communication(tmp_path):
+    """Rank 2 computes 1.5 times as long: the others wait 155 ms a step for it; 10 are transfer."""
+    report = diagnosed(tmp_path, slower={2: 1.5}, waits_marked=True)
+    assert parts_of(report, 2) == {"compute": 450, "optimizer": 15, "unsplit": 10}
+    assert parts_of(report, 0) == {"compute": 300, "optimizer": 10, "unsplit": 165}
+    assert costs_of(report) == [("slow_rank", (2,), 155)]
+
+
+def test_a_step_of_which_a_rank_missed_waits_stays_mixed_on_all(tmp_path):
+    """In 9 of the 18 judged steps; no wait has one mark alone."""
+    missed = tuple((1, step) for step in range(2, STEPS, 2))
+    report = diagnosed(tmp_path / "missed", waits_marked=True, waits_missed=missed)
+    assert parts_of(report, 0) == {"compute": 200, "mixed": 105, "optimizer": 10, "unsplit": 5}
+    lost = tuple((1, step, "wait_end") for step in range(2, STEPS, 2))
+    report = diagnosed(tmp_path / "lost", waits_marked=True, lost=lost)
+    assert parts_of(report, 0) == {"compute": 200, "mixed": 105, "optimizer": 10, "unsplit": 5}
+
+
 def test_a_phase_in_which_some_ranks_communicate_is_mixed_on_all(tmp_path):
-    """Else ranks 2 and 3 would compute 100 ms longer than ranks 0 and 1, whose forward is not told apart."""
+    """Else ranks 2 and 3 would compute 100 ms longer than ranks 0 and 1, whose forward is not distinguished."""
     report = diagnosed(tmp_path, in_forward=(0, 1))
     assert [parts_of(report, rank) for rank in (0, 3)] == [{"mixed": 310, "optimizer": 10}] * 2
     assert report.findings == ()
@@ -252,7 +285,7 @@ def test_input_costs_as_much_as_the_device_runs_dry_in_it(tmp_path):
     assert parts_of(report, 3) == {"compute": 100, "mixed": 210, "input": 122, "optimizer": 10}
     assert parts_of(report, 0) == {"compute": 100, "mixed": 332, "optimizer": 10}
     assert costs_of(report) == [("input_stall", (3,), 122)]
-    assert "CUDA events do not tell what the devices waited for" in report.findings[0].gain_why
+    assert "CUDA events do not show what the devices waited for" in report.findings[0].gain_why
 
 
 @pytest.mark.parametrize(("others", "named"), [(400, (0, 1, 2, 3)), (150, (3,))])
@@ -280,8 +313,8 @@ def test_marks_of_nodes_with_other_clocks_are_brought_to_that_of_the_run(tmp_pat
 @pytest.mark.parametrize(
     ("job", "why"),
     [
-        ({"clock_error": 50 * MS}, "the clock of the device of ranks 0-3 is only known to 50.0 ms"),
-        ({"clock_error": None}, "the clock of the device of ranks 0-3 is not known"),
+        ({"clock_error": 50 * MS}, "the clock of the device of ranks 0-3 is known only to within 50.0 ms"),
+        ({"clock_error": None}, "the clock of the device of ranks 0-3 is unknown"),
         ({"gloo": (7,)}, "most operations end on the hosts, as gloo's do"),
         (
             {"unseen": tuple((1, step, "step_end") for step in range(STEPS))},
@@ -323,7 +356,7 @@ def test_steps_of_a_deep_window_are_not_judged(tmp_path):
     """The host's window lies from 2.9 to 3.3 s: in steps 9 and 10 of the devices, each of which takes 0.32 s."""
     report = diagnosed(tmp_path, window=(2900, 3300))
     assert report.steps.count == 16
-    assert any("deep window" in gap.why for gap in report.gaps)
+    assert any("profiled window" in gap.why for gap in report.gaps)
 
 
 # ---------------------------------------------------------------- who is to blame
@@ -344,7 +377,7 @@ def test_without_nccls_durations_a_rank_may_be_slow_where_it_communicates(tmp_pa
     report = diagnosed(tmp_path, durations=False)
     assert report.findings == ()
     assert reasons_of(report)["slow_rank"] == (
-        "in 66 % of the step CUDA events do not tell whether ranks compute or wait"
+        "in 66 % of the step CUDA events do not show whether ranks compute or wait"
     )
 
 
@@ -368,7 +401,7 @@ def test_sequences_of_uneven_length_cost_what_the_longest_is_above_the_mean(tmp_
     assert (uneven.detector, uneven.ranks) == ("load_imbalance", tuple(range(8)))
     lost_ns = 300 * MS * (judged.max(axis=0) - judged.mean(axis=0)).mean()
     assert uneven.lost_ns_per_step == pytest.approx(lost_ns, rel=0.05)
-    assert uneven.gain_why == "CUDA events do not tell what the devices waited for; a deep window does"
+    assert uneven.gain_why == "CUDA events do not show what the devices waited for; a profiled window does"
 
 
 def test_ranks_that_are_long_by_chance_now_in_forward_and_now_in_backward_have_even_data(tmp_path):
@@ -406,7 +439,9 @@ def test_device_that_is_never_waited_for_by_its_host_is_the_limit(tmp_path):
     report = diagnosed(tmp_path)
     assert report.lead.idle_fraction == 0
     shown = " ".join(terminal.render(report).split())
-    assert "The device is the limit: hosts are 590 ms ahead (median), and for want of work a device idles 0 %" in shown
+    assert (
+        "The device is the limit: host run-ahead is 590 ms (median), and a device idles for want of work 0 %" in shown
+    )
     assert "forward 100 ms 100 ms (0) 100 ms (0) 0 ns 400 ms" in shown
 
 
@@ -415,14 +450,14 @@ def test_host_that_sets_the_pace_is_said_with_what_it_may_cost_and_how_to_know(t
     report = diagnosed(tmp_path, host=250, waits=True)
     assert report.findings == ()
     said = reasons_of(report)["host_bound"]
-    assert said.startswith("the host sets the pace in 96 % of the step")
-    assert "devices may stand idle for up to 96 % of the step" in said
-    assert said.endswith("rankscope trigger RUN --steps 3")
-    assert "; devices may stand idle for up to 96 % of the step" in report.verdict
+    assert said.startswith("host-bound in 96 % of the step")
+    assert "devices may be idle for up to 96 % of the step" in said
+    assert said.endswith("rankscope trigger RUN --count 3")
+    assert "; devices may be idle for up to 96 % of the step" in report.verdict
     sampled = diagnosed(tmp_path / "sampled", host=250, waits=True, sampled=True)
-    assert "--steps 3 tells (the hosts are mostly at train.py:5 (launch))" in sampled.verdict
-    assert "The host sets the pace in 96 % of the step" in rankscope_("report", tmp_path).stdout
-    assert "The host sets the pace in 96 % of the step" in (tmp_path / "report.html").read_text()
+    assert "--count 3 measures (the hosts are mostly at train.py:5 (launch))" in sampled.verdict
+    assert "Host-bound in 96 % of the step" in rankscope_("report", tmp_path).stdout
+    assert "Host-bound in 96 % of the step" in (tmp_path / "report.html").read_text()
 
 
 def test_samples_say_where_the_host_is_that_sets_the_pace(tmp_path):
@@ -436,7 +471,7 @@ def test_host_that_loses_its_lead_each_step_is_not_called_healthy(tmp_path):
     """It waits for the device at the end of each step, and needs 20 ms for forward, in which that may idle: 6.3 %."""
     report = diagnosed(tmp_path, waits=True)
     assert report.findings == ()
-    assert "devices may stand idle for up to 6.3 % of the step" in reasons_of(report)["host_bound"]
+    assert "devices may be idle for up to 6.3 % of the step" in reasons_of(report)["host_bound"]
 
 
 def test_page_of_the_host_shows_how_far_it_is_ahead(tmp_path):
@@ -477,11 +512,13 @@ def test_parts_sum_to_the_step_whatever_the_times(lengths, stopped, unseen):
         | {"mark": DEVICE_MARKS[n % len(DEVICE_MARKS)], "device": 0}
         for n, (at, (_, behind)) in enumerate(zip(recorded.tolist(), lengths, strict=True))
     ]
+    of_phases, of_waits = without_waits(table("device_marks", *rows))
     ends = [0, *recorded[4::5].tolist()]
     hosts = step_spans(*((0, n, *span) for n, span in enumerate(pairwise(ends))))
     hosts = hosts.with_columns(source=pl.lit("rankscope.step()"))
-    steps, marks, _ = marked_steps(hosts, table("device_marks", *rows), table("collectives"))
+    steps, marks, _ = marked_steps(hosts, of_phases, table("collectives"))
     rows_of_regions = regions(*((0, kind, start, start + length) for kind, start, length in stopped))
-    phases = by_marks(marks, steps, hosts, rows_of_regions, table("collectives"))
+    waits = known_waits(of_waits, hosts)
+    phases = by_marks(marks, steps, hosts, rows_of_regions, table("collectives"), waits)
     if len(marks):
-        check_phases(mark_phases(phases, steps, rows_of_regions), steps)
+        check_phases(mark_phases(phases, steps, rows_of_regions, waits), steps)

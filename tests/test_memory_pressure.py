@@ -67,7 +67,7 @@ def test_steps_with_retries_cost_what_they_take_longer_than_those_without():
     (finding,) = memory_pressure.detect(**recorded(range(7, STEPS, 8), state=state))
     assert (finding.ranks, finding.steps) == ((1,), (7, 15, 23, 31, 39))
     assert finding.lost_ns_per_step == 5 * 50 * MS / STEPS
-    assert "every 8th step, which costs 50.0 ms each time" in finding.title
+    assert "every 8 steps, which costs 50.0 ms each time" in finding.title
     assert finding.where == "78.0 of 80.0 GiB reserved, 13.0 GiB of it in pieces"
     assert "17 % of what it keeps lies in pieces" in finding.advice
     assert "nearly full" in finding.advice
@@ -80,7 +80,7 @@ def test_allocators_that_do_not_retry_or_lose_nothing_by_it_are_healthy():
 
 
 def test_what_retries_in_every_step_cost_is_not_known_and_what_was_seen_is_said():
-    with pytest.raises(NotResolvable, match=r"allocator of rank 1 retried 78 times in all \(70.0 GiB reserved\)"):
+    with pytest.raises(NotResolvable, match=r"allocator of rank 1 retried 78 times in total \(70.0 GiB reserved\)"):
         memory_pressure.detect(**recorded(range(STEPS), state={"cuda_reserved_bytes": 70 * GIB}))
 
 

@@ -246,7 +246,7 @@ def test_recorder_without_timing_says_what_to_do():
         record["duration_ns"] = None
     report = job.report()
     assert report.findings == ()
-    assert "it is not known which ranks wait" in not_checked(report)["slow_rank"]
+    assert "the waiting ranks are unknown" in not_checked(report)["slow_rank"]
     (why,) = (gap.why for gap in report.gaps if gap.table == "flight_records")
     assert "TORCH_NCCL_ENABLE_TIMING=1" in why
 
@@ -272,7 +272,7 @@ def test_stop_that_makes_a_device_late_is_one_finding_and_costs_what_others_wait
     assert (finding.detector, finding.ranks, finding.steps) == (detector, (5,), (3, 6, 9, 12))
     assert finding.lost_ns_per_step == pytest.approx(20 * MS / 3, rel=0.05)
     assert finding.gain_fraction is None
-    assert finding.gain_why == "what the devices did was not recorded; a deep window does that"
+    assert finding.gain_why == "what the devices did was not recorded; a profiled window does that"
 
 
 @pytest.mark.parametrize("ranks", [[5], [1, 12], range(8, 16)], ids=["rank", "two", "node"])
@@ -289,10 +289,10 @@ def test_stop_that_no_device_is_known_to_wait_for_is_neither_priced_nor_called_h
     report = stopped(Job(8), "input", 30 * MS, ranks=ranks).report()
     assert report.findings == ()
     assert (
-        ", up to 23 % of the step, and it was not recorded whether the devices ran out of work meanwhile"
+        ", up to 23 % of the step, and whether the launch queue drained meanwhile was not recorded"
         in (not_checked(report)["input_stall"])
     )
-    said = "hosts stand in input, garbage collection, compilation or checkpoints for 23 % of the step"
+    said = "hosts are busy with input, garbage collection, compilation or checkpoints for 23 % of the step"
     assert (said in report.verdict) == (len(ranks) == 8)
 
 
@@ -306,7 +306,7 @@ def test_stop_of_all_ranks_in_the_same_steps_costs_what_these_are_longer(longer)
         assert (finding.detector, finding.lost_ns_per_step) == ("recompile", pytest.approx(25 * MS, rel=0.05))
     else:
         assert report.findings == ()
-        assert "it was not recorded whether the devices ran out of work" in not_checked(report)["recompile"]
+        assert "whether the launch queue drained" in not_checked(report)["recompile"]
 
 
 # ---- the network

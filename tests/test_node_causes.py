@@ -225,4 +225,4 @@ def test_host_that_does_not_explain_a_slow_rank_is_silent(before, readings, tmp_
 def test_hosts_that_were_not_read_are_not_checked(tmp_path):
     assert "no counters of the nodes" in reasons_of(_plain(tmp_path / "none"))["noisy_host"]
     old = sampled(record(tmp_path / "old", SLOW), {(0, "host", "load_1min", ""): 1})
-    assert "no counter was read twice" in reasons_of(old)["noisy_host"]
+    assert "no counter of other load on a host was read twice" in reasons_of(old)["noisy_host"]

@@ -36,7 +36,7 @@ def test_one_rank_whose_device_waits_for_its_host_for_86_percent_of_one_step_is_
     report = capture(tmp_path / "rank0.json", kernels=kernels, calls=calls)
     assert [finding.detector for finding in report.findings] == ["host_bound"]
     assert report.findings[0].lost_fraction == pytest.approx(0.86, abs=0.02)
-    assert "The host is too slow for the device on rank 0" in report.verdict
+    assert "Host-bound on rank 0" in report.verdict
 
 
 def test_twenty_synchronisations_in_one_step_of_one_rank_are_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -9,8 +10,10 @@ import sys
 import uuid
 
 import pytest
+from test_agent import HELLO
 
 from rankscope.collectors.in_rank.agent_socket import connect
+from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.in_rank.session import Emit
 from rankscope.errors import NotRecorded
 from rankscope.profiler.node_agent import answers
@@ -26,6 +29,24 @@ print("ready", flush=True)
 for _ in range(int(sys.argv[3])):
     channel, _ = listener.accept()
     print(len(channel.recv(1 << 17)), flush=True)
+"""
+FLOOD = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+while True:
+    held = []
+    try:
+        for _ in range(900):
+            channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            channel.setblocking(False)
+            held.append(channel)
+            channel.connect("\\0" + sys.argv[1])
+    except OSError:
+        pass
+    if held:
+        print("full", flush=True)
+    for channel in held:
+        channel.close()
 """
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user as well")
 
@@ -78,6 +99,41 @@ def test_exec_says_who_has_the_name_and_runs_the_job(squatter, tmp_path):
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert "nothing is recorded: the agent's socket" in done.stderr
     assert f"another user (uid {NOT_ROOT})" in done.stderr
+
+
+@needs_root
+def test_connections_of_another_user_keep_no_rank_out(tmp_path):
+    """Two processes of another user connect as fast as they can; the rank's hello is answered all the same."""
+    name = f"rankscope-test-{uuid.uuid4().hex}"
+    command = [
+        sys.executable,
+        "-m",
+        "rankscope.collectors.agent.loop",
+        "--socket",
+        name,
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    agent = subprocess.Popen([*command, "--until-stdin-closes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    flood = [sys.executable, "-c", FLOOD, name, str(NOT_ROOT)]
+    flooding = [subprocess.Popen(flood, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        assert agent.stdout.readline()
+        for one in flooding:
+            for _ in range(3):
+                one.stdout.readline()
+        for rank in range(20):
+            with connect(name, 5) as channel:
+                hello = HELLO | {"type": "hello", "rank": rank, "pid": os.getpid(), "start_ns": 1}
+                socket.send_fds(channel, [json.dumps(hello).encode()], [Ring().fd])
+                assert json.loads(channel.recv(4096))["node"] == 0
+    finally:
+        for one in flooding:
+            one.kill()
+            one.wait()
+        agent.stdin.close()
+        agent.wait(20)
+    assert len(json.loads((tmp_path / "run/run/node=00000.json").read_bytes())["ranks"]) == 20
 
 
 def test_own_agent_is_connected_to():

@@ -55,10 +55,12 @@ def test_a_rank_that_was_not_seen_is_not_healthy_when_others_wait_for_it(lacking
     assert report.findings == ()
     (why,) = not_checked(report, "slow_rank")
     assert why.endswith(f"of the step with rank {SLOW}, whose steps were not seen")
-    assert f"slow_rank could not tell: {why}" in report.verdict
-    said = f"rank {SLOW} of 16 was not recorded" if taken[0] == "*" else f"rank {SLOW} has no steps and was not judged"
+    assert f"slow rank has no verdict: {why}" in report.verdict
+    said = (
+        f"rank {SLOW} of 16 was not recorded" if taken[0] == "*" else f"rank {SLOW} has no steps and was not analyzed"
+    )
     assert said in report.verdict
-    assert "judged steps of 15 ranks" in report.verdict
+    assert "analyzed steps of 15 ranks" in report.verdict
 
 
 OTHERS = [f"groups/rank={rank:05d}" for rank in range(16) if rank != SLOW]
@@ -125,8 +127,8 @@ def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
     report = rankscope.diagnose(rankscope.open(run))
     assert {finding.ranks for finding in report.findings} == {(SLOW,)}
     told = [gap.why for gap in report.gaps if gap.rank == 0]
-    assert told == ["rank 0 called nothing in 40 steps in which others did: they are not judged"]
-    assert "rank 0 has no steps and was not judged" in report.verdict
+    assert told == ["rank 0 called nothing in 40 steps in which others did: they are not analyzed"]
+    assert "rank 0 has no steps and was not analyzed" in report.verdict
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(tmp_path):
     report = rankscope.diagnose(rankscope.open(folder))
     unchecked = {check.detector: check.why for check in report.not_checked}
     assert unchecked["slow_link"] == unchecked["slow_rank"] == unchecked["hang"] == "no communication was recorded"
-    assert "; slow_rank could not tell: no communication was recorded" in report.verdict
+    assert "; slow rank has no verdict: no communication was recorded" in report.verdict
 
 
 @pytest.mark.parametrize("lost", ["regions/rank=00009", "collectives/rank=00009", "collectives"])

@@ -255,8 +255,20 @@ def test_pipeline_files_are_read_and_what_is_broken_is_said(tmp_path):
 
 def test_unknown_operations_of_a_pipeline_are_refused(tmp_path):
     file = tmp_path / "pp_rank_0.json"
-    file.write_text(json.dumps({"1": stage(0.0) | {"wgrad_start": [8.0], "wgrad_end": [9.0]}}))
-    assert "operations 'wgrad'" in refused(file)
+    file.write_text(json.dumps({"1": stage(0.0) | {"recompute_start": [8.0], "recompute_end": [9.0]}}))
+    assert "operations 'recompute'" in refused(file)
+
+
+@pytest.mark.parametrize("config", ['{"pp_size": 1000000000000}', '{"vp_size": 1000000000000}', '{"world_size": -1}'])
+def test_impossible_sizes_of_a_pipeline_are_refused_in_one_line(tmp_path, config):
+    (tmp_path / "pp_rank_0.json").write_text(json.dumps({"1": stage(0.0)}))
+    (tmp_path / "config.json").write_text(config)
+    assert "config.json names rank or world size" in refused(tmp_path)
+
+
+def test_an_impossible_number_of_a_stage_is_refused(tmp_path):
+    (tmp_path / "pp_rank_999999999999.json").write_text(json.dumps({"1": stage(0.0)}))
+    assert "names rank or world size 999999999999" in refused(tmp_path)
 
 
 def test_chunks_of_an_interleaved_pipeline_are_stages_in_the_order_of_megatron(tmp_path):

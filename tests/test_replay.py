@@ -212,7 +212,7 @@ def test_nothing_is_said_of_one_stage_of_a_missing_stage_or_of_time_that_is_not_
         stage_imbalance.detect(ops.filter(pl.col("stage") != 1))
     with pytest.raises(NotResolvable, match="misses their length"):
         stage_imbalance.detect(run([2, 2, 3], [4, 4, 6], stall=2))
-    with pytest.raises(NotResolvable, match="not known what operations of type mystery"):
+    with pytest.raises(NotResolvable, match="what operations of type mystery wait for is unknown"):
         stage_imbalance.detect(ops.with_columns(name=pl.lit("mystery")))
 
 

@@ -24,6 +24,7 @@ from rankscope.analysis.runs.step_range import _count_steps
 from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.agent import arrow_writer, loop
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
+from rankscope.collectors.agent.process import bind
 from rankscope.collectors.agent.retention import Retention
 from rankscope.errors import BadInput
 
@@ -121,10 +122,10 @@ def test_it_is_said_what_is_left(both):
     gaps = [gap.why for gap in report.gaps]
     assert why in gaps
     assert why in report.verdict
-    removed = r"records of the first [\d.]+ s made room, to keep within [\d.]+ [kM]B a node \(rankscope run --keep\)"
+    removed = r"records of the first [\d.]+ s were evicted, to keep within [\d.]+ [kM]B a node \(rankscope run --keep\)"
     assert any(re.fullmatch(removed, gap) for gap in gaps)
     said = terminal.render_short(report, width=200)
-    assert f"Of steps before {first} only the length is left: older records made room (rankscope run --keep)" in said
+    assert f"Of steps before {first} only the length is left: older records were evicted (rankscope run --keep)" in said
     assert "Over the whole run a step takes from" in said
     assert "rankscope diff RUN/steps=" not in said  # of what was before nothing can be compared
     assert f"Of steps before {first} only" in html.render(report)
@@ -243,10 +244,9 @@ def test_on_a_full_disk_older_records_still_make_room(tmp_path, monkeypatch):
     try:
         out = disk / "run"
         out.mkdir()
-        running = loop.Agent(
-            loop._bind("test-full"), out, hz=1, until_stdin_closes=False, launch={}, keep_bytes=200_000
-        )
-        node = running._begin(0)
+        told = {"hz": 1.0, "until_stdin_closes": False, "launch": {}, "profile_steps": None, "profile_slow": 0}
+        running = loop.Agent(bind("test-full"), loop.Options(out=out, keep_bytes=200_000, **told))
+        running._begin(0)
         partition = Partition(running._run, "rank=00000", "a0-")
         running._retention.watch(partition)
         for since in range(0, 40_000, 1000):
@@ -255,7 +255,7 @@ def test_on_a_full_disk_older_records_still_make_room(tmp_path, monkeypatch):
             while True:
                 other.write(b"x" * 4096)
         for _ in range(5):
-            running._flush(node)
+            running._flush()
         assert partition.size_bytes <= 200_000
         state = json.loads((out / "run" / "node=00000.json").read_text())
         assert state["kept_since_ns"] == running._retention.since_ns

@@ -52,7 +52,7 @@ def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tm
     assert float(rest.split()[0]) == pytest.approx(40, abs=16), "some 60 samples of a step of 62 ms"
 
     evaluate = f"where_in_the_code.py:{line_of('time.sleep(seconds)')} (evaluate)"
-    said = f"; steps set aside as outliers (2) take {{}} % of the time, mostly at {evaluate}"
+    said = f"; steps excluded as outliers (2) take {{}} % of the time, mostly at {evaluate}"
     fraction = told["steps"]["outliers_fraction"]
     assert said.format(round(100 * fraction)) in told["verdict"]
     assert fraction == pytest.approx(4 / (200 * 0.0625 + 4), abs=0.02)

@@ -97,7 +97,7 @@ def test_operations_of_two_stages_can_be_followed_by_hand():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda t: {"clocks": [clock(0), clock(1, None)]}, "clock of node 1 is not known"),
+        (lambda t: {"clocks": [clock(0), clock(1, None)]}, "clock of node 1 is not synchronized"),
         (lambda t: {"clocks": [clock(0), clock(1, 2)]}, "more than a tenth of a microbatch's forward"),
         (lambda t: {"ranks": t["ranks"].with_columns(device=pl.lit("NVIDIA H200"))}, "compute on NVIDIA H200"),
         (lambda t: {"collectives": t["collectives"].clear()}, "no sends and receives"),
@@ -112,7 +112,7 @@ def test_what_does_not_allow_operations_is_said(change, why):
 
 
 def test_transfer_that_is_in_different_steps_on_its_two_ranks_is_left_out():
-    """Records were lost, and rank 0 counts its steps differently: such a step is not whole, so it is not judged."""
+    """Records were lost, and rank 0 counts its steps differently: such a step is not whole, so it is not analyzed."""
     tables = two_stages()
     other = pl.when((pl.col("rank") == 0) & (pl.col("instance_id") == 8)).then(1).otherwise("step").cast(pl.Int32)
     ops, _ = stage_ops(**(tables | {"collectives": tables["collectives"].with_columns(step=other)}))
@@ -174,7 +174,7 @@ def test_operations_of_devices_are_what_their_marks_enclose():
     vague = marked()
     ops, (gap,) = stage_ops(**(vague | {"marks": vague["marks"].with_columns(clock_error_ns=2_000)}))
     assert ops.is_empty()
-    assert gap.why == "clocks of devices are only known to 2 µs, more than a tenth of a microbatch's forward"
+    assert gap.why == "clocks of devices may be off by 2 µs, more than a tenth of a microbatch's forward"
 
 
 # ---- from a recorded run to the verdict

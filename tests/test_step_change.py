@@ -79,5 +79,5 @@ def test_one_rank_that_makes_the_others_wait_is_not_uniform():
 
 
 def test_short_run_is_not_judged():
-    with pytest.raises(NotResolvable, match="30 judged steps, at least 35 are needed"):
+    with pytest.raises(NotResolvable, match="30 analyzed steps, at least 35 are needed"):
         step_change.detect(*tables([90] * 30))

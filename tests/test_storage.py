@@ -3,7 +3,9 @@
 import json
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -14,9 +16,9 @@ from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import json_form
 from rankscope.analysis.runs import storage
 from rankscope.analysis.runs.storage import local_path
-from rankscope.errors import BadInput, RankscopeError
+from rankscope.collectors import object_storage
+from rankscope.errors import BadInput
 from rankscope.profiler import main
-from rankscope.profiler.folder import claim
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 from record import write
@@ -24,9 +26,13 @@ from simulate import Job, healthy_resources, run
 
 
 class Server:
-    """An S3 server. `refused` requests for objects get 503, `stalled` ones no answer for as long as a client waits."""
+    """An S3 server. `refused` requests for objects get 503, `stalled` ones no answer for as long as a client waits.
+
+    Requests for objects are of these `methods`. Where it is `away` all requests get 503.
+    """
 
     def __init__(self):
+        self.methods, self.away = ("GET",), False
         self._app = DomainDispatcherApplication(create_backend_app)
         self._served = make_server("127.0.0.1", 0, self, threaded=True)
         self.url = f"http://127.0.0.1:{self._served.port}"
@@ -35,12 +41,12 @@ class Server:
         threading.Thread(target=self._served.serve_forever, daemon=True).start()
 
     def __call__(self, environ, start_response):
-        is_object = environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].endswith(".arrow")
+        is_object = environ["REQUEST_METHOD"] in self.methods and environ["PATH_INFO"].endswith(".arrow")
         with self._lock:
             refuses = is_object and self.refusals < self.refused
             stalls = is_object and not refuses and self.stalls < self.stalled
             self.refusals, self.stalls = self.refusals + refuses, self.stalls + stalls
-        if refuses:
+        if refuses or self.away:
             start_response("503 Slow Down", [("Content-Length", "0")])
             return [b""]
         if stalls:
@@ -62,7 +68,16 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture
 def server(recorded, monkeypatch):
+    with s3(monkeypatch) as (served, there):
+        copy_files(str(recorded), "bucket/jobs/run", source_filesystem=LocalFileSystem(), destination_filesystem=there)
+        yield served
+
+
+@contextmanager
+def s3(monkeypatch):
+    """A server with an empty bucket, which the environment names, and the file system that it serves."""
     served = Server()
+    urlopen(f"{served.url}/moto-api/reset", b"").close()  # its buckets are this process's
     for name, value in {
         "AWS_ENDPOINT_URL": served.url,
         "AWS_ACCESS_KEY_ID": "id",
@@ -73,8 +88,7 @@ def server(recorded, monkeypatch):
         monkeypatch.setenv(name, value)
     there = S3FileSystem(endpoint_override=served.url, region="us-east-1", allow_bucket_creation=True)
     there.create_dir("bucket")
-    copy_files(str(recorded), "bucket/jobs/run", source_filesystem=LocalFileSystem(), destination_filesystem=there)
-    yield served
+    yield served, there
     served.close()
     for kept in (storage._copy, storage._folder):
         kept.cache_clear()
@@ -92,7 +106,7 @@ def test_a_run_is_read_by_its_url_as_from_its_folder(server, recorded):
 
 
 def test_what_the_server_refuses_or_leaves_unanswered_is_asked_for_again(server, recorded, monkeypatch):
-    monkeypatch.setattr(storage, "_SILENT_S", 3)
+    monkeypatch.setattr(object_storage, "_SILENT_S", 3)
     server.refused, server.stalled = 3, 1
     assert judged("s3://bucket/jobs/run") == judged(recorded)
     assert (server.refusals, server.stalls) == (3, 1)
@@ -132,10 +146,3 @@ def test_paths_stay_what_they_are(tmp_path, monkeypatch):
     assert local_path("s3:/odd") == "s3:/odd"
     assert local_path("a/b:c") == "a/b:c"
     assert local_path(f"file://{tmp_path}") == str(tmp_path)
-
-
-def test_nothing_is_recorded_into_a_folder_that_is_called_like_a_url(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RankscopeError, match=r"^s3://bucket/run: a run is written to a folder of this machine"):
-        claim("s3://bucket/run", "train")
-    assert not list(tmp_path.iterdir())

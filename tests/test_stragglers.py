@@ -105,10 +105,20 @@ def test_a_node_is_named_though_one_of_its_ranks_is_always_the_last():
     assert late.rows == (2, 3)
 
 
-def test_a_stall_of_one_step_in_three_is_no_straggler_and_of_the_only_step_one_that_chance_may_make():
+def test_a_stall_in_one_operation_of_three_steps_names_its_step_and_is_one_that_chance_may_make():
     work = noisy(3, 8, 4)
     work[1, 4, 3] += 60
+    late = found(work)
+    assert (late.rows, late.when.tolist()) == ((3,), [False, True, False])
+    assert late.cost.ns == pytest.approx(20 * MS, rel=0.1)
+    assert late.chance > MOST_CHANCE
+    work[0, 2, 1] += 50  # of which rank is it then?
     assert found(work) is None
+
+
+def test_a_stall_in_the_only_step_is_one_that_chance_may_make():
+    work = noisy(3, 8, 4)
+    work[1, 4, 3] += 60
     late = found(work[1:2])
     assert late.rows == (3,)
     assert late.chance > MOST_CHANCE

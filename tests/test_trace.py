@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rankscope.analysis.readers.native import read_rows
+from rankscope.analysis.readers.native.arrow_files import read_rows
 from rankscope.analysis.runs.trace import Trace
 from rankscope.collectors.schema import OPS, REGION_KINDS, TABLES
 from rankscope.errors import BadInput
@@ -181,7 +181,7 @@ def test_only_the_last_attempt_is_read(tmp_path):
         write(tmp_path, "regions", "rank=0", [{**REGION, "start_ns": attempt, "end_ns": 9}], attempt=attempt)
     trace = Trace.open(tmp_path)
     assert trace.table("regions").select("attempt", "start_ns").collect().rows() == [(1, 1)]
-    assert whys(trace) == ["attempt 0 was restarted and is not analysed, only the last attempt (1) is"]
+    assert whys(trace) == ["attempt 0 was restarted and is not analyzed, only the last attempt (1) is"]
 
 
 def test_folders_of_two_nodes_are_one_run(tmp_path):

@@ -28,13 +28,13 @@ import record
 import simulate
 
 from rankscope.analysis.report import digest
-from rankscope.analysis.text.chinese import CHINESE
+from rankscope.analysis.text.message import speaking, spoken
 from rankscope.dashboard import sql
 from rankscope.dashboard.app import create_app
 from rankscope.dashboard.figures import collectives, counters, pipeline, rank_step_heatmap
 from rankscope.dashboard.figures.waterfall import waterfall
 from rankscope.dashboard.page_kit import all_pages
-from rankscope.dashboard.sql import answer, narrowed
+from rankscope.dashboard.sql import answer, narrowed, written
 from rankscope.dashboard.state import State
 from rankscope.errors import BadQuery
 
@@ -234,6 +234,67 @@ def test_a_grids_filters_and_order_are_applied_to_all_rows():
     assert narrowed(TABLES["steps"], {"rank": either}, [])["rank"].to_list() == [0, 2]
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"filterType": "number", "type": "inRange", "filter": 1, "filterTo": 2},
+        {"filterType": "number", "type": "notBlank"},
+        *({"filterType": "number", "type": kind, "filter": 1} for kind in sql._COMPARED),
+        *({"filterType": "text", "type": kind, "filter": "A'%"} for kind in sql._FOUND),
+        {"operator": "AND", "conditions": [{"filterType": "text", "type": "startsWith", "filter": x} for x in "1x"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("column", ["rank", "op"])
+def test_a_grids_filters_and_order_are_the_same_in_sql(model, column):
+    if column == "op" and model.get("filterType") == "number" and model["type"] != "notBlank":
+        return
+    rows = pl.DataFrame({"rank": [2, 0, 1, None], "op": ["a'%b", "A'%", "x", "1x"]})
+    order = [{"colId": "op", "sort": "desc"}, {"colId": "rank", "sort": "asc"}]
+    expected = narrowed(rows, {column: model}, order)
+    for query in ("SELECT * FROM rows", "SELECT rank, op FROM rows WHERE true"):
+        assert answer({"rows": rows}, written(query, {column: model}, order)).equals(expected)
+
+
+def test_operations_are_one_row_each_with_who_came_last():
+    """Two ranks arrive at 0 and 30 µs and leave at 50; of 1 MB in 20 µs, an allreduce of two has a busbw of 50 GB/s."""
+    rows = pl.DataFrame(
+        {
+            "instance_id": [4, 4, None],
+            "rank": [0, 1, 0],
+            "op": "allreduce",
+            "group": "dp",
+            "group_size": 2,
+            "step": 7,
+            "seq": 3,
+            "start_ns": [0, 30_000, 60_000],
+            "device_start_ns": None,
+            "end_ns": [50_000, 50_000, 70_000],
+            "wait_ns": [30_000, 0, None],
+            "transfer_ns": [20_000, 20_000, None],
+            "arrival_spread_ns": [30_000, 30_000, None],
+            "is_last": [False, True, None],
+            "size_bytes": [1_000_000, 1_000_000, 5],
+        }
+    ).cast({"device_start_ns": pl.Int64})
+    (one,) = collectives.operations(rows).to_dicts()
+    assert (one["op"], one["group"], one["step"], one["seq"], one["last"]) == ("allreduce", "dp", 7, 3, 1)
+    assert (one["duration_ns"], one["wait_ns"], one["skew_ns"]) == (50_000, 15_000, 30_000)
+    assert one["busbw_bytes_per_s"] == pytest.approx(50e9)
+    drawn = collectives.skews(collectives.operations(rows))
+    assert drawn is not None
+    assert [sum(trace["y"]) for trace in drawn["data"]] == [1]
+
+
+def test_no_fit_claims_a_latency_that_is_not_seen():
+    """1 MB in 1 ms and 4 MB in 4 ms: no latency at all, so there is no fit of one."""
+    moved = pl.DataFrame(
+        {"op": "allreduce", "group_id": 7, "group": "dp", "group_size": 4, "alone": True}
+        | {"size_bytes": [1_000_000, 4_000_000] * 3, "ns": [1_000_000, 4_000_000] * 3}
+    )
+    assert collectives.fits(moved) == []
+
+
 # ---------------------------------------------------------------- a real run
 
 
@@ -351,9 +412,9 @@ def test_requests_for_what_is_not_of_the_run_are_refused(state, path, code):
 @needs_linux
 def test_downloads_are_the_whole_table(state, tmp_path):
     client = create_app(state).server.test_client()
-    got = client.get("/data-download?format=arrow&query=SELECT+*+FROM+collectives", headers=OWN)
-    (tmp_path / "got.arrow").write_bytes(got.data)
-    assert pl.read_ipc(tmp_path / "got.arrow").equals(state.ready("").timeline.collectives)
+    got = client.get("/data-download?format=parquet&query=SELECT+*+FROM+collectives", headers=OWN)
+    (tmp_path / "got.parquet").write_bytes(got.data)
+    assert pl.read_parquet(tmp_path / "got.parquet").equals(state.ready("").timeline.collectives)
 
 
 @needs_linux
@@ -425,9 +486,9 @@ SHOWN = {
     "overview": ("Where a step's time goes", "No step could be split into its parts", "Where a step's time goes"),
     "timeline": ("rank 1", "", "rank 1"),
     "ranks": ("One row per rank", "No steps to show", "One row per rank"),
-    "collectives": ("Bandwidth by size", "No collectives", "How far apart ranks arrive"),
+    "collectives": ("Bandwidth by size", "No collectives", "Arrival skew"),
     "pipeline": ("No pipeline", "No pipeline", "No pipeline"),
-    "host": ("By rank, mean per judged step", "Nothing of the host", "From launch to start on the device"),
+    "host": ("By rank, mean per analyzed step", "Nothing of the host", "From launch to start on the device"),
     "nodes": ("host: cpu busy", "No counters", "No counters"),
     "memory": ("By rank", "No memory", "No memory"),
     "kernels": ("No kernels", "No kernels", "Device work by name"),
@@ -540,11 +601,26 @@ def test_a_script_that_has_not_changed_is_not_sent_again(state):
 @in_a_browser
 def test_pages_in_chinese_leave_no_english_sentence(screen):
     page = screen.page.context.browser.new_context().new_page()
-    for name in ("overview", "ranks", "host", "what_if"):
+    page.add_init_script("""
+        const fill = CanvasRenderingContext2D.prototype.fillText;
+        window.drawn = new Set();
+        CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+          window.drawn.add(text);
+          fill.call(this, text, ...place);
+        };""")
+    for name in ("overview", "ranks", "host", "nodes", "data", "what_if", "timeline"):
         page.goto(f"{screen.base}/{'' if name == 'overview' else name}?lang=zh")
-        page.locator(f"a.nav-link[data-active]:has-text('{CHINESE[all_pages()[name].TITLE]}')").wait_for()
-        page.locator("#page h1").first.wait_for()
+        with speaking("zh"):
+            title = spoken(all_pages()[name].TITLE)
+        page.locator(f"a.nav-link[data-active]:has-text('{title}')").wait_for()
+        page.locator("#page h1, #timeline[data-painted]").first.wait_for()
         assert re.findall(r"(?:[a-z']{2,}[,:;]? ){4,}[a-z']{2,}", page.inner_text("body")) == []
+        if name == "nodes":
+            page.get_by_text("host：CPU 忙碌").first.wait_for()
+        if name == "timeline":
+            drawn = page.evaluate("[...window.drawn]")
+            assert {"主线程", "距第一个事件的时间"} <= set(drawn)
+            assert [said for said in drawn if re.search(r"(?:[a-z]{2,} ){2,}[a-z]{2,}", said)] == []
     page.context.close()
 
 
@@ -567,6 +643,19 @@ def test_the_verdict_is_there_and_a_finding_opens_its_evidence(screen, state):
     assert evidence.end_ns <= end
     assert end - start < 3 * max(evidence.end_ns - evidence.start_ns, 1000)
     assert screen.complaints == []
+
+
+@needs_linux
+@in_a_browser
+def test_every_page_has_the_color_of_the_verdict(screen, state):
+    color = "getComputedStyle(document.querySelector('{}')).borderLeftColor"
+    screen.open("/?run=")
+    verdict = screen.page.locator(f".verdict.{digest.status(state.report(''))}")
+    verdict.wait_for()
+    on_overview = screen.page.evaluate(color.format(".verdict"))
+    screen.open("/ranks")
+    screen.page.locator(".verdict-line", has_text=state.report("").verdict).wait_for()
+    assert screen.page.evaluate(color.format(".verdict-line")) == on_overview
 
 
 @needs_linux

@@ -69,7 +69,7 @@ def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
         page.get_by_role("heading", name="Mean step").wait_for(timeout=60_000)
         assert "longer" in page.locator(".verdict h1").inner_text()
         assert page.locator(".waterfall tr.longer").count() > 2
-        assert page.get_by_text("slow_rank, rank 2").count() == 1
+        assert page.get_by_text("slow rank, rank 2").count() == 1
         page.locator(".verdict").get_by_role("link", name="after").click()
         page.get_by_role("heading", name="Rank 2 is slow").first.wait_for(timeout=60_000)
         browser.close()

@@ -32,7 +32,7 @@ from rankscope.analysis.report.lane_packing import pack_rows
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.dashboard.timeline import details, lane_cache, lanes, lod, server
+from rankscope.dashboard.timeline import details, lane_cache, lanes, lod, scene, server
 from rankscope.errors import BadInput
 
 
@@ -191,7 +191,7 @@ def test_waiting_and_transfer_of_an_operation_are_drawn_apart_and_an_open_one_la
         timeline_of(collectives=pl.DataFrame(rows, schema_overrides=types), regions=pl.DataFrame(region))
     )
     shown = [
-        (lane.rank, lanes.KINDS[strip.kind].key, strip.start.tolist(), (strip.start + np.diff(strip.done)).tolist())
+        (lane.rank, scene.KINDS[strip.kind].key, strip.start.tolist(), (strip.start + np.diff(strip.done)).tolist())
         for lane in made.lanes
         for strip in lane.row
     ]
@@ -337,7 +337,7 @@ def test_a_long_lane_looks_the_same_by_samples_as_by_its_events_and_hides_no_kin
     (strip, *_) = made.lanes[0].row
     assert strip.samples is not None
     _, _, rasters = unpack(server.view({"t0": 0, "t1": 10**8, "pixels": 250, "levels": 12, "lanes": [[0]]}, made))
-    compute, rare = (next(i for i, kind in enumerate(lanes.KINDS) if kind.key == key) for key in ("compute", "input"))
+    compute, rare = (next(i for i, kind in enumerate(scene.KINDS) if kind.key == key) for key in ("compute", "input"))
     assert set(rasters[0][compute].tolist()) == {7}
     assert set(rasters[0][rare].tolist()) == {1}
 
@@ -385,7 +385,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def answers(made: lanes.Scene) -> list[object]:
+def answers(made: scene.Scene) -> list[object]:
     """What the page asks of a run."""
     lanes = [[lane] for lane in range(len(made.lanes))]
     views = [(0, made.end), (made.end // 3, made.end // 2)]
@@ -695,7 +695,7 @@ def test_a_selection_is_summed_up(screen, truth):
     assert backwards - 2 <= told <= backwards  # a piece at either end may lie outside the selection
 
 
-def lines_of(made: lanes.Scene, rank: int) -> list[int]:
+def lines_of(made: scene.Scene, rank: int) -> list[int]:
     """The lanes of a rank, one per line."""
     return [lane for track in made.tracks[rank] for lane in track.lanes]
 
@@ -750,9 +750,51 @@ def test_findings_are_marked_above_the_lanes_and_a_click_tells_what_was_found(sc
 
 
 @in_a_browser
+def test_two_markers_lie_on_edges_and_say_the_time_between(screen, truth):
+    """Each is put 3 px inside of the longest phase of rank 0."""
+    phases = truth.phases.filter(pl.col("rank") == 0).sort(pl.col("end_ns") - pl.col("start_ns"))
+    start, end = phases.select("start_ns", "end_ns").row(-1)
+    between = screen.page.locator(".rst-between")
+    for edge, inside, said in ((start, 3, "marker B"), (end, -3, "A to B")):
+        x, y = screen.spot(0, edge)
+        screen.page.mouse.move(x + inside, y)
+        screen.page.keyboard.press("m")
+        between.filter(has_text=said).wait_for()
+    value, unit = between.inner_text().removeprefix("A to B: ").split()
+    measured = float(value) * {"s": 1e9, "ms": 1e6, "µs": 1e3}[unit]
+    assert measured == pytest.approx(end - start, rel=1e-3)
+    screen.page.wait_for_function("location.hash.includes('&marks=')")
+    screen.page.keyboard.press("Escape")
+    screen.page.wait_for_function("!location.hash.includes('&marks=')")
+    assert between.inner_text() == ""
+
+
+@in_a_browser
+def test_evidence_opens_beside_its_finding_also_on_a_narrow_screen(browser, address, state):
+    evidence = [(finding, seen) for finding in state.report("").findings for seen in finding.evidence]
+    finding, seen = evidence[0]
+    rank = "" if seen.rank is None else f"&rank={seen.rank}"
+    page = browser.new_page(viewport={"width": 600, "height": 800})
+    shown = Screen(page, f"{address}?t0={seen.start_ns}&t1={seen.end_ns}{rank}")
+    drawer = page.locator(".rst-drawer")
+    drawer.get_by_role("heading", name=finding.title).wait_for()
+    drawer.get_by_text(str(finding.advice)).wait_for()
+    drawer.get_by_text(f"evidence 1 of {len(evidence)}").wait_for()
+    page.get_by_role("button", name="next ›").click()
+    drawer.get_by_text(f"evidence {min(2, len(evidence))} of").wait_for()
+    page.get_by_role("button", name="hide the details", exact=True).click()
+    drawer.wait_for(state="hidden")
+    page.locator(".rst canvas").focus()
+    page.keyboard.press("?")
+    drawer.get_by_text("zoom to what is chosen").wait_for()
+    page.close()
+    assert shown.complaints == []
+
+
+@in_a_browser
 def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser, served, tmp_path):
-    """Of a simulated job, since a real one on a busy machine may be none that can be replayed. In the judged steps the
-    longest piece is rank 1's: a line below its lane, and none below rank 0's.
+    """Of a simulated job, since a real one on a busy machine may be none that can be replayed. In the analyzed steps
+    the longest piece is rank 1's: a line below its lane, and none below rank 0's.
     """
     from rankscope.dashboard.app import create_app
 
@@ -773,7 +815,7 @@ def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser,
         return screen.pixels("text", x, y + LINE / 2 - 3, 1, 4)
 
     with served(create_app(state)) as address:
-        with opened(browser, f"{address}/timeline") as screen:  # all judged steps: too many
+        with opened(browser, f"{address}/timeline") as screen:  # all analyzed steps: too many
             screen.leave()
             screen.page.get_by_text("critical path: the ranks").wait_for()
             assert drawn(screen, line) == 0

@@ -51,7 +51,7 @@ def test_devices_that_idle_with_work_queued_lose_it_and_short_gaps_between_kerne
 def test_no_bottleneck_only_where_little_is_lost_and_little_could_be_overlooked(even):
     assert sum(loss.fraction for loss in even.losses) < 0.05
     assert (even.findings, even.status) == ((), "green")
-    assert even.verdict == "No bottleneck above 1.1 % of the step in 10 judged steps of 3 ranks."
+    assert even.verdict == "No bottleneck above 1.1 % of the step in 10 analyzed steps of 3 ranks."
 
 
 def test_time_that_is_lost_and_not_explained_is_the_headline_and_nothing_is_green():

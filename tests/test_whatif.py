@@ -335,6 +335,14 @@ def test_larger_buckets_begin_later_and_save_latency(tmp_path, fix, longer_ms, i
     assert gain.gain_ns / MS == pytest.approx(-longer_ms, abs=1e-6)
 
 
+def test_smaller_buckets_begin_while_the_rest_of_their_gradients_is_computed(tmp_path):
+    """Halves of 10 ms each: of the second bucket ready at 70 and 80, of the third at 90 and 100, so that it ends at 110
+    instead of 118. Were all of its gradients ready at its end only, it would end at 120."""
+    gain = run_of(three_buckets(tmp_path)).gain("bucket-mb:8")
+    assert gain.gain_ns / MS == pytest.approx(8, abs=1e-6)
+    assert gain.uncertainty_ns / MS == pytest.approx((8 + 2) / 2, abs=1e-6)
+
+
 def test_wait_whose_operation_was_stamped_late_still_ends_with_it(tmp_path):
     """Two of three buckets end while rank 0 waits; the third, 3 ms after the wait is over, is what it waited for."""
     gain = run_of(three_buckets(tmp_path, slower=30, stamped_late=3)).gain("rank:1")
@@ -342,8 +350,8 @@ def test_wait_whose_operation_was_stamped_late_still_ends_with_it(tmp_path):
 
 
 def test_buckets_that_cannot_be_replayed_are_refused_with_the_reason(tmp_path):
-    with pytest.raises(BadFix, match="no two of the recorded buckets fit into 8 MiB"):
-        run_of(three_buckets(tmp_path)).gain("bucket-mb:8")
+    with pytest.raises(BadFix, match="no two of the recorded buckets fit into 18 MiB"):
+        run_of(three_buckets(tmp_path)).gain("bucket-mb:18")
     with pytest.raises(BadFix, match="about the same size"):
         run_of(three_buckets(tmp_path / "alike", (16, 16, 16))).gain("bucket-mb:50")
 

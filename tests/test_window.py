@@ -106,9 +106,9 @@ def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
     job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         wait_for(lambda: (run / "regions" / "rank=00001").exists())
-        both = trigger(run, "--steps", "2")
+        both = trigger(run, "--count", "2")
         assert (both.returncode, both.stdout.startswith("2 steps of ranks 0,1: ")) == (0, True), both
-        alone = trigger(run, "--ranks", "1", "--steps", "1")
+        alone = trigger(run, "--ranks", "1", "--count", "1")
         assert (alone.returncode, alone.stdout.startswith("1 step of rank 1: ")) == (0, True), alone
         hang.touch()
         wait_for(lambda: standing_still(run) == {1})
@@ -179,7 +179,7 @@ def test_a_trigger_reaches_the_ranks_of_all_nodes(tmp_path):
     try:
         wait_for(shared)
         (run,) = shared()
-        done = trigger(run, "--steps", "2")
+        done = trigger(run, "--count", "2")
         assert (done.returncode, done.stdout.startswith("2 steps of ranks 0,1: ")) == (0, True), done
         stacks = trigger(run, "--stacks")
         assert all(f"rank {rank}, in step" in stacks.stdout for rank in (0, 1)), stacks
@@ -494,7 +494,7 @@ def test_device_work_of_a_window_is_judged_and_stays_out_of_the_runs_own_steps(t
     assert (report.windows[0].verdict, report.windows[0].kernels) == (own.verdict, len(kernels))
     for shown in (terminal.render(report, width=400), html.render(report)):
         assert "Window 1: steps 40-42 of ranks 0,1 (test)." in shown
-        assert f"Of its {len(kernels)} rows of device work: Likely: The host is too slow" in shown
+        assert f"Of its {len(kernels)} rows of device work: Likely: Host-bound" in shown
         assert report.windows[0].operators[0].name in shown
     assert report.device == ()
     assert report.steps.median_ns == 50_000_000

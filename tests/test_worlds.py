@@ -50,7 +50,7 @@ def test_trainers_are_judged_alone_beside_what_generates_for_them(tmp_path):
     (finding,) = trainers["findings"]
     assert (finding["detector"], finding["ranks"]) == ("slow_rank", [1])
     assert finding["lost_ns_per_step"] == pytest.approx(30e6, rel=0.2)
-    other = "ranks 0,1 of another world ran at the same time (no optimizer ran there) and are not analysed here: "
+    other = "ranks 0,1 of another world ran at the same time (no optimizer ran there) and are not analyzed here: "
     (said,) = (gap["why"] for gap in trainers["gaps"] if gap["why"].startswith(other))
     engines = said.removeprefix(f"{other}rankscope report {tmp_path}/")
     judged = {"run/world=0": "run/world=1", "run/world=1": "run/world=0"}[engines]  # whichever began first
@@ -100,7 +100,7 @@ class Run:
         """How many ranks are, and what is said of the others."""
         trace = Trace.open(self.root)
         said = [why.replace(str(self.root), "RUN") for why in whys(trace)]
-        return trace.table("ranks").collect().height, [why for why in said if "analysed" in why]
+        return trace.table("ranks").collect().height, [why for why in said if "analyzed" in why]
 
 
 def test_of_worlds_that_train_at_once_the_largest_is_judged(tmp_path):
@@ -112,8 +112,8 @@ def test_of_worlds_that_train_at_once_the_largest_is_judged(tmp_path):
     assert run.judged() == (
         4,
         [
-            f"ranks 0,1 {asked} (they train) and are not analysed here: rankscope report RUN/world=0",
-            f"ranks 0-7 {asked} (no optimizer ran there) and are not analysed here: rankscope report RUN/world=2",
+            f"ranks 0,1 {asked} (they train) and are not analyzed here: rankscope report RUN/world=0",
+            f"ranks 0-7 {asked} (no optimizer ran there) and are not analyzed here: rankscope report RUN/world=2",
         ],
     )
     assert Trace.open(tmp_path / "world=2").table("ranks").collect().height == 8
@@ -127,21 +127,21 @@ def test_what_has_ended_before_is_a_restart_or_another_job(tmp_path):
     run.world("cc", ranks=2, since=50, until=60, attempt=1)
     assert run.judged() == (
         2,
-        ["attempt 0 was restarted and is not analysed, only the last attempt (1) is"] * 2,
+        ["attempt 0 was restarted and is not analyzed, only the last attempt (1) is"] * 2,
     )
     stuck = Run(tmp_path / "stuck")
     stuck.world("aa", ranks=2, since=10, until=20)
     stuck.world("bb", ranks=2, since=30, until=None, trains=False, attempt=1)
-    assert stuck.judged()[1] == ["attempt 0 was restarted and is not analysed, only the last attempt (1) is"]
+    assert stuck.judged()[1] == ["attempt 0 was restarted and is not analyzed, only the last attempt (1) is"]
     earlier = Trace.open(tmp_path / "stuck" / "world=0")
-    later = f"attempt 1, which came later, is not analysed here: rankscope report {tmp_path}/stuck/world=1"
+    later = f"attempt 1, which came later, is not analyzed here: rankscope report {tmp_path}/stuck/world=1"
     assert later in whys(earlier)
     again = Run(tmp_path / "again")
     again.world("aa", ranks=3, since=10, until=20)
     again.world("bb", ranks=1, since=30, until=40)
     assert again.judged() == (
         1,
-        ["another job of 3 ranks in this run is not analysed here: rankscope report RUN/world=0"],
+        ["another job of 3 ranks in this run is not analyzed here: rankscope report RUN/world=0"],
     )
 
 
@@ -151,7 +151,7 @@ def test_many_worlds_are_counted(tmp_path):
         run.world(f"a{number}", ranks=1, since=10 + number, until=100, trains=number == 3)
     _, said = run.judged()
     assert [why[:6] for why in said] == ["rank 0"] * 4 + ["2 furt"]
-    assert said[-1] == "2 further worlds are not analysed either"
+    assert said[-1] == "2 further worlds are not analyzed either"
 
 
 def test_deep_windows_and_counters_are_of_the_world_that_steps(tmp_path):
@@ -189,12 +189,16 @@ def test_nodes_that_no_launcher_numbers_get_numbers_when_they_meet(tmp_path):
     folders = tmp_path / "first", tmp_path / "second"
     agents = [Agent(folder) for folder in folders]
     engines = [Rank(agent.name, world=world, node=None) for agent, world in zip(agents, ("aa", "bb"), strict=True)]
-    trainers = [Rank(a.name, world="cc", node=None, rank=r, world_size=2) for r, a in enumerate(agents)]
+    listens = ("127.0.0.1", None)
+    trainers = [
+        Rank(agent.name, world="cc", node=None, rank=rank, world_size=2, listen=listens[rank])
+        for rank, agent in enumerate(agents)
+    ]
     named = []
     try:
         engines[1].bye()  # its files are closed before its node is numbered
         assert [rank.reply["node"] for rank in (*engines, *trainers)] == [0, 0, 0, 0]
-        trainers[1].do(f"say(type='peer', host='127.0.0.1', **{trainers[0].reply})", "regions(3)")
+        trainers[1].do(f"say(type='peer', **{trainers[0].reply})", "regions(3)")
         wait_for(lambda: [path.name for path in sorted(tmp_path.glob("*/run/node=*.json"))][-1:] == ["node=00001.json"])
         named.append(Rank(agents[0].name, world="dd", node=7))
         wait_for(lambda: (folders[0] / "run" / "node=00007.json").exists())
@@ -233,7 +237,7 @@ def test_two_nodes_that_were_given_one_number_are_told_apart_and_it_is_said(tmp_
     first, second = agents = [Agent(tmp_path / name) for name in ("first", "second")]
     ranks = [Rank(agent.name, rank=r, node=3, world_size=2) for r, agent in enumerate(agents)]
     try:
-        ranks[1].do(f"say(type='peer', host='127.0.0.1', **{ranks[0].reply})", "regions(3)")
+        ranks[1].do(f"say(type='peer', **{ranks[0].reply})", "regions(3)")
         wait_for(lambda: not second.out.exists())
     finally:
         for rank in ranks:
@@ -262,7 +266,7 @@ def test_a_world_without_steps_tells_what_its_main_threads_did(tmp_path):
         ("generate", 0.75, None),
         ("next_request", 0.25, None),
     ]
-    assert told["verdict"] == "Cannot judge: no step was seen; main threads were mostly at engine.py:8 (generate)."
+    assert told["verdict"] == "No verdict: no step was seen; main threads were mostly at engine.py:8 (generate)."
     text = subprocess.run([*RANKSCOPE, "report", str(tmp_path)], capture_output=True, text=True, timeout=100).stdout
     for said in (text, (tmp_path / "report.html").read_text()):
-        assert "these are shares of the whole recording." in " ".join(said.split())
+        assert "these are shares of the whole run." in " ".join(said.split())

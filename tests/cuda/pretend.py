@@ -28,7 +28,7 @@ def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctyp
     driver.fake_truth.restype = ctypes.c_int64
     driver.fake_work.argtypes = (ctypes.c_int64,)
     driver.fake_set_up(ctypes.c_double(drift_ppm), connections)
-    driver.current_device = 0
+    driver.current_device = driver.current_stream = 0
     torch.cuda.is_initialized = lambda: True
     torch.cuda.current_device = lambda: driver.current_device
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(
@@ -36,8 +36,10 @@ def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctyp
     )
     torch.cuda.memory_stats = lambda device: {}
     torch._C._cuda_getDevice = lambda: driver.current_device
-    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    torch._C._cuda_getCurrentRawStream = lambda device: driver.current_stream
     torch._C._cuda_isCurrentStreamCapturing = lambda: bool(driver.fake_is_capturing())
+    Event.driver = driver
+    torch.cuda.Event = Event
     learn(0)
     return driver
 
@@ -55,6 +57,22 @@ def wait_for_anchors(driver: ctypes.CDLL, count: int) -> None:
     wanted = driver.fake_anchors() + count
     while driver.fake_anchors() < wanted:
         time.sleep(0.02)
+
+
+class Event:
+    """What a stream waits for so long, as for communication in another stream."""
+
+    driver: Any
+
+    def __init__(self, takes_ns: int) -> None:
+        self.takes_ns = takes_ns
+
+    def record(self, stream: Any = None) -> None:
+        """The stream of `stream.cuda_stream` comes to it: nothing to do."""
+
+    def wait(self, stream: Any = None) -> None:
+        if self.driver.current_stream == 0:  # the driver's queue of work
+            self.driver.fake_work(self.takes_ns)
 
 
 def on_device(driver: ctypes.CDLL, forward_ns: int, backward_ns: int) -> Any:

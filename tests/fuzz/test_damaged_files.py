@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from long import tried
 
 import rankscope
 from rankscope.analysis.readers.arrow_lengths import decoded_bytes
-from rankscope.analysis.readers.bounds import check_structure
+from rankscope.analysis.readers.bounds import check_pickle, check_structure
 from rankscope.analysis.runs.trace import BadInput, Trace
 
 RANKSCOPE = Path(sys.executable).with_name("rankscope")
@@ -75,7 +76,7 @@ def test_arguments_are_checked_before_anything_is_read(tmp_path):
     assert "--ranks is as in 0-7,12; got 0-99999999999" in refused("export", folder, "--ranks", "0-99999999999")
     assert "--port is 0 to 65535; got 99999" in refused("ui", folder, "--port", 99999)
     assert "no fix is written 'foo'; there are rank:2" in refused("whatif", folder, "--fix", "foo")
-    assert "--out is a folder" in refused("run", "--out", "s3://bucket/run", "train.py")
+    assert "ftp is none of s3, gs, hdfs, az, file" in refused("run", "--out", "ftp://host/run", "train.py")
 
 
 @pytest.mark.parametrize("ranks", ["[0, 1", "[-5,0]", "[0,2000000000]", [0, 2**40], "[[0]]", 5, None])
@@ -99,6 +100,23 @@ def test_dumps_that_say_one_list_a_million_times_are_not_followed(field, tmp_pat
     dump["entries"][0][field] = nested
     (folder / "dump_1").write_bytes(pickle.dumps(dump))
     assert Trace.open(folder).table("ranks").collect()["rank"].to_list() == [0, 2]
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"p4000000000\n"], ids=["binary", "text"])
+def test_a_dump_with_a_very_high_memo_number_is_refused_before_it_takes_memory(put, tmp_path):
+    """What the unpickler would give room for: 2**31 places of 8 bytes, twice."""
+    folder = made("flight_recorder", tmp_path / "run")
+    whole = (folder / "dump_1").read_bytes()
+    (folder / "dump_1").write_bytes(whole[:-1] + put + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert Trace.open(folder).table("ranks").collect()["rank"].to_list() == [0, 2]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
+
+
+def test_pickles_of_all_protocols_may_keep_what_they_hold():
+    said = {"entries": [{"r": "p" * n, "x": (n, float(n), 2**70, None, b"r\xff")} for n in range(700)]}
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        check_pickle(pickle.dumps(said, protocol))
 
 
 def test_what_is_said_once_may_be_nested_and_long():
@@ -140,7 +158,7 @@ def test_run_folders_whose_json_is_damaged_are_read_without_it(changes, tmp_path
 def test_run_folders_that_claim_impossible_ranks_are_refused(table, column, value, tmp_path):
     folder = made("run_folder", tmp_path / "run")
     part = next((folder / table).glob("rank=*/*.arrow"))
-    rows = pa.ipc.open_file(pa.BufferReader(part.read_bytes())).read_all()
+    rows = pa.ipc.open_file(pa.BufferReader(part.read_bytes())).read_all().replace_schema_metadata()
     number = rows.schema.get_field_index(column)
     values = pa.array([value] * rows.num_rows, rows.schema.field(column).type)
     with pa.ipc.new_file(part, rows.schema) as file:
