@@ -32,16 +32,13 @@ CYCLES = {
     frozenset(("dashboard.state", "dashboard.whatif_session")),
 }
 IN_A_RANK = ("collectors/in_rank", "collectors/rank", "collectors/schema.py", "src/rankscope/errors.py")
-LONG_MODULES = {
-    "analysis.detectors.slow_rank",
-}
+LONG_MODULES: set[str] = set()
 LONG_FUNCTIONS = {
     "analysis.readers.nsight.open_run",
     "analysis.replay.host_graph._assembled",
     "analysis.timeline.build.build_timeline",
 }
 MANY_PARAMETERS = {
-    "analysis.detectors.slow_rank._by_own_time",
     "analysis.readers.json_scan.scan",
     "analysis.replay.graph.assemble",
     "collectors.in_rank.ring_writer.write",

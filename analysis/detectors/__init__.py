@@ -1,4 +1,4 @@
-"""One file per thing that makes a job slow; being in this folder is the registration.
+"""One file, or a package, per thing that makes a job slow; being in this folder is the registration.
 
 A detector is a module whose docstring is its manual page and which has
 

@@ -1,0 +1,136 @@
+"""How an excess over the peers shows: all the time, in bursts, or for a while; and what was found so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.analysis.metrics.step_matrix import (
+    Estimate,
+    Floats,
+    StepGrid,
+    estimates,
+    lasting_half_widths,
+    robust_deviation,
+)
+from rankscope.analysis.metrics.trend import longest_stretch, rank_sum_z
+
+__all__ = ["TRIM", "Shown", "Slow", "Steps", "Thresholds", "bursts", "for_a_while", "least_apart", "persistent"]
+
+TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
+_MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
+_STRETCHES = 16  # steps from which there are four stretches of them or more
+_MIN_BURSTS = 2  # one may be anything; that two are alike tells them from chance
+_BURST_Z, _BURST_SHARE = 5, 0.8  # so far out of the noise, and so much of what all bursts of the run cost
+_DENSEST, _DENSEST_SIGMAS = 0.4, 2 * 0.5244  # share of the steps, and how wide that is where scatter is normal
+_CLEAR_Z = 3.0  # standard deviations of what lasts
+_WHILE = 1.05  # what a step is longer than usual, from which it counts to a stretch of slow ones
+_LONG = 50  # steps: load on a host lasts, too
+
+Steps = NDArray[np.bool_]
+Shown = tuple[Floats, Steps]  # the excess per step, 0 where it does not show, and the steps where it shows
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Those of `detect`: a share of the step, a share of the steps, and robust standard deviations."""
+
+    min_fraction: float
+    persistence: float
+    min_z: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """Slow ranks as rows of the grid (several are those of a node): excess (0 where it does not show), cost, where."""
+
+    rows: tuple[int, ...]
+    excess: Floats
+    when: Steps
+    lost: Estimate
+    where: str
+    nodes: tuple[int, ...] = ()
+    last: tuple[int, int] | None = None  # how many collectives waited for it, of how many; None: judged by own time
+    chance: float | None = None  # how often ranks that are alike would show as much
+
+
+def least_apart(excess: Floats, min_z: float) -> tuple[Floats, Floats]:
+    """Each rank's mean excess, and how large it must be, either way, to stand out.
+
+    That is `min_z` robust standard deviations of a healthy rank's mean: among the peers, or over the rank's own steps,
+    one by one or, where there are enough of them, in stretches, since load on a machine lasts.
+    """
+    means, half_widths = estimates(excess, TRIM)
+    if excess.shape[1] >= _STRETCHES:
+        half_widths = np.maximum(half_widths, lasting_half_widths(excess, TRIM))
+    if len(means) > _MANY:
+        among = np.full(len(means), robust_deviation(means))
+    else:
+        among = np.array([robust_deviation(np.delete(means, row)) for row in range(len(means))])
+    return means, min_z * np.maximum(among, half_widths / 1.96)
+
+
+def persistent(excess: Floats, by_label: dict[str, Floats], persistence: float, min_z: float) -> dict[int, Shown]:
+    """The ranks that exceed their peers in most steps by more than those differ, under some labels or over all."""
+    located = np.zeros_like(excess)
+    for values in by_label.values():
+        means, least = least_apart(values, min_z)
+        located += np.where((np.abs(means) >= least)[:, np.newaxis], values, 0.0)
+    totals, least = least_apart(excess, min_z)
+    # Spread over many labels, a loss may stand out under none of them.
+    diffuse = (estimates(located, TRIM)[0] < totals / 2) & (totals >= least)
+    located[diffuse] = excess[diffuse]
+    lost = estimates(located, TRIM)[0]
+    often = np.mean(located > lost[:, np.newaxis] / 2, axis=1) >= persistence
+    always = np.ones(excess.shape[1], dtype=bool)
+    # What a rank loses under one label and gains under another is no loss.
+    return {int(row): (located[row], always) for row in np.flatnonzero((lost > 0) & often & (totals >= lost / 2))}
+
+
+def bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, Shown]:
+    """The rank whose excess comes in bursts, in fewer steps, if hardly any other rank has bursts."""
+    found = _beyond(grid, excess, robust_deviation(excess), persistence)
+    if found or len(excess) != 2 or excess.shape[1] < _STRETCHES:
+        return found
+    # Of two ranks each is the other's peer, and one that is slow in half of the steps hides in its own scatter. The
+    # densest part of the steps tells that; and whether this is load that lasts, which comes to an end, their mean.
+    ordered, part = np.sort(excess[0]), math.ceil(_DENSEST * excess.shape[1])
+    scatter = float((ordered[part - 1 :] - ordered[: len(ordered) - part + 1]).min()) / _DENSEST_SIGMAS
+    clear = estimates(excess)[0] >= _CLEAR_Z / 1.96 * lasting_half_widths(excess)
+    return {row: shown for row, shown in _beyond(grid, excess, scatter, persistence).items() if clear[row]}
+
+
+def for_a_while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, Shown]:
+    """The one rank that is above its peers for a long part of the run, by far more than stretches of it differ."""
+    found: dict[int, Shown] = {}
+    for row, values in enumerate(excess):
+        inside = longest_stretch(grid.step_ns + values, _WHILE)
+        if min(inside.sum(), (~inside).sum()) < _LONG:
+            continue
+        scatter = np.concatenate([_of_stretches(values[inside]), _of_stretches(values[~inside])]).std()
+        enough = np.median(values[inside]) >= max(0.1 * grid.step_ns, _BURST_Z * scatter)
+        if enough and rank_sum_z(values, inside) >= min_z:
+            found[row] = np.where(inside, values, 0.0), inside
+    return found if len(found) == 1 else {}
+
+
+def _beyond(grid: StepGrid, excess: Floats, scatter: float, persistence: float) -> dict[int, Shown]:
+    """The rank whose excess goes far beyond this scatter in some steps, if hardly any other rank's does."""
+    burst = excess > max(0.1 * grid.step_ns, _BURST_Z * scatter)
+    cost = np.where(burst, excess, 0.0).sum(axis=1)
+    row = int(cost.argmax())
+    if cost[row] == 0 or cost[row] < _BURST_SHARE * cost.sum():
+        return {}
+    typical: Steps = burst[row] & (excess[row] > float(np.median(excess[row][burst[row]])) / 2)
+    if not _MIN_BURSTS <= typical.sum() < persistence * len(typical):
+        return {}
+    return {row: (np.where(typical, excess[row], 0.0), typical)}
+
+
+def _of_stretches(values: Floats) -> Floats:
+    """What the means of eight stretches of steps differ from the mean of all."""
+    means = np.array([stretch.mean() for stretch in np.array_split(values, 8)])
+    return np.asarray(means - means.mean())

@@ -1,0 +1,167 @@
+"""The findings of the straggler in words."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import price
+from rankscope.analysis.detectors.slow_rank.late_by_durations import Late, WaitedFor, guilty_layer, paced_ranks
+from rankscope.analysis.detectors.slow_rank.shape import Slow, Steps
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid
+from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.text.message import plural, text
+from rankscope.analysis.text.phrases import every_nth, named
+from rankscope.analysis.text.units import duration, percent
+
+__all__ = ["finding_of", "late_finding"]
+
+
+def finding_of(grid: StepGrid, slow: Slow, steps: pl.DataFrame) -> Finding:
+    """The finding of ranks that take longer, or that come late by single operations."""
+    ranks = tuple(grid.ranks[row] for row in slow.rows)
+    shown = tuple(np.array(grid.steps)[slow.when].tolist())
+    costs = price(grid, slow.lost)
+    how = text("longer than its peers") if slow.last is None else text("late in its collectives, added up")
+    return Finding(
+        detector="slow_rank",
+        title=_title(ranks, slow, shown),
+        where=slow.where,
+        advice=text(
+            "See what only {ranks} does there. Compare the host with the others: clock speed, "
+            "temperature, other processes, CPU pinning.",
+            ranks=named("rank", ranks),
+        ),
+        ranks=ranks,
+        nodes=slow.nodes,
+        steps=() if slow.when.all() else shown,
+        chance=slow.chance,
+        fix=_fix(ranks, slow),
+        evidence=_typical_step(grid, ranks[0], slow.excess, slow.when, steps, how),
+        **costs,
+    )
+
+
+def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies: pl.DataFrame | None) -> Finding:
+    """The finding of ranks that come late by NCCL's durations."""
+    grid = waited_for.grid
+    who = text("Node {node}", node=late.node) if late.node is not None else text("Rank {rank}", rank=late.ranks[0])
+    shown = tuple(np.array(grid.steps)[late.when].tolist())
+    layer = guilty_layer(late, grid, proxies)
+    pace = paced_ranks(waited_for.collectives, late.ranks)
+    where = {"GPU": text("before collectives, on its GPU"), "host": text("before collectives, on its host")}
+    if late.factor is None:
+        place = where.get(layer, text("before collectives"))
+        advice = text(
+            "See what only {ranks} does before its collectives: rankscope trigger records a few steps of it. Compare "
+            "its GPU (clocks, temperature, throttling) and its host with the others.",
+            ranks=named("rank", late.ranks),
+        )
+        cost = _between(late.cost.ns, late.most_ns)
+        title = text(
+            "{who} is late: {layer} begins {last} of {operations} collectives last, {what}",
+            who=who,
+            layer={"GPU": text("its GPU"), "host": text("its host")}.get(layer, text("it")),
+            last=late.last,
+            operations=late.operations,
+            # In a pipeline not all that others wait makes the step longer.
+            what=text("others wait {cost} per step for it", cost=cost)
+            if pace
+            else text("at a cost of {cost} per step", cost=cost),
+        )
+    else:
+        place = text("all that it computes")
+        advice = text(
+            "Compare the GPU of {ranks} with the others: clocks, temperature, power limit, what else runs on it. Swap "
+            "two hosts: what stays with the rank is its work, what moves with the host is the machine.",
+            ranks=named("rank", late.ranks),
+        )
+        title = text(
+            "{who} takes {longer} longer for all that it computes, and begins {last} of {operations} collectives last",
+            who=who,
+            longer=percent(late.factor - 1),
+            last=late.last,
+            operations=late.operations,
+        )
+    return Finding(
+        detector="slow_rank",
+        title=title,
+        where=place,
+        advice=advice,
+        ranks=late.ranks,
+        nodes=() if late.node is None else (late.node,),
+        steps=() if late.when.all() else shown,
+        fix=f"rank:{','.join(map(str, pace))}" if pace else None,
+        gain_why=text("what the others computed while they waited was not recorded"),
+        evidence=_typical_step(grid, late.ranks[0], late.excess, late.when, steps, text("that others waited for it")),
+        **price(grid, late.cost),
+    )
+
+
+def _fix(ranks: tuple[int, ...], slow: Slow) -> str:
+    if slow.last is not None:
+        return f"rank:{','.join(map(str, ranks))}"
+    return f"node:{slow.nodes[0]}" if slow.nodes else f"rank:{ranks[0]}"
+
+
+def _title(ranks: tuple[int, ...], slow: Slow, steps: tuple[int, ...]) -> str:
+    cost = duration(slow.lost.ns)
+    subject = text("Node {node}", node=slow.nodes[0]) if slow.nodes else text("Rank {rank}", rank=ranks[0])
+    if slow.last is not None:
+        last, operations = slow.last
+        if not slow.when.all():
+            return plural(
+                "{subject} arrives late in {steps}: the others wait {cost} or more there for it",
+                "{subject} arrive late in {steps}: the others wait {cost} or more there for them",
+                1 if slow.nodes else len(ranks),
+                subject=subject if slow.nodes else named("Rank", ranks),
+                steps=named("step", steps),
+                cost=duration(slow.lost.ns * len(slow.when)),
+            )
+        return plural(
+            "{subject} arrives late: the others wait {cost} or more per step for it, in {last} of {operations} "
+            "collectives",
+            "{subject} arrive late: the others wait {cost} or more per step for them, in {last} of {operations} "
+            "collectives",
+            1 if slow.nodes else len(ranks),
+            subject=subject if slow.nodes else named("Rank", ranks),
+            cost=cost,
+            last=last,
+            operations=operations,
+        )
+    each = cost if slow.when.all() else duration(slow.lost.ns * len(slow.when) / len(steps))
+    often = text("per step") if slow.when.all() else every_nth(steps, len(slow.when))
+    if len(ranks) == 1:
+        return text(
+            "{subject} is slow: it computes {time} longer {often} than its peers",
+            subject=subject,
+            time=each,
+            often=often,
+        )
+    return text(
+        "{subject} is slow: {ranks} compute {time} longer {often} than their peers",
+        subject=subject,
+        ranks=named("rank", ranks),
+        time=each,
+        often=often,
+    )
+
+
+def _between(least_ns: float, most_ns: float) -> str:
+    least, most = duration(least_ns), duration(most_ns)
+    return least if least == most else text("{least} to {most}", least=least, most=most)
+
+
+def _typical_step(
+    grid: StepGrid, rank: int, excess: Floats, when: Steps, steps: pl.DataFrame, how: str
+) -> tuple[Evidence, ...]:
+    """The step with the median excess among those where it shows."""
+    among = np.flatnonzero(when)
+    column = among[np.argsort(excess[among])[len(among) // 2]]
+    step = grid.steps[column]
+    rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)
+    note = text("step {step}: {excess} {how}", step=step, excess=duration(excess[column]), how=how)
+    return tuple(
+        Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=note)
+        for start, end in rows.select("start_ns", "end_ns").iter_rows()
+    )
