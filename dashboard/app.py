@@ -16,7 +16,8 @@ from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Response, redirect, request
 from werkzeug.exceptions import HTTPException
 
-from rankscope.analysis.report import digest, palette
+from rankscope.analysis.model import digest
+from rankscope.analysis.report import palette
 from rankscope.analysis.report.html import chart_styles
 from rankscope.analysis.text.message import LANGUAGES, language, speak, spoken, text
 from rankscope.dashboard import grids

@@ -20,8 +20,9 @@ from flask import Response, request
 
 from rankscope.analysis.text.message import spoken, text
 from rankscope.dashboard.page_kit import address, all_pages, in_language
+from rankscope.dashboard.run import Run
 from rankscope.dashboard.sql import answer, narrowed, written
-from rankscope.dashboard.state import Run, State
+from rankscope.dashboard.state import State
 from rankscope.errors import BadQuery
 
 __all__ = [

@@ -29,7 +29,7 @@ from dash.development.base_component import Component
 
 from rankscope.analysis.text.message import Text, speaking, spoken, text
 from rankscope.dashboard import pages
-from rankscope.dashboard.state import Run
+from rankscope.dashboard.run import Run
 
 __all__ = [
     "HOME",

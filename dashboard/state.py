@@ -25,30 +25,18 @@ from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl_durations import nccl_durations, nccl_waits
 from rankscope.collectors.schema import TABLES
+from rankscope.dashboard.run import Run
 from rankscope.dashboard.timeline.lane_cache import build_or_store, fingerprint, load
 from rankscope.dashboard.timeline.lanes import build_scene
 from rankscope.dashboard.timeline.scene import Scene
+from rankscope.dashboard.whatif_session import path as critical_path
 from rankscope.errors import BadInput
 
-__all__ = ["STAGES", "Progress", "Run", "State"]
+__all__ = ["STAGES", "Progress", "State"]
 
 STAGES = (text("Reading the run"), text("Matching operations and cutting up the steps"), text("Running the detectors"))
 _POLL_S = 2.0  # how often a run that goes on is looked at
 _REST = 3.0  # times the last analysis took, between two of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
-    """One run, read and judged. `running`: the job has not ended, as far as the run says."""
-
-    key: str
-    name: str
-    trace: Trace
-    timeline: Timeline
-    report: Report
-    tables: dict[str, pl.DataFrame]  # for the page of tables: those of the timeline, and the trace's others
-    running: bool
-    read_at: float  # unix time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +85,8 @@ class State:
 
     def critical_path(self, run: str) -> pl.DataFrame | None:
         """rank, start_ns, end_ns of what the steps could not do without; None where the run cannot be replayed."""
-        from rankscope.dashboard.whatif_session import path  # it needs Run
-
         loaded = self._progress[run].run
-        return None if loaded is None else path(loaded)
+        return None if loaded is None else critical_path(loaded)
 
     def start(self) -> None:
         """Read the runs, each in a thread of its own."""

@@ -14,7 +14,7 @@ from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.replay.critical_path import critical_path
 from rankscope.analysis.replay.whatif import Gain, PipelineRerun, Rerun, rerun
 from rankscope.analysis.text.message import Text, text
-from rankscope.dashboard.state import Run
+from rankscope.dashboard.run import Run
 from rankscope.errors import BadFix, NotReplayable
 
 __all__ = ["Fix", "fixes", "gain", "path", "replayable"]

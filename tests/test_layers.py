@@ -21,16 +21,6 @@ FLOORS = (
 )
 # Collectors have floors of their own.
 OF_COLLECTORS = ("collectors.topology", "collectors.node", "collectors.agent")
-UPWARD = {
-    ("analysis.compare.gate", "analysis.report.diff_text"),
-    ("analysis.compare.gate", "analysis.report.digest"),
-    ("analysis.compare.run_phases", "analysis.report.phrases"),
-    ("analysis.compare.two_runs", "analysis.report.digest"),
-}
-CYCLES = {
-    frozenset(("collectors.in_rank.boot", "collectors.in_rank.session")),
-    frozenset(("dashboard.state", "dashboard.whatif_session")),
-}
 IN_A_RANK = ("collectors/in_rank", "collectors/rank", "collectors/schema.py", "src/rankscope/errors.py")
 LONG_MODULES: set[str] = set()
 LONG_FUNCTIONS = {
@@ -142,7 +132,7 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
 
 
 def test_no_module_imports_from_a_higher_floor():
-    assert upward() == UPWARD
+    assert not upward()
 
 
 def test_every_room_has_a_floor():
@@ -151,7 +141,7 @@ def test_every_room_has_a_floor():
 
 
 def test_no_modules_import_each_other():
-    assert cycles() == CYCLES
+    assert not cycles()
 
 
 def test_only_torch_and_the_standard_library_are_imported_inside_a_rank():

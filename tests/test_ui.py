@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))
 import record
 import simulate
 
-from rankscope.analysis.report import digest
+from rankscope.analysis.model import digest
 from rankscope.analysis.text.message import speaking, spoken
 from rankscope.dashboard import sql
 from rankscope.dashboard.app import create_app

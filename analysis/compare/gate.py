@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rankscope.analysis.compare.two_runs import Comparison, FindingChange, StepChange
-from rankscope.analysis.detectors import name_of
+from rankscope.analysis.compare.two_runs import Comparison, FindingChange, StepChange, step_change
+from rankscope.analysis.detectors import name_of, spec_of
+from rankscope.analysis.model.digest import looks_of, missing_ranks
 from rankscope.analysis.model.finding import COARSE, Finding, Found, Look, Report
-from rankscope.analysis.report.diff_text import step_change
-from rankscope.analysis.report.digest import looks_of, missing_ranks, speed_was_judged
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent, ranges
@@ -96,7 +95,7 @@ def _unseen(report: Report) -> Iterator[str]:
     missing = missing_ranks(report)
     if missing:
         yield text("{ranks} of {world} not recorded", ranks=named("rank", missing), world=report.world_size)
-    if not report.findings and not speed_was_judged(report):
+    if not report.findings and not _speed_was_judged(report):
         yield report.verdict
     for look in looks_of(report):
         if not look.findings:
@@ -105,6 +104,11 @@ def _unseen(report: Report) -> Iterator[str]:
                 steps=_phase(look),
                 time=duration(look.phase.median_ns),
             )
+
+
+def _speed_was_judged(report: Report) -> bool:
+    """Whether a check that says anything about how fast the job is found it healthy."""
+    return any(spec_of(check.detector).judges_speed for check in report.healthy)
 
 
 def _hidden(report: Report) -> Iterator[str]:

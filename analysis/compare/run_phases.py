@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.compare.two_runs import compare
 from rankscope.analysis.model.finding import Change, Found, History, Look, Report, Span
-from rankscope.analysis.report.phrases import part_change
+from rankscope.analysis.model.parts import part_change
 from rankscope.analysis.runs.step_range import FEWEST, Stretch
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted

@@ -9,12 +9,12 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.metrics.step_matrix import estimate, step_grid
+from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, Report
 from rankscope.analysis.model.parts import MAYBE_BLOCKED, PART_ORDER
-from rankscope.analysis.report import digest
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.phrases import counted
-from rankscope.analysis.text.units import percent, rounded
+from rankscope.analysis.text.units import duration, duration_with_error, percent, rounded
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.steps import in_steps
 from rankscope.errors import NotComparable
@@ -31,6 +31,7 @@ __all__ = [
     "compare",
     "in_order",
     "mean_parts",
+    "step_change",
     "step_error",
 ]
 
@@ -418,3 +419,21 @@ def _by_name(timeline: Timeline) -> pl.DataFrame:
         .group_by("name", "work")
         .agg(((pl.col("end_ns") - pl.col("start_ns")).sum() / count).alias("ns"), (pl.len() / count).alias("per_step"))
     )
+
+
+def step_change(step: StepChange) -> Text:
+    """`30.1 ± 2.0 ms longer (25 %)`; or that it is not clear of chance, or that there is no interval."""
+    way = text("longer") if step.change_ns > 0 else text("shorter")
+    share = percent(abs(step.change_ns) / step.a_ns) if step.a_ns else "?"
+    if step.uncertainty_ns is None:
+        change = duration(abs(step.change_ns))
+        return text(
+            "{change} {way} ({share}); a single step of a run gives no confidence interval",
+            change=change,
+            way=way,
+            share=share,
+        )
+    change = duration_with_error(abs(step.change_ns), step.uncertainty_ns)
+    if step.clear:
+        return text("{change} {way} ({share})", change=change, way=way, share=share)
+    return text("{change} {way} ({share}), which is not clear of chance", change=change, way=way, share=share)

@@ -9,9 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rankscope.analysis.model.finding import Change
 from rankscope.analysis.text.message import Text, text
+from rankscope.analysis.text.units import signed
 
-__all__ = ["APART", "BLOCKED", "MAYBE_BLOCKED", "MIXED", "OWN", "OWN_WORK", "PARTS", "PART_ORDER", "Part", "part_name"]
+__all__ = [
+    "APART",
+    "BLOCKED",
+    "MAYBE_BLOCKED",
+    "MIXED",
+    "OWN",
+    "OWN_WORK",
+    "PARTS",
+    "PART_ORDER",
+    "Part",
+    "part_change",
+    "part_name",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,3 +179,8 @@ APART = ("input", "gc", "compile", "checkpoint")
 def part_name(part: str) -> Text:
     """Give the name of a part of the step, for a text that is made before its language is known."""
     return PARTS[part].label if part in PARTS else Text(part, {})
+
+
+def part_change(change: Change) -> Text:
+    """Give by how much a part of the step is another, with its name."""
+    return text("{part} {ns}", part=part_name(change.part), ns=signed(change.ns))

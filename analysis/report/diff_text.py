@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rankscope.analysis.compare.two_runs import Comparison, FindingChange, StepChange
+from rankscope.analysis.compare.two_runs import Comparison, FindingChange
 from rankscope.analysis.detectors import name_of
 from rankscope.analysis.model.parts import part_name
 from rankscope.analysis.report.phrases import who
-from rankscope.analysis.text.message import Text, text
-from rankscope.analysis.text.units import duration, duration_with_error, percent, scale_for
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import duration_with_error, scale_for
 
-__all__ = ["arrow", "finding_row", "part_columns", "step_change"]
+__all__ = ["arrow", "finding_row", "part_columns"]
 
 _NONE = text("none")
 _STATUS = {
@@ -28,24 +28,6 @@ def arrow(a: float | None, b: float | None, write: Callable[[float], str]) -> st
     """`3 -> 4`, or one value where both are written alike; `none` where there is nothing."""
     one, other = (_NONE if value is None else write(value) for value in (a, b))
     return one if one == other else text("{one} -> {other}", one=one, other=other)
-
-
-def step_change(step: StepChange) -> Text:
-    """`30.1 ± 2.0 ms longer (25 %)`; or that it is not clear of chance, or that there is no interval."""
-    way = text("longer") if step.change_ns > 0 else text("shorter")
-    share = percent(abs(step.change_ns) / step.a_ns) if step.a_ns else "?"
-    if step.uncertainty_ns is None:
-        change = duration(abs(step.change_ns))
-        return text(
-            "{change} {way} ({share}); a single step of a run gives no confidence interval",
-            change=change,
-            way=way,
-            share=share,
-        )
-    change = duration_with_error(abs(step.change_ns), step.uncertainty_ns)
-    if step.clear:
-        return text("{change} {way} ({share})", change=change, way=way, share=share)
-    return text("{change} {way} ({share}), which is not clear of chance", change=change, way=way, share=share)
 
 
 def part_columns(found: Comparison) -> tuple[str, list[tuple[str, str, str, str, str]]]:

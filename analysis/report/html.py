@@ -11,9 +11,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rankscope.analysis.detectors import spec_of
+from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, History, Report
 from rankscope.analysis.model.parts import PART_ORDER
-from rankscope.analysis.report import digest, labels, palette, phrases, svg
+from rankscope.analysis.report import labels, palette, phrases, svg
 from rankscope.analysis.report.labels import say
 from rankscope.analysis.text import units
 from rankscope.analysis.text.message import LANGUAGES, speaking, spoken
@@ -175,7 +176,7 @@ class Picture:
 
 def picture(split: digest.Breakdown, finding: Finding) -> Picture | None:
     """Chart the ranks' time that a finding is about; None where no part of the step shows it."""
-    values = digest.picture_values(split, finding)
+    values = _picture_values(split, finding)
     if not values:
         return None
     parts = spec_of(finding.detector).parts
@@ -224,3 +225,12 @@ def course(history: History) -> _Chart:
 
 def _waits(report: Report, marked: frozenset[int]) -> Markup:
     return svg.columns({wait.rank: wait.waited_ns for wait in report.waits}, marked)
+
+
+def _picture_values(split: digest.Breakdown, finding: Finding) -> dict[int, int]:
+    """Per rank the ns per step of the part that a finding is about; empty if no single part shows it."""
+    about = spec_of(finding.detector).parts
+    columns = [i for i, part in enumerate(split.parts) if part in about]
+    if not columns or not set(finding.ranks) & set(split.rows):
+        return {}
+    return {rank: sum(row[i] for i in columns) for rank, row in split.rows.items()}

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 
 from rankscope.analysis.metrics.wait_attribution import BEGAN_LATE, LEFT_LATE
+from rankscope.analysis.model.digest import GapGroup, is_healthy
 from rankscope.analysis.model.finding import (
     COUNTED,
     REST,
     Blame,
-    Change,
     Clock,
     CodeShare,
     Evidence,
@@ -27,13 +27,12 @@ from rankscope.analysis.model.finding import (
     Window,
 )
 from rankscope.analysis.model.money import HOUR_NS, cost_of, is_standstill, money_text
-from rankscope.analysis.model.parts import part_name
+from rankscope.analysis.model.parts import part_change
 from rankscope.analysis.replay.sweep import LEAST_GAIN
-from rankscope.analysis.report.digest import GapGroup, is_healthy
 from rankscope.analysis.report.labels import detector_name, part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
 from rankscope.analysis.text.phrases import counted, place_in_code, some_ranges
-from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges, signed
+from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
 from rankscope.analysis.timeline.device_breakdown import IDLE_LABELS
 
 __all__ = [
@@ -58,7 +57,6 @@ __all__ = [
     "one_or_many",
     "operator_row",
     "others_waited",
-    "part_change",
     "path_row",
     "phase_rows",
     "resolution",
@@ -170,10 +168,6 @@ def history_lines(report: Report) -> list[str]:
     if history.kept:
         lines.append(say("history.kept", history.kept))
     return lines
-
-
-def part_change(change: Change) -> str:
-    return text("{part} {ns}", part=part_name(change.part), ns=signed(change.ns))
 
 
 def _looked(look: Look, read: Span) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from markupsafe import Markup, escape
 from rich.cells import cell_len
 
+from rankscope.analysis.model.digest import Breakdown
 from rankscope.analysis.model.parts import PART_ORDER
-from rankscope.analysis.report.digest import Breakdown
 from rankscope.analysis.report.labels import part_label, part_short, say
 from rankscope.analysis.text.units import duration, percent
 

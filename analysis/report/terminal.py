@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import (
     Blame,
     CodeShare,
@@ -24,7 +25,6 @@ from rankscope.analysis.model.finding import (
     Report,
     Wait,
 )
-from rankscope.analysis.report import digest
 from rankscope.analysis.report.labels import (
     detector_name,
     part_label,

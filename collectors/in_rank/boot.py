@@ -6,12 +6,13 @@ An exception here would abort the user's `import torch`, so nothing but the stan
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from typing import Any
 
-__all__ = ["autoload", "say"]
+from rankscope.collectors.in_rank.stderr import say
+
+__all__ = ["autoload"]
 
 
 def autoload() -> None:
@@ -21,13 +22,6 @@ def autoload() -> None:
             _arm()
     except Exception as error:
         say(f"not recording this process: {error!r}")
-
-
-def say(line: str) -> None:
-    """One line on standard error, if that is there and takes it."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"rankscope: {line}", file=sys.stderr)
 
 
 def _may_be_recorded() -> bool:

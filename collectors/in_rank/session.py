@@ -29,10 +29,10 @@ from typing import Any
 from rankscope.collectors import native_hook
 from rankscope.collectors import rank as rank_collectors
 from rankscope.collectors.in_rank import agent_socket
-from rankscope.collectors.in_rank.boot import say
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.placement import address_towards, host_of, place, world_of
 from rankscope.collectors.in_rank.ring_writer import Ring
+from rankscope.collectors.in_rank.stderr import say
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS, RecordType
 
 __all__ = ["Emit", "annotate", "on_group", "step"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rankscope.analysis.model.digest import Breakdown
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.model.parts import MIXED
-from rankscope.analysis.report.digest import Breakdown
 from rankscope.analysis.report.labels import part_label, part_meaning
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, scale_for, shares

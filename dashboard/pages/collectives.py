@@ -9,13 +9,13 @@ from dash import dcc, html
 
 from rankscope.analysis.metrics.bandwidth import bus_factor, faster_than_ring, transfers
 from rankscope.analysis.metrics.links import nic_speeds
-from rankscope.analysis.report import digest
+from rankscope.analysis.model import digest
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.dashboard.figures import collectives as figures
 from rankscope.dashboard.grids import Made, Shown, table, tables_of
 from rankscope.dashboard.page_kit import Query, address, card, empty, heading, plot, quiet
-from rankscope.dashboard.state import Run
+from rankscope.dashboard.run import Run
 
 TITLE, ORDER = text("Collectives"), 40
 

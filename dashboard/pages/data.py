@@ -13,8 +13,9 @@ from rankscope.analysis.text.message import plural, text, translated
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard import grids
 from rankscope.dashboard.page_kit import Query, empty, heading, quiet, with_choice
+from rankscope.dashboard.run import Run
 from rankscope.dashboard.sql import LIMIT
-from rankscope.dashboard.state import Run, State
+from rankscope.dashboard.state import State
 from rankscope.errors import BadQuery
 
 TITLE, ORDER, KEEPS = text("Data"), 120, True

@@ -8,8 +8,8 @@ from typing import Any
 import polars as pl
 from dash import Dash, Input, Output, dcc, html, no_update
 
-from rankscope.analysis.compare.two_runs import Comparison, compare
-from rankscope.analysis.report.diff_text import arrow, finding_row, step_change
+from rankscope.analysis.compare.two_runs import Comparison, compare, step_change
+from rankscope.analysis.report.diff_text import arrow, finding_row
 from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, signed
@@ -26,7 +26,8 @@ from rankscope.dashboard.page_kit import (
     quiet,
     sentence,
 )
-from rankscope.dashboard.state import Run, State
+from rankscope.dashboard.run import Run
+from rankscope.dashboard.state import State
 from rankscope.errors import NotComparable
 
 TITLE, ORDER = text("Diff"), 105

@@ -14,7 +14,7 @@ from rankscope.dashboard.figures import host as figures
 from rankscope.dashboard.figures.kernels import launch_delays
 from rankscope.dashboard.grids import Made, Shown, table, tables_of
 from rankscope.dashboard.page_kit import Query, card, empty, heading, plot, quiet
-from rankscope.dashboard.state import Run
+from rankscope.dashboard.run import Run
 
 TITLE, ORDER = text("Host"), 60
 

@@ -11,7 +11,7 @@ from rankscope.analysis.text.phrases import counted
 from rankscope.dashboard.figures.kernels import by_name
 from rankscope.dashboard.grids import Made, Shown, table
 from rankscope.dashboard.page_kit import Query, card, empty, heading
-from rankscope.dashboard.state import Run
+from rankscope.dashboard.run import Run
 
 TITLE, ORDER = text("Kernels"), 90
 

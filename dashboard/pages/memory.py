@@ -11,7 +11,7 @@ from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import memory as figures
 from rankscope.dashboard.grids import Made, Shown, table, tables_of
 from rankscope.dashboard.page_kit import Query, card, empty, heading, plot
-from rankscope.dashboard.state import Run
+from rankscope.dashboard.run import Run
 
 TITLE, ORDER = text("Memory"), 80
 

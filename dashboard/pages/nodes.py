@@ -9,12 +9,14 @@ import polars as pl
 from dash import Dash, Input, Output, html
 from dash import State as Known
 
-from rankscope.analysis.report import digest, phrases
+from rankscope.analysis.model import digest
+from rankscope.analysis.report import phrases
 from rankscope.analysis.report.labels import say
 from rankscope.analysis.text.message import joined, text, translated
 from rankscope.dashboard.figures import counters as figures
 from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, plot, query_of, quiet
-from rankscope.dashboard.state import Run, State
+from rankscope.dashboard.run import Run
+from rankscope.dashboard.state import State
 
 TITLE, ORDER = text("Nodes"), 70
 

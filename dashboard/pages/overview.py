@@ -9,8 +9,9 @@ import dash_mantine_components as dmc
 import polars as pl
 from dash import dcc, html
 
+from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Evidence, Finding, Report
-from rankscope.analysis.report import digest, phrases, svg
+from rankscope.analysis.report import phrases, svg
 from rankscope.analysis.report.html import course, picture
 from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, say, together
 from rankscope.analysis.text import units
@@ -20,7 +21,7 @@ from rankscope.dashboard.figures.waterfall import Bar, waterfall
 from rankscope.dashboard.finding_facts import COST, finding_facts
 from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import Query, address, card, facts, quiet
-from rankscope.dashboard.state import Run
+from rankscope.dashboard.run import Run
 
 TITLE, ORDER = text("Overview"), 0
 

@@ -16,7 +16,8 @@ from rankscope.analysis.text.units import percent
 from rankscope.dashboard.figures import pipeline as figures
 from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, plot, query_of
-from rankscope.dashboard.state import Run, State
+from rankscope.dashboard.run import Run
+from rankscope.dashboard.state import State
 
 TITLE, ORDER = text("Pipeline"), 50
 

@@ -14,14 +14,16 @@ from dash import Dash, Input, Output, html
 from dash import State as Known
 from flask import Response, request
 
-from rankscope.analysis.report import digest, svg
+from rankscope.analysis.model import digest
+from rankscope.analysis.report import svg
 from rankscope.analysis.report.labels import say
 from rankscope.analysis.text.message import spoken, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.dashboard.components import Chart, Raster
 from rankscope.dashboard.figures.rank_step_heatmap import QUANTITIES, Grid, View, cell, grid, picture, rank_order
 from rankscope.dashboard.page_kit import Query, address, card, empty, heading, in_language, query_of, quiet
-from rankscope.dashboard.state import Run, State
+from rankscope.dashboard.run import Run
+from rankscope.dashboard.state import State
 from rankscope.dashboard.timeline.groupings import groupings
 
 TITLE, ORDER = text("Ranks"), 30

@@ -7,7 +7,7 @@ from typing import Any
 from rankscope.analysis.text.message import text
 from rankscope.dashboard import timeline
 from rankscope.dashboard.page_kit import Query
-from rankscope.dashboard.state import Run
+from rankscope.dashboard.run import Run
 from rankscope.dashboard.timeline import register
 
 __all__ = ["ORDER", "TITLE", "early", "layout", "register"]

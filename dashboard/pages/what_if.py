@@ -11,7 +11,8 @@ from dash import State as Known
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import duration, duration_with_error, percent
 from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, query_of, quiet, sentence
-from rankscope.dashboard.state import Run, State
+from rankscope.dashboard.run import Run
+from rankscope.dashboard.state import State
 from rankscope.dashboard.whatif_session import Fix, fixes, gain, replayable
 
 TITLE, ORDER = text("What if"), 100

@@ -78,7 +78,7 @@ def _text(found: Comparison) -> Iterable[str]:
 
 
 def _step(found: Comparison) -> str:
-    from rankscope.analysis.report.diff_text import step_change
+    from rankscope.analysis.compare.two_runs import step_change
     from rankscope.analysis.text.units import duration
 
     times = f"{duration(found.step.a_ns)} -> {duration(found.step.b_ns)}"

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.model.finding import (
     REST,
     Blame,
@@ -36,8 +35,6 @@ __all__ = [
     "main_path",
     "marked_ranks",
     "missing_ranks",
-    "picture_values",
-    "speed_was_judged",
     "states_of_findings",
     "status",
     "worst_clocks",
@@ -182,22 +179,8 @@ def states_of_findings(report: Report) -> list[GroupState]:
     return [state for state in report.states if state.group in theirs] or list(report.states)
 
 
-def picture_values(split: Breakdown, finding: Finding) -> dict[int, int]:
-    """Per rank the ns per step of the part that a finding is about; empty if no single part shows it."""
-    about = spec_of(finding.detector).parts
-    columns = [i for i, part in enumerate(split.parts) if part in about]
-    if not columns or not set(finding.ranks) & set(split.rows):
-        return {}
-    return {rank: sum(row[i] for i in columns) for rank, row in split.rows.items()}
-
-
 def _known(numbers: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(sorted({number for number in numbers if number is not None}))
-
-
-def speed_was_judged(report: Report) -> bool:
-    """Whether a check that says anything about how fast the job is found it healthy."""
-    return any(spec_of(check.detector).judges_speed for check in report.healthy)
 
 
 def looks_of(report: Report) -> tuple[Look, ...]:
