@@ -1,11 +1,13 @@
 """Traces of torch.profiler: what a naive importer gets wrong, broken files, and the C scanner against its twin."""
 
 import contextlib
+import gc
 import gzip
 import io
 import json
 import os
 import tarfile
+import tempfile
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers import json_scan, spill_file
 from rankscope.analysis.readers.collective_numbering import Sequence, align
+from rankscope.analysis.readers.kineto import scan
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.errors import BadInput
@@ -791,8 +794,15 @@ def test_equal_times_keep_their_order_in_pieces(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(spill_file, "BLOCK_ROWS", 2)
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        monkeypatch.setattr(spill_file.tempfile, "TemporaryFile", lambda **_: full)
-        with pytest.raises(BadInput, match=r"no room for temporary files in \S+: set TMPDIR to another folder"):
-            opened(tmp_path, [kernel("k", ts, 1) for ts in range(5)])
+    monkeypatch.setattr(scan, "Spill", lambda _: spill_file.Spill(Path("/dev/full")))
+    with pytest.raises(BadInput, match=r"no room for temporary files in \S+: set TMPDIR to another folder"):
+        opened(tmp_path, [kernel("k", ts, 1) for ts in range(5)])
+
+
+def test_the_rows_of_a_run_are_removed_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trace = opened(tmp_path, [kernel("k", 1, 1)])
+    assert len(list(tmp_path.glob("rankscope-*/0.rows"))) == 1
+    del trace
+    gc.collect()
+    assert not list(tmp_path.glob("rankscope-*"))

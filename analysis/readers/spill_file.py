@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,37 +22,28 @@ _FIRST_ROOM = 1 << 10  # rows
 Ints = NDArray[Any]
 
 
+@dataclass(slots=True)
 class Spill:
-    """One temporary file for many columns, made when it is needed; threads may share it."""
+    """One file for many columns, made when it is needed. Any process that sees the path can read it."""
 
-    def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
-        self._end = 0
-        self._lock = threading.Lock()
+    path: Path
+    _end: int = 0
 
     def put(self, values: Ints) -> int:
         """Where the values lie in the file. Raises `BadInput` where there is no room for them."""
-        with self._lock:
-            try:
-                if self._file is None:  # it ends with this object
-                    self._file = tempfile.TemporaryFile(prefix="rankscope-", buffering=0)  # noqa: SIM115
-                at = self._file.seek(self._end)
+        try:
+            with self.path.open("ab", buffering=0) as file:
                 left = values.data.cast("B")
                 while left:
-                    left = left[self._file.write(left) :]
-            except OSError as error:
-                folder = tempfile.gettempdir()
-                raise BadInput(
-                    f"no room for temporary files in {folder}: set TMPDIR to another folder ({error})"
-                ) from None
-            self._end = at + values.nbytes
-            return at
+                    left = left[file.write(left) :]
+        except OSError as error:
+            folder = tempfile.gettempdir()
+            raise BadInput(f"no room for temporary files in {folder}: set TMPDIR to another folder ({error})") from None
+        self._end += values.nbytes
+        return self._end - values.nbytes
 
     def get(self, at: int, rows: int, kind: np.dtype[Any]) -> Ints:
-        with self._lock:
-            assert self._file is not None  # `put` made it
-            self._file.seek(at)
-            return np.fromfile(self._file, kind, rows)
+        return np.fromfile(self.path, kind, rows, offset=at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +54,9 @@ class _Block:
 
 
 class Rows:
-    """A table whose rows are added in batches and read again as often as needed; one column is `ts`.
+    """A table whose rows are added in batches and, once `seal` was called, read as often as needed; one column is `ts`.
 
-    `shift_ns` is added to every time that is read.
+    `shift_ns` is added to every time that is read. What is pickled of it is where its rows lie.
     """
 
     def __init__(self, kinds: Mapping[str, str], spill: Spill) -> None:
@@ -92,10 +83,19 @@ class Rows:
                 self._last[name][self._filled : full] = rows[name][added : added + taken]
             self._filled, added = full, added + taken
             if full == BLOCK_ROWS:
-                block = {name: column[:full] for name, column in self._last.items()}
-                at = {name: self._spill.put(values) for name, values in block.items()}
-                self._blocks.append(_Block(full, at, {name: _bounds(values) for name, values in block.items()}))
-                self._filled = 0
+                self._put_block()
+
+    def seal(self) -> None:
+        """No rows follow."""
+        if self._filled:
+            self._put_block()
+        self._last = {}
+
+    def _put_block(self) -> None:
+        block = {name: column[: self._filled] for name, column in self._last.items()}
+        at = {name: self._spill.put(values) for name, values in block.items()}
+        self._blocks.append(_Block(self._filled, at, {name: _bounds(values) for name, values in block.items()}))
+        self._filled = 0
 
     @property
     def first_ns(self) -> int:
@@ -157,21 +157,17 @@ class Rows:
             held = [{name: values[end:].copy() for name, values in rows.items()}]
 
     def _numbers(self) -> range:
-        """Of the blocks; the last one is in memory."""
-        return range(len(self._blocks) + bool(self._filled))
+        """Of the blocks."""
+        return range(len(self._blocks))
 
     def _bounds_of(self, number: int, name: str) -> tuple[int, int]:
-        is_last = number == len(self._blocks)
-        least, most = _bounds(self._last[name][: self._filled]) if is_last else self._blocks[number].bounds[name]
+        least, most = self._blocks[number].bounds[name]
         shift = self.shift_ns if name == "ts" else 0
         return least + shift, most + shift
 
     def _read(self, number: int, names: Iterable[str]) -> dict[str, Ints]:
-        if number == len(self._blocks):
-            rows = {name: self._last[name][: self._filled] for name in names}
-        else:
-            block = self._blocks[number]
-            rows = {name: self._spill.get(block.at[name], block.rows, self._kinds[name]) for name in names}
+        block = self._blocks[number]
+        rows = {name: self._spill.get(block.at[name], block.rows, self._kinds[name]) for name in names}
         if "ts" in rows:
             rows["ts"] = rows["ts"] + self.shift_ns
         return rows

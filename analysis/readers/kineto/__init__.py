@@ -8,6 +8,7 @@ the file says about them. Times are exact to the nanosecond, on the clock of the
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, gap
@@ -19,7 +20,7 @@ from rankscope.analysis.readers.kineto.numbering import number_collectives
 from rankscope.analysis.readers.kineto.ranks import by_rank, missing_ranks, nodes_of
 from rankscope.analysis.readers.kineto.scan import read_captures
 from rankscope.analysis.readers.kineto.tables import LARGE, Tables, table_builders
-from rankscope.analysis.readers.spill_file import Spill
+from rankscope.analysis.readers.workers import scratch_folder
 from rankscope.analysis.text.message import text
 from rankscope.errors import BadInput
 
@@ -41,9 +42,10 @@ _LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device stood idle,
 
 def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) -> FrameReader:
     """The run of which these files are the ranks, with operators that take this long. Raises `BadInput`."""
+    folder = scratch_folder()
     captures: list[Capture] = []
     gaps: list[Gap] = []
-    for capture in read_captures(paths, Spill(), operators_from_ns):
+    for capture in read_captures(paths, Path(folder.name), operators_from_ns):
         if isinstance(capture, str):
             gaps.append(gap("kernels", capture))
         else:
@@ -55,7 +57,7 @@ def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) ->
     groups = {rank: Groups(capture) for rank, capture in ranks.items()}
     collectives = {rank: collective_rows(capture, groups[rank]) for rank, capture in ranks.items()}
     number_collectives(collectives, groups, ranks, one_clock=len(set(nodes.values())) == 1)
-    tables = Tables(nodes, table_builders(ranks, groups, collectives))
+    tables = Tables(nodes, table_builders(ranks, groups, collectives), folder)
     for rank, capture in ranks.items():
         gaps += [gap(table, why, rank=rank, count=count) for table, count, why in capture.problems()]
     gaps += missing_ranks(ranks)

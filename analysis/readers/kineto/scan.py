@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +29,15 @@ from rankscope.analysis.readers.kineto.ranks import devices_of
 from rankscope.analysis.readers.kineto.threads import thread_numbers
 from rankscope.analysis.readers.kineto.unpack import GZIP_ERRORS, Source, unpacked
 from rankscope.analysis.readers.spill_file import Rows, Spill, joined
+from rankscope.analysis.readers.workers import Lost, each
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.collectors.schema import WINDOW_STEP
 
 __all__ = ["BRIEF", "WHOLE", "read_captures"]
 
-_MOST_AT_ONCE = 8  # files; more would wait for the interpreter
+# Of a core (docs/performance.md).
+_BYTES_PER_S, _UNPACKED = 400_000_000, 20
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime", "hip_runtime", "hip_driver", "xpu_runtime")
 _ANNOTATIONS = ("user_annotation",)
@@ -52,22 +51,33 @@ _OTHER, _DEVICE, _LAUNCH, _SPAN, _OPERATOR = range(5)  # what a row's category m
 _NO_TIME_NS = -(10**15)  # before the trace's base: what is left of a time of 0
 
 
-def read_captures(paths: Sequence[str], spill: Spill, operators_from_ns: int) -> Iterator[Capture | str]:
+def read_captures(paths: Sequence[str], folder: Path, operators_from_ns: int) -> Iterator[Capture | str]:
     """What each file holds, or one line that says what is wrong with it, in the order of the files.
 
-    Several are read at once: unpacking and scanning leave the interpreter to other threads.
+    Their rows lie in files in this folder. Large files are read by several processes at once.
     """
     files = [(path, file) for path in paths for file in trace_files(Path(path))]
     alone = Counter(path for path, _ in files)
-    labels = [str(file) if alone[path] == 1 else file.name for path, file in files]
-    with ThreadPoolExecutor(max_workers=min(len(files), os.cpu_count() or 1, _MOST_AT_ONCE) or 1) as pool:
-        of_each = map if len(files) == 1 else pool.map  # Ctrl-C ends what runs in this thread at once
-        read = functools.partial(_captures_of, spill=spill, operators_from_ns=operators_from_ns)
-        for captures in of_each(read, [file for _, file in files], labels):
+    tasks = [
+        (file, str(file) if alone[path] == 1 else file.name, folder / f"{number}.rows", operators_from_ns)
+        for number, (path, file) in enumerate(files)
+    ]
+    for (file, *_), captures in zip(tasks, each(read_file, tasks, [_cpu_s(file) for _, file in files]), strict=True):
+        if isinstance(captures, Lost):
+            yield text("{name} was not read: {why}", name=file.name, why=captures.why)
+        else:
             yield from captures
 
 
-def _captures_of(file: Path, label: str, *, spill: Spill, operators_from_ns: int) -> list[Capture | str]:
+def _cpu_s(file: Path) -> float:
+    """About what reading this file takes."""
+    packed = file.name.endswith(("gz", "tgz"))
+    return file.stat().st_size * (_UNPACKED if packed else 1) / _BYTES_PER_S
+
+
+def read_file(file: Path, label: str, rows: Path, operators_from_ns: int) -> list[Capture | str]:
+    """What the file holds; its rows lie in `rows`."""
+    spill = Spill(rows)
     if not TAR_NAME.search(file.name):
         with file.open("rb") as opened:
             return [_read_capture(label, unpacked(opened), spill, operators_from_ns)]
@@ -155,6 +165,7 @@ def _read_capture(label: str, source: Source, spill: Spill, operators_from_ns: i
     about_operators = joined(kept.of_operators)
     about_operators["ts"] += base
     for table in kept.tables.values():
+        table.seal()
         table.shift_ns = base
     device, launches, spans, operators, shaped = kept.tables.values()
     if not (len(device) or len(launches) or len(spans)) and not scanner.counts()[0]:

@@ -25,9 +25,10 @@ _Builder = Callable[[int | None], _Frames]  # in pieces of at most so many rows
 class Tables(Mapping[str, pl.DataFrame]):
     """The tables that have rows, each made when it is read: the columns behind the large ones are not in memory."""
 
-    def __init__(self, nodes: Mapping[int, int], builders: Mapping[str, _Builder]) -> None:
+    def __init__(self, nodes: Mapping[int, int], builders: Mapping[str, _Builder], folder: object) -> None:
         self._nodes = nodes
         self._builders = builders
+        self._folder = folder  # its files are removed with it
 
     def __getitem__(self, name: str) -> pl.DataFrame:
         return shaped(name, pl.concat(self._of_ranks(name, None)))

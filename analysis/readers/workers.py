@@ -1,0 +1,176 @@
+"""Tasks on single files, run in this process or in worker processes, with the same results.
+
+A task is a function of a module, with arguments and a result that can be pickled. Its rows lie in files: only paths and
+small values travel between processes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import IO, Any, TypeVar
+
+from rankscope.analysis.text.message import text
+from rankscope.collectors.free_memory import available_bytes
+from rankscope.errors import BadInput
+
+__all__ = ["Lost", "each", "scratch_folder", "serve"]
+
+_WORTH_S = 1.0  # of CPU that other processes take over; to start one takes half as much
+_OF_WORKER = 500_000_000  # bytes of memory, at most
+_TRIES = 2
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """In place of a result: the processes that ran the task were killed."""
+
+    why: str
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the rows of tasks, removed with this object. Raises `BadInput`."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="rankscope-")
+    except OSError as error:
+        raise BadInput(f"no folder for temporary files: set TMPDIR to one that can be written to ({error})") from None
+
+
+def each(
+    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], cpu_s: Sequence[float]
+) -> Iterator[Result | Lost]:
+    """The task's result for each of these arguments, in their order.
+
+    `cpu_s` is about what each of them takes: where others could take much of it over, worker processes do, one for each
+    core that this process may use. What a task raises is raised here.
+    """
+    if sum(cpu_s) - max(cpu_s, default=0) < _WORTH_S:
+        return (task(*of) for of in arguments)
+    free = available_bytes()
+    fit = max(1, free // _OF_WORKER) if free is not None else len(arguments)
+    return _in_processes(task, arguments, min(len(arguments), len(os.sched_getaffinity(0)), fit))
+
+
+def _in_processes(
+    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], count: int
+) -> Iterator[Result | Lost]:
+    workers = [_Worker() for _ in range(count)]
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def run(of: tuple[Any, ...]) -> Result | Lost:
+        worker = idle.get()
+        try:
+            return worker.run(task, of)
+        finally:
+            idle.put(worker)
+
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            try:
+                yield from pool.map(run, arguments)
+            finally:  # also where nobody wants the rest, or after Ctrl-C
+                for worker in workers:
+                    worker.end()
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+class _Worker:
+    """A process that runs one task after the other; it is started again when it was killed."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._lock = threading.Lock()
+        self._process = self._started()
+
+    def run(self, task: Callable[..., Result], arguments: tuple[Any, ...]) -> Result | Lost:
+        """The result. Raises what the task raises."""
+        for _ in range(_TRIES):
+            try:
+                pickle.dump((task, arguments), self._into)
+                self._into.flush()
+                raised, said = pickle.load(self._out)
+            except (OSError, EOFError, pickle.UnpicklingError):  # nothing, or half an answer
+                self._restart()
+                continue
+            if raised:
+                raise said
+            return said  # type: ignore[no-any-return]
+        return Lost(text("the process that read it was killed {times} times", times=_TRIES))
+
+    def end(self) -> None:
+        """End the process, whatever it does; its task is lost."""
+        with self._lock:
+            self._ended = True
+            self._process.kill()
+
+    def _restart(self) -> None:
+        with self._lock:
+            if not self._ended:
+                _close(self._process)
+                self._process = self._started()
+
+    def close(self) -> None:
+        """Leave nothing of an ended process."""
+        _close(self._process)
+
+    @staticmethod
+    def _started() -> subprocess.Popen[bytes]:
+        # multiprocessing would run the main module again, which need not be written for that.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        environment = {**os.environ, "POLARS_MAX_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    @property
+    def _into(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def _out(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # what was not sent yet
+            if pipe is not None:
+                pipe.close()
+    process.wait()
+
+
+def serve() -> None:
+    """Run the tasks that come on standard input; their results go to standard output. What they print is an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)
+        while True:
+            try:
+                task, arguments = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            try:
+                answer = pickle.dumps((False, task(*arguments)))
+            except Exception as error:  # it is raised where the task was given
+                answer = pickle.dumps((True, error))
+            out.write(answer)
+            out.flush()
