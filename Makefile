@@ -47,7 +47,7 @@ $(INSTALLED): $(NEEDS)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,ui]'
 	touch $@
 
-$(FRAMEWORKS): $(INSTALLED)  # for tests/test_frameworks.py
+$(FRAMEWORKS): $(INSTALLED)  # for tests/jobs/test_frameworks.py
 	$(BIN)/pip install -q -c constraints.txt -e '.[frameworks]'
 	touch $@
 

@@ -57,7 +57,7 @@ def measure() -> dict[str, float]:
     from rankscope.collectors.in_rank import session
     from rankscope.collectors.in_rank.ring_writer import Ring
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/cuda"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support/cuda"))
     from pretend import build, pretend
 
     torch.set_num_threads(1)

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from isal import igzip
-from large_trace import write_large
 
+from large_trace import write_large
 from rankscope.analysis.diagnosis.diagnose import report_on
 from rankscope.analysis.report import perfetto
 from rankscope.analysis.runs.trace import Trace

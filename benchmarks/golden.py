@@ -17,11 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
-from faults import CLEAN, KINDS, UNPROFILED_KINDS, Case, simulated
-from record import write as record
-
 import rankscope
+from faults import CLEAN, KINDS, UNPROFILED_KINDS, Case, simulated
 from rankscope.analysis.report import json_form
+from record import write as record
 
 TEXTS = ("title", "where", "advice", "note", "why", "verdict", "gain_why", "explanation", "label", "code", "reason")
 

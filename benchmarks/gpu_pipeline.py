@@ -12,8 +12,9 @@ import os
 import time
 
 import torch
-from nccl_job import begin, end
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from nccl_job import begin, end
 
 
 def main() -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from rankscope.collectors import native_hook
 from rankscope.errors import NotBuilt
-
-EXAMPLE = Path(__file__).parents[1] / "examples/train_transformer.py"
+from support.paths import EXAMPLE
 
 
 @pytest.fixture(scope="session", autouse=True)

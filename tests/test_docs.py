@@ -13,8 +13,8 @@ from pathlib import Path
 import typer
 
 from rankscope.profiler import commands
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 # Words of our own making, for which the field has others: see docs/glossary.md.
 NOT_USED = re.compile(
     r"\b(told|tells?|stood|stands? (still|idle)|mend\w*|nobody|somebody|whoever|judged|judges|set aside|ma[dk]es? room|"

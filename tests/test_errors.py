@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-from pathlib import Path
 
 import pytest
 
 from rankscope import errors
 from rankscope.profiler import main
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 INTERNAL = {"IncompleteError", "InvariantError", "MalformedError", "_BadRequest", "_DoubtError", "_Unusable"}
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
-from test_diagnose import run
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.model.finding import Report
@@ -21,9 +20,9 @@ from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import joined, plural, speaking, spoken, text
 from rankscope.analysis.text.phrases import counted, named
+from support.by_hand import run
+from support.paths import DATA, ROOT
 
-ROOT = Path(__file__).parent.parent
-SHARED = ROOT.parent / "shared" / "data"
 SAYING = ("text", "plural")
 
 
@@ -93,7 +92,7 @@ def test_report_in_chinese_leaves_no_english_sentence_and_the_json_english(sourc
     report = (
         diagnose(run({0: 40, 1: 70, 2: 40}), price=2.5)
         if source == "by hand"
-        else diagnose(Trace.open(recorded(SHARED / source)))
+        else diagnose(Trace.open(recorded(DATA / source)))
     )
     in_json = json_form.render(report)
     page = html.render(report, language="zh")

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 # From the lowest floor up. A room imports from rooms below it only.
 FLOORS = (
     *("errors", "collectors.schema", "collectors.counters"),

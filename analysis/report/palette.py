@@ -1,7 +1,7 @@
 """The colours of report and UI: safe for colour-blind readers, the same for the same thing everywhere.
 
 The parts' colors are those of Okabe and Ito and of Tol, but for those that would be taken for another with protanopia
-or deuteranopia (`tests/test_palette.py`). Dark pages change only what would not stand out there.
+or deuteranopia (`tests/analysis/test_palette.py`). Dark pages change only what would not stand out there.
 
 Source: Okabe and Ito, Color Universal Design (2008); Tol, Colour Schemes (2021).
 """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from simulate import GPUS, Job, Recording, Resources, healthy_resources, run, stages_of, step_ns, steps_ns
 
 __all__ = ["CLEAN", "CONFOUNDERS", "DOSES", "KINDS", "UNPROFILED_KINDS", "Case", "Truth", "cases", "simulated"]

@@ -25,11 +25,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from score import answer, is_culprit, said
 from three_nodes import MASTER_PORT, network
 
 import rankscope
 from rankscope.analysis.model.finding import Finding
+from score import answer, is_culprit, said
 
 JOB = Path(__file__).with_name("job.py")
 ODDS = {"loud": 0.5, "quiet": 0.14, "masked": 0.065}  # what a fault is to add to the healthy step

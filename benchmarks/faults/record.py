@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
-from simulate import GPUS, Job, Recording
 
 from rankscope.collectors.agent.arrow_writer import write_sealed
 from rankscope.collectors.schema import DEVICE_MARKS, DEVICE_WORK, NO_PEER, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
+from simulate import GPUS, Job, Recording
 
 __all__ = ["write"]
 

@@ -27,13 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from faults import CLEAN, DOSES, KINDS, UNPROFILED_KINDS, Case, cases, simulated
-from record import write
-from simulate import Recording, cut
 
 import rankscope
+from faults import CLEAN, DOSES, KINDS, UNPROFILED_KINDS, Case, cases, simulated
 from rankscope.analysis.detectors import detectors
 from rankscope.analysis.model.finding import Finding, Report
+from record import write
+from simulate import Recording, cut
 
 NOTHING, NOT_CHECKED = "healthy", "not checked"
 _DETECTOR = {"sporadic_rank": "slow_rank", "slow_node": "slow_rank"}  # else the kind's own name

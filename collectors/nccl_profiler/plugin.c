@@ -2,7 +2,7 @@
 
    It implements the profiler API v3 (NCCL 2.26) to v7 (NCCL 2.32). NCCL takes the newest version that it knows. The
    layouts below are facts of NCCL's public headers (ext-profiler), written down again as far as they are used;
-   `tests/test_nccl_profiler.py` holds them against whole ones.
+   `tests/collectors/test_nccl_profiler.py` holds them against whole ones.
 
    Handles of calls are numbers, not memory: proxies of another process (PXN) pass handles that are not ours, and calls
    outlive their stop. Only what has to be remembered between start and stop, proxy operations and spans, has memory: a

@@ -1,0 +1,178 @@
+"""A run that is too long for a report: phases of it whose steps differ are found by their lengths, and looked into."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import polars as pl
+import pytest
+
+from rankscope.analysis.compare.gate import gate
+from rankscope.analysis.compare.run_phases import _phases, look_around
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.model.finding import Report
+from rankscope.analysis.model.tables import schema_of
+from rankscope.analysis.report import html, json_form, terminal
+from rankscope.analysis.runs import memory_budget
+from rankscope.analysis.runs.step_range import Stretch
+from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.steps import judge
+from rankscope.errors import BadInput
+from record import write
+from simulate import Job, healthy_resources, run
+from support.report_schema import SCHEMA, check
+
+STEPS, SLOW, FROM, UNTIL = 800, 5, 200, 300
+
+
+def recorded(folder: Path, slowness: np.ndarray) -> Path:
+    """800 steps of 130 ms on 16 ranks, whose compute takes so many times longer."""
+    job = Job(parallel="fsdp", ranks=16, steps=STEPS, seed=2, nic_bytes_per_s=20e9)
+    can = healthy_resources(job)
+    can.slowness[:] *= slowness
+    return write(run(job, can), folder)
+
+
+def judged(folder: Path, share: float):
+    """The report where only this share of the run fits."""
+    trace = Trace.open(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + memory_budget._of_rows(trace.reader) * share)
+        return diagnose(Trace.open(folder))
+
+
+@pytest.fixture(scope="module")
+def slow_for_a_while(tmp_path_factory):
+    """Rank 5 computes half as fast again from step 200 to 299; the last 200 are read."""
+    slowness = np.ones((STEPS, 16))
+    slowness[FROM:UNTIL, SLOW] = 1.5
+    return judged(recorded(tmp_path_factory.mktemp("while") / "run", slowness), 0.25)
+
+
+@pytest.fixture(scope="module")
+def slower_since(tmp_path_factory):
+    """All ranks compute a fifth longer from step 400 on; the last 200 are read."""
+    slowness = np.ones((STEPS, 16))
+    slowness[400:] = 1.2
+    return judged(recorded(tmp_path_factory.mktemp("since") / "run", slowness), 0.25)
+
+
+def test_a_rank_that_was_slow_for_a_while_is_named_though_other_steps_were_read(slow_for_a_while):
+    report = slow_for_a_while
+    assert report.findings == ()
+    (look,) = report.history.looks
+    assert (look.phase.first, look.phase.last) == (FROM, UNTIL - 1)
+    assert look.phase.median_ns == pytest.approx(1.46 * report.history.read.median_ns, rel=0.03)
+    assert FROM <= look.first < look.last < UNTIL
+    assert [(found.detector, found.title.split(":")[0]) for found in look.findings] == [
+        ("slow_rank", f"Rank {SLOW} is slow")
+    ]
+    assert " were read. Steps 200-299 took " in report.verdict
+    assert report.verdict.endswith(f" longer than these: {look.findings[0].title}.")
+
+
+def test_that_all_became_slower_is_said_with_the_part_that_did(slower_since):
+    """A step's 111 ms of compute, of 130, have become 133."""
+    (look,) = slower_since.history.looks
+    assert (look.phase.first, look.phase.last) == (0, 399)
+    assert look.findings == ()
+    assert look.changes[0].part == "compute"
+    compute_ns = np.mean([part.ns_per_step for part in slower_since.breakdown if part.part == "compute"])
+    assert look.changes[0].ns == pytest.approx(compute_ns * (1 / 1.2 - 1), rel=0.1)
+    assert "Steps 0-399 took 16 % less than these: compute -2" in slower_since.verdict
+
+
+def test_every_form_of_the_report_says_it(slow_for_a_while):
+    line = "found in steps 200-299: Rank 5 is slow"
+    assert line in terminal.render_short(slow_for_a_while, width=400)
+    assert "longer than those that were read" in html.render(slow_for_a_while)
+    assert "第 200-299 步每步" in html.render(slow_for_a_while, language="zh")
+    said = json.loads(json_form.render(slow_for_a_while))
+    check(said, SCHEMA, "report")
+    assert said["history"]["looks"][0]["phase"]["first"] == FROM
+
+
+def test_a_gate_does_not_let_such_a_run_pass(slow_for_a_while, slower_since):
+    (failure,) = gate(slow_for_a_while).failures
+    assert failure.startswith("steps 200-299: Rank 5 is slow")
+    assert gate(slow_for_a_while, severity="high").failures == (failure,)
+    assert gate(slower_since).failures == ()
+    assert gate(slower_since).unseen[0].startswith("why steps 0-399 take 130 ms")
+
+
+def test_no_more_steps_are_read_beside_than_the_report_has(slow_for_a_while):
+    looked = sum(look.last - look.first + 1 for look in slow_for_a_while.history.looks)
+    read = slow_for_a_while.history.read
+    assert looked <= read.last - read.first + 1
+
+
+def test_a_healthy_run_has_no_phases(tmp_path):
+    report = judged(recorded(tmp_path / "run", np.ones((STEPS, 16))), 0.25)
+    assert report.history.count == STEPS
+    assert report.history.looks == ()
+    assert report.verdict.endswith(" of 800 were read.")
+
+
+def stretch_of(lengths: np.ndarray, read: int) -> Stretch:
+    """A run of one rank with steps of these lengths in ms, of which the last so many are read."""
+    ends = np.cumsum(lengths * 1e6).astype(np.int64)
+    number = np.arange(len(ends), dtype=np.int32)
+    columns = {"rank": np.zeros_like(number), "step": number, "start_ns": np.append(0, ends[:-1]), "end_ns": ends}
+    no_regions = pl.DataFrame(schema=schema_of("regions"))
+    steps = judge(pl.DataFrame(columns | {"source": ["optimizer"] * len(ends)}), no_regions)
+    counted = steps.with_columns(node=pl.lit(0, pl.Int32))
+    last = len(ends) - 1
+    return Stretch(
+        first=len(ends) - read, last=last, kept=0, asked=False, said="", counted=counted, spans={0: (0, 1 << 62)}
+    )
+
+
+def phases(lengths: np.ndarray, read: int) -> list[tuple[int, int]]:
+    stretch = stretch_of(lengths, read)
+    return [(span.first, span.last) for span in _phases(stretch, stretch.history())]
+
+
+def test_phases_that_are_short_count_together():
+    """A hundred incidents of 180 steps at twice the length: 13 % of the run, none of them 1 %."""
+    lengths = np.random.default_rng(1).normal(100, 2, 120_000)
+    for number in range(100):
+        lengths[1000 + number * 1100 :][:180] *= 2
+    found = sorted(phases(lengths, 5000))
+    assert len(found) == 100
+    assert all(abs(first - 1000 - number * 1100) <= 20 for number, (first, _) in enumerate(found))
+
+
+def test_noise_does_not_cut_a_phase_into_pieces():
+    """The first half takes 12 % longer, and steps scatter by a tenth."""
+    lengths = np.random.default_rng(1).normal(100, 10, 120_000)
+    lengths[:60_000] *= 1.12
+    assert len(phases(lengths, 5000)) < 20
+    (first, last) = phases(lengths, 5000)[0]
+    assert last - first > 3000
+
+
+def test_scatter_alone_is_no_phase():
+    for seed in range(5):
+        assert phases(np.random.default_rng(seed).normal(100, 30, 60_000).clip(30), 5000) == []
+
+
+def test_others_of_the_kind_are_counted(slow_for_a_while):
+    """A report of 200 steps has room for three looks, and the run for five phases."""
+    rng = np.random.default_rng(1)
+    lengths = rng.normal(100, 2, 6000)
+    for number in range(5):
+        lengths[1000 + number * 800 :][:200] *= 1.5
+    stretch = stretch_of(lengths, 200)
+    report = replace(slow_for_a_while, verdict="Read.", history=stretch.history())
+    nothing = BadInput("nothing was read")
+
+    def read(first: int, last: int) -> tuple[Report, Timeline]:
+        raise nothing
+
+    looked = look_around(report, SimpleNamespace(stretch=stretch), read)
+    assert sorted(look.others for look in looked.history.looks) == [0, 0, 2]
+    assert re.search(r"^Read. Steps \d+-\d+, and 2 other phases, took 50 % longer than these.$", looked.verdict)

@@ -1,0 +1,77 @@
+"""The headline, its color and the levels: none of them contradicts the tables below it."""
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.diagnosis.losses import losses_of
+from rankscope.analysis.report import terminal
+from support.by_hand import run
+
+
+@pytest.fixture(scope="module")
+def even():
+    return diagnose(run({0: 800, 1: 800, 2: 800}))
+
+
+def test_losses_are_the_breakdowns_and_sum_over_ranks_to_its_parts():
+    report = diagnose(run({0: 40, 1: 70, 2: 40}))
+    shown = {"wait": "wait", "communication": "transfer"}
+    assert {loss.kind for loss in report.losses} == set(shown)
+    for loss in report.losses:
+        of_part = [part for part in report.breakdown if part.part == shown[loss.kind]]
+        assert loss.ns_per_step == round(sum(part.ns_per_step for part in of_part) / len(report.ranks))
+        assert loss.fraction == pytest.approx(loss.ns_per_step / report.steps.mean_ns)
+    wait = next(loss for loss in report.losses if loss.kind == "wait")
+    assert (wait.least_rank, wait.least_ns) == (1, 0)
+    assert (wait.explained_by, wait.unexplained_fraction) == (("slow_rank",), 0)
+
+
+def test_devices_that_idle_with_work_queued_lose_it_and_short_gaps_between_kernels_do_not():
+    spans = (
+        ("compute", "no region", 0, 20),
+        ("unsplit", "allreduce", 20, 35),
+        ("other", "queued, not started", 35, 90),
+        ("other", "launch not in the trace", 90, 98),
+        ("other", "between kernels", 98, 100),
+    )
+    rows = [(0, 0, *span) for span in spans]
+    phases = pl.DataFrame(rows, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row")
+    length = (pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")
+    losses = losses_of(phases.group_by("rank", "step", "part").agg(length), phases, ())
+    assert [(loss.kind, loss.fraction) for loss in losses] == [
+        ("queued", pytest.approx(0.55)),
+        ("unattributed", pytest.approx(0.15)),
+        ("unseen", pytest.approx(0.08)),
+    ]
+
+
+def test_no_bottleneck_only_where_little_is_lost_and_little_could_be_overlooked(even):
+    assert sum(loss.fraction for loss in even.losses) < 0.05
+    assert (even.findings, even.status) == ((), "green")
+    assert even.verdict == "No bottleneck above 1.1 % of the step in 10 analyzed steps of 3 ranks."
+
+
+def test_time_that_is_lost_and_not_explained_is_the_headline_and_nothing_is_green():
+    report = diagnose(run({0: [40, 80, 40], 1: [40, 40, 80], 2: [80, 40, 40]}, steps=5))
+    assert report.status == "amber"
+    assert "wait for peers takes " in report.verdict
+
+
+def test_where_statistics_and_replay_agree_a_finding_is_confirmed_and_of_few_steps_it_is_likely():
+    sure = diagnose(run({0: 40, 1: 70, 2: 40}))
+    assert [(f.detector, f.confidence) for f in sure.findings] == [("slow_rank", "confirmed")]
+    assert not sure.verdict.startswith("Likely")
+    assert sure.status == "red"
+    few = diagnose(run({0: 40, 1: 70, 2: 40}, steps=5))
+    assert [(f.detector, f.confidence) for f in few.findings] == [("slow_rank", "likely")]
+    assert few.verdict.startswith("Likely: Rank 1 ")
+
+
+@pytest.mark.parametrize(("status", "code"), [("green", "32"), ("amber", "33"), ("red", "31")])
+def test_the_terminals_headline_has_the_color(even, status, code):
+    shown = terminal.render(replace(even, status=status, verdict="The headline."), color=True)
+    line = next(line for line in shown.splitlines() if "The headline." in line)
+    assert line.startswith(f"\x1b[1;{code}m")

@@ -1,0 +1,54 @@
+"""Faults put into a capture: what comes later, and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from captures.planted import CLEAN, Case, simulated
+from captures.retime import Change, load, retimed
+from captures.retime import write as write_retimed
+from captures.write import write
+
+
+@pytest.fixture
+def real(tmp_path):
+    """A healthy capture of two steps."""
+    capture = simulated(Case(CLEAN, "", 2, 1, "tuning"))
+    files = replace(capture.files, unit="base", information="all", marks=True, metadata="all", unlaunched=0.0)
+    return load(write(replace(capture, files=files), tmp_path / "capture"))
+
+
+def test_without_a_change_nothing_is_later(real):
+    assert retimed(real, Change()) == 0
+    assert all(row.shift == row.later == 0 for row in real.rows)
+
+
+def test_what_all_of_a_collective_take_longer_all_ranks_leave_later(real):
+    for row in real.instances[0]:
+        row.extra = 1000
+    retimed(real, Change())
+    assert [row.shift for row in real.instances[0]] == [0] * len(real.documents)
+    assert [row.later for row in real.instances[0]] == [1000] * len(real.documents)
+
+
+def test_ranks_wait_for_the_one_that_stalls_no_longer_than_it_does(real):
+    """20 ms, more than the host was ahead: the others begin the next collective when they did, and leave it later."""
+    step = real.steps[1][0]
+    cost = retimed(real, Change({1: [(step.start + 1, 20_000)]}))
+    assert cost > 0
+    late = max(one[1].later for one in real.instances)
+    assert 0 < late <= 20_000
+    held_up = [row for one in real.instances for row in one if row.rank != 1 and row.later > row.shift]
+    assert held_up
+    assert max(row.later for row in real.rows) <= 20_000 + 1e-6
+
+
+def test_files_have_the_new_times(real, tmp_path):
+    for row in real.instances[0]:
+        row.extra = 1000
+    retimed(real, Change())
+    again = load(write_retimed(real, tmp_path / "again"))
+    before, after = real.instances[0][0], again.instances[0][0]
+    assert after.event["dur"] == pytest.approx(before.event["dur"] + 1000)

@@ -1,0 +1,151 @@
+"""Gradients that are reduced after backward, and those that are hidden behind it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import rankscope
+from rankscope.analysis.detectors import exposed_communication
+from rankscope.errors import NotResolvable
+from support.kineto import ALLREDUCE, event, kernel, launch, meta, write
+from support.kineto import step as profiler_step
+from support.paths import SCRIPTS
+
+JOB = SCRIPTS / "gradients.py"
+RANKSCOPE = Path(sys.executable).with_name("rankscope")
+MS, MB, STEPS = 1_000_000, 2**20, 10
+FORWARD, BACKWARD = 40, 80  # ms
+
+
+def tables(*buckets, step_ms=200, wait_ms=0):
+    """Two ranks; `buckets` are (issued, end) in ms after backward began, 10 MB each; what ends after it blocks."""
+    parts, phases, regions, calls = [], [], [], []
+    for rank in range(2):
+        for step in range(STEPS):
+            begin = step * step_ms
+            back, computed = begin + FORWARD, begin + FORWARD + BACKWARD
+            reduced = max(computed, back + max(end for _, end in buckets))
+            spans = [("compute", "forward", begin, back), ("compute", "backward", back, computed)]
+            spans += [
+                ("wait", "allreduce", computed, computed + wait_ms),
+                ("transfer", "allreduce", computed + wait_ms, reduced),
+                ("optimizer", "Adam", reduced, begin + step_ms),
+            ]
+            spans = [(part, label, a * MS, b * MS) for part, label, a, b in spans if b > a]
+            phases += [(rank, step, *span) for span in spans]
+            parts += [(rank, step, part, b - a) for part, _, a, b in spans]
+            regions.append((rank, step, "backward", back * MS, reduced * MS, 0))
+            regions.append((rank, step, "optimizer", reduced * MS, (begin + step_ms) * MS, 0))
+            calls += [
+                (rank, step, "allreduce", (back + issued) * MS, (back + end) * MS, wait_ms * MS, 10 * MB)
+                for issued, end in buckets
+            ]
+    span = ["start_ns", "end_ns"]
+    return (
+        pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
+        pl.DataFrame(phases, ["rank", "step", "part", "label", *span], orient="row"),
+        pl.DataFrame(regions, ["rank", "step", "kind", *span, "thread"], orient="row"),
+        pl.DataFrame(calls, ["rank", "step", "op", *span, "wait_ns", "size_bytes"], orient="row"),
+    )
+
+
+def test_one_bucket_after_backward_would_mostly_be_hidden():
+    """40 ms after 80 of backward; of 8 buckets of 5 ms the last is left. The fewest as good within 10 % count."""
+    (finding,) = exposed_communication.detect(*tables((80, 120)))
+    assert finding.lost_ns_per_step == pytest.approx((40 - 40 / 5) * MS, rel=0.1)
+    assert finding.lost_fraction == pytest.approx(0.16, abs=0.02)
+    assert "Of 40.0 ms per step for reducing gradients, 40.0 ms come after backward" in finding.title
+    assert "bucket_cap_mb to about 1." in finding.advice or "bucket_cap_mb to about 2" in finding.advice
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        [(20, 30), (40, 50), (60, 70), (80, 90)],  # all but the last hidden
+        [(80, 84)],  # little to hide
+        [(10, 90), (20, 180), (40, 200)],  # far more than backward can hide, begun as early as can be
+    ],
+    ids=["hidden", "little", "more than can be hidden"],
+)
+def test_what_cannot_be_hidden_better_is_no_finding(buckets):
+    assert exposed_communication.detect(*tables(*buckets, step_ms=400)) == []
+
+
+@pytest.mark.parametrize(
+    ("buckets", "found"),
+    [([(80, 100)], 1), ([(20, 45), (45, 70), (70, 100)], 0)],
+    ids=["nothing hidden", "most hidden"],
+)
+def test_4_percent_of_the_step_are_told_where_hardly_anything_is_hidden(buckets, found):
+    """20 of 400 ms come after backward both times; 16 of them would be hidden in 5 buckets."""
+    assert len(exposed_communication.detect(*tables(*buckets, step_ms=400))) == found
+
+
+def test_waiting_for_a_slow_peer_is_not_exposed_communication():
+    assert exposed_communication.detect(*tables((80, 124), wait_ms=40)) == []
+
+
+def test_without_backward_or_reductions_it_is_not_judged():
+    breakdown, phases, regions, collectives = tables((80, 120))
+    with pytest.raises(NotResolvable, match="backward"):
+        exposed_communication.detect(breakdown, phases, regions.filter(kind="optimizer"), collectives)
+    with pytest.raises(NotResolvable, match="reduction"):
+        exposed_communication.detect(breakdown, phases, regions, collectives.clear())
+
+
+@pytest.mark.parametrize("begin", [70, 51])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_on_devices_backward_is_what_autograds_thread_has_launched(tmp_path, begin, microbatches):
+    """Two ranks, steps of 100 ms: forward until 30, backward until 70, optimizer from 90 on; the gradients' reduction
+    takes 20 ms, from `begin` on. Hosts launch all of a step in its first 2 ms. With two microbatches forward and
+    backward come twice in that time, and the second backward takes 20 ms."""
+    spans = [("forward", 0, 30, 1), ("backward", 30, 70, 2)]
+    if microbatches == 2:
+        spans = [("forward", 0, 15, 1), ("backward", 15, 35, 2), ("forward", 35, 50, 1), ("backward", 50, 70, 2)]
+    for rank in (0, 1):
+        events = []
+        for number in range(6):
+            at, first = 100_000 * number, 100 * number
+            events.append(profiler_step(number, at, 99_990))
+            words = {"device": rank, "stream": 20, **meta(elements=10 * MB, Seq=number)}
+            events += [launch(at + 1_000, 5, first), kernel(ALLREDUCE, at + 1000 * begin, 20_000, first, **words)]
+            for n, (name, since, until, thread) in enumerate(spans, 1):
+                events.append(launch(at + 100 * n, 5, first + n, tid=thread))
+                events.append(kernel(name, at + 1000 * since, 1000 * (until - since), first + n, device=rank))
+            events.append(event("user_annotation", "Optimizer.step#SGD.step", at + 1_500, 200))
+            events += [launch(at + 1_600, 5, first + 9), kernel("sgd", at + 90_000, 9_990, first + 9, device=rank)]
+        write(tmp_path / f"rank{rank}.json", events, distributedInfo={"rank": rank, "world_size": 2})
+    report = rankscope.diagnose(rankscope.open(tmp_path))
+    assert "exposed_communication" not in [check.detector for check in report.not_checked]
+    found = [finding for finding in report.findings if finding.detector == "exposed_communication"]
+    if begin == 51:
+        assert found == []
+        return
+    (finding,) = found
+    assert finding.title.startswith("Of 20.0 ms per step for reducing gradients, 20.0 ms come after backward")
+    assert finding.lost_ns_per_step == pytest.approx((20 - 20 / 5) * MS, rel=0.1)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("late", [False, True], ids=["DDP", "by hand after backward"])
+def test_real_job_that_reduces_after_backward_is_told_so(late, tmp_path):
+    launcher = [
+        RANKSCOPE,
+        "run",
+        "--no-report",
+        "--out",
+        tmp_path / "run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        JOB,
+    ]
+    launcher += ["--late"] if late else []
+    subprocess.run([str(word) for word in launcher], check=True, capture_output=True, timeout=200)
+    report = rankscope.diagnose(rankscope.open(tmp_path / "run"))
+    assert ("exposed_communication" in {finding.detector for finding in report.findings}) == late

@@ -1,0 +1,299 @@
+"""Who is to blame when a job hangs: states of a few ranks, written down, and two real hangs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from rankscope.analysis.detectors import hang
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.model.tables import schema_of
+from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.timeline.hang_progress import last_progress
+from rankscope.errors import NotResolvable
+from support.paths import DATA
+
+NVRX = DATA / "flight_recorder" / "nvrx"
+
+ALL, FIRST, LAST = 1, 2, 3  # groups
+
+
+def state(*rows, groups=((ALL, "all", "0-3"),)):
+    """Tables `progress` and `groups`. A row is (rank, group, enqueued, completed[, what it is held in])."""
+    progress = []
+    for rank, group, enqueued, completed, *held in rows:
+        row = {"rank": rank, "group_id": group, "enqueued": enqueued, "completed": completed, "is_p2p": False}
+        if enqueued > completed:
+            row |= {"seq": completed + 1, "op": "allreduce", "start_ns": 100 + completed, "peer": -1}
+        progress.append(row | (held[0] if held else {}))
+    columns = {c: [row.get(c) for row in progress] for c in schema_of("progress")}
+    named = [{"group_id": g, "name": str(g), "role": role, "members": members} for g, role, members in groups]
+    return {
+        "progress": pl.DataFrame(columns, schema=schema_of("progress")),
+        "groups": pl.DataFrame({c: [g.get(c) for g in named] for c in schema_of("groups")}, schema=schema_of("groups")),
+    }
+
+
+def blamed(tables):
+    return [(finding.ranks, finding.title) for finding in hang.detect(**tables)]
+
+
+def test_rank_that_does_not_come_to_an_operation_is_blamed():
+    """Ranks 0, 1 and 3 are in all-reduce 5; rank 2 has finished 4 and enqueued no more."""
+    tables = state((0, ALL, 5, 4), (1, ALL, 5, 4), (2, ALL, 4, 4), (3, ALL, 5, 4))
+    assert blamed(tables) == [((2,), "Rank 2 does not come to allreduce number 5 of all")]
+
+
+def test_nothing_outstanding_is_no_hang():
+    assert hang.detect(**state(*((rank, ALL, 5, 5) for rank in range(4)))) == []
+    assert hang.resolution_ns(state((0, ALL, 5, 5))["progress"]) is None
+
+
+def test_nothing_outstanding_on_the_ranks_that_were_seen_is_no_proof_of_health():
+    with pytest.raises(NotResolvable, match="3 ranks of 4 left no state, and the others are not held"):
+        hang.detect(**state((0, ALL, 5, 5)))
+
+
+def test_a_rank_that_waits_itself_is_not_blamed_though_it_is_behind():
+    """Rank 0 waits for rank 1 in the first pair, which waits for rank 2 in the last: rank 1 is a healthy neighbour."""
+    groups = ((FIRST, "first", "0-1"), (LAST, "last", "1-2"))
+    tables = state((0, FIRST, 8, 7), (1, FIRST, 7, 7), (1, LAST, 3, 2), (2, LAST, 2, 2), groups=groups)
+    assert [ranks for ranks, _ in blamed(tables)] == [(2,)]
+
+
+def test_the_oldest_operation_is_what_holds_a_rank():
+    """Rank 1 enqueued the first pair's operation after the last pair's, in which rank 2 is missing."""
+    groups = ((FIRST, "first", "0-1"), (LAST, "last", "1-2"))
+    rows = (
+        (0, FIRST, 8, 7, {"start_ns": 50}),
+        (1, FIRST, 8, 7, {"start_ns": 90}),
+        (1, LAST, 3, 2, {"start_ns": 60}),
+        (2, LAST, 2, 2),
+    )
+    assert [ranks for ranks, _ in blamed(state(*rows, groups=groups))] == [(2,)]
+
+
+def test_rank_whose_peers_finished_what_it_is_in_is_stuck_on_its_device():
+    """Rank 2 enqueued 5 and 6 and finished 4; the others finished 5 and wait in 7, which rank 2 did not enqueue."""
+    tables = state((0, ALL, 7, 6), (1, ALL, 7, 6), (2, ALL, 6, 4), (3, ALL, 7, 6))
+    assert blamed(tables) == [((2,), "Rank 2 does not finish allreduce, which its peers finished")]
+
+
+def test_all_in_the_same_operation_is_the_transport():
+    tables = state(*((rank, ALL, 5, 4) for rank in range(4)))
+    assert blamed(tables) == [((0, 1, 2, 3), "All of ranks 0-3 are in allreduce number 5 of all, and none finishes")]
+
+
+def test_different_operations_under_one_number_are_a_desync():
+    tables = state((0, ALL, 5, 4), (1, ALL, 5, 4, {"op": "broadcast"}), (2, ALL, 5, 4), (3, ALL, 5, 4))
+    assert blamed(tables) == [((1,), "Rank 1 does broadcast where the others do allreduce: desynchronized")]
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_are_a_deadlock():
+    """Rank 0 is in the first group's operation 1, rank 1 in the last one's: neither enqueued the other's."""
+    groups = ((FIRST, "first", "0-1"), (LAST, "last", "0-1"))
+    rows = ((0, FIRST, 1, 0), (0, LAST, 0, 0), (1, FIRST, 0, 0), (1, LAST, 1, 0))
+    assert blamed(state(*rows, groups=groups)) == [((0, 1), "Ranks 0,1 wait for each other: deadlock")]
+
+
+def test_receive_without_its_send_waits_for_the_sender():
+    """Rank 1 receives from rank 0, which has nothing outstanding."""
+    groups = ((FIRST, "pipeline", "0-1"),)
+    receives = {"op": "recv", "peer": 0, "is_p2p": True}
+    tables = state((0, FIRST, 3, 3, {"is_p2p": True}), (1, FIRST, 4, 3, receives), groups=groups)
+    assert blamed(tables) == [((0,), "Rank 0 does not come to recv number 4 of pipeline")]
+
+
+def test_rank_without_a_state_is_blamed_only_where_nobody_else_can_be():
+    """Rank 3 left nothing: it is blamed if the others are all in the operation, not if rank 2 is known to be away."""
+    there = [(0, ALL, 5, 4), (1, ALL, 5, 4)]
+    assert blamed(state(*there, (2, ALL, 5, 4))) == [((3,), "Rank 3 left no state, and the others wait for it")]
+    assert [ranks for ranks, _ in blamed(state(*there, (2, ALL, 4, 4)))] == [(2,)]
+
+
+def test_state_that_cannot_be_read_is_no_evidence():
+    """Rank 3 left a state that is damaged (a row without values): rank 2 is away, or nobody can be named."""
+    damaged = (3, ALL, 0, 0, {"enqueued": None, "completed": None})
+    there = [(0, ALL, 5, 4), (1, ALL, 5, 4)]
+    assert [ranks for ranks, _ in blamed(state(*there, (2, ALL, 4, 4), damaged))] == [(2,)]
+    with pytest.raises(NotResolvable, match="the state of rank 3 could not be read, and others may wait there"):
+        hang.detect(**state(*there, (2, ALL, 5, 4), damaged))
+
+
+def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
+    """Rank 0 is in a transfer, and it is not known with whom: it is named as being in it."""
+    held = {"op": "recv", "peer": -1, "is_p2p": True}
+    found = hang.detect(**state((0, FIRST, 4, 3, held), groups=((FIRST, "pipeline", "0-2"),)))
+    assert [(f.ranks, f.where) for f in found] == [((0,), "recv number 4 of pipeline")]
+
+
+def recorded(*rows, until, steps=(), said_late=False, early=()):
+    """`last_progress` of a run of three ranks. A row is (rank, seq, start s, end s or None, whole); then the operation.
+
+    `early`: ends that were moved by so many s, to the arrival of a last rank that came after them, by (rank, seq).
+    """
+    second = 1_000_000_000
+    collectives = pl.DataFrame(
+        [
+            {
+                "rank": rank,
+                "group_id": ALL,
+                "seq": seq,
+                "op": op[0] if op else "allreduce",
+                "start_ns": round(start * second),
+                "end_ns": None if end is None else round(end * second),
+                "instance_id": seq if whole else None,
+                "group_size": 3,
+                "early_ns": round(dict(early)[rank, seq] * second) if (rank, seq) in dict(early) else None,
+                "peer": -1,
+                "tag": 0,
+                "size_bytes": 8,
+            }
+            for rank, seq, start, end, whole, *op in rows
+        ],
+        schema_overrides={"end_ns": pl.Int64, "early_ns": pl.Int64, "instance_id": pl.Int64},
+    )
+    regions = pl.DataFrame({"start_ns": [], "end_ns": []}, schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
+    lengths = pl.DataFrame({"start_ns": [0 for _ in steps], "end_ns": [round(s * second) for s in steps]})
+    return last_progress(
+        collectives,
+        regions,
+        None if until is None else round(until * second),
+        lengths.cast(pl.Int64),
+        said_late=said_late,
+    )
+
+
+STUCK = ((0, 1, 0, 1, True), (1, 1, 0, 1, True), (2, 1, 0, 1, True), (0, 2, 2, None, False), (1, 2, 2, 14, False))
+
+
+def held(progress):
+    return progress.select("rank", "enqueued", "completed", "seq").rows()
+
+
+def test_recorded_run_that_waited_for_10_seconds_was_hung():
+    """Ranks 0 and 1 entered operation 2 at 2 s; rank 1's was ended by the interrupt at 14 s. Rank 2 never came."""
+    progress = recorded(*STUCK, until=14.5)
+    assert held(progress) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
+    groups = state(groups=((ALL, "all", "0-2"),))["groups"]
+    assert blamed({"progress": progress, "groups": groups}) == [
+        ((2,), "Rank 2 does not come to allreduce number 2 of all")
+    ]
+
+
+def test_recorded_run_that_ended_soon_or_has_long_steps_was_not_hung():
+    """The job ended 3 s after the last call; or its steps take 4 s, of which 12.5 s are no five."""
+    soon = ((*STUCK[:3], (0, 2, 2, None, False), (1, 2, 2, 4, False)), 5, ())
+    slow = (STUCK, 14.5, (4, 4))
+    for rows, until, steps in (soon, slow):
+        assert recorded(*rows, until=until, steps=steps)["seq"].null_count() == 3
+
+
+def test_where_nothing_was_sampled_it_is_not_known_whether_the_job_hung():
+    progress = recorded(*STUCK, until=None)
+    assert held(progress) == [(0, 2, None, None), (1, 2, None, None), (2, 1, 1, None)]
+    with pytest.raises(NotResolvable, match="whether the job hung at its end"):
+        hang.detect(progress, state(groups=((ALL, "all", "0-2"),))["groups"])
+
+
+def test_timeout_of_2_seconds_was_a_hang_if_a_rank_never_came():
+    """Operation 2 failed on ranks 0 and 1 after 2 s, which are 20 steps of 0.1 s, or 4 of 0.5 s."""
+    failed = (*STUCK[:3], (0, 2, 2, 4, False), (1, 2, 2, 4, False))
+    assert held(recorded(*failed, until=4.1, steps=(0.1, 0.1))) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
+    assert recorded(*failed, until=4.1, steps=(0.5, 0.5))["seq"].null_count() == 3
+    all_came = (*failed, (2, 2, 2, None, False))  # its end may only have been lost
+    assert recorded(*all_came, until=4.1, steps=(0.1, 0.1))["seq"].null_count() == 3
+
+
+def test_rank_that_comes_back_when_the_others_have_given_up_was_hung():
+    """Ranks 0 and 1 gave operation 2 up at 4 s. Rank 2 came at 6 s; if rank 0 goes on then, a clock is wrong."""
+    ended = (*STUCK[:3], (0, 2, 2, 6, True), (1, 2, 2, 6, True), (2, 2, 6, 6, True), (2, 3, 6.1, 6.2, False))
+    early = {(0, 2): 2, (1, 2): 2}.items()
+    progress = recorded(*ended, until=7, steps=(0.1, 0.1), early=early)
+    assert held(progress) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
+    goes_on = (*ended, (0, 3, 6.1, 6.2, False))
+    assert recorded(*goes_on, until=7, steps=(0.1, 0.1), early=early)["seq"].null_count() == 3
+
+
+def test_operation_whose_end_was_lost_does_not_hold_its_rank():
+    """The end of operation 1 was lost; operation 2 ended on all ranks, and then nothing was called for a minute."""
+    lost = ((0, 1, 0, None, False), (1, 1, 0, 1, False), *((rank, 2, 2, 3, True) for rank in (0, 1)))
+    assert recorded(*lost, until=63)["seq"].null_count() == 2
+
+
+def test_first_operation_of_its_kind_was_hung_where_the_groups_others_have_ends():
+    """Ranks 0 and 1 come to a barrier, the first of the job; rank 2 does not. NCCL's operations never have ends."""
+    barrier = [(rank, 2, 2, None, False, "barrier") for rank in (0, 1)]
+    assert held(recorded(*STUCK[:3], *barrier, until=14.5)) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
+    unseen = [(rank, seq, start, None, whole) for rank, seq, start, _, whole in STUCK[:3]]
+    assert held(recorded(*unseen, *barrier, until=14.5))[0] == (0, 2, None, None)
+
+
+NCCL = [(rank, seq, start, None, whole) for rank, seq, start, _, whole in STUCK]  # whose ends nobody sees
+
+
+def said_by_ras(*rows):
+    """What RAS said 14 s after the start. A row is (rank, launched, most, state)."""
+    columns = {"rank": pl.Int32, "launched": pl.Int64, "most": pl.Int64, "state": pl.String}
+    frame = pl.DataFrame(rows, columns, orient="row")
+    return frame.with_columns(communicator=pl.lit("cf26"), operation=pl.lit("AllReduce"), time_ns=14_000_000_000)
+
+
+def test_nccls_operations_are_outstanding_where_ras_says_that_a_rank_lags():
+    """Rank 2 has not called operation 2. Without RAS it is not known whether 2 has ended, and no health is claimed."""
+    groups = state(groups=((ALL, "all", "0-2"),))["groups"]
+    alone = recorded(*NCCL, until=14.5)
+    assert held(alone) == [(0, 2, None, None), (1, 2, None, None), (2, 1, 1, None)]
+    with pytest.raises(NotResolvable, match="or which operations had ended then, was not seen"):
+        hang.detect(alone, groups)
+    (found,) = hang.detect(recorded(*NCCL, until=14.5, said_late=True), groups, said_by_ras((2, 1, 2, "running")))
+    assert (found.ranks, found.title) == ((2,), "Rank 2 does not come to allreduce number 2 of all")
+    assert [(seen.table, seen.rank) for seen in found.evidence] == [("ras", 2), ("collectives", 0), ("collectives", 1)]
+    assert found.evidence[0].note == "NCCL's RAS: has launched 1 AllReduce, others up to 2"
+
+
+def test_nccl_job_that_ended_soon_was_not_hung():
+    progress = recorded(*NCCL, until=5)
+    assert held(progress) == [(0, 2, 2, None), (1, 2, 2, None), (2, 1, 1, None)]
+    assert hang.detect(progress, state(groups=((ALL, "all", "0-2"),))["groups"]) == []
+
+
+def test_process_that_does_not_answer_is_blamed_where_operations_tell_nothing():
+    """All ranks have called operation 5. RAS has given rank 3 up."""
+    tables = state(*((rank, ALL, 5, 5) for rank in range(4)))
+    (found,) = hang.detect(**tables, ras=said_by_ras((3, None, None, "dead")))
+    assert (found.ranks, found.title) == ((3,), "Rank 3 does not answer NCCL's RAS, and the job hangs")
+    assert [seen.note for seen in found.evidence] == ["NCCL's RAS: its process is dead"]
+
+
+@pytest.mark.skipif(not NVRX.is_dir(), reason="the shared traces are not here")
+@pytest.mark.parametrize("kept", [2600, 0, None])
+def test_real_hang_with_a_damaged_or_missing_dump_names_the_same_ranks(tmp_path, kept):
+    """Of rank 13, which is innocent, 2,600 bytes are left, or none, or no file."""
+    shutil.copytree(NVRX / "gpu_error_2nd", tmp_path / "run")
+    dump = tmp_path / "run" / "_dump_13"
+    if kept is None:
+        dump.unlink()
+    else:
+        dump.write_bytes(dump.read_bytes()[:kept])
+    found = diagnose(Trace.open(tmp_path / "run")).findings
+    assert [(finding.detector, finding.ranks) for finding in found] == [("hang", (9, 14))]
+
+
+@pytest.mark.skipif(not NVRX.is_dir(), reason="the shared traces are not here")
+@pytest.mark.parametrize(("run", "title"), [("lock_gil_1st", "do not come to"), ("gpu_error_2nd", "do not finish")])
+def test_real_hangs_name_the_ranks_with_the_injected_fault(run, title):
+    """`fault_injection.log` says ranks 9 and 14; the neighbours in the pipeline are behind too, and are not named."""
+    command = [Path(sys.executable).with_name("rankscope"), "report", NVRX / run, "--json", "-"]
+    report = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
+    found = report["findings"]
+    assert [(f["detector"], f["ranks"], f["severity"]) for f in found] == [("hang", [9, 14], "high")]
+    assert title in found[0]["title"]
+    assert report["verdict"].startswith("Ranks 9,14")
+    assert "slow_rank" in {unchecked["detector"] for unchecked in report["not_checked"]}

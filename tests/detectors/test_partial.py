@@ -1,0 +1,197 @@
+"""What a recording lacks must not read as health: runs with a known fault, of which something is taken away."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import rankscope
+from faults import Case, simulated
+from record import write
+
+SLOW = 4  # the rank of the job below that takes 40 % of the step longer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """16 ranks in 2 replicas of 4 stages, each of 2 ranks."""
+    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True)
+    assert (truth.ranks, log.job.parallel, log.job.ranks) == ((SLOW,), "3d", 16)
+    return write(log, tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture
+def lacking(whole, tmp_path):
+    """The report of the run without these of its folders."""
+
+    def report(*patterns):
+        run = shutil.copytree(whole, tmp_path / "run")
+        taken = [folder for pattern in patterns for folder in run.glob(pattern)]
+        for folder in taken:
+            shutil.rmtree(folder)
+        assert taken
+        return rankscope.diagnose(rankscope.open(run))
+
+    return report
+
+
+def not_checked(report, detector):
+    return [check.why for check in report.not_checked if check.detector == detector]
+
+
+def test_the_whole_run_names_the_rank(whole):
+    (finding,) = rankscope.diagnose(rankscope.open(whole)).findings
+    assert (finding.detector, finding.ranks) == ("slow_rank", (SLOW,))
+
+
+@pytest.mark.parametrize("taken", [f"regions/rank={SLOW:05d}", f"*/rank={SLOW:05d}"], ids=["its phases", "all of it"])
+def test_a_rank_that_was_not_seen_is_not_healthy_when_others_wait_for_it(lacking, taken):
+    report = lacking(taken)
+    assert report.findings == ()
+    (why,) = not_checked(report, "slow_rank")
+    assert why.endswith(f"of the step with rank {SLOW}, whose steps were not seen")
+    assert f"slow rank has no verdict: {why}" in report.verdict
+    said = (
+        f"rank {SLOW} of 16 was not recorded" if taken[0] == "*" else f"rank {SLOW} has no steps and was not analyzed"
+    )
+    assert said in report.verdict
+    assert "analyzed steps of 15 ranks" in report.verdict
+
+
+OTHERS = [f"groups/rank={rank:05d}" for rank in range(16) if rank != SLOW]
+UNMATCHED = "of the step in operations that were not matched across ranks"
+
+
+@pytest.mark.parametrize(
+    ("taken", "why"),
+    [
+        (["collectives/rank=00000"], "what rank 0 did between operations was not seen"),
+        (["regions/rank=00000"], "what rank 0 did between operations was not seen"),
+        (OTHERS, UNMATCHED),
+    ],
+    ids=["a peer's operations", "a peer's phases", "the others' groups"],
+)
+def test_a_finding_stays_where_what_was_lost_holds_the_replay(lacking, taken, why):
+    """A fix of the rank shortens no step there: others wait as long, whatever is fixed."""
+    (finding,) = lacking(*taken).findings
+    assert (finding.detector, finding.ranks) == ("slow_rank", (SLOW,))
+    assert finding.lost_fraction == pytest.approx(0.45, abs=0.02)
+    assert finding.gain_fraction is None
+    assert finding.gain_why.endswith(why)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "table"),
+    [
+        ("input_stall", "", "regions"),
+        ("slow_rank", "ddp-nccl", "regions"),
+        ("slow_rank", "ddp-rccl", "regions"),
+        ("input_stall", "ddp-nccl", "collectives"),
+        ("input_stall", "ddp-rccl", "collectives"),
+        ("slow_link", "", "regions"),
+    ],
+)
+def test_no_check_of_ranks_calls_those_healthy_that_were_not_seen(tmp_path, kind, parallel, table):
+    log, (truth,) = simulated(Case(kind, "loud", 1), small=True, parallel=parallel)
+    run = write(log, tmp_path / "run")
+    for rank in truth.ranks:
+        shutil.rmtree(run / f"{table}/rank={rank:05d}")
+    report = rankscope.diagnose(rankscope.open(run))
+    assert kind in [one.detector for one in (*report.findings, *report.not_checked)]
+    assert "no steps and" in report.verdict
+
+
+@pytest.mark.parametrize("parallel", ["ddp-nccl", "ddp-rccl", "3d-nccl"])
+def test_one_rank_is_compared_with_nobody(tmp_path, parallel):
+    """NCCL's durations of the others are there, their steps are not."""
+    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel=parallel)
+    run = write(log, tmp_path / "run")
+    for folder in run.glob("regions/rank=*"):
+        if folder.name != f"rank={truth.ranks[0]:05d}":
+            shutil.rmtree(folder)
+    (why,) = not_checked(rankscope.diagnose(rankscope.open(run)), "slow_rank")
+    assert why.startswith("only one rank was seen")
+
+
+def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
+    """Without its calls what it waits for seems its own time; others of its groups say that it must have called."""
+    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel="pp-nccl")
+    assert truth.ranks == (SLOW,)
+    run = write(log, tmp_path / "run")
+    shutil.rmtree(run / "collectives/rank=00000")
+    report = rankscope.diagnose(rankscope.open(run))
+    assert {finding.ranks for finding in report.findings} == {(SLOW,)}
+    told = [gap.why for gap in report.gaps if gap.rank == 0]
+    assert told == ["rank 0 called nothing in 40 steps in which others did: they are not analyzed"]
+    assert "rank 0 has no steps and was not analyzed" in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("parallel", "lost"),
+    [
+        ("pp-nccl", "collectives/rank=00004"),
+        ("pp-nccl", "collectives/rank=000[0-3,5-9]*"),
+        *(("3d-nccl", f"{table}/rank=00000") for table in ("collectives", "flight_records", "groups", "regions")),
+    ],
+)
+def test_who_waits_for_a_rank_that_was_not_seen_is_not_blamed(tmp_path, parallel, lost):
+    """The slow rank's own records were lost, or all but its own; others of its pipeline come late because of it."""
+    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel=parallel)
+    run = write(log, tmp_path / "run")
+    taken = [folder for folder in run.glob(lost) if "[" not in lost or folder.name != f"rank={SLOW:05d}"]
+    for folder in taken:
+        shutil.rmtree(folder)
+    assert taken
+    report = rankscope.diagnose(rankscope.open(run))
+    assert {finding.ranks for finding in report.findings} <= {truth.ranks}
+    assert report.findings or not_checked(report, "slow_rank")
+
+
+@pytest.mark.parametrize("parallel", ["", "ddp-rccl"])
+def test_a_node_is_named_though_a_rank_did_not_say_what_it_is(tmp_path, parallel):
+    log, (truth,) = simulated(Case("slow_node", "loud", 1), small=True, parallel=parallel)
+    run = write(log, tmp_path / "run")
+    shutil.rmtree(run / f"ranks/rank={truth.ranks[0]:05d}")
+    report = rankscope.diagnose(rankscope.open(run))
+    (finding,) = (one for one in report.findings if one.detector == "slow_rank")
+    assert finding.nodes == truth.nodes
+    assert [gap.rank for gap in report.gaps if gap.table == "ranks"] == [truth.ranks[0]]
+
+
+@pytest.mark.parametrize("seed", [55, 97], ids=["early", "late"])
+def test_a_rank_that_lost_records_does_not_keep_the_job_from_being_judged(tmp_path, seed):
+    """Its optimizers were lost with them: it counts fewer steps than the others, and what it calls one may be two."""
+    log, _ = simulated(Case("clean", "lost records", seed))
+    report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
+    assert report.findings == ()
+    assert "slow_rank" in [check.detector for check in report.healthy]
+    assert report.steps.count >= 0.8 * log.job.steps
+    (lost,) = {gap.rank for gap in report.gaps if gap.rank is not None}
+    assert f"records of rank {lost} were lost: its steps are numbered by their operations, and 1 step left out" in [
+        gap.why for gap in report.gaps
+    ]
+
+
+def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(tmp_path):
+    """They wait for each other inside what looks like computing."""
+    log, _ = simulated(Case("slow_link", "loud", 1), small=True)
+    folder = write(log, tmp_path / "run")
+    assert rankscope.diagnose(rankscope.open(folder)).findings[0].detector == "slow_link"
+    shutil.rmtree(folder / "collectives")
+    report = rankscope.diagnose(rankscope.open(folder))
+    unchecked = {check.detector: check.why for check in report.not_checked}
+    assert unchecked["slow_link"] == unchecked["slow_rank"] == unchecked["hang"] == "no communication was recorded"
+    assert "; slow rank has no verdict: no communication was recorded" in report.verdict
+
+
+@pytest.mark.parametrize("lost", ["regions/rank=00009", "collectives/rank=00009", "collectives"])
+def test_steps_that_become_longer_do_so_though_who_holds_them_up_was_not_seen(tmp_path, lost):
+    log, (truth,) = simulated(Case("gradual_slowdown", "loud", 29), small=True, parallel="pp-nccl")
+    assert truth.ranks == (9,)
+    run = write(log, tmp_path / "run")
+    shutil.rmtree(run / lost)
+    (finding,) = rankscope.diagnose(rankscope.open(run)).findings
+    assert (finding.detector, finding.ranks) == ("gradual_slowdown", ())
+    assert finding.lost_ns_per_step == pytest.approx(truth.cost_ns, rel=0.05)
+    assert "Steps become longer throughout the run, from 226 ms to 456 ms" in finding.title

@@ -1,0 +1,586 @@
+"""Readers of foreign formats: small files made here, broken ones, and real ones where they lie beside the project."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import random
+import sqlite3
+import tarfile
+
+import polars as pl
+import pytest
+
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.readers.flight_recorder import peers
+from rankscope.analysis.runs.trace import Trace
+from rankscope.errors import BadInput
+from support.flight_dumps import dump, write_dumps
+from support.paths import DATA
+
+US = 1_000
+
+real = pytest.mark.skipif(not DATA.is_dir(), reason="the shared traces are not here")
+
+
+def whys(trace):
+    return " | ".join(gap.why for gap in trace.gaps())
+
+
+def refused(path):
+    with pytest.raises(BadInput) as refusal:
+        diagnose(Trace.open(path))
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+# ---------------------------------------------------------------- flight recorder
+
+
+@pytest.mark.parametrize("suffix", ["", ".json"])
+def test_dumps_as_pickles_and_as_json_say_the_same(tmp_path, suffix):
+    """Rank 0 is in all-reduce 5 of 16 bytes, rank 1 holds nothing but its counters."""
+    trace = Trace.open(write_dumps(tmp_path, dump(0), dump(1, enqueued=4, entries=False), suffix=suffix))
+    assert trace.source == "flight_recorder"
+    rows = trace.table("progress").select("rank", "enqueued", "completed", "seq", "op", "size_bytes").collect().rows()
+    assert rows == [(0, 5, 4, 5, "allreduce", 16), (1, 4, 4, None, None, None)]
+    report = diagnose(trace)
+    assert [(f.detector, f.ranks) for f in report.findings] == [("hang", (1,))]
+    assert report.findings[0].title == "Rank 1 does not come to allreduce number 5 of default_pg"
+
+
+def test_parts_of_a_coalesced_operation_that_has_ended_hold_nobody(tmp_path):
+    """The recorder says "scheduled" of a batch's send for good; what rank 0 waits in is the all-reduce after it."""
+    content = dump(0)
+    (pending,) = content["entries"]
+    batch = pending | {"p2p_seq_id": 3, "collective_seq_id": 4, "time_created_ns": 500}
+    send = batch | {"record_id": 7, "profiling_name": "nccl:send 0->1", "is_p2p": True}
+    whole = batch | {"record_id": 8, "profiling_name": "nccl:coalesced", "state": "completed", "retired": True}
+    content |= {"entries": [send, whole, pending], "pg_status": {}}
+    trace = Trace.open(write_dumps(tmp_path, content, dump(1, enqueued=4, entries=False)))
+    held = trace.table("progress").filter(rank=0).select("op", "seq").collect().rows()
+    assert held == [("allreduce", 5)]
+
+
+class Payload:
+    def __reduce__(self):
+        return (print, ("a dump must not be able to call anything",))
+
+
+def test_dump_that_wants_to_load_a_class_is_refused(tmp_path, capsys):
+    write_dumps(tmp_path, dump(0), dump(1) | {"entries": [Payload()]})
+    trace = Trace.open(tmp_path)
+    assert "nccl_trace_rank_1 was not read: it wants to load builtins.print" in whys(trace)
+    assert "must not" not in capsys.readouterr().out
+    assert trace.table("ranks").collect()["rank"].to_list() == [0]
+
+
+@pytest.mark.parametrize("kept", [-40, 0])
+def test_damaged_dump_is_a_gap_and_accuses_nobody(tmp_path, kept):
+    """Cut or empty, it says nothing of rank 1: whether rank 0 waits for it cannot be told."""
+    write_dumps(tmp_path, dump(0), dump(1))
+    file = tmp_path / "nccl_trace_rank_1"
+    file.write_bytes(file.read_bytes()[:kept])
+    report = diagnose(Trace.open(tmp_path))
+    said = {gap.why: gap.rank for gap in report.gaps}
+    assert said["nccl_trace_rank_1 was not read: it is cut or damaged"] == 1
+    assert not any("left no dump" in why for why in said)
+    assert not report.findings
+    (unchecked,) = [unchecked for unchecked in report.not_checked if unchecked.detector == "hang"]
+    assert unchecked.why == "the state of rank 1 could not be read, and others may wait there"
+
+
+def test_missing_dump_is_blamed_only_as_likely(tmp_path):
+    """Rank 0 of two waits, and rank 1 left no dump: nothing else explains it."""
+    report = diagnose(Trace.open(write_dumps(tmp_path, dump(0))))
+    assert "1 rank of 2 left no dump: 1" in {gap.why for gap in report.gaps}
+    (found,) = report.findings
+    assert found.title == "Rank 1 left no state, and the others wait for it"
+    assert (found.severity, found.confidence) == ("medium", "likely")
+
+
+def test_entry_that_cannot_be_read_is_counted(tmp_path):
+    content = dump(0)
+    content["entries"].append({"process_group": 7})
+    assert "1 operation of nccl_trace_rank_0 could not be read" in whys(Trace.open(write_dumps(tmp_path, content)))
+
+
+def test_rank_comes_from_the_name_if_the_groups_agree_else_from_the_groups(tmp_path):
+    """A dump whose groups are those of rank 1 alone is of rank 1, whatever it is called."""
+    alone = {"9": {"name": "9", "desc": "alone", "ranks": [1]}}
+    for name in ("dump", "dump_7"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes(pickle.dumps(dump(1) | {"pg_config": dump(1)["pg_config"] | alone}))
+        assert Trace.open(folder).table("ranks").collect()["rank"].to_list() == [1]
+    (tmp_path / "nameless").write_bytes(pickle.dumps(dump(0)))
+    assert "nothing says which rank wrote it" in refused(tmp_path / "nameless")
+
+
+def test_folder_of_several_runs_names_them(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_dumps(tmp_path / name, dump(0))
+    assert "is no run, but these in it can be read: first, second; give one" in refused(tmp_path)
+
+
+def test_counters_know_of_ends_that_the_entries_were_not_told_of(tmp_path):
+    trace = Trace.open(write_dumps(tmp_path, dump(0, enqueued=5, completed=5), dump(1, enqueued=5, completed=5)))
+    assert trace.table("progress").collect()["seq"].null_count() == 2
+    assert [healthy.detector for healthy in diagnose(trace).healthy] == ["hang"]
+
+
+def test_two_dumps_of_one_rank_are_refused(tmp_path):
+    write_dumps(tmp_path, dump(0))
+    (tmp_path / "later_0").write_bytes(pickle.dumps(dump(0)))
+    assert "two dumps of rank 0" in refused(tmp_path)
+
+
+def test_peers_are_numbered_within_the_group_or_globally():
+    assert peers("send 0->1", [3, 11], 3) == 11
+    assert peers("recv 1<-0", [3, 11], 11) == 3
+    assert peers("send 3->11", [3, 11], 3) == 11
+    assert peers("recv 0<-8", list(range(16)), 0) == 8
+    assert peers("send 5->6", [3, 11], 3) == -1
+
+
+# ---------------------------------------------------------------- op traces and pipelines
+
+
+def op_trace(**changes):
+    rows = {
+        "dp_rank": [0, 0],
+        "stage": [0, 1],
+        "rank": [0, 1],
+        "step": [7, 7],
+        "optype": ["forward-compute", "forward-compute"],
+        "start_ts": [0.0, 0.5],
+        "duration": [0.5, 0.25],
+        "seq_id": [0, 0],
+        "mc": [0, -1],
+        "mb_id": [0, -1],
+        "gmc": [0, 0],
+    }
+    return pl.DataFrame(rows | changes)
+
+
+def test_op_trace_is_read_in_ns_with_its_steps_laid_end_to_end(tmp_path):
+    both = pl.concat([op_trace(), op_trace(step=[9, 9])])
+    both.write_parquet(tmp_path / "trace.parquet")
+    trace = Trace.open(tmp_path)
+    rows = trace.table("ops").select("rank", "step", "start_ns", "end_ns", "chunk", "microbatch").collect().rows()
+    second = 1_000_000_000
+    assert trace.source == "bytedance_ops"
+    assert rows == [
+        (0, 7, 0, second // 2, 0, 0),
+        (0, 9, 3 * second // 4, 5 * second // 4, 0, 0),
+        (1, 7, second // 2, 3 * second // 4, None, None),
+        (1, 9, 5 * second // 4, 3 * second // 2, None, None),
+    ]
+
+
+def test_operations_without_a_time_are_counted_and_left_out(tmp_path):
+    op_trace(duration=[0.5, float("nan")]).write_parquet(tmp_path / "a.parquet")
+    trace = Trace.open(tmp_path)
+    assert [gap.count for gap in trace.gaps()] == [1]
+    assert len(trace.table("ops").collect()) == 1
+    op_trace(duration=[-1.0, None]).write_parquet(tmp_path / "a.parquet")
+    assert "holds no operation" in refused(tmp_path)
+    op_trace().drop("stage").write_parquet(tmp_path / "a.parquet")
+    assert "format" in refused(tmp_path / "a.parquet")
+
+
+def stage(start_ms):
+    return {"total": 9.0, "fwd_start": [start_ms], "fwd_end": [start_ms + 1], "bwd_start": [5.0], "bwd_end": [7.5]}
+
+
+def test_pipeline_files_are_read_and_what_is_broken_is_said(tmp_path):
+    (tmp_path / "pp_rank_0.json").write_text(json.dumps({"1": stage(0.0), "2": stage(0.5)}))
+    (tmp_path / "pp_rank_1.json").write_text(json.dumps({"1": stage(1.0), "2": stage(1.5) | {"bwd_end": []}}))
+    (tmp_path / "pp_rank_2.json").write_text(json.dumps({"1": stage(2.0)})[:-9])
+    (tmp_path / "config.json").write_text('{"world_size": 4, "pp_size": 4, "vp_size": 1}')
+    trace = Trace.open(tmp_path)
+    first = trace.table("ops").filter(pl.col("rank") == 1, pl.col("step") == 1).collect()
+    assert first.select("name", "start_ns", "end_ns").rows() == [
+        ("forward-compute", 1_000_000, 2_000_000),
+        ("backward-compute", 5_000_000, 7_500_000),
+    ]
+    said = whys(trace)
+    assert "pp_rank_1.json: iteration 2 has no whole bwd times" in said
+    assert "pp_rank_2.json was not read: it is cut or no JSON" in said
+    assert "no file of stage 2,3" in said
+
+
+def test_unknown_operations_of_a_pipeline_are_refused(tmp_path):
+    file = tmp_path / "pp_rank_0.json"
+    file.write_text(json.dumps({"1": stage(0.0) | {"recompute_start": [8.0], "recompute_end": [9.0]}}))
+    assert "operations 'recompute'" in refused(file)
+
+
+@pytest.mark.parametrize("config", ['{"pp_size": 1000000000000}', '{"vp_size": 1000000000000}', '{"world_size": -1}'])
+def test_impossible_sizes_of_a_pipeline_are_refused_in_one_line(tmp_path, config):
+    (tmp_path / "pp_rank_0.json").write_text(json.dumps({"1": stage(0.0)}))
+    (tmp_path / "config.json").write_text(config)
+    assert "config.json names rank or world size" in refused(tmp_path)
+
+
+def test_an_impossible_number_of_a_stage_is_refused(tmp_path):
+    (tmp_path / "pp_rank_999999999999.json").write_text(json.dumps({"1": stage(0.0)}))
+    assert "names rank or world size 999999999999" in refused(tmp_path)
+
+
+def test_chunks_of_an_interleaved_pipeline_are_stages_in_the_order_of_megatron(tmp_path):
+    """Two ranks with two chunks each: forwards go through chunk 0 twice, then through chunk 1; backwards reversed."""
+    times = {f"{kind}_{side}": [n + end for n in range(4)] for kind in ("fwd", "bwd") for side, end in ENDS}
+    for rank in range(2):
+        (tmp_path / f"pp_rank_{rank}.json").write_text(json.dumps({"1": times}))
+    (tmp_path / "config.json").write_text('{"world_size": 2, "pp_size": 2, "vp_size": 2}')
+    ops = Trace.open(tmp_path).table("ops").filter(pl.col("rank") == 1).sort("name", "start_ns", descending=True)
+    assert ops.select("name", "start_ns", "stage", "chunk", "seq").collect().rows() == [
+        *(("forward-compute", ns * 1_000_000, stage, stage // 2, seq) for ns, stage, seq in CHUNKS[::-1]),
+        *(("backward-compute", ns * 1_000_000, 4 - stage, 1 - stage // 2, seq) for ns, stage, seq in CHUNKS[::-1]),
+    ]
+
+
+ENDS = (("start", 0), ("end", 0.5))
+CHUNKS = ((0, 1, 0), (1, 1, 1), (2, 3, 0), (3, 3, 1))  # start in ms, stage, microbatch on rank 1
+
+
+# ---------------------------------------------------------------- Nsight Systems
+
+
+def nsight(path, *, kernels, runtime=(), extra=""):
+    """An export. A kernel is (start, end, device, process, correlation, name), a call (start, end, thread, …)."""
+    with sqlite3.connect(path) as database:
+        database.executescript(
+            """
+            CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+            INSERT INTO StringIds VALUES (1, 'gemm'), (2, 'ncclDevKernel_AllReduce_Sum_f32_RING_LL'), (3, 'launch');
+            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (
+                start INTEGER, end INTEGER, deviceId INTEGER, globalPid INTEGER, streamId INTEGER,
+                correlationId INTEGER, demangledName INTEGER
+            );
+            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (
+                start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER, nameId INTEGER
+            );
+            """
+            + extra
+        )
+        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, 7, ?, ?)", kernels)
+        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, 3)", runtime)
+    return path
+
+
+def process(pid):
+    return pid << 24
+
+
+def test_two_gpus_in_one_export_are_two_ranks(tmp_path):
+    """Processes 50 and 51 use the same correlation ids; device 1 is process 50's."""
+    kernels = [(10, 20, 1, process(50), 5, 1), (12, 30, 0, process(51), 5, 2), (40, 30, 0, process(51), 6, 1)]
+    runtime = [(1, 2, process(50) + 50, 5), (3, 4, process(51) + 99, 5)]
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, runtime=runtime))
+    rows = trace.table("kernels").select("rank", "start_ns", "end_ns", "work", "device").collect().rows()
+    assert rows == [(0, 12, 30, "communication", 0), (1, 10, 20, "compute", 1)]
+    launches = trace.table("launches").select("rank", "start_ns", "thread", "correlation").collect().rows()
+    assert launches == [(0, 3, 65535, 5), (1, 1, 0, 5)]
+    said = whys(trace)
+    for part in (
+        "2 GPUs: their ranks are taken in the order of the devices",
+        "1 row of CUPTI_ACTIVITY_KIND_KERNEL have no times, or end before they start",
+        "no TARGET_INFO_GPU",
+        "no META_DATA_EXPORT",
+        "no NVTX_EVENTS",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (("job7_0", "job7_2", "job7_10"), (0, 2, 10)),
+        (("a_rank3_x", "b_rank1_y"), (3, 1)),
+        (("node1", "node10", "node2_late"), (0, 2, 1)),
+    ],
+)
+def test_exports_of_one_gpu_each_are_the_ranks_that_their_names_say_or_counted_by_name(tmp_path, names, ranks):
+    """Each begins at another time; they are given as a shell sorts them."""
+    files = [tmp_path / f"{name}.sqlite" for name in sorted(names)]
+    for file in files:
+        nsight(file, kernels=[(names.index(file.stem), 20, 0, process(50), 5, 1)])
+    trace = Trace.open(files)
+    starts = dict(trace.table("kernels").select("rank", "start_ns").collect().rows())
+    assert starts == {rank: start for start, rank in enumerate(ranks)}
+    assert ("counted by name" in whys(trace)) == (names[0] == "node1")
+
+
+def test_a_gpu_on_which_a_process_only_copies_is_no_rank(tmp_path):
+    """The process of GPU 1 has cleared something on GPU 0."""
+    extra = "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET (start INTEGER, end INTEGER, deviceId INTEGER, globalPid INTEGER);"
+    extra += f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMSET VALUES (1, 2, 0, {process(51)}), (3, 4, 1, {process(51)});"
+    kernels = [(10, 20, 0, process(50), 5, 1), (12, 30, 1, process(51), 5, 1)]
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, extra=extra))
+    rows = trace.table("kernels").select("rank", "start_ns", "device").collect().sort("rank", "start_ns").rows()
+    assert rows == [(0, 10, 0), (1, 3, 1), (1, 12, 1)]
+    assert "copies on GPUs on which their process computes nothing" in whys(trace)
+
+
+def test_export_data_under_its_other_name_and_memory_copies(tmp_path):
+    extra = """
+        CREATE TABLE EXPORT_META_DATA (name TEXT, value TEXT);
+        INSERT INTO EXPORT_META_DATA VALUES ('EXPORT_PRODUCT_VERSION', '2021.3');
+        CREATE TABLE TARGET_INFO_GPU (id INTEGER, name TEXT);
+        INSERT INTO TARGET_INFO_GPU VALUES (0, 'H100');
+        CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER, deviceId INTEGER, copyKind INTEGER);
+        INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (20, 25, 0, 1);
+        CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER);
+        INSERT INTO NVTX_EVENTS VALUES (1, 9, 59, 'aten::add, op_id = 3', NULL), (2, NULL, 59, 'open', NULL);
+    """
+    with sqlite3.connect(nsight(tmp_path / "a.sqlite", kernels=[(10, 20, 0, None, 5, 1)], extra=extra)) as database:
+        database.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid")
+    report = diagnose(trace := Trace.open(tmp_path))
+    assert report.environment["nsys"] == "2021.3"
+    assert trace.table("ranks").collect()["device"].to_list() == ["H100"]
+    assert trace.table("regions").collect()["name"].to_list() == ["aten::add"]
+    assert [(d.busy_ns, d.compute_ns, d.memory_ns) for d in report.device] == [(15, 10, 5)]
+    assert "1 NVTX range did not end in the capture" in whys(trace)
+
+
+def test_export_without_device_work_and_a_report_that_was_not_exported_say_what_to_do(tmp_path):
+    assert "holds no device work: record with" in refused(nsight(tmp_path / "empty.sqlite", kernels=[]))
+    (tmp_path / "a.nsys-rep").write_bytes(b"not to be read")
+    assert "nsys export --type sqlite" in refused(tmp_path / "a.nsys-rep")
+
+
+def all_reduces(starts, lasts_ns=100_000, every_ns=5_000_000, count=40, late_ns=0, late=None):
+    """Kernels of GPUs by their first start: all end an operation together, `late` begins each `late_ns` later."""
+    rows = []
+    for i in range(count):
+        for pair, begin in starts:
+            end = begin + i * every_ns + late_ns + lasts_ns
+            for gpu in pair:
+                own = begin + i * every_ns + (late_ns if gpu == late else 0)
+                rows.append((own, end, gpu, process(50 + gpu), 2 * i, 2))
+                rows.append((end, end + every_ns // 2, gpu, process(50 + gpu), 2 * i + 1, 1))
+    return rows
+
+
+def test_groups_of_an_export_are_the_gpus_whose_operations_overlap_and_end_together(tmp_path):
+    """GPUs 0 and 2 reduce in the gaps of 1 and 3: the same kernels in the same order, never at one time."""
+    kernels = all_reduces([((0, 2), 0), ((1, 3), 700_000)])
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels))
+    groups = trace.table("groups").select("rank", "members").collect().sort("rank").rows()
+    assert groups == [(0, "0,2"), (1, "1,3"), (2, "0,2"), (3, "1,3")]
+    assert "2 groups inferred from order, names and ends" in whys(trace)
+    assert trace.table("collectives").collect()["op"].unique().to_list() == ["allreduce"]
+
+
+def test_the_gpu_of_an_export_that_others_wait_for_is_named(tmp_path):
+    """GPU 1 begins each of 40 reductions 1 ms late, in a capture of 40 times 5 ms: GPU 0 waits 40 ms for it."""
+    kernels = all_reduces([((0, 1), 0)], late_ns=1_000_000, late=1)
+    report = diagnose(Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels)))
+    assert {wait.rank: wait.waited_ns for wait in report.waits} == {0: 40_000_000, 1: 0}
+    assert [(f.detector, f.ranks) for f in report.findings] == [("slow_rank", (1,))]
+
+
+def test_a_gpu_that_communicates_alone_in_an_export_has_no_group(tmp_path):
+    kernels = all_reduces([((0,), 0)])
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels))
+    assert trace.table("groups").collect().is_empty()
+    assert "communication kernels whose counterpart on another GPU is not in these exports" in whys(trace)
+
+
+# ---------------------------------------------------------------- NCCL
+
+
+def inspector(rank, *, start=None, comm="0xa", ranks=2, sn=1, pid=None, coll="AllReduce"):
+    times = {
+        "coll_start_ts": start,
+        "coll_stop_ts": (start or 0) + 1,
+        "kernel_events": [{"channel_id": 0, "kernel_start_ts": start, "kernel_stop_ts": 500}],
+    }
+    return {
+        "header": {"id": comm, "rank": rank, "n_ranks": ranks, "nnodes": 1},
+        "metadata": {"inspector_output_format_version": "v4.0", "hostname": "h", "pid": pid or 100 + rank},
+        "coll_perf": {"coll": coll, "coll_sn": sn, "coll_msg_size_bytes": 64, "coll_exec_time_us": 9}
+        | ({"event_trace_ts": times} if start else {}),
+    }
+
+
+def write_lines(path, *records):
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records))
+    return path
+
+
+def test_inspector_with_times_tells_who_waited(tmp_path):
+    """Rank 0 starts at 100 µs, rank 1 at 400; both end at 500: rank 0 waited 300 µs."""
+    for rank, start in ((0, 100), (1, 400)):
+        write_lines(tmp_path / f"{rank}.log", inspector(rank, start=start), "{broken")
+    report = diagnose(trace := Trace.open(tmp_path))
+    assert [(w.rank, w.waited_ns) for w in report.waits] == [(0, 300 * US), (1, 0)]
+    assert "1 line of 0.log could not be read" in whys(trace)
+
+
+def test_operations_are_numbered_together_where_nccl_counts_each_kind_by_itself(tmp_path):
+    """All-gather 1, reduce-scatter 1, all-gather 2, reduce-scatter 2; rank 1's log begins with the second of these."""
+    calls = [("AllGather", 1, 100), ("ReduceScatter", 1, 200), ("AllGather", 2, 300), ("ReduceScatter", 2, 400)]
+    for rank in range(2):
+        logged = [inspector(rank, start=start + rank, sn=sn, coll=coll) for coll, sn, start in calls[rank:]]
+        write_lines(tmp_path / f"{rank}.log", *logged)
+    rows = Trace.open(tmp_path).table("collectives").sort("rank", "start_ns").select("rank", "op", "seq").collect()
+    assert rows.rows() == [
+        *((0, op, seq) for seq, op in enumerate(["allgather", "reduce_scatter"] * 2)),
+        *((1, op, seq) for seq, op in [(1, "reduce_scatter"), (2, "allgather"), (3, "reduce_scatter")]),
+    ]
+
+
+def test_inspector_without_times_says_what_to_set(tmp_path):
+    trace = Trace.open(write_lines(tmp_path / "a.log", inspector(0)))
+    assert "no start times for 1 operation: set NCCL_INSPECTOR_DUMP_VERBOSE=1" in whys(trace)
+    assert "collectives" not in trace.tables()
+
+
+def test_ranks_of_a_smaller_communicator_are_those_of_their_processes(tmp_path):
+    """Ranks 0 and 1 of communicator b are processes 101 and 103: ranks 1 and 3 of the largest."""
+    world = [inspector(rank, start=10, ranks=4) for rank in range(4)]
+    small = [inspector(0, start=20, comm="0xb", pid=101), inspector(1, start=30, comm="0xb", pid=103)]
+    stray = inspector(0, start=40, comm="0xc", pid=999)
+    trace = Trace.open(write_lines(tmp_path / "a.log", *world, *small, stray))
+    groups = trace.table("groups").filter(pl.col("name") == "0xb").collect()
+    assert groups.select("rank", "members").rows() == [(1, "1,3"), (3, "1,3")]
+    assert "1 operation are of processes outside the largest communicator" in whys(trace)
+
+
+def test_example_profiler_writes_no_json_and_is_read_all_the_same(tmp_path):
+    """Values without quotes; the end of the kernel, 0, was not seen."""
+
+    def event(name, cat, ph, ts, args=""):
+        return f'{{"name": "{name}", "cat": "{cat}", "ph": "{ph}", "id": 0, "pid": 9, "tid": 1, "ts": {ts}{args}}},'
+
+    said = ', "args": {"CommHash": 77, "Rank": 0, "Peer": 1, "Count": 4, "Datatype": ncclFloat32, "Stream": 0x26}'
+    trace = Trace.open(
+        write_lines(
+            tmp_path / "a.json",
+            "[",
+            event("Send", "P2P_API", "b", 0.0, said),
+            event("Send", "P2P", "b", 12.5, said),
+            event("KernelCh", "GPU", "e", 0.0),
+            event("Send", "P2P", "e", 20.25),
+            "{}]",
+        )
+    )
+    rows = trace.table("collectives").select("rank", "peer", "op", "start_ns", "end_ns", "size_bytes", "dtype")
+    assert rows.collect().rows() == [(0, 1, "send", 12_500, None, 16, "float32")]
+
+
+# ---------------------------------------------------------------- execution traces
+
+
+def test_execution_trace_is_read_where_it_has_times_and_refused_where_it_has_none(tmp_path):
+    nodes = [{"id": 1, "name": "aten::add", "attrs": []}, {"id": 2, "name": "aten::mul", "ts": 5, "dur": 2}]
+    file = tmp_path / "et_rank3.json"
+    file.write_text(json.dumps({"schema": "1.0.2-chakra.0.0.4", "nodes": nodes}))
+    trace = Trace.open(file)
+    assert trace.table("regions").select("rank", "name", "start_ns", "end_ns").collect().rows() == [
+        (3, "aten::mul", 5_000, 7_000)
+    ]
+    assert "1 of the 2 nodes of et_rank3.json carry no times" in whys(trace)
+    file.write_text(json.dumps({"schema": "1.0.2-chakra.0.0.4", "nodes": nodes[:1]}))
+    with tarfile.open(tmp_path / "packed.tgz", "w:gz") as archive:
+        archive.add(file, "et_rank3.json")
+    for path in (file, tmp_path / "packed.tgz"):
+        assert "carry no times; record a torch.profiler trace beside it" in refused(path)
+
+
+# ---------------------------------------------------------------- all of them, broken
+
+
+def small_files(folder):
+    """One good file of each format."""
+    write_dumps(folder, dump(0))
+    op_trace().write_parquet(folder / "ops.parquet")
+    (folder / "pp_rank_0.json").write_text(json.dumps({"1": stage(0.0)}))
+    nsight(folder / "nsight.sqlite", kernels=[(10, 20, 0, process(50), 5, 1)])
+    write_lines(folder / "inspector.log", inspector(0, start=100), inspector(0, start=200, sn=2))
+    (folder / "et.json").write_text(json.dumps({"schema": "1", "nodes": [{"id": 2, "name": "a", "ts": 5, "dur": 2}]}))
+    return sorted(folder.iterdir())
+
+
+def test_broken_files_of_every_format_are_read_in_part_or_refused_in_one_line(tmp_path):
+    """Cut anywhere, or with some bytes overwritten: never anything but `BadInput`."""
+    (tmp_path / "good").mkdir()
+    chance = random.Random(0)
+    for good in small_files(tmp_path / "good"):
+        Trace.open(good).gaps()
+        content = good.read_bytes()
+        broken = tmp_path / good.name
+        for trial in range(40):
+            damaged = bytearray(content)
+            if trial % 2:
+                del damaged[chance.randrange(len(damaged)) :]
+            else:
+                for _ in range(chance.randint(1, 8)):
+                    damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+            broken.write_bytes(damaged)
+            with contextlib.suppress(BadInput):
+                trace = Trace.open(broken)
+                for name in trace.tables():
+                    trace.table(name).collect()
+                trace.gaps()
+        broken.write_bytes(b"")
+        assert "is empty" in refused(broken)
+
+
+# ---------------------------------------------------------------- real files
+
+
+@real
+@pytest.mark.parametrize(
+    ("name", "source", "ranks"),
+    [
+        ("flight_recorder/nvrx/lock_gil_1st", "flight_recorder", 16),
+        ("ops/bytedance-st", "bytedance_ops", 8),
+        ("pipeline/primus-pp8", "primus_pipeline", 8),
+        ("nsys/mfu_2gpu_before.sqlite", "nsight", 2),
+        ("nccl_profiler/minimal-profiler-allreduce.jsonl", "nccl_log", 4),
+        ("nccl_profiler/nccl-example-profiler-p2p.json", "nccl_log", 4),
+    ],
+)
+def test_real_files_are_recognised(name, source, ranks):
+    trace = Trace.open(DATA / name)
+    assert (trace.source, len(trace.table("ranks").collect())) == (source, ranks)
+
+
+@real
+def test_healthy_nsight_files_give_no_finding_and_their_idle_time():
+    for name, idle in (("healthy_1pct", 0.0099), ("healthy_judged_1pct", 0.0094)):
+        report = diagnose(Trace.open(DATA / "nsys" / f"{name}.sqlite"))
+        assert report.findings == ()
+        assert [d.idle_ns / d.window_ns for d in report.device] == [pytest.approx(idle, abs=5e-5)]
+
+
+@real
+def test_real_nsight_file_of_two_gpus_says_what_it_lacks():
+    report = diagnose(Trace.open(DATA / "nsys" / "mfu_2gpu_before.sqlite"))
+    assert [d.communication_ns > 0 for d in report.device] == [True, True]
+    said = " | ".join(gap.why for gap in report.gaps)
+    assert "it has no TARGET_INFO_GPU" in said
+    assert "holds 2 GPUs" in said
+    assert not any("record_shapes" in check.why for check in report.not_checked)
+
+
+@real
+def test_real_nccl_logs_tell_who_waited_where_they_have_ends():
+    """Four GPUs of one process, launched one after the other from 3 to 0: rank 0's kernel waits for nobody."""
+    waits = diagnose(Trace.open(DATA / "nccl_profiler" / "minimal-profiler-allreduce++.jsonl")).waits
+    assert [round(w.waited_ns / 1e6) for w in waits] == [0, 5, 9, 14]
+    example = Trace.open(DATA / "nccl_profiler" / "nccl-example-profiler-p2p.json")
+    assert len(example.table("collectives").collect()) == 8
+    assert example.table("collectives").collect()["end_ns"].null_count() == 8
+    assert "358 lines" in whys(example)
+
+
+@real
+def test_real_execution_trace_has_no_times():
+    assert "263 of the 263 nodes" in refused(DATA / "chakra")

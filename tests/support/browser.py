@@ -1,0 +1,55 @@
+"""Pages in a real browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from typing import Any
+
+import pytest
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux" or importlib.util.find_spec("torch") is None, reason="recording needs Linux and torch"
+)
+
+
+in_a_browser = pytest.mark.skipif(
+    BROWSER is None or importlib.util.find_spec("playwright") is None, reason="needs playwright and Chromium"
+)
+
+
+class Screen:
+    """A page in a browser. Whatever it complains about, or asks of other hosts, is kept."""
+
+    def __init__(self, page: Any, base: str) -> None:
+        self.page, self.base = page, base
+        self.complaints: list[str] = []
+        page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self._asked(request.url))
+
+    def _asked(self, url: str) -> None:
+        if not url.startswith((self.base, "data:", "blob:")):
+            self.complaints.append(f"asks for {url}")
+
+    def open(self, path: str) -> None:
+        """Go there, by the page's own links where it is open already: scripts are loaded once."""
+        if self.page.url.startswith(self.base):
+            self.page.evaluate(
+                "path => { history.pushState({}, '', path);"
+                " window.dispatchEvent(new CustomEvent('_dashprivate_pushstate')); }",
+                path,
+            )
+        else:
+            self.page.goto(self.base + path)
+
+    def wait_for_text(self, text: str) -> None:
+        self.page.get_by_text(text).first.wait_for(timeout=60_000)

@@ -1,0 +1,136 @@
+"""What a user does with `rankscope ui`, in a browser: each task by the clicks that it takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+
+
+import record
+import simulate
+from rankscope.analysis.detectors import detectors, name_of
+from rankscope.analysis.report import html, terminal
+from rankscope.analysis.report.palette import DARK, LIGHT
+from rankscope.analysis.text.units import duration
+from rankscope.dashboard.app import create_app
+from rankscope.dashboard.figures.collectives import operations
+from rankscope.dashboard.state import State
+from support.browser import BROWSER, FLAGS, Screen, in_a_browser, needs_linux
+
+pytestmark = [needs_linux, in_a_browser]
+SLOW = 3
+
+
+@pytest.fixture(scope="module")
+def state(slow_rank_1: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """A recorded run of two ranks, and a simulated one of 8 in which rank 3 is slow."""
+    job = simulate.Job(parallel="tp", ranks=8, steps=40, compute_ns=90e6)
+    resources = simulate.healthy_resources(job)
+    resources.slowness = resources.slowness * np.where(np.arange(8) == SLOW, 1.4, 1.0)
+    simulated = record.write(simulate.run(job, resources), tmp_path_factory.mktemp("tasks") / "slow")
+    state = State([slow_rank_1, simulated])
+    state.start()
+    state.wait(200)
+    return state
+
+
+@pytest.fixture(scope="module")
+def server(state: State, served: Any) -> Iterator[str]:
+    with served(create_app(state)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def screen(browser: Any, server: str) -> Iterator[Screen]:
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    screen = Screen(page, server)
+    yield screen
+    context.close()
+    assert screen.complaints == []
+
+
+def test_a_check_has_one_name_in_the_ui_and_in_both_reports(state, screen):
+    ids = [name for name in detectors() if "_" in name]
+    screen.open("/?run=2")
+    screen.wait_for_text("Checked, nothing found")
+    said = [screen.page.inner_text("#page"), html.render(state.report("2")), terminal.render(state.report("2"))]
+    for page in said:
+        assert not [name for name in ids if re.search(rf"\b{name}\b", page)]
+        assert name_of("slow_rank") in page
+
+
+def test_what_a_fix_saves_is_the_findings_cost_or_the_difference_is_named(state, screen):
+    finding = state.report("2").findings[0]
+    screen.open("/what_if?run=2")
+    row = screen.page.locator(".fix", has_text=f"rank {SLOW} as fast").inner_text()
+    cost = duration(finding.lost_ns_per_step)
+    assert cost.split()[0] in row, (cost, row)
+
+
+def test_the_longest_operation_is_the_first_row_and_its_moment_opens_with_who_came_last(state, screen):
+    run = state.ready("2")
+    longest = operations(run.timeline.collectives).row(0, named=True)
+    screen.open("/collectives?run=2")
+    row = screen.page.locator(".grid .ag-row[row-index='0']").first
+    row.get_by_text(duration(longest["duration_ns"]), exact=True).first.wait_for()
+    row.get_by_role("link", name=f"rank {longest['last']}: show").click()
+    screen.page.wait_for_url("**/timeline?*#*")
+    address = screen.page.url
+    assert f"t0={longest['start_ns']}&t1={longest['end_ns']}&rank={longest['last']}" in address
+    assert f"lanes={longest['last']}" in address or "lanes=all" in address
+
+
+def test_a_chart_on_a_dark_page_has_its_colors(screen):
+    assert LIGHT["compute"] != DARK["compute"]
+    screen.open("/collectives?run=2")  # its histogram has the first of the colors
+    for scheme, palette in (("light", LIGHT), ("dark", DARK)):
+        screen.page.emulate_media(color_scheme=scheme)
+        wanted = ", ".join(str(int(palette["compute"][at : at + 2], 16)) for at in (1, 3, 5))
+        screen.page.wait_for_function(
+            "c => [...document.querySelectorAll('.plot .point path')].some((bar) => getComputedStyle(bar).fill === c)",
+            arg=f"rgb({wanted})",
+        )
+
+
+def test_what_a_table_shows_is_taken_away_as_it_is_filtered(state, screen):
+    """Operations of one group only, by their skew; as a file and in SQL."""
+    found = operations(state.ready("2").timeline.collectives)
+    group = found["group"].unique().sort()[0]
+    screen.open("/collectives?run=2")
+    card = screen.page.locator(".card", has_text="Operations, the longest first")
+    card.locator(".ag-floating-filter input").nth(1).fill(str(group))
+    card.get_by_text("skew", exact=True).click()
+    link = card.get_by_role("link", name="as SQL")
+    link.and_(screen.page.locator("[title*='ORDER BY']")).and_(screen.page.locator("[title*='WHERE']")).wait_for()
+    link.click()
+    screen.page.wait_for_url("**/data?**")
+    screen.page.locator("#data-count").get_by_text(f"{found['group'].eq(group).sum()} rows").wait_for()
+    query = screen.page.locator("#data-sql").input_value()
+    filtered = f"""contains(lower(CAST("group" AS VARCHAR)), '{group}')"""
+    assert query == f'SELECT * FROM operations WHERE {filtered} ORDER BY "skew_ns" ASC NULLS LAST'
+    with screen.page.expect_download() as download:
+        screen.page.get_by_role("link", name="download parquet").click()
+    got = pl.read_parquet(download.value.path())
+    expected = found.filter(pl.col("group") == group).sort("skew_ns", nulls_last=True)
+    assert got["skew_ns"].to_list() == expected["skew_ns"].to_list()
