@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import polars as pl
 from rankscope.analysis.model.finding import Clock, Gap
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text import phrases
-from rankscope.analysis.text.message import Text, joined, text
+from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.code_samples import PLACES, SAMPLES, merged_places, sampled_in
 from rankscope.analysis.timeline.counters import gpus_of_ranks
@@ -20,8 +19,9 @@ from rankscope.analysis.timeline.device_breakdown import device_phases, with_lau
 from rankscope.analysis.timeline.device_clocks import device_clocks, on_one_clock
 from rankscope.analysis.timeline.device_waits import known_waits, without_waits
 from rankscope.analysis.timeline.excluded_steps import set_lost_aside, without_lost_operations
-from rankscope.analysis.timeline.hang_progress import given_up, last_begun_ns, last_progress
-from rankscope.analysis.timeline.host_breakdown import InvariantError, breakdown, check_phases, phases
+from rankscope.analysis.timeline.gaps import broken, clock_gaps, early_gaps, step_gaps, timing_gaps, unmatched_gaps
+from rankscope.analysis.timeline.hang_progress import last_begun_ns, last_progress
+from rankscope.analysis.timeline.host_breakdown import breakdown, check_phases, phases
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl_durations import proxies, with_durations
 from rankscope.analysis.timeline.nccl_ras import late_ranks
@@ -29,7 +29,6 @@ from rankscope.analysis.timeline.pipeline_ops import stage_ops, steps_of_ops
 from rankscope.analysis.timeline.profiled_steps import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.rank_exits import rank_exits
 from rankscope.analysis.timeline.steps import (
-    CAPTURE,
     agreement,
     find_steps,
     in_steps,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["Timeline", "build_timeline"]
 
 _AGREE = 0.9  # share of operations in the same step on all ranks, above which step numbers are comparable
-_FEW_STEPS = 3
 _NO_STEPS = text("no optimizer ran and rankscope.step() was not called, so there are no steps; call it once per step")
 
 
@@ -111,6 +109,70 @@ class Timeline:
     stretch: Stretch | None = None  # what was read of the run; None: all
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A trace, and its nodes' clocks."""
+
+    trace: Trace
+    clocks: list[Clock]
+
+    def read(self, name: str, owner: str = "rank", key: str = "start_ns") -> pl.DataFrame:
+        """Give a table on the run's clock, in order."""
+        return in_order(self.trace.table(name).pipe(apply_clocks, self.clocks).collect(), owner, key)
+
+    @property
+    def stretch(self) -> Stretch | None:
+        return self.trace.stretch
+
+    def marks(self) -> pl.DataFrame:
+        """Give the table `device_marks` on the run's clock."""
+        times = {"recorded_ns": "start_ns", "device_ns": "end_ns"}
+        on_clock = self.trace.table("device_marks").rename(times).pipe(apply_clocks, self.clocks)
+        return on_clock.rename({name: column for column, name in times.items()}).collect()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matched:
+    """Operations matched across ranks, and the devices' work with the calls that launched it."""
+
+    collectives: pl.DataFrame
+    groups: pl.DataFrame
+    kernels: pl.DataFrame
+    launches: pl.DataFrame
+    counted: pl.DataFrame | None  # of a part of the run: its steps on the rank that was asked
+    gaps: list[Gap]
+
+    @property
+    def has_device(self) -> pl.Expr:
+        return pl.col("rank").is_in(self.kernels["rank"].unique().implode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """The steps, on the device where it was seen; and those of the hosts."""
+
+    steps: pl.DataFrame
+    hosts: pl.DataFrame
+    regions: pl.DataFrame
+    marks: pl.DataFrame
+    device_waits: pl.DataFrame
+    comparable: bool
+    gaps: list[Gap]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """The steps cut into phases, and the operations that lie in them."""
+
+    phases: pl.DataFrame
+    breakdown: pl.DataFrame
+    marks: pl.DataFrame
+    enqueued_in: pl.DataFrame  # the steps in which hosts called what devices do
+    collectives: pl.DataFrame
+    ops: pl.DataFrame
+    gaps: list[Gap]
+
+
 def build_timeline(trace: Trace) -> Timeline:
     """The trace's timeline. What could not be seen or settled is in `gaps`; nothing raises for lack of data.
 
@@ -118,126 +180,167 @@ def build_timeline(trace: Trace) -> Timeline:
     """
     trace.check_memory()
     ranks = trace.table("ranks").sort("rank").collect()
-    clocks = _clocks(trace, [*trace.run, *ranks["node"].drop_nulls().to_list()])
-
-    def read(name: str, owner: str, key: str) -> pl.DataFrame:
-        return in_order(trace.table(name).pipe(apply_clocks, clocks).collect(), owner, key)
-
-    regions = read("regions", "rank", "start_ns")
-    groups = read("groups", "rank", "start_ns")
-    records = read("flight_records", "rank", "start_ns")
-    called = with_durations(read("collectives", "rank", "start_ns"), groups, records)
-    devices_off, of_device_clocks = device_clocks(called)
-    called = on_one_clock(called, devices_off, "device_start_ns", "end_ns", if_known="device_start_ns")
-    collectives = match_collectives(called, groups, clocks)
-    stretch = trace.stretch
-    counted = stretch.beside(clocks) if stretch else None
-    if stretch and counted is not None and len(counted):
-        collectives = collectives.filter(_begun_within(counted, stretch))
-    launches = read("launches", "rank", "start_ns")
-    kernels = on_one_clock(read("kernels", "rank", "start_ns"), devices_off, "start_ns", "end_ns")
-    kernels = with_launches(kernels, launches)
-    launches = with_waits(launches, kernels)
-    lossy = {gap.rank for gap in trace.gaps() if gap.count and gap.rank is not None and gap.table in ("*", "regions")}
-    steps, incomparable, of_numbers = _comparable_steps(
-        read("steps", "rank", "end_ns"), regions, collectives, counted, lossy
+    source = _Source(trace, _clocks(trace, [*trace.run, *ranks["node"].drop_nulls().to_list()]))
+    ops = source.read("ops")
+    matched = _match(source)
+    found = _find_steps(source, matched, ranks, ops)
+    cut = _cut(source, matched, found, ranks, ops)
+    collectives = matched.collectives
+    samples, places = _samples(source)
+    memory = source.read("memory", key="time_ns").select("rank", "time_ns", "name", "value")
+    counters = source.read("counters", "node", "time_ns")
+    counters = counters.select("node", "time_ns", "source", "name", "device", "value")
+    late = late_ranks(
+        source.read("ras", "node", "time_ns"), ranks, trace.run, last_begun_ns(collectives, found.regions) or 0
     )
-    has_device = pl.col("rank").is_in(kernels["rank"].unique().implode())
-    if steps.is_empty():
-        tables = (table.select("rank", "start_ns", "end_ns") for table in (kernels, launches, regions))
-        steps = whole_captures(*(table.filter(has_device) for table in tables))
-    if stretch:  # with the one before, which ends on the device where the first begins
-        steps = steps.filter(pl.col("step").is_between(stretch.first - 1, stretch.last))
-    read_whole = pl.col("step") >= (stretch.first if stretch else 0)
-    whole, of_operations = without_lost_operations(steps.filter(read_whole), collectives, groups)
-    steps = pl.concat([steps.filter(~read_whole), whole]).sort("rank", "step", maintain_order=True)
-    regions, hosts_steps = in_steps(regions, steps), steps
-    of_phases, of_waits = without_waits(_marks(trace, clocks))
-    steps, marks, of_marks = marked_steps(steps, of_phases, collectives)
-    steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), kernels)])
-    if stretch:
-        steps = steps.filter(pl.col("step") >= stretch.first)
-    steps = judge(steps, regions, stretch.warmup if stretch else None, of_capture=trace.source == "kineto")
-    steps, of_lost = set_lost_aside(steps, hosts_steps, kernels, launches)
-    steps = set_profiled_aside(steps, read("windows", "rank", "start_ns"))
-    ops = read("ops", "rank", "start_ns")
-    if len(ops):
-        steps, incomparable = steps_of_ops(ops), []
-    counters = read("counters", "node", "time_ns").select("node", "time_ns", "source", "name", "device", "value")
-    samples = read("samples", "rank", "time_ns")
-    memory = read("memory", "rank", "time_ns").select("rank", "time_ns", "name", "value")
-    progress = read("progress", "rank", "group_id")
-    late = late_ranks(read("ras", "node", "time_ns"), ranks, trace.run, last_begun_ns(collectives, regions) or 0)
-    exits = pl.DataFrame()
-    if trace.source == "native" and (stretch is None or stretch.is_to_the_end):  # what a rank did last is all there
-        sampled = (table["time_ns"].max() for table in (counters, samples, memory))
-        until = [ns for ns in sampled if isinstance(ns, int)]
-        progress = last_progress(collectives, regions, max(until, default=None), steps, said_late=len(late) > 0)
-        exits = rank_exits(read("exits", "rank", "end_ns"), collectives, regions, steps)
-    split = steps if "breakdown" not in trace.reader.cannot() else steps.filter(has_device)
-    device_waits = known_waits(of_waits if len(marks) else of_waits.clear(), hosts_steps)
-    marks = by_marks(marks, steps, hosts_steps, regions, collectives, device_waits)
-    hosts, devices = split.filter(~has_device & marks.is_empty()), split.filter(has_device)
-    timed = _on_a_clock(collectives)
-    cut = pl.concat([phases(hosts, regions, timed), device_phases(devices, kernels, regions, timed)])
-    cut = cut if marks.is_empty() else mark_phases(marks, split, regions, device_waits)
-    places, of_frames = merged_places(trace.table("frames").collect())
-    samples = samples.join(of_frames, on=["rank", "frame"], how="left")
-    samples = samples.with_columns(pl.col("place").fill_null(0))
-    arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
-    enqueued_in = steps if marks.is_empty() else hosts_steps
-    placed = in_steps(collectives.with_columns(arrival), enqueued_in, at="_arrival_ns").drop("_arrival_ns")
-    no_ops: list[Gap] = []
-    if ops.is_empty():
-        ops, no_ops = stage_ops(ranks, groups, regions, placed, cut, clocks, marks)
-    gaps = [
-        *trace.gaps(),
-        *_clock_gaps(clocks),
-        *of_device_clocks,
-        *_unmatched_gaps(collectives),
-        *_timing_gaps(records),
-        *_step_gaps(steps, ranks, {gap.rank for gap in of_operations}, trace.reader.cannot().get("steps", _NO_STEPS)),
-        *of_marks,
-        *of_operations,
-        *of_lost,
-        *profiled_gaps(steps),
-        *([Gap(table="*", rank=None, node=None, count=None, why=stretch.said)] if stretch and stretch.said else ()),
-        *incomparable,
-        *of_numbers,
-        *_early_gaps(collectives, steps),
-        *no_ops,
-        *_broken("phases", lambda: check_phases(cut, split)),
-    ]
+    progress, exits = source.read("progress", key="group_id"), pl.DataFrame()
+    if trace.source == "native" and (source.stretch is None or source.stretch.is_to_the_end):
+        until = [ns for table in (counters, samples, memory) if isinstance(ns := table["time_ns"].max(), int)]
+        done_until = max(until, default=None)  # what a rank did last is all there
+        progress = last_progress(collectives, found.regions, done_until, found.steps, said_late=len(late) > 0)
+        exits = rank_exits(source.read("exits", key="end_ns"), collectives, found.regions, found.steps)
+    proxied = proxies(source.read("nccl_calls"), source.read("nccl_events"))
     return Timeline(
         ranks=ranks,
-        steps=steps,
-        collectives=placed,
-        regions=regions,
-        kernels=kernels,
-        launches=launches,
-        phases=cut,
-        breakdown=breakdown(cut, split),
+        steps=found.steps,
+        collectives=cut.collectives,
+        regions=found.regions,
+        kernels=matched.kernels,
+        launches=matched.launches,
+        phases=cut.phases,
+        breakdown=cut.breakdown,
         waits=collectives.drop_nulls("wait_ns").group_by("rank").agg(waited_ns=pl.col("wait_ns").sum()).sort("rank"),
         counters=counters,
         memory=memory,
         gpus=gpus_of_ranks(trace.run),
-        proxies=in_steps(
-            proxies(read("nccl_calls", "rank", "start_ns"), read("nccl_events", "rank", "start_ns")), enqueued_in
-        ),
+        proxies=in_steps(proxied, cut.enqueued_in),
         ras=late,
         exits=exits,
-        samples=sampled_in(samples, cut if marks.is_empty() else hosts_steps),
+        samples=sampled_in(samples, cut.phases if cut.marks.is_empty() else found.hosts),
         places=places,
-        groups=groups,
-        ops=ops,
+        groups=matched.groups,
+        ops=cut.ops,
         progress=progress,
-        marks=marks,
-        clocks=clocks,
-        stretch=stretch,
-        comparable=not incomparable,
+        marks=cut.marks,
+        clocks=source.clocks,
+        stretch=source.stretch,
+        comparable=found.comparable,
         matched_fraction=1 - collectives["instance_id"].null_count() / len(collectives) if len(collectives) else None,
-        gaps=gaps,
+        gaps=[*trace.gaps(), *clock_gaps(source.clocks), *matched.gaps, *found.gaps, *cut.gaps],
     )
+
+
+def _match(source: _Source) -> _Matched:
+    """Bring the devices' clocks together and match what ranks did with each other."""
+    groups, records = source.read("groups"), source.read("flight_records")
+    called = with_durations(source.read("collectives"), groups, records)
+    devices_off, of_device_clocks = device_clocks(called)
+    called = on_one_clock(called, devices_off, "device_start_ns", "end_ns", if_known="device_start_ns")
+    collectives = match_collectives(called, groups, source.clocks)
+    stretch = source.stretch
+    counted = stretch.beside(source.clocks) if stretch else None
+    if stretch and counted is not None and len(counted):
+        collectives = collectives.filter(_begun_within(counted, stretch))
+    launches = source.read("launches")
+    kernels = with_launches(on_one_clock(source.read("kernels"), devices_off, "start_ns", "end_ns"), launches)
+    return _Matched(
+        collectives=collectives,
+        groups=groups,
+        kernels=kernels,
+        launches=with_waits(launches, kernels),
+        counted=counted,
+        gaps=[*of_device_clocks, *unmatched_gaps(collectives), *timing_gaps(records)],
+    )
+
+
+def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl.DataFrame) -> _Steps:
+    """Find the steps and number them alike, first on the hosts, then on the devices; say which count and why not."""
+    stretch, collectives = source.stretch, matched.collectives
+    regions = source.read("regions")
+    hosts, incomparable, of_numbers = _host_steps(source, matched, regions)
+    read_whole = pl.col("step") >= (stretch.first if stretch else 0)
+    whole, of_operations = without_lost_operations(hosts.filter(read_whole), collectives, matched.groups)
+    hosts = pl.concat([hosts.filter(~read_whole), whole]).sort("rank", "step", maintain_order=True)
+    regions = in_steps(regions, hosts)
+    of_phases, device_waits = without_waits(source.marks())
+    steps, marks, of_marks = marked_steps(hosts, of_phases, collectives)
+    has_device = matched.has_device
+    steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), matched.kernels)])
+    if stretch:
+        steps = steps.filter(pl.col("step") >= stretch.first)
+    is_capture = source.trace.source == "kineto"
+    steps = judge(steps, regions, stretch.warmup if stretch else None, of_capture=is_capture)
+    steps, of_lost = set_lost_aside(steps, hosts, matched.kernels, matched.launches)
+    steps = set_profiled_aside(steps, source.read("windows"))
+    if len(ops):
+        steps, incomparable = steps_of_ops(ops), []
+    why_none = source.trace.reader.cannot().get("steps", _NO_STEPS)
+    read = [Gap(table="*", rank=None, node=None, count=None, why=stretch.said)] if stretch and stretch.said else []
+    return _Steps(
+        steps=steps,
+        hosts=hosts,
+        regions=regions,
+        marks=marks,
+        device_waits=device_waits,
+        comparable=not incomparable,
+        gaps=[
+            *step_gaps(steps, ranks, {gap.rank for gap in of_operations}, why_none),
+            *(*of_marks, *of_operations, *of_lost, *profiled_gaps(steps)),
+            *(*read, *incomparable, *of_numbers, *early_gaps(collectives, steps)),
+        ],
+    )
+
+
+def _host_steps(source: _Source, matched: _Matched, regions: pl.DataFrame) -> tuple[pl.DataFrame, list[Gap], list[Gap]]:
+    """The steps of the hosts, or whole captures; and gaps as `_comparable_steps` has them.
+
+    Of a part of the run also the step before it, which ends on the device where the first begins.
+    """
+    of_records = (gap for gap in source.trace.gaps() if gap.table in ("*", "regions"))
+    lossy = {gap.rank for gap in of_records if gap.count and gap.rank is not None}
+    marks = source.read("steps", key="end_ns")
+    steps, incomparable, of_numbers = _comparable_steps(marks, regions, matched.collectives, matched.counted, lossy)
+    if steps.is_empty():
+        tables = (t.select("rank", "start_ns", "end_ns") for t in (matched.kernels, matched.launches, regions))
+        steps = whole_captures(*(table.filter(matched.has_device) for table in tables))
+    if source.stretch:
+        steps = steps.filter(pl.col("step").is_between(source.stretch.first - 1, source.stretch.last))
+    return steps, incomparable, of_numbers
+
+
+def _cut(source: _Source, matched: _Matched, found: _Steps, ranks: pl.DataFrame, ops: pl.DataFrame) -> _Cut:
+    """Cut the steps up, and place operations in them."""
+    collectives, regions, has_device = matched.collectives, found.regions, matched.has_device
+    split = found.steps if "breakdown" not in source.trace.reader.cannot() else found.steps.filter(has_device)
+    device_waits = found.device_waits if len(found.marks) else found.device_waits.clear()
+    device_waits = known_waits(device_waits, found.hosts)
+    marks = by_marks(found.marks, found.steps, found.hosts, regions, collectives, device_waits)
+    hosts, devices = split.filter(~has_device & marks.is_empty()), split.filter(has_device)
+    timed = _on_a_clock(collectives)
+    cut = pl.concat([phases(hosts, regions, timed), device_phases(devices, matched.kernels, regions, timed)])
+    cut = cut if marks.is_empty() else mark_phases(marks, split, regions, device_waits)
+    arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
+    enqueued_in = found.steps if marks.is_empty() else found.hosts
+    placed = in_steps(collectives.with_columns(arrival), enqueued_in, at="_arrival_ns").drop("_arrival_ns")
+    no_ops: list[Gap] = []
+    if ops.is_empty():
+        ops, no_ops = stage_ops(ranks, matched.groups, regions, placed, cut, source.clocks, marks)
+    return _Cut(
+        phases=cut,
+        breakdown=breakdown(cut, split),
+        marks=marks,
+        enqueued_in=enqueued_in,
+        collectives=placed,
+        ops=ops,
+        gaps=[*no_ops, *broken("phases", lambda: check_phases(cut, split))],
+    )
+
+
+def _samples(source: _Source) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The samples of main threads, and the tree of calls that they point into."""
+    places, of_frames = merged_places(source.trace.table("frames").collect())
+    samples = source.read("samples", key="time_ns").join(of_frames, on=["rank", "frame"], how="left")
+    return samples.with_columns(pl.col("place").fill_null(0)), places
 
 
 def _begun_within(counted: pl.DataFrame, stretch: Stretch) -> pl.Expr:
@@ -248,13 +351,6 @@ def _begun_within(counted: pl.DataFrame, stretch: Stretch) -> pl.Expr:
     since, until = counted["start_ns"].min(), counted["end_ns"].max()
     is_after = pl.col("start_ns") >= since if stretch.first > 0 else pl.lit(True)
     return is_after & (pl.col("start_ns") <= until if stretch.last + 1 < len(stretch.counted) else pl.lit(True))
-
-
-def _marks(trace: Trace, clocks: list[Clock]) -> pl.DataFrame:
-    """The table `device_marks` on the run's clock."""
-    times = {"recorded_ns": "start_ns", "device_ns": "end_ns"}
-    on_clock = trace.table("device_marks").rename(times).pipe(apply_clocks, clocks)
-    return on_clock.rename({name: column for column, name in times.items()}).collect()
 
 
 def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
@@ -274,48 +370,6 @@ def _on_a_clock(collectives: pl.DataFrame) -> pl.DataFrame:
     if "duration_ns" not in collectives.columns:
         return collectives
     return collectives.with_columns(pl.when(pl.col("end_ns").is_not_null()).then("wait_ns").alias("wait_ns"))
-
-
-def _timing_gaps(records: pl.DataFrame) -> list[Gap]:
-    """Said where torch's Flight Recorder has operations and not how long they took."""
-    if records.is_empty() or records["duration_ns"].is_not_null().any():
-        return []
-    why = text(
-        "torch's Flight Recorder has no durations, so stragglers and bandwidth are unknown; "
-        "TORCH_NCCL_ENABLE_TIMING=1 records them (with CUDA_DEVICE_MAX_CONNECTIONS=1 communication then overlaps "
-        "less: for a short run only), or rankscope trigger for a few steps"
-    )
-    return [Gap(table="flight_records", rank=None, node=None, count=len(records), why=why)]
-
-
-def _early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
-    """What ended before its last rank arrived: how many, by how much at most, why, and what was done about it."""
-    gave_up = given_up(collectives, steps).select("rank", "instance_id", why=pl.lit("given up"))
-    by_device = pl.when(pl.col("device_start_ns").is_not_null()).then(pl.lit("device")).otherwise(pl.lit("clock"))
-    done = {
-        "clock": text("clocks or stamps are wrong by that, and these ends were moved to that arrival"),
-        "device": text("the devices' clocks are wrong by that, and times were left as they are"),
-        "given up": text("a timeout or an error ended them before it came, and these ends were moved to that arrival"),
-    }
-    early = collectives.filter(pl.col("early_ns").is_not_null()).join(gave_up, on=["rank", "instance_id"], how="left")
-    return [
-        Gap(
-            table="collectives",
-            rank=None,
-            node=None,
-            count=count,
-            why=text(
-                "{count} rows of operations end before their last rank arrived, by up to {worst} ns: {done}",
-                count=count,
-                worst=worst,
-                done=done[why],
-            ),
-        )
-        for why, count, worst in early.group_by(pl.col("why").fill_null(by_device))
-        .agg(pl.len(), pl.col("early_ns").max())
-        .sort("why")
-        .iter_rows()
-    ]
 
 
 def _comparable_steps(
@@ -356,89 +410,3 @@ def _renumbered(rank: int, left_out: int) -> Gap:
         steps=phrases.counted(left_out, "step"),
     )
     return Gap(table="steps", rank=rank, node=None, count=left_out, why=why)
-
-
-def _step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, told: set[int | None], why_none: str) -> list[Gap]:
-    if not len(steps):
-        return [Gap(table="steps", rank=None, node=None, count=None, why=why_none)]
-    if steps["source"][0] == CAPTURE:
-        why = text("{why_none}; the whole capture is taken as one step", why_none=why_none)
-        return [Gap(table="steps", rank=None, node=None, count=None, why=why)]
-    without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()) - told)
-    gaps = [
-        Gap(table="steps", rank=rank, node=None, count=None, why=text("rank {rank} has no step", rank=rank))
-        for rank in without
-    ]
-    judged = steps.filter("judged")["step"].n_unique()
-    if judged < _FEW_STEPS:
-        why = text(
-            "only {judged} of {count} steps can be analyzed; record more",
-            judged=judged,
-            count=steps["step"].n_unique(),
-        )
-        gaps.append(Gap(table="steps", rank=None, node=None, count=None, why=why))
-    return gaps
-
-
-def _clock_gaps(clocks: list[Clock]) -> list[Gap]:
-    how = {
-        "unix time": text("its time comes from the hosts' unix time, with an unknown error"),
-        "none": text("its times were left as they are"),
-    }
-    return [
-        Gap(
-            table="clocks",
-            rank=None,
-            node=c.node,
-            count=None,
-            why=text(
-                "no pings between node {node} and 0, nor operations that bind its clock: {how}",
-                node=c.node,
-                how=how[c.source],
-            ),
-        )
-        for c in clocks
-        if c.error_ns is None
-    ]
-
-
-def _unmatched_gaps(collectives: pl.DataFrame) -> list[Gap]:
-    """One gap per reason; where operations differ also which."""
-    reasons = collectives.group_by("unmatched").len().drop_nulls().sort("unmatched")
-    gaps = [
-        Gap(
-            table="collectives",
-            rank=None,
-            node=None,
-            count=count,
-            why=text(
-                "{count} of {all} collectives were not matched across ranks: {reason}",
-                count=count,
-                all=len(collectives),
-                reason=Text(reason, {}),
-            ),
-        )
-        for reason, count in reasons.iter_rows()
-    ]
-    differing = collectives.filter(pl.col("unmatched") == "operations differ").sort("start_ns")
-    if len(differing):
-        first = differing.row(0, named=True)
-        same_key = (pl.col("group_id") == first["group_id"]) & (pl.col("seq") == first["seq"])
-        of_rank = differing.filter(same_key).select("rank", "op").iter_rows()
-        said = joined(", ", (text("rank {rank} {op}", rank=rank, op=op) for rank, op in of_rank))
-        why = text(
-            "desynchronized: operation {seq} of group {group} is {said}",
-            seq=first["seq"],
-            group=first["group"],
-            said=said,
-        )
-        gaps.append(Gap(table="collectives", rank=None, node=None, count=None, why=why))
-    return gaps
-
-
-def _broken(table: str, check: Callable[[], None]) -> list[Gap]:
-    try:
-        check()
-    except InvariantError as error:
-        return [Gap(table=table, rank=None, node=None, count=None, why=str(error))]
-    return []
