@@ -24,7 +24,7 @@ import polars as pl
 import rankscope
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
-from rankscope.analysis.replay.graph import assemble, replay
+from rankscope.analysis.replay.graph import Nodes, assemble, replay
 from rankscope.analysis.replay.host_graph import fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.pipeline import OpGrid, op_grid
 from rankscope.analysis.replay.pipeline_plan import replay as replay_plan
@@ -85,7 +85,7 @@ def durations(grid: OpGrid) -> np.ndarray:
     return np.random.default_rng(0).uniform(0.9e6, 1.1e6, grid.start_ns.shape)
 
 
-def made_up_job(ranks: int, steps: int, collectives: int) -> dict:
+def made_up_job(ranks: int, steps: int, collectives: int) -> tuple[Nodes, np.ndarray, np.ndarray]:
     """What `assemble` takes: each rank computes, all reduce, and so on."""
     rounds = steps * collectives
     own = np.arange(ranks * rounds).reshape(rounds, ranks)  # computation before each collective
@@ -95,23 +95,22 @@ def made_up_job(ranks: int, steps: int, collectives: int) -> dict:
     waited_for = [own.ravel(), np.repeat(transfer, ranks), end[:-1].ravel()]
     n = 2 * own.size + rounds
     nothing = np.zeros(n, dtype=np.int64)
-    return {
-        "duration_ns": np.random.default_rng(0).uniform(0.9e6, 1.1e6, n),
-        "waits": np.concatenate(waits),
-        "waited_for": np.concatenate(waited_for),
+    nodes = Nodes(
+        duration_ns=np.random.default_rng(0).uniform(0.9e6, 1.1e6, n),
         **dict.fromkeys(("rank", "step", "part", "label", "instance", "start_ns", "end_ns"), nothing),
-        "parts": (),
-        "labels": (),
-        "origin_ns": 0,
-    }
+        parts=(),
+        labels=(),
+        origin_ns=0,
+    )
+    return nodes, np.concatenate(waits), np.concatenate(waited_for)
 
 
 def speed(rounds: int) -> None:
     print(f"{'graph of a job':40}{'nodes':>10}{'M nodes/s':>11}{'to build, s':>13}")
     for ranks, steps, collectives in ((8, 100, 50), (64, 200, 50), (1024, 20, 50)):
         job = made_up_job(ranks, steps, collectives)
-        graph, _ = assemble(**job)
-        build = best_of(1, lambda job=job: assemble(**job))
+        graph, _ = assemble(*job)
+        build = best_of(1, lambda job=job: assemble(*job))
         seconds = best_of(rounds, lambda graph=graph: replay(graph, graph.duration_ns))
         name = f"{ranks} ranks, {steps} steps, {collectives} collectives each"
         print(f"{name:40}{len(graph):10}{len(graph) / seconds / 1e6:11.0f}{build:13.2f}")

@@ -26,12 +26,9 @@ IN_A_RANK = ("collectors/in_rank", "collectors/rank", "collectors/schema.py", "s
 LONG_MODULES: set[str] = set()
 LONG_FUNCTIONS = {
     "analysis.readers.nsight.open_run",
-    "analysis.replay.host_graph._assembled",
-    "analysis.timeline.build.build_timeline",
 }
 MANY_PARAMETERS = {
     "analysis.readers.json_scan.scan",
-    "analysis.replay.graph.assemble",
     "collectors.in_rank.ring_writer.write",
     "profiler.commands.report.command",
 }

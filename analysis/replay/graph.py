@@ -18,7 +18,7 @@ try:
 except ImportError:  # it is built where there is a C compiler
     _replay = None  # type: ignore[assignment]
 
-__all__ = ["Changes", "Graph", "assemble", "replay", "replay_in_python", "replay_with"]
+__all__ = ["Changes", "Graph", "Nodes", "assemble", "replay", "replay_in_python", "replay_with"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -26,23 +26,18 @@ Shorts = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
-    """Nodes that take time, and what each waits for. `replay` says all there is to say about what that means.
-
-    What node `i` waits for is `before[first[i] : first[i + 1]]`, all of them lower numbers than `i`. A node that waits
-    for nothing begins at 0, which is `origin_ns` on the run's clock. Durations leave out all waiting.
+class Nodes:
+    """Nodes that take time, in any order. Durations leave out all waiting.
 
     A collective is an arrival on each rank, one transfer that waits for all arrivals, and an end on each rank.
     """
 
     duration_ns: Floats
-    first: Ints  # one more than there are nodes
-    before: Shorts
-    rank: Shorts  # -1: of no single rank, as a transfer
-    step: Shorts  # -1: outside of the steps
-    part: Shorts  # position in `parts`, -1: none
-    label: Shorts  # position in `labels`, -1: none
-    instance: Ints  # `instance_id` of the collective that the node belongs to, -1: none
+    rank: NDArray[np.integer]  # -1: of no single rank, as a transfer
+    step: NDArray[np.integer]  # -1: outside of the steps
+    part: NDArray[np.integer]  # position in `parts`, -1: none
+    label: NDArray[np.integer]  # position in `labels`, -1: none
+    instance: NDArray[np.integer]  # `instance_id` of the collective that the node belongs to, -1: none
     start_ns: Ints  # as measured, on the run's clock; waiting, where there was any, lies before `end_ns - duration_ns`
     end_ns: Ints
     parts: tuple[str, ...]
@@ -51,6 +46,18 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.duration_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph(Nodes):
+    """Nodes in order, and what each waits for. `replay` says all there is to say about what that means.
+
+    What node `i` waits for is `before[first[i] : first[i + 1]]`, all of them lower numbers than `i`. A node that waits
+    for nothing begins at 0, which is `origin_ns` on the run's clock.
+    """
+
+    first: Ints  # one more than there are nodes
+    before: Shorts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,27 +114,12 @@ def replay_in_python(first: Ints, before: Shorts, duration_ns: Floats) -> Floats
     return np.array(end)
 
 
-def assemble(
-    *,
-    duration_ns: Floats,
-    waits: NDArray[np.integer],
-    waited_for: NDArray[np.integer],
-    rank: NDArray[np.integer],
-    step: NDArray[np.integer],
-    part: NDArray[np.integer],
-    label: NDArray[np.integer],
-    instance: NDArray[np.integer],
-    start_ns: Ints,
-    end_ns: Ints,
-    parts: tuple[str, ...],
-    labels: tuple[str, ...],
-    origin_ns: int,
-) -> tuple[Graph, Shorts]:
-    """The graph of nodes given in any order, node `waits[k]` waiting for `waited_for[k]`; and each node's number in it.
+def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Graph, Shorts]:
+    """The graph in which node `waits[k]` waits for `waited_for[k]`; and each node's number in it.
 
     Raises `NotReplayable` if nodes wait for each other in a circle.
     """
-    n = len(duration_ns)
+    n = len(nodes)
     order = _in_order(n, waits, waited_for)
     number = np.empty(n, dtype=np.int32)
     number[order] = np.arange(n)
@@ -137,19 +129,19 @@ def assemble(
         return np.ascontiguousarray(values[order], dtype=np.int32)
 
     graph = Graph(
-        duration_ns=np.ascontiguousarray(duration_ns[order], dtype=np.float64),
+        duration_ns=np.ascontiguousarray(nodes.duration_ns[order], dtype=np.float64),
         first=first,
         before=before,
-        rank=short(rank),
-        step=short(step),
-        part=short(part),
-        label=short(label),
-        instance=np.ascontiguousarray(instance[order], dtype=np.int64),
-        start_ns=start_ns[order],
-        end_ns=end_ns[order],
-        parts=parts,
-        labels=labels,
-        origin_ns=origin_ns,
+        rank=short(nodes.rank),
+        step=short(nodes.step),
+        part=short(nodes.part),
+        label=short(nodes.label),
+        instance=np.ascontiguousarray(nodes.instance[order], dtype=np.int64),
+        start_ns=nodes.start_ns[order],
+        end_ns=nodes.end_ns[order],
+        parts=nodes.parts,
+        labels=nodes.labels,
+        origin_ns=nodes.origin_ns,
     )
     return graph, number
 

@@ -7,8 +7,8 @@ calls of all its ranks, and an end on each of them. Steps follow each other with
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import polars as pl
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import BLOCKED
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, assemble, replay
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, assemble, replay
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
@@ -91,6 +91,81 @@ class _Keys:
         return np.searchsorted(self.ranks.to_numpy(), frame["rank"].to_numpy()).astype(np.int64)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Operations as each rank saw them. `arrival` and `end` are keys, see `_Keys`."""
+
+    arrival: Ints
+    end: Ints
+    place: Ints
+    step: Ints
+    label: Ints
+    position: Ints  # in the step
+    group: Ints
+    queue: Ints
+    instance_id: Ints
+    ids: Ints  # the `instance_id` of each whole operation
+    op: Ints  # position in `ids`, -1: of no whole operation
+    mutual: Bools  # of one in which all give to all
+
+    @property
+    def matched(self) -> Bools:
+        return np.asarray(self.op >= 0)
+
+    @property
+    def first_of_op(self) -> Ints:
+        """One of the rows of each whole operation."""
+        first = np.zeros(len(self.ids), dtype=np.int64)
+        first[self.op[self.matched]] = np.flatnonzero(self.matched)
+        return first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moved:
+    """Transfers of operations, and the rows' ends; times are ns since the origin on the rank's clock."""
+
+    joins: Bools  # the row's end waits for the transfer
+    began: Ints  # when the last rank had come
+    transfer_ns: Ints
+    local_end: Ints
+    end_ns: Ints  # how long the end takes by itself
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Numbers of nodes before they are in order: where each rank begins, spans, transfers, ends of rows."""
+
+    n_ranks: int
+    n_spans: int
+    n_ops: int
+    n_rows: int
+
+    @property
+    def spans(self) -> Ints:
+        return np.arange(self.n_ranks, self.n_ranks + self.n_spans)
+
+    @property
+    def transfers(self) -> Ints:
+        return self.n_ranks + self.n_spans + np.arange(self.n_ops)
+
+    @property
+    def ends(self) -> Ints:
+        return self.n_ranks + self.n_spans + self.n_ops + np.arange(self.n_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrows:
+    """What waits for what, pair by pair."""
+
+    waits: list[Ints] = field(default_factory=list)
+    waited_for: list[Ints] = field(default_factory=list)
+
+    def tie(self, nodes: Ints, others: Ints) -> None:
+        """Each of the nodes waits for the other beside it."""
+        self.waits.append(nodes)
+        self.waited_for.append(others)
+
+
 def graph_of(timeline: Timeline) -> HostGraph:
     """The graph of a run whose main threads were recorded. Raises `NotReplayable`."""
     phases = timeline.phases.sort("rank", "start_ns")
@@ -161,126 +236,148 @@ def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
 def _assembled(
     timeline: Timeline, phases: pl.DataFrame, chains: _Chains, seen: pl.DataFrame, keys: _Keys, error_ns: int
 ) -> HostGraph:
-    n_ranks, n_chain, n_rows = len(keys.ranks), len(chains.start), len(seen)
     labels = sorted({*phases["label"].unique().to_list(), *seen["op"].unique().to_list()})
+    rows = _rows(seen, keys, labels)
+    numbers = _Numbers(len(keys.ranks), len(chains.start), len(rows.ids), len(seen))
+    arrows = _Arrows()
+    arrows.tie(numbers.spans, chains.node_before(chains.start))
+    span, row, ends = _awaited(chains, rows.arrival, rows.end)
+    arrows.tie(numbers.spans[span], numbers.ends[row])
+    rows = replace(rows, end=ends)
+    span_ns, wakes = _woken(chains, rows, span, row)
+    node, row = _joined_by_backward(timeline.regions, seen, chains, keys, rows.arrival, rows.end)
+    arrows.tie(numbers.spans[node], numbers.ends[row])
+    moved = _moved(chains, rows, keys, numbers, arrows, error_ns)
+    nodes = _nodes(phases, chains, rows, keys, moved, span_ns, labels)
+    graph, number = assemble(nodes, np.concatenate(arrows.waits), np.concatenate(arrows.waited_for))
+    position = rows.position
+    positions = int(position.max(initial=0)) + 1
+    of_op, of_end = position[rows.first_of_op], positions * (1 + numbers.n_ranks + rows.place) + position
+    cycle = np.full(len(graph), _NONE)
+    cycle[number[numbers.spans]] = np.where(wakes >= 0, positions * (1 + chains.place) + wakes, _NONE)
+    cycle[number[numbers.transfers]] = np.where(of_op >= 0, of_op, _NONE)
+    cycle[number[numbers.ends]] = np.where(moved.joins & (position >= 0), of_end, _NONE)
+    return HostGraph(
+        graph=graph,
+        steps=_steps(timeline, chains, nodes.step[numbers.spans], number, numbers.n_ranks, keys),
+        cycle=cycle,
+        unmatched=int((~rows.matched).sum()),
+        matched=len(rows.ids),
+    )
+
+
+def _rows(seen: pl.DataFrame, keys: _Keys, labels: Sequence[str]) -> _Rows:
     code = dict(zip(labels, range(len(labels)), strict=True))
-    arrival, end = keys.of(seen, "start_ns"), keys.of(seen, "end_ns")
-    row_place, row_label = keys.place(seen), seen["op"].replace_strict(code, return_dtype=pl.Int64).to_numpy()
-    row_step = seen["step"].fill_null(_NONE).to_numpy().astype(np.int64)
-    position = _position_in_cycle(seen)
     instance_id = seen["instance_id"].cast(pl.Int64).fill_null(_NONE).to_numpy()
     is_op = np.bincount(instance_id + 1, minlength=1)[1:] > 0
-    ids = np.flatnonzero(is_op)
-    dense = np.where(instance_id >= 0, np.concatenate([np.cumsum(is_op), [0]])[instance_id] - 1, _NONE)
-    n_ops = len(ids)
+    op = np.where(instance_id >= 0, np.concatenate([np.cumsum(is_op), [0]])[instance_id] - 1, _NONE)
+    return _Rows(
+        arrival=keys.of(seen, "start_ns"),
+        end=keys.of(seen, "end_ns"),
+        place=keys.place(seen),
+        step=seen["step"].fill_null(_NONE).to_numpy().astype(np.int64),
+        label=seen["op"].replace_strict(code, return_dtype=pl.Int64).to_numpy(),
+        position=_position_in_cycle(seen),
+        group=seen["group_id"].to_numpy(),
+        queue=_queue(seen),
+        instance_id=instance_id,
+        ids=np.flatnonzero(is_op),
+        op=op,
+        mutual=(op >= 0) & seen["op"].is_in(MUTUAL_OPS).to_numpy(),
+    )
 
-    ends_at = n_ranks + n_chain + n_ops  # the first of the rows' ends
-    waits: list[Ints] = []
-    waited_for: list[Ints] = []
 
-    def tie(node: Ints, other: Ints) -> None:
-        waits.append(node)
-        waited_for.append(other)
+def _woken(chains: _Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, Ints]:
+    """How long each span of a main thread takes by itself, and the position in the step of what ended its wait.
 
-    # Main threads.
-    chain_nodes = np.arange(n_ranks, n_ranks + n_chain)
-    tie(chain_nodes, chains.node_before(chains.start))
-    durations = np.zeros(ends_at + n_rows)
-    first_of_rank = np.searchsorted(chains.place, np.arange(n_ranks))
-    durations[:n_ranks] = chains.start[first_of_rank] - np.arange(n_ranks) * keys.span
-    durations[chain_nodes] = chains.end - chains.start
-
-    # Blocked spans: they wait for what ended in them.
-    span, row, end = _awaited(chains, arrival, end)
-    tie(n_ranks + span, ends_at + row)
+    Blocked spans wait for what ended in them, `row` beside `span`.
+    """
     last_end = chains.start.copy()
-    np.maximum.at(last_end, span, end[row])
-    durations[chain_nodes] = np.where(chains.blocked, chains.end - last_end, durations[chain_nodes])
-    wakes = np.full(n_chain, _NONE)
-    order = np.argsort(end[row], kind="stable")
-    wakes[span[order]] = position[row[order]]  # the last one to end tells what the span waits for
-    node, row = _joined_by_backward(timeline.regions, seen, chains, keys, arrival, end)
-    tie(n_ranks + node, ends_at + row)
+    np.maximum.at(last_end, span, rows.end[row])
+    wakes = np.full(len(chains.start), _NONE)
+    order = np.argsort(rows.end[row], kind="stable")
+    wakes[span[order]] = rows.position[row[order]]  # the last one to end tells what the span waits for
+    return np.where(chains.blocked, chains.end - last_end, chains.end - chains.start), wakes
 
-    # Operations.
-    before = chains.node_before(arrival)
-    began, freed = _begins(arrival, end, _queue(seen))
-    matched = dense >= 0
-    mutual = matched & seen["op"].is_in(MUTUAL_OPS).to_numpy()
-    together = mutual & (freed >= 0) & mutual[freed]  # queue as operations, not rank by rank
-    began, freed = np.where(together, arrival, began), np.where(together, _NONE, freed)
+
+def _moved(chains: _Chains, rows: _Rows, keys: _Keys, numbers: _Numbers, arrows: _Arrows, error_ns: int) -> _Moved:
+    """What operations wait for, and how long their transfers and ends take without waiting."""
+    before = chains.node_before(rows.arrival)
+    transfers, ends, op, matched = numbers.transfers, numbers.ends, rows.op, rows.matched
+    began, freed = _begins(rows.arrival, rows.end, rows.queue)
+    together = rows.mutual & (freed >= 0) & rows.mutual[freed]  # queue as operations, not rank by rank
+    began, freed = np.where(together, rows.arrival, began), np.where(together, _NONE, freed)
     queued = freed >= 0
     # On one rank's clock, to compare ranks: without the place.
-    local_began, local_end = began - row_place * keys.span, end - row_place * keys.span
-    last_began = np.full(n_ops, -1)
-    np.maximum.at(last_began, dense[matched], local_began[matched])
-    op, earlier_op, freed_at = _queued_operations(dense, local_end, mutual, seen["group_id"].to_numpy(), last_began)
-    last_began[op] = np.maximum(last_began[op], freed_at)
+    local_began, local_end = began - rows.place * keys.span, rows.end - rows.place * keys.span
+    last_began = np.full(numbers.n_ops, -1)
+    np.maximum.at(last_began, op[matched], local_began[matched])
+    later, earlier_op, freed_at = _queued_operations(op, local_end, rows.mutual, rows.group, last_began)
+    last_began[later] = np.maximum(last_began[later], freed_at)
     # Whoever ended before the last one arrived did not wait for it: the root of a broadcast, a send that is buffered.
-    joins = np.zeros(n_rows, dtype=bool)
-    joins[matched] = local_end[matched] >= last_began[dense[matched]] - error_ns
-    transfer_ns = np.full(n_ops, np.iinfo(np.int64).max)
-    np.minimum.at(transfer_ns, dense[joins], np.maximum(local_end[joins] - last_began[dense[joins]], 0))
-    transfers = n_ranks + n_chain + np.arange(n_ops)
-    durations[transfers] = transfer_ns
-    ends = ends_at + np.arange(n_rows)
-    tie(transfers[dense[matched]], before[matched])
-    tie(transfers[op], transfers[earlier_op])
-    tie(transfers[dense[matched & queued]], ends_at + freed[matched & queued])
-    tie(ends[joins], transfers[dense[joins]])
-    done = np.zeros(n_rows, dtype=np.int64)
-    done[joins] = last_began[dense[joins]] + transfer_ns[dense[joins]]
+    joins = np.zeros(numbers.n_rows, dtype=bool)
+    joins[matched] = local_end[matched] >= last_began[op[matched]] - error_ns
+    transfer_ns = np.full(numbers.n_ops, np.iinfo(np.int64).max)
+    np.minimum.at(transfer_ns, op[joins], np.maximum(local_end[joins] - last_began[op[joins]], 0))
+    arrows.tie(transfers[op[matched]], before[matched])
+    arrows.tie(transfers[later], transfers[earlier_op])
+    arrows.tie(transfers[op[matched & queued]], ends[freed[matched & queued]])
+    arrows.tie(ends[joins], transfers[op[joins]])
+    done = np.zeros(numbers.n_rows, dtype=np.int64)
+    done[joins] = last_began[op[joins]] + transfer_ns[op[joins]]
     alone = ~joins
-    tie(ends[alone], before[alone])
-    tie(ends[alone & queued], ends_at + freed[alone & queued])
+    arrows.tie(ends[alone], before[alone])
+    arrows.tie(ends[alone & queued], ends[freed[alone & queued]])
     done[alone] = local_began[alone]
-    earlier = _latest_begun(dense, local_began, local_end, alone & matched, keys.span)
-    tie(ends[earlier >= 0], before[earlier[earlier >= 0]])
+    earlier = _latest_begun(op, local_began, local_end, alone & matched, keys.span)
+    arrows.tie(ends[earlier >= 0], before[earlier[earlier >= 0]])
     done[earlier >= 0] = np.maximum(done, np.where(earlier >= 0, local_began[earlier], 0))[earlier >= 0]
-    durations[ends] = np.maximum(local_end - done, 0)
+    return _Moved(
+        joins=joins,
+        began=last_began,
+        transfer_ns=transfer_ns,
+        local_end=local_end,
+        end_ns=np.maximum(local_end - done, 0),
+    )
 
-    # What each node is.
+
+def _nodes(
+    phases: pl.DataFrame,
+    chains: _Chains,
+    rows: _Rows,
+    keys: _Keys,
+    moved: _Moved,
+    span_ns: Ints,
+    labels: Sequence[str],
+) -> Nodes:
+    """What each node is, in the order of `_Numbers`."""
     in_phase = chains.phase >= 0
 
     def of_phase(column: NDArray[np.integer]) -> Ints:
         return np.where(in_phase, column[chains.phase], _NONE).astype(np.int64)
 
-    part_code = dict(zip(PARTS, range(len(PARTS)), strict=True))
-    part = of_phase(phases["part"].replace_strict(part_code, return_dtype=pl.Int64).to_numpy())
-    label = of_phase(phases["label"].replace_strict(code, return_dtype=pl.Int64).to_numpy())
-    step = of_phase(phases["step"].to_numpy())
-    first_row = np.zeros(n_ops, dtype=np.int64)
-    first_row[dense[matched]] = np.flatnonzero(matched)
-    nothing = np.full(n_ranks, _NONE)
-    rank_numbers = keys.ranks.to_numpy()
-    op_end = last_began + transfer_ns
-    chain_start, chain_end = (times - chains.place * keys.span for times in (chains.start, chains.end))
-    graph, number = assemble(
-        duration_ns=durations,
-        waits=np.concatenate(waits),
-        waited_for=np.concatenate(waited_for),
-        rank=np.concatenate([rank_numbers, rank_numbers[chains.place], np.full(n_ops, _NONE), rank_numbers[row_place]]),
-        step=np.concatenate([nothing, step, row_step[first_row], row_step]),
-        part=np.concatenate([nothing, part, np.full(n_ops + n_rows, _TRANSFER)]),
-        label=np.concatenate([nothing, label, row_label[first_row], row_label]),
-        instance=np.concatenate([nothing, np.full(n_chain, _NONE), ids, instance_id]),
-        start_ns=keys.origin + np.concatenate([nothing + 1, chain_start, last_began, arrival - row_place * keys.span]),
-        end_ns=keys.origin + np.concatenate([chain_start[first_of_rank], chain_end, op_end, local_end]),
+    def coded(column: str, names: Sequence[str]) -> Ints:
+        code = dict(zip(names, range(len(names)), strict=True))
+        return of_phase(phases[column].replace_strict(code, return_dtype=pl.Int64).to_numpy())
+
+    n_ranks, n_spans, n_ops, n_rows = len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op)
+    nothing, rank, of_op = np.full(n_ranks, _NONE), keys.ranks.to_numpy(), rows.first_of_op
+    start, end = (times - chains.place * keys.span for times in (chains.start, chains.end))
+    first_of_rank = np.searchsorted(chains.place, np.arange(n_ranks))
+    arrival = rows.arrival - rows.place * keys.span
+    op_end = moved.began + moved.transfer_ns
+    return Nodes(
+        duration_ns=np.concatenate([start[first_of_rank], span_ns, moved.transfer_ns, moved.end_ns]).astype(float),
+        rank=np.concatenate([rank, rank[chains.place], np.full(n_ops, _NONE), rank[rows.place]]),
+        step=np.concatenate([nothing, of_phase(phases["step"].to_numpy()), rows.step[of_op], rows.step]),
+        part=np.concatenate([nothing, coded("part", PARTS), np.full(n_ops + n_rows, _TRANSFER)]),
+        label=np.concatenate([nothing, coded("label", labels), rows.label[of_op], rows.label]),
+        instance=np.concatenate([nothing, np.full(n_spans, _NONE), rows.ids, rows.instance_id]),
+        start_ns=keys.origin + np.concatenate([nothing + 1, start, moved.began, arrival]),
+        end_ns=keys.origin + np.concatenate([start[first_of_rank], end, op_end, moved.local_end]),
         parts=PARTS,
         labels=tuple(labels),
         origin_ns=keys.origin,
-    )
-    positions = int(position.max(initial=0)) + 1
-    cycle = np.full(len(graph), _NONE)
-    cycle[number[chain_nodes]] = np.where(wakes >= 0, positions * (1 + chains.place) + wakes, _NONE)
-    cycle[number[transfers]] = np.where(position[first_row] >= 0, position[first_row], _NONE)
-    cycle[number[ends]] = np.where(joins & (position >= 0), positions * (1 + n_ranks + row_place) + position, _NONE)
-    return HostGraph(
-        graph=graph,
-        steps=_steps(timeline, chains, step, number, n_ranks, keys),
-        cycle=cycle,
-        unmatched=int((~matched).sum()),
-        matched=n_ops,
     )
 
 
@@ -389,7 +486,7 @@ def _joined_by_backward(
 
 
 def _steps(
-    timeline: Timeline, chains: _Chains, step: Ints, number: NDArray[np.int32], n_ranks: int, keys: _Keys
+    timeline: Timeline, chains: _Chains, step: NDArray[np.integer], number: NDArray[np.int32], n_ranks: int, keys: _Keys
 ) -> pl.DataFrame:
     """One row per step of a rank, see `HostGraph`."""
     inside = np.flatnonzero(step >= 0)

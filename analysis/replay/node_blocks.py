@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.replay.graph import Graph, assemble
+from rankscope.analysis.replay.graph import Graph, Nodes, assemble
 from rankscope.analysis.timeline.device_time import by_rank
 
 __all__ = ["NodeBlocks"]
@@ -61,10 +61,8 @@ class NodeBlocks:
         waits, self.waits = np.concatenate(self.waits), []
         waited_for, self.waited_for = np.concatenate(self.waited_for), []
         start, unordered = rows["end"] - rows["duration"], rows.pop("cycle")
-        graph, number = assemble(
+        nodes = Nodes(
             duration_ns=rows.pop("duration").astype(np.float64),
-            waits=waits,
-            waited_for=waited_for,
             step=_step_of(steps, rows["rank"], rows["end"]),
             rank=rows.pop("rank"),
             part=rows.pop("part"),
@@ -76,6 +74,7 @@ class NodeBlocks:
             labels=labels,
             origin_ns=self.origin_ns,
         )
+        graph, number = assemble(nodes, waits, waited_for)
         cycle = np.empty_like(unordered)
         cycle[number] = unordered
         return graph, number, cycle

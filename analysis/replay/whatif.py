@@ -27,7 +27,7 @@ from rankscope.analysis.replay.communication import (
     wiring,
 )
 from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
-from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, Shorts, replay, replay_with
+from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, replay, replay_with
 from rankscope.analysis.replay.host_calls import may_wait
 from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.pipeline import (
@@ -382,7 +382,7 @@ class _Peers:
     typical: Callable[..., Floats]
 
 
-def _shared(label: Shorts, place: Ints, ranks: int) -> Ints:
+def _shared(label: NDArray[np.integer], place: Ints, ranks: int) -> NDArray[np.integer]:
     """The labels, -1 for those that not every rank has: a compiler names its code differently on each rank."""
     _, of = np.unique(label, return_inverse=True)
     ranks_with = np.bincount(np.unique(of.astype(np.int64) * ranks + place) // ranks)

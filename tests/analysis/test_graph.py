@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from rankscope.analysis.replay.graph import assemble, replay, replay_in_python
+from rankscope.analysis.replay.graph import Nodes, assemble, replay, replay_in_python
 from rankscope.errors import NotReplayable
 
 NONE = np.empty(0, dtype=np.int64)
@@ -15,15 +15,14 @@ NONE = np.empty(0, dtype=np.int64)
 
 def graph_of(duration_ns, waits, waited_for):
     nothing = np.zeros(len(duration_ns), dtype=np.int64)
-    return assemble(
+    nodes = Nodes(
         duration_ns=np.array(duration_ns, dtype=float),
-        waits=np.array(waits, dtype=np.int64),
-        waited_for=np.array(waited_for, dtype=np.int64),
         **dict.fromkeys(("rank", "step", "part", "label", "instance", "start_ns", "end_ns"), nothing),
         parts=(),
         labels=(),
         origin_ns=0,
     )
+    return assemble(nodes, np.array(waits, dtype=np.int64), np.array(waited_for, dtype=np.int64))
 
 
 def test_transfer_begins_when_the_last_rank_has_arrived():
