@@ -28,7 +28,6 @@ LONG_FUNCTIONS = {
     "analysis.readers.nsight.open_run",
 }
 MANY_PARAMETERS = {
-    "analysis.readers.json_scan.scan",
     "collectors.in_rank.ring_writer.write",
     "profiler.commands.report.command",
 }

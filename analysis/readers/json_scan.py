@@ -13,7 +13,7 @@ JSON at all); where they cannot, the scan goes on at the next `}, {"ph"`, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ __all__ = [
     "OTHER_NAME",
     "ROW_COLUMNS",
     "Events",
+    "Filled",
     "PythonScanner",
     "Scan",
     "Scanner",
@@ -105,25 +106,37 @@ class Source(Protocol):
     def read1(self, size: int, /) -> bytes: ...
 
 
+class Filled:
+    """Columns of `types` in one block of memory, which scanners fill row by row; `count` rows are filled."""
+
+    def __init__(self, types: Mapping[str, str], capacity: int) -> None:
+        self.types = types
+        self.capacity = capacity
+        self.count = 0
+        self.block = bytearray(sum(np.dtype(kind).itemsize for kind in types.values()) * capacity)
+        self.columns: dict[str, Ints] = {}
+        at = 0
+        for name, kind in types.items():
+            self.columns[name] = np.frombuffer(self.block, kind, capacity, at)
+            at += np.dtype(kind).itemsize * capacity
+
+    def taken(self) -> dict[str, Ints]:
+        """Give what is filled; the next rows overwrite it."""
+        found = {name: values[: self.count] for name, values in self.columns.items()}
+        self.count = 0
+        return found
+
+
 class Scanner(Protocol):
     """Takes bytes, fills columns; state goes on from call to call, since names keep their codes."""
 
     def scan(
-        self,
-        data: bytearray,
-        start: int,
-        end: int,
-        final: bool,
-        lost: bool,
-        rows: bytearray,
-        metas: bytearray,
-        n_rows: int,
-        n_metas: int,
-    ) -> tuple[int, int, int, int]:
+        self, data: bytearray, start: int, end: int, final: bool, lost: bool, rows: Filled, metas: Filled
+    ) -> tuple[int, int]:
         """Events of `data[start:end]`, from between two events on (`lost`: from anywhere on, to the next event).
 
-        `final` says that no more bytes will come, `n_rows` and `n_metas` how many there are already. Returns how many
-        there are now, up to where the data was used, and why it ended there.
+        `final` says that no more bytes will come. Rows are added to those that are there. Returns up to where the data
+        was used, and why it ended there.
         """
         ...
 
@@ -165,19 +178,13 @@ def new_scanner(whole: tuple[bytes, ...], brief: tuple[bytes, ...], shaped: tupl
 
 def scan_events(scanner: Scanner, source: Source, begun: bytes, result: Scan) -> Iterator[Events]:
     """Batches of the events that follow in `source` after the bytes `begun`; the rest of the story is in `result`."""
-    rows, metas = _block(ROW_COLUMNS, _ROWS), _block(META_COLUMNS, _METAS)
-    row_columns, meta_columns = _columns(ROW_COLUMNS, rows, _ROWS), _columns(META_COLUMNS, metas, _METAS)
+    rows, metas = Filled(ROW_COLUMNS, _ROWS), Filled(META_COLUMNS, _METAS)
     buffer = bytearray(begun)
     start, end, final, lost = 0, len(begun), False, False
-    n_rows = n_metas = 0
     while True:
-        n_rows, n_metas, used, why = scanner.scan(buffer, start, end, final, lost, rows, metas, n_rows, n_metas)
-        if n_rows and (final or why in (FULL, CLOSED)):
-            yield Events(
-                {name: values[:n_rows] for name, values in row_columns.items()},
-                {name: values[:n_metas] for name, values in meta_columns.items()},
-            )
-            n_rows = n_metas = 0
+        used, why = scanner.scan(buffer, start, end, final, lost, rows, metas)
+        if rows.count and (final or why in (FULL, CLOSED)):
+            yield Events(rows.taken(), metas.taken())
         start, lost = used, why == LOST
         if why == FULL:
             continue
@@ -205,35 +212,17 @@ def _refill(buffer: bytearray, start: int, end: int, source: Source) -> tuple[in
     return 0, kept + len(data), not data
 
 
-def _block(columns: dict[str, str], capacity: int) -> bytearray:
-    return bytearray(sum(np.dtype(t).itemsize for t in columns.values()) * capacity)
-
-
-def _columns(columns: dict[str, str], block: bytearray, capacity: int) -> dict[str, Ints]:
-    arrays, at = {}, 0
-    for name, kind in columns.items():
-        arrays[name] = np.frombuffer(block, kind, capacity, at)
-        at += np.dtype(kind).itemsize * capacity
-    return arrays
-
-
 class _FastScanner:
     def __init__(self, whole: tuple[bytes, ...], brief: tuple[bytes, ...], shaped: tuple[bytes, ...]) -> None:
         self._state = _scan.new(whole, brief, shaped)
 
     def scan(
-        self,
-        data: bytearray,
-        start: int,
-        end: int,
-        final: bool,
-        lost: bool,
-        rows: bytearray,
-        metas: bytearray,
-        n_rows: int,
-        n_metas: int,
-    ) -> tuple[int, int, int, int]:
-        return _scan.scan(self._state, data, start, end, final, lost, rows, metas, n_rows, n_metas)
+        self, data: bytearray, start: int, end: int, final: bool, lost: bool, rows: Filled, metas: Filled
+    ) -> tuple[int, int]:
+        at = start, end, final, lost
+        counts = rows.count, metas.count
+        rows.count, metas.count, used, why = _scan.scan(self._state, data, *at, rows.block, metas.block, *counts)
+        return used, why
 
     def names(self, first: int) -> list[bytes]:
         return _scan.names(self._state, first)
@@ -259,43 +248,29 @@ class PythonScanner:
         return self._events, self._malformed, self._untimed, self._unnamed
 
     def scan(
-        self,
-        data: bytearray,
-        start: int,
-        end: int,
-        final: bool,
-        lost: bool,
-        rows: bytearray,
-        metas: bytearray,
-        n_rows: int,
-        n_metas: int,
-    ) -> tuple[int, int, int, int]:
-        room = len(rows) // _row_size(ROW_COLUMNS), len(metas) // _row_size(META_COLUMNS)
-        row_columns, meta_columns = (
-            _columns(columns, block, n)
-            for columns, block, n in ((ROW_COLUMNS, rows, room[0]), (META_COLUMNS, metas, room[1]))
-        )
+        self, data: bytearray, start: int, end: int, final: bool, lost: bool, rows: Filled, metas: Filled
+    ) -> tuple[int, int]:
         at = used = start
         if lost:
             found = next_event(data, at, end)
             if found is None:
-                return n_rows, n_metas, used, LOST
+                return used, LOST
             at = found
         while True:
             used = at = past(BETWEEN, data, at, end)
             if at >= end:
-                return n_rows, n_metas, used, NEED_MORE
+                return used, NEED_MORE
             if data[at] == 0x5D:  # ]
-                return n_rows, n_metas, at + 1, CLOSED
-            if n_rows == room[0] or n_metas == room[1]:
-                return n_rows, n_metas, used, FULL
+                return at + 1, CLOSED
+            if rows.count == rows.capacity or metas.count == metas.capacity:
+                return used, FULL
             try:
                 event = Event(self._wanted, self._shaped)
                 at = event.parse(data, at, end)
             except (MalformedError, IncompleteError) as problem:
                 found = None if isinstance(problem, IncompleteError) and not final else next_event(data, at, end)
                 if found is None:
-                    return n_rows, n_metas, used, NEED_MORE
+                    return used, NEED_MORE
                 self._malformed += 1
                 at = found
                 continue
@@ -310,14 +285,12 @@ class PythonScanner:
             if row.get("ts", MISSING) == MISSING or row.get("dur", MISSING) < 0:
                 self._untimed += 1
                 continue
-            self._store(row_columns, ROW_COLUMNS, n_rows, row)
+            self._store(rows, row)
             if "collective" in row:
-                self._store(meta_columns, META_COLUMNS, n_metas, {**row, "row": n_rows})
-                n_metas += 1
-            n_rows += 1
+                self._store(metas, {**row, "row": rows.count - 1})
 
-    def _store(self, columns: dict[str, Ints], types: dict[str, str], at: int, event: dict[str, Any]) -> None:
-        for name, kind in types.items():
+    def _store(self, into: Filled, event: dict[str, Any]) -> None:
+        for name, kind in into.types.items():
             value = event.get(name)
             if isinstance(value, bytes):
                 value = self._code(value)
@@ -327,7 +300,8 @@ class PythonScanner:
                 value = MISSING if value is None else value
             elif value is None or not MISSING_SHORT < value < 1 << 31:
                 value = MISSING_SHORT
-            columns[name][at] = value
+            into.columns[name][into.count] = value
+        into.count += 1
 
     def _code(self, name: bytes) -> int:
         code = self._codes.get(name)
@@ -338,7 +312,3 @@ class PythonScanner:
             return OTHER_NAME
         self._name_bytes += len(name)
         return self._codes.setdefault(name, len(self._codes) + 2)
-
-
-def _row_size(columns: dict[str, str]) -> int:
-    return sum(np.dtype(t).itemsize for t in columns.values())

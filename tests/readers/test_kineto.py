@@ -546,19 +546,12 @@ def _scanners():
 
 
 def _everything(scanner, data, cuts):
-    rows, metas = json_scan._block(json_scan.ROW_COLUMNS, 8), json_scan._block(json_scan.META_COLUMNS, 3)
+    rows, metas = json_scan.Filled(json_scan.ROW_COLUMNS, 8), json_scan.Filled(json_scan.META_COLUMNS, 3)
     buffer, start, found = bytearray(data), 0, []
     for end in [*cuts, len(data)]:
         while True:
-            n_rows, n_metas, start, why = scanner.scan(buffer, start, end, end == len(data), False, rows, metas, 0, 0)
-            found.append(
-                (
-                    why,
-                    start,
-                    _listed(json_scan.ROW_COLUMNS, rows, 8, n_rows),
-                    _listed(json_scan.META_COLUMNS, metas, 3, n_metas),
-                )
-            )
+            start, why = scanner.scan(buffer, start, end, end == len(data), False, rows, metas)
+            found.append((why, start, _listed(rows), _listed(metas)))
             if why != json_scan.FULL:
                 break
         if why == json_scan.CLOSED:
@@ -566,8 +559,8 @@ def _everything(scanner, data, cuts):
     return found, scanner.names(0), scanner.counts()
 
 
-def _listed(columns, block, capacity, used):
-    return {name: values[:used].tolist() for name, values in json_scan._columns(columns, block, capacity).items()}
+def _listed(filled):
+    return {name: values.tolist() for name, values in filled.taken().items()}
 
 
 SEED = json.dumps(
