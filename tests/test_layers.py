@@ -24,9 +24,7 @@ FLOORS = (
 OF_COLLECTORS = ("collectors.topology", "collectors.node", "collectors.agent")
 IN_A_RANK = ("collectors/in_rank", "collectors/rank", "collectors/schema.py", "src/rankscope/errors.py")
 LONG_MODULES: set[str] = set()
-LONG_FUNCTIONS = {
-    "analysis.readers.nsight.open_run",
-}
+LONG_FUNCTIONS: set[str] = set()
 MANY_PARAMETERS = {
     "collectors.in_rank.ring_writer.write",
     "profiler.commands.report.command",

@@ -106,54 +106,12 @@ def open_run(paths: Sequence[str]) -> FrameReader:
     if len(files) > 1 and numbers is None:
         missing.append(gap("ranks", text("the files do not say which ranks they are: they are counted by name")))
     for node, capture in enumerate(captures):
-        places = capture.places
         first = len(ranks) if numbers is None else numbers[node]
-        rank_of = pl.DataFrame(
-            {
-                "process": [process for process, _ in places],
-                "device": [device for _, device in places],
-                "rank": range(first, first + len(places)),
-                "node": node,
-            },
-            schema={"process": pl.Int64, "device": pl.Int64, "rank": pl.Int32, "node": pl.Int32},
-        )
-        ranks += [
-            {
-                "rank": first + i,
-                "node": node,
-                "local_rank": i,
-                "start_ns": 0,
-                "hostname": capture.host,
-                "pid": None if process is None else process // _PID_STEP % _PID_STEP,
-                "device": capture.gpus.get(device, "GPU"),
-            }
-            for i, (process, device) in enumerate(places)
-        ]
-        on_rank = capture.device.join(rank_of, on=["process", "device"], nulls_equal=True)
-        if len(on_rank) < len(capture.device):
-            why = text("{file}: copies on GPUs on which their process computes nothing", file=capture.name)
-            missing.append(gap("kernels", why, count=len(capture.device) - len(on_rank)))
-        frames["kernels"].append(on_rank.drop("process"))
-        launched = on_rank.select("process", "correlation", "rank", "node").drop_nulls("correlation")
-        launched = launched.unique(["process", "correlation"], keep="first")
-        launches = capture.launches.join(launched, on=["process", "correlation"], nulls_equal=True)
-        frames["launches"].append(launches.drop("process"))
-        # A range belongs to its process's rank: where a process drives several GPUs, to the first.
-        own = rank_of.drop("device").unique("process", keep="first", maintain_order=True)
-        frames["regions"].append(
-            capture.ranges.join(own, on="process", nulls_equal=True).drop("process").with_columns(kind=pl.lit("user"))
-        )
-        if len(places) > 1:
-            why = text(
-                "{name} holds {gpus}: their ranks are taken in the order of the devices",
-                name=capture.name,
-                gpus=counted(len(places), "GPU"),
-            )
-            missing.append(gap("ranks", why))
-        missing += [
-            gap(name, text("{file}: {why}", file=capture.name, why=why), count=count)
-            for name, count, why in capture.problems
-        ]
+        ranks += _ranks(capture, first, node)
+        rows = _rows_of_ranks(capture, first, node)
+        for name, frame in rows.items():
+            frames[name].append(frame)
+        missing += _of_capture(capture, len(rows["kernels"]))
     tables = {name: pl.concat(parts) for name, parts in frames.items()}
     inferred = infer_groups(tables["kernels"], tables["launches"])
     tables |= {"collectives": inferred.collectives, "groups": inferred.groups}
@@ -168,6 +126,59 @@ def open_run(paths: Sequence[str]) -> FrameReader:
             for node, capture in enumerate(captures)
         },
     )
+
+
+def _ranks(capture: _Capture, first: int, node: int) -> list[dict[str, Any]]:
+    """The ranks of one file, numbered from `first` on."""
+    return [
+        {
+            "rank": first + i,
+            "node": node,
+            "local_rank": i,
+            "start_ns": 0,
+            "hostname": capture.host,
+            "pid": None if process is None else process // _PID_STEP % _PID_STEP,
+            "device": capture.gpus.get(device, "GPU"),
+        }
+        for i, (process, device) in enumerate(capture.places)
+    ]
+
+
+def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.DataFrame]:
+    """The rows of one file, each with its rank, numbered from `first` on."""
+    rank_of = pl.DataFrame(
+        [(process, device, first + i, node) for i, (process, device) in enumerate(capture.places)],
+        schema={"process": pl.Int64, "device": pl.Int64, "rank": pl.Int32, "node": pl.Int32},
+        orient="row",
+    )
+    kernels = capture.device.join(rank_of, on=["process", "device"], nulls_equal=True)
+    launched = kernels.select("process", "correlation", "rank", "node").drop_nulls("correlation")
+    launched = launched.unique(["process", "correlation"], keep="first")
+    launches = capture.launches.join(launched, on=["process", "correlation"], nulls_equal=True)
+    # A range belongs to its process's rank: where a process drives several GPUs, to the first.
+    own = rank_of.drop("device").unique("process", keep="first", maintain_order=True)
+    regions = capture.ranges.join(own, on="process", nulls_equal=True).with_columns(kind=pl.lit("user"))
+    found = {"kernels": kernels, "launches": launches, "regions": regions}
+    return {name: frame.drop("process") for name, frame in found.items()}
+
+
+def _of_capture(capture: _Capture, kernels: int) -> list[Gap]:
+    """What is not certain about one file's ranks, and what could not be read of it."""
+    missing, ranks = [], len(capture.places)
+    if kernels < len(capture.device):
+        why = text("{file}: copies on GPUs on which their process computes nothing", file=capture.name)
+        missing.append(gap("kernels", why, count=len(capture.device) - kernels))
+    if ranks > 1:
+        why = text(
+            "{name} holds {gpus}: their ranks are taken in the order of the devices",
+            name=capture.name,
+            gpus=counted(ranks, "GPU"),
+        )
+        missing.append(gap("ranks", why))
+    return missing + [
+        gap(name, text("{file}: {why}", file=capture.name, why=why), count=count)
+        for name, count, why in capture.problems
+    ]
 
 
 def _of_groups(inferred: Inferred) -> list[Gap]:
