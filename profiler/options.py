@@ -5,20 +5,36 @@ A command takes them as the types of its parameters: `lang: Lang = "en"`.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 
 from rankscope.errors import RankscopeError
 
-__all__ = ["Json", "Lang", "Out", "Price", "Ranks", "Runs", "Steps", "World", "part_of", "with_json_path", "write"]
+__all__ = [
+    "Json",
+    "Lang",
+    "Out",
+    "Price",
+    "Ranks",
+    "Runs",
+    "Steps",
+    "World",
+    "part_of",
+    "takes",
+    "with_json_path",
+    "write",
+]
 
 _JSON = "--json"
+
+Taken = TypeVar("Taken")
 
 
 class _StepRange(NamedTuple):
@@ -104,6 +120,19 @@ Price = Annotated[
         help="Price of an hour of one GPU (on CPUs, of one rank): findings then say what they cost in it.",
     ),
 ]
+
+
+def takes(options: type[Taken]) -> Callable[[Callable[[Taken], None]], Callable[..., None]]:
+    """For a command of many options: it gets one frozen value, whose fields typer turns into them."""
+
+    def decorate(run: Callable[[Taken], None]) -> Callable[..., None]:
+        def command(**given: object) -> None:
+            run(options(**given))
+
+        command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 def with_json_path(arguments: Sequence[str]) -> list[str]:

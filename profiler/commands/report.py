@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rankscope.errors import RankscopeError
-from rankscope.profiler.options import Json, Lang, Out, Price, Runs, Steps, World, part_of, write
+from rankscope.profiler.options import Json, Lang, Out, Price, Runs, Steps, World, part_of, takes, write
 
 if TYPE_CHECKING:
     from rankscope.analysis.model.finding import Report
@@ -24,47 +25,65 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-def command(
-    run: Runs,
-    steps: Steps = None,
-    world: World = None,
-    out: Out = None,
-    json: Json = None,
-    pdf: Annotated[Path | None, typer.Option(help="Print the HTML report here, with the Chromium on PATH.")] = None,
-    short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False,
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is read, and how the report on it is written."""
+
+    run: Runs
+    steps: Steps = None
+    world: World = None
+    out: Out = None
+    json: Json = None
+    pdf: Annotated[Path | None, typer.Option(help="Print the HTML report here, with the Chromium on PATH.")] = None
+    short: Annotated[bool, typer.Option("--short", help="Print the verdict and the main findings only.")] = False
     flops_per_step: Annotated[
         float | None,
         typer.Option(min=1, help="FLOPs that the model needs in a step on all ranks: 6 x parameters x tokens."),
-    ] = None,
+    ] = None
     peak_tflops: Annotated[
         float | None, typer.Option(min=1e-3, help="What one device can do per second. [default: by its name, bf16]")
-    ] = None,
-    lang: Lang = "en",
-    price: Price = None,
-) -> None:
-    from rankscope.analysis.diagnosis.diagnose import read_run
-    from rankscope.analysis.readers import native
-    from rankscope.analysis.report import html, json_form, terminal
+    ] = None
+    lang: Lang = "en"
+    price: Price = None
 
-    run = part_of(run, steps, world)
-    report, _ = read_run(run, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
-    written = ""  # files come first: the reader of what is printed may leave early (`| head`)
-    if out:
-        write(out, html.render(report, language=lang))
-    if json:
-        write(json, json_form.render(report))
-    if pdf:
-        _print_to(pdf, report, lang)
-    if (
-        not out and not json and not pdf and native.recognises(run[0])
-    ):  # a folder of another tool's files stays as it is
-        written = _write_into(run[0], report, lang)
-    if json != "-":
-        width = min(shutil.get_terminal_size((100, 0)).columns, 120)
-        render = terminal.render_short if short else terminal.render
-        print(render(report, width=width, color=terminal.wants_color(sys.stdout), language=lang))
+
+@takes(Options)
+def command(options: Options) -> None:
+    from rankscope.analysis.diagnosis.diagnose import read_run
+
+    run = part_of(options.run, options.steps, options.world)
+    report, _ = read_run(
+        run, flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price
+    )
+    written = _write_files(report, run[0], options)  # first: the reader of what is printed may leave early (`| head`)
+    if options.json != "-":
+        _print(report, options)
     if written:
         print(written)
+
+
+def _write_files(report: Report, run: Path, options: Options) -> str:
+    """Write the forms that were asked for, else the usual ones into the run folder; the line that says so."""
+    from rankscope.analysis.readers import native
+    from rankscope.analysis.report import html, json_form
+
+    if options.out:
+        write(options.out, html.render(report, language=options.lang))
+    if options.json:
+        write(options.json, json_form.render(report))
+    if options.pdf:
+        _print_to(options.pdf, report, options.lang)
+    if options.out or options.json or options.pdf or not native.recognises(run):
+        return ""  # a folder of another tool's files stays as it is
+    return _write_into(run, report, options.lang)
+
+
+def _print(report: Report, options: Options) -> None:
+    from rankscope.analysis.report import terminal
+
+    width = min(shutil.get_terminal_size((100, 0)).columns, 120)
+    render = terminal.render_short if options.short else terminal.render
+    print(render(report, width=width, color=terminal.wants_color(sys.stdout), language=options.lang))
 
 
 def _print_to(path: Path, report: Report, language: str) -> None:
