@@ -33,7 +33,7 @@ from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.placement import address_towards, host_of, place, world_of
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.in_rank.stderr import say
-from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS, RecordType
+from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS
 
 __all__ = ["Emit", "annotate", "on_group", "step"]
 
@@ -531,7 +531,7 @@ def step() -> None:
 def _step(emit: Emit) -> None:
     now = clock()
     emit.mark(_STEP_END)
-    emit.ring.write(RecordType.STEP, 0, 0, 0, now, threading.get_ident(), 0, 0, 0)
+    emit.ring.step(now)
     emit.stepped(now, None)
     emit.tick(now)
 

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rankscope.collectors.schema import RecordType
-
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
 
@@ -295,7 +293,7 @@ class _Marks:
         return after
 
     def _write(self, mark: int, recorded_ns: int, device_ns: int, error_ns: int) -> None:
-        self._emit.ring.write(RecordType.MARK, mark, 0, self._device, recorded_ns, device_ns, error_ns, 0, 0)
+        self._emit.ring.mark(mark, self._device, recorded_ns, device_ns, error_ns)
 
     def _tell_lost(self) -> None:
         lost, self._told = self._lost - self._told, self._lost

@@ -7,8 +7,6 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from rankscope.collectors.schema import RecordType
-
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
 
@@ -48,7 +46,7 @@ def start(emit: Emit) -> None:
             readings |= {name: stats[key] for key, name in _CUDA_STATS.items() if key in stats}
             readings["cuda_total_bytes"] = torch.cuda.get_device_properties(emit.device).total_memory
         for name, value in readings.items():
-            emit.ring.write(RecordType.MEMORY, 0, 0, emit.name(name), now, value, 0, 0, 0)
+            emit.ring.memory(emit.name(name), now, value)
 
     emit.on_tick(emit.guard("memory", read))
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from rankscope.collectors.in_rank.code_of_job import is_hidden
 from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
-from rankscope.collectors.schema import RecordType
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -61,7 +60,7 @@ def _sample(emit: Emit, stopped: threading.Event) -> None:
             chains.new = []
             if chains.is_full:
                 emit.gap("frames", "samples", f"more than {_MOST_NODES} chains of calls; further ones are cut")
-        emit.ring.write(RecordType.SAMPLE, 0, 0, node, now_ns, 0, 0, 0, 0)
+        emit.ring.sample(node, now_ns)
 
 
 class Chains:

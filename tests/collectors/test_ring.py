@@ -1,0 +1,64 @@
+"""What a rank packs into a record comes out of it as the same values, in the columns of its table."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rankscope.collectors.agent import ring_reader
+from rankscope.collectors.in_rank import ring_writer
+from rankscope.collectors.schema import RecordType
+
+
+def read_back(write):
+    """Columns by table, as plain values, of what `write` puts into a ring."""
+    ring = ring_writer.Ring()
+    write(ring)
+    records = ring_reader.Ring(ring.fd).read(0, last=True)
+    tables = ring_reader.columns_by_table(records, ring_reader.Threads(threading.get_ident()))
+    return {table: {name: values.tolist() for name, values in columns.items()} for table, columns in tables.items()}
+
+
+@pytest.mark.parametrize(
+    ("write", "table", "row"),
+    [
+        (
+            lambda ring: ring.region(1, 7, 10, 20, microbatch=4, stage=2),
+            "regions",
+            {"kind": 1, "name_id": 7, "start_ns": 10, "end_ns": 20, "thread": 0, "microbatch": 4, "stage": 2},
+        ),
+        (
+            lambda ring: ring.region(1, 7, 10, 20),
+            "regions",
+            {"kind": 1, "name_id": 7, "start_ns": 10, "end_ns": 20, "thread": 0, "microbatch": None, "stage": None},
+        ),
+        (lambda ring: ring.step(80), "steps", {"end_ns": 80, "thread": 0}),
+        (lambda ring: ring.memory(7, 90, 1 << 40), "memory", {"name_id": 7, "time_ns": 90, "value": 1 << 40}),
+        (
+            lambda ring: ring.mark(3, 1, 50, 60, 5),
+            "device_marks",
+            {"mark": 3, "device": 1, "recorded_ns": 50, "device_ns": 60, "clock_error_ns": 5},
+        ),
+        (
+            lambda ring: ring.mark(3, 1, 50, 0, -1),
+            "device_marks",
+            {"mark": 3, "device": 1, "recorded_ns": 50, "device_ns": None, "clock_error_ns": None},
+        ),
+        (lambda ring: ring.sample(11, 70), "samples", {"frame": 11, "time_ns": 70}),
+    ],
+)
+def test_record_comes_back(write, table, row):
+    assert read_back(write) == {table: {name: [value] for name, value in row.items()}}
+
+
+def test_operation_gets_its_end():
+    """All-reduce (1) of float32 (2), asynchronous, 4096 bytes, from the main thread: it took from 50 to 60."""
+
+    def write(ring):
+        number = ring.write(RecordType.COLLECTIVE, 1, 2 | 1 << 8, 0, 50, 51, 42, 4096, 1)
+        ring.write(RecordType.DONE, 0, 0, 0, 60, number, 0, 0, 0)
+
+    collectives = read_back(write)["collectives"]
+    said = ("start_ns", "issued_ns", "end_ns", "group_id", "op", "dtype", "is_async", "size_bytes", "peer", "thread")
+    assert [collectives[name] for name in said] == [[50], [51], [60], [42], [1], [2], [True], [4096], [-1], [0]]
