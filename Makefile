@@ -7,16 +7,19 @@ INSTALLED := .venv/installed-$(STAMP)
 FRAMEWORKS := .venv/frameworks-$(STAMP)
 SITE := .venv/site-$(STAMP)
 
-.PHONY: demo test check lint docs texts bench-faults bench-captures clean
+.PHONY: demo test test-all check lint docs texts bench-faults bench-captures clean
 
 demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
 
-test: $(INSTALLED) $(FRAMEWORKS)
+test: $(INSTALLED)  ## all but those that record real jobs
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone and not real_job"
+
+test-all: $(INSTALLED) $(FRAMEWORKS)  ## all tests: what .ci/run runs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
-check: lint test
+check: lint test-all
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

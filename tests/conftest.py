@@ -1,4 +1,4 @@
-"""What several modules of tests look at."""
+"""Fixtures of several test files, and what the markers mean."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,33 @@ import pytest
 
 from rankscope.collectors import native_hook
 from rankscope.errors import NotBuilt
-from support.paths import EXAMPLE
+from support.browser import BROWSER
+from support.paths import DATA, EXAMPLE
+
+_LACKS = {
+    "browser": "needs playwright and Chromium" if not (BROWSER and find_spec("playwright")) else "",
+    "needs_data": "" if DATA.is_dir() else f"needs the public traces in {DATA}",
+    "real_job": "recording needs Linux and torch" if sys.platform != "linux" or not find_spec("torch") else "",
+}
+"""What this machine lacks to run the tests with a marker."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "slow_rank_1" in getattr(item, "fixturenames", ()):
+            item.add_marker("real_job")
+        for marker, why in _LACKS.items():
+            if why and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say of each marker how many of its tests were skipped."""
+    outcomes = {name: terminalreporter.stats.get(name, []) for name in ("passed", "failed", "skipped")}
+    for marker in _LACKS:
+        counts = {name: sum(marker in report.keywords for report in found) for name, found in outcomes.items()}
+        if any(counts.values()):
+            terminalreporter.write_line(f"{marker}: {sum(counts.values())} tests, {counts['skipped']} skipped")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,16 +54,23 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def compiled_hook(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the collectives hook in C++, built once for all test processes."""
+@contextmanager
+def _once_for_all_processes(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """Open a folder that all test processes share, one at a time."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    folder = folder / "compiled"
+    folder = folder / name
     folder.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch, (folder / "lock").open("w") as lock:
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def compiled_hook(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the collectives hook in C++, built once."""
+    with _once_for_all_processes(tmp_path_factory, "compiled") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         try:
             native_hook.build()
@@ -72,10 +106,12 @@ def served() -> Callable[[Any], AbstractContextManager[str]]:
 
 @pytest.fixture(scope="session")
 def slow_rank_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a real job of two ranks, of which rank 1 is slow."""
-    folder = tmp_path_factory.mktemp("slow-rank-1")
-    job = [EXAMPLE, "--steps", "8", "--device-ms", "40", "--fault", "slow-rank", "--fault-rank", "1"]
-    command = [Path(sys.executable).with_name("rankscope"), "run", "--standalone", "--nproc-per-node", "2", *job]
-    subprocess.run([str(word) for word in command], cwd=folder, check=True, capture_output=True, timeout=150)
+    """The run folder of a real job of two ranks, of which rank 1 is slow, recorded once; it is not to be changed."""
+    with _once_for_all_processes(tmp_path_factory, "slow-rank-1") as folder:
+        if not (folder / "runs").exists():
+            job = [EXAMPLE, "--steps", "8", "--device-ms", "40", "--fault", "slow-rank", "--fault-rank", "1"]
+            rankscope = Path(sys.executable).with_name("rankscope")
+            command = [rankscope, "run", "--standalone", "--nproc-per-node", "2", *job]
+            subprocess.run([str(word) for word in command], cwd=folder, check=True, capture_output=True, timeout=150)
     (found,) = (folder / "runs").iterdir()
     return found

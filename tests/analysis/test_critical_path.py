@@ -232,8 +232,6 @@ def test_steps_are_cut_where_they_are_over_on_the_last_rank():
 
 def opened(name: str | Path) -> Timeline:
     path = DATA / "kineto" / name
-    if not path.exists():
-        pytest.skip(f"{path} is not here")
     return build_timeline(Trace.open(path))
 
 
@@ -247,6 +245,7 @@ def before(host, seen, correlation):
     return {(graph.labels[graph.label[o]], graph.duration_ns[o] / US, (start - graph.end_ns[o]) / US) for o in others}
 
 
+@pytest.mark.needs_data
 def test_launch_delay_and_kernel_gap_are_those_of_hta():
     """HTA's own test: the FFT kernel begins 27 µs after its launch call did, the next kernel 7 µs after its end."""
     seen = opened("hta/critical_path/simple_add")
@@ -255,6 +254,7 @@ def test_launch_delay_and_kernel_gap_are_those_of_hta():
     assert (BETWEEN, 7, 0) in before(host, seen, 5604)
 
 
+@pytest.mark.needs_data
 def test_stream_that_waits_for_an_event_of_another_is_that_of_hta():
     """HTA's own test: the element-wise kernel on stream 7 waits for the FFT on stream 20."""
     seen = opened("hta/critical_path/alexnet")
@@ -265,6 +265,7 @@ def test_stream_that_waits_for_an_event_of_another_is_that_of_hta():
     assert gap * US == start - fft_end
 
 
+@pytest.mark.needs_data
 @pytest.mark.parametrize(
     ("name", "region", "ns_per_step"),
     [("torchrec/sst_long_a2a_optimizer", "# running sparse arch", 1_001_700_000)],
@@ -283,6 +284,7 @@ def test_torchrec_sleep_is_on_the_critical_path(name, region, ns_per_step):
     assert np.all(host.steps["measured_ns"].to_numpy() - awake > 940_000_000)
 
 
+@pytest.mark.needs_data
 @pytest.mark.parametrize("name", ["torchrec/sst_long_a2a_optimizer_3", "torchrec/sst_long_a2a_optimizer_5"])
 def test_rank_like_its_peers_gains_what_its_sleeps_cost(name):
     """Rank 2 sleeps 20 ms twice per step. Others compute and send meanwhile: without these sleeps alone a step is 6 to
@@ -300,6 +302,7 @@ def test_rank_like_its_peers_gains_what_its_sleeps_cost(name):
     assert abs(run.gain("rank:1").gain_ns) < 500_000
 
 
+@pytest.mark.needs_data
 @pytest.mark.parametrize(
     "name",
     [
@@ -323,11 +326,10 @@ def test_replay_meets_the_steps_and_the_path_sums_to_them(name):
     assert np.abs(path["end_ns"].to_numpy() - whole).max() <= 50 * US  # of clocks that differ
 
 
+@pytest.mark.needs_data
 def test_report_says_of_how_many_steps_the_path_is(monkeypatch):
     """A limit that lets one of the trace's three steps go."""
     path = DATA / "kineto" / "torchrec/sst_long_a2a_optimizer"
-    if not path.exists():
-        pytest.skip(f"{path} is not here")
     trace = Trace.open(path)
     rows = sum(len(trace.table(name).collect()) for name in ("kernels", "launches"))
     for module in (not_seen, device_graphs):
@@ -340,11 +342,10 @@ def test_report_says_of_how_many_steps_the_path_is(monkeypatch):
     assert abs(steps - report.steps.median_ns) < 0.05 * steps
 
 
+@pytest.mark.needs_data
 def test_report_on_torchrec_says_what_its_steps_wait_for_and_who_is_to_blame():
     """Rank 2 sleeps 1,001 ms per step: on the critical path, and nobody waits for anybody else."""
     path = DATA / "kineto" / "torchrec/sst_long_a2a_optimizer"
-    if not path.exists():
-        pytest.skip(f"{path} is not here")
     report = diagnose(Trace.open(path))
     first = report.critical_path[0]
     assert (first.rank, first.label) == (2, "# running sparse arch")

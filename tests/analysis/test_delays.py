@@ -267,14 +267,13 @@ def test_half_a_million_operations_take_a_second_or_so():
 def torchrec():
     def opened(name):
         path = DATA / "kineto" / "torchrec" / name
-        if not path.exists():
-            pytest.skip(f"{path} is not here")
         timeline = build_timeline(Trace.open(path))
         return delays(timeline.phases, timeline.collectives), timeline
 
     return opened
 
 
+@pytest.mark.needs_data
 def test_torchrec_sleeper_is_charged_with_the_region_it_slept_in(torchrec):
     """Rank 2 sleeps 1 s in `# running sparse arch` in each of three steps, and three ranks wait 9.1 s for it."""
     found, timeline = torchrec("sst_long_a2a_optimizer")
@@ -284,6 +283,7 @@ def test_torchrec_sleeper_is_charged_with_the_region_it_slept_in(torchrec):
     assert direct + indirect >= 0.99 * waited
 
 
+@pytest.mark.needs_data
 def test_torchrec_short_sleeper_comes_first(torchrec):
     found, timeline = torchrec("sst_long_a2a_optimizer_5")
     by_rank = caused_by_rank(found)

@@ -52,8 +52,6 @@ METRICS = {
 # memory.
 OTHERWISE = {"tracelens-b200-eager": "nccl|multimem_"}
 
-needs_data = pytest.mark.skipif(not ORACLE.exists(), reason=f"the public traces are not at {DATA}")
-
 
 def kernels(*rows):
     """(rank, work, start, end)."""
@@ -295,7 +293,7 @@ def halves(trace, pattern):
     )
 
 
-@needs_data
+@pytest.mark.needs_data
 @pytest.mark.parametrize("name", SETS)
 def test_every_rank_of_every_set_agrees_to_the_nanosecond(name):
     """Intervals, and the wait for the last arriver where several ranks are at hand."""
@@ -317,7 +315,7 @@ def test_every_rank_of_every_set_agrees_to_the_nanosecond(name):
             assert waited[rank] == metrics["wait_for_last_arriver"]["wait_for_last_arriver_ns"]
 
 
-@needs_data
+@pytest.mark.needs_data
 def test_the_command_line_gives_the_same_block():
     folder = DATA / "kineto" / SETS["torchrec/resnet18"]
     command = [sys.executable, "-m", "rankscope", "report", folder, "--json", "-"]

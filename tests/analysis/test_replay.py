@@ -253,7 +253,7 @@ def test_steps_that_differ_are_left_out_and_counted():
     assert steps["aside"].to_list() == [None] * 5 + ["outlier"]
 
 
-@pytest.mark.skipif(not STUDY.is_dir(), reason="the shared traces are not here")
+@pytest.mark.needs_data
 def test_published_what_if_of_a_real_job_is_reproduced():
     """Every figure of the study's result files, to 1e-6."""
     grid = op_grid(Trace.open(STUDY / "trace-ST.parquet").table("ops").collect())
@@ -305,7 +305,7 @@ def test_published_what_if_of_a_real_job_is_reproduced():
         check(added, theirs["add"])
 
 
-@pytest.mark.skipif(not STUDY.is_dir(), reason="the shared traces are not here")
+@pytest.mark.needs_data
 @pytest.mark.parametrize("name", ["", "trace-ST.parquet"])
 def test_long_stage_of_a_real_job_is_found(name):
     """The last stage takes 0.171 s on average of forward and backward, the others 0.105 s."""
@@ -316,7 +316,7 @@ def test_long_stage_of_a_real_job_is_found(name):
     assert "slow_rank" in {check.detector for check in report.healthy}
 
 
-@pytest.mark.skipif(not PRIMUS.is_dir(), reason="the shared traces are not here")
+@pytest.mark.needs_data
 def test_bubble_of_a_real_pipeline_is_as_its_schedule_needs_it():
     """8 stages, 16 microbatches: 7 / 23 = 30.4 % in theory, 30.0 % on the last stage, which has 9 % more work."""
     report = diagnose(Trace.open(PRIMUS))

@@ -266,8 +266,7 @@ def test_slow_rank_of_a_split_stage_on_devices_costs_what_its_replica_makes_the_
 
 
 @pytest.mark.alone
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-@pytest.mark.skipif(sys.platform != "linux", reason="recording needs Linux")
+@pytest.mark.real_job
 @pytest.mark.parametrize("long", [None, 2])
 def test_long_stage_of_a_real_pipeline_is_found_and_its_healthy_twin_is_silent(long, tmp_path):
     """torch's Schedule1F1B, 4 stages of 20 + 40 ms, 8 microbatches: the schedule idles 3 / 11."""

@@ -168,7 +168,7 @@ def test_fix_that_a_run_does_not_allow_is_answered_with_those_it_does(tmp_path):
             run.gain(fix)
 
 
-@pytest.mark.skipif(not STUDY.is_dir(), reason="the shared traces are not here")
+@pytest.mark.needs_data
 def test_pipeline_whose_long_stage_takes_what_the_others_do():
     """Its last stage was made 1.35 × as long, and costs 15.0 % of the step; the same work on even stages saves less."""
     folder = STUDY.parent / "derived-st"

@@ -221,6 +221,7 @@ def recorded(tmp_path, script):
     return records, trace.table("collectives").sort("start_ns").collect(), trace.table("groups").collect()
 
 
+@pytest.mark.real_job
 def test_jobs_recorder_is_in_its_run(tmp_path):
     torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
     handlers = getattr(torch._C._distributed_c10d, "_get_handler_names", list)()
@@ -252,6 +253,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.real_job
 def test_gate_is_shut_while_graphs_are_captured(tmp_path):
     """The second capture begins before the first has ended; the last one is refused."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("dist.destroy_process_group()\n", CAPTURES))
@@ -268,6 +270,7 @@ def test_gate_is_shut_while_graphs_are_captured(tmp_path):
     ]
 
 
+@pytest.mark.real_job
 def test_recorder_that_is_off_is_a_gap(tmp_path):
     """As NCCL's is in torch 2.5, where nothing sets `TORCH_NCCL_TRACE_BUFFER_SIZE`."""
     torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")

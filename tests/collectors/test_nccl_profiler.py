@@ -261,6 +261,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.real_job
 def test_job_leaves_nccls_calls_in_its_run(plugin, tmp_path):
     """The launcher has NCCL load the plugin, the rank hands its ring to the agent, and the run has the call."""
     pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")

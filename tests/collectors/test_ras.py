@@ -316,6 +316,7 @@ for step in range(6):
 """
 
 
+@pytest.mark.real_job
 def test_a_job_that_hangs_is_asked_about_and_the_report_has_what_ras_said(server, tmp_path):
     """A real gloo job whose rank 1 does not come to the sixth all-reduce; RAS says that it has launched five."""
     pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")

@@ -1,6 +1,5 @@
 """Runs that are recorded into object storage, through a real S3 server that refuses, stalls and is away."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -170,7 +169,7 @@ def test_retention_removes_only_what_has_arrived(tmp_path):
     assert [path.exists() for path in parts] == [False, True, True, True]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.real_job
 def test_a_job_that_is_recorded_into_object_storage_is_judged_as_from_its_folder(storage, tmp_path):
     """The report at its end reads the folder here, the other one the storage."""
     storage.refused = 2

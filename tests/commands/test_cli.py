@@ -6,7 +6,6 @@ import json
 import os
 import pkgutil
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -197,7 +196,7 @@ def test_doctor_says_that_pip_found_no_compiler(monkeypatch, capsys):
     assert "200 times slower; install a C compiler" in check["detail"]
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium on PATH")
+@pytest.mark.browser
 def test_report_is_printed_as_pdf_by_the_browser_at_hand(run, tmp_path):
     done = rankscope_("report", run, "--pdf", tmp_path / "report.pdf")
     assert (done.returncode, done.stderr.strip()) == (0, str(tmp_path / "report.pdf"))

@@ -327,7 +327,7 @@ def test_more_events_than_a_browser_opens_are_refused_with_what_to_choose(late):
     assert not file.getvalue()
 
 
-@pytest.mark.skipif(not RESNET.exists(), reason="needs the public traces of ../shared/data")
+@pytest.mark.needs_data
 def test_kernels_of_a_profilers_trace(tmp_path):
     opened = export(RESNET, tmp_path / "out.pftrace.gz")
     timeline = build_timeline(Trace.open(RESNET))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -129,7 +128,7 @@ def test_a_slow_rank_among_even_experts_stays_a_slow_rank(tmp_path):
 
 
 @pytest.mark.alone
-@pytest.mark.skipif(sys.platform != "linux" or not importlib.util.find_spec("torch"), reason="recording needs torch")
+@pytest.mark.real_job
 def test_a_real_job_with_uneven_splits(tmp_path):
     """Three ranks of 120 tokens, of which rank 2's expert gets 240 of 360: 60 ms more than the mean."""
     job = [SCRIPTS / "experts.py", "--popular"]

@@ -132,6 +132,7 @@ def test_on_devices_backward_is_what_autograds_thread_has_launched(tmp_path, beg
 
 
 @pytest.mark.alone
+@pytest.mark.real_job
 @pytest.mark.parametrize("late", [False, True], ids=["DDP", "by hand after backward"])
 def test_real_job_that_reduces_after_backward_is_told_so(late, tmp_path):
     launcher = [

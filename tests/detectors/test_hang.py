@@ -272,7 +272,7 @@ def test_process_that_does_not_answer_is_blamed_where_operations_tell_nothing():
     assert [seen.note for seen in found.evidence] == ["NCCL's RAS: its process is dead"]
 
 
-@pytest.mark.skipif(not NVRX.is_dir(), reason="the shared traces are not here")
+@pytest.mark.needs_data
 @pytest.mark.parametrize("kept", [2600, 0, None])
 def test_real_hang_with_a_damaged_or_missing_dump_names_the_same_ranks(tmp_path, kept):
     """Of rank 13, which is innocent, 2,600 bytes are left, or none, or no file."""
@@ -286,7 +286,7 @@ def test_real_hang_with_a_damaged_or_missing_dump_names_the_same_ranks(tmp_path,
     assert [(finding.detector, finding.ranks) for finding in found] == [("hang", (9, 14))]
 
 
-@pytest.mark.skipif(not NVRX.is_dir(), reason="the shared traces are not here")
+@pytest.mark.needs_data
 @pytest.mark.parametrize(("run", "title"), [("lock_gil_1st", "do not come to"), ("gpu_error_2nd", "do not finish")])
 def test_real_hangs_name_the_ranks_with_the_injected_fault(run, title):
     """`fault_injection.log` says ranks 9 and 14; the neighbours in the pipeline are behind too, and are not named."""

@@ -115,7 +115,7 @@ def test_trace_without_launches_is_not_judged():
         host_bound.detect(breakdown, phases, unlaunched, launches)
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the public traces are not here (../shared/data/kineto)")
+@pytest.mark.needs_data
 def test_small_model_on_two_gpus_is_bound_by_its_host():
     """ResNet-18 on tiny images: the device works 0.4 of 43 ms per step."""
     report = rankscope.diagnose(rankscope.open(KINETO / "torchrec/resnet18"))

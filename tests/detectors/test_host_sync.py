@@ -125,7 +125,7 @@ def test_item_in_a_profilers_trace_is_the_root_and_named_as_it_is_written(tmp_pa
     assert [(f.detector, f.caused_by) for f in others] == [("host_bound", "host_sync")]
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the public traces are not here (../shared/data/kineto)")
+@pytest.mark.needs_data
 def test_lead_of_a_real_job_is_that_of_a_plain_loop_over_its_calls_and_kernels():
     """DLRM on 4 GPUs, rank 2: in each step one cudaStreamSynchronize of 21 to 33 ms takes the host's lead away."""
     timeline = build_timeline(rankscope.open(KINETO / "torchrec/sst_long_a2a_optimizer_5"))

@@ -18,7 +18,7 @@ KINETO = DATA / "kineto"
 MS = 1_000_000
 HOST_SIDE = ("host_bound", "host_sync")  # hosts too slow for their devices: true of many traces, no fault of a rank
 
-pytestmark = pytest.mark.skipif(not KINETO.exists(), reason=f"the public traces are not at {KINETO}")
+pytestmark = pytest.mark.needs_data
 
 
 @functools.cache

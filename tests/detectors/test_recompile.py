@@ -64,6 +64,7 @@ def test_without_a_recorded_reason_it_is_a_finding_all_the_same():
 
 
 @pytest.mark.alone
+@pytest.mark.real_job
 def test_job_whose_batch_size_changes_is_told_so(tmp_path):
     launcher = [RANKSCOPE, "run", "--out", tmp_path / "run", "--standalone", "--nproc-per-node", "2", JOB]
     subprocess.run([str(word) for word in launcher], check=True, capture_output=True, timeout=200)

@@ -18,7 +18,10 @@ from support.cuda.pretend import build
 from support.paths import SUPPORT
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build the driver with")
+pytestmark = [
+    pytest.mark.real_job,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build the driver with"),
+]
 
 CUDA = SUPPORT / "cuda"
 RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))

@@ -16,6 +16,7 @@ import rankscope
 from support.paths import SCRIPTS
 
 RANKSCOPE = [sys.executable, "-m", "rankscope"]
+pytestmark = pytest.mark.real_job
 TORCHRUN = ("run", "--standalone", "--nproc-per-node", "2")
 ITSELF = ("exec", "--", sys.executable)
 MS = 1_000_000

@@ -25,10 +25,7 @@ import rankscope
 from support.one_rank import of_script
 from support.paths import ROOT, SCRIPTS
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
-    pytest.mark.skipif(sys.platform != "linux", reason="recording needs Linux"),
-]
+pytestmark = pytest.mark.real_job
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))),

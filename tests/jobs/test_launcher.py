@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pty
@@ -26,7 +25,6 @@ from rankscope.profiler.node_agent import await_answer
 from rankscope.profiler.torchrun import visible_package
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="recording needs Linux")
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 RANKSCOPE = [sys.executable, "-m", "rankscope"]
 ONE_RANK = ["--standalone", "--nproc-per-node", "1"]
@@ -56,7 +54,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 # ---- rankscope run, with torchrun
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_run_passes_all_arguments_to_torchrun_and_the_script(tmp_path):
     """Options that look like ours belong to the script behind it; its output is all there is on standard output."""
     (tmp_path / "train.py").write_text(SHOW)
@@ -75,7 +73,7 @@ def test_run_passes_all_arguments_to_torchrun_and_the_script(tmp_path):
     assert done.stderr.splitlines()[-1] == f"rankscope: recorded in {run}"
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_run_module_whose_agent_dies_ends_with_torchruns_code_and_one_line(tmp_path):
     """The module kills the agent and fails with 3, for which torchrun's own code is 1."""
     (tmp_path / "jobs").mkdir()
@@ -96,7 +94,7 @@ def test_run_module_whose_agent_dies_ends_with_torchruns_code_and_one_line(tmp_p
     )
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_run_whose_folder_is_removed_says_so_in_one_line(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, time, torch.distributed as dist\n"
@@ -113,7 +111,7 @@ def test_run_whose_folder_is_removed_says_so_in_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_run_where_nothing_can_be_written_runs_the_job_all_the_same(tmp_path):
     """The run folder's parent is a file; the program is no Python."""
     (tmp_path / "file").touch()
@@ -126,7 +124,7 @@ def test_run_where_nothing_can_be_written_runs_the_job_all_the_same(tmp_path):
     ]
 
 
-@needs_torch
+@pytest.mark.real_job
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_run_hands_a_signal_to_the_ranks(tmp_path, sent):
     """Only the launcher is signalled, as by a scheduler; the rank gets it from torchrun."""
@@ -217,7 +215,7 @@ def test_exec_becomes_the_command_and_its_ranks_share_one_agent(tmp_path, job):
     assert run.name.endswith("-train")
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_exec_records_ranks_that_only_slurm_has_numbered(tmp_path, job):
     """Two ranks, started as by srun; the agent ends by itself when they are gone."""
     (tmp_path / "train.py").write_text(
@@ -240,7 +238,7 @@ def test_exec_records_ranks_that_only_slurm_has_numbered(tmp_path, job):
     assert sorted(file.parent.name for file in tmp_path.glob("run/collectives/*/*")) == ["rank=00000", "rank=00001"]
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_exec_records_ranks_that_the_script_starts_itself(tmp_path, job):
     """By torch.multiprocessing, which tells them nothing by the environment. What a rank starts is no rank."""
     (tmp_path / "train.py").write_text(
@@ -283,7 +281,7 @@ print("rank", os.environ["RANK"], "has ended")
 """
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_exec_records_ranks_of_a_launcher_that_is_started_like_a_rank(tmp_path, job):
     """In a batch script Slurm says SLURM_LOCALID=0 to what then is torchrun."""
     (tmp_path / "train.py").write_text(TRAIN)
@@ -293,7 +291,7 @@ def test_exec_records_ranks_of_a_launcher_that_is_started_like_a_rank(tmp_path, 
     assert sorted(path.name for path in (tmp_path / "run/ranks").iterdir()) == ["rank=00000", "rank=00001"]
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_the_agent_waits_for_what_exec_has_become(tmp_path, job):
     """A script trains twice, and prepares something in between that takes longer than an agent waits for ranks."""
     (tmp_path / "train.py").write_text(TRAIN)
@@ -306,7 +304,7 @@ def test_the_agent_waits_for_what_exec_has_become(tmp_path, job):
     assert [rank["ended"] for rank in json.loads(node.read_text())["ranks"]] == [True, True]
 
 
-@needs_torch
+@pytest.mark.real_job
 def test_a_group_is_not_kept_alive(tmp_path):
     """A store in a file removes it with its last user; one on a port lets the next have it."""
     (tmp_path / "train.py").write_text(
@@ -328,7 +326,7 @@ def test_a_group_is_not_kept_alive(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@needs_torch
+@pytest.mark.real_job
 @pytest.mark.parametrize("redirected", [">&-", "2>&-", "2>/dev/full", ">/dev/full"])
 def test_a_job_does_not_depend_on_where_its_output_goes(redirected, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN.replace('print("rank"', 'open("ended", "w"); ("rank"'))

@@ -23,7 +23,6 @@ KERNEL_KEEPS_STATUS = tuple(int(part) for part in platform.release().split(".")[
 
 def failing(folder: Path, how: str) -> tuple[pl.DataFrame, dict]:
     """`exits` and the report of a job of three ranks, of which rank 2 ends at step 12."""
-    pytest.importorskip("torch")
     command = [*RANKSCOPE, "run", "--out", "run", "--no-report", "--standalone", "--nproc-per-node", "3", str(JOB), how]
     subprocess.run(command, cwd=folder, timeout=100, check=False, capture_output=True)
     told = subprocess.run([*RANKSCOPE, "report", "run", "--json", "-"], cwd=folder, capture_output=True, timeout=100)
@@ -31,6 +30,7 @@ def failing(folder: Path, how: str) -> tuple[pl.DataFrame, dict]:
 
 
 @pytest.mark.skipif(not KERNEL_KEEPS_STATUS, reason="torchrun may have waited for the rank before its status is read")
+@pytest.mark.real_job
 def test_a_rank_that_was_killed_died_first_and_nothing_hangs(tmp_path):
     exits, report = failing(tmp_path, "kill")
     assert exits["signal"][2] == signal.SIGKILL
@@ -42,6 +42,7 @@ def test_a_rank_that_was_killed_died_first_and_nothing_hangs(tmp_path):
     assert report["verdict"].startswith(first["title"])
 
 
+@pytest.mark.real_job
 def test_a_rank_that_raised_failed_first_with_its_exception_and_line(tmp_path):
     exits, report = failing(tmp_path, "raise")
     assert exits["error"][2] == "ValueError: no label for sample 7"
@@ -57,6 +58,7 @@ def test_a_rank_that_raised_failed_first_with_its_exception_and_line(tmp_path):
     )
 
 
+@pytest.mark.real_job
 def test_a_job_that_ends_well_has_an_exit_per_rank_and_no_failure(tmp_path):
     exits, report = failing(tmp_path, "not at all")
     assert exits["rank"].to_list() == [0, 1, 2]

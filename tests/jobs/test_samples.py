@@ -42,6 +42,7 @@ def report(run: Path) -> dict:
 
 
 @pytest.mark.alone
+@pytest.mark.real_job
 def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tmp_path):
     command = [*RANKSCOPE, "run", "--out", "run", "--no-report", "--nproc-per-node", "2", str(JOB), "200"]
     subprocess.run(command, cwd=tmp_path, timeout=100, check=True, capture_output=True)
@@ -73,6 +74,7 @@ def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tm
     assert "What the main threads did" in text.stdout
 
 
+@pytest.mark.real_job
 def test_a_job_that_hangs_says_where_its_rank_was_seen_last(tmp_path):
     command = [*RANKSCOPE, "run", "--out", "run", "--no-report", "--nproc-per-node", "2", str(JOB), "20", "--hang"]
     job = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)

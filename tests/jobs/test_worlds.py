@@ -40,6 +40,7 @@ def report(run: Path | str) -> dict:
 
 
 @pytest.mark.alone
+@pytest.mark.real_job
 def test_trainers_are_judged_alone_beside_what_generates_for_them(tmp_path):
     """Of each world one rank comes first and one last; the trainers' rank 1 sleeps 30 ms a step."""
     command = [*RANKSCOPE, "exec", "--out", "run", "--", sys.executable, str(JOB), *free_ports(3)]

@@ -46,7 +46,7 @@ def write(path, **top):
     return path
 
 
-@pytest.mark.skipif(not DATA.exists(), reason=f"the public traces are not at {DATA}")
+@pytest.mark.needs_data
 @pytest.mark.parametrize(
     "name",
     [

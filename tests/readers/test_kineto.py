@@ -29,7 +29,6 @@ from support.paths import DATA
 
 KINETO = DATA / "kineto"
 
-needs_data = pytest.mark.skipif(not KINETO.exists(), reason=f"the public traces are not at {KINETO}")
 needs_fast = pytest.mark.skipif(json_scan._scan is None, reason="the C scanner was not built")
 
 
@@ -703,14 +702,14 @@ def test_no_byte_outside_of_the_data_is_touched():
 # ---------------------------------------------------------------- real traces
 
 
-@needs_data
+@pytest.mark.needs_data
 def test_collectives_that_are_known_of_a_real_trace():
     trace = Trace.open(KINETO / "hta/nccl_parser_config/nccl_data.json.gz")
     assert len(rows(trace, "collectives", "op")) == 21
     assert 2_049_000 * 4 in {size for (size,) in rows(trace, "collectives", "size_bytes")}
 
 
-@needs_data
+@pytest.mark.needs_data
 @pytest.mark.parametrize("name", ["torchrec/sst_long_a2a_optimizer_5", "tracelens/mi300/resnet_act_checkpoint.json.gz"])
 def test_the_python_scanner_reads_real_traces_alike(monkeypatch, name):
     def everything():
@@ -722,7 +721,7 @@ def test_the_python_scanner_reads_real_traces_alike(monkeypatch, name):
     assert everything() == with_any
 
 
-@needs_data
+@pytest.mark.needs_data
 @pytest.mark.parametrize("name", ["param-dlrm8/dlrm_kineto.tar.gz", "torchrec/resnet18"])
 def test_a_table_that_does_not_fit_into_memory_reads_alike(monkeypatch, name):
     in_memory = Trace.open(KINETO / name)

@@ -127,8 +127,6 @@ def test_long_stage_of_a_single_step_is_named(tmp_path):
 
 
 def judged(path):
-    if not path.exists():
-        pytest.skip(f"{path.name} of ../shared/data is not there")
     return rankscope.diagnose(rankscope.open(path))
 
 
@@ -137,7 +135,8 @@ SETS = json.loads(TRUTH.read_text())["sets"] if TRUTH.exists() else {}
 KINDS = {"none": None, "long last stage": "stage_imbalance", "uneven sequence lengths": "load_imbalance"}
 
 
-@pytest.mark.parametrize("name", SETS or [pytest.param("", marks=pytest.mark.skip(reason="no ../shared/data"))])
+@pytest.mark.needs_data
+@pytest.mark.parametrize("name", SETS or [""])
 def test_derived_tables_have_the_fault_and_the_cost_that_were_put_in(name):
     truth = SETS[name]
     report = judged(TRUTH.parent / truth["file"])
@@ -151,6 +150,7 @@ def test_derived_tables_have_the_fault_and_the_cost_that_were_put_in(name):
         assert finding.lost_fraction == pytest.approx(truth["loss_share"], abs=0.005)
 
 
+@pytest.mark.needs_data
 def test_published_slow_worker_doubles_the_step():
     """S = 1.973: without rank 0 the job takes 0.507 of its time."""
     report = judged(OPS / "bytedance-ar" / "trace-AR.parquet")

@@ -21,8 +21,6 @@ from support.paths import DATA
 
 US = 1_000
 
-real = pytest.mark.skipif(not DATA.is_dir(), reason="the shared traces are not here")
-
 
 def whys(trace):
     return " | ".join(gap.why for gap in trace.gaps())
@@ -535,7 +533,7 @@ def test_broken_files_of_every_format_are_read_in_part_or_refused_in_one_line(tm
 # ---------------------------------------------------------------- real files
 
 
-@real
+@pytest.mark.needs_data
 @pytest.mark.parametrize(
     ("name", "source", "ranks"),
     [
@@ -552,7 +550,7 @@ def test_real_files_are_recognised(name, source, ranks):
     assert (trace.source, len(trace.table("ranks").collect())) == (source, ranks)
 
 
-@real
+@pytest.mark.needs_data
 def test_healthy_nsight_files_give_no_finding_and_their_idle_time():
     for name, idle in (("healthy_1pct", 0.0099), ("healthy_judged_1pct", 0.0094)):
         report = diagnose(Trace.open(DATA / "nsys" / f"{name}.sqlite"))
@@ -560,7 +558,7 @@ def test_healthy_nsight_files_give_no_finding_and_their_idle_time():
         assert [d.idle_ns / d.window_ns for d in report.device] == [pytest.approx(idle, abs=5e-5)]
 
 
-@real
+@pytest.mark.needs_data
 def test_real_nsight_file_of_two_gpus_says_what_it_lacks():
     report = diagnose(Trace.open(DATA / "nsys" / "mfu_2gpu_before.sqlite"))
     assert [d.communication_ns > 0 for d in report.device] == [True, True]
@@ -570,7 +568,7 @@ def test_real_nsight_file_of_two_gpus_says_what_it_lacks():
     assert not any("record_shapes" in check.why for check in report.not_checked)
 
 
-@real
+@pytest.mark.needs_data
 def test_real_nccl_logs_tell_who_waited_where_they_have_ends():
     """Four GPUs of one process, launched one after the other from 3 to 0: rank 0's kernel waits for nobody."""
     waits = diagnose(Trace.open(DATA / "nccl_profiler" / "minimal-profiler-allreduce++.jsonl")).waits
@@ -581,6 +579,6 @@ def test_real_nccl_logs_tell_who_waited_where_they_have_ends():
     assert "358 lines" in whys(example)
 
 
-@real
+@pytest.mark.needs_data
 def test_real_execution_trace_has_no_times():
     assert "263 of the 263 nodes" in refused(DATA / "chakra")

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import sys
 from typing import Any
-
-import pytest
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
-
-
-needs_linux = pytest.mark.skipif(
-    sys.platform != "linux" or importlib.util.find_spec("torch") is None, reason="recording needs Linux and torch"
-)
-
-
-in_a_browser = pytest.mark.skipif(
-    BROWSER is None or importlib.util.find_spec("playwright") is None, reason="needs playwright and Chromium"
 )
 
 

@@ -36,7 +36,7 @@ from rankscope.dashboard.page_kit import all_pages
 from rankscope.dashboard.sql import answer, narrowed, written
 from rankscope.dashboard.state import State
 from rankscope.errors import BadQuery
-from support.browser import BROWSER, FLAGS, Screen, in_a_browser, needs_linux
+from support.browser import BROWSER, FLAGS, Screen
 
 KINETO = DATA / "kineto/torchrec/resnet18"
 RANKSCOPE = Path(sys.executable).with_name("rankscope")
@@ -308,7 +308,6 @@ def server(state: State, served: Any) -> Iterator[str]:
         yield address
 
 
-@needs_linux
 def test_the_waterfall_adds_up_to_the_step_and_each_bar_begins_where_the_last_one_ended(state):
     report = state.report("")
     bars, _ = waterfall(report, digest.breakdown(report))
@@ -321,7 +320,6 @@ def test_the_waterfall_adds_up_to_the_step_and_each_bar_begins_where_the_last_on
     assert parts[-1].start + parts[-1].length == pytest.approx(1)
 
 
-@needs_linux
 def test_without_the_token_nothing_is_shown_and_with_it_everything_is(state):
     client = create_app(state, token="right", host="0.0.0.0").server.test_client()
     for path in ("/", "/?token=wrong", "/_dash-layout", "/assets/style.css", "/data-download?query=SELECT+1"):
@@ -333,14 +331,12 @@ def test_without_the_token_nothing_is_shown_and_with_it_everything_is(state):
     assert client.get("/_dash-layout").status_code == 200
 
 
-@needs_linux
 def test_pages_of_other_sites_that_point_a_name_here_see_nothing(state):
     client = create_app(state).server.test_client()
     assert client.get("/_dash-layout", headers={"Host": "localhost:8050"}).status_code == 200
     assert client.get("/_dash-layout", headers={"Host": "evil.example:8050"}).status_code == 403
 
 
-@needs_linux
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 @pytest.mark.parametrize("path", ["/", "/_dash-layout", "/data-download?query=SELECT+1", "/ranks-data"])
 def test_pages_of_other_sites_get_nothing_and_make_nothing_work(state, site, path):
@@ -354,7 +350,6 @@ def test_pages_of_other_sites_get_nothing_and_make_nothing_work(state, site, pat
     assert (client.get(path, headers={"Host": "localhost"}).status_code == 403) == does_work
 
 
-@needs_linux
 @pytest.mark.parametrize(
     "body",
     [
@@ -378,7 +373,6 @@ def test_a_body_that_is_none_of_the_pages_is_one_line(state, body, capfd):
     assert said.count("\n") <= 1
 
 
-@needs_linux
 @pytest.mark.parametrize(
     ("path", "code"),
     [
@@ -396,7 +390,6 @@ def test_requests_for_what_is_not_of_the_run_are_refused(state, path, code):
     assert client.get(path, headers=OWN).status_code == code
 
 
-@needs_linux
 def test_downloads_are_the_whole_table(state, tmp_path):
     client = create_app(state).server.test_client()
     got = client.get("/data-download?format=parquet&query=SELECT+*+FROM+collectives", headers=OWN)
@@ -404,7 +397,6 @@ def test_downloads_are_the_whole_table(state, tmp_path):
     assert pl.read_parquet(tmp_path / "got.parquet").equals(state.ready("").timeline.collectives)
 
 
-@needs_linux
 def test_the_command_says_where_it_serves_and_ends_when_interrupted(run):
     """A page is there although the analysis has only begun; no other address is listened on."""
     command = [str(RANKSCOPE), "ui", str(run), "--port", "0"]
@@ -456,12 +448,11 @@ SHOWN = {
 }
 
 
-@needs_linux
-@in_a_browser
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["recorded", "empty", "profiler"])
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "which", [0, 1, pytest.param(2, marks=pytest.mark.needs_data)], ids=["recorded", "empty", "profiler"]
+)
 def test_every_page_loads_without_a_complaint_and_without_asking_another_host(screen, state, which):
-    if which >= len(state.keys):
-        pytest.skip(f"the public traces are not at {KINETO.parent}")
     assert set(SHOWN) == set(all_pages())
     key = state.keys[which]
     for name, page in all_pages().items():
@@ -473,7 +464,7 @@ def test_every_page_loads_without_a_complaint_and_without_asking_another_host(sc
     assert screen.complaints == []
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_every_page_of_4096_ranks_loads(served, screen, tmp_path):
     """A simulated job in which one rank is slow."""
     job = simulate.Job(parallel="ddp", ranks=4096, steps=6, buckets=2, compute_ns=90e6)
@@ -500,7 +491,6 @@ def test_every_page_of_4096_ranks_loads(served, screen, tmp_path):
     assert wide.complaints == []
 
 
-@needs_linux
 def test_each_browser_has_its_language(state):
     server = create_app(state, lang="en").server
     asked, other = server.test_client(), server.test_client()
@@ -511,8 +501,7 @@ def test_each_browser_has_its_language(state):
     assert b'<html lang="en">' in other.get("/?lang=tlh", headers={"Host": "localhost"}).data
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_pages_are_light_and_their_scripts_are_sent_once(screen):
     """Bytes on the wire of the first visit; of the second, what is not a script."""
     sent: list[int] = []
@@ -543,7 +532,6 @@ def test_pages_are_light_and_their_scripts_are_sent_once(screen):
     assert again < 0.2e6
 
 
-@needs_linux
 def test_a_script_that_has_not_changed_is_not_sent_again(state):
     client = create_app(state).server.test_client()
     path = "/_dash-component-suites/dash/dcc/async-graph.js"
@@ -555,8 +543,7 @@ def test_a_script_that_has_not_changed_is_not_sent_again(state):
     assert (unchanged.status_code, unchanged.data) == (304, b"")
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_pages_in_chinese_leave_no_english_sentence(screen):
     page = screen.page.context.browser.new_context().new_page()
     page.add_init_script("""
@@ -582,8 +569,7 @@ def test_pages_in_chinese_leave_no_english_sentence(screen):
     page.context.close()
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_the_verdict_is_there_and_a_finding_opens_its_evidence(screen, state):
     report = state.report("")
     number, finding = next((n, f) for n, f in enumerate(report.findings, 1) if f.evidence)
@@ -603,8 +589,7 @@ def test_the_verdict_is_there_and_a_finding_opens_its_evidence(screen, state):
     assert screen.complaints == []
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_every_page_has_the_color_of_the_verdict(screen, state):
     color = "getComputedStyle(document.querySelector('{}')).borderLeftColor"
     screen.open("/?run=")
@@ -616,8 +601,7 @@ def test_every_page_has_the_color_of_the_verdict(screen, state):
     assert screen.page.evaluate(color.format(".verdict-line")) == on_overview
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_a_cell_of_the_raster_says_its_value_and_opens_the_timeline(screen, state):
     screen.open("/ranks")
     canvas = screen.page.locator(".raster canvas")
@@ -632,8 +616,7 @@ def test_a_cell_of_the_raster_says_its_value_and_opens_the_timeline(screen, stat
     assert screen.complaints == []
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_sql_answers_and_says_in_one_line_why_it_does_not(screen, state):
     from playwright.sync_api import expect
 

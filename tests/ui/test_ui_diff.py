@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-
 import numpy as np
 import pytest
+
+from support.browser import BROWSER
 
 pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
 
@@ -19,7 +18,6 @@ from record import write
 from simulate import Job, healthy_resources, run
 
 JOB = Job(parallel="ddp", ranks=4, steps=20, compute_ns=90e6)
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +48,7 @@ def test_bars_lead_from_a_to_b_and_what_is_shown_adds_up(state):
     assert float(first.a) + float(last.change) == pytest.approx(float(last.b), abs=1e-9)
 
 
-@pytest.mark.skipif(
-    BROWSER is None or importlib.util.find_spec("playwright") is None, reason="needs playwright and Chromium"
-)
+@pytest.mark.browser
 def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
     from playwright.sync_api import sync_playwright
 

@@ -18,7 +18,7 @@ from rankscope.analysis.report import html
 from rankscope.dashboard.app import create_app
 from rankscope.dashboard.page_kit import all_pages
 from rankscope.dashboard.state import State
-from support.browser import BROWSER, FLAGS, Screen, in_a_browser, needs_linux
+from support.browser import BROWSER, FLAGS, Screen
 from support.flight_dumps import dump, write_dumps
 from support.paths import DATA
 
@@ -75,8 +75,7 @@ def _wider(page: Any, scheme: str) -> list[str]:
     return found
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_no_page_is_wider_than_its_window(state, served, browser):
     page = browser.new_page()
     page.set_default_timeout(60_000)
@@ -96,8 +95,7 @@ def test_no_page_is_wider_than_its_window(state, served, browser):
     assert screen.complaints == []
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_no_html_report_is_wider_than_its_window(state, browser, tmp_path):
     page = browser.new_page()
     found = []
@@ -110,8 +108,7 @@ def test_no_html_report_is_wider_than_its_window(state, browser, tmp_path):
     assert not found, "\n".join(found)
 
 
-@needs_linux
-@in_a_browser
+@pytest.mark.browser
 def test_a_moment_of_one_rank_opens_with_that_rank_unfolded(state, served, browser):
     """Of 64 ranks, all folded."""
     page = browser.new_page()

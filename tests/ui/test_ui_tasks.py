@@ -23,9 +23,9 @@ from rankscope.analysis.text.units import duration
 from rankscope.dashboard.app import create_app
 from rankscope.dashboard.figures.collectives import operations
 from rankscope.dashboard.state import State
-from support.browser import BROWSER, FLAGS, Screen, in_a_browser, needs_linux
+from support.browser import BROWSER, FLAGS, Screen
 
-pytestmark = [needs_linux, in_a_browser]
+pytestmark = pytest.mark.browser
 SLOW = 3
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import itertools
 import json
 import math
 import re
 import shutil
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.dashboard.timeline import details, lane_cache, lanes, lod, scene, server
 from rankscope.errors import BadInput
+from support.browser import BROWSER, FLAGS
 
 
 def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray], dict[int, dict[int, np.ndarray]]]:
@@ -441,24 +440,8 @@ def test_where_nothing_can_be_written_lanes_stay_in_memory_and_it_is_said(large,
 
 # ---------------------------------------------------------------- in a browser
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+
 LABELS, RULER, LINE, BELOW_RANK = 168, 52, 18, 4  # px, as in base.js and lanes.js
-in_a_browser = pytest.mark.skipif(
-    BROWSER is None
-    or sys.platform != "linux"
-    or any(importlib.util.find_spec(name) is None for name in ("playwright", "torch", "dash_mantine_components")),
-    reason="needs Linux, torch, dash, playwright and Chromium",
-)
 
 
 @pytest.fixture(scope="module")
@@ -586,7 +569,7 @@ def truth(run: Path) -> Timeline:
     return build_timeline(Trace.open(run))
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_the_timeline_opens_on_the_judged_steps(screen, truth):
     screen.page.locator(".rst canvas").focus()
     screen.do(lambda: screen.page.keyboard.press("Home"))
@@ -600,7 +583,7 @@ def test_the_timeline_opens_on_the_judged_steps(screen, truth):
     assert screen.window() == pytest.approx(home, abs=2)
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_zoom_and_pan_do_what_they_say_and_the_address_keeps_the_view(screen, truth):
     first = truth.phases["start_ns"].min()
     t0, t1 = screen.window()
@@ -622,7 +605,7 @@ def test_zoom_and_pan_do_what_they_say_and_the_address_keeps_the_view(screen, tr
     assert screen.window() == pytest.approx((p0, p1), abs=2)
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_hovering_names_the_phase_and_a_click_on_an_operation_shows_all_its_ranks(screen, truth):
     screen.page.wait_for_timeout(400)
     phase = truth.phases.filter((pl.col("rank") == 0) & (pl.col("label") == "backward"))
@@ -647,7 +630,7 @@ def test_hovering_names_the_phase_and_a_click_on_an_operation_shows_all_its_rank
     assert operation["op"] in screen.beside()
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_search_counts_all_matches_and_jumps_to_each(screen, truth):
     regions = truth.regions.filter(pl.col("name").str.contains("(?i)adam"))
     named = regions.height  # the pieces of the main thread that are made of them are no events of their own
@@ -668,7 +651,7 @@ def test_search_counts_all_matches_and_jumps_to_each(screen, truth):
     screen.page.wait_for_function(f"document.querySelector('.rst-bar [role=status]').textContent === '2 of {named}'")
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_a_selection_is_summed_up(screen, truth):
     screen.page.wait_for_timeout(400)
     t0, t1 = screen.window()
@@ -696,7 +679,7 @@ def lines_of(made: scene.Scene, rank: int) -> list[int]:
     return [lane for track in made.tracks[rank] for lane in track.lanes]
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_an_arrow_leads_from_the_late_rank_to_the_one_that_waited(screen, truth):
     """Rank 1 comes last: at that moment there is a dot on its lane and a line up to the lane of rank 0."""
     made = lanes.build_scene(truth)
@@ -730,7 +713,7 @@ def test_an_arrow_leads_from_the_late_rank_to_the_one_that_waited(screen, truth)
     assert drawn() == (0, 0)
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_findings_are_marked_above_the_lanes_and_a_click_tells_what_was_found(screen, state):
     finding = state.report("").findings[-1]
     evidence = finding.evidence[-1]  # nothing is drawn over it
@@ -745,7 +728,7 @@ def test_findings_are_marked_above_the_lanes_and_a_click_tells_what_was_found(sc
     assert start < evidence.start_ns < evidence.end_ns < end
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_two_markers_lie_on_edges_and_say_the_time_between(screen, truth):
     """Each is put 3 px inside of the longest phase of rank 0."""
     phases = truth.phases.filter(pl.col("rank") == 0).sort(pl.col("end_ns") - pl.col("start_ns"))
@@ -765,7 +748,7 @@ def test_two_markers_lie_on_edges_and_say_the_time_between(screen, truth):
     assert between.inner_text() == ""
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_evidence_opens_beside_its_finding_also_on_a_narrow_screen(browser, address, state):
     evidence = [(finding, seen) for finding in state.report("").findings for seen in finding.evidence]
     finding, seen = evidence[0]
@@ -787,7 +770,7 @@ def test_evidence_opens_beside_its_finding_also_on_a_narrow_screen(browser, addr
     assert shown.complaints == []
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser, served, tmp_path):
     """Of a simulated job, since a real one on a busy machine may be none that can be replayed. In the analyzed steps
     the longest piece is rank 1's: a line below its lane, and none below rank 0's.
@@ -832,7 +815,7 @@ def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser,
             page.close()
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_an_address_with_evidence_opens_its_window(browser, address, truth):
     step = truth.steps.filter((pl.col("rank") == 1) & (pl.col("step") == 5)).row(0, named=True)
     page = browser.new_page(viewport={"width": 1280, "height": 800})
@@ -846,7 +829,7 @@ def test_an_address_with_evidence_opens_its_window(browser, address, truth):
     assert shown.complaints == []
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_4096_ranks_open_folded_by_node(browser, served):
     """Every rank of 512 nodes computes for 60 ms and waits for 40, three times: each node has one line, of the mean."""
     from dash import Dash, html
@@ -891,7 +874,7 @@ def test_4096_ranks_open_folded_by_node(browser, served):
     assert shown.complaints == []
 
 
-@in_a_browser
+@pytest.mark.browser
 def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(
     browser, served, run, truth, tmp_path, monkeypatch
 ):
