@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from rankscope.analysis.detectors import spec_of
@@ -12,10 +12,18 @@ from rankscope.analysis.model.spec import Detector
 __all__ = ["root_causes_first"]
 
 
-def root_causes_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Put the costliest first, by the replay where it has a say, and after each the findings that follow from it."""
+def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tuple[Finding, ...]:
+    """Put the costliest first, by the replay where it has a say, and after each the findings that follow from it.
+
+    What all `ranks` of the job do alike does not explain that some of them are slower than the others.
+    """
     ordered = sorted(findings, key=_rank)
-    causes = {id(f): next((c for c in ordered if _follows(f, c) and not _reversed(f, c)), None) for f in ordered}
+    everyone = frozenset(ranks)
+    causes: dict[int, Finding | None] = {}
+    for finding in ordered:
+        is_of_some = 0 < len(finding.ranks) < len(everyone)
+        able = [cause for cause in ordered if not (is_of_some and everyone.issubset(cause.ranks))]
+        causes[id(finding)] = next((c for c in able if _follows(finding, c) and not _reversed(finding, c)), None)
     for finding in ordered:  # of findings that explain each other in a ring the costliest is the root
         if _is_in_ring(finding, causes):
             causes[id(finding)] = None

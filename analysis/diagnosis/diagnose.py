@@ -238,7 +238,7 @@ def _judged(
     findings, fidelity = with_gains(tuple(found), measure)
     findings = tuple(
         replace(finding, others_waited=others_waited(costs, finding), code=seen.code.of_finding(finding))
-        for finding in root_causes_first(findings)
+        for finding in root_causes_first(findings, seen.ranks)
     )
     findings = with_levels(findings, seen.steps, fidelity)
     fixes, fidelity = predicted_fixes(measure, findings, costs, fidelity)

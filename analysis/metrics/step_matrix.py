@@ -37,7 +37,7 @@ __all__ = [
     "sums",
 ]
 
-
+_IN_OTHERS = 1 / 3  # of the mean loss
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
 _T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
@@ -194,19 +194,25 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
     return kept.mean(axis=1), half_width(errors, kept.shape[1])
 
 
-def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> Estimate:
-    """The same of what is lost per step in these pieces (gaps, calls): of a single step they are the sample.
+def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0, enough: int = 2) -> Estimate:
+    """The same of what is lost per step in these pieces (gaps, calls): of less than `enough` steps they are the sample.
 
     Each might not have happened, so that a single one is never clear of zero; four of one length just are. Where what
-    is lost is less than they take together, each counts as much less.
+    is lost is less than they take together, each counts as much less. Where all steps but the one that loses most lose
+    less than a third of the mean, it is an event of that step, and not clear of zero.
 
     Source: the variance of a compound Poisson sum is that of its number times the mean square of its terms.
     """
-    if len(values) > 1:
+    if len(values) >= enough:
         return estimate(values, trim)
     total = float(pieces_ns.sum())
     share = float(np.sqrt(np.square(pieces_ns).sum())) / total if total else 0.0
-    return Estimate(float(values[0]), 1.96 * share * max(float(values[0]), 0.0))
+    mean = float(values.mean())
+    by_pieces = 1.96 * share * max(mean, 0.0)
+    if len(values) == 1:
+        return Estimate(mean, by_pieces)
+    in_others = float(np.sort(values)[:-1].mean())
+    return Estimate(mean, max(by_pieces, (mean - in_others) / (1 - _IN_OTHERS)))
 
 
 def estimate_of_operations(values: Floats, steps: int) -> Estimate:

@@ -4,9 +4,10 @@
 
 A stall of a host, a class of kernels that one device runs slowly, or a kind of collective whose transfers take longer,
 on a random rank and at a random place of a real capture of several ranks, re-timed by `retime.py`. Half of the stalls
-are in each step, half in one. Captures that have a fault of their own get one that is twice as large. Where the step
-became longer by 5 % at least, the first root finding must be of the kind and name the rank. The originals are judged
-too.
+are in each step, half in one. Captures that have a straggler of their own get a fault that is twice as large. Where the
+steps of the others became longer by 5 % at least, the first root finding must be of the kind and name the rank. What is
+said of the original too, with the same ranks, is true of the mutant still and is passed over; where that is the answer
+itself, it must cost more by half of what was put in. The originals are judged too.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ def _real(path: Path) -> Real:
     return load(path)
 
 
-def mutants(count: int, data: Path) -> Iterator[tuple[str, Path, str, int]]:
-    """Set, path, kind and seed of each, one set after the other."""
+def mutants(count: int, data: Path, own: dict[str, list[Row]]) -> Iterator[tuple[str, Path, str, int, list[Row]]]:
+    """Set, path, kind, seed and what is said of the original of each, one set after the other."""
     weights = {name: weight for name, (_, _, weight) in SETS.items()}
     seed = 0
     for name, (place, _, weight) in SETS.items():
         for number in range(round(count * weight / sum(weights.values()))):
-            yield name, data / place, KINDS[number % len(KINDS)], seed
+            yield name, data / place, KINDS[number % len(KINDS)], seed, own[name]
             seed += 1
 
 
-def judged(mutant: tuple[str, Path, str, int]) -> Row:
-    name, path, kind, seed = mutant
+def judged(mutant: tuple[str, Path, str, int, list[Row]]) -> Row:
+    name, path, kind, seed, own = mutant
     rng = np.random.default_rng(seed)
     real = _real(path)
     rank = int(rng.choice(sorted(real.documents)))
@@ -84,15 +85,24 @@ def judged(mutant: tuple[str, Path, str, int]) -> Row:
         what = _slow_kernels(real, rank, share * step_us, rng)
     else:
         what = _slow_transfers(real, share * step_us, rng)
-    cost = retimed(real, change)
+    # A rank that nobody waits for before the capture ends makes its own steps longer, and the job's not yet.
+    longer = retimed(real, change)
+    cost = float(np.mean([share for of, share in longer.items() if kind == "link" or of != rank]))
     with tempfile.TemporaryDirectory(prefix="rankscope-inject-") as folder:
         said = _said(write(real, Path(folder) / "capture"))
-    first = next(iter(said), None)
+    first = next((one for one in said if not _is_the_originals(one, own, cost / 2)), None)
     right = first is not None and first["level"] != "unexplained" and first["detector"] in _ANSWERS[kind]
     if kind != "link":
         right = right and first["ranks"] == [rank]
     name = f"{name}/{kind}/{seed}"
-    return {"name": name, "kind": kind, "rank": rank, "what": what, "cost": cost, "right": right, "said": said}
+    row = {"name": name, "kind": kind, "rank": rank, "what": what, "cost": cost}
+    return row | {"right": right, "said": said, "first": first}
+
+
+def _is_the_originals(said: Row, own: list[Row], more: float) -> bool:
+    """Whether the original has this finding, at about the same cost."""
+    same = [one for one in own if all(one[key] == said[key] for key in ("detector", "ranks", "groups"))]
+    return any(said["fraction"] < one["fraction"] + more for one in same)
 
 
 def _said(path: Path) -> list[Row]:
@@ -140,7 +150,7 @@ def show(rows: list[Row]) -> None:
     costly = [r for r in rows if r["cost"] >= _COSTS]
     for row in costly:
         if not row["right"]:
-            first = next(iter(row["said"]), None)
+            first = row["first"]
             got = (
                 f"{first['level']} {first['detector']} {first['ranks']} {first['fraction']:.0%}" if first else "nothing"
             )
@@ -164,11 +174,11 @@ def main() -> None:
     if not arguments.data.is_dir():
         print(f"The public sets are not at {arguments.data}: nothing to put faults into. --data says where they are.")
         return
-    for name, (place, _, _) in SETS.items():
-        said = _said(arguments.data / place)
+    own = {name: _said(arguments.data / place) for name, (place, _, _) in SETS.items()}
+    for name, said in own.items():
         print(f"original {name}: " + ("; ".join(f"{s['level']} {s['title']}" for s in said[:2]) or "no finding"))
     with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
-        rows = list(pool.map(judged, mutants(arguments.mutants, arguments.data), chunksize=10))
+        rows = list(pool.map(judged, mutants(arguments.mutants, arguments.data, own), chunksize=10))
     if arguments.results:
         arguments.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     show(rows)

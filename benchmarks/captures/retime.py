@@ -135,12 +135,12 @@ def _matched(rows: list[Row], ranks: int) -> list[list[Row]]:
     return instances
 
 
-def retimed(real: Real, change: Change) -> float:
-    """Give every row of the set its shift. Returns the mean of what steps then take longer, as a share of them."""
+def retimed(real: Real, change: Change) -> dict[int, float]:
+    """Give every row of the set its shift. Returns what each rank's steps then take longer, as a share of them."""
     _Shifts(real, change).work()
-    before = [mine[-1].end - mine[0].start for mine in real.steps.values()]
-    after = [mine[-1].later - mine[0].shift for mine in real.steps.values()]
-    return float(np.mean(after) / (np.mean(before) + np.mean(after)))
+    before = np.mean([mine[-1].end - mine[0].start for mine in real.steps.values()])
+    after = {rank: mine[-1].later - mine[0].shift for rank, mine in real.steps.items()}
+    return {rank: float(us / (before + us)) for rank, us in after.items()}
 
 
 def write(real: Real, folder: Path) -> Path:

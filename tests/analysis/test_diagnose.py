@@ -223,12 +223,12 @@ def finding(detector, lost, ranks=()):
 def test_findings_are_ranked_by_what_a_replay_of_their_fix_saves():
     """The late rank costs 15 ms by its detector, and 1 % of the step by the replay; collections cost 10 %."""
     found = [replace(finding("slow_rank", 15), lost_fraction=0.15, gain_fraction=0.01), finding("gc_stall", 10, (3,))]
-    assert [f.detector for f in root_causes_first(found)] == ["gc_stall", "slow_rank"]
+    assert [f.detector for f in root_causes_first(found, range(4))] == ["gc_stall", "slow_rank"]
 
 
 def test_what_follows_from_a_consequence_is_kept_and_names_what_it_follows_from():
     found = [finding("pipeline_bubble", 10), finding("slow_rank", 20), finding("stage_imbalance", 30)]
-    ordered = [(f.detector, f.caused_by) for f in root_causes_first(found)]
+    ordered = [(f.detector, f.caused_by) for f in root_causes_first(found, range(4))]
     assert ordered == [
         ("stage_imbalance", None),
         ("slow_rank", "stage_imbalance"),
@@ -236,16 +236,23 @@ def test_what_follows_from_a_consequence_is_kept_and_names_what_it_follows_from(
     ]
 
 
+def test_what_all_ranks_do_alike_explains_no_straggler():
+    """The hosts of all four wait for their devices; that one of four is late is another matter."""
+    for ranks, cause in (((0, 1, 2, 3), None), ((2, 3), "host_sync")):
+        found = root_causes_first([finding("slow_rank", 20, (2,)), finding("host_sync", 30, ranks)], range(4))
+        assert {f.detector: f.caused_by for f in found}["slow_rank"] == cause
+
+
 def test_a_rank_whose_experts_are_popular_is_slow_because_of_them_even_if_that_costs_more():
     """Above its peers by up to twice as much as above the mean; by more than that it is slow of itself."""
     for cost, cause in ((190, "expert_imbalance"), (210, None)):
-        found = root_causes_first([finding("slow_rank", cost, (2,)), finding("expert_imbalance", 100, (2,))])
+        found = root_causes_first([finding("slow_rank", cost, (2,)), finding("expert_imbalance", 100, (2,))], range(4))
         assert {f.detector: f.caused_by for f in found}["slow_rank"] == cause
 
 
 def test_of_two_findings_that_explain_each_other_the_one_seen_at_work_is_the_cause_and_none_is_lost():
     """A slow group's ranks are late for others; a late rank may make transfers look slow."""
-    found = root_causes_first([finding("slow_rank", 120, (0, 1)), finding("low_bandwidth", 100, (0, 1))])
+    found = root_causes_first([finding("slow_rank", 120, (0, 1)), finding("low_bandwidth", 100, (0, 1))], range(4))
     assert [(f.detector, f.caused_by) for f in found] == [("low_bandwidth", None), ("slow_rank", "low_bandwidth")]
 
 
@@ -256,7 +263,7 @@ def test_consequence_follows_its_cause_and_names_it():
         finding("slow_rank", 30, (2,)),
         finding("load_imbalance", 40, (0, 1, 2)),
     ]
-    ordered = root_causes_first(found)
+    ordered = root_causes_first(found, range(4))
     assert [(f.detector, f.lost_ns_per_step, f.caused_by) for f in ordered] == [
         ("load_imbalance", 40, None),
         ("slow_rank", 30, None),

@@ -136,6 +136,7 @@ def told(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RANKSCOPE, *map(str, arguments)], capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.alone
 @pytest.mark.real_job
 def test_a_job_that_may_keep_3_mb_has_its_last_steps_and_the_lengths_of_all(tmp_path):
     """Its 2,000 spans a step take 14 kB, so that it would write 28 MB."""

@@ -90,7 +90,7 @@ def test_a_late_host_follows_from_its_synchronisations_if_they_explain_half_of_i
         return Finding(detector=detector, severity="high", ranks=(0, 1), **text, **cost)
 
     for sync_ms, order in ((12, ["host_sync", "host_bound"]), (8, ["host_bound", "host_sync"])):
-        found = root_causes_first([finding("host_bound", 20), finding("host_sync", sync_ms)])
+        found = root_causes_first([finding("host_bound", 20), finding("host_sync", sync_ms)], range(4))
         assert [f.detector for f in found] == order
         assert found[1].caused_by == ("host_sync" if sync_ms == 12 else None)
 

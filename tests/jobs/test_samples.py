@@ -77,8 +77,11 @@ def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tm
 @pytest.mark.real_job
 def test_a_job_that_hangs_says_where_its_rank_was_seen_last(tmp_path):
     command = [*RANKSCOPE, "run", "--out", "run", "--no-report", "--nproc-per-node", "2", str(JOB), "20", "--hang"]
-    job = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
-    time.sleep(25)  # it starts and trains for 10 s, and who has done nothing for 10 s hangs
+    job = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert any("HANGS" in line for line in job.stdout)
+    time.sleep(15)  # who has done nothing for 10 s hangs
     os.killpg(job.pid, signal.SIGTERM)
     job.wait(60)
     told = report(tmp_path / "run")

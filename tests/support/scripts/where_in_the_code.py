@@ -44,6 +44,7 @@ def main():
         model(load(rank)).sum().backward()
         optimizer.step()
     if "--hang" in sys.argv and rank == 0:
+        print("HANGS", flush=True)
         evaluate(3600)
     dist.barrier()
     dist.destroy_process_group()
