@@ -25,6 +25,7 @@ from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import MEMORY, device_work
 from rankscope.analysis.readers.base import NO_STEPS, FrameReader, by_name, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.readers.nsight_collectives import Inferred, infer_groups
+from rankscope.analysis.readers.workers import Lost, each, scratch_folder
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.errors import BadInput
@@ -51,6 +52,7 @@ _CHUNK = 100_000  # rows that are held as Python objects at a time
 _PATIENCE_S = 600.0  # a query that an export was given to run never comes to an end
 _OPERATIONS = 1_000_000  # of SQLite, between two looks at the clock
 _NOT_MAIN = 65535
+_BYTES_PER_S = 40_000_000  # of a core
 _LACKS = {
     "breakdown": text("NVTX ranges do not say what the host waited for"),
     "phases": text("NVTX ranges do not say what the host waited for"),
@@ -66,24 +68,22 @@ _LACKS = {
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """What one file holds. `process` is null where the export does not tell processes apart."""
+    """What one file holds. `process` is null where the export does not tell processes apart.
+
+    `frames` are the files of its device work, launches and ranges. `places` are process and device of each rank.
+    """
 
     name: str
-    device: pl.DataFrame
-    launches: pl.DataFrame
-    ranges: pl.DataFrame
+    frames: Mapping[str, Path]
+    device_rows: int
+    places: Sequence[tuple[int | None, int]]
     gpus: Mapping[int, str]
     host: str
     version: str
     problems: tuple[tuple[str, int | None, str], ...]  # table, count, why
 
-    @property
-    def places(self) -> list[tuple[int | None, int]]:
-        """Process and device of each rank: a GPU on which a process only copies is no rank of its own."""
-        computes = (pl.col("work") != MEMORY).any()
-        places = self.device.group_by("process", "device").agg(computes.alias("computes")).sort("device", "process")
-        any_computes = pl.col("computes").any().over("process")
-        return places.filter(pl.col("computes") | ~any_computes).select("process", "device").rows()
+    def frame(self, name: str) -> pl.DataFrame:
+        return pl.read_ipc(self.frames[name])
 
 
 def recognises(path: Path) -> bool:
@@ -98,7 +98,26 @@ def open_run(paths: Sequence[str]) -> FrameReader:
     files = sorted((f for f in files_in(paths) if _is_export(f)), key=by_name)
     if not files:
         raise BadInput(f"{paths[0]} is no SQLite export: make one with `nsys export --type sqlite {paths[0]}`")
-    captures = [_read(file) for file in files]
+    with scratch_folder() as folder:
+        return _run_of(files, _read_all(files, Path(folder)))
+
+
+def _read_all(files: Sequence[Path], folder: Path) -> list[_Capture]:
+    tasks = [(file.absolute(), str(file), folder / str(number)) for number, file in enumerate(files)]
+    captures = []
+    for file, capture in zip(files, each(read_export, tasks, [_cpu_s(file) for file in files]), strict=True):
+        if isinstance(capture, Lost):
+            raise BadInput(f"{file} was not read: {capture.why}")
+        captures.append(capture)
+    return captures
+
+
+def _cpu_s(file: Path) -> float:
+    """About what reading this file takes."""
+    return file.stat().st_size / _BYTES_PER_S
+
+
+def _run_of(files: Sequence[Path], captures: Sequence[_Capture]) -> FrameReader:
     frames: dict[str, list[pl.DataFrame]] = {"kernels": [], "launches": [], "regions": []}
     ranks: list[dict[str, Any]] = []
     missing: list[Gap] = []
@@ -151,13 +170,13 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
         schema={"process": pl.Int64, "device": pl.Int64, "rank": pl.Int32, "node": pl.Int32},
         orient="row",
     )
-    kernels = capture.device.join(rank_of, on=["process", "device"], nulls_equal=True)
+    kernels = capture.frame("device").join(rank_of, on=["process", "device"], nulls_equal=True)
     launched = kernels.select("process", "correlation", "rank", "node").drop_nulls("correlation")
     launched = launched.unique(["process", "correlation"], keep="first")
-    launches = capture.launches.join(launched, on=["process", "correlation"], nulls_equal=True)
+    launches = capture.frame("launches").join(launched, on=["process", "correlation"], nulls_equal=True)
     # A range belongs to its process's rank: where a process drives several GPUs, to the first.
     own = rank_of.drop("device").unique("process", keep="first", maintain_order=True)
-    regions = capture.ranges.join(own, on="process", nulls_equal=True).with_columns(kind=pl.lit("user"))
+    regions = capture.frame("ranges").join(own, on="process", nulls_equal=True).with_columns(kind=pl.lit("user"))
     found = {"kernels": kernels, "launches": launches, "regions": regions}
     return {name: frame.drop("process") for name, frame in found.items()}
 
@@ -165,9 +184,9 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
 def _of_capture(capture: _Capture, kernels: int) -> list[Gap]:
     """What is not certain about one file's ranks, and what could not be read of it."""
     missing, ranks = [], len(capture.places)
-    if kernels < len(capture.device):
+    if kernels < capture.device_rows:
         why = text("{file}: copies on GPUs on which their process computes nothing", file=capture.name)
-        missing.append(gap("kernels", why, count=len(capture.device) - kernels))
+        missing.append(gap("kernels", why, count=capture.device_rows - kernels))
     if ranks > 1:
         why = text(
             "{name} holds {gpus}: their ranks are taken in the order of the devices",
@@ -236,32 +255,50 @@ def _tables(database: sqlite3.Connection) -> set[str]:
     return {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
-def _read(path: Path) -> _Capture:
-    """One export. Raises `BadInput` if no device work in it can be read."""
+def read_export(path: Path, shown: str, into: Path) -> _Capture:
+    """One export, its rows in files in this folder. Raises `BadInput` if no device work in it can be read."""
     try:
+        into.mkdir()
         with _opened(path) as database:
-            capture = _Reading(database, path.name).capture()
+            return _Reading(database, path.name, shown).capture(into)
     except _DAMAGED as error:
-        raise BadInput(f"{path} is cut or damaged ({in_one_line(error)}): export it again") from None
-    if capture.device.is_empty():
-        raise BadInput(f"{path} holds no device work: record with `nsys profile --trace=cuda,nvtx`")
-    return capture
+        raise BadInput(f"{shown} is cut or damaged ({in_one_line(error)}): export it again") from None
+
+
+def _places(device: pl.DataFrame) -> list[tuple[int | None, int]]:
+    """Process and device of each rank: a GPU on which a process only copies is no rank of its own."""
+    computes = (pl.col("work") != MEMORY).any()
+    places = device.group_by("process", "device").agg(computes.alias("computes")).sort("device", "process")
+    any_computes = pl.col("computes").any().over("process")
+    return places.filter(pl.col("computes") | ~any_computes).select("process", "device").rows()
+
+
+def _stored(into: Path, frames: Mapping[str, pl.DataFrame]) -> dict[str, Path]:
+    files = {name: into / f"{name}.arrow" for name in frames}
+    try:
+        for name, frame in frames.items():
+            frame.write_ipc(files[name])
+    except OSError as error:
+        raise BadInput(f"no room for temporary files in {into}: set TMPDIR to another folder ({error})") from None
+    return files
 
 
 class _Reading:
     """One database while it is read, a chunk of rows at a time; notes what it lacks."""
 
-    def __init__(self, database: sqlite3.Connection, name: str) -> None:
+    def __init__(self, database: sqlite3.Connection, name: str, shown: str) -> None:
         self._database = database
-        self._name = name
+        self._name, self._shown = name, shown
         self._tables = _tables(database)
         self._problems: list[tuple[str, int | None, str]] = []
         self._strings = self._select("StringIds", "run", id=("id", pl.Int64), text=("value", pl.String))
         self._tells_processes = _KERNEL not in self._tables or "globalPid" in self._columns(_KERNEL)
 
-    def capture(self) -> _Capture:
+    def capture(self, into: Path) -> _Capture:
         device = pl.concat([self._device(kind) for kind in _DEVICE])
-        launches, ranges = self._launches(), self._ranges()
+        if device.is_empty():
+            raise BadInput(f"{self._shown} holds no device work: record with `nsys profile --trace=cuda,nvtx`")
+        frames = {"device": device, "launches": self._launches(), "ranges": self._ranges()}
         gpus = dict(self._select("TARGET_INFO_GPU", "ranks", id=("id", pl.Int64), name=("name", pl.String)).iter_rows())
         if not gpus:
             self._problems.append(("ranks", None, text("it has no TARGET_INFO_GPU, so the GPUs' names are unknown")))
@@ -275,9 +312,9 @@ class _Reading:
                 )
         return _Capture(
             name=self._name,
-            device=device,
-            launches=launches,
-            ranges=ranges,
+            frames=_stored(into, frames),
+            device_rows=len(device),
+            places=_places(device),
             gpus=gpus,
             host=dict(self._settings("TARGET_INFO_SYSTEM_ENV")).get("Hostname", ""),
             version=meta.get("EXPORT_PRODUCT_VERSION", ""),

@@ -1,4 +1,4 @@
-"""Tasks on single files, run in this process or in worker processes, with the same results.
+"""Tasks on single files, run in this process, in worker processes or on a Dask cluster, with the same results.
 
 A task is a function of a module, with arguments and a result that can be pickled. Its rows lie in files: only paths and
 small values travel between processes.
@@ -15,16 +15,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from rankscope.analysis.text.message import text
 from rankscope.collectors.free_memory import available_bytes
 from rankscope.errors import BadInput
 
-__all__ = ["Lost", "each", "scratch_folder", "serve"]
+__all__ = ["Elsewhere", "Lost", "each", "elsewhere", "scratch_folder", "serve"]
 
 _WORTH_S = 1.0  # of CPU that other processes take over; to start one takes half as much
 _OF_WORKER = 500_000_000  # bytes of memory, at most
@@ -38,6 +38,27 @@ class Lost:
     """In place of a result: the processes that ran the task were killed."""
 
     why: str
+
+
+class Elsewhere(Protocol):
+    """Runs tasks as `each` does."""
+
+    def __call__(
+        self, task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], /
+    ) -> Iterator[Result | Lost]: ...
+
+
+_runs_all: list[Elsewhere] = []  # not of a context: threads of the UI read runs
+
+
+@contextmanager
+def elsewhere(runs: Elsewhere) -> Iterator[None]:
+    """While the context is open, this runs all tasks."""
+    _runs_all.append(runs)
+    try:
+        yield
+    finally:
+        _runs_all.remove(runs)
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
@@ -54,8 +75,10 @@ def each(
     """The task's result for each of these arguments, in their order.
 
     `cpu_s` is about what each of them takes: where others could take much of it over, worker processes do, one for each
-    core that this process may use. What a task raises is raised here.
+    core that this process may use; or whatever `elsewhere` named. What a task raises is raised here.
     """
+    if _runs_all:
+        return _runs_all[-1](task, arguments)
     if sum(cpu_s) - max(cpu_s, default=0) < _WORTH_S:
         return (task(*of) for of in arguments)
     free = available_bytes()

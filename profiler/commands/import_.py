@@ -22,7 +22,7 @@ import typer
 from rankscope.collectors.schema import DEVICE_WORK, DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
 from rankscope.errors import RankscopeError
 from rankscope.profiler.folder import claim
-from rankscope.profiler.options import Out
+from rankscope.profiler.options import Dask, Out
 
 if TYPE_CHECKING:
     import polars as pl
@@ -41,11 +41,13 @@ _CODES = {"kind": REGION_KINDS, "op": OPS, "dtype": DTYPES, "work": DEVICE_WORK}
 def command(
     paths: Annotated[list[Path], typer.Argument(help="Files or folders of one run, as for `rankscope report`.")],
     out: Out = None,
+    dask: Dask = None,
 ) -> None:
     os.environ.setdefault("_RJEM_MALLOC_CONF", _GIVEN_BACK)
     import pyarrow as pa
 
     from rankscope.analysis.readers import native
+    from rankscope.analysis.readers.dask_cluster import on_cluster
     from rankscope.analysis.runs.trace import Trace
 
     pa.set_memory_pool(pa.system_memory_pool())
@@ -53,7 +55,8 @@ def command(
         raise RankscopeError(f"{paths[0]} is a run folder already: `rankscope report` reads it")
     if out is not None and out.exists():
         raise RankscopeError(f"{out} exists already: name a folder that does not, or leave --out away")
-    trace = Trace.open(paths)
+    with on_cluster(dask):
+        trace = Trace.open(paths)
     folder = claim(str(out) if out else None, paths[0].name.split(".")[0])
     try:
         rows = write(trace, folder)

@@ -17,7 +17,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.errors import RankscopeError
-from rankscope.profiler.options import Json, Lang, Out, Price, Runs, Steps, World, part_of, takes, write
+from rankscope.profiler.options import (
+    Dask,
+    Json,
+    Lang,
+    Out,
+    Price,
+    Runs,
+    Steps,
+    World,
+    check_dask,
+    part_of,
+    takes,
+    write,
+)
 
 if TYPE_CHECKING:
     from rankscope.analysis.model.finding import Report
@@ -45,16 +58,20 @@ class Options:
     ] = None
     lang: Lang = "en"
     price: Price = None
+    dask: Dask = None
 
 
 @takes(Options)
 def command(options: Options) -> None:
     from rankscope.analysis.diagnosis.diagnose import read_run
+    from rankscope.analysis.readers.dask_cluster import on_cluster
 
     run = part_of(options.run, options.steps, options.world)
-    report, _ = read_run(
-        run, flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price
-    )
+    check_dask(options.dask, run)
+    with on_cluster(options.dask):
+        report, _ = read_run(
+            run, flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price
+        )
     written = _write_files(report, run[0], options)  # first: the reader of what is printed may leave early (`| head`)
     if options.json != "-":
         _print(report, options)

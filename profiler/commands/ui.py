@@ -13,13 +13,14 @@ import secrets
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rankscope.errors import RankscopeError
-from rankscope.profiler.options import Lang, Price, Steps, World, part_of
+from rankscope.profiler.options import Dask, Lang, Price, Steps, World, check_dask, part_of, takes
 
 __all__ = ["command"]
 
@@ -27,47 +28,45 @@ _PORT = 8050
 _NEXT_PORTS = 20  # tried when the usual one is taken
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is shown, and where it is served."""
+
     run: Annotated[
         list[Path], typer.Argument(metavar="RUN", help="The run, or two of them; any trace that rankscope reads.")
-    ],
-    steps: Steps = None,
-    world: World = None,
-    port: Annotated[
-        int | None, typer.Option(help=f"Serve on this port; 0 takes a free one. [default: {_PORT}]")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Serve on this address.")] = "localhost",
-    token: Annotated[str, typer.Option(help="Access token; generated if the UI is served beyond localhost.")] = "",
-    lang: Lang = "en",
-    price: Price = None,
-) -> None:
-    from rankscope.analysis.readers.native.address import run_folder
-    from rankscope.analysis.runs.storage import local_path
+    ]
+    steps: Steps = None
+    world: World = None
+    port: Annotated[int | None, typer.Option(help=f"Serve on this port; 0 takes a free one. [default: {_PORT}]")] = None
+    host: Annotated[str, typer.Option(help="Serve on this address.")] = "localhost"
+    token: Annotated[str, typer.Option(help="Access token; generated if the UI is served beyond localhost.")] = ""
+    lang: Lang = "en"
+    price: Price = None
+    dask: Dask = None
 
-    if port is not None and not 0 <= port < 1 << 16:
-        raise RankscopeError(f"--port is 0 to 65535; got {port}")
-    run = [Path(local_path(str(path))) for path in part_of(run, steps, world)]
-    folders = [run_folder(path) for path in run]
-    for path, folder in zip(run, folders, strict=True):
-        if not folder.exists():
-            raise RankscopeError(f"{path} does not exist")
-    if len(run) > 2:
-        raise RankscopeError(f"one run, or two to compare; {len(run)} were given")
+
+@takes(Options)
+def command(options: Options) -> None:
+    from rankscope.analysis.readers.dask_cluster import on_cluster
+
+    run = _checked(options)
     try:
         from rankscope.dashboard.app import create_app
         from rankscope.dashboard.state import State
     except ImportError as error:
         raise RankscopeError(f"the UI needs {error.name}: pip install 'rankscope[ui]'") from None
+    host, token = options.host, options.token
     if not token and not _is_local(host):
         token = secrets.token_urlsafe(16)
-    state = State(run, price=price)
-    server = _listen(create_app(state, token=token, host=host, lang=lang).server, host, port)
+    state = State(run, price=options.price)
+    server = _listen(create_app(state, token=token, host=host, lang=options.lang).server, host, options.port)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, _interrupt)
     try:
-        state.start()
-        _say_where(host, server.port, token, page="diff" if len(run) > 1 else "")
-        server.serve_forever(poll_interval=0.2)
+        with on_cluster(options.dask):
+            state.start()
+            _say_where(host, server.port, token, page="diff" if len(run) > 1 else "")
+            server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         pass
     finally:
@@ -76,6 +75,23 @@ def command(
     # Threads may be deep in an analysis of which nobody will see the end.
     sys.stdout.flush()
     os._exit(0)
+
+
+def _checked(options: Options) -> list[Path]:
+    """The paths on this machine of what is shown. Raises RankscopeError."""
+    from rankscope.analysis.readers.native.address import run_folder
+    from rankscope.analysis.runs.storage import local_path
+
+    if options.port is not None and not 0 <= options.port < 1 << 16:
+        raise RankscopeError(f"--port is 0 to 65535; got {options.port}")
+    run = [Path(local_path(str(path))) for path in part_of(options.run, options.steps, options.world)]
+    for path in run:
+        if not run_folder(path).exists():
+            raise RankscopeError(f"{path} does not exist")
+    if len(run) > 2:
+        raise RankscopeError(f"one run, or two to compare; {len(run)} were given")
+    check_dask(options.dask, run)
+    return run
 
 
 def _interrupt(*_: object) -> None:

@@ -2,36 +2,21 @@
 
 import json
 import os
-import signal
+import shutil
 from pathlib import Path
 
 import pytest
 
-from rankscope.analysis.readers import workers
+from rankscope.analysis.readers import dask_cluster, workers
+from rankscope.analysis.readers.dask_cluster import on_cluster
 from rankscope.analysis.readers.workers import Lost, each
 from rankscope.analysis.runs.trace import Trace
-from rankscope.errors import BadInput
+from rankscope.errors import BadInput, RankscopeError
+from support.command_line import rankscope_
+from support.paths import DATA
+from support.tasks import killed, missing, refused, where
 
 SECONDS = [1.0, 1.0, 1.0]  # worth worker processes
-
-
-def where(number: int) -> tuple[int, int]:
-    print("what a task prints is no answer")
-    return number, os.getpid()
-
-
-def killed(number: int, marks: Path, times: int) -> int:
-    """Its process is killed the first `times` times that number 1 runs."""
-    if number == 1 and len(list(marks.iterdir())) < times:
-        (marks / str(os.getpid())).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return number
-
-
-def refused(number: int) -> int:
-    if number == 1:
-        raise BadInput("file 1 is no trace")
-    return number
 
 
 def test_small_tasks_stay_in_this_process():
@@ -56,19 +41,93 @@ def test_what_a_task_raises_is_raised_here():
 
 
 def test_traces_read_alike_in_worker_processes(tmp_path, monkeypatch):
-    for rank in range(3):
-        kernels = [kernel(f"k{i % 7}", ts=100 * i + rank, dur=60 + rank) for i in range(200)]
-        trace = {"schemaVersion": 1, "distributedInfo": {"rank": rank, "world_size": 4}, "traceEvents": kernels}
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps(trace))
-    here = Trace.open(tmp_path)
-    monkeypatch.setattr(workers, "_WORTH_S", 0)
-    there = Trace.open(tmp_path)
-    assert there.tables() == here.tables()
-    assert there.gaps() == here.gaps()
-    for table in here.tables():
-        assert there.table(table).collect().equals(here.table(table).collect()), table
+    traces(tmp_path)
+    check_alike(tmp_path, monkeypatch)
 
 
 def kernel(name: str, *, ts: int, dur: int) -> dict[str, object]:
     where = {"pid": 0, "tid": 7, "args": {"device": 0, "stream": 7, "correlation": ts}}
     return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, **where}
+
+
+NSIGHT = DATA / "nsys" / "mfu_2gpu_before.sqlite"
+
+
+@pytest.mark.skipif(not NSIGHT.exists(), reason=f"the public export is not at {NSIGHT}")
+def test_exports_of_nsight_read_alike_in_worker_processes(tmp_path, monkeypatch):
+    for number in range(2):
+        shutil.copy(NSIGHT, tmp_path / f"report_{number}.sqlite")
+    check_alike(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a scheduler with two workers, processes of this machine."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as made:
+        yield made.scheduler_address
+
+
+def test_results_of_a_dask_cluster_are_the_same(tmp_path, cluster):
+    traces(tmp_path / "traces")
+    here = tables_of(Trace.open(tmp_path / "traces"))
+    with on_cluster(cluster):
+        ran_by = {process for _, process in each(where, [(n,) for n in range(4)], [0.0] * 4)}
+        assert tables_of(Trace.open(tmp_path / "traces")) == here
+    assert os.getpid() not in ran_by
+
+
+def test_a_killed_dask_worker_costs_its_task_at_most(tmp_path, cluster):
+    """The worker is killed once; its task runs on the other one, or on the next."""
+    with on_cluster(cluster):
+        assert list(each(killed, [(n, tmp_path, 1) for n in range(3)], SECONDS)) == [0, 1, 2]
+
+
+def test_the_report_of_a_dask_cluster_is_the_same_to_the_byte(tmp_path, monkeypatch, cluster):
+    monkeypatch.chdir(tmp_path)
+    traces(tmp_path / "traces")
+    here, there = (rankscope_("report", "traces", "--json", "-", *more) for more in ([], ["--dask", cluster]))
+    assert (there.returncode, there.stderr) == (0, "")
+    assert there.stdout == here.stdout
+    done = rankscope_("import", "traces", "-o", "run", "--dask", cluster)
+    assert done.returncode == 0, done.stderr
+    refused = rankscope_("report", "run", "--dask", cluster)
+    assert refused.stderr == "rankscope: run is a run folder, which is read on this machine: leave --dask away\n"
+
+
+def test_workers_that_do_not_see_the_temporary_folder_are_named(cluster, monkeypatch):
+    monkeypatch.setattr(dask_cluster, "_sees", missing)
+    with (
+        pytest.raises(RankscopeError, match=r"Dask worker tcp://\S+ does not see \S+: set TMPDIR"),
+        on_cluster(cluster),
+    ):
+        pass
+
+
+def test_a_scheduler_that_does_not_answer_is_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("distributed")
+    monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 1)
+    with (
+        pytest.raises(RankscopeError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9"),
+        on_cluster("tcp://127.0.0.1:9"),
+    ):
+        pass
+
+
+def traces(folder: Path) -> None:
+    """Those of ranks 0 to 2 of 4."""
+    folder.mkdir(exist_ok=True)
+    for rank in range(3):
+        kernels = [kernel(f"k{i % 7}", ts=100 * i + rank, dur=60 + rank) for i in range(200)]
+        trace = {"schemaVersion": 1, "distributedInfo": {"rank": rank, "world_size": 4}, "traceEvents": kernels}
+        (folder / f"rank{rank}.json").write_text(json.dumps(trace))
+
+
+def tables_of(trace: Trace) -> dict[str, object]:
+    return {"gaps": trace.gaps()} | {name: trace.table(name).collect().to_dicts() for name in trace.tables()}
+
+
+def check_alike(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tables_of(Trace.open(folder))
+    monkeypatch.setattr(workers, "_WORTH_S", 0)
+    assert tables_of(Trace.open(folder)) == here

@@ -59,7 +59,7 @@ def read_captures(paths: Sequence[str], folder: Path, operators_from_ns: int) ->
     files = [(path, file) for path in paths for file in trace_files(Path(path))]
     alone = Counter(path for path, _ in files)
     tasks = [
-        (file, str(file) if alone[path] == 1 else file.name, folder / f"{number}.rows", operators_from_ns)
+        (file.absolute(), str(file) if alone[path] == 1 else file.name, folder / f"{number}.rows", operators_from_ns)
         for number, (path, file) in enumerate(files)
     ]
     for (file, *_), captures in zip(tasks, each(read_file, tasks, [_cpu_s(file) for _, file in files]), strict=True):
