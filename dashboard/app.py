@@ -7,12 +7,13 @@ import hashlib
 import hmac
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import dash_mantine_components as dmc
 import msgspec
-from dash import Dash, Input, Output, State, dcc, html, no_update
+from dash import ALL, Dash, Input, Output, State, ctx, dcc, html, no_update
 from flask import Response, redirect, request
 from werkzeug.exceptions import HTTPException
 
@@ -22,7 +23,17 @@ from rankscope.analysis.report.html import chart_styles
 from rankscope.analysis.text.message import LANGUAGES, language, speak, spoken, text
 from rankscope.dashboard import grids
 from rankscope.dashboard.figures import plots
-from rankscope.dashboard.page_kit import HOME, address, all_pages, empty, in_language, query_of, quiet, run_in_language
+from rankscope.dashboard.page_kit import (
+    HOME,
+    address,
+    all_pages,
+    empty,
+    in_language,
+    query_of,
+    quiet,
+    run_in_language,
+    with_choice,
+)
 from rankscope.dashboard.script_texts import words
 from rankscope.dashboard.state import STAGES, Progress
 from rankscope.dashboard.state import State as Runs
@@ -116,6 +127,12 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
         Input("burger", "opened"),
         State("shell", "navbar"),
     )
+    app.callback(
+        Output("url", "search", allow_duplicate=True),
+        Input({"kind": "choice", "name": ALL, "shown": ALL, "drops": ALL}, "value"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )(lambda _, search: _choose(ctx.triggered_id, ctx.triggered[0]["value"], search))
     grids.register(app, runs)
     for page in all_pages().values():
         if hasattr(page, "register"):
@@ -205,6 +222,13 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
         _run_names(runs, name, key),
         now,
     )
+
+
+def _choose(select: Mapping[str, str] | None, value: str | None, search: str) -> Any:  # noqa: ANN401
+    """The address with what was chosen; a select that has just been shown chooses nothing."""
+    if not select or value in (None, select["shown"]):
+        return no_update
+    return with_choice(search, **dict.fromkeys(select["drops"].split(), ""), **{select["name"]: value})
 
 
 def _navigation(current: str, run: str, opened: int) -> list[Any]:

@@ -15,7 +15,7 @@ one that says `OF_TWO = True` is in the navigation where two runs are open.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
@@ -37,6 +37,7 @@ __all__ = [
     "address",
     "all_pages",
     "card",
+    "choice",
     "empty",
     "facts",
     "heading",
@@ -52,6 +53,8 @@ __all__ = [
 Query = Mapping[str, str]
 Children = Any  # Dash's components are not typed
 HOME = "overview"
+_FEW_OPTIONS = 10  # of a select; among more one is found by typing
+_SELECT_PX = 230
 
 
 @cache
@@ -112,6 +115,22 @@ def heading(title: str, meaning: str = "") -> Children:
 def card(title: str, *children: Children, note: str = "", className: str = "") -> Children:  # noqa: N803 - as Dash has it
     head = html.Div([html.H2(title), quiet(note) if note else None], className="card-head") if title else None
     return dmc.Paper([head, *children], withBorder=True, radius="md", className=f"card {className}")
+
+
+def choice(name: str, label: str, options: Sequence[Any], value: str, *, drops: str = "") -> Children:
+    """A select whose value is this word of the address, so that the page is shown anew with it.
+
+    `drops` are words of the address that mean nothing any more once another is chosen.
+    """
+    return dmc.Select(
+        id={"kind": "choice", "name": name, "shown": value, "drops": drops},
+        label=label,
+        data=list(options),
+        value=value,
+        allowDeselect=False,
+        searchable=len(options) > _FEW_OPTIONS,
+        w=_SELECT_PX,
+    )
 
 
 def quiet(text: Children) -> Children:

@@ -29,10 +29,13 @@ __all__ = [
     "RunSide",
     "StepChange",
     "compare",
+    "error_of_change",
     "in_order",
     "mean_parts",
+    "part_errors",
     "step_change",
     "step_error",
+    "work_per_step",
 ]
 
 _OUTLYING = 5.0  # robust standard deviations from the usual change of a rank
@@ -224,7 +227,9 @@ def _parts(
 ) -> tuple[StepChange, tuple[PartChange, ...], list[str]]:
     """The step, its parts where both runs have them of the same clock, and why not where they do not."""
     step = StepChange(
-        a_ns=a.steps.mean_ns or 0, b_ns=b.steps.mean_ns or 0, uncertainty_ns=_together(step_error(a), step_error(b))
+        a_ns=a.steps.mean_ns or 0,
+        b_ns=b.steps.mean_ns or 0,
+        uncertainty_ns=error_of_change(step_error(a), step_error(b)),
     )
     means = {"A": mean_parts(a), "B": mean_parts(b)}
     uncut = [name for name, of in means.items() if not of]
@@ -238,13 +243,13 @@ def _parts(
         )
     if why:
         return step, (), [why]
-    scatter = _of_parts(of_a), _of_parts(of_b)
+    scatter = tuple(part_errors(_judged_breakdown(timeline)) for timeline in (of_a, of_b))
     parts = tuple(
         PartChange(
             part=part,
             a_ns=means["A"].get(part, 0),
             b_ns=means["B"].get(part, 0),
-            uncertainty_ns=_together(*(of.get(part, 0.0) if of else None for of in scatter)),
+            uncertainty_ns=error_of_change(*(of.get(part, 0.0) if of else None for of in scatter)),
         )
         for part in in_order(*means.values())
     )
@@ -276,16 +281,20 @@ def step_error(report: Report) -> float | None:
     return estimate(lengths.mean(axis=0)).half_width_ns if shortest > 1 else None
 
 
-def _of_parts(timeline: Timeline) -> dict[str, float]:
-    """By part the 95 % half width of its mean; empty where there are too few steps."""
-    judged = timeline.steps.filter("judged").select("rank", "step")
-    grid = step_grid(timeline.breakdown.join(judged, on=["rank", "step"], how="semi"))
+def _judged_breakdown(timeline: Timeline) -> pl.DataFrame:
+    return timeline.breakdown.join(timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
+
+
+def part_errors(breakdown: pl.DataFrame) -> dict[str, float]:
+    """By part the 95 % half width of its mean, of the breakdown of these ranks and steps; empty with too few steps."""
+    grid = step_grid(breakdown)
     if len(grid.steps) < 2:
         return {}
     return {part: estimate(values.mean(axis=0)).half_width_ns for part, values in grid.parts.items()}
 
 
-def _together(a: float | None, b: float | None) -> int | None:
+def error_of_change(a: float | None, b: float | None) -> int | None:
+    """95 % half width of a difference, from those of both sides."""
     return None if a is None or b is None else round((a * a + b * b) ** 0.5)
 
 
@@ -404,16 +413,17 @@ def _kernels(a: Timeline, b: Timeline) -> tuple[KernelChange, ...]:
     if a.kernels.is_empty() or b.kernels.is_empty():
         return ()
     keys = ["name", "work"]
-    both = _by_name(a).join(_by_name(b), on=keys, how="full", coalesce=True, suffix="_b").fill_null(0.0)
+    sides = [work_per_step(one.kernels, one.steps.filter("judged")) for one in (a, b)]
+    both = sides[0].join(sides[1], on=keys, how="full", coalesce=True, suffix="_b").fill_null(0.0)
     both = both.sort((pl.col("ns_b") - pl.col("ns")).abs(), *keys, descending=[True, False, False])
     names = {"ns": "a_ns", "ns_b": "b_ns", "per_step": "a_per_step", "per_step_b": "b_per_step"}
     return tuple(KernelChange(**row) for row in both.rename(names).iter_rows(named=True))
 
 
-def _by_name(timeline: Timeline) -> pl.DataFrame:
-    judged = timeline.steps.filter("judged")
-    inside = in_steps(timeline.kernels.select("rank", "start_ns", "end_ns", "name", "work"), judged)
-    count = max(len(judged), 1)
+def work_per_step(kernels: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
+    """name, work, ns and per_step: of a rank in one of these steps, on average."""
+    inside = in_steps(kernels.select("rank", "start_ns", "end_ns", "name", "work"), steps)
+    count = max(len(steps), 1)
     return (
         inside.drop_nulls("step")
         .group_by("name", "work")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from rankscope.analysis.compare.two_runs import Comparison, FindingChange
+from rankscope.analysis.compare.two_runs import FindingChange, PartChange, StepChange
 from rankscope.analysis.detectors import name_of
 from rankscope.analysis.model.parts import part_name
 from rankscope.analysis.report.phrases import who
@@ -30,13 +30,13 @@ def arrow(a: float | None, b: float | None, write: Callable[[float], str]) -> st
     return one if one == other else text("{one} -> {other}", one=one, other=other)
 
 
-def part_columns(found: Comparison) -> tuple[str, list[tuple[str, str, str, str, str]]]:
+def part_columns(step: StepChange, parts: Sequence[PartChange]) -> tuple[str, list[tuple[str, str, str, str, str]]]:
     """The unit, and label, A, B, change and its ± of each part and of the step. What is shown of a column adds up."""
-    scale = scale_for(max(found.step.a_ns, found.step.b_ns))
-    (a, a_sum), (b, b_sum) = (scale.row([getattr(part, side) for part in found.parts]) for side in ("a_ns", "b_ns"))
-    errors = [part.uncertainty_ns for part in found.parts]
-    labels = [part_name(part.part) for part in found.parts]
-    rows = zip([*labels, text("step")], [*a, a_sum], [*b, b_sum], [*errors, found.step.uncertainty_ns], strict=True)
+    scale = scale_for(max(step.a_ns, step.b_ns))
+    (a, a_sum), (b, b_sum) = (scale.row([getattr(part, side) for part in parts]) for side in ("a_ns", "b_ns"))
+    errors = [part.uncertainty_ns for part in parts]
+    labels = [part_name(part.part) for part in parts]
+    rows = zip([*labels, text("step")], [*a, a_sum], [*b, b_sum], [*errors, step.uncertainty_ns], strict=True)
     return scale.unit, [
         (
             label,

@@ -13,7 +13,7 @@ from rankscope.analysis.report.diff_text import arrow, finding_row
 from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, signed
-from rankscope.dashboard.figures.diff_waterfall import Step, steps_from_a_to_b
+from rankscope.dashboard.figures.diff_waterfall import change_table, from_a_to_b
 from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import (
     Query,
@@ -122,20 +122,8 @@ def _head(found: Comparison, a: Run, b: Run) -> Any:  # noqa: ANN401
 def _parts(found: Comparison) -> list[Any]:
     if not found.parts:
         return [html.P(text("The parts of the step are not compared; the reason stands above."))]
-    steps, unit = steps_from_a_to_b(found)
-    heads = [html.Th(text, className="number") for text in (f"A, {unit}", f"B, {unit}", "change", "±")]
-    head = html.Tr([html.Th(), html.Th(), *heads])
-    return [html.Table([html.Thead(head), html.Tbody([_row(step) for step in steps])], className="waterfall")]
-
-
-def _row(step: Step) -> Any:  # noqa: ANN401
-    place = {"left": f"{step.start * 100:.3f}%", "width": f"{step.length * 100:.3f}%"}
-    drawn = html.Div(className=f"bar {'bar-step' if step.kind == 'sum' else f'bar-{step.kind}'}", style=place)
-    numbers = [html.Td(text, className="number") for text in (step.a, step.b, step.change, step.error)]
-    return html.Tr(
-        [html.Td(step.label, className="label"), html.Td(html.Div(drawn, className="track")), *numbers],
-        className=step.kind,
-    )
+    bars, unit = from_a_to_b(found.step, found.parts, ("A", "B"))
+    return [change_table(bars, unit, ("A", "B"))]
 
 
 def _findings(found: Comparison) -> list[Any]:

@@ -102,7 +102,7 @@ def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -
             ),
             html.Dl(shown),
             _picture(split, finding) if number == 1 else None,
-            dmc.Group(_evidence(run, finding.evidence[:_EVIDENCE]), gap="xs", mt=6),
+            dmc.Group([*_evidence(run, finding.evidence[:_EVIDENCE]), *_comparison(run, finding)], gap="xs", mt=6),
         ],
         id=f"finding-{number}",
         className=f"finding{' follows' if finding.caused_by else ''}",
@@ -127,6 +127,14 @@ def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Any]:
         shown = text("Show: {what}", what=name if names.count(name) == 1 else whole)
         links.append(dcc.Link(shown, href=address("timeline", run.key, **where), title=whole, className="button"))
     return links
+
+
+def _comparison(run: Run, finding: Finding) -> list[Any]:
+    """A link to the finding's rank beside the median of the others, if it names one."""
+    if len(finding.ranks) != 1 or len(run.report.ranks) < 2:
+        return []
+    said = text("Compare {rank} with the median", rank=phrases.who(finding.ranks))
+    return [dcc.Link(said, href=address("compare", run.key, rank=finding.ranks[0]), className="button")]
 
 
 def _name(seen: Evidence) -> str:

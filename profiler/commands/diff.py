@@ -88,7 +88,7 @@ def _step(found: Comparison) -> str:
 def _parts(found: Comparison) -> str:
     from rankscope.analysis.report.diff_text import part_columns
 
-    unit, rows = part_columns(found)
+    unit, rows = part_columns(found.step, found.parts)
     return aligned([(text("part"), f"A, {unit}", f"B, {unit}", text("change"), "±"), *rows], right=(1, 2, 3, 4))
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: 
 
 from rankscope.analysis.compare.two_runs import compare
 from rankscope.dashboard.app import create_app
-from rankscope.dashboard.figures.diff_waterfall import steps_from_a_to_b
+from rankscope.dashboard.figures.diff_waterfall import from_a_to_b
 from rankscope.dashboard.state import State
 from record import write
 from simulate import Job, healthy_resources, run
@@ -36,7 +36,7 @@ def state(tmp_path_factory) -> State:
 def test_bars_lead_from_a_to_b_and_what_is_shown_adds_up(state):
     a, b = (state.progress(key).run for key in state.keys)
     found = compare(a.report, a.timeline, b.report, b.timeline)
-    (first, *parts, last), unit = steps_from_a_to_b(found)
+    (first, *parts, last), unit = from_a_to_b(found.step, found.parts, ("A", "B"))
     assert unit == "ms"
     at = first.start + first.length
     for part in parts:

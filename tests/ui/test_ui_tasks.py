@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,13 +29,16 @@ SLOW = 3
 
 
 @pytest.fixture(scope="module")
-def state(slow_rank_1: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
-    """A recorded run of two ranks, and a simulated one of 8 in which rank 3 is slow."""
+def state(tmp_path_factory: pytest.TempPathFactory) -> State:
+    """A healthy run, and one of 8 ranks in which rank 3 is slow."""
+    folder = tmp_path_factory.mktemp("tasks")
+    small = simulate.Job(parallel="ddp", ranks=2, steps=20, compute_ns=90e6)
+    healthy = record.write(simulate.run(small, simulate.healthy_resources(small)), folder / "healthy")
     job = simulate.Job(parallel="tp", ranks=8, steps=40, compute_ns=90e6)
     resources = simulate.healthy_resources(job)
     resources.slowness = resources.slowness * np.where(np.arange(8) == SLOW, 1.4, 1.0)
-    simulated = record.write(simulate.run(job, resources), tmp_path_factory.mktemp("tasks") / "slow")
-    state = State([slow_rank_1, simulated])
+    simulated = record.write(simulate.run(job, resources), folder / "slow")
+    state = State([healthy, simulated])
     state.start()
     state.wait(200)
     return state
@@ -99,6 +101,24 @@ def test_the_longest_operation_is_the_first_row_and_its_moment_opens_with_who_ca
     address = screen.page.url
     assert f"t0={longest['start_ns']}&t1={longest['end_ns']}&rank={longest['last']}" in address
     assert f"lanes={longest['last']}" in address or "lanes=all" in address
+
+
+def test_two_ranks_are_compared_with_a_click_and_any_other_two_by_choosing(screen):
+    """The finding leads to its rank beside the median; the address says what is compared."""
+    screen.open("/?run=2")
+    screen.page.get_by_role("link", name=f"Compare rank {SLOW} with the median").first.click()
+    screen.page.get_by_role("heading", name=re.compile(rf"^From rank \d to rank {SLOW}$")).wait_for()
+    assert screen.page.locator(".waterfall tr.longer td.label", has_text="compute").count() == 1
+    bars = screen.page.locator(".plot .bars .point path")
+    bars.first.wait_for()
+    assert screen.page.locator(".plot .yaxislayer-above .ytick").count() == 2
+    assert bars.count() > 4
+    screen.page.get_by_role("textbox", name="against").click()
+    screen.page.get_by_role("option", name="rank 6", exact=True).click()
+    screen.page.get_by_role("heading", name=f"From rank 6 to rank {SLOW}").wait_for()
+    assert "against=6" in screen.page.url
+    screen.page.go_back()
+    screen.page.get_by_role("heading", name=f"From rank 6 to rank {SLOW}").wait_for(state="detached")
 
 
 def test_a_chart_on_a_dark_page_has_its_colors(screen):
