@@ -114,6 +114,10 @@ class _Placed:
     node: int
     run: dict[int, dict[str, Any]]
 
+    @property
+    def folder(self) -> None:
+        return None
+
     def tables(self) -> tuple[str, ...]:
         return tuple(self.reader.tables())
 

@@ -50,7 +50,6 @@ from rankscope.analysis.model.finding import (
     Rate,
     Report,
 )
-from rankscope.analysis.readers.native.reader import NativeReader
 from rankscope.analysis.replay.whatif import PipelineRerun, Rerun
 from rankscope.analysis.runs.deep_windows import windows_of
 from rankscope.analysis.runs.memory_budget import check_share
@@ -111,7 +110,7 @@ def read_run(
         trace = Trace.open(path)
         timeline = build_timeline(trace)
         report = report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
-        if not (isinstance(trace.reader, NativeReader) and trace.reader.has_shrunk):
+        if not (trace.reader.folder and trace.reader.folder.has_shrunk):
             break
     return with_looks(trace, report, timeline), timeline
 
@@ -120,8 +119,8 @@ def with_looks(trace: Trace, report: Report, timeline: Timeline) -> Report:
     """The report, where only part of the run was read with a look at other parts that differ from it."""
 
     def read(first: int, last: int) -> tuple[Report, Timeline]:
-        if isinstance(trace.reader, NativeReader) and trace.stretch:
-            check_share(trace.reader, trace.stretch.share(first, last), beside=True)
+        if trace.reader.folder and trace.stretch:
+            check_share(trace.reader.folder, trace.stretch.share(first, last), beside=True)
         return read_run([f"{path}/steps={first}-{last}" for path in trace.paths])
 
     return look_around(report, timeline, read)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import polars as pl
 
@@ -17,12 +17,82 @@ from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
 from rankscope.errors import BadInput
 
-__all__ = ["NO_STEPS", "FrameReader", "by_name", "files_in", "gap", "in_one_line", "shaped", "table"]
+if TYPE_CHECKING:
+    from rankscope.analysis.readers.native.run_folder import NativeReader
+
+__all__ = [
+    "NO_STEPS",
+    "FrameReader",
+    "OpenRun",
+    "Reader",
+    "by_name",
+    "files_in",
+    "gap",
+    "in_one_line",
+    "shaped",
+    "table",
+]
 
 NO_STEPS = text("the format does not say where steps begin")
 _NUMBER = re.compile(r"([0-9]+)")
 
 Row = Mapping[str, Any]
+
+
+class OpenRun(Protocol):
+    """A run that was opened, as a source of tables."""
+
+    @property
+    def run(self) -> dict[int, dict[str, Any]]:
+        """What each node's agent wrote about the launch, by node."""
+        ...
+
+    @property
+    def folder(self) -> NativeReader | None:
+        """The run folder that it is, of which a part can be read; None: another tool's files, which are read whole."""
+        ...
+
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables that hold at least one file."""
+        ...
+
+    def read(self, name: str) -> pl.DataFrame:
+        """The whole table, names resolved."""
+        ...
+
+    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
+        """The same rows in pieces, each of them in order, so that no more than one needs to be in memory."""
+        ...
+
+    def rows(self, name: str) -> int:
+        """How many rows the table has, without reading it; those of files that were cut may not count."""
+        ...
+
+    def gaps(self) -> list[Gap]:
+        """Everything known to be missing, what the collectors said and what the reader found."""
+        ...
+
+    def cannot(self) -> Mapping[str, str]:
+        """What no trace of this format allows, by name of the timeline's table or of a collector: why, as a clause.
+
+        `{"breakdown": "…"}` leaves the host's time uncut; `{"gc_pauses": "…"}` leaves unchecked what lives on that
+        collector, however much else was seen.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Everything that the rest of rankscope knows about one format: `reader` in its module, whose name is the source's.
+
+    recognises: whether this file or folder is of the format. Cheap and strict: another format's must not pass.
+    open_run: the run that these paths hold. Raises `BadInput`.
+    asked: its turn; higher than 0 where other formats are of this kind too, or lie beside it.
+    """
+
+    recognises: Callable[[Path], bool]
+    open_run: Callable[[list[str]], OpenRun]
+    asked: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +114,10 @@ class FrameReader:
         for name in ("rank", "world_size"):
             check_ranks("the trace", self.read("ranks")[name])
         check_groups("the trace", self.read("groups")["members"])
+
+    @property
+    def folder(self) -> None:
+        return None
 
     def tables(self) -> tuple[str, ...]:
         return tuple(name for name in TABLES if name in self.frames)

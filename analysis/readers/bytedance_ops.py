@@ -18,13 +18,13 @@ import pyarrow as pa
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.pipeline_ops import FORWARD
-from rankscope.analysis.readers.base import FrameReader, files_in, gap, in_one_line, shaped, table
+from rankscope.analysis.readers.base import FrameReader, Reader, files_in, gap, in_one_line, shaped, table
 from rankscope.analysis.readers.bounds import check_bytes, check_ranks
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.errors import BadInput
 
-__all__ = ["OPS_LACK", "end_to_end", "open_run", "recognises", "virtual_stages"]
+__all__ = ["OPS_LACK", "end_to_end", "open_run", "reader", "recognises", "virtual_stages"]
 
 _MAGIC = b"PAR1"
 _COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "mb_id")
@@ -150,3 +150,6 @@ def _ops(raw: pl.DataFrame, name: str) -> tuple[pl.DataFrame, list[Gap]]:
         name=name,
     )
     return end_to_end(virtual_stages(ops)), [gap("ops", why, count=lost)] if lost else []
+
+
+reader = Reader(recognises=recognises, open_run=open_run)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.readers.base import NO_STEPS, FrameReader, files_in, gap, table
+from rankscope.analysis.readers.base import NO_STEPS, FrameReader, Reader, files_in, gap, table
 from rankscope.analysis.text.message import text
 from rankscope.errors import BadInput
 
-__all__ = ["open_run", "recognises"]
+__all__ = ["open_run", "reader", "recognises"]
 
 _HEAD = 4096
 _MAX_BYTES = 1 << 30  # unpacked, so that a small archive cannot fill the memory
@@ -130,3 +130,6 @@ def _regions(nodes: Sequence[Mapping[str, Any]], rank: int) -> Iterator[Row]:
                     "thread": 0,
                 }
                 break
+
+
+reader = Reader(recognises=recognises, open_run=open_run, asked=2)  # execution traces lie beside profiles

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.readers.base import FrameReader, files_in, gap, table
+from rankscope.analysis.readers.base import FrameReader, Reader, files_in, gap, table
 from rankscope.analysis.readers.bounds import check_pickle, check_structure
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, is_installed, place_in_code
@@ -29,7 +29,7 @@ from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import MOST_RANKS, NO_PEER
 from rankscope.errors import BadInput
 
-__all__ = ["Group", "open_run", "peers", "recognises"]
+__all__ = ["Group", "open_run", "peers", "reader", "recognises"]
 
 _HEAD, _TAIL = 1 << 16, 1 << 12
 _OF_THE_FORMAT = (b"pg_config", b"pg_status", b"nccl_version", b"time_created_ns")
@@ -514,3 +514,6 @@ def _missing(dumps: Sequence[_Dump], damaged: Set[int], world: int) -> Iterator[
             yield gap(
                 "progress", text("{name} holds neither counters nor operations", name=dump.path.name), rank=dump.rank
             )
+
+
+reader = Reader(recognises=recognises, open_run=open_run)

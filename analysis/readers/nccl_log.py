@@ -28,14 +28,14 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import OPS_BY_NAME, device_work
-from rankscope.analysis.readers.base import NO_STEPS, FrameReader, files_in, gap, table
+from rankscope.analysis.readers.base import NO_STEPS, FrameReader, Reader, files_in, gap, table
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 from rankscope.errors import BadInput
 
-__all__ = ["open_run", "recognises"]
+__all__ = ["open_run", "reader", "recognises"]
 
 _HEAD = 8192
 _BROKEN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
@@ -401,3 +401,6 @@ def _frames(log: _Log) -> tuple[dict[str, pl.DataFrame], list[Gap]]:
     )
     missing = [gap("collectives", why, count=lost)] if lost else []
     return {name: table(name, rows) for name, rows in frames.items() if rows}, missing
+
+
+reader = Reader(recognises=recognises, open_run=open_run)

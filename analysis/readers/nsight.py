@@ -23,14 +23,24 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import MEMORY, device_work
-from rankscope.analysis.readers.base import NO_STEPS, FrameReader, by_name, files_in, gap, in_one_line, shaped, table
+from rankscope.analysis.readers.base import (
+    NO_STEPS,
+    FrameReader,
+    Reader,
+    by_name,
+    files_in,
+    gap,
+    in_one_line,
+    shaped,
+    table,
+)
 from rankscope.analysis.readers.nsight_collectives import Inferred, infer_groups
 from rankscope.analysis.readers.workers import Lost, each, scratch_folder
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.errors import BadInput
 
-__all__ = ["open_run", "recognises"]
+__all__ = ["open_run", "reader", "recognises"]
 
 _DAMAGED = (sqlite3.Error, UnicodeDecodeError)  # the latter where the damage is in a name
 _MAGIC = b"SQLite format 3\0"
@@ -459,3 +469,6 @@ class _Reading:
             )
             self._problems.append((into, lost, why))
         return good
+
+
+reader = Reader(recognises=recognises, open_run=open_run)

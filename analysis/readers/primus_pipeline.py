@@ -17,14 +17,14 @@ from typing import Any
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD, WEIGHTS
-from rankscope.analysis.readers.base import FrameReader, files_in, gap, shaped, table
+from rankscope.analysis.readers.base import FrameReader, Reader, files_in, gap, shaped, table
 from rankscope.analysis.readers.bounds import check_ranks
 from rankscope.analysis.readers.bytedance_ops import OPS_LACK, end_to_end, virtual_stages
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import ranges
 from rankscope.errors import BadInput
 
-__all__ = ["open_run", "recognises"]
+__all__ = ["open_run", "reader", "recognises"]
 
 _FILE = re.compile(r"pp_rank_(\d+)\.json")
 _CONFIG = "config.json"
@@ -198,3 +198,6 @@ def _config(path: Path, missing: list[Gap]) -> tuple[int | None, int | None, int
     world, stages, chunks = (size if isinstance(size, int) else None for size in sizes)
     check_ranks(file, (world, stages, chunks, (stages or 1) * (chunks or 1)))
     return world, stages, chunks or 1
+
+
+reader = Reader(recognises=recognises, open_run=open_run)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Clock, Operator, Window
 from rankscope.analysis.model.tables import in_order
-from rankscope.analysis.readers.native.reader import NativeReader
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
@@ -80,7 +79,7 @@ def _own_ns(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int6
 
 def _folders(trace: Trace) -> list[list[Path]]:
     """Of each window the folders in which its tables lie, in order."""
-    return trace.reader.windows() if isinstance(trace.reader, NativeReader) else []
+    return trace.reader.folder.windows() if trace.reader.folder else []
 
 
 def _window(trace: Trace, held: Mapping[int, tuple[int, int]]) -> Window:

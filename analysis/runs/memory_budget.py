@@ -9,7 +9,7 @@ from rankscope.collectors.free_memory import available_bytes, own_bytes
 from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
-    from rankscope.analysis.readers.native.reader import NativeReader
+    from rankscope.analysis.readers.native.run_folder import NativeReader
     from rankscope.analysis.runs.trace import Trace
 
 __all__ = ["MOST_ROWS", "available_bytes", "check_memory", "check_share", "needed_bytes", "readable_share"]

@@ -25,7 +25,7 @@ from rankscope.collectors.schema import COUNTS_STEPS
 from rankscope.errors import BadInput
 
 if TYPE_CHECKING:
-    from rankscope.analysis.readers.native.reader import NativeReader
+    from rankscope.analysis.readers.native.run_folder import NativeReader
 
 __all__ = ["FEWEST", "Stretch", "stretch_of"]
 

@@ -6,24 +6,24 @@ import importlib
 import itertools
 import os
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import polars as pl
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.readers.native.reader import NativeReader
+from rankscope.analysis.readers.base import OpenRun, Reader
+from rankscope.analysis.readers.native import reader as native
 from rankscope.analysis.runs.memory_budget import check_memory
 from rankscope.analysis.runs.step_range import Stretch, stretch_of
 from rankscope.analysis.runs.storage import local_path
 from rankscope.collectors.schema import TABLES
 from rankscope.errors import BadInput
 
-__all__ = ["Reader", "Trace"]
+__all__ = ["Trace"]
 
 _UNEXPECTED = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError),
@@ -33,46 +33,6 @@ PathLike = str | os.PathLike[str]
 
 _OWN = "native"
 _NAMED, _LOOKED_INTO = 5, 100  # folders that are named, and looked into, where the one that was given is no run
-_ASKED_LAST = ("kineto", "chakra")  # other formats are Chrome traces too; execution traces lie beside profiles
-
-
-class Reader(Protocol):
-    """What a source of tables offers.
-
-    One module of `readers/` per format; being in that folder is the registration, and the module's name is the
-    source's. It has `recognises(path: Path) -> bool`, cheap and strict, and `open_run(paths: list[str]) -> Reader`,
-    which raises `BadInput`. A module whose name starts with `_`, or that has no `recognises`, is no reader.
-    """
-
-    run: dict[int, dict[str, Any]]
-
-    def tables(self) -> tuple[str, ...]:
-        """Names of the tables that hold at least one file."""
-        ...
-
-    def read(self, name: str) -> pl.DataFrame:
-        """The whole table, names resolved."""
-        ...
-
-    def pieces(self, name: str) -> Iterator[pl.DataFrame]:
-        """The same rows in pieces, each of them in order, so that no more than one needs to be in memory."""
-        ...
-
-    def rows(self, name: str) -> int:
-        """How many rows the table has, without reading it; those of files that were cut may not count."""
-        ...
-
-    def gaps(self) -> list[Gap]:
-        """Everything known to be missing, what the collectors said and what the reader found."""
-        ...
-
-    def cannot(self) -> Mapping[str, str]:
-        """What no trace of this format allows, by name of the timeline's table or of a collector: why, as a clause.
-
-        `{"breakdown": "…"}` leaves the host's time uncut; `{"gc_pauses": "…"}` leaves unchecked what lives on that
-        collector, however much else was seen.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +45,7 @@ class Trace:
     paths: tuple[str, ...]
     source: str
     run: dict[int, dict[str, Any]]
-    reader: Reader
+    reader: OpenRun
 
     @classmethod
     def open(cls, path: PathLike | Iterable[PathLike]) -> Trace:
@@ -99,10 +59,10 @@ class Trace:
         given = [os.fspath(p) for p in paths]
         names = [local_path(name) for name in given]
         with _damaged(", ".join(given)):
-            source, module = _choose(names)
-            reader = module.open_run(names)
-            if isinstance(reader, NativeReader):
-                reader.stretch = stretch_of(reader, reader.asked)
+            source, chosen = _choose(names)
+            reader = chosen.open_run(names)
+            if folder := reader.folder:
+                folder.stretch = stretch_of(folder, folder.asked)
         origin = next((str(launch["source"]) for launch in reader.run.values() if "source" in launch), source)
         return cls(paths=tuple(given), source=origin, run=reader.run, reader=reader)
 
@@ -116,7 +76,7 @@ class Trace:
     @property
     def stretch(self) -> Stretch | None:
         """The steps that are read of a run that rankscope recorded; None: everything."""
-        return getattr(self.reader, "stretch", None)
+        return self.reader.folder.stretch if self.reader.folder else None
 
     def tables(self) -> tuple[str, ...]:
         """Names of the tables that this run has."""
@@ -155,49 +115,48 @@ def _damaged(where: str) -> Iterator[None]:
         raise BadInput(f"{where} cannot be read, it is damaged: {type(error).__name__}: {said}") from error
 
 
-def _readers() -> dict[str, ModuleType]:
-    """Every format's module by name, rankscope's own first and the least particular last."""
+def _readers() -> dict[str, Reader]:
+    """Every format's reader by name, in the order in which they are asked."""
     from rankscope.analysis import readers  # they need BadInput
 
-    names = [m.name for m in pkgutil.iter_modules(readers.__path__) if not m.name.startswith("_")]
-    modules = {name: _reader(name) for name in sorted(names)}
-    formats = {name: module for name, module in modules.items() if hasattr(module, "recognises")}
-    last = {name: formats.pop(name) for name in _ASKED_LAST if name in formats}
-    return {_OWN: formats.pop(_OWN), **formats, **last}
+    found = {m.name: _reader(m.name) for m in pkgutil.iter_modules(readers.__path__) if not m.name.startswith("_")}
+    formats = {name: reader for name, reader in sorted(found.items()) if reader is not None}
+    return dict(sorted(formats.items(), key=lambda named: named[1].asked))
 
 
-def _reader(name: str) -> ModuleType:
-    return importlib.import_module(f"rankscope.analysis.readers.{name}")
+def _reader(name: str) -> Reader | None:
+    """The reader of the format, None for a module that helps others."""
+    module = importlib.import_module(f"rankscope.analysis.readers.{name}")
+    return getattr(module, "reader", None)
 
 
-def _choose(names: list[str]) -> tuple[str, ModuleType]:
+def _choose(names: list[str]) -> tuple[str, Reader]:
     """The format in which all these paths are."""
     from rankscope.analysis.readers.bounds import check_regular  # it needs BadInput
 
     paths = [Path(name) for name in names]
     for path in paths:
         check_regular(path)
-    own = _reader(_OWN)
-    if paths and all(own.recognises(path) for path in paths):
-        return _OWN, own  # the others need not be imported
+    if paths and all(native.recognises(path) for path in paths):
+        return _OWN, native  # the others need not be imported
     readers = _readers()
     for path in paths:
-        if not path.exists() and not readers[_OWN].recognises(path):  # a world of a run need be no folder
+        if not path.exists() and not native.recognises(path):  # a world of a run need be no folder
             raise BadInput(f"{path} does not exist")
-    for source, module in readers.items():
-        if paths and all(module.recognises(path) for path in paths):
-            return source, module
+    for source, reader in readers.items():
+        if paths and all(reader.recognises(path) for path in paths):
+            return source, reader
     for path in paths:
         if path.is_file():
             empty = path.stat().st_size == 0
             why = "is empty" if empty else f"is in no format that can be read here ({', '.join(readers)})"
             raise BadInput(f"{path} {why}")
-        foreign = [module for source, module in readers.items() if source != _OWN]
-        runs = [sub.name for sub in _folders(path) if any(module.recognises(sub) for module in foreign)]
+        foreign = [reader for source, reader in readers.items() if source != _OWN]
+        runs = [sub.name for sub in _folders(path) if any(reader.recognises(sub) for reader in foreign)]
         if runs:
             more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
             raise BadInput(f"{path} is no run, but these in it can be read: {', '.join(runs[:_NAMED])}{more}; give one")
-    return _OWN, readers[_OWN]  # it says best what a run folder must hold
+    return _OWN, native  # it says best what a run folder must hold
 
 
 def _folders(path: Path) -> list[Path]:

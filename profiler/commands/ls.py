@@ -61,10 +61,8 @@ def _extent(trace: Trace, name: str) -> pl.DataFrame:
     """rank, node, rows, size_bytes, first and last of a table's files, also where only a part of the run is read."""
     import polars as pl
 
-    from rankscope.analysis.readers.native.reader import NativeReader
-
-    if isinstance(trace.reader, NativeReader):
-        return trace.reader.extent(name)
+    if trace.reader.folder:
+        return trace.reader.folder.extent(name)
     rows, order = trace.table(name).collect(), pl.col(TABLES[name].order)
     by = [owner for owner in ("rank", "node") if owner in rows.columns]
     held = rows.group_by(by).agg(pl.len().alias("rows"), order.min().alias("first"), order.max().alias("last"))

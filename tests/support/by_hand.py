@@ -15,6 +15,8 @@ STEPS = 12  # the first 2 are warm-up
 class Tables:
     """A run that is in memory: rows by table, as a reader gives them."""
 
+    folder = None  # it lies in none
+
     def __init__(self, rows):
         self.frames = {
             name: pl.DataFrame(rows.get(name, []), schema_of(name), strict=False, infer_schema_length=None)

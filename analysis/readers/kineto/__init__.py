@@ -11,7 +11,7 @@ import functools
 from pathlib import Path
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.readers.base import FrameReader, gap
+from rankscope.analysis.readers.base import FrameReader, Reader, gap
 from rankscope.analysis.readers.kineto.capture import Capture
 from rankscope.analysis.readers.kineto.collectives import collective_rows
 from rankscope.analysis.readers.kineto.files import recognises
@@ -24,7 +24,7 @@ from rankscope.analysis.readers.workers import scratch_folder
 from rankscope.analysis.text.message import text
 from rankscope.errors import BadInput
 
-__all__ = ["open_run", "recognises"]
+__all__ = ["open_run", "reader", "recognises"]
 
 _CANNOT = {
     "breakdown": text("the trace holds no device work, and a profiler's trace does not say for what the host waits"),
@@ -68,3 +68,6 @@ def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) ->
         "launches": sum(len(c.launches) for c in ranks.values()),
     }
     return FrameReader(frames=tables, missing=tuple(gaps), lacks=lacks, large=pieces, large_rows=rows)
+
+
+reader = Reader(recognises=recognises, open_run=open_run, asked=1)  # other formats are Chrome traces too

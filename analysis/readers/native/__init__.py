@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rankscope.analysis.readers.base import Reader
 from rankscope.analysis.readers.native.address import address_of
 from rankscope.analysis.readers.native.arrow_files import at_once
 from rankscope.analysis.readers.native.files import (
@@ -13,11 +14,11 @@ from rankscope.analysis.readers.native.files import (
     run_files,
     why_no_run,
 )
-from rankscope.analysis.readers.native.reader import NativeReader
+from rankscope.analysis.readers.native.run_folder import NativeReader
 from rankscope.collectors.schema import SCHEMA_VERSION
 from rankscope.errors import BadInput
 
-__all__ = ["open_run", "recognises"]
+__all__ = ["open_run", "reader", "recognises"]
 
 
 def open_run(folders: list[str]) -> NativeReader:
@@ -41,3 +42,6 @@ def open_run(folders: list[str]) -> NativeReader:
     if not reader.ranks():
         raise BadInput(f"{where}: no rank reported{reader.why_no_rank()}")
     return reader
+
+
+reader = Reader(recognises=recognises, open_run=open_run, asked=-1)  # rankscope's own

@@ -70,6 +70,10 @@ class NativeReader:
         self._seen: set[str] = set()  # tables whose gaps are noted
 
     @property
+    def folder(self) -> NativeReader:
+        return self
+
+    @property
     def stretch(self) -> Stretch | None:
         """What is read of the run; None: all."""
         return self._stored.stretch
