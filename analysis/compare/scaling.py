@@ -12,6 +12,7 @@ import polars as pl
 
 from rankscope.analysis.compare.two_runs import in_order, mean_parts, step_error
 from rankscope.analysis.model.finding import Report
+from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import duration, rounded
 from rankscope.analysis.timeline.build import Timeline
@@ -88,12 +89,12 @@ def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
     if len(counts) < 2:
         raise NotComparable(f"all runs have {counted(counts[0], 'rank')}; give runs with different numbers of ranks")
     notes = list(_what_differs(runs))
-    kind, why = (kind, "as given") if kind else _kind(reports)
+    kind, why = (kind, text("as given")) if kind else _kind(reports)
     same_clock = len({timeline.kernels.is_empty() for _, timeline in runs}) == 1
     parts = [mean_parts(report) for report in reports] if same_clock else []
     if not all(parts) or not parts:
         parts = []
-        notes.append("the steps of these runs are not cut into the same parts, so which part grew is unknown")
+        notes.append(text("the steps of these runs are not cut into the same parts, so which part grew is unknown"))
     points = tuple(
         _point(report, reports[0], parts[i] if parts else {}, parts[0] if parts else {}, kind)
         for i, report in enumerate(reports)
@@ -107,7 +108,13 @@ def _kind(reports: Sequence[Report]) -> tuple[str, str]:
     work = [_work(report) for report in reports]
     if not all(work):
         raise NotComparable("what a rank computes is unknown for some runs: say --weak or --strong")
-    said = ", ".join(f"{duration(ns)} on {len(report.ranks)}" for ns, report in zip(work, reports, strict=True))
+    said = joined(
+        ", ",
+        (
+            text("{time} on {n}", time=duration(ns), n=len(report.ranks))
+            for ns, report in zip(work, reports, strict=True)
+        ),
+    )
     ratios = [(len(r.ranks) / len(reports[0].ranks), ns / work[0]) for ns, r in zip(work, reports, strict=True)]
     off = {
         "weak": max(abs(math.log(ratio)) for _, ratio in ratios),
@@ -119,7 +126,7 @@ def _kind(reports: Sequence[Report]) -> tuple[str, str]:
             f"these runs do not do the same work: a rank computes {said} ranks, which is neither always the same nor "
             "shared among all; --weak or --strong compares them all the same"
         )
-    return kind, f"a rank computes {said} ranks"
+    return kind, text("a rank computes {said} ranks", said=said)
 
 
 def _work(report: Report) -> float:
@@ -134,15 +141,28 @@ def _what_differs(runs: Sequence[tuple[Report, Timeline]]) -> Iterator[str]:
     """What makes runs hard to compare: other devices, other amounts of communication, ranks not recorded."""
     devices = {tuple(timeline.ranks["device"].unique().sort().to_list()) for _, timeline in runs}
     if len(devices) > 1:
-        yield f"not on the same devices: {' / '.join(', '.join(names) for names in sorted(devices))}"
+        yield text(
+            "not on the same devices: {devices}", devices=" / ".join(", ".join(names) for names in sorted(devices))
+        )
     for report, _ in runs:
         if report.world_size not in (None, len(report.ranks)):
-            yield f"{report.path}: {len(report.ranks)} of {report.world_size} ranks were recorded; these are counted"
+            yield text(
+                "{run}: {seen} of {all} ranks were recorded; these are counted",
+                run=report.path,
+                seen=len(report.ranks),
+                all=report.world_size,
+            )
     sizes = [_largest_bytes(timeline) for _, timeline in runs]
     known = [size for size in sizes if size]
     if len(known) == len(runs) and max(known) > _SAME_BYTES * min(known):
-        said = ", ".join(f"{size / 1e6:.3g} MB on {len(r.ranks)}" for size, (r, _) in zip(known, runs, strict=True))
-        yield f"a rank's collectives carry {said} ranks per step: another model, or split otherwise"
+        sizes_said = (
+            text("{size} MB on {n}", size=f"{size / 1e6:.3g}", n=len(report.ranks))
+            for size, (report, _) in zip(known, runs, strict=True)
+        )
+        yield text(
+            "a rank's collectives carry {said} ranks per step: another model, or split otherwise",
+            said=joined(", ", sizes_said),
+        )
 
 
 def _largest_bytes(timeline: Timeline) -> float | None:
@@ -201,7 +221,7 @@ def _law(points: Sequence[Point], kind: str) -> tuple[Law | None, str]:
     """
     n = np.array([point.ranks / points[0].ranks for point in points])
     if len(np.unique(n)) < _ENOUGH:
-        return None, f"a law needs at least {_ENOUGH} numbers of ranks"
+        return None, text("a law needs at least {n} numbers of ranks", n=_ENOUGH)
     efficiency = np.array([point.efficiency for point in points])
     x = 1 - 1 / n
     y = 1 - efficiency if kind == "weak" else 1 / (efficiency * n) - 1 / n
@@ -213,6 +233,8 @@ def _law(points: Sequence[Point], kind: str) -> tuple[Law | None, str]:
     misses = float(np.abs(of_law(n) - efficiency).max())
     name = "Gustafson" if kind == "weak" else "Amdahl"
     if misses > _FITS or not 0 <= serial <= 1:
-        return None, f"{name}'s law does not fit: it misses an efficiency by {misses:.2f}"
+        return None, text(
+            "{name}'s law does not fit: it misses an efficiency by {misses}", name=name, misses=f"{misses:.2f}"
+        )
     twice = float(of_law(np.array([2 * n.max()]))[0])
     return Law(name=name, serial_fraction=serial, misses=misses, twice=twice), ""

@@ -8,15 +8,21 @@ Example: rankscope check runs/new --against runs/old
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from rankscope.analysis.text.message import speaking, spoken, text
-from rankscope.profiler.options import Lang, Runs, Steps, World, part_of
+from rankscope.profiler.options import Json, Lang, Runs, Steps, World, part_of, write
+
+if TYPE_CHECKING:
+    from rankscope.analysis.model.finding import Report
 
 __all__ = ["command"]
+
+_STATUS = {"passed": 0, "failed": 1, "not enough data": 3}
 
 
 def command(
@@ -34,11 +40,13 @@ def command(
         Literal["low", "medium", "high"],
         typer.Option(help="Findings from here on count: low is any, medium 5 % of the step, high 10 %."),
     ] = "low",
+    json: Json = None,
     lang: Lang = "en",
 ) -> None:
     from rankscope.analysis.compare.gate import gate
     from rankscope.analysis.compare.two_runs import compare
     from rankscope.analysis.diagnosis.diagnose import read_run
+    from rankscope.analysis.report.json_form import strict
     from rankscope.errors import NotComparable
 
     report, timeline = read_run(part_of(run, steps, world))
@@ -50,18 +58,31 @@ def command(
         except NotComparable as why:
             unseen = [why.args[0]]
     said = gate(report, comparison, severity=severity, slower=slower)
-    unseen += said.unseen
-    outcome, status = (text("passed: {run}", run=report.path), 0)
-    if said.failures:
-        outcome, status = (text("failed: {run}", run=report.path), 1)
-    elif unseen:
-        outcome, status = (text("not enough data: {run}", run=report.path), 3)
-    reasons = [*said.failures, *(text("not seen: {what}", what=what) for what in unseen)] or [report.verdict]
-    checks = text(
+    unseen = [*unseen, *said.unseen]
+    outcome = "failed" if said.failures else "not enough data" if unseen else "passed"
+    if json:
+        write(json, strict(_as_json(report.path, outcome, said.failures, unseen)))
+    if json != "-":
+        with speaking(lang):
+            print("\n".join(map(spoken, _text(report, outcome, said.failures, unseen))))
+    raise typer.Exit(_STATUS[outcome])
+
+
+def _as_json(path: str, outcome: str, failures: Sequence[str], unseen: Sequence[str]) -> dict[str, object]:
+    known = {"path": path, "outcome": outcome, "status": _STATUS[outcome]}
+    return {"schema_version": 1, **known, "failures": list(failures), "unseen": list(unseen)}
+
+
+def _text(report: Report, outcome: str, failures: Sequence[str], unseen: Sequence[str]) -> Iterator[str]:
+    heads = {
+        "passed": text("passed: {run}", run=report.path),
+        "failed": text("failed: {run}", run=report.path),
+        "not enough data": text("not enough data: {run}", run=report.path),
+    }
+    yield heads[outcome]
+    yield from [*failures, *(text("not seen: {what}", what=what) for what in unseen)] or [report.verdict]
+    yield text(
         "{healthy} checks found nothing, {skipped} were not made (rankscope report)",
         healthy=len(report.healthy),
         skipped=len(report.not_checked),
     )
-    with speaking(lang):
-        print("\n".join(map(spoken, (outcome, *reasons, checks))))
-    raise typer.Exit(status)

@@ -7,12 +7,13 @@ Example: rankscope ls runs/NAME
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from rankscope.analysis.text.message import Text, plural, speaking, spoken, text
 from rankscope.collectors.schema import TABLES
 from rankscope.profiler.columns import aligned
-from rankscope.profiler.options import Lang, Runs, Steps, World, part_of
+from rankscope.profiler.options import Json, Lang, Runs, Steps, World, part_of, write
 
 if TYPE_CHECKING:
     import polars as pl
@@ -29,31 +30,58 @@ def command(
     run: Runs,
     steps: Steps = None,
     world: World = None,
+    json: Json = None,
     lang: Lang = "en",
 ) -> None:
+    from rankscope.analysis.report.json_form import strict
     from rankscope.analysis.runs.trace import Trace
 
     trace = Trace.open(part_of(run, steps, world))
-    rows = [_row(trace, name) for name in trace.tables()]
+    held = [_held(trace, name) for name in trace.tables()]
     gaps = trace.gaps()
+    if json:
+        said = {"tables": [asdict(one) for one in held], "gaps": [asdict(gap) for gap in gaps]}
+        write(json, strict({"schema_version": 1, "path": trace.path, **said}))
+    if json == "-":
+        return
     with speaking(lang):
-        print(aligned([_HEAD, *rows], right=range(1, len(_HEAD))))
+        print(aligned([_HEAD, *map(_row, held)], right=range(1, len(_HEAD))))
         count = plural("{number} gap", "{number} gaps", len(gaps), number=len(gaps)) if gaps else text("no gaps")
         print(f"\n{spoken(count)}")
         for gap in gaps:
             print(f"  {spoken(text('{who}, {table}: {why}', who=_who(gap), table=gap.table, why=gap.why))}")
 
 
-def _row(trace: Trace, name: str) -> tuple[str, ...]:
-    held = _extent(trace, name)
-    count, size_bytes = int(held["rows"].sum()), int(held["size_bytes"].sum())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What a run holds of a table; `seconds` from the first to the last row, on the node where that is longest."""
+
+    table: str
+    rows: int
+    ranks: int | None  # None: of nodes
+    seconds: float | None  # None: not in order of time
+    size_bytes: int
+
+
+def _held(trace: Trace, name: str) -> _Held:
+    extent, table = _extent(trace, name), TABLES[name]
+    return _Held(
+        table=name,
+        rows=int(extent["rows"].sum()),
+        ranks=None if table.partition == "node" else extent["rank"].drop_nulls().n_unique(),
+        seconds=_seconds(extent) if table.order.endswith("_ns") else None,
+        size_bytes=int(extent["size_bytes"].sum()),
+    )
+
+
+def _row(held: _Held) -> tuple[str, ...]:
     return (
-        name,
-        f"{count:,}",
-        "" if TABLES[name].partition == "node" else str(held["rank"].drop_nulls().n_unique()),
-        _seconds(held) if TABLES[name].order.endswith("_ns") else "",
-        f"{size_bytes / 1e6:,.2f} MB",
-        f"{size_bytes / count:,.1f}" if count else "",
+        held.table,
+        f"{held.rows:,}",
+        "" if held.ranks is None else str(held.ranks),
+        "" if held.seconds is None else f"{held.seconds:,.1f}",
+        f"{held.size_bytes / 1e6:,.2f} MB",
+        f"{held.size_bytes / held.rows:,.1f}" if held.rows else "",
     )
 
 
@@ -69,12 +97,11 @@ def _extent(trace: Trace, name: str) -> pl.DataFrame:
     return held.with_columns(size_bytes=0)
 
 
-def _seconds(held: pl.DataFrame) -> str:
-    """From the first to the last row, on the node where that is longest; empty for a table without rows."""
+def _seconds(extent: pl.DataFrame) -> float | None:
     import polars as pl
 
-    spans = held.group_by("node").agg(ns=pl.col("last").max() - pl.col("first").min())["ns"].drop_nulls()
-    return f"{max(spans) / 1e9:,.1f}" if len(spans) else ""
+    spans = extent.group_by("node").agg(ns=pl.col("last").max() - pl.col("first").min())["ns"].drop_nulls()
+    return max(spans) / 1e9 if len(spans) else None
 
 
 def _who(gap: Gap) -> Text:

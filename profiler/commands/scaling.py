@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rankscope.analysis.text.message import speaking, spoken, text
 from rankscope.errors import RankscopeError
 from rankscope.profiler.columns import aligned
-from rankscope.profiler.options import Json, Steps, World, part_of, write
+from rankscope.profiler.options import Json, Lang, Steps, World, part_of, write
 
 if TYPE_CHECKING:
     from rankscope.analysis.compare.scaling import Scaling
@@ -36,6 +37,7 @@ def command(
     steps: Steps = None,
     world: World = None,
     json: Json = None,
+    lang: Lang = "en",
 ) -> None:
     from rankscope.analysis.compare.scaling import scaling
     from rankscope.analysis.diagnosis.diagnose import read_run
@@ -48,32 +50,43 @@ def command(
     if json:
         write(json, strict({"schema_version": 1, **dataclasses.asdict(found)}))
     if json != "-":
-        print("\n".join(_text(found)))
+        with speaking(lang):
+            print("\n".join(map(spoken, _text(found))))
 
 
 def _text(found: Scaling) -> Iterable[str]:
-    from rankscope.analysis.report.labels import part_label
+    from rankscope.analysis.model.parts import part_name
     from rankscope.analysis.text.units import percent
 
     base, *others = found.points
-    yield f"{found.kind.capitalize()} scaling ({found.why}), against {base.path} on {base.ranks} ranks"
+    said = {"why": found.why, "run": base.path, "n": base.ranks}
+    if found.kind == "weak":
+        yield text("Weak scaling ({why}), against {run} on {n} ranks", **said)
+    else:
+        yield text("Strong scaling ({why}), against {run} on {n} ranks", **said)
     yield from found.notes
     yield f"\n{_runs(found)}"
     for point in others:
         if point.mostly:
-            yield f"{point.ranks} ranks: most of what is lost went to {part_label(point.mostly)}"
+            yield text("{n} ranks: most of what is lost went to {part}", n=point.ranks, part=part_name(point.mostly))
     if base.lost:
-        yield f"\nBeyond linear, per step\n{_parts(found)}"
+        yield f"\n{spoken(text('Beyond linear, per step'))}\n{_parts(found)}"
     law = found.law
     if law is None:
-        yield f"\nNo law: {found.no_law}."
+        yield f"\n{spoken(text('No law: {why}.', why=found.no_law))}"
         return
-    what = "grows with the ranks" if found.kind == "weak" else "does not shrink with more ranks"
-    twice = 2 * found.points[-1].ranks
-    yield (
-        f"\n{law.name}: {percent(law.serial_fraction)} of the base's step {what}; it misses no efficiency by more than "
-        f"{law.misses:.2f}. On {twice} ranks it gives {percent(law.twice)} of linear."
+    grows = text("grows with the ranks") if found.kind == "weak" else text("does not shrink with more ranks")
+    fits = text(
+        "{law}: {share} of the base's step {grows}; it misses no efficiency by more than {misses}. "
+        "On {n} ranks it gives {twice} of linear.",
+        law=law.name,
+        share=percent(law.serial_fraction),
+        grows=grows,
+        misses=f"{law.misses:.2f}",
+        n=2 * found.points[-1].ranks,
+        twice=percent(law.twice),
     )
+    yield f"\n{spoken(fits)}"
 
 
 def _runs(found: Scaling) -> str:
@@ -81,7 +94,10 @@ def _runs(found: Scaling) -> str:
 
     fewest = found.points[0].ranks
     rows: list[tuple[str, ...]] = [
-        ("run", "ranks", "nodes", "steps", "mean step", "linear", "speedup", "of", "efficiency")
+        (
+            *(text("run"), text("ranks"), text("nodes"), text("steps"), text("mean step")),
+            *(text("linear"), text("speedup"), text("of"), text("efficiency")),
+        )
     ]
     for point in found.points:
         step = duration(point.step_ns) if point.error_ns is None else duration_with_error(point.step_ns, point.error_ns)
@@ -102,13 +118,13 @@ def _runs(found: Scaling) -> str:
 
 def _parts(found: Scaling) -> str:
     """One row per part, one column per run but the base. What is shown of a column adds up."""
-    from rankscope.analysis.report.labels import part_label
+    from rankscope.analysis.model.parts import part_name
     from rankscope.analysis.text.units import scale_for
 
     scale = scale_for(max(point.step_ns for point in found.points))
     points = found.points[1:]
     names = list(dict.fromkeys(name for point in points for name in point.lost))
     columns = [scale.row([point.lost.get(name, 0) for name in names]) for point in points]
-    head = ("", *(f"{point.ranks} ranks, {scale.unit}" for point in points))
-    rows = [(part_label(name), *(texts[i] for texts, _ in columns)) for i, name in enumerate(names)]
-    return aligned([head, *rows, ("sum", *(whole for _, whole in columns))], right=range(1, len(head)))
+    head = ("", *(text("{n} ranks, {unit}", n=point.ranks, unit=scale.unit) for point in points))
+    rows = [(part_name(name), *(texts[i] for texts, _ in columns)) for i, name in enumerate(names)]
+    return aligned([head, *rows, (text("sum"), *(whole for _, whole in columns))], right=range(1, len(head)))

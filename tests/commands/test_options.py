@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pkgutil
 import re
@@ -75,7 +76,19 @@ def test_json_without_a_path_is_standard_output(arguments, seen):
     assert options.with_json_path(arguments) == seen
 
 
-@pytest.mark.parametrize("command", [("report",), ("whatif", "--fix", "rank:1"), ("doctor",)])
+def test_a_command_about_a_run_takes_a_part_of_it_in_a_language_and_gives_json():
+    """What writes a file of its own has no JSON, and what writes no sentences no language."""
+    of_runs = {"check", "diff", "export", "ls", "report", "scaling", "ui", "whatif"}
+    has = {
+        name: set(re.findall(r"^    (\w+): (?:Steps|World|Json|Lang)\b", inspect.getsource(MODULES[name]), re.M))
+        for name in of_runs
+    }
+    assert {name for name in of_runs if {"steps", "world"} <= has[name]} == of_runs
+    assert {name for name in of_runs if "lang" in has[name]} == of_runs - {"export"}
+    assert {name for name in of_runs if "json" in has[name]} == of_runs - {"export", "ui"}
+
+
+@pytest.mark.parametrize("command", [("report",), ("ls",), ("check",), ("whatif", "--fix", "rank:1"), ("doctor",)])
 def test_json_goes_to_standard_output_or_a_file_and_is_the_same(command, run, tmp_path):
     arguments = [*command, *([run] if command[0] != "doctor" else [])]
     printed = rankscope_(*arguments, "--json")
@@ -108,6 +121,8 @@ def slow(tmp_path_factory) -> Path:
         (("diff", "{run}", "{slow}"), "A 有 2 个 rank"),
         (("check", "{slow}"), "未通过："),
         (("check", "{slow}", "--against", "{run}"), "允许值为"),
+        (("scaling", "{run}", "{slow}", "--weak"), "弱扩展（由参数指定），以 2 个 rank 的"),
+        (("scaling", "{run}", "{slow}", "--strong"), "没有合适的定律："),
         (("doctor",), "在训练进程中运行"),
     ],
 )
