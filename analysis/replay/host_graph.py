@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.metrics.distinct import among
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import BLOCKED
@@ -226,7 +227,7 @@ def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
     start, end, phase, inside = start[on_chain], end[on_chain], phase[on_chain], inside[on_chain]
     place, step = place[phase], phases["step"].to_numpy()[phase]
     blocked = phases["part"].is_in(BLOCKED).to_numpy()[phase] & inside
-    called = np.isin(start, arrivals)
+    called = among(start, arrivals)
     goes_on = blocked[1:] & blocked[:-1] & ~called[1:] & (step[1:] == step[:-1]) & (start[1:] == end[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
     last = np.concatenate([first[1:], [len(start)]]) - 1
@@ -403,7 +404,7 @@ def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Int
     span, row = spans[nearer], order[high[nearer]]
     late = end[row] - chains.end[span]
     most = _LATE_SHARE * (chains.end[span] - chains.start[span])
-    is_call = np.isin(chains.start[span], arrival)
+    is_call = among(chains.start[span], arrival)
     own = is_call & (arrival[row] == chains.start[span]) & (late <= np.minimum(most, _LATE_STAMP_NS))
     known = (arrival[row] < chains.end[span]) & (own | ~is_call & (late <= np.maximum(most, _LATE_STAMP_NS)))
     end = end.copy()

@@ -13,6 +13,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.bandwidth import fit_line
+from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.links import busy_time, link_rates
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import OWN
@@ -283,10 +284,10 @@ class Rerun:
             of_ranks = np.isin(row, ranks)
             nodes, place = own[of_ranks], np.searchsorted(ranks, row[of_ranks])
             labels = _shared(graph.label[nodes], place, len(ranks))
-            for label in np.unique(labels):
+            for label in distinct(labels)[0]:
                 of_label = labels == label
                 some_nodes, step = nodes[of_label], graph.step[nodes[of_label]]
-                sections, span = np.unique(self.section[some_nodes] * comparable[step], return_inverse=True)
+                sections, span = distinct(self.section[some_nodes] * comparable[step])
                 at = place[of_label], step, span
                 spent = np.zeros((len(ranks), calls.shape[1], len(sections)))
                 np.add.at(spent, at, duration[some_nodes])
@@ -384,9 +385,11 @@ class _Peers:
 
 def _shared(label: NDArray[np.integer], place: Ints, ranks: int) -> NDArray[np.integer]:
     """The labels, -1 for those that not every rank has: a compiler names its code differently on each rank."""
-    _, of = np.unique(label, return_inverse=True)
-    ranks_with = np.bincount(np.unique(of.astype(np.int64) * ranks + place) // ranks)
-    return np.where(ranks_with[of] == ranks, label, -1)
+    labels, of = distinct(label)
+    on_rank = np.zeros((len(labels), ranks), bool)
+    on_rank[of, place] = True
+    on_all = np.asarray(on_rank.all(axis=1))
+    return np.where(on_all[of], label, -1)
 
 
 def _as_peers(spent: Floats, chosen: Bools, others: Bools, typical: Callable[..., Floats]) -> Floats:
