@@ -35,6 +35,7 @@ _WIDE = 0.9  # half width over cost, from which a small cost is not told from ch
 _ALIKE = 0.5  # of the first one's charge: who has as much may be late with it
 _AS_LATE = 0.5  # of what the others wait for several ranks: what one of these waits for the rest of them at most
 _SHOWS = 1 / 3  # of the mean step's cost: so much, or `_LEAST`, it costs in a step that shows it
+_STALL = 0.5  # of a rank's charge: with so much in one operation it stalled once
 _DRAWS, _RESAMPLED = 4_000, 400
 _MOST_CELLS = 2_000_000  # operations times ranks that are permuted at once
 _CANDIDATES = 16  # ranks whose charges are followed back: each takes a pass over all waits
@@ -175,7 +176,9 @@ def _judged(charged: Charged, rows: tuple[int, ...], peers: Sequence[tuple[int, 
     shows = per_step >= min(_SHOWS * cost.ns, _LEAST * grid.step_ns)
     nearly_all = shows.sum() >= steps - steps // 4
     few = int(any_waited.sum()) < _FEWEST  # of a single operation one rank is always the last
-    is_data = chance <= MOST_CHANCE and not nearly_all  # late in many operations, of some steps: it may have more data
+    is_stall = mine.max(initial=0.0) >= _STALL * mine.sum()
+    # Late in many operations, of some steps: it may have more data.
+    is_data = chance <= MOST_CHANCE and not nearly_all and not is_stall
     if few or is_data or not ((chance <= MOST_CHANCE and recurs) or _is_far(charged, rows, waited)):
         return None
     return Straggler(

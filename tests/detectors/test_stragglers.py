@@ -116,6 +116,16 @@ def test_a_stall_in_one_operation_of_three_steps_names_its_step_and_is_one_that_
     assert found(work) is None
 
 
+def test_a_rank_that_is_always_a_little_late_and_stalls_once_is_found():
+    """Late in every operation chance cannot explain; nor is it data that one operation has nearly all of."""
+    work = noisy(3, 8, 4)
+    work[:, :, 2] += 1
+    work[1, 4, 2] += 200
+    late = found(work)
+    assert late.rows == (2,)
+    assert late.when.tolist() == [False, True, False]
+
+
 def test_a_stall_in_the_only_step_is_one_that_chance_may_make():
     work = noisy(3, 8, 4)
     work[1, 4, 3] += 60
