@@ -118,8 +118,8 @@ def test_a_stall_in_one_operation_of_three_steps_names_its_step_and_is_one_that_
 
 def test_a_rank_that_is_always_a_little_late_and_stalls_once_is_found():
     """Late in every operation chance cannot explain; nor is it data that one operation has nearly all of."""
-    work = noisy(3, 8, 4)
-    work[:, :, 2] += 1
+    work = np.full((3, 8, 4), 10.0)
+    work[:, :, 2] += 0.1
     work[1, 4, 2] += 200
     late = found(work)
     assert late.rows == (2,)
