@@ -260,7 +260,7 @@ def _parts(
 
 
 def mean_parts(report: Report) -> dict[str, int]:
-    """ns of the mean judged step by part, over ranks, in the order in which parts are shown; empty: not cut up.
+    """Return ns of the mean judged step by part, over ranks, in the order in which parts are shown; empty: not cut up.
 
     They sum to the mean step.
     """

@@ -291,10 +291,10 @@ def _spans(
     collectives: pl.DataFrame,
     kernels: pl.DataFrame | None,
 ) -> tuple[StepGrid, pl.DataFrame, dict[str, Floats], bool]:
-    """The grid, the transfers after backward, and by (rank, step): ns of backward, hidden and exposed, and bytes; and
-    whether most steps have one backward: no gradients accumulate, and there is no pipeline.
+    """Return the grid, the transfers after backward, and by (rank, step) ns of backward, hidden and exposed, and bytes.
 
-    `backward` reaches to its last computation; `hidden` and `exposed` is the gradients' communication before and after.
+    Last, whether most steps have one backward: no gradients accumulate, and there is no pipeline. `backward` reaches to
+    its last computation; `hidden` and `exposed` is the gradients' communication before and after.
     """
     grid = judged_grid(breakdown, FEW_STEPS)
     if grid.of(MIXED).any():
@@ -350,7 +350,7 @@ def _spans(
 
 
 def _left_over(spans: dict[str, Floats], buckets: int) -> Floats:
-    """ns by (rank, step) that the last of so many equal buckets ends after backward."""
+    """Return ns by (rank, step) that the last of so many equal buckets ends after backward."""
     each = (spans["hidden"] + spans["exposed"]) / buckets
     end = np.zeros_like(each)
     for bucket in range(1, buckets + 1):

@@ -240,7 +240,7 @@ def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> p
 
 
 def _launching(grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> Floats:
-    """ns per step and rank in which the host made one call soon after the other, without waiting for the device."""
+    """Return ns per step and rank in which the host made call after call, without waiting for the device."""
     seen = phases.group_by("rank").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
     lasts = pl.col("end_ns") - pl.col("start_ns")
     waits = pl.when(pl.col("waits") | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)

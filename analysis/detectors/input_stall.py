@@ -161,7 +161,7 @@ def _alike(excess: Floats, nodes: list[list[int]]) -> list[list[int]]:
 
 
 def _longest(excess: Floats) -> Floats:
-    """ns per step that the longest of these rows stalls: they may take turns, and the job waits for each."""
+    """Return ns per step that the longest of these rows stalls: they may take turns, and the job waits for each."""
     return np.asarray(excess.max(axis=0))
 
 

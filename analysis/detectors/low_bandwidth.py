@@ -183,9 +183,9 @@ def _refuse(unchecked: pl.DataFrame, every: pl.DataFrame, grid: StepGrid, min_fr
 
 
 def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    """The transfers of all-to-all-ranks operations that are bound by bandwidth, with the number of `nodes`, and who
+    """Return the transfers of all-to-all-ranks operations that are bound by bandwidth.
 
-    takes part: `of` tells groups apart.
+    With the number of `nodes`, and who takes part: `of` distinguishes groups.
     """
     moved = transfers(collectives).filter(pl.any_horizontal(pl.col("op").str.starts_with(op) for op in _OF_ALL))
     half = {key: line.half_bytes for key, line in lines(moved).items() if np.isfinite(line.half_bytes)}

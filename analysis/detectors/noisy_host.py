@@ -172,7 +172,7 @@ def _require_readings(counters: pl.DataFrame, steps: pl.DataFrame, hosts: _Hosts
 
 
 def _lost(hosts: _Hosts, grid: StepGrid, ranks: tuple[int, ...]) -> dict[str, float]:
-    """ns per step that the host took from these ranks, by how; mean over them."""
+    """Return ns per step that the host took from these ranks, by how; mean over them."""
     step_ns = float(grid.of(*grid.parts).mean())
     own_ns = float(grid.own[[grid.ranks.index(rank) for rank in ranks]].mean())
     nodes = {hosts.node_of[rank] for rank in ranks if rank in hosts.node_of}

@@ -75,9 +75,10 @@ def ask(
 
 
 def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Callable[..., int]] | None:
-    """How a detector judges a source that lacks what it needs: one that has operations of a pipeline and nothing of
+    """Return how a detector judges a source that lacks what it needs.
 
-    what the hosts did; or kernels in a few steps, or of a pipeline's stages without their operations.
+    Such a source has operations of a pipeline and nothing of what the hosts did; or kernels in a few steps, or of a
+    pipeline's stages without their operations.
     """
     has = {table: table in tables and not tables[table].is_empty() for table in ("ops", "breakdown", "kernels")}
     if has["ops"] and not has["breakdown"]:

@@ -178,6 +178,6 @@ def _of_stages(
 
 
 def _mean(excess: Floats, steps: int) -> tuple[float, float]:
-    """ns per step of (step, piece), and the standard error by the scatter of the pieces."""
+    """Return ns per step of (step, piece), and the standard error by the scatter of the pieces."""
     values = excess.ravel()
     return float(values.sum()) / steps, float(values.std(ddof=1)) * len(values) ** 0.5 / steps

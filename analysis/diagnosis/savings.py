@@ -48,10 +48,10 @@ def measure_of(
 
 
 def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayable | None:
-    """Why a replay is no measure for findings: a rank waits in operations of which others are not known, or it
-    has no steps.
+    """Return why a replay is no measure for findings.
 
-    Such a rank stays as long in a replay whatever is fixed, and the job waits for it.
+    A rank waits in operations of which others are not known, or has no steps. Such a rank stays as long in a replay
+    whatever is fixed, and the job waits for it.
     """
     grid = step_grid(breakdown)
     if len(grid.ranks) < 2 or not grid.steps:

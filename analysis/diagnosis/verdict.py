@@ -105,8 +105,11 @@ def status_of(
     losses: Sequence[Loss],
     seen: Seen,
 ) -> str:
-    """ "red": something costs 5 % of the step or more, or the job hangs. "green": the tables show that less than 5 % is
-    lost, and no loss of 5 % could have been overlooked. Else "amber"."""
+    """Return the color of the verdict.
+
+    "red": something costs 5 % of the step or more, or the job hangs. "green": the tables show that less than 5 % is
+    lost, and no loss of 5 % could have been overlooked. Else "amber".
+    """
     if any(finding.severity != "low" for finding in findings):
         return "red"
     if findings or not _was_judged(healthy, losses, seen) or lost_fraction(losses) >= MUCH_LOST:

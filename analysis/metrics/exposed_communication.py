@@ -83,11 +83,11 @@ def is_bounded(collectives: pl.DataFrame) -> bool:
 
 
 def held_up(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
-    """As `with_exposed`, or bounds of it: rows with `exposed_ns`, for how long a transfer held the rank up at most,
-    and `least_ns`.
+    """As `with_exposed`, or bounds of it.
 
-    Where operations have durations only, that is at most all of the transfer. At least it is that of the step's last
-    operation, after which nothing is computed that it could hide behind, and nothing of the others.
+    `exposed_ns` is for how long a transfer held the rank up at most, `least_ns` at least. Where operations have
+    durations only, that is at most all of the transfer. At least it is that of the step's last operation, after which
+    nothing is computed that it could hide behind, and nothing of the others.
     """
     if not is_bounded(collectives):
         return with_exposed(collectives, phases).with_columns(least_ns=pl.col("exposed_ns"))

@@ -37,7 +37,7 @@ def device_waits(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame
 
 
 def held_up(grid: StepGrid, part: str, waits: pl.DataFrame | None) -> Floats:
-    """ns per (rank, step) of the part that held up the job: all of it, or what is sure where only hosts were seen.
+    """Return ns per (rank, step) of the part that held up the job: all, or what is sure where only hosts were seen.
 
     That is no more than the others' devices waited (`waits`, as `device_waits` has it) for those that stopped, in
     this step's operations or in the next one's; or, of stops in some steps only, the share of them by which these and

@@ -66,5 +66,5 @@ def lost_lead(gaps: pl.DataFrame, calls: pl.DataFrame, min_ns: int) -> pl.DataFr
 
 
 def job_loses(grid: StepGrid, cost: Floats) -> Floats:
-    """ns per step by which the busiest rank would be shorter without `cost`, an array of (rank, step) in ns."""
+    """Return ns per step by which the busiest rank would be shorter without `cost`, an array of (rank, step) in ns."""
     return np.asarray(grid.busy.max(axis=0) - (grid.busy - cost).max(axis=0))

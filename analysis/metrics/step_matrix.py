@@ -292,5 +292,5 @@ def robust_deviation(values: Floats) -> float:
 
 
 def gain_ns(busy: Floats, without: Floats) -> float:
-    """ns per step that the busiest rank becomes shorter when `busy` becomes `without`, (rank, step) each."""
+    """Return ns per step that the busiest rank becomes shorter when `busy` becomes `without`, (rank, step) each."""
     return float(np.mean(busy.max(axis=0) - without.max(axis=0)))

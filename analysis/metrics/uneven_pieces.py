@@ -26,8 +26,10 @@ _OF_MEDIAN = 1.2533  # the standard error of a median in those of a mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uneven:
-    """Arrays of (rank, step): what a rank computes, ns, by what factor (as a logarithm) longer than its peers, and the
-    error of that. `pieces` (rank, step, piece), ns."""
+    """Return what a rank computes, ns, by what factor longer than its peers, and the error of that.
+
+    Arrays of (rank, step); the factor is a logarithm. `pieces` (rank, step, piece), ns.
+    """
 
     own: Floats
     longer: Floats

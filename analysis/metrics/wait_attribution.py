@@ -131,7 +131,7 @@ def delays(phases: pl.DataFrame, collectives: pl.DataFrame) -> Delays:
 
 
 def caused_by_rank(delays: Delays) -> dict[int, int]:
-    """ns that the ranks of the run waited because of each rank; they sum to all waiting."""
+    """Return ns that the ranks of the run waited because of each rank; they sum to all waiting."""
     sums = delays.charges.group_by("rank").agg(pl.col("direct_ns").sum() + pl.col("indirect_ns").sum())
     return dict(sums.sort("rank").iter_rows())
 
@@ -206,8 +206,10 @@ def _spans(phases: pl.DataFrame, ranks: Ints) -> _Spans:
 
 @dataclass(frozen=True, slots=True)
 class _Operations:
-    """Matched rows in order of (rank, group, operation): segments, one per rank and group, of which every rank of the
-    group has one with the same operations. The two sides of point-to-point operations are a group."""
+    """Return matched rows in order of (rank, group, operation): segments, one per rank and group.
+
+    Every rank of the group has one with the same operations. The two sides of point-to-point operations are a group.
+    """
 
     rank: Ints
     instance: Ints
@@ -277,8 +279,10 @@ def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Opera
 
 
 def _waited(spans: _Spans, rank: Ints, end: Ints) -> Bools:
-    """Whether the rank was blocked when the operation ended, so that it went on from there; true where nothing is
-    known."""
+    """Return whether the rank was blocked when the operation ended, so that it went on from there.
+
+    True where nothing is known.
+    """
     at = _latest(spans.start, spans.bounds, rank, end - 1)
     found = at >= spans.bounds[rank]
     at = np.where(found, at, 0)
@@ -289,8 +293,10 @@ def _waited(spans: _Spans, rank: Ints, end: Ints) -> Bools:
 
 
 def _latest(keys: Ints, bounds: Ints, segment: Ints, at: Ints) -> Ints:
-    """The last row of each query's segment whose key is not above `at`; one before the segment where there is none.
-    Keys ascend within a segment."""
+    """Return the last row of each query's segment whose key is not above `at`; keys ascend within a segment.
+
+    Where there is none: one before the segment.
+    """
     found = np.empty(len(at), np.int64)
     order = np.argsort(segment, kind="stable")
     cuts = np.searchsorted(segment[order], np.arange(len(bounds)))
@@ -343,7 +349,7 @@ def _waits(ops: _Operations, spans: _Spans) -> _Waits:
 
 
 def _time_in(spans: _Spans, chosen: Bools, rank: Ints, at: Ints) -> Ints:
-    """ns that each rank had spent in the chosen phases until `at`."""
+    """Return ns that each rank had spent in the chosen phases until `at`."""
     before = np.concatenate([[0], np.cumsum(np.where(chosen, spans.length, 0))])
     row = _latest(spans.start, spans.bounds, rank, at)
     began = row >= spans.bounds[rank]

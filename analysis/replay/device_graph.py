@@ -207,8 +207,11 @@ def _add_rank(
     matched: pl.DataFrame,
     steps: pl.DataFrame,
 ) -> tuple[_Sides, pl.DataFrame, int]:
-    """Add the nodes of one rank. Its collectives, the ends of its steps as `HostGraph.steps`, and how many of its
-    kernels communicate without a partner."""
+    """Add the nodes of one rank.
+
+    Returns its collectives, the ends of its steps as `HostGraph.steps`, and how many of its kernels communicate without
+    a partner.
+    """
     kernels = kernels.sort("device", "stream", "start_ns", "end_ns")
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     host = _launched(launches, regions, kernels, code, nodes.origin_ns)

@@ -131,8 +131,10 @@ def gaps_between(origin_ns: int, calls: Calls, places: Places, stream: Ints, end
 
 
 def _recur(calls: Calls, places: Places, asked: Ints, since: Ints, kernel_end: Ints) -> Bools:
-    """Which of these calls follow a kernel's end by the same time whenever their thread is there, however long it was
-    quiet before: they wait for it, though the stream had more to do (for an event in the middle of it)."""
+    """Return which of these calls follow a kernel's end by the same time whenever their thread is there.
+
+    However long it was quiet before: they wait for it, though the stream had more to do (for an event in its middle).
+    """
     begin = calls.start[asked]
     part, label = places.of_time(since, begin, calls.thread[asked])
     _, of = np.unique(np.stack([calls.thread[asked], part, label]), axis=1, return_inverse=True)

@@ -432,8 +432,7 @@ class PipelineRerun:
         return (*found, "balance", *(f"stage:{stage}" for stage in self.grid.stages), "balance:stages")
 
     def _fixed(self, fix: str, duration: Floats) -> Floats | None:
-        """The durations with one more fix: a stage computes as long as the others, a rank as those of its stage in the
-        other replicas; all microbatches of a step, or all stages, take as long as they do on average."""
+        """Return the durations with one more fix: a stage or a rank is like its peers, or all take their mean."""
         name, _, argument = fix.partition(":")
         computes = np.array([not communicates(kind) for kind in self.grid.kinds])[:, np.newaxis, np.newaxis]
         if name == "stage" and _number(argument) in self.grid.stages and len(self.grid.stages) > 1:

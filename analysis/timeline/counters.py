@@ -51,8 +51,10 @@ def growth(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def rates(counters: pl.DataFrame) -> pl.DataFrame:
-    """(node, source, device, name, time_ns, value): gauges as read; cumulative counters as what they grow per second
-    until their next reading. One that was set back in between has a null there, and the last reading is left out.
+    """Return (node, source, device, name, time_ns, value).
+
+    Gauges are as read, cumulative counters what they grow per second until their next reading. One that was set back in
+    between has a null there, and the last reading is left out.
     """
     one = ["node", "source", "device", "name"]
     passed_s = (pl.col("time_ns").shift(-1) - pl.col("time_ns")).over(one) / 1e9

@@ -363,9 +363,10 @@ def _waits_of_backward(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
 
 
 def _split(rank: _Rank, grid: Grid, blocked: Bools, in_flight: Bools) -> Ints:
-    """unsplit while an unmatched operation is in flight, else wait, bubble, transfer; for each blocked elementary span.
+    """Choose the part of each blocked elementary span.
 
-    Where nothing is in flight it is unsplit, too.
+    It is unsplit while an unmatched operation is in flight, else wait, bubble or transfer; and unsplit where nothing is
+    in flight.
     """
     calls = rank.calls
     unsplit = grid.covered(calls.where(rank.ended & ~rank.split))

@@ -166,11 +166,11 @@ def proxies(calls: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
 
 
 def sends(proxies: pl.DataFrame) -> pl.DataFrame:
-    """What each rank sent to each rank of another node: rank, node, peer_rank, peer_node, sent_bytes, busy_s, and
-    rate_bytes_per_s.
+    """Return what each rank sent to each rank of another node.
 
-    `busy_s` is the time in which the network had data, summed over the channels, so that the rate is what one channel
-    gets through. Rows without a size or that wait are left out.
+    Columns: rank, node, peer_rank, peer_node, sent_bytes, busy_s, and rate_bytes_per_s. `busy_s` is the time in which
+    the network had data, summed over the channels, so that the rate is what one channel gets through. Rows without a
+    size or that wait are left out.
     """
     ends = ["rank", "node", "peer_rank", "peer_node"]
     across = proxies.filter(pl.col("event") == "send", pl.col("peer_node") != pl.col("node"))

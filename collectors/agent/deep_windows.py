@@ -115,8 +115,11 @@ class Windows:
     """The windows and stacks of one node. Raises nothing: what fails is in the answer, and in `gaps`."""
 
     def __init__(self, run: RunFolder, gap: Gap, row: Row, *, fixed: tuple[int, int] | None, slow: int) -> None:
-        """`fixed` are the first and last step of a window that is wanted in any case, `slow` how many slow steps may
-        open one."""
+        """Take what may be opened.
+
+        `fixed` are the first and last step of a window that is wanted in any case, `slow` how many slow steps may open
+        one.
+        """
         self._run = run
         self._told_path = run.path  # it may be moved when ranks have been told where to save
         self._gap = gap

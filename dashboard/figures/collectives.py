@@ -83,7 +83,7 @@ def kinds(operations: pl.DataFrame) -> pl.DataFrame:
 
 
 def bandwidth(found: pl.DataFrame) -> Figure | None:
-    """busbw against size, one colour per operation; None if no operation has both."""
+    """Draw busbw against size, one colour per operation; None if no operation has both."""
     known = found.drop_nulls("busbw_bytes_per_s")
     if known.is_empty():
         return None
@@ -127,7 +127,7 @@ def fits(moved: pl.DataFrame) -> list[Fit]:
 
 
 def algorithms(fit: Fit, moved: pl.DataFrame, interface_bytes_per_s: float | None) -> Figure:
-    """busbw against size: measured, fitted, and what each algorithm would reach if what was measured is a ring.
+    """Draw busbw against size: measured, fitted, and what each algorithm would reach if what was measured is a ring.
 
     The line of the interface is there where its speed is known.
     """

@@ -296,8 +296,10 @@ def view(
 
 
 def _bins(strips: int, rects: int, pixels: int, coarser: int) -> int:
-    """As many as there are pixels; of two or more pixels each where lanes with so many kinds would make too large a
-    picture. Too dense to be told apart, they lose nothing that the eye can see."""
+    """Return as many as there are pixels, or fewer where lanes with so many kinds would make too large a picture.
+
+    Bins of two or more pixels are too dense to be distinguished anyway.
+    """
     room = max(_RASTER_BYTES - _RECT_BYTES * rects, _RASTER_BYTES // 4)
     return -(-pixels // (max(1, -(-strips * pixels // room)) + coarser))
 
@@ -352,8 +354,10 @@ def _wide_enough(
 
 
 def _raster(rows: Sequence[Row], edges: Ints, levels: int, *, many: bool) -> tuple[list[int], Bytes, int]:
-    """The kinds that these rows show in view, how high they stand in each bin on the mean of the rows, and of what
-    height: at least one level for each kind. Where there are many events samples may do."""
+    """Return the kinds that these rows show in view, how high they are in each bin on the mean of rows, and of what.
+
+    At least one level for each kind. Where there are many events samples may do.
+    """
     bin_ns = np.maximum(np.diff(edges), 1).astype(np.float64) * len(rows)
     covered: dict[int, Ints] = {}
     present: dict[int, NDArray[np.bool_]] = {}

@@ -129,7 +129,7 @@ def _as_written(table: str, frame: pl.DataFrame, codes: dict[str, int]) -> dict[
 
 
 def _coded(values: pl.Series, names: Sequence[str], codes: Sequence[int], kind: type[pl.DataType]) -> pl.Series:
-    """Each name's code; null for other names. (An expression that replaces them takes 5 MB for itself.)"""
+    """Return each name's code; null for other names. An expression that replaces them takes 5 MB for itself."""
     import polars as pl
 
     return pl.Series(codes, dtype=kind).gather(values.cast(pl.Enum(names), strict=False).to_physical())
