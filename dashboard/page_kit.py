@@ -38,6 +38,7 @@ __all__ = [
     "all_pages",
     "card",
     "choice",
+    "choice_of_text",
     "empty",
     "facts",
     "heading",
@@ -129,6 +130,18 @@ def choice(name: str, label: str, options: Sequence[Any], value: str, *, drops: 
         value=value,
         allowDeselect=False,
         searchable=len(options) > _FEW_OPTIONS,
+        w=_SELECT_PX,
+    )
+
+
+def choice_of_text(name: str, label: str, value: str, placeholder: str) -> Children:
+    """The same with a field to write into; Enter asks for it."""
+    return dmc.TextInput(
+        id={"kind": "choice", "name": name, "shown": value, "drops": ""},
+        label=label,
+        value=value,
+        placeholder=placeholder,
+        debounce=True,
         w=_SELECT_PX,
     )
 

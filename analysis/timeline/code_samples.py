@@ -118,6 +118,25 @@ class Code:
         """What the finding's ranks do that the others do not, as a sentence; None where samples do not tell."""
         if finding.detector == "hang":
             return self._last(finding.ranks)
+        found = self._beyond_others(finding)
+        if found is None or self.step_ns is None:
+            return None
+        places, (here, sigma), there = found
+        return text(
+            "{place}: {time} of the step on {ranks}, {usual} on the others",
+            place=self._called(places[0]),
+            time=duration_with_error(here * self.step_ns, _Z95 * sigma * self.step_ns),
+            ranks=named("rank", finding.ranks),
+            usual=duration(there * self.step_ns),
+        )
+
+    def places_of(self, finding: Finding) -> Sequence[int]:
+        """The places of the line that `of_finding` names; none where samples do not tell, or of a hang."""
+        found = None if finding.detector == "hang" else self._beyond_others(finding)
+        return found[0] if found else ()
+
+    def _beyond_others(self, finding: Finding) -> tuple[list[int], tuple[float, float], float] | None:
+        """The places of one line, their share of the finding's ranks and its deviation, and of the others."""
         mine = pl.col("rank").is_in(finding.ranks)
         own = ~pl.col("part").is_in(BLOCKED).fill_null(value=False)
         count, others = self.samples.filter(mine).height, self.samples.filter(~mine).height
@@ -137,13 +156,27 @@ class Code:
             or here - there < max(_SURE * sigma, _EXPLAINS * finding.lost_fraction)
         ):
             return None
-        return text(
-            "{place}: {time} of the step on {ranks}, {usual} on the others",
-            place=self._called(places[0]),
-            time=duration_with_error(here * self.step_ns, _Z95 * _sigma(here, count) * self.step_ns),
-            ranks=named("rank", finding.ranks),
-            usual=duration(there * self.step_ns),
+        return places, (here, _sigma(here, count)), there
+
+    def of_ranks(self, ranks: Sequence[int]) -> Code:
+        """The same of these ranks only."""
+        return replace(self, samples=self.samples.filter(pl.col("rank").is_in(ranks)))
+
+    def difference(self, rank: int, least: float) -> pl.DataFrame:
+        """The `tree` of one rank, with the share that the others have of each place in all, `usual`.
+
+        `error` is the 95 % half width of the difference.
+        """
+        mine = self.of_ranks([rank])
+        rest = self.samples.filter(pl.col("rank") != rank)
+        counts = self._below(rest["place"])
+        usual = pl.DataFrame({"place": range(1, len(counts)), "usual": counts[1:] / max(len(rest), 1)})
+        here, there = (
+            pl.col(share) * (1 - pl.col(share)) / max(count, 1)
+            for share, count in (("share", len(mine.samples)), ("usual", len(rest)))
         )
+        tree = mine.tree(least).join(usual, on="place", maintain_order="left")
+        return tree.with_columns((_Z95 * (here + there).sqrt()).alias("error"))
 
     def tree(self, least: float) -> pl.DataFrame:
         """The places with this share of the samples or more, each after its parent: PLACES, `share` and `part`."""

@@ -45,8 +45,16 @@
       if (named) tip.show(named.dataset.tip, event.clientX, event.clientY);
       else tip.hide();
     };
+    const followed = (event) => {
+      const link = event.target.closest("a[href^='/']");
+      if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+      event.preventDefault();
+      tip.hide();
+      window.history.pushState({}, "", link.getAttribute("href")); // as Dash's own links do
+      window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+    };
     return h("div", {
-      ref: box, className: "chart-box", "aria-label": title || undefined,
+      ref: box, className: "chart-box", onClick: followed, "aria-label": title || undefined,
       onPointerMove: over, onPointerLeave: tip.hide, dangerouslySetInnerHTML: { __html: markup },
     });
   }

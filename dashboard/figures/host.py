@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import polars as pl
@@ -10,8 +10,7 @@ import polars as pl
 from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.report.palette import LIGHT
 from rankscope.analysis.text.message import text
-from rankscope.analysis.text.phrases import place_in_code
-from rankscope.analysis.text.units import duration, percent
+from rankscope.analysis.text.units import duration
 from rankscope.dashboard.figures.plots import Figure, axis, colour, figure, time_axis
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "ahead_over_steps",
     "by_name",
     "by_rank",
-    "calls",
     "over_steps",
     "phases_by_rank",
     "phases_over_steps",
@@ -122,34 +120,6 @@ def phases_by_rank(marks: pl.DataFrame) -> pl.DataFrame:
             pl.col("ahead_ns").median().alias("median_ns"),
         )
     )
-
-
-def calls(tree: pl.DataFrame, step_ns: float | None) -> Figure:
-    """Main threads' calls, each below the one that it is in, as wide as its share; `tree` is that of `Code.tree`."""
-    rows = tree.select("place", "parent", "share", "part").rows()
-    trace = {
-        "type": "icicle",
-        "ids": [str(place) for place, *_ in rows],
-        "parents": [str(parent) if parent else "" for _, parent, *_ in rows],
-        "labels": [place_in_code(*of) for of in tree.select("function", "file", "line").iter_rows()],
-        "values": tree["share"].to_list(),
-        "branchvalues": "total",
-        "text": [", ".join(_share(share, step_ns, part)) for _, _, share, part in rows],
-        "textinfo": "label",
-        "textfont": {"size": 12, "color": "white"},
-        "hovertemplate": "%{label}<br>%{text}<extra></extra>",
-        "tiling": {"orientation": "v"},
-        "marker": {"colors": [LIGHT[part or "other"] for *_, part in rows]},
-    }
-    return figure([trace], x={}, y={}, margin=dict.fromkeys("lrtb", 0), uniformtext={"minsize": 10, "mode": "hide"})
-
-
-def _share(share: float, step_ns: float | None, part: str | None) -> Iterator[str]:
-    yield percent(share)
-    if step_ns is not None:
-        yield duration(share * step_ns)
-    if part:
-        yield part_label(part)
 
 
 def by_name(regions: pl.DataFrame) -> pl.DataFrame:

@@ -7,7 +7,6 @@ from typing import Any
 import polars as pl
 from dash import html
 
-from rankscope.analysis.diagnosis.judged_tables import code_of
 from rankscope.analysis.report.phrases import lead_line
 from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import host as figures
@@ -21,7 +20,6 @@ TITLE, ORDER = text("Host"), 60
 _MEANING = text(
     "Host-side stalls (input, garbage collection, compilation, checkpoints, late launches) and host run-ahead."
 )
-_LEAST_SHARE = 0.005  # of a call, to be drawn
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
@@ -43,7 +41,6 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             heading(TITLE, _MEANING),
             card(text("Over the analyzed steps"), over_steps),
             card(text("By rank, mean per analyzed step"), table(run, "host_by_rank", _RANKS)) if len(judged) else None,
-            *_calls(run),
             *_of_devices(run, marks),
             card(text("From launch to start on the device"), table(run, "launch_delays", _DELAYS), note=_DELAY)
             if len(delays)
@@ -70,15 +67,6 @@ MADE: Made = {
 }
 
 
-def _calls(run: Run) -> list[Any]:
-    """Where in the code main threads were, if enough of it was sampled."""
-    if not run.report.code:
-        return []
-    code = code_of(run.timeline)
-    chart = plot(figures.calls(code.tree(_LEAST_SHARE), code.step_ns), height=560)
-    return [card(text("What the main threads did"), chart, note=_CALLS)]
-
-
 def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
     """What CUDA events tell: how far the host is ahead, and what the devices' phases took."""
     if run.report.lead is None:
@@ -95,10 +83,6 @@ def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
     ]
 
 
-_CALLS = text(
-    "Calls in the analyzed steps of all ranks, or of the whole run if there are none, from samples; without those "
-    "of torch and of Python's library. Click one to enlarge it."
-)
 _AHEAD = text(
     "Mean over ranks, where phases end: the work that is enqueued and not done. At 0 the device waits for the host."
 )

@@ -130,11 +130,16 @@ def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Any]:
 
 
 def _comparison(run: Run, finding: Finding) -> list[Any]:
-    """A link to the finding's rank beside the median of the others, if it names one."""
+    """Links to the finding's rank beside the others, if it names one."""
     if len(finding.ranks) != 1 or len(run.report.ranks) < 2:
         return []
+    sampled = text("Flame graph of {rank}", rank=phrases.who(finding.ranks)) if finding.code else None
     said = text("Compare {rank} with the median", rank=phrases.who(finding.ranks))
-    return [dcc.Link(said, href=address("compare", run.key, rank=finding.ranks[0]), className="button")]
+    links = {"compare": said} | ({"flame": sampled} if sampled else {})
+    return [
+        dcc.Link(said, href=address(page, run.key, rank=finding.ranks[0]), className="button")
+        for page, said in links.items()
+    ]
 
 
 def _name(seen: Evidence) -> str:

@@ -4,6 +4,7 @@ import gc
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.timeline.code_samples import PLACES, SAMPLES, Code, merged_places, sampled_in
 from rankscope.collectors.in_rank.thread_frames import current_frames
 from rankscope.collectors.rank import samples
+from rankscope.dashboard.figures import flame
 
 RANKSCOPE = [sys.executable, "-m", "rankscope"]
 JOB = SCRIPTS / "where_in_the_code.py"
@@ -277,6 +279,33 @@ def test_a_finding_has_the_place_where_its_ranks_are_and_the_others_are_not():
         "rank 0 last seen at train.py:3 (read)",
         "rank 1 last seen at train.py:4 (step)",
     )
+
+
+def test_a_rank_beside_the_others_has_what_they_have_of_each_call():
+    """Rank 0 reads half of its 100 samples, the others a tenth of theirs: 40 % more, ± 1.96 √(0.25 + 0.09) / 10."""
+    seen = [(0, "read", "other", 50), (0, "step", "compute", 50), (1, "read", "other", 10), (1, "step", "compute", 90)]
+    told = code(*seen)
+    rows = {row["function"]: row for row in told.difference(0, 0.002).iter_rows(named=True)}
+    assert (rows["read"]["share"], rows["read"]["usual"]) == (0.5, 0.1)
+    assert rows["read"]["error"] == pytest.approx(1.96 * ((0.25 + 0.09) / 100) ** 0.5)
+    assert rows["main"]["usual"] == rows["main"]["share"] == 1
+    assert told.of_ranks([1]).tree(0.2)["function"].to_list() == ["main", "step"]
+    (read,) = told.places_of(slow_rank())
+    drawn = flame.flame(told.difference(0, 0.002), 1e6, lambda place: f"/flame?root={place}", cause={read})
+    looks = re.findall(r'class="([^"]*)" aria-label="(?:▶ root cause: )?(\w+)  train.py:\d', drawn)
+    assert set(looks) == {("unclear", "main"), ("longer", "load"), ("longer cause", "read"), ("shorter", "step")}
+    assert re.search(r"500 µs of the step \(50.*%\), \+400 µs ± 114 µs against the others", drawn)
+    part = flame.flame(told.difference(0, 0.002), 1e6, str, root=read)
+    assert ("train.py:3" in part, "train.py:4" in part) == (True, False)
+
+
+def test_a_search_counts_time_once():
+    """`load` calls `read`: both are in train.py, with all that main has."""
+    tree = code((0, "load", "other", 10), (0, "read", "other", 30), (0, "step", "compute", 60)).tree(0.002)
+    found, share = flame.matching(tree, "TRAIN.py")
+    assert (len(found), share) == (4, 1.0)
+    found, share = flame.matching(tree, "load")
+    assert (len(found), round(share, 2)) == (1, 0.4)
 
 
 def test_a_line_that_is_reached_in_two_ways_is_one():

@@ -440,6 +440,7 @@ SHOWN = {
     "collectives": ("Bandwidth by size", "No collectives", "Arrival skew"),
     "pipeline": ("No pipeline", "No pipeline", "No pipeline"),
     "host": ("By rank, mean per analyzed step", "Nothing of the host", "From launch to start on the device"),
+    "flame": ("samples", "No flame graph", "No flame graph"),
     "nodes": ("host: cpu busy", "No counters", "No counters"),
     "memory": ("By rank", "No memory", "No memory"),
     "kernels": ("No kernels", "No kernels", "Device work by name"),
@@ -462,6 +463,25 @@ def test_every_page_loads_without_a_complaint_and_without_asking_another_host(sc
         if SHOWN[name][which] and name != "timeline":
             screen.wait_for_text(SHOWN[name][which])
     screen.page.wait_for_load_state("networkidle")
+    assert screen.complaints == []
+
+
+@pytest.mark.browser
+def test_a_flame_graph_is_searched_and_enlarged_and_the_address_says_so(screen):
+    screen.open("/flame?rank=1")
+    screen.wait_for_text("longer than on the others")
+    every = screen.page.locator(".flame a")
+    every.first.wait_for()
+    field = screen.page.get_by_role("textbox", name="Search")
+    field.fill("DeviceWork")
+    field.press("Enter")
+    screen.page.locator(".flame .dimmed").first.wait_for()
+    assert "find=DeviceWork" in screen.page.url
+    assert 0 < screen.page.locator(".flame a:not(.dimmed)").count() < every.count()
+    screen.page.locator(".flame a:not(.dimmed)").first.click()
+    screen.page.get_by_role("link", name="Show all calls").wait_for()
+    assert "root=" in screen.page.url
+    assert "DeviceWork" in (every.first.get_attribute("aria-label") or "")
     assert screen.complaints == []
 
 
