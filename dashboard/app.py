@@ -135,7 +135,7 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
     )(lambda _, search: _choose(ctx.triggered_id, ctx.triggered[0]["value"], search))
     grids.register(app, runs)
     for page in all_pages().values():
-        if hasattr(page, "register"):
+        if page.register:
             page.register(app, runs)
     return app
 
@@ -210,11 +210,10 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
         return in_language(empty(text("Nothing here"), what)), navigation, None, None
     progress = runs.progress(key)
     now = [name, key, search or "", "ready" if progress.run else "loading"]
-    if shown == now and progress.run and getattr(page, "KEEPS", False):
+    if shown == now and progress.run and page.keeps:
         return no_update, no_update, no_update, no_update
     if progress.run is None:
-        early = progress.scene is not None and hasattr(page, "early")
-        shown_now = page.early(key) if early else _loading(progress)
+        shown_now = page.early(key) if progress.scene is not None and page.early else _loading(progress)
         return shown_now, navigation, _run_names(runs, name, key), now
     return (
         in_language(page.layout(run_in_language(progress.run, language()), query)),
@@ -233,9 +232,9 @@ def _choose(select: Mapping[str, str] | None, value: str | None, search: str) ->
 
 def _navigation(current: str, run: str, opened: int) -> list[Any]:
     return [
-        dmc.NavLink(label=spoken(page.TITLE), href=address(name, run), active=name == current, className="nav-link")
+        dmc.NavLink(label=spoken(page.title), href=address(name, run), active=name == current, className="nav-link")
         for name, page in all_pages().items()
-        if opened > 1 or not getattr(page, "OF_TWO", False)
+        if opened > 1 or not page.of_two
     ]
 
 

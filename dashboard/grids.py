@@ -1,7 +1,7 @@
 """Tables on pages: of the run, or made of it. What a grid shows can be filtered, asked again in SQL, and taken away.
 
-A page names the tables that it makes of a run in `MADE`, a function of the run each; they are made when they are asked
-for, and SQL knows them like the run's own.
+A page names the tables that it makes of a run (`Page.tables`), a function of the run each; they are made when they are
+asked for, and SQL knows them like the run's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from rankscope.dashboard.state import State
 from rankscope.errors import BadQuery
 
 __all__ = [
-    "Made",
     "Shown",
     "answered",
     "away",
@@ -45,7 +44,6 @@ _SENT_ROWS = 100  # a longer table is sent as it is scrolled, and has fields to 
 _ROWS_AT_ONCE = 12  # longer tables scroll
 _LETTER_PX, _PADDING_PX, _FILTER_PX = 7.2, 24, 26
 _LEAST_LETTERS, _MOST_LETTERS = 8, 60  # of a column
-Made = Mapping[str, Callable[[Run], pl.DataFrame]]  # a page's `MADE`
 
 _LOOK: Mapping[str, Any] = {"rowHeight": 30, "tooltipShowDelay": 300, "enableCellTextSelection": True}
 
@@ -67,7 +65,7 @@ class Tables(Mapping[str, pl.DataFrame]):
     def __init__(self, run: Run) -> None:
         self._run, self._held = run, dict(run.tables)
         self._made: dict[str, Callable[[Run], pl.DataFrame]] = {
-            name: make for page in all_pages().values() for name, make in getattr(page, "MADE", {}).items()
+            name: make for page in all_pages().values() for name, make in page.tables.items()
         }
 
     def __getitem__(self, name: str) -> pl.DataFrame:

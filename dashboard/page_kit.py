@@ -1,39 +1,34 @@
 """What pages are made of: the pieces that all of them use, and the list of pages.
 
-A page is a module of `pages/`; being in that folder is the registration. It has
-
-- `TITLE`, and `ORDER`, its place in the navigation,
-- `layout(run: Run, query: Query) -> Component`: the page of a run that is ready,
-- `register(app: Dash, state: State) -> None` if it has callbacks or routes of its own,
-- `MADE`, the tables that it makes of a run: a function of the run each, by name,
-- `early(key: str) -> Component` if it has something to show as soon as the run's lanes are there.
-
-Its address is `/` and the module's name. What a page shows is renewed when the run is, unless it says `KEEPS = True`;
-one that says `OF_TWO = True` is in the navigation where two runs are open.
+A page is a module of `pages/` with `page`, a `Page`; being in that folder is the registration. Its address is `/` and
+the module's name.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 import dash_mantine_components as dmc
-from dash import dcc, html
+import polars as pl
+from dash import Dash, dcc, html
 from dash.development.base_component import Component
 
 from rankscope.analysis.text.message import Text, speaking, spoken, text
 from rankscope.dashboard import pages
 from rankscope.dashboard.run import Run
+from rankscope.dashboard.state import State
 
 __all__ = [
     "HOME",
+    "Page",
     "Query",
+    "Tables",
     "address",
     "all_pages",
     "card",
@@ -52,17 +47,42 @@ __all__ = [
 ]
 
 Query = Mapping[str, str]
+Tables = Mapping[str, Callable[[Run], pl.DataFrame]]
 Children = Any  # Dash's components are not typed
 HOME = "overview"
 _FEW_OPTIONS = 10  # of a select; among more one is found by typing
 _SELECT_PX = 230
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything that the app knows about one page.
+
+    order: its place in the navigation.
+    layout: what it shows of a run that is ready.
+    register: adds callbacks or routes of its own.
+    early: what it shows of the run with this key as soon as its lanes are there.
+    tables: the tables that it makes of a run, by name; they are made when they are asked for.
+    keeps: what is on screen stays when the run is renewed.
+    of_two: it is in the navigation where two runs are open only.
+    """
+
+    title: Text
+    order: int
+    layout: Callable[[Run, Query], Children]
+    register: Callable[[Dash, State], None] | None = None
+    early: Callable[[str], Children] | None = None
+    tables: Tables = field(default_factory=dict)
+    keeps: bool = False
+    of_two: bool = False
+
+
 @cache
-def all_pages() -> dict[str, ModuleType]:
+def all_pages() -> dict[str, Page]:
     """Every page by name, in the order of the navigation."""
-    found = [import_module(f"{pages.__name__}.{module.name}") for module in pkgutil.iter_modules(pages.__path__)]
-    return {page.__name__.rpartition(".")[2]: page for page in sorted(found, key=lambda page: int(page.ORDER))}
+    names = [module.name for module in pkgutil.iter_modules(pages.__path__)]
+    found: dict[str, Page] = {name: import_module(f"{pages.__name__}.{name}").page for name in names}
+    return dict(sorted(found.items(), key=lambda named: named[1].order))
 
 
 def in_language(page: Any) -> Any:  # noqa: ANN401 - a component, or what holds some

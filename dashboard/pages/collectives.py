@@ -13,11 +13,9 @@ from rankscope.analysis.model import digest
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.dashboard.figures import collectives as figures
-from rankscope.dashboard.grids import Made, Shown, table, tables_of
-from rankscope.dashboard.page_kit import Query, address, card, empty, heading, plot, quiet
+from rankscope.dashboard.grids import Shown, table, tables_of
+from rankscope.dashboard.page_kit import Page, Query, Tables, address, card, empty, heading, plot, quiet
 from rankscope.dashboard.run import Run
-
-TITLE, ORDER = text("Collectives"), 40
 
 _MEANING = text(
     "Transfer is an operation's time once its last rank has arrived; waiting is what ranks spend in it before that."
@@ -28,14 +26,14 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     rows = run.timeline.collectives
     if rows.is_empty():
         why = run.trace.reader.cannot().get("collectives", text("No communication between ranks was recorded."))
-        return html.Div([heading(TITLE, _MEANING), empty(text("No collectives"), why)])
+        return html.Div([heading(page.title, _MEANING), empty(text("No collectives"), why)])
     found = tables_of(run)["collectives_by_size"]
     if found.is_empty():
         reasons = [group.why for group in digest.gap_groups(run.report) if group.table == "collectives"]
         why = text(
             "{rows:,} rows were recorded, but no operation could be put together from all its ranks.", rows=len(rows)
         )
-        return html.Div([heading(TITLE, _MEANING), empty(text("No whole operation"), why, joined("; ", reasons))])
+        return html.Div([heading(page.title, _MEANING), empty(text("No whole operation"), why, joined("; ", reasons))])
     matched = run.timeline.matched_fraction
     said = (
         text("{matched} of the {rows:,} rows were matched on all their ranks", matched=percent(matched), rows=len(rows))
@@ -47,7 +45,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     no_clock = text("Arrivals of different nodes cannot be compared: the error of their clocks is too large.")
     return html.Div(
         [
-            heading(TITLE, text("{meaning} {said}.", meaning=_MEANING, said=said) if said else _MEANING),
+            heading(page.title, text("{meaning} {said}.", meaning=_MEANING, said=said) if said else _MEANING),
             html.Div(
                 [
                     card(text("Bandwidth by size"), plot(bandwidth) if bandwidth else quiet(no_size), note=_BUSBW),
@@ -155,7 +153,7 @@ _INSTANCES = text(
     "Every operation that was matched on all its ranks. Duration is that of its longest rank, wait the ranks' mean."
 )
 
-MADE: Made = {
+_TABLES: Tables = {
     "operations": lambda run: figures.operations(run.timeline.collectives),
     "collectives_by_size": lambda run: figures.kinds(tables_of(run)["operations"]),
     "collectives_by_group": lambda run: figures.by_group(run.timeline.collectives),
@@ -193,3 +191,6 @@ _KINDS = {
     "skew_max_ns": Shown(text("skew, largest"), "time"),
     "often_last": Shown(text("often last: rank")),
 }
+
+
+page = Page(title=text("Collectives"), order=40, layout=layout, tables=_TABLES)

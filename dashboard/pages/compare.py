@@ -27,6 +27,7 @@ from rankscope.dashboard.figures.aligned_steps import MOST_PIECES, aligned
 from rankscope.dashboard.figures.diff_waterfall import change_table, from_a_to_b
 from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import (
+    Page,
     Query,
     address,
     card,
@@ -43,8 +44,6 @@ from rankscope.dashboard.page_kit import (
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 
-TITLE, ORDER = text("Compare ranks"), 35
-
 _MEANING = text("One rank against another, mean per analyzed step. ± is a 95 % confidence interval over the steps.")
 _TICK_MS = 700
 _MEDIAN = "median"
@@ -54,7 +53,7 @@ _FIRST = "1"  # in the address: the run whose key is empty
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             html.Div(quiet(text("Comparing …")), id="compare"),
             dcc.Interval(id="compare-tick", interval=_TICK_MS),
         ]
@@ -233,3 +232,6 @@ def _moment(run: Run, side: RankSide, step: int) -> str:
 _ALIGNED = text("Drag to enlarge, double-click for all of it. Click a name to hide it.")
 _CODE = text("Time per step in the innermost line of the job's code, from samples of the main thread.")
 _WORK = text("Time per step. Kernels of communication include waiting for other ranks.")
+
+
+page = Page(title=text("Compare ranks"), order=35, layout=layout, register=register)

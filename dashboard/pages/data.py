@@ -12,13 +12,11 @@ from dash import State as Known
 from rankscope.analysis.text.message import plural, text, translated
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard import grids
-from rankscope.dashboard.page_kit import Query, empty, heading, quiet, with_choice
+from rankscope.dashboard.page_kit import Page, Query, empty, heading, quiet, with_choice
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.sql import LIMIT
 from rankscope.dashboard.state import State
 from rankscope.errors import BadQuery
-
-TITLE, ORDER, KEEPS = text("Data"), 120, True
 
 _MEANING = text("What was recorded, as the analysis reads it: times in ns on one clock, names instead of ids.")
 _NARROW, _WIDE = 130, 190  # px
@@ -32,7 +30,7 @@ _DERIVED = {
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
     if not run.tables:
         why = text("The run holds no rows at all: a rank is recorded from its first process group on.")
-        return html.Div([heading(TITLE, _MEANING), empty(text("No tables"), why)])
+        return html.Div([heading(page.title, _MEANING), empty(text("No tables"), why)])
     names = [
         {"value": name, "label": text("{name}  ({rows:,} rows)", name=name, rows=len(frame))}
         for name, frame in run.tables.items()
@@ -43,7 +41,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     whole = next((name["value"] for name in names if grids.everything(name["value"]) == asked), None)
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             html.Div(
                 [
                     dmc.Select(
@@ -119,3 +117,6 @@ def _column(name: str, dtype: pl.DataType) -> dict[str, Any]:
         "filter": "agNumberColumnFilter" if numeric else "agTextColumnFilter",
         "headerTooltip": docs.pop() if len(docs) == 1 else name,
     }
+
+
+page = Page(title=text("Data"), order=120, layout=layout, register=register, keeps=True)

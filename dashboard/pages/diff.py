@@ -16,6 +16,7 @@ from rankscope.analysis.text.units import duration, signed
 from rankscope.dashboard.figures.diff_waterfall import change_table, from_a_to_b
 from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import (
+    Page,
     Query,
     address,
     card,
@@ -30,9 +31,6 @@ from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 from rankscope.errors import NotComparable
 
-TITLE, ORDER = text("Diff"), 105
-OF_TWO = True  # there is nothing to see where one run is open
-
 _MEANING = text("Run B against run A. ± is a 95 % confidence interval over the analyzed steps of both.")
 _TICK_MS = 700
 _ROWS = 200
@@ -41,7 +39,7 @@ _ROWS = 200
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             html.Div(quiet(text("Opening the other run …")), id="diff"),
             dcc.Interval(id="diff-tick", interval=_TICK_MS),
         ]
@@ -209,3 +207,6 @@ def _kernels(found: Comparison) -> Any:  # noqa: ANN401
         "b": Shown("B", "time"),
     }
     return plain_table(pl.DataFrame(rows), shown | {"change": Shown(text("change"), "time")})
+
+
+page = Page(title=text("Diff"), order=105, layout=layout, register=register, of_two=True)

@@ -11,11 +11,9 @@ from rankscope.analysis.report.phrases import lead_line
 from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import host as figures
 from rankscope.dashboard.figures.kernels import launch_delays
-from rankscope.dashboard.grids import Made, Shown, table, tables_of
-from rankscope.dashboard.page_kit import Query, card, empty, heading, plot, quiet
+from rankscope.dashboard.grids import Shown, table, tables_of
+from rankscope.dashboard.page_kit import Page, Query, Tables, card, empty, heading, plot, quiet
 from rankscope.dashboard.run import Run
-
-TITLE, ORDER = text("Host"), 60
 
 _MEANING = text(
     "Host-side stalls (input, garbage collection, compilation, checkpoints, late launches) and host run-ahead."
@@ -28,7 +26,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     delays = tables_of(run)["launch_delays"]
     if judged.is_empty() and timeline.regions.is_empty() and delays.is_empty():
         why = run.trace.reader.cannot().get("breakdown", text("Nothing of what the host did was recorded."))
-        return html.Div([heading(TITLE, _MEANING), empty(text("Nothing of the host"), why)])
+        return html.Div([heading(page.title, _MEANING), empty(text("Nothing of the host"), why)])
     no_parts = run.trace.reader.cannot().get(
         "breakdown", text("No step was analyzed, so none could be split into parts.")
     )
@@ -38,7 +36,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         over_steps = plot(figures.over_steps(judged)) if taken else quiet(text("None of these took any time."))
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             card(text("Over the analyzed steps"), over_steps),
             card(text("By rank, mean per analyzed step"), table(run, "host_by_rank", _RANKS)) if len(judged) else None,
             *_of_devices(run, marks),
@@ -59,7 +57,7 @@ def _judged(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
     return rows.join(run.timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
 
 
-MADE: Made = {
+_TABLES: Tables = {
     "host_by_rank": lambda run: figures.by_rank(_judged(run, run.timeline.breakdown)),
     "launch_delays": lambda run: launch_delays(run.timeline.kernels),
     "regions_by_name": lambda run: figures.by_name(run.timeline.regions),
@@ -120,3 +118,6 @@ _REGIONS = {
     "ranks": Shown(text("ranks")),
     "most_rank": Shown(text("longest on rank")),
 }
+
+
+page = Page(title=text("Host"), order=60, layout=layout, tables=_TABLES)

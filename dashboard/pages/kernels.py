@@ -9,16 +9,14 @@ from dash import html
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.dashboard.figures.kernels import by_name
-from rankscope.dashboard.grids import Made, Shown, table
-from rankscope.dashboard.page_kit import Query, card, empty, heading
+from rankscope.dashboard.grids import Shown, table
+from rankscope.dashboard.page_kit import Page, Query, Tables, card, empty, heading
 from rankscope.dashboard.run import Run
-
-TITLE, ORDER = text("Kernels"), 90
 
 _MEANING = text(
     "Device work by name, the longest first. Communication kernels include the time they wait for other ranks."
 )
-MADE: Made = {"kernels_by_name": lambda run: by_name(run.timeline.kernels)}
+_TABLES: Tables = {"kernels_by_name": lambda run: by_name(run.timeline.kernels)}
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
@@ -29,12 +27,12 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             "kernels", text("this version's collectors record the host, not the device.")
         )
         what = text("Traces of torch.profiler and Nsight Systems hold them: rankscope ui TRACE.")
-        return html.Div([heading(TITLE, _MEANING), empty(text("No kernels"), why, what)])
+        return html.Div([heading(page.title, _MEANING), empty(text("No kernels"), why, what)])
     columns = COLUMNS if kernels["rank"].n_unique() > 1 else {name: COLUMNS[name] for name in _OF_ONE_RANK}
     return html.Div(
         [
             heading(
-                TITLE,
+                page.title,
                 text(
                     "{meaning} {rows:,} rows of {ranks}.",
                     meaning=_MEANING,
@@ -60,3 +58,6 @@ COLUMNS = {
     "excess": Shown(text("most above median"), "share"),
 }
 _OF_ONE_RANK = ("name", "work", "count", "total_ns", "share", "mean_ns")
+
+
+page = Page(title=text("Kernels"), order=90, layout=layout, tables=_TABLES)

@@ -9,11 +9,9 @@ from dash import html
 
 from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import memory as figures
-from rankscope.dashboard.grids import Made, Shown, table, tables_of
-from rankscope.dashboard.page_kit import Query, card, empty, heading, plot
+from rankscope.dashboard.grids import Shown, table, tables_of
+from rankscope.dashboard.page_kit import Page, Query, Tables, card, empty, heading, plot
 from rankscope.dashboard.run import Run
-
-TITLE, ORDER = text("Memory"), 80
 
 _MEANING = text("Readings at the ends of steps, at most one a second. Shown are the ranks whose memory grows most.")
 _ORDER = ("cuda_allocated_bytes", "cuda_reserved_bytes", "rss_bytes")
@@ -23,7 +21,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     memory = run.tables.get("memory")
     if memory is None:
         why = text("No readings of memory were recorded: they come with rankscope run, at most one a second.")
-        return html.Div([heading(TITLE, _MEANING), empty(text("No memory"), why)])
+        return html.Div([heading(page.title, _MEANING), empty(text("No memory"), why)])
     names = sorted(
         memory["name"].unique(), key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
     )
@@ -35,7 +33,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     rows = tables_of(run)["memory_by_rank"]
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             *cards,
             card(text("By rank"), table(run, "memory_by_rank", _COLUMNS)) if len(rows) else None,
         ]
@@ -46,7 +44,7 @@ def _by_rank(run: Run) -> pl.DataFrame:
     return figures.by_rank(run.tables["memory"]).filter(pl.col("name").str.contains("bytes"))
 
 
-MADE: Made = {"memory_by_rank": _by_rank}
+_TABLES: Tables = {"memory_by_rank": _by_rank}
 _COLUMNS = {
     "name": Shown(text("reading")),
     "rank": Shown(text("rank")),
@@ -55,3 +53,6 @@ _COLUMNS = {
     "largest": Shown(text("largest"), "bytes"),
     "growth": Shown(text("growth"), "bytes"),
 }
+
+
+page = Page(title=text("Memory"), order=80, layout=layout, tables=_TABLES)

@@ -14,11 +14,9 @@ from rankscope.analysis.report import phrases
 from rankscope.analysis.report.labels import say
 from rankscope.analysis.text.message import joined, text, translated
 from rankscope.dashboard.figures import counters as figures
-from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, plot, query_of, quiet
+from rankscope.dashboard.page_kit import Page, Query, card, empty, heading, in_language, plot, query_of, quiet
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
-
-TITLE, ORDER = text("Nodes"), 70
 
 _MEANING = text("The nodes' counters over time. Cumulative counters are shown as rates. Faint lines are ends of steps.")
 _AT_FIRST = 8
@@ -37,7 +35,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         why = text("No counters of nodes were recorded: they come from rankscope's own agent, beside the job.")
         return html.Div(
             [
-                heading(TITLE, _MEANING),
+                heading(page.title, _MEANING),
                 empty(text("No counters"), why, text("Start the job with rankscope run.")),
                 unseen,
             ]
@@ -48,7 +46,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     constant = ", ".join(f"{source} {translated(figures.words_of(name))}" for source, name in still)
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             html.Div([_card(run, source, name) for source, name in shown], className="columns"),
             card(
                 text("Another counter"),
@@ -95,3 +93,6 @@ def _plot(run: Run, source: str, name: str, *, height: int) -> Any:  # noqa: ANN
     marks = ends.to_list() if len(ends) <= _MOST_MARKS else []
     found = figures.series(timeline.counters, source, name)
     return plot(figures.lines(found, name, first, last, marks), height=height)
+
+
+page = Page(title=text("Nodes"), order=70, layout=layout, register=register)

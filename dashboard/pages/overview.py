@@ -20,10 +20,8 @@ from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
 from rankscope.dashboard.finding_facts import COST, finding_facts
 from rankscope.dashboard.grids import Shown, plain_table
-from rankscope.dashboard.page_kit import Query, address, card, facts, quiet
+from rankscope.dashboard.page_kit import Page, Query, address, card, facts, quiet
 from rankscope.dashboard.run import Run
-
-TITLE, ORDER = text("Overview"), 0
 
 _EVIDENCE = 3
 _STEP_POINTS, _STEP_ROWS = 240, 24
@@ -286,3 +284,6 @@ def _gaps(report: Report) -> list[Any]:
     if not groups:
         return [html.P(say("gaps.none"))]
     return [_pairs([(group.table, say("gaps.where", phrases.gap_extent(group), group.why)) for group in groups])]
+
+
+page = Page(title=text("Overview"), order=0, layout=layout)

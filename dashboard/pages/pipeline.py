@@ -15,11 +15,9 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 from rankscope.dashboard.figures import pipeline as figures
 from rankscope.dashboard.grids import Shown, plain_table
-from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, plot, query_of
+from rankscope.dashboard.page_kit import Page, Query, card, empty, heading, in_language, plot, query_of
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
-
-TITLE, ORDER = text("Pipeline"), 50
 
 _MEANING = text("Forward and backward of each microbatch by stage. What is empty between them is bubble.")
 
@@ -32,7 +30,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             "Runs of torch.distributed.pipelining that rankscope recorded have them, ByteDance's operation traces and "
             "Primus' pipeline files."
         )
-        return html.Div([heading(TITLE, _MEANING), empty(text("No pipeline"), why, what)])
+        return html.Div([heading(page.title, _MEANING), empty(text("No pipeline"), why, what)])
     steps, replicas = (ops[name].unique().sort().to_list() for name in ("step", "replica"))
     step = figures.typical_step(ops, run.timeline.steps.filter("judged").select("step"))
     controls = [
@@ -56,7 +54,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     summary = run.report.pipeline
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             _summary(summary) if summary else None,
             html.Div(controls, className="controls"),
             html.Div(_charts(run, str(step), str(replicas[0])), id="pipeline-charts"),
@@ -115,3 +113,6 @@ def _summary(pipeline: Pipeline) -> Any:  # noqa: ANN401
     return card(
         f"{shape}{theory}", html.P(pipeline.explanation), html.Div(plain_table(rows, columns), className="narrow")
     )
+
+
+page = Page(title=text("Pipeline"), order=50, layout=layout, register=register)

@@ -21,12 +21,10 @@ from rankscope.analysis.text.message import spoken, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.dashboard.components import Chart, Raster
 from rankscope.dashboard.figures.rank_step_heatmap import QUANTITIES, Grid, View, cell, grid, picture, rank_order
-from rankscope.dashboard.page_kit import Query, address, card, empty, heading, in_language, query_of, quiet
+from rankscope.dashboard.page_kit import Page, Query, address, card, empty, heading, in_language, query_of, quiet
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 from rankscope.dashboard.timeline.groupings import groupings
-
-TITLE, ORDER = text("Ranks"), 30
 
 _DATA = "/ranks-data"
 _MEANING = text("One row per rank, one column per step. A row that stands out is a slow rank, a column a slow step.")
@@ -38,7 +36,7 @@ _SLOWEST, _BY_RANK = "largest first", "rank"
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     if run.timeline.steps.is_empty():
         why = next((gap.why for gap in run.timeline.gaps if gap.table == "steps"), text("this trace holds no steps"))
-        return html.Div([heading(TITLE, _MEANING), empty(text("No steps to show"), why)])
+        return html.Div([heading(page.title, _MEANING), empty(text("No steps to show"), why)])
     first = "step" if run.timeline.breakdown.is_empty() else "own"
     orders = [_BY_RANK, _SLOWEST, *_groups(run)]
     controls = [
@@ -56,7 +54,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     ]
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             html.Div(controls, className="controls"),
             card("", html.Div(_raster(run, first, _BY_RANK), id="ranks-raster")),
             card(text("Waited for others, over the whole run"), *_waits(run)),
@@ -190,3 +188,6 @@ def _waits(run: Run) -> list[Any]:
     _, marked = digest.marked_ranks(run.report)
     chart = svg.columns({wait.rank: wait.waited_ns for wait in run.report.waits}, marked)
     return [html.Div([Chart(chart, title=say("waits")), quiet(say("waits.means"))], className="picture")]
+
+
+page = Page(title=text("Ranks"), order=30, layout=layout, register=register)

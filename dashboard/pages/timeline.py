@@ -6,14 +6,10 @@ from typing import Any
 
 from rankscope.analysis.text.message import text
 from rankscope.dashboard import timeline
-from rankscope.dashboard.page_kit import Query
+from rankscope.dashboard.page_kit import Page, Query
 from rankscope.dashboard.run import Run
-from rankscope.dashboard.timeline import register
 
-__all__ = ["ORDER", "TITLE", "early", "layout", "register"]
-
-TITLE = text("Timeline")
-ORDER = 2
+__all__ = ["page"]
 
 
 def layout(run: Run, _: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
@@ -23,3 +19,6 @@ def layout(run: Run, _: Query) -> Any:  # noqa: ANN401 - Dash's components are n
 def early(key: str) -> Any:  # noqa: ANN401
     """The page of a run whose lanes are stored, while it is being judged."""
     return timeline.layout(key, "0")
+
+
+page = Page(title=text("Timeline"), order=2, layout=layout, register=timeline.register, early=early)

@@ -10,12 +10,10 @@ from dash import State as Known
 
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import duration, duration_with_error, percent
-from rankscope.dashboard.page_kit import Query, card, empty, heading, in_language, query_of, quiet, sentence
+from rankscope.dashboard.page_kit import Page, Query, card, empty, heading, in_language, query_of, quiet, sentence
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 from rankscope.dashboard.whatif_session import Fix, fixes, gain, replayable
-
-TITLE, ORDER = text("What if"), 100
 
 _MEANING = text("The recorded steps are replayed with what you tick fixed; everything else stays as it was.")
 _ROWS = 40
@@ -24,11 +22,11 @@ _ROWS = 40
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     ready = replayable(run)
     if isinstance(ready, str):
-        return html.Div([heading(TITLE, _MEANING), empty(text("Nothing can be predicted"), sentence(ready))])
+        return html.Div([heading(page.title, _MEANING), empty(text("Nothing can be predicted"), sentence(ready))])
     found, untried = fixes(run)
     if not found:
         return html.Div(
-            [heading(TITLE, _MEANING), empty(text("Nothing to fix"), text("This run allows no fix to be tried."))]
+            [heading(page.title, _MEANING), empty(text("Nothing to fix"), text("This run allows no fix to be tried."))]
         )
     met = ready.fidelity
     trust = text(
@@ -44,7 +42,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     )
     return html.Div(
         [
-            heading(TITLE, _MEANING),
+            heading(page.title, _MEANING),
             card("", html.Div(_together(run, []), id="what-if-together"), className="together"),
             card(text("What each alone would bring"), rows, quiet(joined(" ", (trust, more)) if more else trust)),
         ]
@@ -108,3 +106,6 @@ def _costs_other(run: Run, fix: Fix) -> str | None:
                 lost=lost,
             )
     return None
+
+
+page = Page(title=text("What if"), order=100, layout=layout, register=register)

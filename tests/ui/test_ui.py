@@ -459,7 +459,7 @@ def test_every_page_loads_without_a_complaint_and_without_asking_another_host(sc
     key = state.keys[which]
     for name, page in all_pages().items():
         screen.open(f"/{'' if name == 'overview' else name}?run={key}")
-        screen.page.locator(f"a.nav-link[data-active]:has-text('{page.TITLE}')").wait_for()
+        screen.page.locator(f"a.nav-link[data-active]:has-text('{page.title}')").wait_for()
         if SHOWN[name][which] and name != "timeline":
             screen.wait_for_text(SHOWN[name][which])
     screen.page.wait_for_load_state("networkidle")
@@ -504,7 +504,7 @@ def test_every_page_of_4096_ranks_loads(served, screen, tmp_path):
             if name == "diff":  # of one run there is none
                 continue
             wide.open(f"/{'' if name == 'overview' else name}")
-            page.locator(f"a.nav-link[data-active]:has-text('{of_name.TITLE}')").wait_for()
+            page.locator(f"a.nav-link[data-active]:has-text('{of_name.title}')").wait_for()
             if name not in ("timeline", "memory"):  # nobody recorded the ranks' memory
                 wide.wait_for_text(SHOWN[name][0])
         page.wait_for_load_state("networkidle")
@@ -577,7 +577,7 @@ def test_pages_in_chinese_leave_no_english_sentence(screen):
     for name in ("overview", "ranks", "host", "nodes", "data", "what_if", "timeline"):
         page.goto(f"{screen.base}/{'' if name == 'overview' else name}?lang=zh")
         with speaking("zh"):
-            title = spoken(all_pages()[name].TITLE)
+            title = spoken(all_pages()[name].title)
         page.locator(f"a.nav-link[data-active]:has-text('{title}')").wait_for()
         page.locator("#page h1, #timeline[data-painted]").first.wait_for()
         assert re.findall(r"(?:[a-z']{2,}[,:;]? ){4,}[a-z']{2,}", page.inner_text("body")) == []
