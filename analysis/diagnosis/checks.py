@@ -21,6 +21,7 @@ from rankscope.analysis.model.finding import (
 )
 from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.progress import told
 from rankscope.collectors.schema import LEFT_OFF, P2P_OPS
 from rankscope.errors import NotResolvable
 
@@ -47,7 +48,7 @@ def ask(
     if "breakdown" in tables and tables["breakdown"]["rank"].n_unique() > 1 and tables["collectives"].is_empty():
         unseen["collectives"] = reasons["collectives"]  # so they wait for each other in what looks like computing
     answers: dict[str, list[Finding] | NotChecked] = {}
-    for name in _in_order(modules):
+    for name in told(text("checks"), _in_order(modules), len(modules)):
         module = modules[name]
         of_ops = _of_ops(name, tables)
         detect, resolution = of_ops or (module.detect, None)
@@ -63,8 +64,8 @@ def ask(
                     _with_tables(refuse_unseen, tables, reasons)
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
-            told = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
-            unchecked = answers[name] = (None if of_ops else _blind(name, module, said, unseen)) or told
+            refused = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
+            unchecked = answers[name] = (None if of_ops else _blind(name, module, said, unseen)) or refused
             not_checked.append(unchecked)
         except Exception as error:  # one broken detector must not take the others' findings away
             why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)

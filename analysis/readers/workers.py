@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import IO, Any, Protocol, TypeVar
 
 from rankscope.analysis.text.message import text
+from rankscope.analysis.text.progress import told
 from rankscope.collectors.free_memory import available_bytes
 from rankscope.errors import BadInput
 
@@ -77,6 +78,12 @@ def each(
     `cpu_s` is about what each of them takes: where others could take much of it over, worker processes do, one for each
     core that this process may use; or whatever `elsewhere` named. What a task raises is raised here.
     """
+    return told(text("files"), _results(task, arguments, cpu_s), len(arguments))
+
+
+def _results(
+    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], cpu_s: Sequence[float]
+) -> Iterator[Result | Lost]:
     if _runs_all:
         return _runs_all[-1](task, arguments)
     if sum(cpu_s) - max(cpu_s, default=0) < _WORTH_S:

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from rankscope.analysis.model.finding import Finding, PredictedFix
 from rankscope.analysis.model.pipeline_ops import COMPUTES
 from rankscope.analysis.replay.whatif import Gain, PipelineRerun, Rerun
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.progress import told
 from rankscope.errors import BadFix
 
 __all__ = ["LEAST_GAIN", "sweep"]
@@ -48,7 +50,8 @@ def sweep(run: Rerun | PipelineRerun, findings: Sequence[Finding], charges: pl.D
         if finding.fix and finding.lost_ns_per_step:
             found.setdefault(finding.fix, finding)
     candidates = _candidates(run, charges, {finding.detector for finding in findings})
-    gains = {fix: gain for fix in dict.fromkeys((*found, *candidates)) if (gain := _tried(run, fix))}
+    trials = dict.fromkeys((*found, *candidates))
+    gains = {fix: gain for fix in told(text("fixes"), trials, len(trials)) if (gain := _tried(run, fix))}
     worth = {fix: gain for fix, gain in gains.items() if _is_clear(gain, run.step_ns)}
     kept = [fix for fix in worth if fix in found or not _covered(fix, worth, run)]
     kept += [fix for fix in found if fix in gains and fix not in worth and _contradicts(gains[fix], found[fix])]

@@ -33,6 +33,8 @@ from rankscope.analysis.report.perfetto_tables import (
     tables_of,
 )
 from rankscope.analysis.report.protobuf_wire import Block, encoded, fixed64, message, one, varint
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.progress import reached
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.counters import rates
@@ -200,6 +202,7 @@ class _Out:
         self._file.write(encoded(*packets))
         self._declared.clear()
         self.events += events
+        reached(text("events"), self.events)
 
 
 def _packet(fields: bytes) -> bytes:

@@ -12,6 +12,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.progress import told
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = [
@@ -157,7 +159,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     ]
     no_regions, no_collectives = regions.clear(), collectives.clear()
     cut = []
-    for (rank,), of_rank in by_rank[0].items():
+    for (rank,), of_rank in told(text("ranks"), by_rank[0].items(), len(by_rank[0])):
         of_regions, of_collectives = by_rank[1].get((rank,), no_regions), by_rank[2].get((rank,), no_collectives)
         cut.append((rank, _cut(_rank_arrays(of_rank, of_regions, of_collectives, kinds), code)))
     return as_phases(cut, labels)

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 from rankscope.errors import NotExportable, RankscopeError
 from rankscope.profiler.options import Out, Ranks, Runs, Steps, World, part_of
+from rankscope.profiler.progress import shown
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -40,14 +41,15 @@ def command(
     file = out or Path(_name(run[0]) + _SUFFIX)
     if file.exists():
         raise RankscopeError(f"{file} exists already: name a file that does not with --out")
-    trace = Trace.open(run)
-    timeline = build_timeline(trace)
-    report = report_on(trace, timeline)
+    with shown():
+        trace = Trace.open(run)
+        timeline = build_timeline(trace)
+        report = report_on(trace, timeline)
     gaps = trace.table("gaps").pipe(apply_clocks, timeline.clocks).collect()
     unfinished = file.with_name(f"{file.name}.part")
     try:
         part = perfetto.chosen(timeline, ranks, steps)
-        with _packed(unfinished) as packed:
+        with shown(), _packed(unfinished) as packed:
             events = perfetto.write(timeline, part, report, gaps, cast("BinaryIO", packed))
         unfinished.rename(file)
     except NotExportable as why:

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.progress import reached
 from rankscope.collectors.schema import DEVICE_WORK, DTYPES, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
 from rankscope.errors import RankscopeError
 from rankscope.profiler.folder import claim
 from rankscope.profiler.options import Dask, Out
+from rankscope.profiler.progress import shown
 
 if TYPE_CHECKING:
     import polars as pl
@@ -55,11 +58,12 @@ def command(
         raise RankscopeError(f"{paths[0]} is a run folder already: `rankscope report` reads it")
     if out is not None and out.exists():
         raise RankscopeError(f"{out} exists already: name a folder that does not, or leave --out away")
-    with on_cluster(dask):
+    with shown(), on_cluster(dask):
         trace = Trace.open(paths)
     folder = claim(str(out) if out else None, paths[0].name.split(".")[0])
     try:
-        rows = write(trace, folder)
+        with shown():
+            rows = write(trace, folder)
     except BaseException as error:  # half a run would give other answers
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -82,6 +86,7 @@ def write(trace: Trace, folder: Path) -> int:
             columns = _as_written(table, frame, names.setdefault(key, {}))
             parts[key] = _write_rows(folder, table, key, columns, parts.get(key, 0))
             rows += len(frame)
+            reached(text("rows"), rows)
     for key, codes in names.items():
         if codes:
             ids = pl.Series(codes.values(), dtype=pl.UInt32)

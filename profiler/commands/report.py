@@ -31,6 +31,7 @@ from rankscope.profiler.options import (
     takes,
     write,
 )
+from rankscope.profiler.progress import shown
 
 if TYPE_CHECKING:
     from rankscope.analysis.model.finding import Report
@@ -68,7 +69,7 @@ def command(options: Options) -> None:
 
     run = part_of(options.run, options.steps, options.world)
     check_dask(options.dask, run)
-    with on_cluster(options.dask):
+    with shown(options.lang), on_cluster(options.dask):
         report, _ = read_run(
             run, flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price
         )

@@ -1,0 +1,37 @@
+"""How far a long piece of work is, said to whoever shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+__all__ = ["heard_by", "reached", "told"]
+
+Listener = Callable[[str, int, int | None], None]
+_Item = TypeVar("_Item")
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """While the context is open, the listener is called with what `reached` says."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def reached(what: str, done: int, of: int | None = None) -> None:
+    """So many of `what` are done, of so many where that is known. `what` is a text that names them: "ranks"."""
+    for listener in _listeners:
+        listener(what, done, of)
+
+
+def told(what: str, items: Iterable[_Item], of: int) -> Iterator[_Item]:
+    """The items, each done when the next one is asked for."""
+    for done, item in enumerate(items):
+        reached(what, done, of)
+        yield item
+    reached(what, of, of)
