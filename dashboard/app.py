@@ -102,11 +102,22 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
     usual = set(app.server.view_functions)  # Dash's own routes: a page's frame, its scripts and styles
     _guard(app, token, {*_LOCAL, host}, usual)
     _speak(app, lang)
+    _add_callbacks(app, runs)
+    grids.register(app, runs)
+    for page in all_pages().values():
+        if page.register:
+            page.register(app, runs)
+    return app
+
+
+def _add_callbacks(app: Dash, runs: Runs) -> None:
+    """Those of the frame around the pages."""
     app.callback(
         Output("page", "children"),
         Output("navigation", "children"),
         Output("which-run", "children"),
         Output("shown", "data"),
+        Output("title", "data"),
         Input("url", "pathname"),
         Input("url", "search"),
         Input("version", "data"),
@@ -122,6 +133,16 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
         State("version", "data"),
     )(lambda _, path, search, version: _tick(runs, _page_name(path), query_of(search).get("run", ""), version))
     app.clientside_callback(  # type: ignore[no-untyped-call]
+        "async (clicks) => clicks ? navigator.clipboard.writeText(location.href).then(() => '✓') : '🔗'",
+        Output("copy-link", "children"),
+        Input("copy-link", "n_clicks"),
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        "(title) => { document.title = title; return dash_clientside.no_update; }",
+        Output("title", "storage_type"),
+        Input("title", "data"),
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
         "(opened, navbar) => ({ ...navbar, collapsed: { mobile: !opened } })",
         Output("shell", "navbar"),
         Input("burger", "opened"),
@@ -133,21 +154,20 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
         State("url", "search"),
         prevent_initial_call=True,
     )(lambda _, search: _choose(ctx.triggered_id, ctx.triggered[0]["value"], search))
-    grids.register(app, runs)
-    for page in all_pages().values():
-        if page.register:
-            page.register(app, runs)
-    return app
 
 
 def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
-    first = runs.progress("")
+    first, copy_link = runs.progress(""), spoken(text("Copy a link to this view"))
     header = dmc.Group(
         [
             dmc.Burger(id="burger", size="sm", hiddenFrom="sm", opened=False, **{"aria-label": "Navigation"}),
             dmc.Anchor("rankscope", href="/", className="brand", underline="never"),
             html.Div(id="which-run"),
             html.Div(id="status"),
+            html.Span(
+                dmc.ActionIcon(id="copy-link", variant="subtle", color="gray", **{"aria-label": copy_link}),
+                title=copy_link,
+            ),
             dmc.ColorSchemeToggle(
                 lightIcon=html.Span("☀"),
                 darkIcon=html.Span("☾"),
@@ -180,6 +200,7 @@ def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
             dcc.Interval(id="tick", interval=_TICK_MS),
             dcc.Store(id="version", data={"": version}),
             dcc.Store(id="shown"),
+            dcc.Store(id="title"),
             shell,
         ],
         defaultColorScheme="auto",
@@ -195,7 +216,7 @@ def _page_name(path: str | None) -> str:
 
 
 def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | None) -> tuple[Any, ...]:
-    """The page that the address names, its navigation, the run's name, and what is on screen now."""
+    """The page that the address names, its navigation, the run's name, what is on screen now, the title."""
     query = query_of(search)
     name = _page_name(path)
     key = query.get("run", "")
@@ -207,19 +228,21 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
             if key not in runs.keys
             else text("There is no page “{name}”.", name=name)
         )
-        return in_language(empty(text("Nothing here"), what)), navigation, None, None
+        return in_language(empty(text("Nothing here"), what)), navigation, None, None, "rankscope"
     progress = runs.progress(key)
+    title = f"{spoken(page.title)} · {progress.name} · rankscope"
     now = [name, key, search or "", "ready" if progress.run else "loading"]
     if shown == now and progress.run and page.keeps:
-        return no_update, no_update, no_update, no_update
+        return (no_update,) * 5
     if progress.run is None:
         shown_now = page.early(key) if progress.scene is not None and page.early else _loading(progress)
-        return shown_now, navigation, _run_names(runs, name, key), now
+        return shown_now, navigation, _run_names(runs, name, key), now, title
     return (
         in_language(page.layout(run_in_language(progress.run, language()), query)),
         navigation,
         _run_names(runs, name, key),
         now,
+        title,
     )
 
 

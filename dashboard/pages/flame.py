@@ -13,10 +13,8 @@ from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.code_samples import Code
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.flame import flame, matching
-from rankscope.dashboard.page_kit import Query, address, card, choice, choice_of_text, empty, heading
+from rankscope.dashboard.page_kit import Page, Query, address, card, choice, choice_of_text, empty, heading
 from rankscope.dashboard.run import Run
-
-TITLE, ORDER = text("Flame graph"), 55
 
 _MEANING = text(
     "Calls of main threads in the analyzed steps, or in the whole run if there are none, from samples; without those "
@@ -30,7 +28,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     code = code_of(run.timeline)
     if code.samples.is_empty():
         why = run.trace.reader.cannot().get("samples", text("No samples of the main threads were recorded."))
-        return html.Div([heading(TITLE, _MEANING), empty(text("No flame graph"), why)])
+        return html.Div([heading(page.title, _MEANING), empty(text("No flame graph"), why)])
     ranks = code.samples["rank"].unique().sort().to_list()
     asked = query.get("rank", _ALL)
     rank = int(asked) if asked.isdigit() and int(asked) in ranks else None
@@ -46,7 +44,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
         choice_of_text("find", text("Search"), query.get("find", ""), text("function or file")),
     ]
     chart = _chart(run, code, query, rank, against=against)
-    return html.Div([heading(TITLE, _MEANING), html.Div(controls, className="controls"), chart])
+    return html.Div([heading(page.title, _MEANING), html.Div(controls, className="controls"), chart])
 
 
 def _chart(run: Run, code: Code, query: Query, rank: int | None, *, against: bool) -> Any:  # noqa: ANN401
@@ -73,7 +71,7 @@ def _chart(run: Run, code: Code, query: Query, rank: int | None, *, against: boo
         "",
         html.Div([html.Span(said, id="flame-said"), whole if root else None], className="controls small"),
         _legend() if against else None,
-        Chart(drawn, title=TITLE),
+        Chart(drawn, title=page.title),
     )
 
 
@@ -85,3 +83,6 @@ def _legend() -> Any:  # noqa: ANN401
     }
     marks = [html.Li([html.I(style={"background": f"var(--{color})"}), said]) for color, said in colors.items()]
     return html.Ul(marks, className="levels")
+
+
+page = Page(title=text("Flame graph"), order=55, layout=layout)

@@ -154,3 +154,52 @@ def test_what_a_table_shows_is_taken_away_as_it_is_filtered(state, screen):
     got = pl.read_parquet(download.value.path())
     expected = found.filter(pl.col("group") == group).sort("skew_ns", nulls_last=True)
     assert got["skew_ns"].to_list() == expected["skew_ns"].to_list()
+
+
+def test_who_is_slow_and_what_it_does_longer_is_on_the_first_screen(state, screen):
+    screen.open("/?run=2")
+    verdict = screen.page.get_by_role("heading", name=re.compile(rf"Rank {SLOW} is slow"))
+    verdict.first.wait_for()
+    box = screen.page.locator("#finding-1 dl").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] < 900
+    assert state.report("2").findings[0].title in screen.page.locator("#finding-1 h3").inner_text()
+
+
+def test_the_timeline_opens_at_the_evidence_with_one_click(state, screen):
+    screen.open("/?run=2")
+    screen.page.locator("#finding-1 a.button").first.click()
+    screen.page.wait_for_url("**/timeline?*#*")
+    screen.page.locator(".rst-side h3", has_text=state.report("2").findings[0].title).wait_for()
+
+
+def test_all_events_of_a_name_are_a_search_away(state, screen):
+    """One shortcut, the name, and they are counted and listed."""
+    screen.open("/timeline?run=2")
+    screen.page.wait_for_selector("#timeline[data-painted]")
+    screen.page.keyboard.press("/")
+    screen.page.keyboard.type("optimizer")
+    screen.page.locator(".rst-found tr").first.wait_for()
+    assert re.match(r"\d+ of [\d,]+", screen.page.locator(".rst-bar [role=status]").inner_text())
+
+
+def test_the_time_between_two_events_is_two_keys_away(screen):
+    screen.open("/timeline?run=2")
+    screen.page.wait_for_selector("#timeline[data-painted]")
+    box = screen.page.locator(".rst canvas").bounding_box()
+    for across in (0.4, 0.7):
+        screen.page.mouse.move(box["x"] + across * box["width"], box["y"] + 80)
+        screen.page.keyboard.press("m")
+    screen.page.locator(".rst-between", has_text="A to B: ").wait_for()
+
+
+def test_a_view_is_shared_by_a_click_and_opens_the_same(state, screen):
+    screen.open("/compare?run=2&rank=5&against=1")
+    screen.page.get_by_role("heading", name="From rank 1 to rank 5").wait_for()
+    assert screen.page.title() == "Compare ranks · slow · rankscope"
+    screen.page.get_by_role("button", name="Copy a link to this view").click()
+    screen.page.get_by_role("button", name="Copy a link to this view").get_by_text("✓").wait_for()
+    link = screen.page.evaluate("navigator.clipboard.readText()")
+    screen.open("/data?run=2")
+    screen.page.goto(link)
+    screen.page.get_by_role("heading", name="From rank 1 to rank 5").wait_for()
