@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from rankscope.analysis.timeline.device_time import by_rank
 
@@ -39,6 +40,7 @@ STEP_COLUMNS = {
     "source": pl.String,
 }
 
+_IDLE_NS = 100_000  # work that is queued begins sooner after what was before it
 _NEVER, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _MAIN_THREAD = 0
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
@@ -221,8 +223,19 @@ def _launched_in(steps: pl.DataFrame, kernels: pl.DataFrame) -> dict[str, pl.Ser
     first = np.full(int(stream.max(initial=0)) + 1, _AFTER_ALL)
     np.minimum.at(first, stream[known], start[known])
     first[first == _AFTER_ALL] = _NEVER  # nothing of it was launched in a step
-    left_over = end[start < first[stream]].max(initial=_NEVER)
+    before = (start < first[stream]) & (start < _idle_from(begin[0], start, end))
+    left_over = end[before].max(initial=_NEVER)
     return {"_done": pl.Series(done), "_left_over": pl.repeat(left_over, len(steps), dtype=pl.Int64, eager=True)}
+
+
+def _idle_from(begin: int, start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
+    """When a device first has nothing to do after the host's first step began: what it does later was not queued then.
+
+    The launch of its work may be missing from the trace all the same. Rows are in order of start.
+    """
+    until = np.maximum.accumulate(np.append(begin, end))
+    idle = start - until[:-1] >= _IDLE_NS
+    return int(until[:-1][idle][0]) if idle.any() else _AFTER_ALL
 
 
 def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> pl.DataFrame:

@@ -189,6 +189,15 @@ def test_a_step_on_the_device_ends_when_its_own_work_has_ended():
     assert on_device(steps, rows).select("step", "start_ns", "end_ns").rows() == [(0, 20, 150), (1, 150, 200)]
 
 
+@pytest.mark.parametrize(("first", "begins"), [((0, 299_000), 350_000), ((0, 30_000), 30_000), ((150_000, 299_000), 0)])
+def test_what_begins_after_the_device_was_idle_was_launched_in_the_step_though_its_launch_was_not_seen(first, begins):
+    """Work of unknown launch was queued before the step if the device goes on with it at once, 0.1 ms at most."""
+    rows = launched(
+        ("compute", *first, None), ("compute", 300_000, 350_000, None), ("compute", 350_000, 400_000, 340_000)
+    )
+    assert on_device(step_spans((0, 0, 0, 500_000)), rows)["start_ns"].to_list() == [begins]
+
+
 def test_without_steps_the_capture_is_one():
     first = step_spans((0, 0, 50, 80), (1, 0, 10, 20))
     second = step_spans((0, 0, 60, 90))
