@@ -25,7 +25,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.metrics.exposed_communication import is_bounded
-from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, step_grid, sums
+from rankscope.analysis.metrics.step_matrix import ENOUGH_STEPS, Estimate, StepGrid, step_grid, sums
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import Detector
@@ -56,7 +56,6 @@ __all__ = [
     "visible",
 ]
 
-ENOUGH_STEPS = 5  # to compare steps with each other
 FEW_STEPS = 2  # to tell a mean from chance, where it is very clear
 _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
 _MUCH_UNSPLIT = 0.03  # of the step: neither with more than that, if it is most of what ranks are blocked

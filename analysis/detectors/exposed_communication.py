@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, judged_grid, longest_rows, price
+from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price
 from rankscope.analysis.metrics.backward import last_backwards
 from rankscope.analysis.metrics.exposed_communication import by_group
 from rankscope.analysis.metrics.exposed_operations import BY_SORT, computed, exposed_operations
@@ -202,7 +202,7 @@ class _Operations:
     def lost(self, elsewhere_ns: float) -> Estimate:
         """What hiding it would bring, without what other findings already account for."""
         values = np.maximum(np.minimum(self.exposed_ns, self.computed_ns) - elsewhere_ns, 0.0)
-        return estimate_of_pieces(values, self.pieces_ns, _TRIM, enough=ENOUGH_STEPS)
+        return estimate_of_pieces(values, self.pieces_ns, _TRIM)
 
 
 def _operations(

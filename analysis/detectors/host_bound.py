@@ -5,7 +5,8 @@ A kernel that only communicates meanwhile does not change that, if it still runs
 waited for it. What the busiest rank would be shorter without this time is the loss, reported above `min_fraction` of
 the step if it is not one rank's: half of it would stay with that rank's host quick, or at least half of the ranks would
 hold the job up next, for a quarter of it or more: their devices idle as well, or their hosts launch for so long. If
-less than half of it is there without the ranks that `slow_rank` found, it is analyzed without these ranks. What
+less than half of it is there without the ranks that `slow_rank` found, or only what may be chance, it is analyzed
+without these ranks. What
 the host did in these gaps is split into: asking the driver for memory,
 having just waited for the device (a synchronisation drains the queue), the launch calls themselves, and all else.
 
@@ -40,6 +41,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.device_lead import idle_at_most_ns, paced_by_host
+from rankscope.analysis.metrics.launch_queue import launching
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
@@ -63,8 +65,6 @@ _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
 _STAYS = 0.5  # share of the loss that is there without the rank that makes most of it: hosts take turns
 _AS_LATE = 0.25  # of the loss: who would hold the job up next for so long shares what makes the host slow
 _REMAINS = 0.5  # share of the loss that is there without the ranks that others wait for
-_LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
-_SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
 _MOSTLY = 0.5  # of the step
 _MUCH = 0.25  # share of the idle time from which a cause is worth its advice
 
@@ -106,7 +106,7 @@ def detect(
     lost, stays = _lost(grid, phases, beside)
     late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
     quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
-    holds_up_ns = np.maximum(late_ns, _launching(grid, phases, launches) - quick_ns)
+    holds_up_ns = np.maximum(late_ns, launching(grid, phases, launches) - quick_ns)
     enough = stays >= _STAYS or 2 * (holds_up_ns >= _AS_LATE * lost.ns).sum() >= len(holds_up_ns)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns or not enough:
         return []
@@ -208,13 +208,17 @@ def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[E
 def _without_stragglers(
     grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame, slow_rank: Sequence[Finding] | NotChecked
 ) -> StepGrid:
-    """The grid; without the ranks that others wait for, if most of the loss is theirs: it follows from them then."""
+    """The grid; without the ranks that others wait for, if most of the loss is theirs, or all that is clear of chance.
+
+    It follows from them then.
+    """
     late = [] if isinstance(slow_rank, NotChecked) else [rank for finding in slow_rank for rank in finding.ranks]
     others = ~np.isin(grid.ranks, late)
     if others.all() or not others.any():
         return grid
     rest = grid.only(others)
-    return rest if _lost(rest, phases, beside)[0].ns < _REMAINS * _lost(grid, phases, beside)[0].ns else grid
+    lost, _ = _lost(rest, phases, beside)
+    return grid if lost.clear and lost.ns >= _REMAINS * _lost(grid, phases, beside)[0].ns else rest
 
 
 def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
@@ -237,26 +241,6 @@ def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> p
             certain_ns=(pl.col("end_ns") - pl.col("start_ns")) * (pl.col("at_ns") < pl.col("over_ns")),
         )
     )
-
-
-def _launching(grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> Floats:
-    """Return ns per step and rank in which the host made call after call, without waiting for the device."""
-    seen = phases.group_by("rank").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
-    lasts = pl.col("end_ns") - pl.col("start_ns")
-    waits = pl.when(pl.col("waits") | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)
-    until_next = pl.col("start_ns").shift(-1) - pl.col("start_ns") - waits
-    of_thread = ["rank", "thread"]
-    spent = (
-        launches.join(seen, on="rank")
-        .filter(pl.col("start_ns") >= pl.col("first_ns"), pl.col("end_ns") <= pl.col("last_ns"))
-        .sort(*of_thread, "start_ns")
-        .select(*of_thread, until_next.over(of_thread).alias("ns"))
-        .filter(pl.col("ns") <= _SOON * pl.col("ns").median().over(of_thread))
-        .group_by("rank")
-        .agg(pl.col("ns").sum())
-    )
-    of_rank = dict(spent.iter_rows())
-    return np.array([of_rank.get(rank, 0) for rank in grid.ranks]) / len(grid.steps)
 
 
 def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:

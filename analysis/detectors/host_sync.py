@@ -5,7 +5,8 @@
 to pageable memory, and HIP's) took away as much lead as it lasted; each time in which the device idled for work
 launched late would have used up as much of it. What the lead would have covered is what the calls cost; what the
 busiest rank would be shorter without it is the loss, reported above `min_fraction` of the step. Gaps of less than
-`min_ns` are not counted.
+`min_ns` are not counted, nor are ranks whose host launches for three quarters of the time in which its device works, or
+longer: it has no lead to lose, and is slow by itself (`host_bound`).
 
 **Why it costs time.** A host that launches ahead hides its own slowness behind the device's work. A synchronisation
 empties the queue: whatever Python does next, the device waits for it.
@@ -27,8 +28,8 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.detectors import judged_grid, price, visible
-from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
-from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate_of_pieces, sums
+from rankscope.analysis.metrics.launch_queue import host_gaps, launching, loss_of_gaps, lost_lead
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, sums
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
@@ -45,8 +46,8 @@ detector = Detector(
     lost_as=("idle", "wait"),
 )
 
+_NO_LEAD = 0.75  # of what its device works: a host that launches for so long is slow by itself
 _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps
-_TRIM = 0.1
 
 # By the operator that waited: how it is written in a script.
 _WRITTEN = {
@@ -75,7 +76,7 @@ def detect(
 ) -> list[Finding]:
     """What the job loses because its hosts wait for their devices, as one finding."""
     grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
-    lost = estimate_of_pieces(job_loses(grid, cost), costly["cost_ns"].to_numpy().astype(float), _TRIM)
+    lost = loss_of_gaps(grid, costly, cost)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
     ranks = grid.only(cost.mean(axis=1) >= lost.ns / 2).ranks
@@ -121,7 +122,7 @@ def resolution_ns(
 ) -> int:
     """The smallest idle time per step that would have been reported."""
     grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
-    lost = estimate_of_pieces(job_loses(grid, cost), costly["cost_ns"].to_numpy().astype(float), _TRIM)
+    lost = loss_of_gaps(grid, costly, cost)
     return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns))
 
 
@@ -136,6 +137,8 @@ def _costs(
         raise NotResolvable(text("the trace holds no call that waits for a device, not even the profiler's own"))
     grid = judged_grid(breakdown, _LEAST_STEPS)
     costly = lost_lead(host_gaps(phases, kernels), calls, min_ns)
+    has_lead = launching(grid, phases, launches) < _NO_LEAD * (grid.busy - grid.of("host")).mean(axis=1)
+    costly = costly.filter(pl.col("rank").is_in(grid.only(has_lead).ranks))
     return grid, costly, sums(grid, costly, "cost_ns")
 
 

@@ -27,12 +27,11 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_rows, price, visible
-from rankscope.analysis.metrics.launch_queue import host_gaps, job_loses, lost_lead
+from rankscope.analysis.metrics.launch_queue import host_gaps, loss_of_gaps, lost_lead
 from rankscope.analysis.metrics.step_matrix import (
     Floats,
     StepGrid,
     estimate,
-    estimate_of_pieces,
     over_occurrences,
     sums,
 )
@@ -48,14 +47,13 @@ __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
     needs=("memory",),
-    explains=("slow_rank", "host_bound", "gradual_slowdown"),
+    explains=("host_sync", "slow_rank", "host_bound", "gradual_slowdown"),
     explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
     parts=("host",),
     lost_as=AS_WAITING,
 )
 
 _LEAST_STEPS = 1  # each holds many calls
-_TRIM = 0.1
 _LEAST_GAP_NS = 20_000
 _RETRIES, _RESERVED, _TOTAL = "cuda_alloc_retries", "cuda_reserved_bytes", "cuda_total_bytes"
 _IN_PIECES = "cuda_inactive_split_bytes"
@@ -93,7 +91,7 @@ def resolution_ns(
     """The smallest loss per step that would have been reported."""
     if kernels is not None and launches is not None:
         grid, costly, cost = _idle(breakdown, phases, kernels, launches)
-        lost = estimate_of_pieces(job_loses(grid, cost), costly["cost_ns"].to_numpy().astype(float), _TRIM)
+        lost = loss_of_gaps(grid, costly, cost)
         return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns))
     readings = _readings(memory)
     grid, retried = _retried(breakdown, steps, readings)
@@ -105,7 +103,7 @@ def _of_calls(
     breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame, min_fraction: float
 ) -> list[Finding]:
     grid, costly, cost = _idle(breakdown, phases, kernels, launches)
-    lost = estimate_of_pieces(job_loses(grid, cost), costly["cost_ns"].to_numpy().astype(float), _TRIM)
+    lost = loss_of_gaps(grid, costly, cost)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
     ranks = grid.only(cost.mean(axis=1) >= lost.ns / 2).ranks

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.metrics.step_matrix import Floats, StepGrid
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces
 
-__all__ = ["host_gaps", "job_loses", "lost_lead"]
+__all__ = ["host_gaps", "launching", "loss_of_gaps", "lost_lead"]
 
+_TRIM = 0.1
 _OWN_NS = 10_000  # what such a call takes although it has nothing to wait for
+_LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
+_SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
 
 
 def host_gaps(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
@@ -65,6 +68,36 @@ def lost_lead(gaps: pl.DataFrame, calls: pl.DataFrame, min_ns: int) -> pl.DataFr
     )
 
 
-def job_loses(grid: StepGrid, cost: Floats) -> Floats:
+def _job_loses(grid: StepGrid, cost: Floats) -> Floats:
     """Return ns per step by which the busiest rank would be shorter without `cost`, an array of (rank, step) in ns."""
     return np.asarray(grid.busy.max(axis=0) - (grid.busy - cost).max(axis=0))
+
+
+def loss_of_gaps(grid: StepGrid, costly: pl.DataFrame, cost: Floats) -> Estimate:
+    """What the job is longer per step because of these gaps, which cost this much by rank and step.
+
+    Of few steps the sample are the gaps of the rank that loses most, as those of the others come at the same time; of
+    one step those of all ranks, the only repetition that there is.
+    """
+    pieces = costly if len(grid.steps) == 1 else costly.filter(rank=grid.ranks[int(cost.mean(axis=1).argmax())])
+    return estimate_of_pieces(_job_loses(grid, cost), pieces["cost_ns"].to_numpy().astype(np.float64), _TRIM)
+
+
+def launching(grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> Floats:
+    """Return ns per step and rank in which the host made call after call, without waiting for the device."""
+    seen = phases.group_by("rank").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
+    lasts = pl.col("end_ns") - pl.col("start_ns")
+    waits = pl.when(pl.col("waits") | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)
+    until_next = pl.col("start_ns").shift(-1) - pl.col("start_ns") - waits
+    of_thread = ["rank", "thread"]
+    spent = (
+        launches.join(seen, on="rank")
+        .filter(pl.col("start_ns") >= pl.col("first_ns"), pl.col("end_ns") <= pl.col("last_ns"))
+        .sort(*of_thread, "start_ns")
+        .select(*of_thread, until_next.over(of_thread).alias("ns"))
+        .filter(pl.col("ns") <= _SOON * pl.col("ns").median().over(of_thread))
+        .group_by("rank")
+        .agg(pl.col("ns").sum())
+    )
+    of_rank = dict(spent.iter_rows())
+    return np.array([of_rank.get(rank, 0) for rank in grid.ranks]) / len(grid.steps)

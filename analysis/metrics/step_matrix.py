@@ -20,6 +20,7 @@ from rankscope.analysis.metrics.once import once
 from rankscope.analysis.model.parts import APART, BLOCKED, MAYBE_BLOCKED, OWN
 
 __all__ = [
+    "ENOUGH_STEPS",
     "Estimate",
     "StepGrid",
     "above_peers",
@@ -37,7 +38,7 @@ __all__ = [
     "sums",
 ]
 
-_IN_OTHERS = 1 / 3  # of the mean loss
+ENOUGH_STEPS = 5  # to compare steps with each other
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
 _T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
@@ -194,25 +195,20 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
     return kept.mean(axis=1), half_width(errors, kept.shape[1])
 
 
-def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0, enough: int = 2) -> Estimate:
-    """The same of what is lost per step in these pieces (gaps, calls): of less than `enough` steps they are the sample.
+def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> Estimate:
+    """The same of what is lost per step in these pieces (gaps, calls): of few steps they are the sample.
 
     Each might not have happened, so that a single one is never clear of zero; four of one length just are. Where what
-    is lost is less than they take together, each counts as much less. Where all steps but the one that loses most lose
-    less than a third of the mean, it is an event of that step, and not clear of zero.
+    is lost is less than they take together, each counts as much less. Of few steps the median counts, of two the lower
+    one: the first of a capture is often longer, and what happens once is no property of a step.
 
     Source: the variance of a compound Poisson sum is that of its number times the mean square of its terms.
     """
-    if len(values) >= enough:
+    if len(values) >= ENOUGH_STEPS:
         return estimate(values, trim)
-    total = float(pieces_ns.sum())
+    total, usual = float(pieces_ns.sum()), float(np.sort(values)[(len(values) - 1) // 2])
     share = float(np.sqrt(np.square(pieces_ns).sum())) / total if total else 0.0
-    mean = float(values.mean())
-    by_pieces = 1.96 * share * max(mean, 0.0)
-    if len(values) == 1:
-        return Estimate(mean, by_pieces)
-    in_others = float(np.sort(values)[:-1].mean())
-    return Estimate(mean, max(by_pieces, (mean - in_others) / (1 - _IN_OTHERS)))
+    return Estimate(usual, 1.96 * share * max(usual, 0.0))
 
 
 def estimate_of_operations(values: Floats, steps: int) -> Estimate:

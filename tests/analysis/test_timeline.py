@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.metrics.step_matrix import step_grid
+from rankscope.analysis.metrics.step_matrix import estimate_of_pieces, step_grid
 from rankscope.analysis.model.finding import Clock
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
@@ -489,3 +489,18 @@ def test_parts_sum_to_the_step_whatever_the_intervals(region_rows, calls, length
     table = breakdown(cut, steps)
     assert table["part"].to_list() == list(PARTS) * len(lengths)
     assert table.group_by("step").agg(pl.col("ns").sum()).sort("step")["ns"].to_list() == lengths
+
+
+@pytest.mark.parametrize(
+    ("of_steps", "usual", "clear"),
+    [
+        ([9.0], 9, True),  # in 16 gaps of one length: 1.96 / 4 of it either way
+        ([30.0, 9, 8], 9, True),  # the first step of a capture is often longer
+        ([0.0, 9], 0, False),  # one of two may be an event of that step
+        ([0.0, 9, 9, 9, 9], 7.2, True),  # from five on steps are the sample
+        ([0.0, 0, 0, 0, 9], 1.8, False),
+    ],
+)
+def test_of_few_steps_the_gaps_are_the_sample_and_the_median_step_counts(of_steps, usual, clear):
+    found = estimate_of_pieces(np.array(of_steps), np.ones(16))
+    assert (found.ns, found.clear) == (pytest.approx(usual), clear)

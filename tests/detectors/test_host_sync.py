@@ -50,6 +50,13 @@ def test_it_costs_no_more_than_the_host_waited(call, lost_ms):
     assert finding.lost_ns_per_step == pytest.approx(lost_ms * MS)
 
 
+@pytest.mark.parametrize(("busy_ms", "found"), [(59, 1), (61, 0)])
+def test_a_host_that_launches_for_three_quarters_of_what_its_device_works_has_no_lead_to_lose(busy_ms, found):
+    """The device works 80 ms per step; waiting for it cost the host 8 ms of its lead, as far as it had any."""
+    call = ("cudaStreamSynchronize", 70, 80)
+    assert len(host_sync.detect(*tables(call, busy_ns=busy_ms * MS))) == found
+
+
 def test_what_the_job_loses_is_what_its_busiest_rank_loses():
     """Rank 1 alone waits: rank 0 idles as long for other reasons, and the job would wait for it."""
     assert host_sync.detect(*tables({1: [("cudaStreamSynchronize", 10, 80)]})) == []

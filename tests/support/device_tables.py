@@ -13,10 +13,10 @@ STEPS = 10
 ITEM = "aten::_local_scalar_dense"
 
 
-def tables(*calls, idle=(80, 100), ranks=2, launched=True):
+def tables(*calls, idle=(80, 100), ranks=2, launched=True, busy_ns=50_000):
     """Steps of 100 ms; from 80 to 100 the device idles for work launched late, if `idle` says nothing else.
 
-    `calls` are (name, start, end) in ms of each step, by rank if they are a dict.
+    `calls` are (name, start, end) in ms of each step, by rank if they are a dict. The host launches for `busy_ns`.
     """
     parts, phases, kernels, launches, regions = [], [], [], [], []
     for rank in range(ranks):
@@ -29,6 +29,10 @@ def tables(*calls, idle=(80, 100), ranks=2, launched=True):
                     phases.append((rank, step, part, "loss", start, end))
                 if end > start and part == "compute":
                     kernels.append((rank, start, end, start if launched else None, 0))
+            # The step's work is launched at once: this host has a lead to lose.
+            launches += [
+                (rank, at[0] + ns, at[0] + ns + 4_000, "cudaLaunchKernel", 0) for ns in range(0, busy_ns, 10_000)
+            ]
             for name, start, end in calls[0].get(rank, ()) if isinstance(calls[0], dict) else calls:
                 begin, done = round((100 * step + start) * MS), round((100 * step + end) * MS)
                 launches.append((rank, begin, done, name, 0))
