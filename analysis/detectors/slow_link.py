@@ -46,6 +46,7 @@ from rankscope.analysis.metrics.links import busy_links, links_of_sends, nodes_o
 from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, robust_deviation, sums
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
+from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
@@ -233,7 +234,7 @@ def _finding(
         ranks=slow.ranks or (of_node if is_node else ()),
         nodes=tuple(sorted(set(slow.nodes))),
         evidence=evidence,
-        fix="link:" + "-".join(f"node{node}" for node in slow.nodes) if seen_blocked and not slow.ranks else None,
+        fix=str(Fix.link(*slow.nodes)) if seen_blocked and not slow.ranks else None,
         gain_why=None if seen_blocked else text("for how long transfers block ranks was not recorded"),
         **price(transfer.grid, lost),
     )

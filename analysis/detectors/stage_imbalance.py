@@ -41,6 +41,7 @@ from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.model.pipeline_ops import BACKWARD, COMPUTES, FORWARD
 from rankscope.analysis.model.spec import AS_WAITING, Detector
+from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.replay.pipeline import (
     Key,
     OpGrid,
@@ -152,7 +153,7 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, long: Sequence[int], step
         lost_ns_total=round(lost * len(grid.steps)),
         lost_fraction=fraction,
         uncertainty_ns=round(half_width),
-        fix=f"stage:{stage}",
+        fix=str(Fix.numbered("stage", stage)),
         evidence=_longest(grid, stage),
     )
 

@@ -19,6 +19,7 @@ from rankscope.analysis.detectors import severity
 from rankscope.analysis.metrics.step_matrix import robust_deviation
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
+from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.replay.pipeline import OpGrid, even_by, op_grid
 from rankscope.analysis.replay.pipeline_plan import Floats, ends
 from rankscope.analysis.text.message import text
@@ -319,7 +320,7 @@ def _slow_finding(grid: OpGrid, worker: _Worker, saved: Floats) -> Finding:
         ),
         ranks=(worker.rank,),
         steps=tuple(steps),
-        fix=f"rank:{worker.rank}",
+        fix=str(Fix.numbered("rank", worker.rank)),
         evidence=_longest(grid, worker),
         **_cost(grid, saved, half_width),
     )

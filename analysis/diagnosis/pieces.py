@@ -25,6 +25,7 @@ from rankscope.analysis.detectors import (
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, Ints, StepGrid
 from rankscope.analysis.metrics.uneven_pieces import pieces_of_steps, uneven_pieces
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.parallelism import roles, roles_of
@@ -128,7 +129,7 @@ def long_stage(
             where=text("stage {stage}", stage=int(worst)),
             advice=text("Move layers from stage {stage} to the others{brings}.", stage=int(worst), brings=brings),
             ranks=ranks,
-            fix=f"stage:{int(worst)}",
+            fix=str(Fix.numbered("stage", int(worst))),
             evidence=longest_rows(kernels.filter(pl.col("rank").is_in(ranks), pl.col("work") == "compute"), "kernels"),
             **price(grid, lost, even_ns),
         )

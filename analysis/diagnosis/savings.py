@@ -20,6 +20,7 @@ from rankscope.analysis.model.finding import (
     NotChecked,
     PredictedFix,
 )
+from rankscope.analysis.replay.fixes import together
 from rankscope.analysis.replay.sweep import sweep
 from rankscope.analysis.replay.whatif import PipelineRerun, Rerun, rerun
 from rankscope.analysis.text.message import text
@@ -132,8 +133,8 @@ def with_hidden(
 def _brings(fixes: Sequence[str], run: Rerun | PipelineRerun) -> dict[str, tuple[float, float]]:
     """What each fix brings beside the others, ns per step, and its uncertainty; empty where they cannot be replayed."""
     try:
-        whole = run.gain(*_together(fixes))
-        rest = {fix: _together([other for other in fixes if other != fix]) for fix in fixes}
+        whole = run.gain(*together(fixes))
+        rest = {fix: together([other for other in fixes if other != fix]) for fix in fixes}
         others_ns = {fix: run.gain(*others).gain_ns if others else 0.0 for fix, others in rest.items()}
     except BadFix:
         return {}
@@ -156,13 +157,6 @@ def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertai
     return [
         replace(f, **cost) if f is one or (f.fix == one.fix and f.lost_fraction > fraction) else f for f in findings
     ]
-
-
-def _together(fixes: Sequence[str]) -> list[str]:
-    """The fixes, those of single ranks as one: none of them is a measure for the others."""
-    ranks = [fix.removeprefix("rank:") for fix in fixes if fix.startswith("rank:")]
-    rest = [fix for fix in fixes if not fix.startswith("rank:")]
-    return [*rest, f"rank:{','.join(ranks)}"] if ranks else rest
 
 
 def with_gains(

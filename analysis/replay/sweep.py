@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Finding, PredictedFix
 from rankscope.analysis.model.pipeline_ops import COMPUTES
+from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.replay.whatif import Gain, PipelineRerun, Rerun
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
@@ -114,9 +115,10 @@ def _candidates(run: Rerun | PipelineRerun, charges: pl.DataFrame, asking: Colle
     else:
         ranks = _of_charges(run, charges)
         nodes, stages = (_summed(ranks, places) for places in (_nodes(run), _stages(run)))
-    found = [f"rank:{rank}" for rank in _largest(ranks)] if any(fix.startswith("rank:") for fix in possible) else []
-    found += [f"node:{node}" for node in _largest(nodes)] + [f"stage:{stage}" for stage in _largest(stages)]
-    known = [fix for fix in found if fix.startswith("rank:") or fix in possible]
+    has_ranks = any(Fix.parse(fix).kind == "rank" for fix in possible)
+    of_ranks = [str(Fix.numbered("rank", rank)) for rank in _largest(ranks)] if has_ranks else []
+    others = [str(Fix.numbered(kind, n)) for kind, of in (("node", nodes), ("stage", stages)) for n in _largest(of)]
+    known = [*of_ranks, *(fix for fix in others if fix in possible)]
     return [*known, *(fix for fix in possible if not fix.startswith((*_NAMED, *unasked)))]
 
 
@@ -187,11 +189,11 @@ def _covered(fix: str, worth: Mapping[str, Gain], run: Rerun | PipelineRerun) ->
 
 def _ranks(fix: str, run: Rerun | PipelineRerun) -> frozenset[int]:
     """Whose own time a fix changes; empty if it is of no rank's."""
-    name, _, argument = fix.partition(":")
-    if name == "rank":
-        return frozenset(map(int, argument.split(",")))
+    parsed = Fix.parse(fix)
+    if parsed.kind == "rank":
+        return frozenset(parsed.numbers)
     everybody: Iterable[int] = run.nodes if isinstance(run, Rerun) else np.unique(run.grid.ranks).tolist()
-    if name == "balance":
+    if parsed.kind == "balance":
         return frozenset(everybody)
-    places = {"node": _nodes, "stage": _stages}.get(name, lambda _: {})(run)
-    return frozenset(rank for rank in everybody if argument.isdigit() and int(argument) in places.get(rank, ()))
+    places = {"node": _nodes, "stage": _stages}.get(parsed.kind, lambda _: {})(run)
+    return frozenset(rank for rank in everybody if {*parsed.numbers} & {*places.get(rank, ())})

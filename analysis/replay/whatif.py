@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +27,7 @@ from rankscope.analysis.replay.communication import (
     wiring,
 )
 from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
+from rankscope.analysis.replay.fixes import SCHEDULES, VANISHING, Fix
 from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, replay, replay_with
 from rankscope.analysis.replay.host_calls import may_wait
 from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths
@@ -46,15 +46,9 @@ from rankscope.analysis.timeline.parallelism import role_codes, roles
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import BadFix, NotReplayable
 
-__all__ = ["MAX_ERROR", "Gain", "PipelineRerun", "Rerun", "check_form", "rerun"]
+__all__ = ["MAX_ERROR", "Gain", "PipelineRerun", "Rerun", "rerun"]
 
 MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
-_VANISHING = ("gc", "input", "compile", "checkpoint", "host")
-_FORM = re.compile(
-    r"(?:rank:\d{1,9}(?:,\d{1,9})*|(?:node|stage):\d{1,9}|link:node\d{1,9}|op:\w+=\d*\.?\d+|bucket-mb:\d*\.?\d+|"
-    rf"overlap:[^:]+(?::\w+)?|prefetch:[1-9]\d?|reshard:off|balance|{'|'.join(_VANISHING)})"
-)
-_SCHEDULES = ("overlap", "prefetch", "reshard")
 _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
 _FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
 
@@ -97,7 +91,7 @@ class Rerun:
         """What these fixes bring together. Raises `BadFix`."""
         saved_ns = self._saved(fixes)
         gain = _gain(fixes, self.step_ns, saved_ns, self.fidelity)
-        if not any(self._pieces(fix) for fix in fixes):
+        if not any(self._pieces(Fix.parse(fix)) for fix in fixes):
             return gain
         least_ns = self._saved(fixes, at_end=True)
         return replace(gain, uncertainty_ns=gain.uncertainty_ns + abs(float((saved_ns - least_ns).mean())) / 2)
@@ -105,8 +99,9 @@ class Rerun:
     def _saved(self, fixes: Sequence[str], *, at_end: bool = False) -> Floats:
         """What each step becomes shorter; `at_end`: the gradients of a bucket are all ready when its last is."""
         graph, duration = self.host.graph, self.host.graph.duration_ns
-        waiting = [fix for fix in fixes if fix.partition(":")[0] in _SCHEDULES or self._pieces(fix)]
-        for fix in fixes:
+        parsed = [Fix.parse(fix) for fix in fixes]
+        waiting = [fix for fix in parsed if fix.kind in SCHEDULES or self._pieces(fix)]
+        for fix in parsed:
             if fix not in waiting:
                 duration = self._fixed(fix, duration)
         none = np.zeros(0, dtype=np.int64)
@@ -131,13 +126,13 @@ class Rerun:
         found += [f"stage:{stage}" for stage in sorted(set(self.stages.values()))]
         found += [f"link:node{n}" for n in nodes if link_rates(self.links, (n,)) is not None]
         found += [f"op:{op}=0" for op in self._operations()]
-        found += [part for part in _VANISHING if graph.parts.index(part) in parts]
+        found += [part for part in VANISHING if graph.parts.index(part) in parts]
         exposed = self.operations.filter(pl.col("exposed_ns") > 0, ~pl.col("is_edge"))
         found += [
             f"overlap:{sort}:{op}" for sort, op in exposed.select("sort", "op").unique().sort("sort", "op").rows()
         ]
         replayed = ("prefetch:1", "reshard:off", *self._other_buckets())
-        found += [fix for fix in replayed if not fix.startswith(without) and self._allows(fix)]
+        found += [fix for fix in replayed if not fix.startswith(without) and self._allows(Fix.parse(fix))]
         return tuple(found)
 
     def _other_buckets(self) -> list[str]:
@@ -146,20 +141,18 @@ class Rerun:
         half = [f"bucket-mb:{largest / 2**21:.3g}"] if isinstance(largest, int) else []
         return [f"bucket-mb:{_TWICE_THE_USUAL}", *half]
 
-    def _allows(self, fix: str) -> bool:
-        name, _, argument = fix.partition(":")
+    def _allows(self, fix: Fix) -> bool:
         try:
-            if name not in _SCHEDULES and not self._pieces(fix):
-                return self._larger_buckets(argument, self.host.graph.duration_ns) is not None
-            self._saved([fix])
+            if fix.kind not in SCHEDULES and not self._pieces(fix):
+                return self._larger_buckets(fix, self.host.graph.duration_ns) is not None
+            self._saved([str(fix)])
         except BadFix:
             return False
         return True
 
-    def _fixed(self, fix: str, duration: Floats) -> Floats:
+    def _fixed(self, fix: Fix, duration: Floats) -> Floats:
         """The durations with one more fix."""
-        name, _, argument = fix.partition(":")
-        kinds: dict[str, Callable[[str, Floats], Floats | None]] = {
+        kinds: dict[str, Callable[[Fix, Floats], Floats | None]] = {
             "rank": self._like_peers,
             "node": self._like_other_nodes,
             "stage": self._like_other_stages,
@@ -167,9 +160,9 @@ class Rerun:
             "op": self._faster_operation,
             "balance": self._balanced,
             "bucket-mb": self._larger_buckets,
-            **dict.fromkeys(_VANISHING, lambda _, duration: self._without(name, duration)),
+            **dict.fromkeys(VANISHING, self._without),
         }
-        fixed = kinds[name](argument, duration) if name in kinds else None
+        fixed = kinds[fix.kind](fix, duration) if fix.kind in kinds else None
         if fixed is None:
             raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
         return fixed
@@ -180,16 +173,15 @@ class Rerun:
     def _wired(self) -> Wiring:
         return wiring(self.host.graph, self.operations["instance_id"].to_numpy())
 
-    def _scheduled(self, fix: str, changes: Changes, *, at_end: bool) -> Changes:
+    def _scheduled(self, fix: Fix, changes: Changes, *, at_end: bool) -> Changes:
         """The changes with one more fix."""
-        name, _, argument = fix.partition(":")
         changed: Changes | None
-        if name == "overlap":
-            sort, _, op = argument.rpartition(":") if argument.count(":") else (argument, "", "")
+        if fix.kind == "overlap":
+            sort, _, op = fix.of.rpartition(":") if ":" in fix.of else (fix.of, "", "")
             changed = hidden(self.operations, sort, op, self._wired, changes)
-        elif name == "prefetch":
-            changed = prefetched(self.operations, int(argument), self._wired, changes)
-        elif name == "reshard":
+        elif fix.kind == "prefetch":
+            changed = prefetched(self.operations, int(fix.of), self._wired, changes)
+        elif fix.kind == "reshard":
             changed = kept_parameters(self.operations, self._wired, changes)
         else:
             pieces = self._pieces(fix)
@@ -200,12 +192,11 @@ class Rerun:
             raise BadFix(f"cannot fix '{fix}' in this run: it has no such operations")
         return changed
 
-    def _pieces(self, fix: str) -> Pieces | None:
+    def _pieces(self, fix: Fix) -> Pieces | None:
         """The parts into which buckets go that are too large; None where they only become larger. Raises `BadFix`."""
-        name, _, argument = fix.partition(":")
-        if name != "bucket-mb" or not re.fullmatch(r"\d*\.?\d+", argument) or self._buckets_per_step() <= 1:
+        if fix.kind != "bucket-mb" or fix.amount is None or self._buckets_per_step() <= 1:
             return None
-        cap = float(argument) * 2**20
+        cap = fix.amount * 2**20
         of = ["group_id", "step"]
         merged = _merged(self.buckets, cap)
         known = pl.col("_before").is_not_null() & pl.col("instance_id").is_in(list(self._wired.transfer))
@@ -232,13 +223,13 @@ class Rerun:
 
     # ---- whose own time is too long
 
-    def _like_peers(self, argument: str, duration: Floats) -> Floats | None:
-        ranks = tuple(_number(rank) for rank in argument.split(","))
-        return self._as_the_others(ranks, duration) if set(ranks) <= set(self.nodes) else None
+    def _like_peers(self, fix: Fix, duration: Floats) -> Floats | None:
+        ranks = fix.numbers
+        return self._as_the_others(ranks, duration) if ranks and set(ranks) <= set(self.nodes) else None
 
-    def _like_other_nodes(self, argument: str, duration: Floats) -> Floats | None:
-        node = _number(argument)
-        return self._as_the_others(tuple(rank for rank, on in self.nodes.items() if on == node), duration)
+    def _like_other_nodes(self, fix: Fix, duration: Floats) -> Floats | None:
+        of_node = tuple(rank for rank, node in self.nodes.items() if (node,) == fix.numbers)
+        return self._as_the_others(of_node, duration)
 
     def _as_the_others(self, ranks: tuple[int, ...], duration: Floats) -> Floats | None:
         """Own time of `ranks`, by step and label, becomes the median of all others that have their role."""
@@ -248,17 +239,17 @@ class Rerun:
         known = bool(peers) and all(some.others.any() for some in peers)
         return self._own_time_as(peers, duration) if known else None
 
-    def _like_other_stages(self, argument: str, duration: Floats) -> Floats | None:
+    def _like_other_stages(self, fix: Fix, duration: Floats) -> Floats | None:
         """Own time of the stage's ranks, by step and label, becomes the median over the ranks of the other stages."""
         staged = np.isin(sorted(self.nodes), list(self.stages))
-        of_stage = [rank for rank, stage in self.stages.items() if stage == _number(argument)]
+        of_stage = [rank for rank, stage in self.stages.items() if (stage,) == fix.numbers]
         chosen = np.isin(sorted(self.nodes), of_stage)
         known = chosen.any() and (staged & ~chosen).any()
         return self._own_time_as([_Peers(chosen, staged & ~chosen, np.median)], duration) if known else None
 
-    def _balanced(self, argument: str, duration: Floats) -> Floats | None:
+    def _balanced(self, fix: Fix, duration: Floats) -> Floats | None:
         """Own time of every rank, by step and label, becomes the mean over ranks."""
-        if argument or len(self.nodes) < 2:
+        if fix.of or len(self.nodes) < 2:
             return None
         everybody = np.ones(len(self.nodes), bool)
         return self._own_time_as([_Peers(everybody, everybody, np.mean)], duration)
@@ -298,28 +289,27 @@ class Rerun:
 
     # ---- what takes no time or less
 
-    def _without(self, part: str, duration: Floats) -> Floats | None:
+    def _without(self, fix: Fix, duration: Floats) -> Floats | None:
         graph = self.host.graph
-        of_part = graph.part == graph.parts.index(part)
+        of_part = graph.part == graph.parts.index(fix.kind)
         return duration * ~of_part if of_part.any() else None
 
-    def _faster_operation(self, argument: str, duration: Floats) -> Floats | None:
-        found = re.fullmatch(r"(\w+)=(\d*\.?\d+)", argument)
-        if not found or found[1] not in self._operations():
+    def _faster_operation(self, fix: Fix, duration: Floats) -> Floats | None:
+        op = fix.of.rpartition("=")[0]
+        if fix.amount is None or op not in self._operations():
             return None
         graph = self.host.graph
-        of_op = (graph.instance >= 0) & (graph.label == graph.labels.index(found[1]))
-        factor: Floats = np.where(of_op, float(found[2]), 1.0)
+        of_op = (graph.instance >= 0) & (graph.label == graph.labels.index(op))
+        factor: Floats = np.where(of_op, fix.amount, 1.0)
         return duration * factor
 
-    def _healthy_link(self, argument: str, duration: Floats) -> Floats | None:
+    def _healthy_link(self, fix: Fix, duration: Floats) -> Floats | None:
         """Transfers that cross the link take the time less that its bytes would save elsewhere.
 
         What a transfer takes beside them, among the ranks of a node and between two messages, stays: the link has
         nothing under way then.
         """
-        found = re.fullmatch(r"node(\d+)(?:-node(\d+))?", argument)
-        nodes = tuple(int(n) for n in found.groups() if n is not None) if found else ()
+        nodes = fix.numbers
         rates = link_rates(self.links, nodes) if nodes else None
         if rates is None:
             return None
@@ -342,15 +332,14 @@ class Rerun:
 
     # ---- DDP's buckets
 
-    def _larger_buckets(self, argument: str, duration: Floats) -> Floats | None:
+    def _larger_buckets(self, fix: Fix, duration: Floats) -> Floats | None:
         """Buckets that fit together into so many MiB are one: reduced when the last is ready, α + S / B long."""
-        found = re.fullmatch(r"\d*\.?\d+", argument)
-        if not found or self._buckets_per_step() <= 1:
+        if fix.amount is None or self._buckets_per_step() <= 1:
             return None
         size = self.buckets["size_bytes"].to_numpy().astype(np.float64)
-        merged = _merged(self.buckets, float(argument) * 2**20)
+        merged = _merged(self.buckets, fix.amount * 2**20)
         if len(np.unique(merged)) == len(merged):
-            raise BadFix(f"no two of the recorded buckets fit into {argument} MiB, and none but a first one is larger")
+            raise BadFix(f"no two of the recorded buckets fit into {fix.of} MiB, and none but a first one is larger")
         node = self._bucket_nodes()
         latency_ns, ns_per_byte = _latency_and_rate(size, duration[node])
         last = np.concatenate([merged[1:] != merged[:-1], [True]])
@@ -419,7 +408,7 @@ class PipelineRerun:
         """What these fixes bring together. Raises `BadFix`."""
         duration = self.whatif.actual_ns
         for fix in fixes:
-            fixed = self._fixed(fix, duration)
+            fixed = self._fixed(Fix.parse(fix), duration)
             if fixed is None:
                 raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
             duration = fixed
@@ -431,27 +420,18 @@ class PipelineRerun:
         found = [f"rank:{ranks[0]} … rank:{ranks[-1]}"] if self.grid.ranks.shape[1] > 1 else []
         return (*found, "balance", *(f"stage:{stage}" for stage in self.grid.stages), "balance:stages")
 
-    def _fixed(self, fix: str, duration: Floats) -> Floats | None:
+    def _fixed(self, fix: Fix, duration: Floats) -> Floats | None:
         """Return the durations with one more fix: a stage or a rank is like its peers, or all take their mean."""
-        name, _, argument = fix.partition(":")
         computes = np.array([not communicates(kind) for kind in self.grid.kinds])[:, np.newaxis, np.newaxis]
-        if name == "stage" and _number(argument) in self.grid.stages and len(self.grid.stages) > 1:
-            return as_other_stages(self.grid, duration, int(argument))
-        if name == "balance" and argument in ("", "stages"):
-            return (even_stages if argument else even_microbatches)(self.grid, duration)
-        chosen = np.isin(self.grid.ranks, [_number(rank) for rank in argument.split(",")])[:, np.newaxis, :]
-        if name != "rank" or not chosen.any() or chosen.all(axis=2).any():
+        if fix.kind == "stage" and len(fix.numbers) == 1 and {*fix.numbers} < {*self.grid.stages}:
+            return as_other_stages(self.grid, duration, fix.numbers[0])
+        if fix.kind == "balance" and fix.of in ("", "stages"):
+            return (even_stages if fix.of else even_microbatches)(self.grid, duration)
+        chosen = np.isin(self.grid.ranks, fix.numbers)[:, np.newaxis, :]
+        if fix.kind != "rank" or not chosen.any() or chosen.all(axis=2).any():
             return None
         others = np.nanmedian(np.where(chosen, np.nan, duration), axis=2, keepdims=True)
         return np.where(computes & chosen, others, duration)
-
-
-def check_form(fix: str) -> None:
-    """Nothing, if some run may have such a fix. Raises `BadFix`, without a run."""
-    if not _FORM.fullmatch(fix):
-        kinds = f"rank:2, rank:2,5, node:1, balance, stage:3, link:node1, op:allreduce=0.5, {', '.join(_VANISHING)}"
-        schedules = "overlap:GROUP:OPERATION, prefetch:1, reshard:off"
-        raise BadFix(f"no fix is written '{fix}'; there are {kinds}, bucket-mb:50, {schedules}")
 
 
 def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:
@@ -592,7 +572,3 @@ def _gain(fixes: tuple[str, ...], step_ns: float, saved_ns: Floats, fidelity: Fi
         gain_ns=gain_ns,
         uncertainty_ns=scatter + abs(fidelity.mean_error) * (step_ns - gain_ns),
     )
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else -1

@@ -40,12 +40,13 @@ def command(
     lang: Lang = "en",
 ) -> None:
     from rankscope.analysis.metrics.links import judged_links
-    from rankscope.analysis.replay.whatif import check_form, rerun
+    from rankscope.analysis.replay.fixes import Fix, check_form
+    from rankscope.analysis.replay.whatif import rerun
     from rankscope.analysis.runs.trace import Trace
     from rankscope.analysis.timeline.build import build_timeline
     from rankscope.errors import NotReplayable
 
-    fixes = [*(fix or []), *([f"bucket-mb:{bucket_mb:g}"] if bucket_mb is not None else [])]
+    fixes = [*(fix or []), *([str(Fix("bucket-mb", f"{bucket_mb:g}"))] if bucket_mb is not None else [])]
     if not fixes:
         raise RankscopeError("nothing to fix: give --fix, as in --fix rank:2, or --bucket-mb")
     for one in fixes:
