@@ -3,12 +3,15 @@
     python benchmarks/analysis.py startup [--before CHECKOUT]
     python benchmarks/analysis.py rows --ranks 64 --steps 600 [--before CHECKOUT]
     python benchmarks/analysis.py trace TRACE.json.gz --size-mb 606 [--before CHECKOUT]
+    python benchmarks/analysis.py files FOLDER --ranks 4 --size-mb 150 [--before CHECKOUT]
 
 `startup` is what a command takes that has nearly nothing to do: 4 ranks, 40 steps. `rows` is a report on a simulated
-FSDP job, `trace` one on a profiler's trace that is repeated up to the size. Every command runs in a process of its own,
-its children's time included, in alternation with the same one of another checkout (compiled in place) where that is
-given; the least of the rounds counts, since other work only ever adds to it. Memory below that of
-this script itself (some 90 MB) is not seen.
+FSDP job, `trace` one on a profiler's trace that is repeated up to the size, `files` one on those of several ranks (the
+first in the folder), after which one and two workers of a Dask cluster on this machine scan them.
+
+Every command runs in a process of its own, its children's time included, in alternation with the same one of another
+checkout (compiled in place) where that is given; the least of the rounds counts, since other work only ever adds to it.
+Memory below that of this script itself (some 90 MB) is not seen.
 """
 
 from __future__ import annotations
@@ -77,6 +80,34 @@ def simulated(folder: Path, ranks: int, steps: int) -> Path:
     return write(run(job, healthy_resources(job)), folder)
 
 
+def large_files(source: Path, folder: Path, ranks: int, size_mb: int) -> Path:
+    """The folder, with the first traces of the source, each repeated up to the size."""
+    from large_trace import write_large
+
+    folder.mkdir()
+    found = sorted(source.glob("*.json.gz"))[:ranks]
+    size = sum(write_large(file, folder / file.name, size_mb * 1_000_000) for file in found)
+    print(f"{len(found)} files, {size / 1e6:,.0f} MB of JSON")
+    return folder
+
+
+def scan_s(files: Path, workers: int, rounds: int) -> list[float]:
+    """Seconds in which the files become tables on so many workers."""
+    from distributed import LocalCluster
+
+    from rankscope.analysis.readers.dask_cluster import on_cluster
+    from rankscope.analysis.runs.trace import Trace
+
+    took = []
+    with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster:
+        for _ in range(rounds + 1):  # the first one imports
+            with on_cluster(cluster.scheduler_address):
+                began = time.perf_counter()
+                Trace.open(files)
+                took.append(time.perf_counter() - began)
+    return took[1:]
+
+
 def rows_of(run: Path) -> int:
     from rankscope.analysis.runs.trace import Trace
 
@@ -86,7 +117,7 @@ def rows_of(run: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("startup", "rows", "trace"))
+    parser.add_argument("part", choices=("startup", "rows", "trace", "files"))
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--before", type=Path, help="another checkout, whose commands run in alternation")
     parser.add_argument("--ranks", type=int, default=64)
@@ -104,6 +135,11 @@ def main() -> None:
             rows = rows_of(run)
             print(f"{rows:,} rows")
             compare([["report", str(run), "--json", os.devnull]], checkouts, asked.rounds, rows)
+        elif asked.part == "files":
+            files = large_files(asked.trace, Path(folder, "traces"), asked.ranks, asked.size_mb)
+            compare([["report", str(files), "--json", os.devnull]], checkouts, asked.rounds)
+            for workers in (1, 2):
+                print(f"scan, {workers} Dask workers: wall {min(scan_s(files, workers, asked.rounds)):.2f} s")
         else:
             from large_trace import write_large
 

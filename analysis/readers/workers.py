@@ -27,7 +27,8 @@ from rankscope.errors import BadInput
 
 __all__ = ["Elsewhere", "Lost", "each", "elsewhere", "scratch_folder", "serve"]
 
-_WORTH_S = 1.0  # of CPU that other processes take over; to start one takes half as much
+_WORTH_S = 4.0  # of CPU that other processes take over; to start one takes 0.4
+_THREADS = 8  # more wait for the interpreter
 _OF_WORKER = 500_000_000  # bytes of memory, at most
 _TRIES = 2
 
@@ -76,7 +77,7 @@ def each(
     """The task's result for each of these arguments, in their order.
 
     `cpu_s` is about what each of them takes: where others could take much of it over, worker processes do, one for each
-    core that this process may use; or whatever `elsewhere` named. What a task raises is raised here.
+    core that this process may use, else threads; or whatever `elsewhere` named. What a task raises is raised here.
     """
     return told(text("files"), _results(task, arguments, cpu_s), len(arguments))
 
@@ -87,10 +88,18 @@ def _results(
     if _runs_all:
         return _runs_all[-1](task, arguments)
     if sum(cpu_s) - max(cpu_s, default=0) < _WORTH_S:
-        return (task(*of) for of in arguments)
+        return _in_threads(task, arguments)
     free = available_bytes()
     fit = max(1, free // _OF_WORKER) if free is not None else len(arguments)
     return _in_processes(task, arguments, min(len(arguments), len(os.sched_getaffinity(0)), fit))
+
+
+def _in_threads(task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Result]:
+    if len(arguments) < 2:  # Ctrl-C ends what runs in this thread at once
+        yield from (task(*of) for of in arguments)
+        return
+    with ThreadPoolExecutor(min(len(arguments), len(os.sched_getaffinity(0)), _THREADS)) as pool:
+        yield from pool.map(lambda of: task(*of), arguments)
 
 
 def _in_processes(
