@@ -48,7 +48,7 @@ from rankscope.analysis.metrics.backward import last_backwards
 from rankscope.analysis.metrics.exposed_communication import by_group
 from rankscope.analysis.metrics.exposed_operations import BY_SORT, computed, exposed_operations
 from rankscope.analysis.metrics.once import once
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate, estimate_of_pieces, sums
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
@@ -65,7 +65,6 @@ detector = Detector(
     lost_as=AS_EXPOSED,
 )
 
-_TRIM = 0.1
 _REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_scatter_base")
 _NEARLY_ALL = 0.98  # of backward's computation: it is over then
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
@@ -152,7 +151,7 @@ def _of_gradients(
     most = min(max_buckets, max(1, int(np.median(spans["bytes"]) // _LEAST_BUCKET_BYTES)))
     left = np.stack([_left_over(spans, buckets) for buckets in range(1, most + 1)])
     saved = np.median(spans["exposed"] - left, axis=1)  # (buckets, step), of the median rank
-    means = [estimate(np.maximum(of_buckets, 0.0), _TRIM) for of_buckets in saved]
+    means = [estimate(np.maximum(of_buckets, 0.0), TRIM) for of_buckets in saved]
     best = max(means, key=lambda mean: mean.ns)
     unhidden = np.median(spans["exposed"] - spans["hidden"]) > 0 and is_alone
     if not best.clear or best.ns < least[1 if unhidden else 0] * grid.step_ns:
@@ -202,7 +201,7 @@ class _Operations:
     def lost(self, elsewhere_ns: float) -> Estimate:
         """What hiding it would bring, without what other findings already account for."""
         values = np.maximum(np.minimum(self.exposed_ns, self.computed_ns) - elsewhere_ns, 0.0)
-        return estimate_of_pieces(values, self.pieces_ns, _TRIM)
+        return estimate_of_pieces(values, self.pieces_ns, TRIM)
 
 
 def _operations(

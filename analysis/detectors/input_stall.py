@@ -33,7 +33,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.metrics.host_stalls import held_up
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, above_peers, estimate
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, above_peers, estimate
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import plural, text
@@ -58,7 +58,6 @@ _OF_NODE = 0.1  # the same, where all ranks of a node stall
 _TURNS, _SEVERAL = 2, 3  # steps in which a rank must have waited as long, and ranks that must
 _AS_LONG = 0.2  # so much apart may hosts be that load alike; a device waits so much less than its host that is ahead
 _ONE_STEP = 0.5  # half width over what was waited in the only step
-_TRIM = 0.1
 
 
 def detect(
@@ -184,7 +183,7 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floa
     steps = tuple(np.array(grid.steps)[shows].tolist())
     always = bool(shows.mean() >= _ALWAYS)
     if always:  # then single hiccups need not be taken for part of it
-        lost = estimate(stall, _TRIM) if len(stall) > 1 else lost
+        lost = estimate(stall, TRIM) if len(stall) > 1 else lost
     often = "" if always else text(", {often}", often=every_nth(steps, len(shows)))
     advice = text(
         "Raise num_workers and prefetch_factor, keep the workers (persistent_workers=True), decode outside of the loop."

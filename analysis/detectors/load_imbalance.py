@@ -50,6 +50,7 @@ import polars as pl
 from rankscope.analysis.detectors import ENOUGH_STEPS, peers_grid, price, visible
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import (
+    TRIM,
     Estimate,
     Floats,
     Ints,
@@ -82,7 +83,6 @@ detector = Detector(
 NO_PEERS = text("each pipeline stage has one rank only, so no rank has a peer that does the same work")
 _DISAGREE = 3.0  # standard deviations between what forward and backward say: one of them was preempted
 _CLEARLY = 2.5  # half widths of a 95 % interval: a rank that is so clearly longer in all steps is slow, not unlucky
-_TRIM = 0.1
 _AT_ONCE = 0.1  # of a transfer: who waits less after it may have queued behind it
 
 
@@ -296,7 +296,7 @@ def _even(work: _Work) -> Floats:
     without = min(noise / max(robust_deviation(deviation), 1.0), 1.0)
     smaller = np.where(np.abs(said[0]) < np.abs(said[1]), *said)
     data = np.where(np.abs(difference) > _DISAGREE * robust_deviation(difference), smaller, deviation)
-    always, half_widths = estimates(deviation, _TRIM)
+    always, half_widths = estimates(deviation, TRIM)
     data = data - np.where(np.abs(always) > _CLEARLY * half_widths, always, 0.0)[:, np.newaxis]
     return np.asarray(work.own - (1 - without) * _beyond(data, work.role))
 

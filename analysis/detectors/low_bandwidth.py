@@ -42,8 +42,9 @@ import polars as pl
 from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_rows, price, refuse_unsized, transfer_grid
 from rankscope.analysis.metrics.bandwidth import bus_factor, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
-from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
+from rankscope.analysis.metrics.links import ATTAINABLE, busy_links, nic_speeds, nodes_of_groups
 from rankscope.analysis.metrics.step_matrix import (
+    TRIM,
     Estimate,
     StepGrid,
     by_rank_and_step,
@@ -71,10 +72,8 @@ detector = Detector(
     lost_as=AS_EXPOSED,
 )
 
-_TRIM = 0.1
 _LARGE_BYTES, _LARGE = 1_000_000, 4.0  # and so many n½
 _PERSISTENT = 0.8  # of the steps, or of the operations where these are few
-_ATTAINABLE = 0.8  # of an interface's speed
 _LINKS_DIFFER = 2.0  # as in slow_link
 _OF_ALL = ("allreduce", "allgather", "reduce_scatter", "alltoall")
 
@@ -244,7 +243,7 @@ def _loss(
         waited = estimate_of_operations(share * of_each, len(grid.steps))
         return waited if error is None else Estimate(waited.ns, 1.96 * error * waited.ns)
     exposed = share * np.median(by_rank_and_step(rows, column, ranks, grid.steps), axis=0)
-    return over_occurrences(exposed, np.isin(grid.steps, steps)) if steps else estimate(exposed, _TRIM)
+    return over_occurrences(exposed, np.isin(grid.steps, steps)) if steps else estimate(exposed, TRIM)
 
 
 def _differ(links: pl.DataFrame) -> bool:
@@ -370,7 +369,7 @@ def _against_interfaces(
                 "network itself with iperf3 or nccl-tests."
             ),
             instances=instances,
-            saved=1 - used / _ATTAINABLE,
+            saved=1 - used / ATTAINABLE,
             groups=tuple(between["group"].drop_nulls().unique().sort().to_list()),
             ranks=(),
         )

@@ -43,7 +43,7 @@ import polars as pl
 from rankscope.analysis.detectors import FEW_STEPS, price, transfer_grid, visible
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
 from rankscope.analysis.metrics.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
-from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, robust_deviation, sums
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, StepGrid, estimate, robust_deviation, sums
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.replay.fixes import Fix
@@ -179,10 +179,10 @@ def _transfer(
         rows = held_up(collectives, breakdown.clear()).filter(pl.col("group_id").is_in(across.implode()))
         mine = np.isin(grid.ranks, of or grid.ranks)
         least, most = (
-            estimate(np.median(sums(grid, rows, column)[mine], axis=0), 0.1) for column in ("least_ns", "exposed_ns")
+            estimate(np.median(sums(grid, rows, column)[mine], axis=0), TRIM) for column in ("least_ns", "exposed_ns")
         )
         return _Transfer(grid, least, most.ns)
-    return _Transfer(grid, estimate(np.median(grid.of("transfer"), axis=0), 0.1), None)
+    return _Transfer(grid, estimate(np.median(grid.of("transfer"), axis=0), TRIM), None)
 
 
 def _finding(

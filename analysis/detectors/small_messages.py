@@ -31,7 +31,7 @@ import polars as pl
 from rankscope.analysis.detectors import longest_rows, price, refuse_unsized, transfer_grid
 from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, by_rank_and_step, estimate
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, by_rank_and_step, estimate
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
@@ -47,7 +47,6 @@ detector = Detector(
     lost_as=AS_EXPOSED,
 )
 
-_TRIM = 0.1
 _BOUND_BY_LATENCY = 0.25  # of n½: up to there at least 80 % of the time is latency
 _WORST_FIT = 0.25
 _TINY_BYTES, _FUSED_TINY_BYTES = 1024, 65_536  # bound by latency on every network
@@ -87,7 +86,7 @@ def detect(
     runs = _runs(rows, phases, regions)
     findings = []
     for saving in _savings(runs, known, grid):
-        lost = estimate(saving.ns, _TRIM)
+        lost = estimate(saving.ns, TRIM)
         if saving.fewer >= min_count and lost.clear and lost.ns >= min_fraction * grid.step_ns:
             findings.append(_finding(saving, lost, grid, regions))
     if not findings:

@@ -28,8 +28,8 @@ import polars as pl
 
 from rankscope.analysis.detectors import longest_rows, price, transfer_grid
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
-from rankscope.analysis.metrics.links import busy_links, nic_speeds, nodes_of_groups
-from rankscope.analysis.metrics.step_matrix import Estimate, StepGrid, estimate, sums
+from rankscope.analysis.metrics.links import ATTAINABLE, busy_links, nic_speeds, nodes_of_groups
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, StepGrid, estimate, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
@@ -45,9 +45,7 @@ detector = Detector(
     lost_as=AS_EXPOSED,
 )
 
-_TRIM = 0.1
 _OF_THE_WINDOW = 0.5
-_ATTAINABLE = 0.8  # of an interface's speed
 
 
 def detect(
@@ -66,7 +64,7 @@ def detect(
     several = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
     rows = held_up(collectives, phases).filter(pl.col("group_id").is_in(several.implode()))
     exposed, least = (np.median(sums(grid, rows, column), axis=0) for column in ("exposed_ns", "least_ns"))
-    if estimate(exposed, _TRIM).ns < min_fraction * grid.step_ns:
+    if estimate(exposed, TRIM).ns < min_fraction * grid.step_ns:
         return []
     limited = busy_links(links).filter(pl.col("rwnd_limited_s") >= min_limited * pl.col("busy_s"))
     if limited.is_empty():
@@ -86,11 +84,11 @@ def detect(
     speed = None if counters is None else nic_speeds(counters).get(worst["node"])
     share = worst["rwnd_limited_s"] / worst["busy_s"]
     if speed is not None:
-        share *= max(0.0, 1 - worst["rate_bytes_per_s"] * worst["pairs"] / (_ATTAINABLE * speed))
-    most = estimate(share * exposed, _TRIM)
+        share *= max(0.0, 1 - worst["rate_bytes_per_s"] * worst["pairs"] / (ATTAINABLE * speed))
+    most = estimate(share * exposed, TRIM)
     if not most.clear or most.ns < min_fraction * grid.step_ns:
         return []
-    return [_finding(worst, speed, rows, grid, estimate(share * least, _TRIM))]
+    return [_finding(worst, speed, rows, grid, estimate(share * least, TRIM))]
 
 
 def resolution_ns(

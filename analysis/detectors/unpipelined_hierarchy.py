@@ -28,7 +28,7 @@ import polars as pl
 from rankscope.analysis.detectors import longest_rows, price, transfer_grid
 from rankscope.analysis.metrics.exposed_communication import with_exposed
 from rankscope.analysis.metrics.links import nodes_of_groups
-from rankscope.analysis.metrics.step_matrix import estimate, sums
+from rankscope.analysis.metrics.step_matrix import TRIM, estimate, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.text.message import text
@@ -42,7 +42,6 @@ detector = Detector(
     lost_as=AS_EXPOSED,
 )
 
-_TRIM = 0.1
 _SAME_BYTES = 0.1  # parts are padded
 
 
@@ -64,7 +63,7 @@ def detect(
     alone = _alone(phases, inside, between)
     taken = {level: sums(grid, alone, level) for level in ("inside", "between")}
     smaller = np.median(np.minimum(taken["inside"], taken["between"]), axis=0)
-    lost = estimate((1 - 1 / pieces) * smaller, _TRIM)
+    lost = estimate((1 - 1 / pieces) * smaller, TRIM)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
     times = {level: duration(float(np.median(ns, axis=0).mean())) for level, ns in taken.items()}

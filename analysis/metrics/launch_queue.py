@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate_of_pieces
 
 __all__ = ["host_gaps", "launching", "loss_of_gaps", "lost_lead"]
 
-_TRIM = 0.1
 _OWN_NS = 10_000  # what such a call takes although it has nothing to wait for
 _LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
 _SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
@@ -80,7 +79,7 @@ def loss_of_gaps(grid: StepGrid, costly: pl.DataFrame, cost: Floats) -> Estimate
     one step those of all ranks, the only repetition that there is.
     """
     pieces = costly if len(grid.steps) == 1 else costly.filter(rank=grid.ranks[int(cost.mean(axis=1).argmax())])
-    return estimate_of_pieces(_job_loses(grid, cost), pieces["cost_ns"].to_numpy().astype(np.float64), _TRIM)
+    return estimate_of_pieces(_job_loses(grid, cost), pieces["cost_ns"].to_numpy().astype(np.float64), TRIM)
 
 
 def launching(grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> Floats:

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 __all__ = [
+    "ATTAINABLE",
     "LINKS",
     "busy_links",
     "busy_time",
@@ -20,6 +21,7 @@ __all__ = [
     "pair_rates",
 ]
 
+ATTAINABLE = 0.8  # of an interface's speed
 _CARRIES = 0.1  # share of a node's traffic from which an interface counts
 _TRAFFIC = 0.05  # a direction with less than this share of the busiest one's bytes says nothing about its speed
 

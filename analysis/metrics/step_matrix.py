@@ -21,6 +21,7 @@ from rankscope.analysis.model.parts import APART, BLOCKED, MAYBE_BLOCKED, OWN
 
 __all__ = [
     "ENOUGH_STEPS",
+    "TRIM",
     "Estimate",
     "StepGrid",
     "above_peers",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 ENOUGH_STEPS = 5  # to compare steps with each other
+TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
 _T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),

@@ -8,9 +8,17 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid
-from rankscope.analysis.detectors.slow_rank.shape import TRIM, Steps, Thresholds, bursts, persistent
+from rankscope.analysis.detectors.slow_rank.shape import Steps, Thresholds, bursts, persistent
 from rankscope.analysis.metrics.arrival_skew import Lateness, lateness
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, above_peers, estimate, over_occurrences
+from rankscope.analysis.metrics.step_matrix import (
+    TRIM,
+    Estimate,
+    Floats,
+    StepGrid,
+    above_peers,
+    estimate,
+    over_occurrences,
+)
 from rankscope.analysis.model.parts import APART, MIXED
 from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import named

@@ -17,7 +17,6 @@ from rankscope.analysis.detectors.slow_rank.late_arrival import (
     places_of,
 )
 from rankscope.analysis.detectors.slow_rank.shape import (
-    TRIM,
     Shown,
     Slow,
     Steps,
@@ -30,6 +29,7 @@ from rankscope.analysis.detectors.slow_rank.shape import (
 from rankscope.analysis.detectors.slow_rank.wording import finding_of
 from rankscope.analysis.metrics.arrival_skew import Arrivals, arrivals
 from rankscope.analysis.metrics.step_matrix import (
+    TRIM,
     Floats,
     Ints,
     StepGrid,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.step_matrix import (
+    TRIM,
     Estimate,
     Floats,
     StepGrid,
@@ -18,9 +19,8 @@ from rankscope.analysis.metrics.step_matrix import (
 )
 from rankscope.analysis.metrics.trend import longest_stretch, rank_sum_z
 
-__all__ = ["TRIM", "Shown", "Slow", "Steps", "Thresholds", "bursts", "for_a_while", "least_apart", "persistent"]
+__all__ = ["Shown", "Slow", "Steps", "Thresholds", "bursts", "for_a_while", "least_apart", "persistent"]
 
-TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
 _STRETCHES = 16  # steps from which there are four stretches of them or more
 _MIN_BURSTS = 2  # one may be anything; that two are alike tells them from chance
