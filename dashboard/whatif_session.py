@@ -12,7 +12,8 @@ import polars as pl
 
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.replay.critical_path import critical_path
-from rankscope.analysis.replay.whatif import Gain, PipelineRerun, Rerun, rerun
+from rankscope.analysis.replay.protocol import Gain, Replay, Unreplayable
+from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.text.message import Text, text
 from rankscope.dashboard.run import Run
 from rankscope.errors import BadFix, NotReplayable
@@ -45,22 +46,21 @@ class Fix:
 
 
 @lru_cache(maxsize=4)
-def replayable(run: Run) -> Rerun | PipelineRerun | str:
+def replayable(run: Run) -> Replay | Unreplayable:
     """The run ready to be replayed, or why nothing can be predicted."""
     addresses = {node: launch.get("addresses", ()) for node, launch in run.trace.run.items()}
     timeline = run.timeline
     try:
         return rerun(timeline, judged_links(timeline.counters, timeline.steps, addresses))
     except NotReplayable as reason:
-        why: str = reason.args[0]
-        return why
+        return Unreplayable(reason.args[0])
 
 
 @lru_cache(maxsize=4)
 def fixes(run: Run) -> tuple[list[Fix], int]:
     """Single fixes, those that bring most first, and how many were not tried for lack of time."""
     ready = replayable(run)
-    if isinstance(ready, str):
+    if isinstance(ready, Unreplayable):
         return [], 0
     deadline = time.monotonic() + _PATIENCE_S
     keys = list(dict.fromkeys(_keys(run, ready)))
@@ -80,7 +80,7 @@ def fixes(run: Run) -> tuple[list[Fix], int]:
 def path(run: Run) -> pl.DataFrame | None:
     """The critical path's own time: rank, start_ns, end_ns; None where the run cannot be replayed."""
     ready = replayable(run)
-    if not isinstance(ready, Rerun):
+    if isinstance(ready, Unreplayable) or ready.host is None:
         return None
     return critical_path(ready.host).drop_nulls("rank").select("rank", "start_ns", "end_ns")
 
@@ -88,7 +88,7 @@ def path(run: Run) -> pl.DataFrame | None:
 def gain(run: Run, keys: Sequence[str]) -> Gain | None:
     """What these fixes bring together; None where nothing can be predicted."""
     ready = replayable(run)
-    if isinstance(ready, str):
+    if isinstance(ready, Unreplayable):
         return None
     try:
         return ready.gain(*keys)
@@ -96,7 +96,7 @@ def gain(run: Run, keys: Sequence[str]) -> Gain | None:
         return None
 
 
-def _keys(run: Run, ready: Rerun | PipelineRerun) -> Iterator[str]:
+def _keys(run: Run, ready: Replay) -> Iterator[str]:
     for finding in run.report.findings:
         yield from (f"rank:{rank}" for rank in finding.ranks)
         yield from (f"node:{node}" for node in finding.nodes)

@@ -50,7 +50,7 @@ from rankscope.analysis.model.finding import (
     Rate,
     Report,
 )
-from rankscope.analysis.replay.whatif import PipelineRerun, Rerun
+from rankscope.analysis.replay.protocol import Replay, Unreplayable
 from rankscope.analysis.runs.deep_windows import windows_of
 from rankscope.analysis.runs.memory_budget import check_share
 from rankscope.analysis.runs.trace import PathLike, Trace
@@ -59,7 +59,6 @@ from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.cuda_events import phase_times
 from rankscope.analysis.timeline.device_time import device_parts
-from rankscope.errors import NotReplayable
 
 __all__ = ["conclude", "diagnose", "read_run", "report_on", "with_looks"]
 
@@ -226,7 +225,7 @@ def _seen(timeline: Timeline, tables: Mapping[str, pl.DataFrame], price: float |
 def _judged(
     checked: tuple[list[Finding], list[Healthy], list[NotChecked]],
     tables: Mapping[str, pl.DataFrame],
-    measure: Rerun | PipelineRerun | NotReplayable,
+    measure: Replay | Unreplayable,
     costs: Delays,
     seen: Seen,
 ) -> _Judgement:

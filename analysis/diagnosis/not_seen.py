@@ -8,12 +8,11 @@ from rankscope.analysis.model.finding import (
     Gap,
     NotChecked,
 )
-from rankscope.analysis.replay.whatif import PipelineRerun, Rerun
+from rankscope.analysis.replay.protocol import Replay, Unreplayable
 from rankscope.analysis.runs.memory_budget import MOST_ROWS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.timeline.build import Timeline
-from rankscope.errors import NotReplayable
 
 __all__ = ["incomplete_steps", "left_out", "not_observed"]
 
@@ -37,19 +36,19 @@ def not_observed(timeline: Timeline) -> list[NotChecked]:
     return [NotChecked(detector="device_time", why=why)]
 
 
-def left_out(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> list[Gap]:
+def left_out(run: Replay | Unreplayable, timeline: Timeline) -> list[Gap]:
     """What a graph of all kernels and launches would take too much memory for."""
     rows = len(timeline.kernels) + len(timeline.launches)
     if timeline.kernels.is_empty() or rows <= MOST_ROWS:
         return []
-    if isinstance(run, Rerun):
+    if not isinstance(run, Unreplayable) and run.host:
         done = text(
             "the critical path and predicted speedups are those of the first {first} of {steps}",
             first=run.host.steps["step"].n_unique(),
             steps=counted(timeline.steps["step"].n_unique(), "step"),
         )
     else:
-        why_none = run.args[0] if isinstance(run, NotReplayable) else text("a pipeline")
+        why_none = run.reason if isinstance(run, Unreplayable) else text("a pipeline")
         done = text("there is no critical path and no predicted speedup ({why})", why=why_none)
     why = text("{rows:,} kernels and launches are too many to replay at once: {done}", rows=rows, done=done)
     return [Gap(table="kernels", rank=None, node=None, count=None, why=why)]

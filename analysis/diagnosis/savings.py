@@ -21,8 +21,9 @@ from rankscope.analysis.model.finding import (
     PredictedFix,
 )
 from rankscope.analysis.replay.fixes import together
+from rankscope.analysis.replay.protocol import Replay, Unreplayable
 from rankscope.analysis.replay.sweep import sweep
-from rankscope.analysis.replay.whatif import PipelineRerun, Rerun, rerun
+from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import percent
@@ -36,19 +37,17 @@ _UNMATCHED = 0.03  # share of the step that a rank waits in unmatched operations
 _REPLAYED = 8  # of one kind; each takes a replay
 
 
-def replayable(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun | NotReplayable:
+def replayable(timeline: Timeline, links: pl.DataFrame) -> Replay | Unreplayable:
     """The run, ready to be replayed, or why it cannot be."""
     return tried(lambda: rerun(timeline, links))
 
 
-def measure_of(
-    run: Rerun | PipelineRerun | NotReplayable, breakdown: pl.DataFrame, timeline: Timeline
-) -> Rerun | PipelineRerun | NotReplayable:
+def measure_of(run: Replay | Unreplayable, breakdown: pl.DataFrame, timeline: Timeline) -> Replay | Unreplayable:
     """The run as a measure for what findings cost, or why it is none."""
     return (_why_no_measure(breakdown, timeline.ranks) if timeline.marks.is_empty() else None) or run
 
 
-def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayable | None:
+def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> Unreplayable | None:
     """Return why a replay is no measure for findings.
 
     A rank waits in operations of which others are not known, or has no steps. Such a rank stays as long in a replay
@@ -59,7 +58,7 @@ def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayab
         return None
     no_steps = sorted(set(ranks["rank"]) - set(grid.ranks))
     if no_steps:
-        return NotReplayable(text("what {ranks} did between operations was not seen", ranks=named("rank", no_steps)))
+        return Unreplayable(text("what {ranks} did between operations was not seen", ranks=named("rank", no_steps)))
     unsplit = grid.of("unsplit").mean(axis=1) / grid.step_ns
     if unsplit.max() < _UNMATCHED:
         return None
@@ -68,24 +67,22 @@ def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> NotReplayab
         rank=grid.ranks[int(unsplit.argmax())],
         share=percent(unsplit.max()),
     )
-    return NotReplayable(why)
+    return Unreplayable(why)
 
 
-def tried(make: Callable[[], _Made]) -> _Made | NotReplayable:
+def tried(make: Callable[[], _Made]) -> _Made | Unreplayable:
     """What is made, or why it cannot be."""
     try:
         return make()
     except NotReplayable as reason:
-        return reason
+        return Unreplayable(reason.args[0])
     except Exception as error:  # a replay that breaks must not take the findings away
         why = text("the replay failed: {kind}: {error}", kind=type(error).__name__, error=error)
         print(f"rankscope: {why}", file=sys.stderr)
-        return NotReplayable(why)
+        return Unreplayable(why)
 
 
-def as_replayed(
-    findings: Sequence[Finding], run: Rerun | PipelineRerun | NotReplayable
-) -> tuple[list[Finding], list[Healthy]]:
+def as_replayed(findings: Sequence[Finding], run: Replay | Unreplayable) -> tuple[list[Finding], list[Healthy]]:
     """The findings: a kind that can be replayed, and what makes it so, at no more than mending brings in the replay.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
@@ -95,7 +92,7 @@ def as_replayed(
     """
     bounded: list[Finding] = list(findings)
     hidden: list[Healthy] = []
-    if isinstance(run, NotReplayable):
+    if isinstance(run, Unreplayable):
         return bounded, hidden
     for kind in [name for name, spec in specs().items() if spec.cost != "measured"]:
         of_kind = [f for f in findings if f.detector == kind and f.fix and f.chance is None]
@@ -130,7 +127,7 @@ def with_hidden(
     return [*healthy, *(one for kind, one in coarsest.items() if kind not in said)]
 
 
-def _brings(fixes: Sequence[str], run: Rerun | PipelineRerun) -> dict[str, tuple[float, float]]:
+def _brings(fixes: Sequence[str], run: Replay) -> dict[str, tuple[float, float]]:
     """What each fix brings beside the others, ns per step, and its uncertainty; empty where they cannot be replayed."""
     try:
         whole = run.gain(*together(fixes))
@@ -160,7 +157,7 @@ def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertai
 
 
 def with_gains(
-    findings: tuple[Finding, ...], run: Rerun | PipelineRerun | NotReplayable
+    findings: tuple[Finding, ...], run: Replay | Unreplayable
 ) -> tuple[tuple[Finding, ...], Fidelity | None]:
     """The findings with what their fixes bring in a replay, and how far the replay can be trusted.
 
@@ -168,12 +165,12 @@ def with_gains(
     """
     if not any(finding.fix for finding in findings):
         return findings, None
-    if isinstance(run, NotReplayable):
-        return tuple(replace(f, gain_why=run.args[0]) if f.fix else f for f in findings), None
+    if isinstance(run, Unreplayable):
+        return tuple(replace(f, gain_why=run.reason) if f.fix else f for f in findings), None
     return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity
 
 
-def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
+def _with_gain(finding: Finding, run: Replay) -> Finding:
     assert finding.fix is not None
     try:
         gain_ns = run.gain(finding.fix).gain_ns
@@ -184,12 +181,12 @@ def _with_gain(finding: Finding, run: Rerun | PipelineRerun) -> Finding:
 
 
 def predicted_fixes(
-    run: Rerun | PipelineRerun | NotReplayable, findings: Sequence[Finding], costs: Delays, known: Fidelity | None
+    run: Replay | Unreplayable, findings: Sequence[Finding], costs: Delays, known: Fidelity | None
 ) -> tuple[tuple[PredictedFix, ...], Fidelity | None]:
     """The fixes that are worth trying, and how far the replay can be trusted where it was used."""
-    if isinstance(run, NotReplayable):
+    if isinstance(run, Unreplayable):
         return (), known
     fixes = tried(lambda: sweep(run, findings, costs.charges))
-    if isinstance(fixes, NotReplayable) or not fixes:
+    if isinstance(fixes, Unreplayable) or not fixes:
         return (), known
     return fixes, run.fidelity

@@ -25,7 +25,7 @@ from rankscope.analysis.replay.critical_path import critical_path
 from rankscope.analysis.replay.device_graph import device_graph, first_steps
 from rankscope.analysis.replay.host_graph import HostGraph
 from rankscope.analysis.replay.pipeline import pipeline
-from rankscope.analysis.replay.whatif import PipelineRerun, Rerun
+from rankscope.analysis.replay.protocol import Replay, Unreplayable
 from rankscope.analysis.text.units import rounded
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.errors import NotReplayable
@@ -133,10 +133,10 @@ def blames(costs: Delays) -> tuple[Blame, ...]:
     return (*listed, Blame(rank=None, part=REST, label="", waited_ns=rest[0], blocked_ns=rest[1]))
 
 
-def path_parts(run: Rerun | PipelineRerun | NotReplayable, timeline: Timeline) -> tuple[PathPart, ...]:
+def path_parts(run: Replay | Unreplayable, timeline: Timeline) -> tuple[PathPart, ...]:
     """The critical path: mean per judged step, the largest parts and the rest. Empty where no replay is trusted."""
     judged = timeline.steps.filter("judged")["step"].unique()
-    host = run.host if isinstance(run, Rerun) else _graph_of_one_step(timeline, len(judged))
+    host = (None if isinstance(run, Unreplayable) else run.host) or _graph_of_one_step(timeline, len(judged))
     if host is None:
         return ()
     judged = judged.filter(judged.is_in(host.steps["step"].unique().implode()))
@@ -159,4 +159,4 @@ def _graph_of_one_step(timeline: Timeline, judged: int) -> HostGraph | None:
     if judged != 1 or timeline.kernels.is_empty():
         return None
     graph = tried(lambda: device_graph(first_steps(timeline)))
-    return None if isinstance(graph, NotReplayable) else graph
+    return None if isinstance(graph, Unreplayable) else graph

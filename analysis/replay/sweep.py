@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from rankscope.analysis.model.finding import Finding, PredictedFix
 from rankscope.analysis.model.pipeline_ops import COMPUTES
 from rankscope.analysis.replay.fixes import Fix
-from rankscope.analysis.replay.whatif import Gain, PipelineRerun, Rerun
+from rankscope.analysis.replay.protocol import Gain, Replay
+from rankscope.analysis.replay.whatif import PipelineRerun, Rerun
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
 from rankscope.errors import BadFix
@@ -41,7 +42,7 @@ _ASKED = {  # start of a fix -> the detector whose findings ask for it
 }
 
 
-def sweep(run: Rerun | PipelineRerun, findings: Sequence[Finding], charges: pl.DataFrame) -> tuple[PredictedFix, ...]:
+def sweep(run: Replay, findings: Sequence[Finding], charges: pl.DataFrame) -> tuple[PredictedFix, ...]:
     """The fixes worth trying, the largest gain first, and those of findings whose cost the replay contradicts.
 
     `charges` say for whom ranks were blocked, as `wait_attribution.Delays` has them.
@@ -63,7 +64,7 @@ def sweep(run: Rerun | PipelineRerun, findings: Sequence[Finding], charges: pl.D
     return tuple(sorted(rows, key=lambda row: -row.gain_ns))
 
 
-def _best_pair(gains: Sequence[Gain], run: Rerun | PipelineRerun) -> Gain | None:
+def _best_pair(gains: Sequence[Gain], run: Replay) -> Gain | None:
     """The two fixes that bring most together, if clearly more than either alone."""
     best: Gain | None = None
     for one, other in combinations(gains, 2):
@@ -75,7 +76,7 @@ def _best_pair(gains: Sequence[Gain], run: Rerun | PipelineRerun) -> Gain | None
     return best
 
 
-def _tried(run: Rerun | PipelineRerun, *fixes: str) -> Gain | None:
+def _tried(run: Replay, *fixes: str) -> Gain | None:
     try:
         return run.gain(*fixes)
     except BadFix:
@@ -107,14 +108,15 @@ def _row(gain: Gain, step_ns: float, finding: Finding | None) -> PredictedFix:
 # ---------------------------------------------------------------- candidates
 
 
-def _candidates(run: Rerun | PipelineRerun, charges: pl.DataFrame, asking: Collection[str]) -> list[str]:
+def _candidates(run: Replay, charges: pl.DataFrame, asking: Collection[str]) -> list[str]:
     unasked = tuple(start for start, detector in _ASKED.items() if detector not in asking)
     possible = run.possible(without=unasked)
     if isinstance(run, PipelineRerun):
         (ranks, stages), nodes = _longest(run), {}
     else:
+        assert isinstance(run, Rerun)
         ranks = _of_charges(run, charges)
-        nodes, stages = (_summed(ranks, places) for places in (_nodes(run), _stages(run)))
+        nodes, stages = (_summed(ranks, run.places(kind)) for kind in ("node", "stage"))
     has_ranks = any(Fix.parse(fix).kind == "rank" for fix in possible)
     of_ranks = [str(Fix.numbered("rank", rank)) for rank in _largest(ranks)] if has_ranks else []
     others = [str(Fix.numbered(kind, n)) for kind, of in (("node", nodes), ("stage", stages)) for n in _largest(of)]
@@ -159,24 +161,10 @@ def _by(of: NDArray[np.generic], ns: NDArray[np.generic]) -> dict[int, float]:
     return dict(zip(of.tolist(), ns.tolist(), strict=True))
 
 
-def _nodes(run: Rerun | PipelineRerun) -> dict[int, tuple[int, ...]]:
-    return {} if isinstance(run, PipelineRerun) else {rank: (node,) for rank, node in run.nodes.items()}
-
-
-def _stages(run: Rerun | PipelineRerun) -> dict[int, tuple[int, ...]]:
-    if isinstance(run, Rerun):
-        return {rank: (stage,) for rank, stage in run.stages.items()}
-    held: dict[int, set[int]] = {}
-    for key, ranks in zip(run.grid.keys, run.grid.ranks.tolist(), strict=True):
-        for rank in ranks:
-            held.setdefault(rank, set()).add(key.stage)
-    return {rank: tuple(sorted(stages)) for rank, stages in held.items()}
-
-
 # ---------------------------------------------------------------- of fixes that say the same the smallest
 
 
-def _covered(fix: str, worth: Mapping[str, Gain], run: Rerun | PipelineRerun) -> bool:
+def _covered(fix: str, worth: Mapping[str, Gain], run: Replay) -> bool:
     """Whether a fix of fewer of these ranks brings as much, but for the error."""
     ranks, gain = _ranks(fix, run), worth[fix]
     return any(
@@ -187,13 +175,12 @@ def _covered(fix: str, worth: Mapping[str, Gain], run: Rerun | PipelineRerun) ->
     )
 
 
-def _ranks(fix: str, run: Rerun | PipelineRerun) -> frozenset[int]:
+def _ranks(fix: str, run: Replay) -> frozenset[int]:
     """Whose own time a fix changes; empty if it is of no rank's."""
     parsed = Fix.parse(fix)
     if parsed.kind == "rank":
         return frozenset(parsed.numbers)
-    everybody: Iterable[int] = run.nodes if isinstance(run, Rerun) else np.unique(run.grid.ranks).tolist()
     if parsed.kind == "balance":
-        return frozenset(everybody)
-    places = {"node": _nodes, "stage": _stages}.get(parsed.kind, lambda _: {})(run)
-    return frozenset(rank for rank in everybody if {*parsed.numbers} & {*places.get(rank, ())})
+        return frozenset(run.places("rank"))
+    places = run.places(parsed.kind)
+    return frozenset(rank for rank in places if {*parsed.numbers} & {*places[rank]})

@@ -40,29 +40,20 @@ from rankscope.analysis.replay.pipeline import (
     op_grid,
 )
 from rankscope.analysis.replay.pipeline_plan import WhatIf, ends, ideal
+from rankscope.analysis.replay.protocol import Gain
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.parallelism import role_codes, roles
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import BadFix, NotReplayable
 
-__all__ = ["MAX_ERROR", "Gain", "PipelineRerun", "Rerun", "rerun"]
+__all__ = ["MAX_ERROR", "PipelineRerun", "Rerun", "rerun"]
 
 MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
 _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
 _FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
 
 Bools = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """What fixes bring, mean over the ranks' judged steps; `uncertainty_ns` is a 95 % half width."""
-
-    fixes: tuple[str, ...]
-    step_ns: float  # with them
-    gain_ns: float
-    uncertainty_ns: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +77,11 @@ class Rerun:
     @property
     def step_ns(self) -> float:
         return float(self.lengths_ns[self.judged].mean())
+
+    def places(self, kind: str) -> dict[int, tuple[int, ...]]:
+        """The ranks' nodes or stages, or their own numbers."""
+        places = {"rank": {rank: rank for rank in self.nodes}, "node": self.nodes, "stage": self.stages}
+        return {rank: (place,) for rank, place in places.get(kind, {}).items()}
 
     def gain(self, *fixes: str) -> Gain:
         """What these fixes bring together. Raises `BadFix`."""
@@ -399,6 +395,18 @@ class PipelineRerun:
     grid: OpGrid
     whatif: WhatIf
     fidelity: Fidelity
+
+    @property
+    def host(self) -> None:
+        return None
+
+    def places(self, kind: str) -> dict[int, tuple[int, ...]]:
+        """The ranks' stages, or their own numbers."""
+        held: dict[int, set[int]] = {}
+        for key, ranks in zip(self.grid.keys, self.grid.ranks.tolist(), strict=True):
+            for rank in ranks:
+                held.setdefault(rank, set()).add(key.stage if kind == "stage" else rank)
+        return {rank: tuple(sorted(of)) for rank, of in held.items()} if kind in ("rank", "stage") else {}
 
     @property
     def step_ns(self) -> float:

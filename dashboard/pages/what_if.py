@@ -8,6 +8,7 @@ import dash_mantine_components as dmc
 from dash import Dash, Input, Output, html
 from dash import State as Known
 
+from rankscope.analysis.replay.protocol import Unreplayable
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import duration, duration_with_error, percent
 from rankscope.dashboard.page_kit import Page, Query, card, empty, heading, in_language, query_of, quiet, sentence
@@ -21,8 +22,10 @@ _ROWS = 40
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     ready = replayable(run)
-    if isinstance(ready, str):
-        return html.Div([heading(page.title, _MEANING), empty(text("Nothing can be predicted"), sentence(ready))])
+    if isinstance(ready, Unreplayable):
+        return html.Div(
+            [heading(page.title, _MEANING), empty(text("Nothing can be predicted"), sentence(ready.reason))]
+        )
     found, untried = fixes(run)
     if not found:
         return html.Div(
@@ -61,7 +64,7 @@ def register(app: Dash, state: State) -> None:
 def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
     """The mean step now, and with all that is ticked."""
     ready = None if run is None else replayable(run)
-    if run is None or ready is None or isinstance(ready, str):
+    if run is None or ready is None or isinstance(ready, Unreplayable):
         return None
     now = [html.Span("now", className="quiet"), html.Strong(duration(ready.step_ns))]
     if not ticked:

@@ -23,7 +23,7 @@ from rankscope.profiler.options import Json, Lang, Runs, Steps, World, part_of, 
 
 if TYPE_CHECKING:
     from rankscope.analysis.model.finding import Fidelity
-    from rankscope.analysis.replay.whatif import Gain
+    from rankscope.analysis.replay.protocol import Gain
 
 __all__ = ["command"]
 
