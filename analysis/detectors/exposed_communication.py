@@ -2,11 +2,11 @@
 
 **Signal.** Of any group: transfer of one kind of operation in groups of one purpose that blocks the median rank after
 the last peer arrived; waits for peers are no part of it. The first and the last such operation of a step do not count,
-since nothing of the step lies before or after them to hide behind, and no more counts than the rank computes in the
-step. Reported from `min_fraction` of the step on; of tensor, expert and pipeline parallelism, whose results the next
-operator needs, so that earlier calls cannot hide them, from `min_fraction_inline`. Where the other ranks were not
-recorded, transfer and wait for peers cannot be distinguished: the finding is an upper bound, and reported from
-`min_fraction_bound` on.
+since nothing of the step lies before or after them to hide behind. No more can be hidden than the rank computes in the
+step: that is the speedup, and the rest takes faster links, or fewer bytes. Reported from `min_fraction` of the step on;
+of tensor, expert and pipeline parallelism, whose results the next operator needs, so that earlier calls cannot hide
+them, from `min_fraction_inline`. Where the other ranks were not recorded, transfer and wait for peers cannot be
+distinguished: the finding is an upper bound, and reported from `min_fraction_bound` on.
 
 Of gradients: transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
@@ -48,7 +48,16 @@ from rankscope.analysis.metrics.backward import last_backwards
 from rankscope.analysis.metrics.exposed_communication import by_group
 from rankscope.analysis.metrics.exposed_operations import BY_SORT, computed, exposed_operations
 from rankscope.analysis.metrics.once import once
-from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate, estimate_of_pieces, sums
+from rankscope.analysis.metrics.step_matrix import (
+    ENOUGH_STEPS,
+    TRIM,
+    Estimate,
+    Floats,
+    StepGrid,
+    estimate,
+    estimate_of_operations,
+    sums,
+)
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
@@ -60,7 +69,6 @@ __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
     needs=("backward", "collectives"),
-    cost="bounded",
     waited_for=False,
     lost_as=AS_EXPOSED,
 )
@@ -69,6 +77,7 @@ _REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_sca
 _NEARLY_ALL = 0.98  # of backward's computation: it is over then
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
+_IN_OTHERS = 1 / 3  # of the mean loss
 _INLINE = ("tensor", "expert", "pipeline")  # groups whose results the next operator needs
 _KINDS = {
     "data": text("data parallelism"),
@@ -199,9 +208,20 @@ class _Operations:
     pieces_ns: Floats  # exposed parts of its operations, on the median rank
 
     def lost(self, elsewhere_ns: float) -> Estimate:
-        """What hiding it would bring, without what other findings already account for."""
-        values = np.maximum(np.minimum(self.exposed_ns, self.computed_ns) - elsewhere_ns, 0.0)
-        return estimate_of_pieces(values, self.pieces_ns, TRIM)
+        """What it costs without what other findings already account for; of few steps its operations are the sample.
+
+        Where the steps but the one that loses most lose less than a third of the mean, it is an event of that step.
+        """
+        values = np.maximum(self.exposed_ns - elsewhere_ns, 0.0)
+        steps = len(values)
+        if steps >= ENOUGH_STEPS:
+            return estimate(values, TRIM)
+        mean, of_operations = float(values.mean()), estimate_of_operations(self.pieces_ns, steps)
+        half_width_ns = of_operations.half_width_ns / max(of_operations.ns, 1.0) * mean
+        if steps > 1:
+            in_others = float(np.sort(values)[:-1].mean())
+            half_width_ns = max(half_width_ns, (mean - in_others) / (1 - _IN_OTHERS))
+        return Estimate(mean, half_width_ns)
 
 
 def _operations(
@@ -252,7 +272,8 @@ def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.Data
     if behind:
         hidden = text("{hidden} per step is hidden behind {label}", hidden=duration(one.hidden_ns), label=behind[0])
     limit = text(
-        "{hidden}; {computed} per step are computed with nothing in flight, so no more than that can be hidden.",
+        "{hidden}; {computed} per step are computed with nothing in flight, so no more than that can be hidden: the "
+        "rest takes faster links, or fewer bytes.",
         hidden=hidden,
         computed=duration(float(one.computed_ns.mean())),
     )

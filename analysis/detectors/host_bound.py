@@ -193,8 +193,10 @@ def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[E
 
     The mean over all steps: hosts that are late now and then take turns, and the job waits for each.
     """
-    late = grid.of("host") + sums(grid, beside, "certain_ns")
-    busy = grid.busy + sums(grid, beside, "certain_ns")
+    # No more work can begin earlier, beside communication, than there is.
+    work = grid.of("compute") + grid.of("overlapped")
+    certain = np.minimum(sums(grid, beside, "certain_ns"), work)
+    late, busy = grid.of("host") + certain, grid.busy + certain
     lost = busy.max(axis=0) - (busy - late).max(axis=0)
     ordered = np.sort(busy, axis=0)
     others = np.where(busy == ordered[-1], ordered[-2:][0], ordered[-1])

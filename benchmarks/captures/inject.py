@@ -43,7 +43,7 @@ SETS = {
 }
 KINDS = ("stall", "kernels", "link")
 _ANSWERS = {
-    "stall": ("slow_rank", "host_bound", "noisy_host", "input_stall"),
+    "stall": ("slow_rank", "host_bound", "host_sync", "noisy_host", "input_stall"),
     "kernels": ("slow_rank", "throttling"),
     "link": ("exposed_communication", "slow_link", "low_bandwidth"),
 }

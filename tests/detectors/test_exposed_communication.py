@@ -76,6 +76,43 @@ def test_what_cannot_be_hidden_better_is_no_finding(buckets):
     assert exposed_communication.detect(*tables(*buckets, step_ms=400)) == []
 
 
+def gathers(steps, transfer_ms):
+    """Two ranks that gather parameters 4 times a step, `transfer_ms` each, and compute 5 ms after each."""
+    parts, phases, calls = [], [], []
+    for rank in range(2):
+        at = 0
+        for step in range(steps):
+            for number in range(4):
+                met, end = at * MS, (at + transfer_ms) * MS
+                phases += [(rank, step, "transfer", "allgather", met, end)]
+                phases += [(rank, step, "compute", "mm", end, end + 5 * MS)]
+                calls += [(rank, step, 4 * step + number, "allgather", met, met, end, 0)]
+                at += transfer_ms + 5
+            parts += [(rank, step, "transfer", 4 * transfer_ms * MS), (rank, step, "compute", 20 * MS)]
+    rows = ["rank", "step", "instance_id", "op", "start_ns", "device_start_ns", "end_ns", "wait_ns"]
+    return (
+        pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
+        pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row"),
+        tables((80, 120))[2].clear(),
+        pl.DataFrame(calls, rows, orient="row").with_columns(
+            group_id=pl.lit(0), group=pl.lit("fsdp"), group_size=pl.lit(2), size_bytes=pl.lit(10 * MB)
+        ),
+        None,
+        pl.DataFrame({"group_id": [0], "name": ["fsdp"], "role": [""]}),
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_no_computation_can_hide_costs_all_the_same(steps):
+    """The first and the last of four gathers do not count. Of the 60 ms of the others 20 can be hidden at most."""
+    (finding,) = exposed_communication.detect(*gathers(steps, 30))
+    assert finding.lost_ns_per_step == 60 * MS
+    assert finding.fix == "overlap:fsdp:allgather"
+    assert "20.0 ms per step are computed with nothing in flight, so no more than that can be hidden" in finding.advice
+    with pytest.raises(NotResolvable):
+        exposed_communication.detect(*gathers(steps, 0.5))
+
+
 @pytest.mark.parametrize(
     ("buckets", "found"),
     [([(80, 100)], 1), ([(20, 45), (45, 70), (70, 100)], 0)],

@@ -149,7 +149,11 @@ OTHERS = [
 @pytest.mark.parametrize("name", OTHERS, ids=lambda name: name.name)
 def test_no_other_real_trace_has_a_fault_or_a_clean_bill_of_what_it_cannot_show(name):
     of = report(name)
-    assert [f.title for f in of.findings if f.detector not in HOST_SIDE] == []
+    of_all = (
+        *HOST_SIDE,
+        "exposed_communication",
+    )  # that much of the step is communication is a fault of no rank either
+    assert [f.title for f in of.findings if f.detector not in of_all] == []
     assert not {healthy.detector for healthy in of.healthy} & {"gc_stall", "recompile", "slow_rank", "load_imbalance"}
     assert not any("do not cover" in gap.why for gap in of.gaps)
     for rank, split in parts(of).items():
