@@ -133,9 +133,10 @@ def _add_callbacks(app: Dash, runs: Runs) -> None:
         State("version", "data"),
     )(lambda _, path, search, version: _tick(runs, _page_name(path), query_of(search).get("run", ""), version))
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        "async (clicks) => clicks ? navigator.clipboard.writeText(location.href).then(() => '✓') : '🔗'",
+        "async (clicks) => navigator.clipboard.writeText(location.href).then(() => '✓')",
         Output("copy-link", "children"),
         Input("copy-link", "n_clicks"),
+        prevent_initial_call=True,
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
         "(title) => { document.title = title; return dash_clientside.no_update; }",
@@ -157,17 +158,14 @@ def _add_callbacks(app: Dash, runs: Runs) -> None:
 
 
 def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
-    first, copy_link = runs.progress(""), spoken(text("Copy a link to this view"))
+    first = runs.progress("")
     header = dmc.Group(
         [
             dmc.Burger(id="burger", size="sm", hiddenFrom="sm", opened=False, **{"aria-label": "Navigation"}),
             dmc.Anchor("rankscope", href="/", className="brand", underline="never"),
             html.Div(id="which-run"),
             html.Div(id="status"),
-            html.Span(
-                dmc.ActionIcon(id="copy-link", variant="subtle", color="gray", **{"aria-label": copy_link}),
-                title=copy_link,
-            ),
+            html.Button(spoken(text("Copy link")), id="copy-link", title=spoken(text("Copy a link to this view"))),
             dmc.ColorSchemeToggle(
                 lightIcon=html.Span("☀"),
                 darkIcon=html.Span("☾"),
@@ -205,8 +203,9 @@ def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
         ],
         defaultColorScheme="auto",
         theme={
+            "primaryShade": 8,  # the first on which white can be read
             "fontFamily": 'system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", "PingFang SC", '
-            '"Microsoft YaHei", "Noto Sans CJK SC", "Source Han Sans SC", sans-serif'
+            '"Microsoft YaHei", "Noto Sans CJK SC", "Source Han Sans SC", sans-serif',
         },
     )
 

@@ -174,6 +174,7 @@ def _definitions(frame: pl.DataFrame, columns: Mapping[str, Shown], run: str) ->
         }
         if shown.kind == "moment":
             link = {"run": run, "label": spoken(text("rank {rank}: show"))}
+            definition["minWidth"] = _width(spoken(shown.title), len(link["label"]), filtered=False)
             definition |= {"valueFormatter": None, "cellRenderer": "RankscopeMoment", "cellRendererParams": link}
         definitions.append(definition)
     return definitions

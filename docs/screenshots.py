@@ -39,7 +39,7 @@ def main() -> None:
 def take(run: str, other: dict[str, str], folder: Path | None, looks: list[tuple[tuple[int, int], str]]) -> None:
     paths = {name: [Path(other.get(name, run))] for name in all_pages()}
     for name, page in all_pages().items():
-        if getattr(page, "OF_TWO", False):
+        if page.of_two:
             paths[name] = [Path(run), *paths.pop(name)]
     shown = {name: of_page for name, of_page in paths.items() if len(set(of_page)) == len(of_page)}
     servers = {key: serve(key) for key in dict.fromkeys(map(tuple, shown.values()))}
@@ -54,6 +54,7 @@ def take(run: str, other: dict[str, str], folder: Path | None, looks: list[tuple
                 page.wait_for_load_state("networkidle")
                 page.wait_for_function(
                     "[...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))"
+                    " && !document.body.innerText.includes('Comparing …')"
                 )
                 if name == "timeline":
                     page.wait_for_selector("#timeline[data-painted]")

@@ -54,7 +54,7 @@
       window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
     };
     return h("div", {
-      ref: box, className: "chart-box", onClick: followed, "aria-label": title || undefined,
+      ref: box, className: "chart-box", onClick: followed, role: title ? "group" : undefined, "aria-label": title || undefined,
       onPointerMove: over, onPointerLeave: tip.hide, dangerouslySetInnerHTML: { __html: markup },
     });
   }

@@ -197,8 +197,8 @@ def test_a_view_is_shared_by_a_click_and_opens_the_same(state, screen):
     screen.open("/compare?run=2&rank=5&against=1")
     screen.page.get_by_role("heading", name="From rank 1 to rank 5").wait_for()
     assert screen.page.title() == "Compare ranks · slow · rankscope"
-    screen.page.get_by_role("button", name="Copy a link to this view").click()
-    screen.page.get_by_role("button", name="Copy a link to this view").get_by_text("✓").wait_for()
+    screen.page.get_by_role("button", name="Copy link").click()
+    screen.page.locator("#copy-link", has_text="✓").wait_for()
     link = screen.page.evaluate("navigator.clipboard.readText()")
     screen.open("/data?run=2")
     screen.page.goto(link)
