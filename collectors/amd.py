@@ -40,7 +40,7 @@ class AmdGpus:
     """All AMD GPUs of this node, in AMD SMI's order."""
 
     def __init__(self, smi: Any) -> None:  # noqa: ANN401  (the module amdsmi)
-        """Raises AmdSmiException."""
+        """Open the library. Raises AmdSmiException."""
         self._smi = smi
         self._gpus = [_Gpu(smi, index, handle) for index, handle in enumerate(smi.amdsmi_get_processor_handles())]
 
@@ -111,7 +111,7 @@ class _Gpu:
         return True
 
     def of(self, function: str, *arguments: str) -> Any:  # noqa: ANN401
-        """What AMD SMI's function answers for this GPU; an argument `Enum.MEMBER` is one of its constants."""
+        """Return what AMD SMI's function answers for this GPU; an argument `Enum.MEMBER` is one of its constants."""
         constants = [getattr(getattr(self._smi, enum), member) for enum, member in (a.split(".") for a in arguments)]
         return getattr(self._smi, f"amdsmi_get_{function}")(self.handle, *constants)
 
@@ -144,7 +144,7 @@ def _number(metrics: Mapping[str, Any], name: str) -> int:
 
 
 def _first(metrics: Mapping[str, Any], *names: str) -> float:
-    """The first of these that is a number, or the mean of the numbers in it. Raises ValueError if none is."""
+    """Return the first of these that is a number, or the mean of the numbers in it. Raises ValueError if none is."""
     for name in names:
         value = metrics.get(name)
         numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, (int, float)) and v]

@@ -15,7 +15,7 @@ METADATA = {b"checksum": _MARK + _ZEROS}
 
 
 def with_checksum(file: bytes) -> bytes:
-    """The file with its checksum in place of the zeros. `METADATA` are its schema's."""
+    """Return the file with its checksum in place of the zeros. `METADATA` are its schema's."""
     digits = b"%08x" % zlib.crc32(file)
     first, last = _places(file)
     return b"".join((file[:first], digits, file[first + 8 : last], digits, file[last + 8 :]))

@@ -10,7 +10,7 @@ _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.u
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What this process may hold: what it holds already, and what is free here and within its control groups.
+    """Return what this process may hold: what it holds already, and what is free here and within its control groups.
 
     None where the system does not say.
     """
@@ -32,7 +32,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def own_bytes(proc: Path) -> int:
-    """What this process holds; 0 where it is not known."""
+    """Return what this process holds; 0 where it is not known."""
     try:
         return _fields(proc / "self" / "status").get("VmRSS", 0)
     except (OSError, ValueError):
@@ -46,7 +46,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _left(folder: Path, limit: str, usage: str) -> int:
-    """What a control group may take more; what its files hold in memory is given up when that is needed."""
+    """Return what a control group may take more; what its files hold in memory is given up when that is needed."""
     try:
         allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

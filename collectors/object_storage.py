@@ -33,7 +33,7 @@ class Location(NamedTuple):
 
 
 def location(url: str) -> Location | None:
-    """What the URL says, whatever its scheme; None for a path."""
+    """Return what the URL says, whatever its scheme; None for a path."""
     found = _URL.fullmatch(url)
     return Location(found[1].lower(), found[2].rstrip("/"), found[3] or "") if found else None
 
@@ -55,7 +55,7 @@ def spool_url(out: str) -> Location | None:
 
 
 def file_system(at: Location, *, attempts: int) -> tuple[FileSystem, str]:
-    """The storage, and the path in it; a request is tried so often, each time later. Raises BadInput and pyarrow's."""
+    """Return the storage and the path in it; retry requests so often. Raises BadInput, or pyarrow's."""
     from pyarrow import fs
 
     if at.scheme == "az":
@@ -78,7 +78,7 @@ def file_system(at: Location, *, attempts: int) -> tuple[FileSystem, str]:
 
 
 def _azure_account(at: Location) -> str:
-    """The name of the storage account; empty for other storage. Raises BadInput."""
+    """Return the name of the storage account; empty for other storage. Raises BadInput."""
     account = os.environ.get("AZURE_STORAGE_ACCOUNT", "")
     if at.scheme == "az" and not account:
         raise BadInput(f"az://{at.path}: set AZURE_STORAGE_ACCOUNT to the name of the storage account")

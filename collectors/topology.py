@@ -120,7 +120,7 @@ def _is_gpu(path: Path) -> bool:
 
 
 def _pci_device(path: Path) -> Device:
-    """The PCI device at or above this one: a card's driver may put devices of its own between."""
+    """Return the PCI device at or above this one: a card's driver may put devices of its own between."""
     real = path.resolve()
     while real.parent != real and not _ADDRESS.fullmatch(real.name):
         real = real.parent

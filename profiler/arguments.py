@@ -60,7 +60,7 @@ class Options:
         return self.out if self.out and spool_url(self.out) else None
 
     def for_agent(self) -> list[str]:
-        """What the agent needs to know to open windows by itself, and what it may keep."""
+        """Return what the agent needs to know to open windows by itself, and what it may keep."""
         steps = ["--profile-steps", json.dumps(self.profile_steps)] if self.profile_steps else []
         keep = [] if self.keep_bytes is None else ["--keep-bytes", str(self.keep_bytes)]
         upload = ["--upload", self.url] if self.url else []
@@ -167,7 +167,7 @@ def node_rank(torchrun_options: list[str], environment: Mapping[str, str]) -> in
 
 
 def _stands_alone(option: str) -> bool:
-    """True if the next argument is not this option's value."""
+    """Return whether the next argument is not this option's value."""
     if not option.startswith("--"):
         return option in _TORCHRUN_FLAGS or len(option) > 2  # -r3 holds its value
     # torchrun's parser takes any unambiguous beginning of a long option.

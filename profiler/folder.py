@@ -41,7 +41,7 @@ def _candidates(wanted: Path) -> Iterator[Path]:
 
 
 def _taken(path: Path) -> bool:
-    """True if the folder is now ours, False if it is another run's."""
+    """Return whether the folder is now ours, and not another run's."""
     path.mkdir(parents=True, exist_ok=True)
     try:
         # Making this folder is the claim: it is atomic, also where several nodes share the storage.

@@ -97,7 +97,7 @@ def answers(name: str) -> bool:
 
 
 def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any], options: Sequence[str] = ()) -> None:
-    """An agent answers on the name. It is no child of this process, and ends by itself after the last rank.
+    """Start an agent that answers on the name. It is no child of this process, and ends by itself after the last rank.
 
     Raises NotRecorded.
     """
@@ -125,7 +125,7 @@ def start_detached(name: str, out: Path, hz: float, launch: Mapping[str, Any], o
 
 
 def await_answer(name: str, until: Callable[[], bool] = lambda: False) -> bool:
-    """True as soon as an agent answers on the name; False if it does not in time, or `until` says to give up."""
+    """Wait for an agent to answer on the name; return False if it does not in time, or `until` says to give up."""
     deadline = time.monotonic() + READY_S
     while not answers(name):
         if until() or time.monotonic() > deadline:
@@ -141,13 +141,13 @@ def _command(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> list
 
 
 def _shortened(command: Sequence[str]) -> list[str]:
-    """What of a command the run keeps: one argument of the agent's takes no more than 128 KiB."""
+    """Return what of a command the run keeps: one argument of the agent's takes no more than 128 KiB."""
     words = [word.encode(errors="replace").decode()[:_WORD] for word in command[:_WORDS]]
     return words if len(command) <= _WORDS else [*words, f"… and {len(command) - _WORDS} more"]
 
 
 def _written_by(name: str, out: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The folder of the agent of this name and its JSON; the folder is beside `out` if node 0's has another name."""
+    """Return the agent's folder and its JSON; the folder is beside `out` if node 0's has another name."""
     for path in chain(out.glob("run/node=*.json"), out.parent.glob("*/run/node=*.json")):
         try:
             state = json.loads(path.read_bytes())

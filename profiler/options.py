@@ -147,7 +147,7 @@ def takes(options: type[Taken]) -> Callable[[Callable[[Taken], None]], Callable[
 
 
 def with_json_path(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--json -` for a `--json` that no path follows, which typer cannot express."""
+    """Return the arguments with `--json -` for a `--json` that no path follows, which typer cannot express."""
     return [
         f"{_JSON}=-" if word == _JSON and after.startswith("-") and after != "-" else word
         for word, after in pairwise([*arguments, "--"])
@@ -155,7 +155,7 @@ def with_json_path(arguments: Sequence[str]) -> list[str]:
 
 
 def part_of(runs: Sequence[Path], steps: tuple[int, int] | None, world: int | None) -> list[Path]:
-    """The paths with the part that is read: `RUN/world=1/steps=100-110`. Raises RankscopeError."""
+    """Return the paths with the part that is read: `RUN/world=1/steps=100-110`. Raises RankscopeError."""
     from rankscope.analysis.readers import native
 
     part = [*([f"world={world}"] if world is not None else []), *([f"steps={steps[0]}-{steps[1]}"] if steps else [])]
@@ -175,7 +175,7 @@ def check_dask(dask: str | None, runs: Sequence[Path]) -> None:
 
 
 def write(path: str | Path, content: str) -> None:
-    """The content is in the file, or for `-` on standard output. Raises RankscopeError."""
+    """Write the content to the file, or for `-` to standard output. Raises RankscopeError."""
     if str(path) == "-":
         typer.echo(content, nl=False)
         return

@@ -24,7 +24,7 @@ _MAIN = (
 
 
 def is_own() -> bool:
-    """True if this interpreter has torch."""
+    """Return whether this interpreter has torch."""
     spec = importlib.util.find_spec("torch")
     return spec is not None and spec.origin is not None
 

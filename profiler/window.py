@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def convert(folder: Path, described: Mapping[str, Any]) -> int:
-    """The window's folder holds the tables of these ranks, the traces are gone: how many rows that makes.
+    """Turn the traces of these ranks into tables of the window's folder; return how many rows that makes.
 
     `described` has `node`, `window`, `first_step`, `steps`, `reason`, and `ranks`: by rank the `path` of its trace and
     its `marks`, for each span of a step between which ns of the run's clock it began. Raises `BadInput`, OSError.
@@ -76,7 +76,7 @@ def convert(folder: Path, described: Mapping[str, Any]) -> int:
 
 
 def _copy_clocks(folder: Path, node: int) -> None:
-    """What relates the nodes' clocks so far lies with the window as well, where there are several."""
+    """Copy what relates the nodes' clocks so far to the window, where there are several."""
     if len(list(folder.parent.glob("run/node=*.json"))) < 2:
         return
     place = Path("clocks") / f"node={node:05d}"
@@ -87,7 +87,7 @@ def _copy_clocks(folder: Path, node: int) -> None:
 
 
 def place(begins_ns: Sequence[int], marks: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """What to add to a trace's times to have them on the run's clock, and the error of that, ns.
+    """Return what to add to a trace's times to have them on the run's clock, and the error of that, ns.
 
     Each span of a step began between two readings of the run's clock: so each bounds the offset from both sides. It is
     the middle of what all of them allow, and the error half of that, or how far they disagree. Raises `BadInput`.

@@ -89,7 +89,7 @@ class RunFolder:
         return False
 
     def close(self) -> None:
-        """What the partitions still hold is written, in the space that was kept for it."""
+        """Write what the partitions still hold, in the space that was kept for it."""
         with contextlib.suppress(OSError):
             (self.path / "run" / self._reserve).unlink()
         self._reserve = ""
@@ -99,7 +99,7 @@ class RunFolder:
             writer.seal(folder)
 
     def rename(self, old: str, new: str) -> None:
-        """What the partition `old` ("node=00000") has written is that of `new`. Raises OSError."""
+        """Turn what the partition `old` ("node=00000") has written into that of `new`. Raises OSError."""
         for path in self.path.glob(f"*/*{old}*"):
             os.rename(path, path.with_name(path.name.replace(old, new)))
 
@@ -163,7 +163,7 @@ def read_live(path: Path) -> pa.Table:
 
 
 def write_sealed(folder: Path, prefix: str, rows: pa.Table, first: int = 0) -> int:
-    """The rows lie in the folder as sealed parts, in the order they have: the number after the last. Raises OSError."""
+    """Write the rows as sealed parts, in the order they have; return the number after the last. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for begin in range(0, rows.num_rows, SEAL_ROWS):
         _write_file(folder / _part_name(prefix, first), rows.slice(begin, SEAL_ROWS).combine_chunks())
@@ -197,7 +197,7 @@ class Sealed:
 
 
 def _replace_file(path: Path, number: int, rows: pa.Table, order: str, *, reduced: bool = False) -> Sealed:
-    """The file holds these rows and no others, in the order they have. Raises OSError, and then it is as it was."""
+    """Replace the file's rows by these, in the order they have. Raises OSError, and then it is as it was."""
     unfinished = path.with_name(f".{path.name}.sealing")
     try:
         _write_file(unfinished, rows.combine_chunks())
@@ -239,7 +239,7 @@ class _Part:
         self._times += [ends[end].as_py() or 0 for end in ("min", "max")]  # null in `gaps` only
 
     def abandon(self, folder: Path) -> Sealed | None:
-        """The file ends after its last whole batch, or is gone if it has none. Nothing may be appended any more."""
+        """Cut the file after its last whole batch, or remove it if it has none. Nothing may be appended any more."""
         self._close()
         try:
             if self.rows:
@@ -251,7 +251,7 @@ class _Part:
         return self._as_it_is()
 
     def seal(self, folder: Path, order: str) -> Sealed | None:
-        """The file is whole and sorted; where the disk refuses, it stays as it is, without a footer."""
+        """Complete and sort the file; where the disk refuses, it stays as it is, without a footer."""
         self._close()
         try:
             rows = read_live(folder / self.name).sort_by(order)
@@ -294,7 +294,7 @@ class _TableWriter:
         return bool(self._pending)
 
     def flush(self, folder: Path, *, at_any_rate: bool = False) -> None:
-        """What was added is with the system; or kept (small tables) or counted in `lost`, if the disk refuses."""
+        """Give what was added to the system; if the disk refuses, keep it (small tables) or count it in `lost`."""
         if not self._pending:
             return
         (batch,) = pa.Table.from_batches(self._pending).combine_chunks().to_batches()
@@ -313,7 +313,7 @@ class _TableWriter:
             self._finish(self._part.seal(folder, self.table.order))
 
     def _finish(self, sealed: Sealed | None) -> None:
-        """The part is not written any more."""
+        """End the part that is being written."""
         if sealed:
             last = max([sealed.last, *(part.last for part in self.sealed[-1:])])
             self.sealed.append(replace(sealed, last=last))
@@ -328,7 +328,7 @@ class _TableWriter:
         return _part_name(self._prefix, part.number)
 
     def rows(self, folder: Path, parts: Iterable[Sealed]) -> pa.Table:
-        """The rows of these parts. Raises OSError or ArrowInvalid."""
+        """Return the rows of these parts. Raises OSError or ArrowInvalid."""
         tables = [_SCHEMAS[self.table.name].empty_table()]
         for part in parts:
             path = folder / self.name_of(part)
@@ -342,7 +342,7 @@ class _TableWriter:
         return pa.concat_tables(tables)
 
     def live_rows(self, folder: Path) -> pa.Table:
-        """The rows of the part that is being written. Raises OSError."""
+        """Return the rows of the part that is being written. Raises OSError."""
         return read_live(folder / self._part.name) if self._part else _SCHEMAS[self.table.name].empty_table()
 
     def reduce(self, folder: Path, parts: Sequence[Sealed], rows: pa.Table) -> None:
@@ -393,7 +393,7 @@ class Partition:
         self._writers: dict[str, _TableWriter] = {}
 
     def add(self, table: str, columns: Mapping[str, Any]) -> None:
-        """The rows will be written with the next flush. Raises ValueError or TypeError if they do not fit."""
+        """Add rows, to be written with the next flush. Raises ValueError or TypeError if they do not fit."""
         if table not in self._writers:
             self._writers[table] = _TableWriter(TABLES[table], self._prefix)
         self._writers[table].add(batch_of(table, columns))
@@ -442,7 +442,7 @@ class Partition:
         return sum(writer.size_bytes for writer in self._writers.values())
 
     def sealed(self, table: str) -> Sequence[Sealed]:
-        """The table's files that are not written any more, in the order in which they were."""
+        """Return the table's files that are not written any more, in the order in which they were."""
         return self._writers[table].sealed if table in self._writers else ()
 
     def path(self, table: str, part: Sealed) -> Path:
@@ -451,12 +451,12 @@ class Partition:
         return self._folder(writer) / writer.name_of(part)
 
     def rows(self, table: str, parts: Iterable[Sealed]) -> pa.Table:
-        """The rows of these files. Raises OSError or ArrowInvalid."""
+        """Return the rows of these files. Raises OSError or ArrowInvalid."""
         writer = self._writers.get(table)
         return writer.rows(self._folder(writer), parts) if writer else _SCHEMAS[table].empty_table()
 
     def live_rows(self, table: str) -> pa.Table:
-        """The rows of the file that is being written. Raises OSError."""
+        """Return the rows of the file that is being written. Raises OSError."""
         writer = self._writers.get(table)
         return writer.live_rows(self._folder(writer)) if writer else _SCHEMAS[table].empty_table()
 
@@ -467,7 +467,7 @@ class Partition:
         writer.reduce(self._folder(writer), parts, none if rows is None else rows)
 
     def _in_order(self) -> Sequence[_TableWriter]:
-        """The gaps come last, as the others add to them."""
+        """Return the writers, that of gaps last, as the others add to it."""
         return sorted(self._writers.values(), key=lambda writer: writer.table.name == "gaps")
 
     def _folder(self, writer: _TableWriter) -> Path:

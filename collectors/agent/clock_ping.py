@@ -39,7 +39,7 @@ clock = time.perf_counter_ns
 
 
 def unix_anchor() -> Exchange:
-    """The tightest of a few readings of the unix time between two readings of the monotonic clock."""
+    """Return the tightest of a few readings of the unix time between two readings of the monotonic clock."""
     readings = []
     for _ in range(5):
         before = clock()
@@ -169,7 +169,7 @@ def _set_up(connection: socket.socket, wait_s: float) -> None:
 
 
 def _burst(host: str, port: int, key: str) -> list[Exchange]:
-    """The exchanges with the shortest round trips of one burst. Raises OSError."""
+    """Return the exchanges with the shortest round trips of one burst. Raises OSError."""
     exchanges: list[Exchange] = []
     with socket.create_connection((host, port), timeout=_WAIT_S) as connection:
         _set_up(connection, _TURN_S)
@@ -223,7 +223,7 @@ class Pinger(threading.Thread):
         self._wake.set()
 
     def finish(self) -> None:
-        """The last burst has been made, or has failed."""
+        """Make the last burst, or fail to."""
         self._ending = True
         self._wake.set()
         self.join(2 * _WAIT_S)

@@ -126,7 +126,7 @@ class Connections:
                     os.close(fd)
 
     def end(self, connection: Connection) -> None:
-        """The connection is closed."""
+        """Close the connection."""
         if connection not in self._all:
             return
         self._all.discard(connection)

@@ -136,7 +136,7 @@ class Windows:
     # ---- what the agent hears
 
     def join(self, rank: int, send: Send, pid: int) -> None:
-        """A rank runs; it hears what is still to come."""
+        """Take up a rank that runs; it hears what is still to come."""
         self._members[rank] = _Member(send, pid)
         if self._slow_left:
             send({"type": "watch"})
@@ -163,7 +163,7 @@ class Windows:
                 self._note(request, rank, "gone", "the rank ended before it was done")
 
     def hear(self, rank: int, message: Step | Slow | Window | Stacks) -> None:
-        """A message of a rank. Raises ValueError or TypeError."""
+        """Take a message of a rank. Raises ValueError or TypeError."""
         member = self._members.get(rank)
         if member is None:
             return
@@ -189,7 +189,7 @@ class Windows:
     # ---- what the agent does once a second
 
     def work(self, node: int) -> None:
-        """Requests are taken up, and brought as far as they can be now."""
+        """Take up requests, and bring them as far as they can be now."""
         if self._node is None and self._fixed:
             self._ask_fixed(*self._fixed)
         self._node = node
@@ -208,7 +208,7 @@ class Windows:
                 self._go_on(request)
 
     def close(self) -> None:
-        """The job is over: what is being converted may be finished."""
+        """End with the job: what is being converted may be finished."""
         deadline = time.monotonic() + _CONVERT_AT_END_S
         for request in self._requests.values():
             if not request.over:
@@ -241,7 +241,7 @@ class Windows:
             path.write_text(json.dumps(request | {"reason": "--profile-steps"}))
 
     def _slow(self, rank: int, message: Slow) -> None:
-        """A step was slow: the first node's agent asks for a window, if it may."""
+        """Ask for a window after a slow step, as the first node's agent, if it may."""
         may = self._slow_left > 0 and time.monotonic() - self._slow_since > _COOL_DOWN_S and self._is_first_node()
         if not may:
             return
@@ -310,7 +310,7 @@ class Windows:
         return request.first is not None
 
     def _choose(self) -> int | None:
-        """A step that no rank has reached when the last one hears of it."""
+        """Return a step that no rank has reached when the last one hears of it."""
         now_ns = time.perf_counter_ns()
         known = [member for member in self._members.values() if member.done and member.step_ns]
         if not known:
@@ -320,7 +320,7 @@ class Windows:
         return max(m.done + math.ceil((now_ns - m.heard_ns + notice_ns) / m.step_ns) for m in known) + _NOTICE_STEPS
 
     def _chosen(self, request: _Request) -> int | None:
-        """The first step, as the first node's agent has answered."""
+        """Return the first step, as the first node's agent has answered."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads(_answer_of(self._run.path, request.number, min(self._nodes())).read_bytes())["first"])
         return None
@@ -444,7 +444,7 @@ class Windows:
         self._answer(request)
 
     def _answer(self, request: _Request) -> None:
-        """What came of the request so far, for who asked. On a full disk there is no answer."""
+        """Answer what came of the request so far. On a full disk there is no answer."""
         answer = {"first": request.first, "over": request.over, "ranks": request.states}
         path = _answer_of(self._run.path, request.number, self._node or 0)
         unfinished = path.with_name(f".{path.name}.new")

@@ -43,7 +43,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def fetch(path: str, handler: str) -> bytes:
-    """The JSON of this recorder from the worker server at this socket. Raises OSError, HTTPException or ValueError."""
+    """Get this recorder's JSON from the worker server at the socket. Raises OSError, HTTPException or ValueError."""
     connection = _Connection(path)
     try:
         connection.request("POST", f"/handler/{handler}", headers={"Connection": "close"})
@@ -90,7 +90,7 @@ class FlightRecorder(threading.Thread):
                 return
 
     def finish(self) -> None:
-        """What the rank left behind has been read, and its folder is gone."""
+        """Read what the rank left behind, and remove its folder."""
         self._ending.set()
         self.join(TIMEOUT_S)
         last = self._folder / LAST
@@ -147,12 +147,12 @@ def _has_ended(entry: dict[str, Any]) -> bool:
 
 
 def _ends(entry: dict[str, Any]) -> bool:
-    """A group of coalesced operations has ended; its parts, which come before it, are never said to have."""
+    """Return whether a group of coalesced operations has ended; its parts, which come before it, are never said to."""
     return str(entry["profiling_name"]).endswith(":coalesced") and _has_ended(entry)
 
 
 def _part_of(entry: dict[str, Any]) -> tuple[str, int, int]:
-    """The same for the parts of a group of coalesced operations, and for its own entry."""
+    """Return the same for the parts of a group of coalesced operations, and for its own entry."""
     return str(entry["process_group"][0]), int(entry["collective_seq_id"]), int(entry["p2p_seq_id"])
 
 

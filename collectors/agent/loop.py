@@ -78,7 +78,7 @@ class Agent:
     """Serves the ranks of one node until the job is over; `run` returns when everything is on disk."""
 
     def __init__(self, listener: socket.socket, options: Options) -> None:
-        """Raises OSError when the run cannot be written."""
+        """Set up the agent. Raises OSError when the run cannot be written."""
         self._run = RunFolder(options.out)
         self._run.reserve()
         self._until_stdin_closes = options.until_stdin_closes
@@ -191,7 +191,7 @@ class Agent:
             self._upload.look(self._run.path)
 
     def _retain(self) -> None:
-        """A little of what is too much is removed, once the run's JSON says since when all is there."""
+        """Remove a little of what is too much, once the run's JSON says since when all is there."""
         if self._state.kept_since_ns != self._retention.since_ns:
             try:  # the disk is full
                 self._run.spend_reserve()
@@ -277,7 +277,7 @@ class Agent:
             node.gap("clocks", f"{why}: {SET_NODE_RANK}")
 
     def _of_world(self, world: str | None) -> list[tuple[Connection, RankTables]]:
-        """The ranks of one world. Deep windows and stacks are of those of `_windows_of`, see `_hear`."""
+        """Return the ranks of one world. Deep windows and stacks are of those of `_windows_of`, see `_hear`."""
         return [(connection, rank) for connection, rank in self._connections.ranks() if rank.world == world]
 
     def _hear(
@@ -300,7 +300,7 @@ class Agent:
         self._connections.end(connection)
 
     def _wait_for(self, pid: int, pidfd: int) -> None:
-        """The agent does not end before this process, `rankscope exec` or what it has become, which may start ranks."""
+        """Stay until this process ends, `rankscope exec` or what it has become, which may start ranks."""
 
         def gone() -> None:
             self._selector.unregister(pidfd)
@@ -313,7 +313,7 @@ class Agent:
         self._selector.register(pidfd, selectors.EVENT_READ, gone)
 
     def _end(self, connection: Connection) -> None:
-        """What a process that has gone left is read to the end, if it was a rank."""
+        """Read to its end what a process that has gone left, if it was a rank."""
         rank = connection.rank
         if rank is None:
             if connection.pidfd >= 0 and not self._until_stdin_closes and connection.pid not in self._callers:
@@ -342,7 +342,7 @@ class Agent:
     # ---- the node
 
     def _begin(self, said: int | None) -> None:
-        """The node has a number, with the first rank that says hello."""
+        """Give the node a number, with the first rank that says hello."""
         node = self._node
         if not node.has_begun:
             node.begin(said)
@@ -367,7 +367,7 @@ class Agent:
             self._node.tables.gap("counters", why, source=source, start_ns=time_ns)
 
     def _build_hook(self) -> None:
-        """The next job finds the collectives hook in C++, if this one lasts and the node can spare it."""
+        """Build the collectives hook in C++ for the next job, if this one lasts and the node can spare it."""
         came = self._hook_builder.look(self._node.since_ns, self._state.said["versions"].get("torch", ""))
         if came is not None:
             self._state.tell(collectives_hook=came)
@@ -396,7 +396,7 @@ class Agent:
         self._node.gap("windows", why)
 
     def _add_window(self, rank: int, row: Mapping[str, Any]) -> None:
-        """Raises ValueError or TypeError if it is no row of `windows`."""
+        """Add a row of `windows`. Raises ValueError or TypeError if it is none."""
         for _, member in self._of_world(self._windows_of):
             if member.rank == rank:
                 member.tables.add_row("windows", row)
@@ -476,7 +476,7 @@ class Agent:
 
 
 def _said(options: Options, addresses: set[str]) -> dict[str, Any]:
-    """What the run's JSON says from the start."""
+    """Return what the run's JSON says from the start."""
     return {
         "schema_version": SCHEMA_VERSION,
         "state": "running",

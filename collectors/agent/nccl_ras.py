@@ -47,7 +47,7 @@ class Ras:
         self._thread: threading.Thread | None = None
 
     def look(self, last_ns: int, usual_step_ns: int) -> None:
-        """The ranks began something at `last_ns` and nothing since; if that is long ago, RAS is asked in a thread."""
+        """Ask RAS in a thread, if the ranks began something at `last_ns` and nothing since, and that is long ago."""
         still_ns = time.perf_counter_ns() - last_ns
         if still_ns < max(STILL_NS, STILL_STEPS * usual_step_ns) or self._asked_about == last_ns:
             return
@@ -102,7 +102,7 @@ def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def ask(host: str, port: int) -> str:
-    """What RAS answers. Raises OSError or ValueError."""
+    """Return what RAS answers. Raises OSError or ValueError."""
     for _ in range(_ATTEMPTS):
         # All processes of a node listen on one port, and the system chooses who gets a connection: it may be stopped.
         with socket.create_connection((host, port), _GREETING_S) as channel, channel.makefile("rb") as lines:
@@ -136,7 +136,7 @@ def understood(answer: str) -> list[Row]:
 
 
 def _row(communicator: str, size: int | None, **known: object) -> Row:
-    """A row of which nothing more is known than this."""
+    """Return a row of which nothing more is known than this."""
     nothing = {"comm_rank": None, "pid": None, "host": "", "operation": "", "launched": None, "state": "running"}
     return {"communicator": communicator, "size": size} | nothing | known
 

@@ -81,7 +81,7 @@ class Peers:
         return {"host": host, "port": self._server.port, "key": self._server.key}
 
     def meet(self, message: Peer, *, lowest_rank: int, nodes: int) -> None:
-        """The run lies in the folder of the name that rank 0's node gave it, mostly node 0, whose agent is pinged."""
+        """Move the run into the folder that rank 0's node named, mostly node 0, whose agent is pinged."""
         name, agent = message.name, message.agent
         if not self._node.has_begun or agent == self.id or self._pinger:
             return  # after an elastic restart it may be told of another node 0; ours is the first
@@ -124,7 +124,7 @@ class Peers:
             node.renumber(index)
 
     def take(self, *, ending: bool = False) -> None:
-        """What the pings have answered is among the node's rows, or that they have not."""
+        """Add what the pings have answered to the node's rows, or that they have not."""
         pinger = self._pinger
         if pinger is None:
             return

@@ -30,7 +30,7 @@ class Sampler:
     """
 
     def __init__(self, addresses: frozenset[str], hz: float) -> None:
-        """The collectors are imported, which would slow down a thread beside it; their sources are not touched yet."""
+        """Import the collectors, which would slow down a thread beside it; their sources are not touched yet."""
         self.readings: SimpleQueue[tuple[int, list[Sample]]] = SimpleQueue()
         self.gaps: SimpleQueue[tuple[str, str, int]] = SimpleQueue()
         self.node = Node(addresses=addresses, gap=self._gap)
@@ -53,13 +53,13 @@ class Sampler:
             self._threads.append(threading.Thread(target=self._read_topology, daemon=True))
 
     def start(self) -> None:
-        """A second call does nothing."""
+        """Start the collectors. A second call does nothing."""
         if self._threads[0].ident is None:
             for thread in self._threads:
                 thread.start()
 
     def finish(self) -> None:
-        """A last reading has been made, and the collectors are stopped, or there is a gap that says which hang."""
+        """Make a last reading and stop the collectors, or leave a gap that says which hang."""
         self._ending.set()
         until_s = time.monotonic() + _WAIT_S
         for thread in self._threads:

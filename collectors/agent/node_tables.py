@@ -39,7 +39,7 @@ class Node:
         return self._tables is not None
 
     def begin(self, said: int | None) -> None:
-        """The node has a number: what a launcher said to it, else 0 at first. Raises OSError."""
+        """Give the node the number that a launcher said, else 0 at first. Raises OSError."""
         if self._run.gone:  # nothing was in it yet
             self._run.reserve()
         self.index, self.is_said, self.since_ns = said or 0, said is not None, clock()

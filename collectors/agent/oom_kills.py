@@ -12,7 +12,7 @@ class OomKills:
     """How many processes the OOM killer has killed in the control group of a process, since this exists."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-        """A process that has ended is in no group any more; where the group cannot be read, the host's count is."""
+        """Read the count at the start: a process that has ended is in no group. Without a group it is the host's."""
         files = [proc / "vmstat"]
         with contextlib.suppress(OSError, ValueError):
             for line in (proc / str(pid) / "cgroup").read_text().splitlines():

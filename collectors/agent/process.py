@@ -21,7 +21,7 @@ class WithoutPandas:
 
 
 def bind(name: str) -> socket.socket | None:
-    """The abstract socket of the node's agent, which nobody can connect to yet, or None if another agent has it."""
+    """Bind the node's abstract socket, which nobody can connect to yet; None if another agent has it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind("\0" + name)

@@ -33,7 +33,7 @@ class Exits:
         self._ending: set[Connection] = set()
 
     def expect(self, connection: Connection) -> None:
-        """The rank of this connection ends, or has ended."""
+        """Note that the rank of this connection ends, or has ended."""
         if connection.pidfd < 0:
             self._seal(connection)
             return

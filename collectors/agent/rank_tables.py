@@ -28,7 +28,7 @@ class RankTables:
     def __init__(
         self, hello: messages.Hello, ring_fd: int, world: str | None, attempt: int, node: int, run: RunFolder
     ) -> None:
-        """Raises ValueError or OSError when the ring is none."""
+        """Take the rank's ring. Raises ValueError or OSError when it is none."""
         self.rank = hello.rank
         self.world = world
         self.tables = Partition(run, f"rank={self.rank:05d}", f"w{world}-a{attempt}-" if world else f"a{attempt}-")
@@ -52,21 +52,21 @@ class RankTables:
         self._threads.train(thread)
 
     def name_device(self, name: str) -> None:
-        """The rank's row is there again, with the device that it was found to use; readers take the last."""
+        """Write the rank's row again, with the device that it was found to use; readers take the last."""
         self.tables.add_row("ranks", self._row | {"device": name})
 
     def add_nccl_ring(self, ring_fd: int) -> None:
-        """Raises ValueError or OSError if it is not a ring."""
+        """Take the ring of NCCL's plugin. Raises ValueError or OSError if it is not a ring."""
         self._rings.append((Ring(ring_fd), ("nccl_calls", "nccl_events")))
 
     def read(self, *, last: bool = False) -> None:
-        """The rings are read as far as they go."""
+        """Read the rings as far as they go."""
         self._guard(lambda: self._read(last))
         if sum(map(len, self._records)) > RING_SLOTS:
             self.flush()
 
     def _guard(self, read: Callable[[], None]) -> None:
-        """What the rank wrote may be anything: an exception costs this rank its records, and no other one."""
+        """Call `read`; what the rank wrote may be anything, and an exception costs only this rank its records."""
         try:
             read()
         except Exception as error:
@@ -85,7 +85,7 @@ class RankTables:
                     self.heard_ns = clock()
 
     def add(self, message: Row) -> None:
-        """The message is among the rank's rows."""
+        """Add the message to the rank's rows."""
         if isinstance(message, messages.String):
             self.tables.add_row("strings", {"name_id": message.id, "name": message.name})
         elif isinstance(message, messages.Frames):
@@ -99,7 +99,7 @@ class RankTables:
             self.tables.add_row("gaps", msgspec.structs.asdict(message))
 
     def take_flight(self, recorder: FlightRecorder) -> None:
-        """What torch's Flight Recorder has answered is among the rank's rows."""
+        """Add what torch's Flight Recorder has answered to the rank's rows."""
         while not recorder.rows.empty():
             rows = recorder.rows.get()
             self.tables.add("flight_records", {name: [row[name] for row in rows] for name in rows[0]})
@@ -108,7 +108,7 @@ class RankTables:
             self.tables.gap("flight_records", why, source="flight_recorder", start_ns=clock(), count=count)
 
     def flush(self) -> None:
-        """What was read is with the system, and what was lost is in `gaps`."""
+        """Give what was read to the system, and note what was lost in `gaps`."""
         self._guard(self._take_records)
         self.tables.flush()
 

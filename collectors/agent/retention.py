@@ -40,7 +40,7 @@ _COUNTS_STEPS = pa.array([REGION_KINDS.index(kind) for kind in COUNTS_STEPS if k
 
 
 def usual_bytes(folder: Path) -> int:
-    """What a node's files may take where nobody said it, above 0. Raises OSError."""
+    """Return what a node's files may take by default, above 0. Raises OSError."""
     return max(1, min(_USUAL_BYTES, int(_USUAL_SHARE * shutil.disk_usage(folder).free)))
 
 
@@ -82,7 +82,7 @@ class Retention:
         return True
 
     def work(self) -> None:
-        """A little of what is to be removed is. Raises OSError or ArrowInvalid: that is tried again in a minute."""
+        """Remove a little of what is to go. Raises OSError or ArrowInvalid: that is tried again in a minute."""
         deadline = time.monotonic() + _WORK_S
         while self._to_do and time.monotonic() < deadline:
             partition, table = self._to_do[0]
@@ -99,7 +99,7 @@ class Retention:
                 raise
 
     def _removable(self) -> Iterator[tuple[Partition, str, Sealed]]:
-        """The newest file of a table that goes on is none of them: something must be left to judge."""
+        """Yield the files that may go. The newest one of a table that goes on is not among them."""
         for partition, table in itertools.product(self._partitions, (*_REMOVED, *_REDUCED)):
             if self._resting.get((partition, table), 0.0) < time.monotonic():
                 newest = [] if partition.closed else partition.sealed(table)[-1:]
@@ -108,7 +108,7 @@ class Retention:
                         yield partition, table, part
 
     def _arrived(self, partition: Partition, table: str) -> list[Sealed]:
-        """The files with all their rows, up to the first that is nowhere but here."""
+        """Return the files with all their rows, up to the first that is nowhere but here."""
         whole = [part for part in partition.sealed(table) if not part.reduced]
         return list(itertools.takewhile(lambda part: self._has_arrived(partition.path(table, part)), whole))
 
@@ -137,7 +137,7 @@ def _reduce(partition: Partition, table: str, old: Sequence[Sealed]) -> None:
 
 
 def _beside(partition: Partition, parts: Sequence[Sealed]) -> list[Sealed]:
-    """The files of regions of the time of these parts."""
+    """Return the files of regions of the time of these parts."""
     first, last = parts[0].first, parts[-1].last
     return [part for part in partition.sealed("regions") if part.first <= last and part.last >= first]
 

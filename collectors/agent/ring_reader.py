@@ -60,7 +60,7 @@ class Ring:
     """
 
     def __init__(self, fd: int) -> None:
-        """Maps the ring; `fd` may be closed afterwards. Raises OSError or ValueError if it is not a ring."""
+        """Map the ring; `fd` may be closed afterwards. Raises OSError or ValueError if it is not a ring."""
         # Sealed first, so that the size stays: memory that is cut while it is mapped would end this process.
         if fd < 0:
             raise ValueError("there is no ring")
@@ -132,7 +132,7 @@ class Ring:
         return True
 
     def _highest(self) -> int:
-        """Raises ValueError where no rank can have come so far: the ring does not hold records."""
+        """Return the newest record's number. Raises ValueError where no rank can have come so far: it is no ring."""
         highest = int(self._numbers.max())
         if highest > _MOST_RECORDS:
             raise ValueError(f"record number {highest}")
@@ -152,7 +152,7 @@ class Threads:
         self._following = itertools.count(1).__next__
 
     def train(self, ident: int) -> None:
-        """The thread that trains is another one: from now on it is the main thread."""
+        """Take the thread that trains for the main thread from now on."""
         self._index = {known: index for known, index in self._index.items() if index} | {ident: 0}
 
     def index(self, idents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
@@ -175,7 +175,7 @@ _CODES = {
 
 
 def fitting(table: str, columns: Columns) -> tuple[Columns, int]:
-    """The rows whose values their columns take, and how many others there are."""
+    """Return the rows whose values their columns take, and how many others there are."""
     fits = np.ones(len(next(iter(columns.values()))), bool)
     for column in TABLES[table].columns:
         values = columns.get(column.name)
@@ -201,7 +201,7 @@ def _range_of(table: str, column: Column) -> tuple[int, int]:
 
 
 def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:
-    """The columns of every table that has rows among `records`.
+    """Return the columns of every table that has rows among `records`.
 
     A collective whose end is among them has it; another has a null end, and an end whose collective is not among them
     is a row of `completions`.

@@ -30,7 +30,7 @@ class RunState:
         said["ranks"] = self.ranks
 
     def tell(self, **said: Any) -> None:  # noqa: ANN401
-        """It says this too, with the next flush."""
+        """Say this too, with the next flush."""
         self.said |= said
         self.changed = True
 
@@ -44,7 +44,7 @@ class RunState:
         return report
 
     def free_attempt(self, hello: Hello) -> int:
-        """The rank's attempt, or a later one where another job under this agent had that."""
+        """Return the rank's attempt, or a later one where another job under this agent had that."""
         attempt = hello.attempt
         same = [report for report in self.ranks if (report["rank"], report["world"]) == (hello.rank, hello.world)]
         while attempt in {report["attempt"] for report in same}:
@@ -52,7 +52,7 @@ class RunState:
         return attempt
 
     def write(self) -> None:
-        """The JSON is on the disk; if that is full it stays as it was."""
+        """Write the JSON to the disk; if that is full it stays as it was."""
         self.said["name"] = self._run.path.name
         path = file_of(self.said["node"], self._run.path)
         unfinished = path.with_name(f".{path.name}.new")

@@ -27,7 +27,7 @@ _COMMAND = (sys.executable, "-m", "rankscope.collectors.agent.uploader")
 
 
 def spool() -> Path:
-    """A new folder of this user for a run on its way: in $TMPDIR, or where that is not set in the cache folder.
+    """Make a new folder of this user for a run on its way: in $TMPDIR, or where that is not set in the cache folder.
 
     Raises OSError.
     """
@@ -38,7 +38,7 @@ def spool() -> Path:
 
 
 def remove_spool(run: Path) -> None:
-    """The run's folder in the spool is gone, all of it having arrived."""
+    """Remove the run's folder from the spool, all of it having arrived."""
     shutil.rmtree(run, ignore_errors=True)
     with contextlib.suppress(OSError):
         run.parent.rmdir()
@@ -78,7 +78,7 @@ class Upload:
         self._result: dict[str, Any] | None = None
 
     def look(self, folder: Path) -> None:
-        """The process runs, and what it has said since is known."""
+        """Keep the process running, and read what it has said."""
         self._folder = folder
         self._hear()
         if self._process is None and time.monotonic() - self._started_s > _RESTART_S:
@@ -107,7 +107,7 @@ class Upload:
         return _no_answer(self.url)
 
     def close(self) -> None:
-        """The process ends."""
+        """End the process."""
         if self._process:
             assert self._process.stdin
             self._process.stdin.close()

@@ -66,7 +66,7 @@ class Uploader:
         return [name for name, (_, _, whole) in dict(self._sent).items() if whole]
 
     def send(self, *, last: bool = False, until: Callable[[], bool]) -> float:
-        """What is to be sent is, as far as the storage takes it, or `until` says to stop: how long to pause, in s."""
+        """Send what the storage takes, or until `until` says to stop; return how long to pause, in s."""
         before = dict(self._sent)
         failed = False
         if self._system is None:
@@ -98,7 +98,7 @@ class Uploader:
         return list(self._to_send(last=True))
 
     def _to_send(self, last: bool) -> Iterator[str]:
-        """The files that are not there as they are, what says whose run it is first."""
+        """Yield the files that are not there as they are, what says whose run it is first."""
         grows = last or time.monotonic() - self._grown_at > _GROWING_S
         if grows:
             self._grown_at = time.monotonic()
@@ -145,7 +145,7 @@ class Uploader:
         self._system = system
 
     def _free(self, system: FileSystem, root: str) -> str:
-        """The folder in the storage: as asked for, with `-2` and so on behind it where another run has that."""
+        """Choose the folder in the storage: as asked for, with `-2` and so on behind it where another run has that."""
         from pyarrow.fs import FileSelector
 
         own = {said.get(key) for said in map(_json, self._folder.glob("run/node=*.json")) for key in ("agent", "peer")}

@@ -39,7 +39,7 @@ def address_towards(master: str) -> str | None:
 
 
 def world_of(store: Any) -> str | None:  # noqa: ANN401
-    """What this job's ranks call their world: the first to ask decides, nobody waits. None where the store cannot.
+    """Return what this job's ranks call their world: the first to ask decides. None where the store cannot.
 
     A job of several worlds (trainers, and engines that generate for them) has every rank several times.
     """

@@ -213,7 +213,7 @@ class Emit:
         self._on_step.append(call)
 
     def stepped(self, end_ns: int, optimizer: int | None) -> None:
-        """A step has ended on this thread, as far as `rankscope.step()` or this optimizer can tell."""
+        """Note that a step has ended on this thread, as far as `rankscope.step()` or this optimizer shows."""
         for call in self._on_step:
             call(end_ns, optimizer)
 
@@ -418,7 +418,7 @@ class _Session:
             self.emit.send({"type": "peer"} | peer)
 
     def _store(self) -> Any:  # noqa: ANN401
-        """The group's store as torch keeps it; None where the group is gone. It ends with the group, as without us."""
+        """Return the group's store as torch keeps it; None where the group is gone. It ends with the group."""
         _, store = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map.get(self._group(), (None, None))
         return store
 
@@ -453,7 +453,7 @@ def _native_hook(backend: str) -> Any:  # noqa: ANN401
 
 
 def _running_operations() -> list[bytes]:
-    """What the kernel tells of each thread that runs torch's operations on the host: its state and how often it ran."""
+    """Return the state of each thread that runs torch's operations on the host, and how often it ran."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -497,7 +497,7 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _numbered(size: int, name: str, first: bool) -> list[int]:
-    """The global ranks of a group that was made without saying them.
+    """Return the global ranks of a group that was made without saying them.
 
     torch makes its default group so, and calls it by a number. Others make groups across worlds, as for the weights
     that trainers send to engines: its ranks are none of this world's, and not known.
@@ -506,7 +506,7 @@ def _numbered(size: int, name: str, first: bool) -> list[int]:
 
 
 def _leave_child() -> None:
-    """A forked worker must not write into its parent's ring, nor use its socket."""
+    """Leave the parent's ring and socket alone in a forked worker."""
     if _session is not None:
         _session.emit.live = False
 

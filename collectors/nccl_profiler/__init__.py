@@ -34,7 +34,7 @@ _NAMED = {
 
 
 def built() -> Path | None:
-    """The plugin that was built from this version's source for this machine, None if there is none."""
+    """Return the plugin that was built from this version's source for this machine, None if there is none."""
     path = _path()
     return path if path.exists() else None
 
@@ -52,7 +52,7 @@ def build(chosen: str | None = None, extra: tuple[str, ...] = ()) -> Path:
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a job's environment needs so that NCCL finds the plugin; nothing where it is not built, or not wanted."""
+    """Return what a job needs in its environment for NCCL to find the plugin; nothing if not built or wanted."""
     path = built()
     return {} if path is None or installed_elsewhere(environment) else {VARIABLE: str(path)}
 

@@ -94,7 +94,7 @@ def stop() -> None:
 
 
 def add_driver_facts(gpus: Iterable[topology.Device]) -> None:
-    """What the driver knows of these is with them. The collector must have started."""
+    """Add what the driver knows of these. The collector must have started."""
     if _amd:
         _amd.add_driver_facts(gpus)
     else:
@@ -145,7 +145,7 @@ class _XidWatch:
 
 
 def _pointer(handle: Any) -> int | None:  # noqa: ANN401
-    """What tells a device: a GPU that has fallen off the bus does not even tell its index any more."""
+    """Return what identifies a device: a GPU that has fallen off the bus does not even give its index any more."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
@@ -158,7 +158,7 @@ def _field(handle: Any, field: int, link: int = 0) -> float:  # noqa: ANN401  (a
 
 
 def _total(handle: Any, *fields: int) -> float:  # noqa: ANN401
-    """The sum of those that the driver offers. Raises NVMLError if it offers none."""
+    """Return the sum of those that the driver offers. Raises NVMLError if it offers none."""
     values = []
     for field in fields:
         try:

@@ -164,7 +164,7 @@ def _tightest(node: Node, process: str) -> _Limit | None:
 
 
 def _limits(node: Node, process: str) -> Iterator[_Limit]:
-    """The limits on a process's processors: its control group's, and those of the groups around it."""
+    """Yield the limits on a process's processors: its control group's, and those of the groups around it."""
     root = node.sys / "fs" / "cgroup"
     for line in (node.proc / process / "cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
@@ -197,7 +197,7 @@ def _limits_v1(root: Path, path: str) -> Iterator[_Limit]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """The group's folder and those around it. In a container the path may be the host's, and only the root is there."""
+    """Yield the group's folder and those around it. In a container, whose path may be the host's, only the root is."""
     folder = root / path.lstrip("/")
     while folder != root and root in folder.parents:
         yield folder

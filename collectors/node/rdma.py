@@ -108,7 +108,7 @@ class _Counter:
     total: int
 
     def read(self) -> int:
-        """What has been counted so far, without steps back."""
+        """Return what has been counted so far, without steps back."""
         for place, fd in enumerate(self.fds):
             value = int(os.pread(fd, 64, 0))
             before, self.before[place] = self.before[place], value
@@ -168,7 +168,7 @@ def stop() -> None:
 
 
 def _open(device: str, name: str, port: Path, sources: tuple[str, ...]) -> None:
-    """The first of the sources of which there is a file that holds a number is read from now on."""
+    """Read the first of the sources of which there is a file that holds a number from now on."""
     for source in sources:
         opened = [found for part in source.split("+") if (found := _opened(port, part))]
         if opened:
@@ -178,7 +178,7 @@ def _open(device: str, name: str, port: Path, sources: tuple[str, ...]) -> None:
 
 
 def _opened(port: Path, part: str) -> tuple[int, int] | None:
-    """A file descriptor and the number that it gave."""
+    """Return a file descriptor and the number that it gave."""
     try:
         fd = os.open(port / (part if "/" in part else f"hw_counters/{part}"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -49,7 +49,7 @@ _current: _Marks | None = None
 
 
 def start(emit: Emit) -> None:
-    """Marks begin with the first one after the job has made a CUDA context."""
+    """Begin with the first mark after the job has made a CUDA context."""
     global _current
     _current = _Marks(emit)
     emit.mark = emit.guard("device_events", _current.mark)
@@ -79,7 +79,7 @@ class _Anchor:
         return (self.high_ns - self.low_ns + 1) // 2
 
     def narrow(self, low_ns: int, high_ns: int) -> None:
-        """It is also known to lie between these; two that contradict each other are not joined."""
+        """Use that it also lies between these; two that contradict each other are not joined."""
         low_ns, high_ns = max(low_ns, self.low_ns), min(high_ns, self.high_ns)
         if low_ns <= high_ns:
             self.low_ns, self.high_ns = low_ns, high_ns
@@ -104,7 +104,7 @@ class _Driver:
         self.check(function, self._library[function](*arguments))
 
     def made(self, function: str, kind: Any, *arguments: Any) -> Any:  # noqa: ANN401
-        """What the function puts where its first argument points."""
+        """Return what the function puts where its first argument points."""
         value = kind()
         self.call(function, ctypes.byref(value), *arguments)
         return value.value
@@ -189,13 +189,13 @@ class _Marks:
         self._write(mark, at_ns, 0, -1)
 
     def current_stream(self) -> int | None:
-        """The current stream of this thread; None on another device, and while it is captured."""
+        """Return the current stream of this thread; None on another device, and while it is captured."""
         if self._get_device() != self._device or self._is_capturing():
             return None
         return self._get_stream(self._device)
 
     def _begin(self) -> None:
-        """The thread runs, once the main thread has a context on the device that torch takes for the current one."""
+        """Start the thread, once the main thread has a context on the device that torch takes for the current one."""
         if self._emit.device is None or not self._torch.cuda.is_initialized():
             return
         if self._torch.version.hip:
@@ -266,7 +266,7 @@ class _Marks:
         return _Anchor(event, low_ns, clock())
 
     def _look(self, base: _Anchor, spare: int) -> _Anchor:
-        """What the device came to since `base` is written; returns the next anchor."""
+        """Write what the device came to since `base`; return the next anchor."""
         driver, under_way = self._driver, self._under_way
         after = self._anchor(spare)
         span = driver.between(base.event, after.event)

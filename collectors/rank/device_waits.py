@@ -124,7 +124,7 @@ class _Waits:
         self._waits, self._counted_ns = 0, clock()
 
     def miss(self) -> None:
-        """A wait of this step may have no marks."""
+        """Note that a wait of this step may have no marks."""
         self._missed = True
 
     def begins(self, stream: int | None = None) -> bool:

@@ -42,7 +42,7 @@ _LONGEST_S = 2.0  # for an answer that is under way
 
 
 def start(emit: Emit) -> None:
-    """The server runs from the first tick on at which the job uses NCCL."""
+    """Run the server from the first tick on at which the job uses NCCL."""
     seen: WeakSet[Any] = WeakSet()  # groups; a name may be used again
     is_timed = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
@@ -84,7 +84,7 @@ def start(emit: Emit) -> None:
 
 
 def recorder_of(torch: Any, group: Any) -> str | None:  # noqa: ANN401
-    """The worker server's handler for the recorder of this group's operations on CUDA; None if it has none there."""
+    """Return the worker server's handler for the recorder of this group's operations on CUDA; None if it has none."""
     try:
         name = group._get_backend(torch.device("cuda")).name()
     except RuntimeError:
@@ -105,7 +105,7 @@ def serve(emit: Emit, handler: str) -> None:
 
 
 def stop() -> None:
-    """What the recorder holds is left in the folder, and the server is gone."""
+    """Leave what the recorder holds in the folder, and end the server."""
     global _server, _folder
     while _undos:
         _undos.pop()()

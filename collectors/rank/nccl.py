@@ -25,7 +25,7 @@ _LOSSES = {  # counters of the plugin, and what they count
 
 
 def start(emit: Emit) -> None:
-    """The agent reads the plugin's ring, or `gaps` says why there is none."""
+    """Give the agent the plugin's ring, or say in `gaps` why there is none."""
     ours = built()
     given = os.environ.get(VARIABLE)
     if ours is None or given != str(ours):
@@ -59,7 +59,7 @@ def start(emit: Emit) -> None:
 
 
 def stop() -> None:
-    """The plugin stays as long as NCCL has it; its ring is read no more when the rank is gone."""
+    """Leave the plugin to NCCL; its ring is read no more when the rank is gone."""
 
 
 class _Told:

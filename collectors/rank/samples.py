@@ -76,7 +76,7 @@ class Chains:
         return len(self._nodes) >= _MOST_NODES
 
     def node(self, frame: FrameType | None) -> int:
-        """The node of this chain; of its longest known part, once the tree is full."""
+        """Return the node of this chain; of its longest known part, once the tree is full."""
         calls: list[tuple[CodeType, int]] = []
         while frame is not None:
             code = frame.f_code

@@ -169,7 +169,7 @@ class _Profile:
         self._kineto.start_trace()
 
     def next_step(self, step: int) -> None:
-        """The span of a step begins, where another one ended; its begin relates the clocks.
+        """Begin the span of a step, where another one ended; its begin relates the clocks.
 
         It is not called as torch's are: a profiler of the script's own that waits for its turn makes those meanwhile.
         """
@@ -204,7 +204,7 @@ class _Profile:
         self._profiler._run_on_profiler_stop()
 
     def save(self, path: str) -> None:
-        """The trace is in this file; takes 2 to 13 µs per event, without Python's lock. Raises OSError."""
+        """Save the trace to this file; takes 2 to 13 µs per event, without Python's lock. Raises OSError."""
         unfinished = f"{path}.part"
         self._result.save(unfinished)  # says what went wrong to nobody
         self._result = None
@@ -214,7 +214,7 @@ class _Profile:
 
 
 def _without_events(torch: Any) -> Any:  # noqa: ANN401
-    """A fifth less to do at the end, where torch knows how (2.13): nobody reads the events in this process."""
+    """Leave out the events in this process, which are not read: a fifth less to do at the end, as of torch 2.13."""
     try:
         return torch._C._profiler._ExperimentalConfig(trace_only=True)
     except TypeError:
@@ -248,7 +248,7 @@ class _Windows:
     # ---- from the session's thread
 
     def ask(self, window: dict[str, Any]) -> None:
-        """The agent asks for a window, or says again where its trace is to lie; the next end of a step sees it."""
+        """Take the agent's request for a window, or where its trace is to lie; the next end of a step sees it."""
         if self._why_closed:
             self._say(window, "refused", why=self._why_closed)
         else:
@@ -284,7 +284,7 @@ class _Windows:
     # ---- from the thread that trains
 
     def progress(self) -> None:
-        """The agent knows how far this rank is, to name a step that is still to come; a window that lasts is closed."""
+        """Tell the agent how far this rank is, to name a step that is still to come; close a window that lasts."""
         if self._recording and time.monotonic() > self._until_s and self._may_act():
             self._finish("its steps took too long, and a profiler takes more memory the longer it is on")
         self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
@@ -317,7 +317,7 @@ class _Windows:
         return device is not None and device == self._cuda.current_device() and self._cuda.is_current_stream_capturing()
 
     def _take_in(self) -> None:
-        """What was heard from the agent is among what is asked, or changes it."""
+        """Add what was heard from the agent to what is asked, or change it."""
         while self._heard:
             heard = self._heard.popleft()
             if self._window is not None and self._window["id"] == heard["id"]:
@@ -354,7 +354,7 @@ class _Windows:
             self._go_on(done)
 
     def _go_on(self, done: int) -> None:
-        """A step of the window begins, the first or another, or the window is over."""
+        """Begin a step of the window, the first or another, or end the window."""
         assert self._window is not None
         assert self._profile is not None
         first, steps = int(self._window["first"]), int(self._window["steps"])
@@ -372,7 +372,7 @@ class _Windows:
         self._profile.next_step(done)
 
     def _finish(self, why: str = "", *, at_exit: bool = False, stop: bool = True) -> None:
-        """The recording is over; what there is of it is saved, or thrown away for this reason."""
+        """End the recording; save what there is of it, or throw it away for this reason."""
         assert self._window is not None
         assert self._profile is not None
         window, profile = self._window, self._profile
@@ -419,7 +419,7 @@ class _Windows:
         self._emit.send({"type": "window", "id": window["id"], "state": state} | more)
 
     def close(self) -> None:
-        """The rank ends, or the collector is off: a recording is ended and saved, and what was asked for is refused."""
+        """End and save a recording as the rank ends, or the collector is off; refuse what was asked for."""
         try:
             if self._window is not None and self._recording:
                 self._end()
@@ -439,7 +439,7 @@ class _Windows:
                 self._saving.join(_SAVING_S)
 
     def _end(self) -> None:
-        """A recording that is under way when the rank ends, or the collector is off."""
+        """End a recording that is under way when the rank ends, or the collector is off."""
         assert self._profile is not None
         if not self._may_act():
             self._finish("it ended on another thread, or within a backward", stop=False)
@@ -453,7 +453,7 @@ class _Windows:
     # ---- other profilers
 
     def _other_profiler(self) -> str:
-        """What else profiles this process, or would be disturbed; empty: nothing."""
+        """Return what else profiles this process, or would be disturbed; empty: nothing."""
         for variable, tool in _WATCHED_BY.items():
             if os.environ.get(variable):
                 return f"{tool} ({variable} is set)"
@@ -472,7 +472,7 @@ class _Windows:
             self._own_call = False
 
     def watch_others(self) -> None:
-        """A profiler that the script prepares or starts while ours is on finds it gone: torch refuses two at once."""
+        """Give way to a profiler that the script prepares or starts while ours is on: torch refuses two at once."""
         profiler = sys.modules["torch.autograd.profiler"]
         for name, prepares in (("_prepare_profiler", True), ("_enable_profiler", False)):
             original = getattr(profiler, name)

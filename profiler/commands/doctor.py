@@ -117,7 +117,7 @@ def _launcher() -> Iterator[Check]:
 
 
 def _agent() -> Iterator[Check]:
-    """An agent is started, and ended again, in a folder of its own."""
+    """Start an agent, and end it again, in a folder of its own."""
     from rankscope.profiler.node_agent import Agent, answers
 
     name = f"rankscope-{os.getuid()}-{os.getpid()}-doctor"
@@ -223,7 +223,7 @@ def _disk() -> Iterator[Check]:
 
 
 def _compiled() -> Iterator[Check]:
-    """The C parts of the analysis, which `pip` leaves out without a word where it has no compiler."""
+    """Check the C parts of the analysis, which `pip` leaves out without a word where it has no compiler."""
     try:
         for name in _COMPILED:
             importlib.import_module(name)

@@ -102,7 +102,7 @@ def agent_name(environment: Mapping[str, str]) -> str:
 
 
 def _process() -> Iterator[str]:
-    """What tells this process from those of other containers with its number, which may share the network."""
+    """Yield what distinguishes this process from one of another container with its number on the same network."""
     with contextlib.suppress(OSError):
         yield str(os.stat("/proc/self/ns/pid").st_ino)
         yield Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # when it began
@@ -120,7 +120,7 @@ def place(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ensure_agent(name: str, options: Options, command: list[str]) -> None:
-    """An agent answers on the socket. Raises NotRecorded."""
+    """Wait until an agent answers on the socket. Raises NotRecorded."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as starting:
         try:
             # Whoever has this name starts the agent; the name is free again when this process is the command.

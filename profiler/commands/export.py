@@ -62,7 +62,7 @@ def command(
 
 
 def _name(run: Path) -> str:
-    """The run's, with what of it is named: `run-steps=100-110`."""
+    """Return the run's name, with what of it is named: `run-steps=100-110`."""
     from rankscope.analysis.readers.native.address import run_folder
 
     folder, whole = run_folder(run).resolve(), run.resolve()
@@ -70,7 +70,7 @@ def _name(run: Path) -> str:
 
 
 def _packed(path: Path) -> IO[bytes]:
-    """A gzip file to write to; isal, where it is there, takes a fifth of the time."""
+    """Open a gzip file to write to; isal, where it is there, takes a fifth of the time."""
     try:
         from isal import igzip as gzip
     except ImportError:

@@ -75,7 +75,7 @@ def command(
 
 
 def write(trace: Trace, folder: Path) -> int:
-    """The trace is a run folder; how many rows it has. What the source's reader knows besides goes to `run/`."""
+    """Write the trace as a run folder; return how many rows it has. What its reader knows besides goes to `run/`."""
     import polars as pl
 
     names: dict[_Key, dict[str, int]] = {}  # by partition: the codes of its names
@@ -106,7 +106,7 @@ def write(trace: Trace, folder: Path) -> int:
 
 
 def _partitions(trace: Trace, table: str) -> Iterator[tuple[_Key, pl.DataFrame]]:
-    """The rows of each rank or node; of a large table a piece at a time."""
+    """Yield the rows of each rank or node; of a large table a piece at a time."""
     owner = "node" if TABLES[table].partition == "node" else "rank"
     for piece in trace.pieces(table):
         for (number,), part in piece.partition_by(owner, as_dict=True, maintain_order=True).items():
@@ -114,7 +114,7 @@ def _partitions(trace: Trace, table: str) -> Iterator[tuple[_Key, pl.DataFrame]]
 
 
 def _as_written(table: str, frame: pl.DataFrame, codes: dict[str, int]) -> dict[str, pl.Series]:
-    """The columns as the schema has them, names as ids; `codes` has all of these."""
+    """Return the columns as the schema has them, names as ids; `codes` has all of these."""
     import polars as pl
 
     columns: dict[str, pl.Series] = {}
@@ -141,7 +141,7 @@ def _coded(values: pl.Series, names: Sequence[str], codes: Sequence[int], kind: 
 
 
 def _as_arrow(values: pl.Series, kind: pa.DataType) -> pa.Array:
-    """The values as this type, without Arrow's casts where that can be: they alone take 8 MB."""
+    """Return the values as this type, without Arrow's casts where that can be: they alone take 8 MB."""
     import polars as pl
     import pyarrow as pa
 
@@ -150,7 +150,7 @@ def _as_arrow(values: pl.Series, kind: pa.DataType) -> pa.Array:
 
 
 def _write_rows(folder: Path, table: str, key: _Key, columns: Mapping[str, Any], first: int) -> int:
-    """The rows lie in the folder as parts from this number on; the number after the last."""
+    """Write the rows as parts from this number on; return the number after the last."""
     import polars as pl
     import pyarrow as pa
 

@@ -95,7 +95,7 @@ def _refuse_own_options(torchrun_options: list[str]) -> None:
 
 
 def _finish(agent: Agent, url: str | None, *, report: bool) -> None:
-    """The agent has ended, and the user has read what was found, or where this node's part lies."""
+    """End the agent, and say what was found, or where this node's part lies."""
     trouble = agent.end()
     if trouble:
         say(trouble)
@@ -114,7 +114,7 @@ def _finish(agent: Agent, url: str | None, *, report: bool) -> None:
 
 
 def _empty_spool(out: Path, url: str) -> None:
-    """The report is in object storage too, and nothing is left here; or it is said what has not arrived."""
+    """Upload the report too, and leave nothing here; or say what has not arrived."""
     came = upload_rest(out, url)
     if came["missing"] == 0:
         remove_spool(out)
@@ -123,7 +123,7 @@ def _empty_spool(out: Path, url: str) -> None:
 
 
 def _await_other_nodes(out: Path) -> None:
-    """The other nodes whose files are in this folder are done with it, or have had their time."""
+    """Wait until the other nodes whose files are in this folder are done with it, or have had their time."""
     deadline = time.monotonic() + OTHER_NODES_S
     others = [path for path in (out / "run").glob("node=*.json") if path.name != "node=00000.json"]
     while not all(map(_is_closed, others)) and time.monotonic() < deadline:
@@ -138,7 +138,7 @@ def _is_closed(node: Path) -> bool:
 
 
 def _report(out: Path, where: str) -> None:
-    """The report is printed and lies in the folder, as `where`; if it fails, that is said and nothing else happens.
+    """Print the report and write it into the folder, as `where`; if it fails, say so and do nothing else.
 
     It runs in a process of its own, since a report must not be able to end the job with anything but its exit code.
     """

@@ -57,7 +57,7 @@ def command(
 
 
 def _nodes(run: Path) -> list[dict[str, Any]]:
-    """What each node's agent says of itself and of its ranks."""
+    """Return what each node's agent says of itself and of its ranks."""
     nodes = []
     for path in sorted((run / "run").glob("node=*.json")):
         try:
@@ -68,7 +68,7 @@ def _nodes(run: Path) -> list[dict[str, Any]]:
 
 
 def _running(run: Path) -> dict[int, int | None]:
-    """The ranks that write to this folder now, and how many ranks each says there are."""
+    """Return the ranks that write to this folder now, and how many ranks each says there are."""
     nodes = _nodes(run)
     if not nodes:
         raise RankscopeError(f"{run} is no run folder: `rankscope run` prints the folder that it writes")
@@ -105,7 +105,7 @@ def _tell_unreached(running: Mapping[int, int | None], wanted: Sequence[int] | N
 
 
 def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answers:
-    """What each rank made of the request, when all are through with it. Ctrl-C leaves the request as it is."""
+    """Wait for what each rank made of the request. Ctrl-C leaves the request as it is."""
     begun = checked = time.monotonic()
     told = False
     given_up: Answers = {}
@@ -133,7 +133,7 @@ def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answe
 
 
 def _of_dead_agents(run: Path, last_seen: dict[int, tuple[float, float]]) -> set[int]:
-    """The ranks of nodes whose counters have not grown for long.
+    """Return the ranks of nodes whose counters have not grown for long.
 
     `last_seen` keeps from call to call when each node's file was changed last, and since when that is known.
     """

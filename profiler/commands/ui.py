@@ -78,7 +78,7 @@ def command(options: Options) -> None:
 
 
 def _checked(options: Options) -> list[Path]:
-    """The paths on this machine of what is shown. Raises RankscopeError."""
+    """Return the paths on this machine of what is shown. Raises RankscopeError."""
     from rankscope.analysis.readers.native.address import run_folder
     from rankscope.analysis.runs.storage import local_path
 
@@ -99,7 +99,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _listen(app: Any, host: str, port: int | None) -> Any:  # noqa: ANN401 - Flask's and werkzeug's
-    """A server that listens, on the port that was asked for, else on the usual one or one of the next."""
+    """Return a server that listens on the port that was asked for, else on the usual one or one of the next."""
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
