@@ -63,7 +63,7 @@ def _price(text: str) -> float:
 
 
 def _ranks(text: str) -> Sequence[int]:
-    from rankscope.analysis.text.units import members_of
+    from rankscope.collectors.rank_ranges import members_of
 
     try:
         ranks = sorted(set(members_of(text)))

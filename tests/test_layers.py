@@ -15,14 +15,20 @@ from support.paths import ROOT
 
 # From the lowest floor up. A room imports from rooms below it only.
 FLOORS = (
-    *("errors", "collectors.schema", "collectors.counters"),
+    *("errors", "collectors.schema", "collectors.counters", "collectors.rank_ranges"),
     *("analysis.text", "analysis.model", "analysis.readers", "analysis.timeline", "analysis.runs", "analysis.metrics"),
     *("analysis.replay", "analysis.detectors", "analysis.compare", "analysis.diagnosis", "analysis.report"),
     *("dashboard", "profiler"),
 )
 # Collectors have floors of their own.
 OF_COLLECTORS = ("collectors.topology", "collectors.node", "collectors.agent")
-IN_A_RANK = ("collectors/in_rank", "collectors/rank", "collectors/schema.py", "src/rankscope/errors.py")
+IN_A_RANK = (
+    "collectors/in_rank",
+    "collectors/rank",
+    "collectors/schema.py",
+    "collectors/rank_ranges.py",
+    "src/rankscope/errors.py",
+)
 LONG_MODULES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
 MANY_PARAMETERS = {"collectors.in_rank.ring_writer.write"}  # of every record: fewer would cost the job time

@@ -47,8 +47,8 @@ from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.phrases import counted, named
-from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.nccl_ras import SILENT
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 from rankscope.errors import NotResolvable
 

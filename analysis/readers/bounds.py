@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rankscope.analysis.text.units import members_of
 from rankscope.collectors.free_memory import available_bytes
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import MOST_RANKS
 from rankscope.errors import BadInput
 

@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rankscope.collectors.schema import MOST_RANKS
+from rankscope.collectors.rank_ranges import as_ranges
 
 __all__ = [
     "Scale",
     "bytes_text",
     "duration",
     "duration_with_error",
-    "members_of",
     "percent",
     "ranges",
     "rounded",
@@ -68,26 +67,8 @@ def percent(fraction: float | None) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as ranges, none left out: `0-3,8`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs)
-
-
-def members_of(text: str) -> list[int]:
-    """The ranks behind `0-3,8`. Raises ValueError where there are none, or more than any job has."""
-    ranks: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        begin, end = int(first), int(last or first) + 1
-        if not 0 <= begin < end <= MOST_RANKS or len(ranks) > MOST_RANKS:
-            raise ValueError(f"{part} are no ranks")
-        ranks.extend(range(begin, end))
-    return ranks
+    """Numbers as ranges, sorted, none left out: `0-3,8`."""
+    return as_ranges(sorted(set(numbers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from rankscope.analysis.model.kernels import LAUNCHING_CALLS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.timeline.device_time import by_rank
-from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.steps import in_steps
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["set_lost_aside", "without_lost_operations"]

@@ -11,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Clock
-from rankscope.analysis.text.units import members_of
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import OPS, P2P_OPS
 
 __all__ = ["MATCHED_COLUMNS", "MUTUAL_OPS", "ROOTED_OPS", "match_collectives", "members_of"]

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.timeline.matching import members_of
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import P2P_OPS
 
 Ints = NDArray[np.int64]

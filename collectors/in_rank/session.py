@@ -33,6 +33,7 @@ from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.placement import address_towards, host_of, place, world_of
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.in_rank.stderr import say
+from rankscope.collectors.rank_ranges import as_ranges
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS
 
 __all__ = ["Emit", "annotate", "on_group", "step"]
@@ -509,17 +510,6 @@ def _leave_child() -> None:
     """Leave the parent's ring and socket alone in a forked worker."""
     if _session is not None:
         _session.emit.live = False
-
-
-def as_ranges(ranks: list[int]) -> str:
-    """Write ranks as `0-3,8`, in their order."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def step() -> None:

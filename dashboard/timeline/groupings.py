@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.timeline.build import Timeline
-from rankscope.analysis.timeline.matching import members_of
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.dashboard.timeline.scene import Grouping
 
 __all__ = ["groupings", "nodes_of"]

@@ -14,8 +14,8 @@ from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.host_breakdown import PARTS, InvariantError, breakdown, check_phases, phases
-from rankscope.analysis.timeline.matching import members_of
 from rankscope.analysis.timeline.steps import agreement, find_steps, judge, renumber
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import REGION_KINDS
 from support.rows import collectives, matched, regions, step_spans, table
 from support.run_folder import COLLECTIVE, REGION, write, write_rank, write_run

@@ -8,7 +8,7 @@ import pytest
 
 import rankscope
 from rankscope.collectors.in_rank.ring_writer import Ring
-from rankscope.collectors.in_rank.session import Emit, as_ranges
+from rankscope.collectors.in_rank.session import Emit
 from rankscope.collectors.schema import OPS, REGION_KINDS
 from support.one_rank import names, record, run_script, table
 
@@ -412,8 +412,3 @@ def test_names_are_bounded():
     assert ids[-1] == 0
     assert len(set(ids)) == 10_000
     theirs.close()
-
-
-def test_ranks_as_ranges():
-    assert as_ranges([0, 1, 2, 3, 8]) == "0-3,8"
-    assert as_ranges([4, 0]) == "4,0"

@@ -23,8 +23,9 @@ from rankscope.analysis.model.parts import APART, MIXED
 from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
-from rankscope.analysis.timeline.matching import MUTUAL_OPS, members_of
+from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.pipeline_ops import replicas
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotResolvable
 
