@@ -182,6 +182,16 @@ def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
 
 
+def test_test_files_stand_alone():
+    """What two of them need is in tests/support, and paths are pytest's to set (pyproject.toml)."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        imported = {
+            node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+        }
+        assert not [name for name in imported if name.startswith(("test_", "tests"))], path
+        assert "sys.path." not in path.read_text() or path.name == Path(__file__).name, path
+
+
 if __name__ == "__main__":
     drawn = {(room(a), room(b)) for a, targets in graph().items() for b in targets if room(a) != room(b)}
     for source in sorted({a for a, _ in drawn}):

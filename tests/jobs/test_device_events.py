@@ -228,26 +228,9 @@ def test_the_compute_streams_waits_for_communication_have_marks(tmp_path):
         assert any("waits_missed" in marks for marks in fast)
 
 
-# The weights are on device 1, and the script never says torch.cuda.set_device(1).
-ELSEWHERE = """
-import sys
-from pathlib import Path
-import torch, torch.distributed as dist
-import rankscope
-sys.path.insert(0, sys.argv[2])
-from pretend import learn, pretend
-dist.init_process_group("gloo")
-pretend(Path(sys.argv[1]))
-learn(1)
-for _ in range(5):
-    rankscope.step()
-"""
-
-
 def test_a_device_that_is_not_the_current_one_has_no_marks_of_another(tmp_path):
-    (tmp_path / "script.py").write_text(ELSEWHERE)
     words = [RANKSCOPE, "run", "--no-report", "--out", str(tmp_path / "run"), "--standalone", "--nproc-per-node", "1"]
-    words += [str(tmp_path / "script.py"), str(build(tmp_path)), str(CUDA)]
+    words += [str(CUDA / "other_device.py"), str(build(tmp_path))]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     job = Job(done.stdout, tmp_path / "run", tmp_path)
