@@ -9,8 +9,10 @@ import pytest
 
 from rankscope.analysis.readers import dask_cluster, workers
 from rankscope.analysis.readers.dask_cluster import on_cluster
+from rankscope.analysis.readers.kineto.scan import read_file
 from rankscope.analysis.readers.workers import Lost, each
 from rankscope.analysis.runs.trace import Trace
+from rankscope.dashboard.state import State
 from rankscope.errors import BadInput, RankscopeError
 from support.command_line import rankscope_
 from support.paths import DATA
@@ -93,6 +95,20 @@ def test_the_report_of_a_dask_cluster_is_the_same_to_the_byte(tmp_path, monkeypa
     assert done.returncode == 0, done.stderr
     refused = rankscope_("report", "run", "--dask", cluster)
     assert refused.stderr == "rankscope: run is a run folder, which is read on this machine: leave --dask away\n"
+
+
+def test_the_ui_reads_in_its_threads_on_a_dask_cluster(tmp_path, monkeypatch, cluster):
+    traces(tmp_path / "traces")
+    asked = []
+    run = dask_cluster._each
+    monkeypatch.setattr(dask_cluster, "_each", lambda client, task, of: asked.append(task) or run(client, task, of))
+    state = State([tmp_path / "traces"])
+    with on_cluster(cluster):
+        state.start()
+        state.wait(60)
+    (key,) = state.keys
+    assert state.report(key).ranks == (0, 1, 2), state.progress(key).error
+    assert asked == [read_file]
 
 
 def test_workers_that_do_not_see_the_temporary_folder_are_named(cluster, monkeypatch):
