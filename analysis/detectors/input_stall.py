@@ -31,7 +31,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import judged_grid, longest_regions, of_hosts, price, visible
+from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, above_peers, estimate
 from rankscope.analysis.model.finding import Finding
@@ -57,7 +57,7 @@ _ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same
 _OF_NODE = 0.1  # the same, where all ranks of a node stall
 _TURNS, _SEVERAL = 2, 3  # steps in which a rank must have waited as long, and ranks that must
 _AS_LONG = 0.2  # so much apart may hosts be that load alike; a device waits so much less than its host that is ahead
-_ONE_STEP = 0.5  # half width over what was waited in the only step
+_ONE_STEP = 0.5  # half width over what was waited, where one step was seen
 
 
 def detect(
@@ -131,9 +131,15 @@ def _loading_as_long(sets: list[list[int]], waited: Floats, grid: StepGrid, regi
     return found
 
 
-def _seen(stall: Floats) -> Estimate:
-    """What was waited per step. One step shows its own wait for certain, and the next one's at best by half."""
-    return estimate(stall) if len(stall) > 1 else Estimate(float(stall.sum()), _ONE_STEP * float(stall.sum()))
+def _seen(stall: Floats, trim: float = 0.0) -> Estimate:
+    """Estimate what was waited per step. A step shows its own wait for certain, and that of others at best by half.
+
+    Of few steps the median counts, of two the lower one: what happens once is no property of a step.
+    """
+    if len(stall) >= ENOUGH_STEPS:
+        return estimate(stall, trim)
+    usual = max(float(np.sort(stall)[(len(stall) - 1) // 2]), 0.0)
+    return Estimate(usual, _ONE_STEP * usual / len(stall) ** 0.5)
 
 
 def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
@@ -183,7 +189,7 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floa
     steps = tuple(np.array(grid.steps)[shows].tolist())
     always = bool(shows.mean() >= _ALWAYS)
     if always:  # then single hiccups need not be taken for part of it
-        lost = estimate(stall, TRIM) if len(stall) > 1 else lost
+        lost = _seen(stall, TRIM)
     often = "" if always else text(", {often}", often=every_nth(steps, len(shows)))
     advice = text(
         "Raise num_workers and prefetch_factor, keep the workers (persistent_workers=True), decode outside of the loop."

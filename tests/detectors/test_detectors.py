@@ -390,6 +390,12 @@ def test_single_slow_batch_is_not_a_stall():
     assert stalled(job(own, input={1: [1] * (STEPS - 1) + [2000]})) == []
 
 
+@pytest.mark.parametrize(("waits", "lost_ms"), [([20, 40, 20], 20), ([0, 40, 0], None), ([0, 40], None), ([20], 20)])
+def test_of_few_steps_input_counts_as_in_the_median_step(waits, lost_ms):
+    found = stalled(job({rank: [100] * len(waits) for rank in range(4)}, input={1: waits}))
+    assert [finding.lost_ns_per_step for finding in found] == ([] if lost_ms is None else [lost_ms * MS])
+
+
 def test_input_is_not_judged_without_a_data_loader():
     with pytest.raises(NotResolvable, match="no data loader"):
         stalled(job(healthy()))
