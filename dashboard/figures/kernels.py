@@ -10,10 +10,17 @@ __all__ = ["by_name", "launch_delays"]
 def by_name(kernels: pl.DataFrame) -> pl.DataFrame:
     """One row per kernel: count, time in all and its share, mean; per rank the least, the most and who has the most.
 
+    `longest_rank`, `start_ns` and `end_ns` are the longest one's.
     `excess` is the most of any rank over the median of the ranks, minus 1; null on one rank.
     """
     length = (pl.col("end_ns") - pl.col("start_ns")).alias("ns")
-    per_rank = kernels.group_by("name", "work", "rank").agg(pl.len().alias("count"), length.sum()).sort("ns", "rank")
+    longest = pl.col("start_ns", "end_ns").get(length.arg_max())
+    per_rank = (
+        kernels.group_by("name", "work", "rank")
+        .agg(pl.len().alias("count"), length.sum(), longest, length.max().alias("longest_ns"))
+        .sort("ns", "rank")
+    )
+    of_longest = pl.col("longest_ns").arg_max()
     several = kernels["rank"].n_unique() > 1
     return (
         per_rank.group_by("name", "work", maintain_order=True)
@@ -23,6 +30,8 @@ def by_name(kernels: pl.DataFrame) -> pl.DataFrame:
             pl.col("ns").min().alias("least_ns"),
             pl.col("ns").max().alias("most_ns"),
             pl.col("rank").last().alias("most_rank"),
+            pl.col("rank").get(of_longest).alias("longest_rank"),
+            pl.col("start_ns", "end_ns").get(of_longest),
             (pl.col("ns").max() / pl.col("ns").median() - 1).alias("excess"),
             pl.len().alias("ranks"),
         )

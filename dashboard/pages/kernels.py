@@ -56,8 +56,9 @@ COLUMNS = {
     "most_ns": Shown(text("most of a rank"), "time"),
     "most_rank": Shown(text("which rank")),
     "excess": Shown(text("most above median"), "share"),
+    "longest_rank": Shown(text("longest one"), "moment"),
 }
-_OF_ONE_RANK = ("name", "work", "count", "total_ns", "share", "mean_ns")
+_OF_ONE_RANK = ("name", "work", "count", "total_ns", "share", "mean_ns", "longest_rank")
 
 
 page = Page(title=text("Kernels"), order=90, layout=layout, tables=_TABLES)

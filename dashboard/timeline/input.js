@@ -23,7 +23,7 @@
         if (event.button !== 0) return;
         this.canvas.focus({ preventScroll: true });
         this.canvas.setPointerCapture(event.pointerId);
-        this.drag = { from, t0: this.t0, t1: this.t1, scroll: this.scroll.scrollTop, selects: event.shiftKey && from.x >= LABELS, moved: false };
+        this.drag = { from, t0: this.t0, t1: this.t1, scroll: this.scroll.scrollTop, selects: event.shiftKey && from.x >= LABELS, zooms: from.y < RULER && from.x >= LABELS, moved: false };
       });
       this.listen(this.canvas, "pointermove", (event) => {
         this.pointer = at(event);
@@ -36,6 +36,11 @@
         this.drag = null;
         if (!drag) return;
         if (!drag.moved) this.click(at(event));
+        else if (drag.zooms) {
+          const { t0, t1 } = this.selection;
+          this.selection = null;
+          this.show(t0, t1);
+        }
         else if (drag.selects) this.askSpent();
       });
       this.listen(this.canvas, "pointercancel", () => { this.drag = null; });
@@ -74,8 +79,12 @@
       if (Math.abs(x - drag.from.x) + Math.abs(y - drag.from.y) > 3) drag.moved = true;
       if (!drag.moved) return;
       this.unhover();
+      const times = [this.time(drag.from.x), this.time(Math.max(x, LABELS))].sort((a, b) => a - b);
+      if (drag.zooms) {
+        this.selection = { t0: times[0], t1: times[1] };
+        return;
+      }
       if (drag.selects) {
-        const times = [this.time(drag.from.x), this.time(Math.max(x, LABELS))].sort((a, b) => a - b);
         const heights = [drag.from.y, y].map((h) => Math.max(h, RULER) - RULER + this.scroll.scrollTop).sort((a, b) => a - b);
         const touched = this.lines.filter((line) => line.y < heights[1] && line.y + line.height > heights[0]);
         if (!touched.length) return;

@@ -201,7 +201,7 @@
       this.side.replaceChildren(
         make("h3", {}, text("How to read it")),
         make("p", {}, text("Each lane is a thread, group or stream of a rank. Zoomed out, a lane's height is shared by what happens there, in proportion to time; no kind is hidden.")),
-        make("p", {}, text("Click an event for its details and for arrows from the rank that came last to those that waited. Shift and drag to sum up a part of the picture. Click a name on the left to fold or unfold.")),
+        make("p", {}, text("Click an event for its details and for arrows from the rank that came last to those that waited. Shift and drag to sum up a part of the picture. Drag on the ruler to enlarge. Click a name on the left to fold or unfold.")),
         make("table", {}, ...keys.map(([key, what]) => make("tr", {}, make("td", {}, make("kbd", {}, key)), make("td", {}, what)))),
         make("p", { class: "rst-quiet" }, text("The wheel zooms at the pointer, sideways it pans; over the names, or with Shift, it scrolls.")));
     }

@@ -30,7 +30,7 @@ from rankscope.analysis.model import digest
 from rankscope.analysis.text.message import speaking, spoken
 from rankscope.dashboard import sql
 from rankscope.dashboard.app import create_app
-from rankscope.dashboard.figures import collectives, counters, pipeline, rank_step_heatmap
+from rankscope.dashboard.figures import collectives, counters, kernels, pipeline, rank_step_heatmap
 from rankscope.dashboard.figures.waterfall import waterfall
 from rankscope.dashboard.page_kit import all_pages
 from rankscope.dashboard.sql import answer, narrowed, written
@@ -271,6 +271,14 @@ def test_operations_are_one_row_each_with_who_came_last():
     drawn = collectives.skews(collectives.operations(rows))
     assert drawn is not None
     assert [sum(trace["y"]) for trace in drawn["data"]] == [1]
+
+
+def test_a_kernel_leads_to_its_longest_one():
+    """Of `a` 5 and 10 ns on rank 0 and 8 on rank 1: the one of 10."""
+    spans = {"rank": [0, 0, 1, 1], "start_ns": [0, 10, 20, 30], "end_ns": [5, 20, 28, 31]}
+    a, b = kernels.by_name(pl.DataFrame({"name": list("aaab"), "work": "compute"} | spans)).to_dicts()
+    assert (a["name"], a["total_ns"], a["longest_rank"], a["start_ns"], a["end_ns"]) == ("a", 23, 0, 10, 20)
+    assert (b["longest_rank"], b["start_ns"], b["end_ns"]) == (1, 30, 31)
 
 
 def test_no_fit_claims_a_latency_that_is_not_seen():

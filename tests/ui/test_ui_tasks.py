@@ -203,3 +203,24 @@ def test_a_view_is_shared_by_a_click_and_opens_the_same(state, screen):
     screen.open("/data?run=2")
     screen.page.goto(link)
     screen.page.get_by_role("heading", name="From rank 1 to rank 5").wait_for()
+
+
+def test_what_is_dragged_over_on_the_ruler_fills_the_view(screen):
+    def window() -> list[int]:
+        return [int(edge) for edge in screen.page.url.partition("#")[2].partition("&")[0].split(",")]
+
+    screen.open("/timeline?run=2")
+    screen.page.wait_for_selector("#timeline[data-painted]")
+    screen.page.wait_for_url("**/timeline?*#*")
+    (t0, t1), whole = window(), screen.page.url
+    box = screen.page.locator(".rst canvas").bounding_box()
+    assert box is not None
+    quarter, ruler = (box["width"] - 168) / 4, box["y"] + 40
+    screen.page.mouse.move(box["x"] + 168 + quarter, ruler)
+    screen.page.mouse.down()
+    screen.page.mouse.move(box["x"] + 168 + 3 * quarter, ruler, steps=4)
+    screen.page.mouse.up()
+    screen.page.wait_for_function("before => location.href !== before", arg=whole)
+    a, b = window()
+    assert (b - a) / (t1 - t0) == pytest.approx(0.5, abs=0.01)
+    assert (a - t0) / (t1 - t0) == pytest.approx(0.25, abs=0.01)
