@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import dash_mantine_components as dmc
 import polars as pl
-from dash import Dash, Input, Output, html
-from dash import State as Known
+from dash import html
 
 from rankscope.analysis.model.finding import Pipeline
 from rankscope.analysis.report.labels import say
@@ -15,14 +13,13 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 from rankscope.dashboard.figures import pipeline as figures
 from rankscope.dashboard.grids import Shown, plain_table
-from rankscope.dashboard.page_kit import Page, Query, card, empty, heading, in_language, plot, query_of
+from rankscope.dashboard.page_kit import Page, Query, card, choice, empty, heading, plot
 from rankscope.dashboard.run import Run
-from rankscope.dashboard.state import State
 
 _MEANING = text("Forward and backward of each microbatch by stage. What is empty between them is bubble.")
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
     ops = run.timeline.ops
     if ops.is_empty():
         why = text("No operations of pipeline stages were recorded.")
@@ -33,23 +30,13 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         return html.Div([heading(page.title, _MEANING), empty(text("No pipeline"), why, what)])
     steps, replicas = (ops[name].unique().sort().to_list() for name in ("step", "replica"))
     step = figures.typical_step(ops, run.timeline.steps.filter("judged").select("step"))
+    step, replica = (
+        int(asked) if (asked := query.get(name, "")).lstrip("-").isdigit() and int(asked) in known else default
+        for name, known, default in (("step", steps, step), ("replica", replicas, replicas[0]))
+    )
     controls = [
-        dmc.Select(
-            id="pipeline-step",
-            label=text("Step"),
-            data=[str(n) for n in steps],
-            value=str(step),
-            allowDeselect=False,
-            w=120,
-        ),
-        dmc.Select(
-            id="pipeline-replica",
-            label=text("Replica"),
-            data=[str(n) for n in replicas],
-            value=str(replicas[0]),
-            allowDeselect=False,
-            w=120,
-        ),
+        choice("step", text("Step"), [str(n) for n in steps], str(step)),
+        choice("replica", text("Replica"), [str(n) for n in replicas], str(replica)),
     ]
     summary = run.report.pipeline
     return html.Div(
@@ -57,25 +44,13 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
             heading(page.title, _MEANING),
             _summary(summary) if summary else None,
             html.Div(controls, className="controls"),
-            html.Div(_charts(run, str(step), str(replicas[0])), id="pipeline-charts"),
+            html.Div(_charts(run, step, replica)),
         ]
     )
 
 
-def register(app: Dash, state: State) -> None:
-    app.callback(
-        Output("pipeline-charts", "children"),
-        Input("pipeline-step", "value"),
-        Input("pipeline-replica", "value"),
-        Known("url", "search"),
-        prevent_initial_call=True,
-    )(lambda step, replica, search: in_language(_charts(state.ready(query_of(search).get("run", "")), step, replica)))
-
-
-def _charts(run: Run | None, step: str, replica: str) -> list[Any]:
-    if run is None or not (step.lstrip("-").isdigit() and replica.isdigit()):
-        return []
-    measured = figures.computations(run.timeline.ops, int(step), int(replica))
+def _charts(run: Run, step: int, replica: int) -> list[Any]:
+    measured = figures.computations(run.timeline.ops, step, replica)
     if measured.is_empty():
         return [
             empty(
@@ -115,4 +90,4 @@ def _summary(pipeline: Pipeline) -> Any:  # noqa: ANN401
     )
 
 
-page = Page(title=text("Pipeline"), order=50, layout=layout, register=register)
+page = Page(title=text("Pipeline"), order=50, layout=layout)

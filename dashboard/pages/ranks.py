@@ -8,10 +8,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
-import dash_mantine_components as dmc
 import polars as pl
-from dash import Dash, Input, Output, html
-from dash import State as Known
+from dash import Dash, html
 from flask import Response, request
 
 from rankscope.analysis.model import digest
@@ -21,7 +19,7 @@ from rankscope.analysis.text.message import spoken, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.dashboard.components import Chart, Raster
 from rankscope.dashboard.figures.rank_step_heatmap import QUANTITIES, Grid, View, cell, grid, picture, rank_order
-from rankscope.dashboard.page_kit import Page, Query, address, card, empty, heading, in_language, query_of, quiet
+from rankscope.dashboard.page_kit import Page, Query, address, card, choice, empty, heading, quiet
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 from rankscope.dashboard.timeline.groupings import groupings
@@ -33,53 +31,36 @@ _MOST_PIXELS = 4096
 _SLOWEST, _BY_RANK = "largest first", "rank"
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
     if run.timeline.steps.is_empty():
         why = next((gap.why for gap in run.timeline.gaps if gap.table == "steps"), text("this trace holds no steps"))
         return html.Div([heading(page.title, _MEANING), empty(text("No steps to show"), why)])
-    first = "step" if run.timeline.breakdown.is_empty() else "own"
+    default = "step" if run.timeline.breakdown.is_empty() else "own"
     orders = [_BY_RANK, _SLOWEST, *_groups(run)]
+    quantity = query.get("quantity", default)
+    quantity = quantity if quantity in QUANTITIES else default
+    order = query.get("order", _BY_RANK)
+    order = order if order in orders else _BY_RANK
+    quantities = [{"value": name, "label": label} for name, label in QUANTITIES.items()]
     controls = [
-        dmc.Select(
-            id="ranks-quantity",
-            label=text("Show"),
-            data=[{"value": name, "label": label} for name, label in QUANTITIES.items()],
-            value=first,
-            allowDeselect=False,
-            w=230,
-        ),
-        dmc.Select(
-            id="ranks-order", label=text("Order ranks by"), data=orders, value=_BY_RANK, allowDeselect=False, w=230
-        ),
+        choice("quantity", text("Show"), quantities, quantity),
+        choice("order", text("Order ranks by"), orders, order),
     ]
     return html.Div(
         [
             heading(page.title, _MEANING),
             html.Div(controls, className="controls"),
-            card("", html.Div(_raster(run, first, _BY_RANK), id="ranks-raster")),
+            card("", html.Div(_raster(run, quantity, order))),
             card(text("Waited for others, over the whole run"), *_waits(run)),
         ]
     )
 
 
 def register(app: Dash, state: State) -> None:
-    app.callback(
-        Output("ranks-raster", "children"),
-        Input("ranks-quantity", "value"),
-        Input("ranks-order", "value"),
-        Known("url", "search"),
-        prevent_initial_call=True,
-    )(
-        lambda quantity, order, search: in_language(
-            _raster(state.ready(query_of(search).get("run", "")), quantity, order)
-        )
-    )
     app.server.add_url_rule(_DATA, "ranks_data", lambda: _data(state))
 
 
-def _raster(run: Run | None, quantity: str, order: str) -> Any:  # noqa: ANN401
-    if run is None or quantity not in QUANTITIES:
-        return None
+def _raster(run: Run, quantity: str, order: str) -> Any:  # noqa: ANN401
     found = _grid(run, quantity)
     if not found.values.size:
         missing = text("no operation was matched on all its ranks") if quantity == "last" else _why_no_parts(run)

@@ -224,3 +224,14 @@ def test_what_is_dragged_over_on_the_ruler_fills_the_view(screen):
     a, b = window()
     assert (b - a) / (t1 - t0) == pytest.approx(0.5, abs=0.01)
     assert (a - t0) / (t1 - t0) == pytest.approx(0.25, abs=0.01)
+
+
+def test_what_is_chosen_on_a_page_is_in_its_address(screen):
+    screen.open("/ranks?run=2")
+    screen.page.get_by_role("textbox", name="Show").click()
+    screen.page.get_by_role("option", name="waiting", exact=False).first.click()
+    screen.page.wait_for_url("**quantity=**")
+    chosen = screen.page.get_by_role("textbox", name="Show").input_value()
+    screen.page.reload()
+    screen.page.get_by_role("img", name=re.compile(rf"^{chosen}, 8 ranks")).wait_for()
+    assert screen.page.get_by_role("textbox", name="Show").input_value() == chosen
