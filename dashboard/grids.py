@@ -45,6 +45,7 @@ _ROWS_AT_ONCE = 12  # longer tables scroll
 _LETTER_PX, _PADDING_PX, _FILTER_PX = 7.2, 24, 26
 _LEAST_LETTERS, _MOST_LETTERS = 8, 60  # of a column
 
+_HEADS: Mapping[str, Any] = {"wrapHeaderText": True, "autoHeaderHeight": True}
 _LOOK: Mapping[str, Any] = {"rowHeight": 30, "tooltipShowDelay": 300, "enableCellTextSelection": True}
 
 
@@ -122,13 +123,12 @@ def rows_grid(run: Run, query: str, definitions: list[dict[str, Any]], *, height
         id={"kind": "rows", "run": run.key, "query": query},
         rowModelType="infinite",
         columnDefs=definitions,
-        defaultColDef={"sortable": True, "resizable": True, "minWidth": 90, "floatingFilter": True},
+        defaultColDef={"sortable": True, "resizable": True, "minWidth": 90, "floatingFilter": True, **_HEADS},
         dashGridOptions={
             **_LOOK,
             "cacheBlockSize": _BLOCK_ROWS,
             "infiniteInitialRowCount": min(len(answered(run, query)), _BLOCK_ROWS),
             "maxBlocksInCache": 20,
-            "headerHeight": 34,
         },
         className="ag-theme-quartz grid",
         style={"height": height, "minHeight": "300px"},
@@ -149,7 +149,7 @@ def _grid(
     return dag.AgGrid(
         rowData=written_.with_columns(_as_json(written_)).to_dicts(),
         columnDefs=definitions,
-        defaultColDef={"sortable": True, "resizable": True, "wrapHeaderText": True, "autoHeaderHeight": True},
+        defaultColDef={"sortable": True, "resizable": True, **_HEADS},
         dashGridOptions={**_LOOK, "domLayout": "autoHeight" if fits else "normal"},
         className="ag-theme-quartz grid",
         style={"height": None if fits else "420px" if height == "auto" else height},

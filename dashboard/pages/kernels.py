@@ -52,11 +52,11 @@ COLUMNS = {
     "total_ns": Shown(text("time, all ranks"), "time"),
     "share": Shown(text("share"), "share"),
     "mean_ns": Shown(text("mean"), "time"),
+    "longest_rank": Shown(text("longest one"), "moment"),
     "least_ns": Shown(text("least of a rank"), "time"),
     "most_ns": Shown(text("most of a rank"), "time"),
     "most_rank": Shown(text("which rank")),
     "excess": Shown(text("most above median"), "share"),
-    "longest_rank": Shown(text("longest one"), "moment"),
 }
 _OF_ONE_RANK = ("name", "work", "count", "total_ns", "share", "mean_ns", "longest_rank")
 
