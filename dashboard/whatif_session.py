@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,32 +11,34 @@ import polars as pl
 
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.replay.critical_path import critical_path
+from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.replay.protocol import Gain, Replay, Unreplayable
 from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.text.message import Text, text
 from rankscope.dashboard.run import Run
 from rankscope.errors import BadFix, NotReplayable
 
-__all__ = ["Fix", "fixes", "gain", "path", "replayable"]
+__all__ = ["TriedFix", "fixes", "gain", "path", "replayable"]
 
 _PATIENCE_S = 4.0  # for trying single fixes; those that findings name come first
-_TEXTS = (
-    (r"rank:(\d+)", text("rank {number} as fast as the others")),
-    (r"node:(\d+)", text("node {number} as fast as the others")),
-    (r"stage:(\d+)", text("stage {number} as fast as the others")),
-    (r"link:node(\d+)", text("the network of node {number} as fast as the others'")),
-    (r"op:unknown=0", text("operations of unknown kind move their bytes in no time")),
-    (r"op:(\w+)=0", text("{number} moves its bytes in no time")),
-    (r"balance", text("work shared out evenly over the ranks")),
-    (r"gc", text("no garbage collection")),
-    (r"input", text("no waiting for input")),
-    (r"compile", text("no compilation")),
-    (r"checkpoint", text("checkpoints block no rank")),
-)
+_OF_ONE = {
+    "rank": text("rank {number} as fast as the others"),
+    "node": text("node {number} as fast as the others"),
+    "stage": text("stage {number} as fast as the others"),
+    "link": text("the network of node {number} as fast as the others'"),
+}
+_WHOLE = {
+    "op:unknown=0": text("operations of unknown kind move their bytes in no time"),
+    "balance": text("work shared out evenly over the ranks"),
+    "gc": text("no garbage collection"),
+    "input": text("no waiting for input"),
+    "compile": text("no compilation"),
+    "checkpoint": text("checkpoints block no rank"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Fix:
+class TriedFix:
     """One fix, and what it alone would bring."""
 
     key: str  # as `rankscope whatif --fix` takes it
@@ -57,7 +58,7 @@ def replayable(run: Run) -> Replay | Unreplayable:
 
 
 @lru_cache(maxsize=4)
-def fixes(run: Run) -> tuple[list[Fix], int]:
+def fixes(run: Run) -> tuple[list[TriedFix], int]:
     """Single fixes, those that bring most first, and how many were not tried for lack of time."""
     ready = replayable(run)
     if isinstance(ready, Unreplayable):
@@ -69,7 +70,7 @@ def fixes(run: Run) -> tuple[list[Fix], int]:
         if time.monotonic() > deadline:
             break
         try:
-            tried.append(Fix(key, _text(key), ready.gain(key)))
+            tried.append(TriedFix(key, _text(key), ready.gain(key)))
         except BadFix:  # a finding may name what cannot be replayed
             keys = [other for other in keys if other != key]
     tried.sort(key=lambda fix: -fix.gain.gain_ns)
@@ -98,19 +99,26 @@ def gain(run: Run, keys: Sequence[str]) -> Gain | None:
 
 def _keys(run: Run, ready: Replay) -> Iterator[str]:
     for finding in run.report.findings:
-        yield from (f"rank:{rank}" for rank in finding.ranks)
-        yield from (f"node:{node}" for node in finding.nodes)
-    ranges = [key for key in ready.possible() if " … " in key]
-    yield from (key for key in ready.possible() if key not in ranges)
-    for key in ranges:  # rank:0 … rank:7
-        kind, _, first = key.partition(" … ")[0].partition(":")
-        last = key.rpartition(":")[2]
-        yield from (f"{kind}:{number}" for number in range(int(first), int(last) + 1))
+        yield from (str(Fix.numbered("rank", rank)) for rank in finding.ranks)
+        yield from (str(Fix.numbered("node", node)) for node in finding.nodes)
+    possible = ready.possible()
+    yield from (key for key in possible if not _is_any_rank(key))
+    if any(map(_is_any_rank, possible)):
+        yield from (str(Fix.numbered("rank", rank)) for rank in sorted(ready.places("rank")))
+
+
+def _is_any_rank(key: str) -> bool:
+    """Whether it stands for each rank: `rank:0 … rank:7`."""
+    fix = Fix.parse(key)
+    return fix.kind == "rank" and not fix.numbers
 
 
 def _text(key: str) -> str:
-    for pattern, said in _TEXTS:
-        found = re.fullmatch(pattern, key)
-        if found:
-            return Text(said.template, {"number": found[1]}) if found.groups() else said
+    fix = Fix.parse(key)
+    if key in _WHOLE:
+        return _WHOLE[key]
+    if fix.kind in _OF_ONE and len(fix.numbers) == 1:
+        return Text(_OF_ONE[fix.kind].template, {"number": fix.numbers[0]})
+    if fix.kind == "op" and fix.amount == 0:
+        return text("{number} moves its bytes in no time", number=fix.of.rpartition("=")[0])
     return key

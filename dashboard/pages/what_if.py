@@ -14,7 +14,7 @@ from rankscope.analysis.text.units import duration, duration_with_error, percent
 from rankscope.dashboard.page_kit import Page, Query, card, empty, heading, in_language, query_of, quiet, sentence
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
-from rankscope.dashboard.whatif_session import Fix, fixes, gain, replayable
+from rankscope.dashboard.whatif_session import TriedFix, fixes, gain, replayable
 
 _MEANING = text("The recorded steps are replayed with what you tick fixed; everything else stays as it was.")
 _ROWS = 40
@@ -84,7 +84,7 @@ def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
     )
 
 
-def _row(run: Run, fix: Fix, step_ns: float, best: Fix) -> Any:  # noqa: ANN401
+def _row(run: Run, fix: TriedFix, step_ns: float, best: TriedFix) -> Any:  # noqa: ANN401
     saved = duration_with_error(round(fix.gain.gain_ns), round(fix.gain.uncertainty_ns))
     share = max(fix.gain.gain_ns, 0) / max(best.gain.gain_ns, 1)
     return html.Div(
@@ -98,7 +98,7 @@ def _row(run: Run, fix: Fix, step_ns: float, best: Fix) -> Any:  # noqa: ANN401
     )
 
 
-def _costs_other(run: Run, fix: Fix) -> str | None:
+def _costs_other(run: Run, fix: TriedFix) -> str | None:
     """What the finding with this fix costs, where that is another time than the fix brings."""
     for number, finding in enumerate(run.report.findings, 1):
         lost = duration(finding.lost_ns_per_step)
