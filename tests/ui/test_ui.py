@@ -444,7 +444,7 @@ SHOWN = {
     "overview": ("Where a step's time goes", "No step could be split into its parts", "Where a step's time goes"),
     "timeline": ("rank 1", "", "rank 1"),
     "ranks": ("One row per rank", "No steps to show", "One row per rank"),
-    "compare": ("From rank", "There is one rank only", "From rank"),
+    "compare": ("From rank", "There is no step that both have", "From rank"),
     "collectives": ("Bandwidth by size", "No collectives", "Arrival skew"),
     "pipeline": ("No pipeline", "No pipeline", "No pipeline"),
     "host": ("By rank, mean per analyzed step", "Nothing of the host", "From launch to start on the device"),
