@@ -36,7 +36,8 @@ def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tu
 
 def _rank(finding: Finding) -> tuple[float, float]:
     """Give what sorts the costliest first: what a replay of its fix saves, else what its detector says."""
-    share = finding.lost_fraction if finding.gain_fraction is None else finding.gain_fraction
+    by_cost = finding.gain_fraction is None or spec_of(finding.detector).has_other_fixes
+    share = finding.lost_fraction if by_cost else finding.gain_fraction or 0.0
     return -share, -finding.lost_ns_per_step
 
 

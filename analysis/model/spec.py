@@ -27,6 +27,7 @@ class Detector:
     explains_within_error: its cost is measured otherwise than that of what follows, and may differ by the error of it.
     cost: "measured" by itself; or that and at most what its fix brings in a replay ("bounded"), or just what its fix
         brings ("as_replayed"). The latter two need a threshold `min_fraction`.
+    has_other_fixes: the fix that is replayed is one of several, so that its findings rank by what they cost.
     waited_for: other ranks wait for those that its finding names.
     parts: parts of the step that show its finding, added up per rank. Empty: it gets no picture.
     lost_as: the kinds of loss that its findings bring about. Empty: what they cost shows nowhere in the tables as lost.
@@ -42,6 +43,7 @@ class Detector:
     explains_share: float = 1.0
     explains_within_error: bool = False
     cost: Literal["measured", "bounded", "as_replayed"] = "measured"
+    has_other_fixes: bool = False
     waited_for: bool = True
     parts: tuple[str, ...] = ()
     lost_as: tuple[str, ...] = ()

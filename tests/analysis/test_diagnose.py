@@ -226,6 +226,15 @@ def test_findings_are_ranked_by_what_a_replay_of_their_fix_saves():
     assert [f.detector for f in root_causes_first(found, range(4))] == ["gc_stall", "slow_rank"]
 
 
+def test_communication_that_hiding_would_not_cure_ranks_by_what_it_costs():
+    """Of 15 ms exposed 1 can be hidden: faster links would bring the rest. Collections cost 10."""
+    found = [
+        replace(finding("exposed_communication", 15), lost_fraction=0.15, gain_fraction=0.01),
+        finding("gc_stall", 10),
+    ]
+    assert [f.detector for f in root_causes_first(found, range(4))] == ["exposed_communication", "gc_stall"]
+
+
 def test_what_follows_from_a_consequence_is_kept_and_names_what_it_follows_from():
     found = [finding("pipeline_bubble", 10), finding("slow_rank", 20), finding("stage_imbalance", 30)]
     ordered = [(f.detector, f.caused_by) for f in root_causes_first(found, range(4))]
