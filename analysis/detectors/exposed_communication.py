@@ -257,7 +257,8 @@ def _operations(
 
 def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.DataFrame) -> Finding:
     behind = by.filter(pl.col("group").is_in(one.groups), pl.col("hidden_by") != "")["hidden_by"].to_list()
-    said = {"group": one.sort, "kind": _KINDS[one.kind], "op": one.op, "exposed": duration(lost.ns)}
+    op = one.op if one.op != "unknown" else text("communication")
+    said = {"group": one.sort, "kind": _KINDS[one.kind], "op": op, "exposed": duration(lost.ns)}
     if one.is_bound:
         title = text(
             "Exposed communication: up to {exposed} per step of {op} in group {group} ({kind}); without the other "
