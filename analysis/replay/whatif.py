@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from rankscope.analysis.metrics.bandwidth import fit_line
 from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.links import busy_time, link_rates
-from rankscope.analysis.metrics.step_matrix import ENOUGH_STEPS
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.replay.communication import (
@@ -572,9 +571,8 @@ def _latency_and_rate(size: Floats, ns: Floats) -> tuple[float, float]:
 
 
 def _gain(fixes: tuple[str, ...], step_ns: float, saved_ns: Floats, fidelity: Fidelity) -> Gain:
-    """From what each step becomes shorter; of few steps the median counts, since the first of a capture is another."""
-    is_few = 2 < len(saved_ns) < ENOUGH_STEPS
-    gain_ns = float(np.median(saved_ns) if is_few else saved_ns.mean())
+    """From what each step becomes shorter."""
+    gain_ns = float(saved_ns.mean())
     scatter = 1.96 * float(saved_ns.std(ddof=1)) / len(saved_ns) ** 0.5 if len(saved_ns) > 1 else abs(gain_ns)
     return Gain(
         fixes=fixes,

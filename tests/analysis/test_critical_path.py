@@ -288,7 +288,8 @@ def test_torchrec_sleep_is_on_the_critical_path(name, region, ns_per_step):
 @pytest.mark.parametrize("name", ["torchrec/sst_long_a2a_optimizer_3", "torchrec/sst_long_a2a_optimizer_5"])
 def test_rank_like_its_peers_gains_what_its_sleeps_cost(name):
     """Rank 2 sleeps 20 ms twice per step. Others compute and send meanwhile: without these sleeps alone a step is 6 to
-    9 ms shorter (median of three). The fix says about the same, and of a healthy rank nothing."""
+    8 ms shorter. The fix says the same within its error, which is wide, as the first of the three steps is longer and
+    begins later on rank 2. Of a healthy rank it says nothing."""
     seen = opened(name)
     run = rerun(seen, judged_links(seen.counters, seen.steps, {}))
     graph = run.host.graph
@@ -296,9 +297,10 @@ def test_rank_like_its_peers_gains_what_its_sleeps_cost(name):
     slept = (graph.rank == 2) & (graph.step >= 0) & np.isin(graph.label, places) & (graph.duration_ns > 20_000_000)
     assert slept.sum() == 6
     awake = step_lengths(run.host, replay(graph, graph.duration_ns - 20_000_000 * slept))
-    truth_ns = float(np.median((run.lengths_ns - awake).reshape(4, 3).mean(axis=0)))  # (rank, step)
-    assert 6_000_000 < truth_ns < 9_000_000
-    assert abs(run.gain("rank:2").gain_ns - truth_ns) < 1_200_000
+    truth_ns = float((run.lengths_ns - awake).mean())
+    assert 6_000_000 < truth_ns < 8_000_000
+    gain = run.gain("rank:2")
+    assert abs(gain.gain_ns - truth_ns) < gain.uncertainty_ns < 10_000_000
     assert abs(run.gain("rank:1").gain_ns) < 500_000
 
 
