@@ -1,4 +1,4 @@
-"""Ranks wait for transfers that computation could hide: gradients after backward, and operations of any process group.
+"""Ranks wait for transfers that no computation hides: gradients after backward, and operations of any process group.
 
 **Signal.** Of any group: transfer of one kind of operation in groups of one purpose that blocks the median rank after
 the last peer arrived; waits for peers are no part of it. The first and the last such operation of a step do not count,
@@ -126,7 +126,7 @@ def detect(
     min_fraction_bound: float = 0.10,
     max_buckets: int = 8,
 ) -> list[Finding]:
-    """What hiding gradients behind backward would bring, and what hiding any other operations would."""
+    """Report what hiding gradients behind backward would bring, and what exposed operations of other kinds cost."""
     findings: list[Finding] = []
     unresolved: NotResolvable | None = None
     try:
@@ -139,7 +139,7 @@ def detect(
         if unresolved is None:
             judged = [("data", *_REDUCTIONS), *([("sharded", *_REDUCTIONS)] if findings else [])]
         slow = [f for found in (slow_link, low_bandwidth) if isinstance(found, list) for f in found]
-        grid = judged_grid(breakdown, 1)
+        grid, costly = judged_grid(breakdown, 1), []
         for one in _operations(grid, phases, collectives, groups):
             if any(one.kind == kind and one.op in ops for kind, *ops in judged):
                 continue
@@ -148,7 +148,9 @@ def detect(
             elsewhere_ns = sum(f.lost_ns_per_step for f in slow if not f.groups or set(f.groups) & set(one.groups))
             lost = one.lost(elsewhere_ns)
             if lost.clear and lost.ns >= least_ns:
-                findings.append(_of_operations(one, grid, lost, by_group(collectives, phases, groups)))
+                costly.append((one, lost))
+        by = by_group(collectives, phases, groups) if costly else pl.DataFrame()
+        findings += [_of_operations(one, grid, lost, by) for one, lost in costly]
     if unresolved is not None and not findings:
         raise unresolved
     return findings
@@ -195,7 +197,7 @@ def _of_gradients(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operations:
-    """One kind of operation in groups of one purpose: its transfers that could be hidden, of those ranks."""
+    """One kind of operation in groups of one purpose: its transfers that block the median of their ranks."""
 
     sort: str
     kind: str

@@ -1,14 +1,14 @@
 """The host launches the device's work too late, and the device is idle.
 
-**Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`).
-A kernel that only communicates meanwhile does not change that, if it still runs when the late work begins: nothing
-waited for it. What the busiest rank would be shorter without this time is the loss, reported above `min_fraction` of
-the step if it is not one rank's: half of it would stay with that rank's host quick, or at least half of the ranks would
-hold the job up next, for a quarter of it or more: their devices idle as well, or their hosts launch for so long. If
-less than half of it is there without the ranks that `slow_rank` found, or only what may be chance, it is analyzed
-without these ranks. What
-the host did in these gaps is split into: asking the driver for memory,
-having just waited for the device (a synchronisation drains the queue), the launch calls themselves, and all else.
+**Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`). A
+kernel that only communicates meanwhile does not change that, if it still runs when the late work begins: nothing waited
+for it; but no more of this time counts than there is work that could begin earlier. What the busiest rank would be
+shorter without this time is the loss, reported above `min_fraction` of the step if it is not one rank's: half of it
+would stay with that rank's host quick, or at least half of the ranks would hold the job up next, for a quarter of it or
+more: their devices idle as well, or their hosts launch for so long. If less than half of it is there without the ranks
+that `slow_rank` found, or only what may be chance, it is analyzed without these ranks. What the host did in these gaps
+is split into: asking the driver for memory, having just waited for the device (a synchronisation drains the queue), the
+launch calls themselves, and all else.
 
 Without a profiler, CUDA events give the host run-ahead. While the device has work that was enqueued before, it
 does not wait for the host; so what it can idle at most in a phase is the time from its coming to the mark before until
