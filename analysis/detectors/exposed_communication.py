@@ -5,8 +5,8 @@ the last peer arrived; waits for peers are no part of it. The first and the last
 since nothing of the step lies before or after them to hide behind. No more can be hidden than the rank computes in the
 step: that is the speedup, and the rest takes faster links, or fewer bytes. Reported from `min_fraction` of the step on;
 of tensor, expert and pipeline parallelism, whose results the next operator needs, so that earlier calls cannot hide
-them, from `min_fraction_inline`. Where the other ranks were not recorded, transfer and wait for peers cannot be
-distinguished: the finding is an upper bound, and reported from `min_fraction_bound` on.
+them, from `min_fraction_coarse`. Where the other ranks were not recorded, transfer and wait for peers cannot be
+distinguished: the finding is an upper bound, and reported from `min_fraction_coarse` on, too.
 
 Of gradients: transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
@@ -122,8 +122,7 @@ def detect(
     *,
     min_fraction: float = 0.05,
     min_fraction_unhidden: float = 0.03,
-    min_fraction_inline: float = 0.10,
-    min_fraction_bound: float = 0.10,
+    min_fraction_coarse: float = 0.10,
     max_buckets: int = 8,
 ) -> list[Finding]:
     """Report what hiding gradients behind backward would bring, and what exposed operations of other kinds cost."""
@@ -143,8 +142,7 @@ def detect(
         for one in _operations(grid, phases, collectives, groups):
             if any(one.kind == kind and one.op in ops for kind, *ops in judged):
                 continue
-            least_fraction = min_fraction_inline if one.kind in _INLINE else min_fraction
-            least_ns = max(least_fraction, min_fraction_bound if one.is_bound else 0.0) * grid.step_ns
+            least_ns = one.least_fraction(min_fraction, min_fraction_coarse) * grid.step_ns
             elsewhere_ns = sum(f.lost_ns_per_step for f in slow if not f.groups or set(f.groups) & set(one.groups))
             lost = one.lost(elsewhere_ns)
             if lost.clear and lost.ns >= least_ns:
@@ -209,6 +207,10 @@ class _Operations:
     hidden_ns: float  # per step
     computed_ns: Floats  # per step: what could hide it
     pieces_ns: Floats  # exposed parts of its operations, on the median rank
+
+    def least_fraction(self, usual: float, coarse: float) -> float:
+        """The share of the step from which on it is reported."""
+        return coarse if self.kind in _INLINE or self.is_bound else usual
 
     def lost(self, elsewhere_ns: float) -> Estimate:
         """What it costs without what other findings already account for; of few steps its operations are the sample.
@@ -299,12 +301,16 @@ def resolution_ns(
     regions: pl.DataFrame,
     collectives: pl.DataFrame,
     kernels: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.05,
+    min_fraction_coarse: float = 0.10,
 ) -> int:
-    """The smallest loss per step that would have been reported."""
+    """The smallest loss per step that would have been reported in each group that has something exposed."""
     grid, *_ = _spans(breakdown, phases, regions, collectives, kernels)
-    return round(min_fraction * grid.step_ns)
+    seen = [] if groups is None else _operations(judged_grid(breakdown, 1), phases, collectives, groups)
+    limits = [one.least_fraction(min_fraction, min_fraction_coarse) for one in seen]
+    return round(max([min_fraction, *limits]) * grid.step_ns)
 
 
 @once

@@ -123,6 +123,36 @@ def test_4_percent_of_the_step_are_told_where_hardly_anything_is_hidden(buckets,
     assert len(exposed_communication.detect(*tables(*buckets, step_ms=400))) == found
 
 
+@pytest.mark.parametrize(("role", "percent"), [("dp", 5), ("tp", 10), ("ep", 10)])
+def test_the_limit_is_that_of_the_groups_there_are(role, percent):
+    """Beside gradients, 2 of 200 ms per step are exposed in the middle of three gathers of another group."""
+    breakdown, phases, regions, collectives = tables((20, 30), (60, 84))
+    gathers = [
+        (rank, step, 3 * step + n, (200 * step + at) * MS, (200 * step + at + 2) * MS)
+        for rank in range(2)
+        for step in range(STEPS)
+        for n, at in enumerate((5, 15, 25))
+    ]
+    rows = ["rank", "step", "instance_id", "start_ns", "end_ns"]
+    more = pl.DataFrame(gathers, rows, orient="row").with_columns(
+        op=pl.lit("allgather"),
+        wait_ns=pl.lit(0, pl.Int64),
+        size_bytes=pl.lit(MB, pl.Int64),
+        group_id=pl.lit(1, pl.Int64),
+    )
+    spans = more.select("rank", "step", "start_ns", "end_ns", part=pl.lit("transfer"), label=pl.lit("allgather"))
+    reduced = collectives.with_row_index("instance_id", 1000).with_columns(
+        pl.col("instance_id").cast(pl.Int64), pl.col("wait_ns").cast(pl.Int64), group_id=pl.lit(0, pl.Int64)
+    )
+    calls = pl.concat([reduced, more], how="diagonal").with_columns(
+        device_start_ns="start_ns", group=pl.col("group_id").cast(pl.String), group_size=pl.lit(2)
+    )
+    groups = pl.DataFrame({"group_id": [0, 1], "name": ["0", "1"], "role": ["", role]})
+    seen = breakdown, pl.concat([phases, spans], how="diagonal"), regions, calls, None, groups
+    assert exposed_communication.detect(*seen) == []
+    assert exposed_communication.resolution_ns(*seen) == 2 * percent * MS
+
+
 def test_waiting_for_a_slow_peer_is_not_exposed_communication():
     assert exposed_communication.detect(*tables((80, 124), wait_ms=40)) == []
 
