@@ -2,20 +2,31 @@
 
     python benchmarks/soak.py                     # 4 ranks × 1,000,000 collectives, about an hour on 2 cores
     python benchmarks/soak.py --steps 100 --kill-agent
+    python benchmarks/soak.py --steps 10 --window-s 10 --minutes 10
 
 The job is many_collectives.py, with a fork every 20 steps; a deep window of two steps is asked for every `--window-s`.
 Prints how the job ended, the memory that the agent and a rank held over time, and of how many collectives there are
 rows: what is missing must be counted in `gaps`.
+
+With `--minutes` jobs follow each other for that long, and one thing is done to each by a seed: its agent is killed at a
+random second, its run folder is on a disk of 1 MB (as root), or nothing. The last line counts the jobs that ended well,
+and the ranks that lack rows without a gap.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import polars as pl
@@ -34,29 +45,64 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of 1,000 collectives each")
     parser.add_argument("--window-s", type=float, default=120, help="seconds from one deep window to the next; 0: none")
     parser.add_argument("--kill-agent", action="store_true", help="in the middle")
+    parser.add_argument("--minutes", type=float, help="jobs one after the other, each disturbed at random")
+    parser.add_argument("--seed", type=int, default=0, help="of what is done to which job")
     args = parser.parse_args()
+    if args.minutes is None:
+        soak(args, kill_at_s=args.steps // 4 if args.kill_agent else math.inf)
+        return
+    chance, began, counts = random.Random(args.seed), time.monotonic(), Counter[str]()
+    longest_s = 20.0
+    while time.monotonic() - began < 60 * args.minutes:
+        fate = chance.choice(("agent killed", "disk full", "nothing"))
+        print(f"-- {fate}", flush=True)
+        job_began = time.monotonic()
+        kill_at_s = chance.uniform(0, longest_s) if fate == "agent killed" else math.inf
+        ended_well, unnamed = soak(args, kill_at_s=kill_at_s, small_disk=fate == "disk full")
+        longest_s = time.monotonic() - job_began
+        counts.update({fate: 1, "ended well": ended_well, "ranks that lack rows without a gap": unnamed})
+    print(f"{time.monotonic() - began:.0f} s:", ", ".join(f"{what} {count}" for what, count in counts.items()))
+
+
+@contextlib.contextmanager
+def folder_of_runs(small_disk: bool) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        out, job = Path(folder, "run"), [JOB, "--steps", args.steps, "--forks", 20]
+        is_mounted = small_disk and os.geteuid() == 0
+        if is_mounted:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            if is_mounted:
+                subprocess.run(["umount", "-l", folder], check=True)
+
+
+def soak(args: argparse.Namespace, *, kill_at_s: float, small_disk: bool = False) -> tuple[bool, int]:
+    """Return whether the job ended well, and how many ranks lack rows without a gap."""
+    with folder_of_runs(small_disk) as folder, tempfile.TemporaryFile() as output:
+        out, job = folder / "run", [JOB, "--steps", args.steps, "--forks", 20]
         launch = [*RANKSCOPE, "run", "--no-report", "--out", out, "--standalone", "--nproc-per-node", args.ranks, *job]
         began = time.monotonic()
-        with Path(folder, "output").open("w") as to:
-            process = psutil.Popen([str(word) for word in launch], stdout=to, stderr=subprocess.STDOUT)
-            held = watch(process, out, args)
-        seconds = time.monotonic() - began
-        done = f"{args.ranks} ranks × {args.steps * 1000:,} collectives"
-        print(f"exit status {process.wait()} after {seconds:.0f} s, {done}")
+        process = psutil.Popen([str(word) for word in launch], stdout=output, stderr=subprocess.STDOUT)
+        held = watch(process, out, args.window_s, kill_at_s)
+        seconds, status = time.monotonic() - began, process.wait()
+        print(f"exit status {status} after {seconds:.0f} s, {args.ranks} ranks × {args.steps * 1000:,} collectives")
+        if status:
+            output.seek(0)
+            print(output.read()[-3000:].decode(errors="replace"))
         for name, sizes in held.items():
             n = max(len(sizes) // 10, 1)
-            early, late = (statistics.median(part) for part in (sizes[n : 2 * n], sizes[-2 * n : -n]))
-            print(f"memory of {name}: {early:.0f} MiB early, {late:.0f} late, {max(sizes):.0f} at most")
-        count_rows(out, args)
+            if len(sizes) > 2 * n:
+                early, late = (statistics.median(part) for part in (sizes[n : 2 * n], sizes[-2 * n : -n]))
+                print(f"memory of {name}: {early:.0f} MiB early, {late:.0f} late, {max(sizes):.0f} at most")
+        return status == 0, count_rows(out, args)
 
 
-def watch(process: psutil.Popen, out: Path, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return MiB per second of the agent and the first rank, until the job ends."""
+def watch(process: psutil.Popen, out: Path, window_s: float, kill_at_s: float) -> dict[str, list[float]]:
+    """Return MiB per second of the agent and the first rank, until the job ends; kill the agent after `kill_at_s`."""
     held: dict[str, list[float]] = {"the agent": [], "a rank": []}
-    next_window = time.monotonic() + args.window_s
-    killed = not args.kill_agent
+    began = time.monotonic()
+    next_window = began + window_s
     while process.poll() is None:
         time.sleep(1)
         found = {"the agent": "rankscope.collectors.agent.loop", "a rank": str(JOB)}
@@ -68,28 +114,39 @@ def watch(process: psutil.Popen, out: Path, args: argparse.Namespace) -> dict[st
                 ]:
                     del found[name]
                     held[name].append(child.memory_info().rss / MIB)
-                    if name == "the agent" and not killed and len(held[name]) > args.steps // 4:
-                        killed = True
+                    if name == "the agent" and time.monotonic() - began > kill_at_s:
+                        kill_at_s = math.inf
                         child.kill()
             except psutil.Error:
                 continue  # it has ended
-        if args.window_s and time.monotonic() > next_window:
-            next_window += args.window_s
+        if window_s and time.monotonic() > next_window:
+            next_window += window_s
             subprocess.run([*RANKSCOPE, "trigger", str(out), "--count", "2"], capture_output=True, timeout=60)
     return held
 
 
-def count_rows(out: Path, args: argparse.Namespace) -> None:
-    run = rankscope.open(out)
+def count_rows(out: Path, args: argparse.Namespace) -> int:
+    """Print the rows of each rank and the gaps; return how many ranks lack rows and have no gap."""
+    try:
+        run = rankscope.open(out)
+    except rankscope.RankscopeError as error:
+        print(f"no run: {error}")
+        return 0  # said by the launcher too
     rows = run.table("collectives").filter(pl.col("op") == "allreduce").group_by("rank").len().sort("rank").collect()
-    gaps = run.table("gaps").group_by("table", "why").agg(pl.len(), pl.col("count").sum()).sort("len").collect()
     print(
         "rows of all_reduce by rank:",
         *(f"{rank}: {count:,}" for rank, count in rows.rows()),
         f"of {args.steps * 1000:,}",
     )
-    for table, why, times, count in gaps.rows():
-        print(f"gap: {table}: {why} ({times} times, {count or 0:,} records)")
+    said = run.gaps()
+    gaps: dict[tuple[str, str], list[int]] = {}
+    for gap in said:
+        gaps.setdefault((gap.table, gap.why), []).append(gap.count or 0)
+    for (table, why), counts in gaps.items():
+        print(f"gap: {table}: {why} ({len(counts)} times, {sum(counts):,} records)")
+    found = dict(rows.rows())
+    lacking = [rank for rank in range(args.ranks) if found.get(rank, 0) < args.steps * 1000]
+    return sum(not any(gap.rank in (rank, None) for gap in said) for rank in lacking)
 
 
 if __name__ == "__main__":
