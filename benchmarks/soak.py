@@ -103,6 +103,7 @@ def watch(process: psutil.Popen, out: Path, window_s: float, kill_at_s: float) -
     held: dict[str, list[float]] = {"the agent": [], "a rank": []}
     began = time.monotonic()
     next_window = began + window_s
+    asked: list[subprocess.Popen[bytes]] = []
     while process.poll() is None:
         time.sleep(1)
         found = {"the agent": "rankscope.collectors.agent.loop", "a rank": str(JOB)}
@@ -121,7 +122,11 @@ def watch(process: psutil.Popen, out: Path, window_s: float, kill_at_s: float) -
                 continue  # it has ended
         if window_s and time.monotonic() > next_window:
             next_window += window_s
-            subprocess.run([*RANKSCOPE, "trigger", str(out), "--count", "2"], capture_output=True, timeout=60)
+            trigger = [*RANKSCOPE, "trigger", str(out), "--count", "2"]  # may wait long for ranks that have no agent
+            asked.append(subprocess.Popen(trigger, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    for waiting in asked:
+        waiting.kill()
+        waiting.wait()
     return held
 
 
