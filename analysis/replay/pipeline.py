@@ -126,7 +126,7 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
         raise NotReplayable(
             text("forwards and backwards of a rank overlap (DualPipe): what each takes alone is not recorded")
         )
-    absent = sorted(set(range(ops["stage"].to_numpy().max() + 1)) - set(ops["stage"].unique()))
+    absent = sorted(set(range(ops["stage"].to_numpy().max(initial=0) + 1)) - set(ops["stage"].unique()))
     if absent:
         raise NotReplayable(text("no operations of stage {stage} were recorded", stage=absent[0]))
     by = ["stage", "name", "seq"]

@@ -45,6 +45,14 @@ def test_mutants_are_read_or_refused_in_one_line(name, tmp_path):
         assert tried(folder) in ("read", "refused"), how
 
 
+@pytest.mark.parametrize(("name", "seed"), [("operations", 101117)])
+def test_mutants_that_ended_in_a_traceback_are_read_or_refused(name, seed, tmp_path):
+    """Of 101117 no operation is a computation: there is no pipeline, and no failed detector either."""
+    folder = made(name, tmp_path / "run")
+    how = mutants.mutate(folder, seed)
+    assert tried(folder) in ("read", "refused"), how
+
+
 def refused(*arguments: object) -> str:
     """The one line in which the command refuses."""
     command = [str(word) for word in (RANKSCOPE, *arguments)]
