@@ -3,9 +3,9 @@
     python benchmarks/collectors.py --rounds 5
 
 `compiled` is with the collectives hook in C++ (`rankscope doctor --build`), `Python` without it, in the same rounds.
-Times are CPU time of the whole process per call (gloo's threads included), the median over the rounds. The group has
-one rank, so that nothing is waited for. Without a GPU the last two rows are with the tests' CUDA driver, which costs
-next to nothing and needs a C compiler.
+Times are CPU time of the whole process per call (gloo's threads included): the median over the rounds, and of what is
+added the least and the most of a round. The group has one rank, so that nothing is waited for. Without a GPU the last
+rows are with the tests' CUDA driver, which costs next to nothing and needs a C compiler.
 """
 
 from __future__ import annotations
@@ -154,11 +154,16 @@ def main() -> None:
     native_hook.build()
     with tempfile.TemporaryDirectory() as empty:
         rounds = [(run(PLAIN), run(RECORDED), run(RECORDED, XDG_CACHE_HOME=empty)) for _ in range(args.rounds)]
-    print(f"{args.rounds} rounds; CPU time per call, µs, and what recording adds to it")
-    print(f"{'':42}{'without':>10}{'compiled':>10}{'Python':>10}")
+    print(f"{args.rounds} rounds; CPU time per call, µs, and what recording adds to it (least to most of a round)")
+    print(f"{'':42}{'without':>10}{'compiled':>24}{'Python':>24}")
     for name in rounds[0][0]:
-        plain, compiled, python = (statistics.median(each[i][name] for each in rounds) / 1e3 for i in range(3))
-        print(f"{name:42}{plain:10.2f}{compiled - plain:+10.2f}{python - plain:+10.2f}")
+        plain = [each[0][name] / 1e3 for each in rounds]
+        compiled, python = ([each[i][name] / 1e3 - each[0][name] / 1e3 for each in rounds] for i in (1, 2))
+        print(f"{name:42}{statistics.median(plain):10.2f}{_spread(compiled):>24}{_spread(python):>24}")
+
+
+def _spread(added: list[float]) -> str:
+    return f"{statistics.median(added):+.2f} ({min(added):+.1f} to {max(added):+.1f})"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rankscope.collectors import native_hook
+
 SCRIPT = Path(__file__).parents[1] / "examples/train_transformer.py"
 PLAIN = [sys.executable, "-m", "torch.distributed.run"]
 RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report"]
@@ -58,6 +60,7 @@ def main() -> None:
     name = Path(args.job[0]).stem if args.job else args.parallel
     args.job = [Path(args.job[0]).resolve(), *args.job[1:]] if args.job else [SCRIPT, "--parallel", args.parallel]
 
+    native_hook.build()  # else the agent of the first pair would build it beside the job
     pairs = []
     for number in range(args.pairs):
         # Which one goes first alternates, so that a machine that slows down favours neither.
