@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 from rankscope.collectors.agent import ring_reader
@@ -62,3 +63,11 @@ def test_operation_gets_its_end():
     collectives = read_back(write)["collectives"]
     said = ("start_ns", "issued_ns", "end_ns", "group_id", "op", "dtype", "is_async", "size_bytes", "peer", "thread")
     assert [collectives[name] for name in said] == [[50], [51], [60], [42], [1], [2], [True], [4096], [-1], [0]]
+
+
+@pytest.mark.parametrize("record_type", ring_reader.KNOWN_TYPES)
+def test_every_type_of_record_becomes_rows_of_a_table(record_type):
+    """A type that is added to the schema alone would be read, counted as known, and lost without a gap."""
+    record = np.array([(1, record_type, *[0] * 8, 1)], ring_reader.RECORD_DTYPE)
+    tables = ring_reader.columns_by_table(record, ring_reader.Threads(1))
+    assert {len(column) for columns in tables.values() for column in columns.values()} == {1}
