@@ -1,4 +1,4 @@
-"""What would come of mending things: a run made ready to be replayed once, and the fixes that it allows."""
+"""Predict what fixes save: a run made ready to be replayed once, and the fixes that it allows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _OF_ONE = {
     "node": text("node {number} as fast as the others"),
     "stage": text("stage {number} as fast as the others"),
     "link": text("the network of node {number} as fast as the others'"),
+    "prefetch": text("prefetch depth {number}"),
 }
 _WHOLE = {
     "op:unknown=0": text("operations of unknown kind move their bytes in no time"),
@@ -34,6 +35,8 @@ _WHOLE = {
     "input": text("no waiting for input"),
     "compile": text("no compilation"),
     "checkpoint": text("checkpoints block no rank"),
+    "host": text("the host never delays the device"),
+    "reshard:off": text("no resharding after forward"),
 }
 
 
@@ -121,4 +124,9 @@ def _text(key: str) -> str:
         return Text(_OF_ONE[fix.kind].template, {"number": fix.numbers[0]})
     if fix.kind == "op" and fix.amount == 0:
         return text("{number} moves its bytes in no time", number=fix.of.rpartition("=")[0])
+    if fix.kind == "bucket-mb":
+        return text("gradient buckets of {size} MiB", size=fix.of)
+    if fix.kind == "overlap":
+        group, _, op = fix.of.partition(":")
+        return text("{op} overlaps compute (group: {group})", op=op, group=group)
     return key
