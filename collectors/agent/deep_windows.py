@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from rankscope.collectors.agent.json_files import replace_json
 from rankscope.collectors.agent.messages import Slow, Stacks, Step, Window
 
 if TYPE_CHECKING:  # `rankscope trigger` asks without what writes
@@ -67,14 +68,14 @@ def ask(run: Path, request: Mapping[str, Any]) -> int:
     number = max(taken, default=0) + 1
     unfinished = run / "run" / f".window-{os.getpid()}.new"
     while True:
-        unfinished.write_text(json.dumps({"id": number} | dict(request)))
         try:
+            unfinished.write_text(json.dumps({"id": number} | dict(request)))
             os.link(unfinished, _path_of(run, number))
         except FileExistsError:
             number += 1
             continue
         finally:
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
         return number
 
 
@@ -106,9 +107,18 @@ class _Request:
     converter: subprocess.Popen[bytes] | None = None
     errors: IO[bytes] | None = None
     over: bool = False
+    is_answered: bool = True  # what came of it so far is on the disk
 
     def wants(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
+
+
+def _overwrite(path: Path, answer: object) -> bool:
+    """Put the answer where the last one lies, which takes no more of a full disk; return whether that could be done."""
+    content = json.dumps(answer).encode()
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        return file.write(content) == len(content) == file.truncate(len(content))
+    return False
 
 
 class Windows:
@@ -206,6 +216,8 @@ class Windows:
         for request in self._requests.values():
             if not request.over:
                 self._go_on(request)
+            if not request.is_answered:
+                self._answer(request)
 
     def close(self) -> None:
         """End with the job: what is being converted may be finished."""
@@ -444,10 +456,11 @@ class Windows:
         self._answer(request)
 
     def _answer(self, request: _Request) -> None:
-        """Answer what came of the request so far. On a full disk there is no answer."""
+        """Answer what came of the request so far; what a full disk does not take is tried again each second."""
         answer = {"first": request.first, "over": request.over, "ranks": request.states}
         path = _answer_of(self._run.path, request.number, self._node or 0)
-        unfinished = path.with_name(f".{path.name}.new")
-        with contextlib.suppress(OSError):
-            unfinished.write_text(json.dumps(answer))
-            os.replace(unfinished, path)
+        try:
+            replace_json(path, answer)
+            request.is_answered = True
+        except OSError:
+            request.is_answered = _overwrite(path, answer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rankscope.collectors.agent.arrow_writer import RunFolder
+from rankscope.collectors.agent.json_files import replace_json
 from rankscope.collectors.agent.messages import Hello
 
 __all__ = ["RunState", "file_of", "is_run_of", "versions"]
@@ -54,16 +54,10 @@ class RunState:
     def write(self) -> None:
         """Write the JSON to the disk; if that is full it stays as it was."""
         self.said["name"] = self._run.path.name
-        path = file_of(self.said["node"], self._run.path)
-        unfinished = path.with_name(f".{path.name}.new")
-        try:
-            unfinished.write_text(json.dumps(self.said, indent=1))
-            os.replace(unfinished, path)
+        with contextlib.suppress(OSError):
+            replace_json(file_of(self.said["node"], self._run.path), self.said)
             self.changed = False
             self.kept_since_ns = self.said.get("kept_since_ns")
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
 
 
 def file_of(node: int, run: Path) -> Path:

@@ -9,6 +9,7 @@ session's thread, what the rank's Python threads are doing, for a rank that wait
 from __future__ import annotations
 
 import functools
+import glob
 import json
 import os
 import statistics
@@ -209,6 +210,8 @@ class _Profile:
         self._result.save(unfinished)  # says what went wrong to nobody
         self._result = None
         if not os.path.isfile(unfinished):
+            for rest in glob.glob(f"{glob.escape(unfinished)}*"):  # of a disk that is full now
+                os.unlink(rest)
             raise OSError(f"torch wrote no {unfinished}")
         os.replace(unfinished, path)
 

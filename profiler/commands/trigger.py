@@ -113,7 +113,8 @@ def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answe
     while True:
         first, answers = _answers(run, number)
         if not answers and time.monotonic() - begun > _SILENT_S:
-            raise RankscopeError(f"no agent answers in {run}: the job was killed, or its nodes write to another folder")
+            why = "the job was killed, its disk is full, or its nodes write to another folder"
+            raise RankscopeError(f"no agent of {run} has answered within {_SILENT_S:.0f} s: {why}")
         if first is not None and answers and not told:
             told = True
             where = f", in {run / folder_of(number)}" if os.isatty(2) else ""
@@ -128,7 +129,8 @@ def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answe
             checked = time.monotonic()
             ended = {rank for rank, answer in answers.items() if answer["state"] in ENDED}
             for rank in expected & _of_dead_agents(run, last_seen) - ended:
-                given_up[rank] = {"state": "failed", "why": "its agent does not write any more"}
+                why = f"its agent has written nothing for {_STILL_S:.0f} s: it was killed, or its disk is full"
+                given_up[rank] = {"state": "failed", "why": why}
         time.sleep(_POLL_S)
 
 

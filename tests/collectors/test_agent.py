@@ -587,7 +587,33 @@ def test_trigger_ends_where_the_agent_was_killed_after_it_had_answered(agent, ra
     with pytest.raises(typer.Exit):
         trigger.command(agent.out)
     killing.join()
-    assert capsys.readouterr().out == "rank 0: its agent does not write any more\n"
+    assert capsys.readouterr().out == (
+        "rank 0: its agent has written nothing for 5 s: it was killed, or its disk is full\n"
+    )
+
+
+@needs_root
+def test_trigger_ends_where_the_disk_is_full_of_others_files(small_disk, started, capsys):
+    agent = Agent(small_disk / "run")
+    started.append(agent)
+    rank = Rank(agent.name)
+    started.append(rank)
+    rank.do("say(type='step', done=100, step_ns=10_000_000)")
+    wait_for((agent.out / "run/node=00000.json").exists)
+
+    def fill_and_fail() -> None:
+        wait_for((agent.out / "run/window=0001.node=00000.json").exists)
+        with contextlib.suppress(OSError), open(small_disk / "somebody else's", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        rank.do("say(type='window', id=1, state='failed', why='the trace could not be saved')")
+
+    failing = threading.Thread(target=fill_and_fail)
+    failing.start()
+    with pytest.raises(typer.Exit):
+        trigger.command(agent.out)
+    failing.join()
+    assert capsys.readouterr().out == "rank 0: the trace could not be saved\n"
 
 
 def test_all_nodes_of_a_large_job_may_ask_for_the_time_at_once():

@@ -1,8 +1,9 @@
 """Try very many mutants of every reader's files in a process of their own.
 
-    PYTHONPATH=tests python -m support.fuzz.long --mutants N
+    PYTHONPATH=tests python -m support.fuzz.long --mutants N --seed S
 
-Prints how many were read or refused in one line, and how many ended in a traceback, hung, or took too much memory.
+Prints how many were read or refused in one line, and how many ended in a traceback, hung, or took too much memory: each
+500 mutants, so that a run that is stopped has a result too, and at the end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from support.fuzz import mutants
 _LONGEST_S = 20.0
 _MOST_BYTES = 1 << 30
 _OF_A_WORKER = 200  # mutants, then a new process
+_SAID_EACH = 500
+_KINDS = ("read", "refused", "traceback", "hang", "memory", "died", "several lines")
 
 
 def tried(folder: Path) -> str:
@@ -81,17 +84,22 @@ def main() -> None:
             most = max(most, used)
             kind = said.split("\n")[0]
             counts["memory" if used > _MOST_BYTES else kind] += 1
+            if sum(counts.values()) % _SAID_EACH == 0:
+                _print_totals(counts, most, begun)
             if kind not in ("read", "refused") or used > _MOST_BYTES:
                 print(f"mutant {which} ({how}): {said}", flush=True)
             if kind in ("hang", "died") or used > _MOST_BYTES:
                 break
         worker.kill()
         worker.join()
-    took = time.monotonic() - begun
-    kinds = ("read", "refused", "traceback", "hang", "memory", "died")
-    print(f"tried {sum(counts.values())}: " + ", ".join(f"{kind} {counts[kind]}" for kind in kinds))
-    print(f"{took:.0f} s; the largest process held {most / 1e6:.0f} MB")
-    sys.exit(any(counts[kind] for kind in ("traceback", "hang", "memory", "died", "several lines")))
+    _print_totals(counts, most, begun)
+    sys.exit(any(counts[kind] for kind in _KINDS[2:]))
+
+
+def _print_totals(counts: Counter[str], most_bytes: int, begun: float) -> None:
+    said = ", ".join(f"{kind} {counts[kind]}" for kind in _KINDS)
+    took = f"{time.monotonic() - begun:.0f} s, the largest process held {most_bytes / 1e6:.0f} MB"
+    print(f"tried {sum(counts.values())}: {said}; {took}", flush=True)
 
 
 _last: dict[str, Any] = {"mutant": (-1, "")}
