@@ -34,7 +34,7 @@ def test_detector_finds_an_optimizer_of_10_ms_in_a_step_of_100_ms():
     detector = example("A detector")
     breakdown = build_timeline(by_hand.run({0: 20, 1: 20})).breakdown
     (found,) = detector.detect(breakdown)
-    assert (found.title, found.lost_ns_per_step) == ("The optimizer takes 10 % of the step", 10_000_000)
+    assert (found.title, found.lost_ns_per_step) == ("The optimizer takes 10.0 % of the step", 10_000_000)
     assert detector.detect(breakdown, min_fraction=0.11) == []
     assert detector.resolution_ns(breakdown) == 10_000_000
 

@@ -14,6 +14,7 @@ import polars as pl
 from rankscope.analysis.model.finding import Pipeline
 from rankscope.analysis.model.pipeline_ops import BACKWARD, COMPUTES, FORWARD, WEIGHTS
 from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import percent
 
 __all__ = ["dual_pipe", "is_dual_pipe"]
 
@@ -45,9 +46,7 @@ def dual_pipe(ops: pl.DataFrame) -> Pipeline:
     name = "DualPipe" if first >= len(ranks) else "DualPipeV"  # the second direction begins on the last rank
     idle_ns = _idle_ns(computes, len(ranks) / 2 if name == "DualPipe" else len(ranks))
     theory = None if idle_ns is None else idle_ns / (idle_ns + work_ns)
-    needs = (
-        text(" where {schedule} needs {share:.1f} %", schedule=name, share=100 * theory) if theory is not None else ""
-    )
+    needs = text(" where {schedule} needs {share}", schedule=name, share=percent(theory)) if theory is not None else ""
     stages = computes.filter(pl.col("rank") == ranks[0])["stage"].n_unique()
     forwards = computes.filter(pl.col("rank") == ranks[0], name=FORWARD)
     return Pipeline(
@@ -59,10 +58,9 @@ def dual_pipe(ops: pl.DataFrame) -> Pipeline:
         busiest_stage=busiest,
         excess={},
         explanation=text(
-            "Rank {rank} idles {share:.1f} %{needs}; forwards and backwards overlap, so steps are measured, not "
-            "replayed.",
+            "Rank {rank} idles {share}{needs}; forwards and backwards overlap, so steps are measured, not replayed.",
             rank=ranks[busiest],
-            share=100 * bubble[busiest],
+            share=percent(bubble[busiest]),
             needs=needs,
         ),
     )

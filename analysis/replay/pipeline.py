@@ -16,6 +16,7 @@ from rankscope.analysis.model.pipeline_ops import BACKWARD, CLIP, COMPUTES, FORW
 from rankscope.analysis.replay.dual_pipe import dual_pipe, is_dual_pipe
 from rankscope.analysis.replay.pipeline_plan import Floats, Group, Plan, plan, replay, transfers
 from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.units import percent
 from rankscope.errors import NotReplayable
 
 __all__ = [
@@ -480,13 +481,13 @@ def _explanation(
     share = bubble[busiest]
     others = sum(idle for stage, idle in bubble.items() if stage != busiest) / (len(bubble) - 1)
     more = text(
-        "the others idle {others}, since stage {stage} has the most work", others=_tenths(others), stage=busiest
+        "the others idle {others}, since stage {stage} has the most work", others=percent(others), stage=busiest
     )
     if theory is None:
         return text(
             "The schedule is neither 1F1B nor GPipe. Stage {stage} idles {share}; {more}.",
             stage=busiest,
-            share=_tenths(share),
+            share=percent(share),
             more=more,
         )
     causes = [
@@ -497,14 +498,9 @@ def _explanation(
     return text(
         "Stage {stage} idles {share} where {schedule} needs {needed}{made_of}; {more}.",
         stage=busiest,
-        share=_tenths(share),
+        share=percent(share),
         schedule=name,
-        needed=_tenths(theory),
+        needed=percent(theory),
         made_of=text(" ({causes})", causes=joined(", ", causes)) if causes else "",
         more=more,
     )
-
-
-def _tenths(fraction: float) -> str:
-    """Two bubbles that round to the same percent are still compared."""
-    return f"{100 * fraction:.1f} %"

@@ -42,6 +42,7 @@ from rankscope.analysis.replay.pipeline import (
 from rankscope.analysis.replay.pipeline_plan import WhatIf, ends, ideal
 from rankscope.analysis.replay.protocol import Gain
 from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.parallelism import role_codes, roles
 from rankscope.collectors.schema import P2P_OPS
@@ -456,9 +457,9 @@ def _trusted(run: Rerun | PipelineRerun) -> Rerun | PipelineRerun:
     if error > MAX_ERROR:
         raise NotReplayable(
             text(
-                "a replay misses the steps by {error:.1f} %, more than {most:.0f} %",
-                error=100 * error,
-                most=100 * MAX_ERROR,
+                "a replay misses the steps by {error}, more than {most}",
+                error=percent(error),
+                most=percent(MAX_ERROR),
             )
         )
     return run

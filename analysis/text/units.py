@@ -55,7 +55,7 @@ def duration_with_error(ns: float, error_ns: float) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """A share as percent: `21 %`, `4.2 %`, `< 0.1 %`; `?` where it is not a number."""
+    """A share to a tenth of a percent, as in tables: `21.0 %`, `4.2 %`, `< 0.1 %`; `?` where it is not a number."""
     if fraction is None or not math.isfinite(fraction):
         return "?"
     if 0 < abs(fraction) < 0.001:
@@ -63,7 +63,7 @@ def percent(fraction: float | None) -> str:
     if 0.99 < fraction < 1:  # a rest is never rounded away
         return "> 99.9 %" if fraction > 0.999 else f"{math.floor(fraction * 1000) / 10:.1f} %"
     value = fraction * 100
-    return f"{value:.0f} %" if fraction == 0 or abs(value) >= 9.95 else f"{value:.1f} %"
+    return f"{value:.0f} %" if fraction == 0 or abs(value) >= 99.95 else f"{value:.1f} %"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ from rankscope.analysis.model.finding import Clock, Gap
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text import phrases
 from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.clocks import apply_clocks, clocks_by_causality, fit_clocks
 from rankscope.analysis.timeline.code_samples import PLACES, SAMPLES, merged_places, sampled_in
 from rankscope.analysis.timeline.counters import gpus_of_ranks
@@ -396,9 +397,9 @@ def _comparable_steps(
     if (agreement(by_operations, collectives) or 0) >= _AGREE:
         return by_operations, [], [_renumbered(rank, count) for rank, count in left_out.items()]
     why = text(
-        "step numbers do not mean the same step on all ranks: only {same:.0%} of the collectives "
+        "step numbers do not mean the same step on all ranks: only {same} of the collectives "
         "are in the same one; call rankscope.step() at the end of each step",
-        same=same,
+        same=percent(same),
     )
     return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)], []
 

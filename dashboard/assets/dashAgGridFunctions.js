@@ -14,5 +14,11 @@
   functions.rankscope_time = (ns) => scaled(ns, [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]]);
   functions.rankscope_bytes = (bytes) => scaled(bytes, BYTES);
   functions.rankscope_rate = (rate) => (rate === null ? "" : `${scaled(rate, BYTES)}/s`);
-  functions.rankscope_share = (share) => (share === null || share === undefined ? "" : `${(share * 100).toFixed(1)} %`);
+  functions.rankscope_share = (share) => {
+    if (share === null || share === undefined) return "";
+    if (share !== 0 && Math.abs(share) < 0.001) return "< 0.1 %";
+    if (share > 0.999 && share < 1) return "> 99.9 %";
+    const percent = (share > 0.99 && share < 1 ? Math.floor(share * 1000) : share * 1000) / 10;
+    return `${percent.toFixed(percent === 0 || Math.abs(percent) >= 99.95 ? 0 : 1)} %`;
+  };
 })();

@@ -16,6 +16,7 @@ __all__ = ["USEFUL", "Bar", "waterfall"]
 
 # What a step needs in any case: work that the script asked for. All else is waiting, transport or overhead.
 USEFUL = ("compute", "overlapped", "memory", "optimizer")
+_WHOLE = 1_000_000  # of a share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
     scale = scale_for(total / ranks)
     times, whole = scale.row(sums, divisor=ranks)
     bars = list(_parts(split.parts, sums, times))
-    bars.append(_bar("sum", "step", text("mean step"), text("the parts above add up to it"), 1.0, whole, "100.0"))
+    bars.append(_bar("sum", "step", text("mean step"), text("the parts above add up to it"), 1.0, whole))
     if MIXED not in split.parts:  # else it is not known how much of it is work
         useful = sum(ns for part, ns in zip(split.parts, sums, strict=True) if part in USEFUL) / total
         said = text("if nothing but work were left: no waiting, no transfer that is not hidden, no overhead")
@@ -52,17 +53,9 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
         gained_ns = best.gain_fraction * report.steps.mean_ns
         left_ns = max(total / ranks - gained_ns, 0)
         label = text("finding {number} fixed", number=report.findings.index(best) + 1)
+        said = text("predicted: {gained} less", gained=duration(gained_ns))
         time = scale.row([round(left_ns)])[1]
-        bars.append(
-            _bar(
-                "ideal",
-                "mended",
-                label,
-                text("predicted: {gained} less", gained=duration(gained_ns)),
-                left_ns * ranks / total,
-                time,
-            )
-        )
+        bars.append(_bar("ideal", "mended", label, said, left_ns * ranks / total, time))
     return bars, scale.unit
 
 
@@ -82,6 +75,6 @@ def _parts(parts: Sequence[str], sums: Sequence[int], times: Sequence[str]) -> I
         start += ns
 
 
-def _bar(kind: str, part: str, label: str, meaning: str, length: float, time: str, share: str = "") -> Bar:
-    shown = share or f"{length * 100:.1f}"
-    return Bar(kind=kind, part=part, label=label, meaning=meaning, start=0.0, length=length, time=time, share=shown)
+def _bar(kind: str, part: str, label: str, meaning: str, length: float, time: str) -> Bar:
+    (share, _) = shares([round(length * _WHOLE), _WHOLE - round(length * _WHOLE)])
+    return Bar(kind=kind, part=part, label=label, meaning=meaning, start=0.0, length=length, time=time, share=share)

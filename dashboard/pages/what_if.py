@@ -66,7 +66,7 @@ def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
     ready = None if run is None else replayable(run)
     if run is None or ready is None or isinstance(ready, Unreplayable):
         return None
-    now = [html.Span("now", className="quiet"), html.Strong(duration(ready.step_ns))]
+    now = [html.Span(text("now"), className="quiet"), html.Strong(duration(ready.step_ns))]
     if not ticked:
         return html.Div([*now, quiet(text("mean step; tick something below"))], className="steps-now")
     found = gain(run, ticked)

@@ -26,7 +26,7 @@ def test_a_finding_costs_hours_of_ranks_and_with_a_price_money():
     priced = diagnose(run({0: 40, 1: 70}), price=30.0)
     assert priced.verdict.endswith("and 1 rank waits for it; it costs 12 of 60 an hour.")
     assert phrases.cost(priced, priced.findings[0]) == (
-        "30.0 ± 0 ms per step (20 %), 300 ms in total: 0.000167 rank-hours; in money 12 of 60 an hour; "
+        "30.0 ± 0 ms per step (20.0 %), 300 ms in total: 0.000167 rank-hours; in money 12 of 60 an hour; "
         "0.005 in the analyzed steps"
     )
     (finding,) = json.loads(json_form.render(priced))["findings"]
@@ -41,7 +41,7 @@ def test_slow_rank_of_a_run_is_the_verdict():
     """Rank 1's backward takes 30 ms longer than rank 0's 40: steps of 150 ms, of which it costs 30."""
     report = diagnose(run({0: 40, 1: 70}))
     assert report.verdict == (
-        "Rank 1 is slow: it computes 30.0 ms longer per step than its peers (20 % of the 150 ms step) "
+        "Rank 1 is slow: it computes 30.0 ms longer per step than its peers (20.0 % of the 150 ms step) "
         "and 1 rank waits for it."
     )
     (finding,) = report.findings

@@ -90,10 +90,10 @@ def test_products_without_an_operator_make_it_a_lower_bound_that_nothing_rests_o
     report = rankscope.diagnose(rankscope.open(trace))
     assert (report.utilisation.flops_per_step, report.utilisation.counted) == (3e12, 0.75)
     why = next(str(one.why) for one in report.not_checked if one.detector == "low_mfu")
-    assert why == "shapes give the FLOPs of only 75 % of the time of matrix products: give --flops-per-step"
+    assert why == "shapes give the FLOPs of only 75.0 % of the time of matrix products: give --flops-per-step"
     command = [sys.executable, "-m", "rankscope", "report", str(trace), "--short"]
     said = " ".join(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split())
-    assert "HFU at least 30 % of 989.4 TFLOP/s: shapes cover 75 % of the time of matrix products" in said
+    assert "HFU at least 30.0 % of 989.4 TFLOP/s: shapes cover 75.0 % of the time of matrix products" in said
 
 
 def test_below_half_nothing_is_said(tmp_path):

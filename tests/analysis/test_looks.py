@@ -83,7 +83,7 @@ def test_that_all_became_slower_is_said_with_the_part_that_did(slower_since):
     assert look.changes[0].part == "compute"
     compute_ns = np.mean([part.ns_per_step for part in slower_since.breakdown if part.part == "compute"])
     assert look.changes[0].ns == pytest.approx(compute_ns * (1 / 1.2 - 1), rel=0.1)
-    assert "Steps 0-399 took 16 % less than these: compute -2" in slower_since.verdict
+    assert "Steps 0-399 took 16.4 % less than these: compute -2" in slower_since.verdict
 
 
 def test_every_form_of_the_report_says_it(slow_for_a_while):
@@ -175,4 +175,6 @@ def test_others_of_the_kind_are_counted(slow_for_a_while):
 
     looked = look_around(report, SimpleNamespace(stretch=stretch), read)
     assert sorted(look.others for look in looked.history.looks) == [0, 0, 2]
-    assert re.search(r"^Read. Steps \d+-\d+, and 2 other phases, took 50 % longer than these.$", looked.verdict)
+    assert re.search(
+        r"^Read. Steps \d+-\d+, and 2 other phases, took (49|50)\.\d % longer than these.$", looked.verdict
+    )

@@ -235,7 +235,7 @@ def test_a_step_is_what_the_device_takes_for_its_phases_and_not_what_the_host_ne
     phases = [(p.phase, p.ns_per_step, p.communication_ns_per_step) for p in report.phases if p.rank == 2][:2]
     assert phases == [("forward", 100 * MS, 0), ("backward", 210 * MS, 10 * MS)]
     assert report.findings == ()
-    assert "in 66 % of the step compute and communication are not distinguished" in report.verdict
+    assert "in 65.6 % of the step compute and communication are not distinguished" in report.verdict
     healthy = {check.detector for check in report.healthy}
     assert {"slow_rank", "gc_stall", "host_bound"} <= healthy
     assert not {"device_time", "exposed_communication", "small_messages"} & healthy
@@ -377,7 +377,7 @@ def test_without_nccls_durations_a_rank_may_be_slow_where_it_communicates(tmp_pa
     report = diagnosed(tmp_path, durations=False)
     assert report.findings == ()
     assert reasons_of(report)["slow_rank"] == (
-        "in 66 % of the step CUDA events do not show whether ranks compute or wait"
+        "in 65.6 % of the step CUDA events do not show whether ranks compute or wait"
     )
 
 
@@ -450,14 +450,14 @@ def test_host_that_sets_the_pace_is_said_with_what_it_may_cost_and_how_to_know(t
     report = diagnosed(tmp_path, host=250, waits=True)
     assert report.findings == ()
     said = reasons_of(report)["host_bound"]
-    assert said.startswith("host-bound in 96 % of the step")
-    assert "devices may be idle for up to 96 % of the step" in said
+    assert said.startswith("host-bound in 96.2 % of the step")
+    assert "devices may be idle for up to 96.2 % of the step" in said
     assert said.endswith("rankscope trigger RUN --count 3")
-    assert "; devices may be idle for up to 96 % of the step" in report.verdict
+    assert "; devices may be idle for up to 96.2 % of the step" in report.verdict
     sampled = diagnosed(tmp_path / "sampled", host=250, waits=True, sampled=True)
     assert "--count 3 measures (the hosts are mostly at train.py:5 (launch))" in sampled.verdict
-    assert "Host-bound in 96 % of the step" in rankscope_("report", tmp_path).stdout
-    assert "Host-bound in 96 % of the step" in (tmp_path / "report.html").read_text()
+    assert "Host-bound in 96.2 % of the step" in rankscope_("report", tmp_path).stdout
+    assert "Host-bound in 96.2 % of the step" in (tmp_path / "report.html").read_text()
 
 
 def test_samples_say_where_the_host_is_that_sets_the_pace(tmp_path):

@@ -238,7 +238,7 @@ def test_percent_never_rounds_a_rest_away():
         "0 %",
         "< 0.1 %",
         "4.2 %",
-        "21 %",
+        "21.0 %",
         "> 99.9 %",
         "100 %",
     ]
@@ -310,7 +310,7 @@ def test_terminal_fits_its_width_and_is_plain_without_colour(render, report: Rep
 
 def test_terminal_and_page_say_what_a_step_waits_for():
     text = one_line(terminal.render(job()))
-    assert "75 % 150 ms 2 compute forward 20 % 40.0 ms all transfer allreduce 5.0 % 10.0 ms the rest" in text
+    assert "75.0 % 150 ms 2 compute forward 20.0 % 40.0 ms all transfer allreduce 5.0 % 10.0 ms the rest" in text
     assert "400 ms 2 compute forward" in text
     page = html.render(job())
     assert "What a step waits for" in page
@@ -339,8 +339,8 @@ def test_terminal_says_who_what_cost_gain_and_what_to_do(render):
     for expected in (
         "Rank 2 is slow and the others wait for it.",
         "rank 2",
-        "38.0 ± 2.0 ms per step (19 %), 380 ms in total",
-        "about 18 % shorter (37.0 ms)",
+        "38.0 ± 2.0 ms per step (19.0 %), 380 ms in total",
+        "about 18.5 % shorter (37.0 ms)",
         "Look at the clocks of rank 2.",
         "garbage collection",
         "slow link",
@@ -365,7 +365,7 @@ def test_short_form_tells_where_the_step_goes():
 
 def test_short_form_says_from_which_loss_on_a_healthy_check_would_have_shown_it():
     report = job(findings=(), healthy=(Healthy(detector="slow_rank", resolution_ns=62 * MS),))
-    assert "slow rank (limit 31 %)" in one_line(terminal.render_short(report))
+    assert "slow rank (limit 31.0 %)" in one_line(terminal.render_short(report))
 
 
 def test_short_form_says_how_many_findings_it_leaves_out():
@@ -460,8 +460,8 @@ def test_page_says_who_what_cost_gain_and_what_to_do():
     text = Page(html.render(job())).text
     for expected in (
         "Rank 2 computes more slowly than its peers",
-        "38.0 ± 2.0 ms per step (19 %), 380 ms in total",
-        "about 18 % shorter (37.0 ms)",
+        "38.0 ± 2.0 ms per step (19.0 %), 380 ms in total",
+        "about 18.5 % shorter (37.0 ms)",
         "Look at the clocks of rank 2.",
         "Marked: rank 2, 150 ms. Dashed: median of the others, 110 ms.",  # own work: compute and input
         "detection limit 800 µs per step (0.4 %)",

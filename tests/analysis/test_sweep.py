@@ -80,7 +80,7 @@ def test_every_form_shows_the_rows_and_the_replays_error(slow):
     shown = " ".join(terminal.render(disagrees, width=160).split())
     assert "Predicted speedup of fixes" in shown
     assert "misses the measured steps by" in shown
-    assert "slow rank, measured cost 75.0 ms (50 %)" in shown
+    assert "slow rank, measured cost 75.0 ms (50.0 %)" in shown
     assert "<code>rank:1</code>" in html.render(disagrees)
     assert "各项修复的预测加速" in terminal.render(slow, language="zh")
     assert json.loads(json_form.render(slow))["fixes"][0]["fix"] == "rank:1"

@@ -244,7 +244,7 @@ def between_nodes(rate, *, speed=12.5e9):
 def test_network_that_is_far_below_its_interfaces_is_told_with_both_speeds():
     """1.5 × 75 MB in 90 ms are 1.25 GB/s of 12.5: at 80 % of that it would be 11.25 ms."""
     (finding,) = of(between_nodes(1.25e9), "low_bandwidth")
-    assert finding.title.startswith("Collectives between nodes (allreduce) send 1.25 GB/s, 10 % of the 12.5 GB/s of ")
+    assert finding.title.startswith("Collectives between nodes (allreduce) send 1.25 GB/s, 10.0 % of the 12.5 GB/s of ")
     assert finding.lost_ns_per_step == pytest.approx((90 - 11.25) * MS, rel=0.03)
 
 
@@ -312,7 +312,7 @@ def test_window_smaller_than_bandwidth_times_round_trip_is_named_with_what_it_sh
     (finding,) = of(report, "tcp_window_limit")
     assert finding.title == (
         "TCP's window is too small from node 0 to node 1: 6 MB per round trip of 20.0 ms allow 300 MB/s per socket, "
-        "and are the limit 95 % of the time"
+        "and are the limit 95.0 % of the time"
     )
     assert "to 25 MB (bandwidth × round trip)" in finding.advice
     assert finding.lost_ns_per_step == pytest.approx(0.95 * (1 - 0.291) * 375 * MS, rel=0.02)

@@ -49,7 +49,7 @@ def test_compute_that_grows_by_20_percent_costs_a_tenth_of_the_first_step():
     assert (finding.where, finding.ranks) == ("compute", ())
     assert finding.lost_ns_per_step == pytest.approx(10 * MS, rel=1e-6)
     assert finding.title == (
-        "Steps become longer throughout the run, from 100 ms to 120 ms (20 %); what grows is compute"
+        "Steps become longer throughout the run, from 100 ms to 120 ms (20.0 %); what grows is compute"
     )
     assert [seen.note for seen in finding.evidence] == ["step 0: 100 ms", "step 59: 120 ms"]
 

@@ -56,10 +56,10 @@ def test_device_idle_for_a_fifth_of_the_step_is_a_finding_with_its_place():
     ("calls", "said"),
     [
         # 16 of the 20 ms in two calls that overlap, one of which began earlier
-        ([("cudaMalloc", 70, 90), ("cudaFree", 85, 96)], "Of this time 80 % ask the driver for memory"),
+        ([("cudaMalloc", 70, 90), ("cudaFree", 85, 96)], "Of this time 80.0 % ask the driver for memory"),
         ([("cudaStreamSynchronize", 10, 81)], "Of this time 100 % come after the host waited for the device"),
         ([("cudaStreamSynchronize", 85, 86)], "Of this time 100 % are Python"),
-        ([("cudaLaunchKernel", 84, 94)], "Of this time 50 % are launch calls"),
+        ([("cudaLaunchKernel", 84, 94)], "Of this time 50.0 % are launch calls"),
     ],
     ids=["memory", "drained by a synchronisation", "a synchronisation of nothing", "launching"],
 )

@@ -24,7 +24,7 @@ def test_throttled_gpu_is_the_cause_and_its_slow_rank_follows_from_it(tmp_path):
     assert cause.lost_ns_per_step == pytest.approx(80 * MS / 3, rel=1e-6)
     assert (slow.detector, slow.caused_by, slow.lost_ns_per_step) == ("slow_rank", "throttling", 30 * MS)
     assert cause.title == (
-        "The GPU of rank 3 is throttled to 67 % of the others' clock (thermal slowdown by the hardware), "
+        "The GPU of rank 3 is throttled to 66.7 % of the others' clock (thermal slowdown by the hardware), "
         "which makes it slow"
     )
     assert cause.where == "gpu3 of node 0"
@@ -138,7 +138,7 @@ def test_limit_of_a_control_group_is_named(tmp_path):
     readings = hosts({0: 0.02, 1: 0.02, 2: 0.02, 3: 0.3})
     readings[0, "host", "cgroup_throttled_s", "rank3"] = growing(0.25)
     (cause, _) = sampled(record(tmp_path, SLOW), readings).findings
-    assert cause.title.endswith("its control group is throttled 25 % of the time")
+    assert cause.title.endswith("its control group is throttled 25.0 % of the time")
     assert cause.advice.startswith("Raise the group's CPU limit")
 
 
@@ -146,8 +146,8 @@ def test_limit_of_a_control_group_is_named(tmp_path):
     ("rates", "lost_ms", "said"),
     [
         # 0.8 of the 2.0 processors that were wanted, of 80 ms of own work
-        ({"cpu_steal_s": {1: 0.8}}, 30, "the hypervisor gives 40 % of its processors' time to others"),
-        ({"memory_stalled_s": {1: 0.3}}, 27, "the node waits for memory 30 % of the time"),
+        ({"cpu_steal_s": {1: 0.8}}, 30, "the hypervisor gives 40.0 % of its processors' time to others"),
+        ({"memory_stalled_s": {1: 0.3}}, 27, "the node waits for memory 30.0 % of the time"),
     ],
     ids=["steal", "memory"],
 )

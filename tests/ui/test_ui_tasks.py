@@ -90,6 +90,29 @@ def test_what_a_fix_saves_is_the_findings_cost_or_the_difference_is_named(state,
     assert cost.split()[0] in row, (cost, row)
 
 
+def test_a_share_is_the_same_number_in_headline_finding_table_and_what_if(state, screen):
+    """To a tenth of a percent everywhere, so that what is the same can be seen to be the same."""
+    run = state.ready("2")
+    finding = run.report.findings[0]
+    cost = f"{duration(finding.lost_ns_per_step)}"
+    share = f"{finding.lost_fraction * 100:.1f} %"
+    assert share in run.report.verdict
+    screen.open("/?run=2")
+    said = screen.page.locator("#finding-1").inner_text().replace("\u00a0", " ")
+    assert f"{cost.split()[0]} ± " in said
+    assert share in said
+    whole = screen.page.locator(".waterfall tr.sum td.number").all_inner_texts()
+    left = screen.page.locator(".waterfall .bar-mended").locator("xpath=ancestor::tr").locator("td.number").nth(1)
+    screen.open("/what_if?run=2")
+    gain = screen.page.locator(".fix", has_text=f"rank {SLOW} as fast").locator(".number").nth(1).inner_text()
+    assert gain == f"{finding.gain_fraction * 100:.1f} %"
+    assert whole[1] == "100.0"
+    screen.open("/?run=2")
+    assert float(left.inner_text()) == pytest.approx(100 - float(gain.split()[0]), abs=0.11)
+    for written in (html.render(run.report), terminal.render(run.report)):
+        assert share in written.replace("\u00a0", " ")
+
+
 def test_the_longest_operation_is_the_first_row_and_its_moment_opens_with_who_came_last(state, screen):
     run = state.ready("2")
     longest = operations(run.timeline.collectives).row(0, named=True)
