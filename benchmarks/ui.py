@@ -105,6 +105,9 @@ class OneRun:
     def critical_path(self, _: str) -> None:
         return None
 
+    def counters(self, _: str) -> tuple[()]:
+        return ()
+
 
 class Silent(WSGIRequestHandler):
     def log_request(self, *_: object) -> None:

@@ -20,6 +20,7 @@ from werkzeug.exceptions import HTTPException
 from rankscope.analysis.model import digest
 from rankscope.analysis.report import palette
 from rankscope.analysis.report.html import chart_styles
+from rankscope.analysis.text import units
 from rankscope.analysis.text.message import LANGUAGES, language, speak, spoken, text
 from rankscope.dashboard import grids
 from rankscope.dashboard.figures import plots
@@ -165,6 +166,7 @@ def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
             dmc.Anchor("rankscope", href="/", className="brand", underline="never"),
             html.Div(id="which-run"),
             html.Div(id="status"),
+            html.Button("Ctrl-K", className="palette-opens", title=spoken(text("Pages, ranks and commands"))),
             html.Button(spoken(text("Copy link")), id="copy-link", title=spoken(text("Copy a link to this view"))),
             dmc.ColorSchemeToggle(
                 lightIcon=html.Span("☀"),
@@ -261,13 +263,17 @@ def _navigation(current: str, run: str, opened: int) -> list[Any]:
 
 
 def _run_names(runs: Runs, page: str, current: str) -> Any:  # noqa: ANN401
+    """The name of the run, or links to all of them; and the ranks of the one that is shown, for the palette."""
+    run = runs.progress(current).run
+    known = {"data-ranks": units.ranges(run.timeline.ranks["rank"]) if run else ""}
     if len(runs.keys) == 1:
-        return html.Span(runs.progress("").name, className="run-name", title=runs.progress("").name)
+        name = runs.progress("").name
+        return html.Span(name, className="run-name", title=name, **known)
     links = [
         dmc.Anchor(runs.progress(key).name, href=address(page, key), className=f"run-name{' on' * (key == current)}")
         for key in runs.keys
     ]
-    return html.Div(links, className="run-names")
+    return html.Div(links, className="run-names", **known)
 
 
 def _loading(progress: Progress) -> Any:  # noqa: ANN401

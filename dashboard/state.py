@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import polars as pl
@@ -26,6 +27,7 @@ from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl_durations import nccl_durations, nccl_waits
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.run import Run
+from rankscope.dashboard.timeline.counter_lanes import CounterLane, counter_lanes
 from rankscope.dashboard.timeline.lane_cache import build_or_store, fingerprint, load
 from rankscope.dashboard.timeline.lanes import build_scene
 from rankscope.dashboard.timeline.scene import Scene
@@ -87,6 +89,11 @@ class State:
         """rank, start_ns, end_ns of what the steps could not do without; None where the run cannot be replayed."""
         loaded = self._progress[run].run
         return None if loaded is None else critical_path(loaded)
+
+    def counters(self, run: str) -> Sequence[CounterLane] | None:
+        """The nodes' counters that the timeline draws."""
+        loaded = self._progress[run].run
+        return None if loaded is None else _counters(loaded)
 
     def start(self) -> None:
         """Read the runs, each in a thread of its own."""
@@ -171,6 +178,11 @@ class State:
             version = before.version + 1 if is_news else before.version
             self._progress[key] = replace(before, version=version, **changes)  # type: ignore[arg-type]
             self._changed.notify_all()
+
+
+@lru_cache(maxsize=4)
+def _counters(run: Run) -> list[CounterLane]:
+    return counter_lanes(run.timeline)
 
 
 def _lanes(path: Path, files: str, timeline: Timeline, running: bool) -> Scene:

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis.text.message import Text, text
-from rankscope.analysis.text.units import duration
+from rankscope.analysis.text.units import duration, percent
 from rankscope.collectors.counters import GAUGES, UNITS
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
@@ -19,6 +19,7 @@ __all__ = ["HEADLINES", "changing", "lines", "series", "title_of", "words_of"]
 HEADLINES = (
     *(("host", "cpu_busy_fraction"), ("host", "cpu_s"), ("host", "cpu_steal_s"), ("host", "cgroup_throttled_s")),
     *(("gpu", "busy_fraction"), ("gpu", "sm_clock_hz"), ("gpu", "power_w"), ("gpu", "temperature_c")),
+    ("gpu", "memory_used_bytes"),
     *(("tcp", "bytes_sent"), ("tcp", "rtt_s"), ("tcp", "retransmits"), ("rdma", "port_xmit_data_bytes")),
     *(("nic", "tx_bytes"), ("nic", "rx_bytes"), ("host", "memory_available_bytes"), ("host", "major_page_faults")),
     ("host", "main_thread_involuntary_switches"),
@@ -126,7 +127,7 @@ def written(name: str, value: float) -> str:
     if name not in GAUGES:
         return f"{bytes_text(value)}/s" if unit == "bytes" else f"{value:.3g}" if unit == "s" else f"{value:.3g}/s"
     if unit == "fraction":
-        return f"{value * 100:.3g} %"
+        return percent(value)
     if unit in ("bytes", "bytes/s"):
         return bytes_text(value) + unit.removeprefix("bytes")
     if unit == "s":

@@ -7,6 +7,7 @@ in ns on the run's clock; `?t0=…&t1=…&rank=…` opens a finding's evidence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import polars as pl
@@ -14,13 +15,17 @@ from dash import Dash
 from dash.development.base_component import Component
 
 from rankscope.analysis.model.finding import Report
+from rankscope.dashboard.timeline.counter_lanes import CounterLane
 from rankscope.dashboard.timeline.scene import Scene
 from rankscope.dashboard.timeline.server import ROUTES, register_routes
 
 __all__ = ["Source", "TimelineCanvas", "layout", "register"]
 
 # In the order in which they need each other.
-_SCRIPTS = ("base.js", "drawing.js", "server.js", "lanes.js", "panel.js", "markers.js", "input.js", "timeline.js")
+_SCRIPTS = (
+    *("base.js", "commands.js", "drawing.js", "server.js", "lanes.js", "counters.js", "panel.js", "markers.js"),
+    *("input.js", "timeline.js"),
+)
 
 __version__ = "1"  # Dash asks for one where a script comes from; what it serves is told apart by the file's time
 
@@ -37,6 +42,10 @@ class Source(Protocol):
 
     def critical_path(self, run: str) -> pl.DataFrame | None:
         """rank, start_ns, end_ns of what the steps could not do without, where that is known."""
+        ...
+
+    def counters(self, run: str) -> Sequence[CounterLane] | None:
+        """The nodes' counters that are drawn below the ranks."""
         ...
 
 
@@ -63,4 +72,4 @@ def register(app: Dash, source: Source) -> None:
     """Serve the canvas's scripts and data."""
     for script in _SCRIPTS:
         app.scripts.append_script({"namespace": __name__, "relative_package_path": script})  # type: ignore[no-untyped-call]
-    register_routes(app.server, source.scene, source.report, source.critical_path)
+    register_routes(app.server, source.scene, source.report, source.critical_path, source.counters)

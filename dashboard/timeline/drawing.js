@@ -104,6 +104,7 @@
       pen.clip();
       this.drawSteps(true);
       this.drawEvents();
+      this.drawReadings();
       this.drawPath();
       this.drawSelection();
       this.drawChosen();
@@ -124,7 +125,7 @@
           pen.fillRect(0, this.top(line), this.width, line.height);
         }
         pen.fillStyle = ink.rule;
-        if (line.type !== "lane") pen.fillRect(0, this.top(line), this.width, 0.5);
+        if (line.type === "group" || line.type === "rank") pen.fillRect(0, this.top(line), this.width, 0.5);
       }
     }
 
@@ -191,12 +192,12 @@
         const y = this.top(line) + line.height / 2;
         const arrow = line.type === "group" ? (line.folded ? "▸ " : "▾ ") : line.type === "rank" && line.tracks.length ? (line.open ? "▾ " : "▸ ") : "";
         const indent = line.type === "group" ? 6 : line.type === "rank" ? 14 : 34;
-        pen.fillStyle = line.type === "lane" ? ink.quiet : ink.text;
+        pen.fillStyle = indent > 14 ? ink.quiet : ink.text;
         pen.textAlign = "left";
         pen.font = line.type === "group" ? `600 ${FONT}` : FONT;
         const title = arrow + line.title;
         this.write(title, indent, y, LABELS - indent - 6);
-        const note = line.type === "group" ? this.clockNote(line.ranks) : line.type === "rank" && this.pitch === ROOMY ? line.track : "";
+        const note = line.type === "group" ? this.clockNote(line.ranks) : line.type === "rank" && this.pitch === ROOMY ? line.track : line.type === "counter" ? this.counters[line.counter].top : "";
         const used = indent + pen.measureText(title).width + 10;
         pen.font = FONT;
         pen.fillStyle = ink.quiet;

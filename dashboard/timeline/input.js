@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { LABELS, RULER } = window.rankscope_timeline;
+  const { COMMANDS, LABELS, RULER } = window.rankscope_timeline;
 
   const Input = (Base) => class extends Base {
     attach() {
@@ -125,24 +125,10 @@
     key(event) {
       if (/^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) && event.target.type !== "checkbox" || event.target.isContentEditable) return;
       if (event.ctrlKey || event.metaKey || event.altKey) return;
-      const x = this.pointer ? this.pointer.x : undefined;
-      const actions = {
-        w: () => this.zoom(0.75, x), s: () => this.zoom(1 / 0.75, x), a: () => this.pan(-0.15), d: () => this.pan(0.15),
-        "+": () => this.zoom(0.75), "-": () => this.zoom(1 / 0.75),
-        arrowleft: () => this.pan(-0.15), arrowright: () => this.pan(0.15),
-        arrowup: () => { this.scroll.scrollTop -= 60; }, arrowdown: () => { this.scroll.scrollTop += 60; },
-        0: () => this.show(0, this.end), home: () => this.show(...this.home),
-        f: () => { const target = this.chosen || this.found || this.selection; if (target) this.zoomTo(target); },
-        n: () => this.nextMatch(event.shiftKey ? -1 : 1),
-        m: () => this.putMarker(),
-        "/": () => this.search.focus(),
-        "?": () => { this.hint(); this.openDrawer(true); },
-        escape: () => { this.chosen = this.selection = this.found = null; this.setMarkers([]); this.hint(); this.changed(); },
-      };
-      const action = actions[event.key.toLowerCase()];
-      if (!action) return;
+      const command = COMMANDS.find(({ keys }) => keys.includes(event.key.toLowerCase()));
+      if (!command) return;
       event.preventDefault();
-      action();
+      command.run(this, event);
     }
   };
 

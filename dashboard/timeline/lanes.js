@@ -20,6 +20,7 @@
       this.lineOfLane = new Map();
       this.lineOfRank = new Map();
       let y = 0;
+      const lastOf = new Map(groups.flatMap(([, ranks]) => ranks.map((rank) => [this.nodeOf.get(rank), rank])));
       const add = (line, height) => {
         Object.assign(line, { y, height });
         y += height;
@@ -40,13 +41,17 @@
           const open = this.openRanks.has(rank);
           const lead = tracks.length ? tracks[0][1].slice(0, 1) : [];
           this.lineOfRank.set(rank, add({ type: "rank", rank, open, tracks, title: text("rank {rank}", { rank }), lanes: lead, track: tracks.length ? tracks[0][0] : text("no events") }, this.pitch));
-          if (!open) continue;
-          tracks.forEach(([track, lanes, hidden], i) => lanes.forEach((lane, depth) => {
-            if (i === 0 && depth === 0) return;
-            const more = hidden && depth === lanes.length - 1 ? text("{hidden} more not drawn", { hidden }) : "";
-            add({ type: "lane", rank, title: depth === 0 ? track : more, lanes: [lane] }, this.pitch);
-          }));
-          if (open) y += 4;
+          if (open) {
+            tracks.forEach(([track, lanes, hidden], i) => lanes.forEach((lane, depth) => {
+              if (i === 0 && depth === 0) return;
+              const more = hidden && depth === lanes.length - 1 ? text("{hidden} more not drawn", { hidden }) : "";
+              add({ type: "lane", rank, title: depth === 0 ? track : more, lanes: [lane] }, this.pitch);
+            }));
+            this.counterLines(this.nodeOf.get(rank), rank).forEach((line) => add(line, this.pitch));
+            y += 4;
+          }
+          const node = this.nodeOf.get(rank);
+          if (lastOf.get(node) === rank) this.counterLines(node, null).forEach((line) => add({ ...line, rank }, this.pitch));
         }
       });
       this.tall = y;
@@ -133,6 +138,7 @@
     changed() {
       this.redraw();
       this.fetch();
+      this.fetchReadings();
       clearTimeout(this.addressTimer);
       this.addressTimer = setTimeout(() => this.writeAddress(), 250);
     }
@@ -154,6 +160,12 @@
       const group = this.scene.groupings[this.by][1].findIndex(([, ranks]) => ranks.includes(rank));
       this.foldedGroups.delete(group);
       this.openRanks.add(rank);
+    }
+
+    goTo(rank) {
+      this.reveal(rank);
+      this.layOut();
+      this.scrollTo(this.lineOfRank.get(rank));
     }
 
     scrollTo(line) {
@@ -189,6 +201,8 @@
         const room = (window_[1] - window_[0]) * 0.5 || this.end * 0.01;
         window_ = [window_[0] - room, window_[1] + room];
       }
+      this.countersShown = kept.has("counters") ? kept.get("counters") === "1" : null;
+      this.countersSwitch.checked = this.countersShown !== false;
       this.setMarkers(kept.has("marks") ? listed(kept.get("marks"), []).slice(0, 2) : []);
       if (rank !== null && this.ranks.has(rank)) this.reveal(rank);
       [this.t0, this.t1] = window_ || this.home;
@@ -198,6 +212,7 @@
       if (rank !== null) this.scrollTo(this.lineOfRank.get(rank));
       this.fetch();
       this.tellEvidence();
+      if (query.get("find")) this.look(query.get("find"));
     }
 
     writeAddress() {
@@ -206,7 +221,8 @@
       const list = (chosen, count) => (chosen.size === count ? "all" : [...chosen].join(",")); // thousands would not fit
       const [, groups] = this.scene.groupings[this.by];
       const folds = `lanes=${list(this.openRanks, this.ranks.size)}&fold=${list(this.foldedGroups, groups.length)}`;
-      const hash = `#${at(this.t0)},${at(this.t1)}&by=${this.by}&${folds}${this.markers.length ? `&marks=${this.markers}` : ""}`;
+      const chosen = `${this.markers.length ? `&marks=${this.markers}` : ""}${this.countersShown === null ? "" : `&counters=${Number(this.countersShown)}`}`;
+      const hash = `#${at(this.t0)},${at(this.t1)}&by=${this.by}&${folds}${chosen}`;
       // Dash looks at pushes only: a replaced address starts no callback.
       history.replaceState(history.state, "", location.pathname + location.search + hash);
     }

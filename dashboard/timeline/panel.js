@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { LABELS, duration, make, text } = window.rankscope_timeline;
+  const { COMMANDS, LABELS, duration, make, signs, text } = window.rankscope_timeline;
 
   const NEAR_PX = 3; // how far from an event the pointer still means it
   const HOVER_MS = 25;
@@ -47,6 +47,10 @@
       if (line && line.lanes.length > 1 && pointer.x >= LABELS) {
         this.unhover();
         this.showTip(pointer, make("b", {}, line.title), make("div", {}, text("mean of {ranks} ranks; click its name to unfold them", { ranks: line.lanes.length })));
+        return;
+      }
+      if (line && line.type === "counter" && pointer.x >= LABELS) {
+        await this.hoverReading(line, pointer);
         return;
       }
       const event = await this.eventAt(line, pointer.x).catch(() => null);
@@ -115,6 +119,12 @@
       }
       if (!tables.length) parts.push(make("p", { class: "rst-quiet" }, text("No lane was selected.")));
       this.tell(...parts);
+    }
+
+    /** Searches for events of this name. */
+    look(name) {
+      this.search.value = name;
+      return this.find(null);
     }
 
     async find(number) {
@@ -196,13 +206,12 @@
     }
 
     hint() {
-      const keys = [["W S", text("zoom in, out")], ["A D", text("left, right")], ["Home 0", text("analyzed steps, whole run")], ["F", text("zoom to what is chosen")], ["/", text("search")], ["N", text("next match")],
-        ["M", text("marker A, then B, at the pointer")], ["Esc", text("choose nothing")], ["?", text("this list")]];
       this.side.replaceChildren(
         make("h3", {}, text("How to read it")),
         make("p", {}, text("Each lane is a thread, group or stream of a rank. Zoomed out, a lane's height is shared by what happens there, in proportion to time; no kind is hidden.")),
         make("p", {}, text("Click an event for its details and for arrows from the rank that came last to those that waited. Shift and drag to sum up a part of the picture. Drag on the ruler to enlarge. Click a name on the left to fold or unfold.")),
-        make("table", {}, ...keys.map(([key, what]) => make("tr", {}, make("td", {}, make("kbd", {}, key)), make("td", {}, what)))),
+        make("table", { class: "rst-keys" }, ...[[["Ctrl-K"], text("pages, ranks and commands")], ...COMMANDS.filter((one) => one.keys.length).map((one) => [signs(one), one.name])].map(([keys, what]) =>
+          make("tr", {}, make("td", {}, ...keys.flatMap((key) => [make("kbd", {}, key), " "])), make("td", {}, what)))),
         make("p", { class: "rst-quiet" }, text("The wheel zooms at the pointer, sideways it pans; over the names, or with Shift, it scrolls.")));
     }
   };

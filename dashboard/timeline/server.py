@@ -17,6 +17,7 @@ from rankscope.analysis.model.finding import Report
 from rankscope.analysis.text.message import spoken
 from rankscope.dashboard.finding_facts import finding_facts
 from rankscope.dashboard.timeline import details, lod
+from rankscope.dashboard.timeline.counter_lanes import CounterLane, packed, said_at
 from rankscope.dashboard.timeline.lod import Indices, Row
 from rankscope.dashboard.timeline.scene import KINDS, Scene, spoken_title
 
@@ -55,8 +56,9 @@ def register_routes(
     scene: Callable[[str], Scene | None],
     report: Callable[[str], Report | None],
     critical_path: Callable[[str], pl.DataFrame | None],
+    counters: Callable[[str], Sequence[CounterLane] | None],
 ) -> None:
-    """Adds `/timeline-data/{scene,marks,view,at,spent,find,path}`: each takes one JSON object that names the `run`."""
+    """Adds routes below `/timeline-data/`: each takes one JSON object that names the `run`."""
     searches = _Searches()
 
     def route(name: str, answer: Callable[[dict[str, Any], Scene], Any]) -> None:
@@ -85,6 +87,9 @@ def register_routes(
     route("spent", lambda asked, scene: details.spent(scene, _lanes(asked), *_ints(asked, "t0", "t1")))
     route("find", lambda asked, scene: _find(asked, scene, searches))
     route("path", lambda asked, scene: _path(asked, scene, critical_path(str(asked.get("run", "")))))
+    route("counters", lambda asked, _: _counters(counters(str(asked.get("run", "")))))
+    route("readings", lambda asked, scene: _readings(asked, scene, counters(str(asked.get("run", ""))) or ()))
+    route("reading", lambda asked, scene: _reading(asked, scene, counters(str(asked.get("run", ""))) or ()))
 
 
 def _scene(scene: Scene) -> dict[str, Any]:
@@ -183,6 +188,33 @@ def _path(asked: dict[str, Any], scene: Scene, path: pl.DataFrame | None) -> dic
     kept = inside.top_k(_PATH_PIECES, by=pl.col("end_ns") - pl.col("start_ns")).sort("start_ns")
     start, end = kept["start_ns"] - scene.origin_ns, kept["end_ns"] - scene.origin_ns
     return {"pieces": list(zip(kept["rank"].to_list(), start.to_list(), end.to_list(), strict=True))}
+
+
+def _counters(lanes: Sequence[CounterLane] | None) -> dict[str, Any]:
+    """The nodes' counters that have a lane; `waiting` while the run is still being read."""
+    if lanes is None:
+        return {"waiting": True}
+    said = [
+        {"node": one.node, "rank": one.rank, "label": one.label, "title": one.title, "top": one.top_text}
+        for one in lanes
+    ]
+    return {"lanes": said}
+
+
+def _readings(asked: dict[str, Any], scene: Scene, lanes: Sequence[CounterLane]) -> bytes:
+    """Lowest and highest of some `lanes` in each of the `pixels` from `t0` to `t1`; see `counter_lanes.columns`."""
+    t0, t1, pixels = _ints(asked, "t0", "t1", "pixels")
+    wanted = _lanes(asked)
+    if not (t0 < t1 and 1 <= pixels <= _MOST_PIXELS and all(0 <= lane < len(lanes) for lane in wanted)):
+        raise _BadRequest(f"no readings of counters {wanted} from {t0} to {t1} ns on {pixels} pixels")
+    return _gzip(packed([lanes[lane] for lane in wanted], t0 + scene.origin_ns, t1 + scene.origin_ns, pixels))
+
+
+def _reading(asked: dict[str, Any], scene: Scene, lanes: Sequence[CounterLane]) -> dict[str, Any]:
+    lane, t = _ints(asked, "lane", "t")
+    if not 0 <= lane < len(lanes):
+        raise _BadRequest(f"there is no counter {lane}")
+    return {"value": said_at(lanes[lane], t + scene.origin_ns)}
 
 
 def _row(scene: Scene, lane: object) -> Row:

@@ -2,7 +2,7 @@
 (function () {
   "use strict";
 
-  const { Drawing, Server, Lanes, Panel, Markers, Input, make, text, FEW_STEPS, RETRY_MS } = window.rankscope_timeline;
+  const { Drawing, Server, Lanes, Counters, Panel, Markers, Input, make, text, FEW_STEPS, RETRY_MS } = window.rankscope_timeline;
 
   const STYLE = `
 #page:has(.rst) { max-width: none; }
@@ -26,6 +26,7 @@
 .rst-side td, .rst-side th { padding: 2px 6px 2px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); font-weight: 400; }
 .rst-side th { color: var(--quiet); } .rst-side td { overflow-wrap: anywhere; } .rst-side .n { text-align: right; white-space: nowrap; padding-right: 0; padding-left: 6px; }
 .rst-side kbd { border: 1px solid var(--rule); border-radius: 3px; padding: 0 4px; font: 12px monospace; }
+.rst-keys td:first-child { white-space: nowrap; width: 1%; }
 .rst-names { margin-top: 8px; table-layout: fixed; } .rst-names td[colspan] { border-bottom: 0; padding-bottom: 0; }
 .rst-found [aria-current] td { font-weight: 600; }
 .rst-switch { display: inline-flex; gap: 5px; align-items: center; cursor: pointer; }
@@ -46,7 +47,7 @@
 }
 `;
 
-  class Timeline extends Input(Markers(Panel(Lanes(Server(Drawing(Object)))))) {
+  class Timeline extends Input(Markers(Panel(Counters(Lanes(Server(Drawing(Object))))))) {
     constructor(root, { base, run }) {
       super();
       this.root = root;
@@ -65,14 +66,18 @@
       this.findings = [];
       this.markers = []; // two instants that the user put
       this.path = null;
+      this.counters = [];
+      this.readings = null;
       this.opened = performance.now();
       this.stops = [];
       this.build();
       this.start();
+      window.rankscope_timeline.shown = this;
     }
 
     destroy() {
       this.stopped = true;
+      if (window.rankscope_timeline.shown === this) window.rankscope_timeline.shown = null;
       this.stops.forEach((stop) => stop());
       this.tip.remove();
       this.root.replaceChildren();
@@ -90,17 +95,20 @@
       this.grouping = make("select", { "aria-label": text("group ranks by") });
       this.pathSwitch = make("input", { type: "checkbox", checked: "", onchange: () => this.redraw() });
       this.pathLabel = make("label", { class: "rst-switch", title: text("drawn where at most {steps} steps are in view", { steps: FEW_STEPS }), hidden: "" }, this.pathSwitch, text("critical path"));
+      this.countersSwitch = make("input", { type: "checkbox", onchange: () => { this.countersShown = this.countersSwitch.checked; this.layOut(); } });
+      this.countersLabel = make("label", { class: "rst-switch", title: text("of nodes, GPUs and processes, below the ranks"), hidden: "" }, this.countersSwitch, text("counters"));
       this.between = make("span", { class: "rst-between", "aria-live": "polite" });
       this.where = make("span", { class: "rst-quiet rst-where" });
       this.drawerSwitch = button(text("details"), text("show or hide the details"), () => this.openDrawer(!this.drawer.classList.contains("rst-open")));
       this.drawerSwitch.classList.add("rst-narrow");
       const bar = make("div", { class: "rst-bar" },
         this.search, button("‹", text("previous match"), () => this.nextMatch(-1)), button("›", text("next match"), () => this.nextMatch(1)), this.count,
-        make("span", { class: "rst-space" }), this.between, this.where, this.pathLabel, this.grouping,
+        make("span", { class: "rst-space" }), this.between, this.where, this.pathLabel, this.countersLabel, this.grouping,
         button(text("unfold"), text("unfold all ranks"), () => this.unfold(true)), button(text("fold"), text("fold all ranks"), () => this.unfold(false)),
         button("−", text("zoom out (S)"), () => this.zoom(1.6)), button("+", text("zoom in (W)"), () => this.zoom(1 / 1.6)),
         button(text("all"), text("whole run (0)"), () => this.show(0, this.end)),
-        button(text("analyzed"), text("analyzed steps (Home)"), () => this.show(...this.home)), this.drawerSwitch);
+        button(text("analyzed"), text("analyzed steps (Home)"), () => this.show(...this.home)),
+        make("span", { class: "exports" }, ...["PNG", "SVG"].map((format) => make("button", { type: "button", title: text("Save the chart as {format}", { format }) }, format))), this.drawerSwitch);
       this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": text("timeline of the ranks") });
       this.spacer = make("div", {});
       this.scroll = make("div", { class: "rst-scroll" }, this.canvas, this.spacer);
@@ -110,7 +118,7 @@
       this.drawer = make("div", { class: "rst-drawer" }, this.side, shut);
       this.legend = make("div", { class: "rst-legend" });
       this.tip = make("div", { class: "rst-tip", hidden: "" });
-      this.root.classList.add("rst");
+      this.root.classList.add("rst", "figure");
       this.root.replaceChildren(make("style", {}, STYLE), bar, make("div", { class: "rst-body" }, this.scroll, this.drawer), this.legend, this.tip);
       this.pen = this.canvas.getContext("2d");
     }
@@ -136,6 +144,7 @@
         this.attach();
         this.hint();
         this.pollMarks();
+        this.pollCounters();
       } catch (error) {
         if (!this.stopped) this.say(text("The timeline cannot be shown: {error}", { error: error.message }));
       }
@@ -158,6 +167,7 @@
       else if (whole) this.show(0, this.end);
       else this.show(this.t0 - later, this.t1 - later);
       this.pollMarks();
+      this.pollCounters();
     }
 
     take(scene) {

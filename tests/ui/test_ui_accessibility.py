@@ -78,6 +78,16 @@ def test_axe_finds_nothing_serious_on_any_page(state, screen, scheme):
     assert screen.complaints == []
 
 
+def test_axe_finds_nothing_serious_in_the_list_of_commands(screen):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    screen.open("/")
+    screen.wait_for_text("Rank 2 is slow")
+    screen.page.keyboard.press("Control+k")
+    screen.page.get_by_role("option").first.wait_for()
+    found = [one for one in axe.run(screen.page).response["violations"] if one["impact"] in SERIOUS]
+    assert not found, found
+
+
 def test_pages_are_reached_and_opened_by_keys(screen):
     screen.open("/")
     screen.wait_for_text("Rank 2 is slow")

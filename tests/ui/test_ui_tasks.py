@@ -258,3 +258,42 @@ def test_what_is_chosen_on_a_page_is_in_its_address(screen):
     screen.page.reload()
     screen.page.get_by_role("img", name=re.compile(rf"^{chosen}, 8 ranks")).wait_for()
     assert screen.page.get_by_role("textbox", name="Show").input_value() == chosen
+
+
+def test_pages_ranks_events_and_commands_are_a_key_and_a_few_letters_away(screen):
+    """Ctrl-K on any page; what is chosen there is opened, and the timeline's keys are in the same list."""
+    page = screen.page
+    dialog = page.get_by_role("dialog", name="commands")
+
+    def ask(typed: str) -> None:
+        page.keyboard.press("Control+k")
+        dialog.get_by_role("combobox").fill(typed)
+
+    screen.open("/?run=2")
+    screen.wait_for_text("Checked, nothing found")
+    ask("what if")
+    assert dialog.get_by_role("option", selected=True).inner_text() == "What if"
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="What if").wait_for()
+    assert "run=2" in page.url
+    ask("99")
+    assert dialog.get_by_role("option", name="rank 99").count() == 0  # there are 8
+    dialog.get_by_role("combobox").fill("rank 5")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#timeline[data-painted]")
+    assert "rank=5" in page.url
+    ask("zoom in")
+    assert "W" in dialog.get_by_role("option", selected=True).inner_text().split()
+    before = page.url
+    page.keyboard.press("Enter")
+    page.wait_for_function("before => location.href !== before", arg=before)
+    ask("optimizer")
+    page.keyboard.press("ArrowUp")  # round to the last one
+    page.keyboard.press("Enter")
+    page.locator(".rst-found tr").first.wait_for()
+    assert page.locator(".rst-bar input[type=search]").input_value() == "optimizer"
+    page.keyboard.press("Control+k")
+    page.keyboard.press("Escape")
+    assert dialog.count() == 0

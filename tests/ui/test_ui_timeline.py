@@ -27,7 +27,7 @@ from rankscope.analysis.report.lane_packing import pack_rows
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.dashboard.timeline import details, lane_cache, lanes, lod, scene, server
+from rankscope.dashboard.timeline import counter_lanes, details, lane_cache, lanes, lod, scene, server
 from rankscope.errors import BadInput
 from support.browser import BROWSER, FLAGS
 
@@ -215,8 +215,8 @@ def test_a_selection_counts_only_what_lies_inside():
     made = lanes.build_scene(timeline_of(phases=pl.DataFrame(phases)))
     (table,) = details.spent(made, [0], 50, 200)
     assert [(row["label"], row["time"], row["share"]) for row in table["kinds"]] == [
-        ("compute", "100 ns", "67 %"),
-        ("waiting for peers", "50 ns", "33 %"),
+        ("compute", "100 ns", "66.7 %"),
+        ("waiting for peers", "50 ns", "33.3 %"),
     ]
     assert {row["name"]: row["count"] for row in table["names"]} == {"forward": 1, "backward": 1, "allreduce": 1}
 
@@ -243,7 +243,7 @@ def client(timelines: dict[str, Timeline | None]) -> Any:
     """Asks the routes about these runs; `ask(name, question)` gives status and answer."""
     app = flask.Flask("test")
     scenes = {key: timeline and lanes.build_scene(timeline) for key, timeline in timelines.items()}
-    server.register_routes(app, scenes.__getitem__, lambda run: None, lambda run: None)
+    server.register_routes(app, scenes.__getitem__, lambda run: None, lambda run: None, lambda run: None)
 
     def ask(name: str, question: object) -> tuple[int, Any]:
         answer = app.test_client().post(f"{server.ROUTES}/{name}", json=question)
@@ -851,7 +851,9 @@ def test_4096_ranks_open_folded_by_node(browser, served):
     style = f"<link rel=icon href='data:,'><style>:root {{ {css_variables(LIGHT)} }}</style>"
     app.index_string = f"{style}{{%app_entry%}}{{%config%}}{{%scripts%}}{{%renderer%}}"
     app.layout = html.Div(timeline.layout("", "1"))
-    only_lanes = types.SimpleNamespace(scene=lambda _: made, report=lambda _: None, critical_path=lambda _: None)
+    only_lanes = types.SimpleNamespace(
+        scene=lambda _: made, report=lambda _: None, critical_path=lambda _: None, counters=lambda _: None
+    )
     timeline.register(app, only_lanes)
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     with served(app) as address:
@@ -907,3 +909,48 @@ def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(
         page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
         page.close()
     assert shown.complaints == []
+
+
+# ---------------------------------------------------------------- counters
+
+
+def test_a_counter_is_drawn_from_its_lowest_to_its_highest_in_each_pixel_and_holds_until_the_next_reading():
+    """A gauge read as 4, 8, 2 every 10 ns and 80 ns later as 6; and a card that sends 20 bytes, then is set back."""
+    readings = [("gpu", "gpu1", "power_w", t, value) for t, value in ((0, 4), (10, 8), (20, 2), (100, 6))]
+    readings += [("nic", "eth0", "tx_bytes", t, value) for t, value in ((0, 0), (10, 20), (20, 5))]
+    counters = pl.DataFrame(readings, ["source", "device", "name", "time_ns", "value"], orient="row")
+    counters = counters.with_columns(pl.lit(0).alias("node"), pl.col("value").cast(pl.Float64))
+    gpus = pl.DataFrame({"rank": [5], "node": [0], "device": ["gpu1"]})
+    power, sent = counter_lanes.counter_lanes(replace(timeline_of(), counters=counters, gpus=gpus))
+    assert [(one.rank, one.label, one.top_text) for one in (power, sent)] == [
+        (5, "gpu: power", "8 W"),
+        (None, "eth0: tx", "2 GB/s"),
+    ]
+    low, high = counter_lanes.columns(power, 0, 75, 5).reshape(2, 5)  # 15 ns each
+    assert (low[:4] / 254 * 8).round(1).tolist() == [4, 2, 2, 2]
+    assert (high[:4] / 254 * 8).round(1).tolist() == [8, 8, 2, 2]
+    assert (low[4], high[4]) == (255, 255)
+    said = [counter_lanes.said_at(power, t) for t in (-1, 0, 15, 49, 50, 100)]
+    assert said == [None, "4 W", "8 W", "2 W", None, "6 W"]  # three intervals after it was read, it is not known
+    assert [counter_lanes.said_at(sent, t) for t in (5, 15)] == ["2 GB/s", None]
+
+
+@pytest.mark.browser
+def test_counters_are_lanes_below_their_ranks_with_the_value_at_the_pointer(screen):
+    page = screen.page
+    box = page.locator(".rst canvas").bounding_box()
+    for wanted in (False, True):  # few are shown at first, many are not
+        page.get_by_label("counters").set_checked(not wanted)
+        page.get_by_label("counters").set_checked(wanted)
+        page.wait_for_function(f"location.hash.includes('counters={int(wanted)}')")
+        page.wait_for_timeout(500)
+        if not wanted:
+            assert screen.pixels("line", box["x"] + LABELS, box["y"] + RULER, 600, 500) == 0
+    assert screen.pixels("line", box["x"] + LABELS, box["y"] + RULER, 600, 500) > 600
+    said = []
+    for line in range(40):
+        page.mouse.move(box["x"] + LABELS + 300, box["y"] + RULER + line * LINE / 2)
+        page.wait_for_timeout(100)
+        said.append(page.locator(".rst-tip").inner_text())
+    assert any(re.match(r"host: cpu busy\n[\d.]+ %\n", tip) for tip in said), said
+    assert any("host: cpu seconds per second" in tip for tip in said), said
