@@ -6,7 +6,11 @@ asked for, and SQL knows them like the run's own.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import re
+import threading
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,6 +44,7 @@ __all__ = [
 _DOWNLOAD = "/data-download"
 _EXACT_IN_JSON = 2**53  # a browser's numbers are exact up to here
 _BLOCK_ROWS = 200
+_KEPT = 64  # tables of pages
 _SENT_ROWS = 100  # a longer table is sent as it is scrolled, and has fields to filter by
 _ROWS_AT_ONCE = 12  # longer tables scroll
 _LETTER_PX, _PADDING_PX, _FILTER_PX = 7.2, 24, 26
@@ -90,10 +95,35 @@ def everything(table: str) -> str:
     return f"SELECT * FROM {table}"
 
 
+class _Pages:
+    """The rows that pages show and that are no table of one run, by what they hold; those that were shown last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._frames: OrderedDict[str, pl.DataFrame] = OrderedDict()
+
+    def keep(self, frame: pl.DataFrame) -> str:
+        """The name by which they can be asked for."""
+        name = f"shown_{hashlib.blake2s(frame.write_csv().encode(), digest_size=6).hexdigest()}"
+        with self._lock:
+            self._frames[name] = frame
+            self._frames.move_to_end(name)
+            while len(self._frames) > _KEPT:
+                self._frames.popitem(last=False)
+        return name
+
+    def named_in(self, query: str) -> dict[str, pl.DataFrame]:
+        with self._lock:
+            return {name: self._frames[name] for name in re.findall(r"shown_\w+", query) if name in self._frames}
+
+
+_PAGES = _Pages()
+
+
 @lru_cache(maxsize=8)
 def answered(run: Run, query: str) -> pl.DataFrame:
-    """What the query asks of the run's tables. Raises BadQuery."""
-    tables, name = tables_of(run), query.rpartition(" ")[2]
+    """What the query asks of the run's tables, and of what pages show. Raises BadQuery."""
+    tables, name = ChainMap(_PAGES.named_in(query), tables_of(run)), query.rpartition(" ")[2]  # type: ignore[arg-type]
     return tables[name] if query == everything(name) and name in tables else answer(tables, query)
 
 
@@ -101,26 +131,27 @@ def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "a
     """A table of the run in a grid, with what takes it away: a file, or SQL."""
     frame, query = tables_of(run)[name], everything(name)
     definitions = _definitions(frame, columns, run.key)
-    known = {"kind": "grid", "run": run.key, "query": query}
     if len(frame) > _SENT_ROWS:
         numbers = {"filter": "agNumberColumnFilter", "headerTooltip": spoken(text("Filters count in ns and bytes."))}
         for definition in definitions:
             definition |= {} if definition["filter"] or definition["field"] not in columns else numbers
         grid = rows_grid(run, query, definitions, height="420px" if height == "auto" else height)
     else:
-        grid = _grid(frame, columns, definitions, height, id=known)
+        grid = _grid(frame, columns, definitions, height, id=_known("grid", run, query))
     return html.Div([away(run, query), grid])
 
 
-def plain_table(frame: pl.DataFrame, columns: Mapping[str, Shown], *, height: str = "auto") -> Any:  # noqa: ANN401
-    """A grid of rows that are no table of one run."""
-    return _grid(frame, columns, _definitions(frame, columns, ""), height)
+def plain_table(run: Run, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> Any:  # noqa: ANN401
+    """A grid of rows that are no table of one run, on a page of this run, with what takes them away."""
+    query = everything(_PAGES.keep(frame.select(list(columns))))
+    grid = _grid(frame, columns, _definitions(frame, columns, ""), "auto", id=_known("grid", run, query))
+    return html.Div([away(run, query), grid])
 
 
 def rows_grid(run: Run, query: str, definitions: list[dict[str, Any]], *, height: str) -> Any:  # noqa: ANN401
     """A grid that asks for an answer's rows as it is scrolled."""
     return dag.AgGrid(
-        id={"kind": "rows", "run": run.key, "query": query},
+        id=_known("rows", run, query),
         rowModelType="infinite",
         columnDefs=definitions,
         defaultColDef={"sortable": True, "resizable": True, "minWidth": 90, "floatingFilter": True, **_HEADS},
@@ -140,7 +171,8 @@ def _grid(
     columns: Mapping[str, Shown],
     definitions: list[dict[str, Any]],
     height: str,
-    **known: Any,  # noqa: ANN401
+    *,
+    id: Mapping[str, str],
 ) -> Any:  # noqa: ANN401
     """A grid that has all its rows. It can be sorted by the values, not by how they are written."""
     fits = height == "auto" and len(frame) <= _ROWS_AT_ONCE
@@ -153,8 +185,13 @@ def _grid(
         dashGridOptions={**_LOOK, "domLayout": "autoHeight" if fits else "normal"},
         className="ag-theme-quartz grid",
         style={"height": None if fits else "420px" if height == "auto" else height},
-        **known,
+        id=id,
     )
+
+
+def _known(kind: str, run: Run, query: str) -> dict[str, str]:
+    """By what the callbacks know a grid, and what takes its rows away."""
+    return {"kind": kind, "run": run.key, "query": query}
 
 
 def _definitions(frame: pl.DataFrame, columns: Mapping[str, Shown], run: str) -> list[dict[str, Any]]:
@@ -206,8 +243,7 @@ def _as_json(frame: pl.DataFrame) -> list[pl.Expr]:
 
 def away(run: Run, query: str) -> Any:  # noqa: ANN401
     """What takes away the rows of a grid, as it filters and sorts them."""
-    known = {"kind": "away", "run": run.key, "query": query}
-    return html.Div(_taken_away(run.key, query), id=known, className="controls small")
+    return html.Div(_taken_away(run.key, query), id=_known("away", run, query), className="controls small")
 
 
 def _taken_away(run: str, query: str) -> list[Any]:

@@ -35,6 +35,7 @@ __all__ = [
     "choice",
     "choice_of_text",
     "empty",
+    "exports",
     "facts",
     "heading",
     "in_language",
@@ -184,4 +185,13 @@ def empty(title: str, why: str, what_to_do: str = "") -> Children:
 def plot(figure: dict[str, Any], *, height: int = 320) -> Children:
     """A plotly figure; plotly is fetched only by pages that have one."""
     config: Any = {"displaylogo": False, "responsive": True, "displayModeBar": False, "doubleClick": "reset"}
-    return dcc.Graph(figure=figure, config=config, style={"height": f"{height}px"}, className="plot")
+    drawn = dcc.Graph(figure=figure, config=config, style={"height": f"{height}px"}, className="plot")
+    return html.Div([drawn, exports()], className="figure")
+
+
+def exports() -> Children:
+    """The buttons that save the chart beside them, of the class `figure`; `exports.js` does it."""
+    return html.Div(
+        [html.Button(format, title=text("Save the chart as {format}", format=format)) for format in ("PNG", "SVG")],
+        className="exports",
+    )

@@ -31,6 +31,10 @@
     };
   })();
 
+  /* As page_kit.exports; what they do is in exports.js. */
+  const exports = () => h("div", { className: "exports" }, ["PNG", "SVG"].map((format) =>
+    h("button", { key: format, type: "button", title: window.rankscope_timeline.text("Save the chart as {format}", { format }) }, format)));
+
   function Chart({ markup, title }) {
     const box = useRef(null);
     useEffect(() => {
@@ -53,10 +57,11 @@
       window.history.pushState({}, "", link.getAttribute("href")); // as Dash's own links do
       window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
     };
-    return h("div", {
+    const drawn = h("div", {
       ref: box, className: "chart-box", onClick: followed, role: title ? "group" : undefined, "aria-label": title || undefined,
       onPointerMove: over, onPointerLeave: tip.hide, dangerouslySetInnerHTML: { __html: markup },
     });
+    return h("div", { className: "figure" }, drawn, exports());
   }
 
   const LEVELS = ["level0", "level1", "level2", "level3", "level4"];
@@ -188,7 +193,7 @@
     };
     const spans = (list, side) => list.map(([place, text]) => h("span", { key: place, style: { [side]: `${place * 100}%` } }, text));
     const closer = view.r1 - view.r0 < rows || view.c1 - view.c0 < columns;
-    return h("div", { className: "raster-frame" },
+    const drawn = h("div", { className: "raster-frame" },
       h("div", { className: "raster-rows" }, spans(labels.rows, "top")),
       h("div", {
         ref: box, className: "raster", style: { height: `${height}px` }, tabIndex: 0, role: "img", "aria-label": title,
@@ -198,6 +203,7 @@
       }, h("canvas", { ref: canvas }), area && h("div", { className: "drag", style: area })),
       h("div", { className: "raster-columns" }, spans(labels.columns, "left")),
       closer && h("button", { className: "raster-whole", onClick: () => setView(whole) }, window.rankscope_timeline.text("Show all (Esc)")));
+    return h("div", { className: "figure" }, drawn, exports());
   }
 
   window.rankscope_ui = { Chart, Raster };

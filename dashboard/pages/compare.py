@@ -174,12 +174,12 @@ def _page(pair: _Pair, query: Query) -> list[Any]:
         _one_step(pair, query),
         card(
             text("Lines of code"),
-            plain_table(code, {**_columns("place", text("line"), pair), "error_ns": Shown("±", "time")}),
+            plain_table(pair.run, code, {**_columns("place", text("line"), pair), "error_ns": Shown("±", "time")}),
             note=_CODE,
         )
         if len(code)
         else None,
-        card(text("Work by name"), plain_table(work, _columns("name", text("name"), pair)), note=_WORK)
+        card(text("Work by name"), plain_table(pair.run, work, _columns("name", text("name"), pair)), note=_WORK)
         if len(work)
         else None,
     ]

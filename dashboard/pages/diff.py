@@ -79,11 +79,11 @@ def _page(a: Run, b: Run) -> Any:  # noqa: ANN401
             _head(found, a, b),
             card(text("From A to B"), *_parts(found)),
             card(text("Findings"), *_findings(found)),
-            card(text("Ranks that changed otherwise than most"), _ranks(found)) if found.ranks else None,
-            card(text("Communication"), _operations(found), note=text("Mean over analyzed steps."))
+            card(text("Ranks that changed otherwise than most"), _ranks(b, found)) if found.ranks else None,
+            card(text("Communication"), _operations(b, found), note=text("Mean over analyzed steps."))
             if found.operations
             else None,
-            card(text("Kernels"), _kernels(found), note=text("Time of a rank per analyzed step."))
+            card(text("Kernels"), _kernels(b, found), note=text("Time of a rank per analyzed step."))
             if found.kernels
             else None,
         ]
@@ -133,7 +133,7 @@ def _findings(found: Comparison) -> list[Any]:
     return [html.Table([html.Thead(head), html.Tbody(cells)], className="plain")]
 
 
-def _ranks(found: Comparison) -> Any:  # noqa: ANN401
+def _ranks(b: Run, found: Comparison) -> Any:  # noqa: ANN401
     rows = [
         {
             "rank": one.rank,
@@ -151,6 +151,7 @@ def _ranks(found: Comparison) -> Any:  # noqa: ANN401
         "b": Shown(text("in B"), "time"),
     }
     return plain_table(
+        b,
         pl.DataFrame(rows),
         shown
         | {
@@ -161,7 +162,7 @@ def _ranks(found: Comparison) -> Any:  # noqa: ANN401
     )
 
 
-def _operations(found: Comparison) -> Any:  # noqa: ANN401
+def _operations(b: Run, found: Comparison) -> Any:  # noqa: ANN401
     rows = [
         {
             "op": one.op,
@@ -186,10 +187,10 @@ def _operations(found: Comparison) -> Any:  # noqa: ANN401
         "b": Shown(text("in B"), "time"),
         "change": Shown(text("change"), "time"),
     }
-    return plain_table(pl.DataFrame(rows), shown | {"transfer": Shown(text("transfer"))} | times)
+    return plain_table(b, pl.DataFrame(rows), shown | {"transfer": Shown(text("transfer"))} | times)
 
 
-def _kernels(found: Comparison) -> Any:  # noqa: ANN401
+def _kernels(b: Run, found: Comparison) -> Any:  # noqa: ANN401
     rows = [
         {
             "name": one.name,
@@ -206,7 +207,7 @@ def _kernels(found: Comparison) -> Any:  # noqa: ANN401
         "a": Shown("A", "time"),
         "b": Shown("B", "time"),
     }
-    return plain_table(pl.DataFrame(rows), shown | {"change": Shown(text("change"), "time")})
+    return plain_table(b, pl.DataFrame(rows), shown | {"change": Shown(text("change"), "time")})
 
 
 page = Page(title=text("Diff"), order=105, layout=layout, register=register, of_two=True)

@@ -40,7 +40,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001
             findings
             if report.states
             else html.Div([findings, card(say("time"), *_time(report, split))], className="columns"),
-            _states(report) if report.states else None,
+            _states(run) if report.states else None,
             _waiting(report),
             card(say("steps"), *_steps(report)) if any(report.step_ns.values()) or not report.states else None,
             _checked(report),
@@ -228,8 +228,9 @@ def _pairs(rows: list[tuple[str, str]]) -> Any:  # noqa: ANN401
     return html.Table(html.Tbody(cells), className="plain")
 
 
-def _states(report: Report) -> Any:  # noqa: ANN401
+def _states(run: Run) -> Any:  # noqa: ANN401
     """How far each rank had come in each process group when the job hung."""
+    report = run.report
     columns = phrases.known_columns(report.states)
     numbers = ("rank", "enqueued", "started", "completed")
     rows = [dict(zip(phrases.STATE_COLUMNS, phrases.state_row(state), strict=True)) for state in report.states]
@@ -239,7 +240,7 @@ def _states(report: Report) -> Any:  # noqa: ANN401
         .with_columns(pl.col(c).cast(pl.Int64, strict=False) for c in numbers if c in columns)
     )
     shown = {column: Shown(say(f"states.{column}")) for column in columns}
-    return card(say("states"), quiet(say("states.means", "")), plain_table(frame, shown))
+    return card(say("states"), quiet(say("states.means", "")), plain_table(run, frame, shown))
 
 
 def _steps(report: Report) -> list[Any]:

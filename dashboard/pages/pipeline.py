@@ -42,7 +42,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     return html.Div(
         [
             heading(page.title, _MEANING),
-            _summary(summary) if summary else None,
+            _summary(run, summary) if summary else None,
             html.Div(controls, className="controls"),
             html.Div(_charts(run, step, replica)),
         ]
@@ -72,7 +72,7 @@ def _charts(run: Run, step: int, replica: int) -> list[Any]:
     ]
 
 
-def _summary(pipeline: Pipeline) -> Any:  # noqa: ANN401
+def _summary(run: Run, pipeline: Pipeline) -> Any:  # noqa: ANN401
     shape = say("pipeline.shape", pipeline.schedule, pipeline.stages, pipeline.microbatches)
     theory = (
         text("; bubble in theory {share}", share=percent(pipeline.theory_fraction))
@@ -86,7 +86,7 @@ def _summary(pipeline: Pipeline) -> Any:  # noqa: ANN401
     )
     columns = {"stage": Shown(text("stage")), "bubble": Shown(text("bubble, mean of its steps"), "share")}
     return card(
-        f"{shape}{theory}", html.P(pipeline.explanation), html.Div(plain_table(rows, columns), className="narrow")
+        f"{shape}{theory}", html.P(pipeline.explanation), html.Div(plain_table(run, rows, columns), className="narrow")
     )
 
 
