@@ -265,7 +265,7 @@ def _navigation(current: str, run: str, opened: int) -> list[Any]:
 def _run_names(runs: Runs, page: str, current: str) -> Any:  # noqa: ANN401
     """The name of the run, or links to all of them; and the ranks of the one that is shown, for the palette."""
     run = runs.progress(current).run
-    known = {"data-ranks": units.ranges(run.timeline.ranks["rank"]) if run else ""}
+    known: dict[str, Any] = {"data-ranks": units.ranges(run.timeline.ranks["rank"]) if run else ""}
     if len(runs.keys) == 1:
         name = runs.progress("").name
         return html.Span(name, className="run-name", title=name, **known)
