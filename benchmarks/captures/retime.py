@@ -2,8 +2,9 @@
 
 Every row has a shift, found in the order of time. On the host everything later moves on, until a call that waits for
 the device: what it waited can swallow the shift. A device row keeps its distance from what it waited for, the previous
-row of its stream, its launch, or the end of a communication just before it, and takes up the slack of the others. A
-collective begins when the last rank has come, and all its ranks leave it as much later.
+row of its stream, its launch, or the end of a communication just before it, and takes up the slack of the others.
+Clocks of devices and hosts differ: a device's rows are placed where none begins before its launch. A collective begins
+when the last rank has come, and all its ranks leave it as much later.
 
 Nothing is shared with `rankscope.analysis`. Times are float us as in the files.
 """
@@ -78,12 +79,23 @@ def load(path: Path) -> Real:
     ends = np.array([[row.end for row in sorted(one, key=lambda r: r.rank)] for one in instances])
     offsets = np.median(ends - np.median(ends, axis=1, keepdims=True), axis=0)
     offset = dict(zip(sorted(documents), offsets, strict=True))
+    early = _device_early_us(rows)
     steps = defaultdict(list)
     for row in rows:
-        row.start, row.end = row.start - offset[row.rank], row.end - offset[row.rank]
+        off = offset[row.rank] + (early[row.rank] if row.stream is None else 0.0)
+        row.start, row.end = row.start - off, row.end - off
         if row.event["name"].startswith("ProfilerStep") and row.event["cat"] == "user_annotation":
             steps[row.rank].append(row)
     return Real(documents, rows, instances, dict(steps))
+
+
+def _device_early_us(rows: list[Row]) -> dict[int, float]:
+    """How far a device's clock is before its host's at least: no kernel begins before the call that launches it."""
+    early: dict[int, float] = defaultdict(float)
+    for row in rows:
+        if row.launch is not None:
+            early[row.rank] = max(early[row.rank], row.launch.start - row.start)
+    return early
 
 
 def _texts(path: Path) -> Iterator[bytes]:
@@ -160,16 +172,28 @@ def write(real: Real, folder: Path) -> Path:
 
 
 class _Shifts:
-    """One pass over the starts and ends of all rows in the order of time."""
+    """Passes over the starts and ends of all rows in the order of time.
+
+    Ends of one collective differ by some µs between ranks, so that a rank may leave a short one before another is seen
+    to begin it: passes follow each other until nothing moves.
+    """
 
     def __init__(self, real: Real, change: Change) -> None:
         self.real = real
-        self.stalls = {rank: sorted(of) for rank, of in change.stalls.items()}
-        self.host = dict.fromkeys(real.documents, 0.0)  # of everything later on the rank's host
-        self.streams: dict[int, dict[int, Row]] = {rank: {} for rank in real.documents}  # the last that has ended
+        self.change = change
 
     def work(self) -> None:
-        for _, is_start, _, row in _order(self.real.rows):
+        for row in self.real.rows:
+            row.shift = row.later = 0.0
+        order, before = _order(self.real.rows), None
+        while before != (before := [row.later for row in self.real.rows]):
+            self._pass(order)
+
+    def _pass(self, order: list[tuple[float, int, int, Row]]) -> None:
+        self.stalls = {rank: sorted(of) for rank, of in self.change.stalls.items()}
+        self.host = dict.fromkeys(self.real.documents, 0.0)  # of everything later on the rank's host
+        self.streams: dict[int, dict[int, Row]] = {rank: {} for rank in self.real.documents}  # the last that has ended
+        for _, is_start, _, row in order:
             if row.stream is None:
                 self._of_host(row, is_start)
             elif is_start:
@@ -197,7 +221,7 @@ class _Shifts:
     def _device_start(self, row: Row) -> float:
         streams = self.streams[row.rank]
         before = [(row.start - one.end, one.later) for stream, one in streams.items() if stream == row.stream]
-        if row.launch is not None and row.launch.start <= row.start:
+        if row.launch is not None:
             before.append((max(row.start - row.launch.end, 0.0), row.launch.shift))
         for stream, one in streams.items():
             near = 0 <= row.start - one.end < _JOINED_US
@@ -213,7 +237,8 @@ class _Shifts:
         if row.instance is not None:
             ranks = self.real.instances[row.instance]
             late = max(one.start + one.shift for one in ranks) - max(one.start for one in ranks)
-            row.later = max(late, 0.0) + row.extra
+            transfer = min(one.end - one.start for one in ranks)  # no rank is in it for less
+            row.later = max(late, row.shift - (row.end - row.start) + transfer, 0.0) + row.extra
         if row.stream != -2:
             self.streams[row.rank][row.stream] = row
 
@@ -222,7 +247,6 @@ def _order(rows: list[Row]) -> list[tuple[float, int, int, Row]]:
     """Starts and ends by time, ends first where both are at once."""
     order = []
     for number, row in enumerate(rows):
-        row.shift = row.later = 0.0
         order.append((row.start, 1, number, row))
         order.append((row.end, 0 if row.end > row.start else 2, number, row))
     return sorted(order, key=lambda one: one[:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,33 @@ def test_ranks_wait_for_the_one_that_stalls_no_longer_than_it_does(real):
     held_up = [row for one in real.instances for row in one if row.rank != 1 and row.later > row.shift]
     assert held_up
     assert max(row.later for row in real.rows) <= 20_000 + 1e-6
+
+
+def test_no_kernel_begins_before_its_launch_though_clocks_of_devices_differ(real, tmp_path):
+    """The device's clock of rank 1 is 60 us early, as real ones are: its kernels seem to begin before their launch."""
+    path = write_retimed(real, tmp_path / "early") / "rank1.pt.trace.json"
+    document = json.loads(path.read_text())
+    for event in document["traceEvents"]:
+        if event.get("cat") == "kernel":
+            event["ts"] -= 60
+    path.write_text(json.dumps(document))
+    early = load(path.parent)
+    launched = [row for row in early.rows if row.launch is not None]
+    assert min(row.event["ts"] - row.launch.event["ts"] for row in launched) < 0
+    retimed(early, Change({1: [(early.steps[1][0].start + 1, 20_000)]}))
+    assert max(row.launch.shift for row in launched) == 20_000
+    assert min(row.start + row.shift - row.launch.start - row.launch.shift for row in launched) > -1e-3
+
+
+def test_no_rank_leaves_a_collective_before_the_last_has_come(real):
+    """Whatever stalls, and however short the collective is."""
+    for place in (0.1, 0.4, 0.7):
+        step = real.steps[1][0]
+        retimed(real, Change({1: [(step.start + place * (step.end - step.start), 50_000)]}))
+        ends = [min(row.end + row.later for row in one) for one in real.instances]
+        last = [max(row.start + row.shift for row in one) for one in real.instances]
+        assert min(end - come for end, come in zip(ends, last, strict=True)) >= -100
+        assert min(row.end + row.later - row.start - row.shift for row in real.rows) > -1e-3
 
 
 def test_files_have_the_new_times(real, tmp_path):
