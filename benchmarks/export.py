@@ -17,7 +17,7 @@ from pathlib import Path
 from isal import igzip
 
 from large_trace import write_large
-from rankscope.analysis.diagnosis.diagnose import report_on
+from rankscope.analysis.diagnosis.conclude import report_on
 from rankscope.analysis.report import perfetto
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline

@@ -27,10 +27,11 @@ from playwright.sync_api import Page, sync_playwright
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from rankscope.analysis.report.palette import LIGHT, css_variables
+from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.host_breakdown import PARTS
 from rankscope.dashboard import timeline
-from rankscope.dashboard.timeline.lane_cache import FOLDER, build_or_store, fingerprint, load
+from rankscope.dashboard.timeline.lane_cache import FOLDER, build_or_store, load
 from rankscope.dashboard.timeline.scene import Scene
 from rankscope.dashboard.timeline.server import packed_view
 
@@ -92,7 +93,7 @@ def made_up(events: int) -> Timeline:
 
 class OneRun:
     def __init__(self, folder: Path) -> None:
-        scene = load(folder, fingerprint(folder))
+        scene = load(folder, files_fingerprint(folder))
         assert scene is not None
         self._scene = scene
 
@@ -132,7 +133,7 @@ def make(events: int, folder: Path) -> None:
     run = made_up(events)
     before = memory("VmHWM")
     began = time.process_time()
-    build_or_store(folder, fingerprint(folder), run)
+    build_or_store(folder, files_fingerprint(folder), run)
     took = time.process_time() - began
     stored = sum(file.stat().st_size for file in (folder / FOLDER).iterdir())
     print(

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import polars as pl
 
-from rankscope.analysis.diagnosis.diagnose import report_on, with_looks
+from rankscope.analysis.diagnosis.conclude import Asked, report_on
+from rankscope.analysis.diagnosis.whole_run import with_whole_run
 from rankscope.analysis.metrics.rank_placement import rank_places
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.readers.native.address import run_folder
 from rankscope.analysis.runs.deep_windows import with_windows
+from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
@@ -28,7 +30,7 @@ from rankscope.analysis.timeline.nccl_durations import nccl_durations, nccl_wait
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.timeline.counter_lanes import CounterLane, counter_lanes
-from rankscope.dashboard.timeline.lane_cache import build_or_store, fingerprint, load
+from rankscope.dashboard.timeline.lane_cache import build_or_store, load
 from rankscope.dashboard.timeline.lanes import build_scene
 from rankscope.dashboard.timeline.scene import Scene
 from rankscope.dashboard.whatif_session import path as critical_path
@@ -118,7 +120,7 @@ class State:
         seen = None
         rest_s = 0.0
         while not self._ended.wait(rest_s):
-            now = fingerprint(path)
+            now = files_fingerprint(path)
             if now != seen:
                 seen, began = now, time.monotonic()
                 self._read(key, now)
@@ -145,7 +147,7 @@ class State:
             self._set(key, stage=2)
             with ThreadPoolExecutor(1) as beside:
                 scene = beside.submit(lambda: stored or _lanes(path, files, with_windows(timeline, trace), running))
-                report = report_on(trace, timeline, price=self._price)
+                report = report_on(trace, timeline, Asked(price=self._price))
                 run = Run(
                     key=key,
                     name=self._progress[key].name,
@@ -158,7 +160,7 @@ class State:
                 )
                 if self._progress[key].run is None:
                     self._set(key, run=run)  # the verdict does not wait for the lanes, nor for other steps
-                looked = with_looks(trace, report, timeline)
+                looked = with_whole_run(trace, report, timeline)
                 run = run if looked is report else replace(run, report=looked)
                 self._set(key, scene=scene.result())
         except BadInput as error:

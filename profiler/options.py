@@ -27,7 +27,6 @@ __all__ = [
     "Runs",
     "Steps",
     "World",
-    "check_dask",
     "part_of",
     "takes",
     "with_json_path",
@@ -108,8 +107,8 @@ Dask = Annotated[
     typer.Option(
         "--dask",
         metavar="ADDRESS",
-        help="Scan traces of torch.profiler and Nsight on the Dask cluster of this scheduler (tcp://host:8786). Its "
-        "workers must see the files and TMPDIR.",
+        help="Scan traces of torch.profiler and Nsight, and analyze long runs, on the Dask cluster of this scheduler "
+        "(tcp://host:8786). Its workers must see the files and TMPDIR.",
     ),
 ]
 Lang = Annotated[
@@ -163,15 +162,6 @@ def part_of(runs: Sequence[Path], steps: tuple[int, int] | None, world: int | No
         if part and run.exists() and not native.recognises(run):
             raise RankscopeError(f"{run} is no run folder, and is read as a whole: leave --steps and --world away")
     return [run.joinpath(*part) for run in runs]
-
-
-def check_dask(dask: str | None, runs: Sequence[Path]) -> None:
-    """Raise RankscopeError where no file of these runs is read by a task of its own."""
-    from rankscope.analysis.readers import native
-
-    for run in runs:
-        if dask and native.recognises(run):
-            raise RankscopeError(f"{run} is a run folder, which is read on this machine: leave --dask away")
 
 
 def write(path: str | Path, content: str) -> None:

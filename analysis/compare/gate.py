@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rankscope.analysis.compare.two_runs import Comparison, FindingChange, StepChange, step_change
 from rankscope.analysis.detectors import name_of, spec_of
-from rankscope.analysis.model.digest import looks_of, missing_ranks
-from rankscope.analysis.model.finding import COARSE, Finding, Found, Look, Report
+from rankscope.analysis.model.digest import looks_of, missing_ranks, over_the_run
+from rankscope.analysis.model.finding import COARSE, Finding, Found, Report, RunFinding
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent, ranges
@@ -40,8 +40,12 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     failures: list[str] = [
         _sentence(finding) for finding in counting if not any(change.b == finding for change in known)
     ]
-    elsewhere = [(look, found) for look in looks_of(report) for found in look.findings]
-    failures += [_sentence_of(look, found) for look, found in elsewhere if found.severity in counted_severities]
+    elsewhere: list[tuple[Text, Found | RunFinding]] = [
+        (_phase(look.phase.first, look.phase.last), found) for look in looks_of(report) for found in look.findings
+    ]
+    said = {found.title for _, found in elsewhere}
+    elsewhere += [(_phase(*one.steps), one) for one in over_the_run(report) if one.title not in said]
+    failures += [_sentence_of(*one) for one in elsewhere if one[1].severity in counted_severities]
     unseen = list(_unseen(report))
     bounded = False
     if against:
@@ -76,18 +80,18 @@ def _sentence(finding: Finding) -> Text:
     )
 
 
-def _sentence_of(look: Look, found: Found) -> Text:
+def _sentence_of(phase: Text, found: Found | RunFinding) -> Text:
     return text(
         "{steps}: {title} ({detector}, {severity})",
-        steps=_phase(look),
+        steps=phase,
         title=found.title,
         detector=name_of(found.detector),
         severity=_NAMES[found.severity],
     )
 
 
-def _phase(look: Look) -> Text:
-    return text("steps {steps}", steps=ranges(range(look.phase.first, look.phase.last + 1)))
+def _phase(first: int, last: int) -> Text:
+    return text("steps {steps}", steps=ranges(range(first, last + 1)))
 
 
 def _unseen(report: Report) -> Iterator[str]:
@@ -101,7 +105,7 @@ def _unseen(report: Report) -> Iterator[str]:
         if not look.findings:
             yield text(
                 "why {steps} take {time}, and the analyzed ones do not",
-                steps=_phase(look),
+                steps=_phase(look.phase.first, look.phase.last),
                 time=duration(look.phase.median_ns),
             )
 

@@ -31,6 +31,7 @@ __all__ = [
     "compare",
     "error_of_change",
     "in_order",
+    "judged_breakdown",
     "mean_parts",
     "part_errors",
     "step_change",
@@ -243,7 +244,7 @@ def _parts(
         )
     if why:
         return step, (), [why]
-    scatter = tuple(part_errors(_judged_breakdown(timeline)) for timeline in (of_a, of_b))
+    scatter = tuple(part_errors(judged_breakdown(timeline)) for timeline in (of_a, of_b))
     parts = tuple(
         PartChange(
             part=part,
@@ -281,7 +282,8 @@ def step_error(report: Report) -> float | None:
     return estimate(lengths.mean(axis=0)).half_width_ns if shortest > 1 else None
 
 
-def _judged_breakdown(timeline: Timeline) -> pl.DataFrame:
+def judged_breakdown(timeline: Timeline) -> pl.DataFrame:
+    """The breakdown of judged steps."""
     return timeline.breakdown.join(timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
 
 

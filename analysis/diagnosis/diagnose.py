@@ -1,80 +1,18 @@
-"""From a run to the report: its tables are judged, and what the checks find is put in order."""
+"""From a run to the report on all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
 
-import polars as pl
-
-from rankscope.analysis.compare.run_phases import look_around
-from rankscope.analysis.detectors import detectors
-from rankscope.analysis.diagnosis.causality import root_causes_first
-from rankscope.analysis.diagnosis.checks import ask
-from rankscope.analysis.diagnosis.group_states import group_states
-from rankscope.analysis.diagnosis.judged_tables import code_of, judged_tables
-from rankscope.analysis.diagnosis.losses import losses_of
-from rankscope.analysis.diagnosis.not_seen import incomplete_steps, left_out, not_observed
-from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
-from rankscope.analysis.diagnosis.savings import (
-    as_replayed,
-    measure_of,
-    predicted_fixes,
-    replayable,
-    with_gains,
-    with_hidden,
-)
-from rankscope.analysis.diagnosis.summary import (
-    blames,
-    group_times,
-    mean_parts,
-    others_waited,
-    path_parts,
-    pipeline_of,
-    step_lengths,
-    step_summary,
-    waits,
-)
-from rankscope.analysis.diagnosis.verdict import Seen, status_of, verdict_of, with_levels, without_coarse
-from rankscope.analysis.metrics.device_lead import lead_of
-from rankscope.analysis.metrics.mfu import count_flops, demand, utilisation
-from rankscope.analysis.metrics.wait_attribution import Delays, delays
-from rankscope.analysis.model.finding import (
-    Fidelity,
-    Finding,
-    Healthy,
-    Loss,
-    NotChecked,
-    PredictedFix,
-    Rate,
-    Report,
-)
-from rankscope.analysis.replay.protocol import Replay, Unreplayable
-from rankscope.analysis.runs.deep_windows import windows_of
-from rankscope.analysis.runs.memory_budget import check_share
+from rankscope.analysis.diagnosis.conclude import Asked, report_on
+from rankscope.analysis.diagnosis.whole_run import with_whole_run
+from rankscope.analysis.model.finding import Report
 from rankscope.analysis.runs.trace import PathLike, Trace
-from rankscope.analysis.text.message import joined
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.analysis.timeline.clocks import apply_clocks
-from rankscope.analysis.timeline.cuda_events import phase_times
-from rankscope.analysis.timeline.device_time import device_parts
 
-__all__ = ["conclude", "diagnose", "read_run", "report_on", "with_looks"]
+__all__ = ["diagnose", "read_run"]
 
 _READINGS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judgement:
-    """What the checks found, what the replay says of it, and the time that it explains."""
-
-    findings: tuple[Finding, ...]
-    healthy: list[Healthy]
-    not_checked: list[NotChecked]
-    fixes: tuple[PredictedFix, ...]
-    fidelity: Fidelity | None
-    losses: tuple[Loss, ...]
 
 
 def diagnose(
@@ -89,178 +27,23 @@ def diagnose(
     `flops_per_step` are those that the model needs, on all ranks together; `peak_tflops` those of one device per second
     (None: by its name). `price` is that of an hour of one GPU, for ranks on CPUs of one rank.
     """
+    asked = Asked(flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
     timeline = build_timeline(trace)
-    report = report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
-    return with_looks(trace, report, timeline)
+    return with_whole_run(trace, report_on(trace, timeline, asked), timeline, asked)
 
 
 def read_run(
-    path: PathLike | Sequence[PathLike],
-    *,
-    flops_per_step: float | None = None,
-    peak_tflops: float | None = None,
-    price: float | None = None,
+    path: PathLike | Sequence[PathLike], asked: Asked | None = None, *, whole: bool = True
 ) -> tuple[Report, Timeline]:
     """The report, as by `diagnose`, and the timeline of the run at this path. Raises BadInput.
 
+    Of a run that is too long to be held at once the timeline has the last steps; only these are judged unless `whole`.
     A running job whose older records make room meanwhile is read again.
     """
     for _ in range(_READINGS):
         trace = Trace.open(path)
         timeline = build_timeline(trace)
-        report = report_on(trace, timeline, flops_per_step=flops_per_step, peak_tflops=peak_tflops, price=price)
+        report = report_on(trace, timeline, asked)
         if not (trace.reader.folder and trace.reader.folder.has_shrunk):
             break
-    return with_looks(trace, report, timeline), timeline
-
-
-def with_looks(trace: Trace, report: Report, timeline: Timeline) -> Report:
-    """The report, where only part of the run was read with a look at other parts that differ from it."""
-
-    def read(first: int, last: int) -> tuple[Report, Timeline]:
-        if trace.reader.folder and trace.stretch:
-            check_share(trace.reader.folder, trace.stretch.share(first, last), beside=True)
-        return read_run([f"{path}/steps={first}-{last}" for path in trace.paths])
-
-    return look_around(report, timeline, read)
-
-
-def report_on(
-    trace: Trace,
-    timeline: Timeline,
-    *,
-    flops_per_step: float | None = None,
-    peak_tflops: float | None = None,
-    price: float | None = None,
-) -> Report:
-    """The report on a run whose timeline has been built; the rest as `diagnose` has it."""
-    said = trace.table("gaps").collect()
-    addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
-    if flops_per_step is not None:
-        model: tuple[pl.DataFrame, float | None] = demand(timeline.ranks, flops_per_step, peak_tflops), None
-    else:
-        operators = trace.table("operators").pipe(apply_clocks, timeline.clocks).collect()
-        model = count_flops(timeline.ranks, operators, timeline.kernels, timeline.steps, peak_tflops)
-    report = conclude(timeline, addresses, said, trace.reader.cannot(), model, price)
-    report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
-    return replace(report, windows=windows_of(trace, lambda window: diagnose(window).verdict))
-
-
-def conclude(
-    timeline: Timeline,
-    addresses: Mapping[int, Iterable[str]],
-    said: pl.DataFrame,
-    cannot: Mapping[str, str],
-    model: tuple[pl.DataFrame, float | None],
-    price: float | None,
-) -> Report:
-    """The report on a timeline.
-
-    `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow; `model`
-    what it needs of the devices, and how far that was counted (`utilisation.demand`, `count_flops`); `price` that of an
-    hour of a rank.
-    """
-    tables, reasons = judged_tables(timeline, addresses, cannot, model)
-    needs, share = model
-    run = replayable(timeline, tables["links"])
-    costs = delays(timeline.phases, timeline.collectives)
-    seen = _seen(timeline, tables, price)
-    checked = ask(detectors(), tables, said, reasons)
-    it = _judged(checked, tables, measure_of(run, tables["breakdown"], timeline), costs, seen)
-    return Report(
-        path="",
-        source="",
-        verdict=verdict_of(it.findings, it.healthy, it.not_checked, it.losses, seen),
-        status=status_of(it.findings, it.healthy, it.not_checked, it.losses, seen),
-        losses=it.losses,
-        ranks=seen.ranks,
-        world_size=seen.world_size,
-        nodes=tuple(timeline.ranks["node"].unique().sort().to_list()),
-        rate=seen.rate,
-        steps=seen.steps,
-        findings=it.findings,
-        healthy=tuple(it.healthy),
-        not_checked=(*it.not_checked, *not_observed(timeline)),
-        breakdown=mean_parts(tables["breakdown"]),
-        history=timeline.stretch.history() if timeline.stretch else None,
-        device=device_parts(timeline.kernels),
-        groups=group_times(tables["collectives"], tables["phases"], timeline.groups),
-        phases=phase_times(tables["marks"]),
-        lead=seen.lead,
-        code=seen.code.shares(),
-        waits=waits(timeline, costs),
-        blames=blames(costs),
-        critical_path=path_parts(run, timeline),
-        pipeline=pipeline_of(tables["ops"]),
-        fixes=it.fixes,
-        fidelity=it.fidelity,
-        utilisation=utilisation(needs, seen.steps.mean_ns, share),
-        states=group_states(timeline, it.findings),
-        gaps=(*timeline.gaps, *incomplete_steps(timeline.steps), *left_out(run, timeline)),
-        clocks=tuple(timeline.clocks),
-        matched_fraction=timeline.matched_fraction,
-        step_ns=step_lengths(tables["steps"]),
-    )
-
-
-def _seen(timeline: Timeline, tables: Mapping[str, pl.DataFrame], price: float | None) -> Seen:
-    """What the verdict rests on."""
-    ranks = tuple(timeline.ranks["rank"].unique().sort().to_list())
-    world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
-    steps, code = step_summary(timeline.steps), code_of(timeline)
-    return Seen(
-        ranks=ranks,
-        world_size=world_size,
-        steps=steps,
-        rate=Rate(ranks=world_size or len(ranks), unit=_unit(timeline), price=price),
-        breakdown=tables["breakdown"],
-        lead=lead_of(tables["breakdown"], tables["marks"]),
-        hosts_only="device_waits" in tables,
-        profiled=not timeline.kernels.is_empty(),
-        code=code,
-        aside=joined("", (of_outliers(steps, timeline, code), not_read(timeline.stretch))),
-    )
-
-
-def _judged(
-    checked: tuple[list[Finding], list[Healthy], list[NotChecked]],
-    tables: Mapping[str, pl.DataFrame],
-    measure: Replay | Unreplayable,
-    costs: Delays,
-    seen: Seen,
-) -> _Judgement:
-    """From the answers of the checks: costs as replayed, root causes first, and what nothing explains."""
-    found, healthy, not_checked = checked
-    found, hidden = as_replayed(found, measure)
-    healthy = with_hidden(healthy, hidden, found, not_checked)
-    findings, fidelity = with_gains(tuple(found), measure)
-    findings = tuple(
-        replace(finding, others_waited=others_waited(costs, finding), code=seen.code.of_finding(finding))
-        for finding in root_causes_first(findings, seen.ranks)
-    )
-    findings = with_levels(findings, seen.steps, fidelity)
-    fixes, fidelity = predicted_fixes(measure, findings, costs, fidelity)
-    losses = losses_of(tables["breakdown"], tables["phases"], findings)
-    healthy, too_coarse = without_coarse(healthy, losses, seen.steps)
-    return _Judgement(
-        findings=findings,
-        healthy=healthy,
-        not_checked=[*not_checked, *too_coarse],
-        fixes=fixes,
-        fidelity=fidelity,
-        losses=losses,
-    )
-
-
-def _unit(timeline: Timeline) -> str:
-    """What an hour of a rank is called: ranks on devices, and those whose device's work was seen, use a GPU each."""
-    on_device = len(timeline.kernels) > 0 or (timeline.ranks["device"].drop_nulls() != "cpu").any()
-    return "GPU-hours" if on_device else "rank-hours"
-
-
-def _environment(run: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """What the first node's agent wrote about the launch: command, host, versions, settings."""
-    first = run.get(min(run, default=0), {})
-    command = " ".join(first.get("launch", {}).get("command", ()))
-    said = {"command": command, "hostname": first.get("hostname", ""), **first.get("versions", {})}
-    return {name: str(value) for name, value in said.items() if value != ""}
+    return with_whole_run(trace, report, timeline, asked) if whole else report, timeline

@@ -45,7 +45,7 @@ def judged_tables(
     cannot: Mapping[str, str],
     model: tuple[pl.DataFrame, float | None],
 ) -> tuple[dict[str, pl.DataFrame], dict[str, str]]:
-    """The tables, and why one that is missing or empty is so; `cannot` and `model` as `diagnose.conclude` has them."""
+    """The tables, and why one that is missing or empty is so; `cannot` and `model` as `conclude.conclude` has them."""
     tables = _judged_only(timeline, addresses)
     needs, share = model
     if share is None or share >= COUNTED:

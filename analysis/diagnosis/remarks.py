@@ -87,7 +87,15 @@ def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
 
 def not_read(stretch: Stretch | None) -> str:
     """That steps were left out which nobody asked to leave out."""
-    return text("; {only}", only=stretch.said) if stretch and not stretch.asked else ""
+    if stretch is None or stretch.asked or not stretch.said:
+        return ""
+    if stretch.counted.is_empty():
+        return text("; {only}", only=stretch.said)
+    count = len(stretch.counted)
+    said = text("; this is of steps {first}-{last} of {count}", first=stretch.first, last=stretch.last, count=count)
+    if stretch.kept:
+        said += text(" (of those before step {kept} only the length was kept)", kept=stretch.kept)
+    return said
 
 
 def unknown(breakdown: pl.DataFrame, code: Code) -> str:

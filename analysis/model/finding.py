@@ -31,6 +31,7 @@ __all__ = [
     "PredictedFix",
     "Rate",
     "Report",
+    "RunFinding",
     "Span",
     "StepSummary",
     "Utilisation",
@@ -188,26 +189,47 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """A phase of a run whose steps are longer or shorter than those that were read, and what some of them tell.
+    """A phase of a run whose steps are longer or shorter than the last ones, and what they tell.
 
-    `findings` are root causes in steps `first` to `last`, `changes` what parts take there more than in those that were
-    read. Where the phase was not looked into, `why` says so. As many `others` differ in the same direction.
+    Of its steps `analyzed` were; `findings` are root causes in these, `changes` what parts take more than in the last
+    steps. Where there are none, `why` may say so. As many `others` differ in the same direction.
     """
 
     phase: Span
     others: int = 0
-    first: int | None = None
-    last: int | None = None
+    analyzed: int = 0
     findings: tuple[Found, ...] = ()
     changes: tuple[Change, ...] = ()
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """All steps of a run of which only `read` were analyzed: lengths on one rank, by spans of as many steps each.
+class RunFinding:
+    """A root cause as it shows over a run that was analyzed in stretches: the sum of its findings in these.
 
-    Of steps before `kept` nothing else is left.
+    Its title is that of the stretch in which it costs most; `steps` are the first and last of the stretches that have
+    it, of which there are `stretches`. `lost_fraction` is of the time of all analyzed steps of the run,
+    `uncertainty_ns` half the 95 % interval of `lost_ns_total`.
+    """
+
+    detector: str
+    severity: str  # the highest of its findings
+    confidence: str
+    title: str
+    ranks: tuple[int, ...]
+    steps: tuple[int, int]
+    stretches: int
+    lost_ns_total: int
+    lost_fraction: float
+    uncertainty_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """All steps of a run of which only `read` are in the tables: lengths on one rank, by spans of as many steps each.
+
+    Of steps before `kept` nothing else is left. The others were analyzed in stretches, `analyzed` steps in all those
+    in the tables included, where they were; `findings` are root causes over all of them, the costliest first.
     """
 
     rank: int
@@ -216,6 +238,9 @@ class History:
     median_ns: int
     read: Span
     spans: tuple[Span, ...]
+    analyzed: int = 0  # 0: no more than what was read
+    stretches: int = 0
+    findings: tuple[RunFinding, ...] = ()
     looks: tuple[Look, ...] = ()
 
 

@@ -72,25 +72,31 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def each(
-    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], cpu_s: Sequence[float]
+    task: Callable[..., Result],
+    arguments: Sequence[tuple[Any, ...]],
+    cpu_s: Sequence[float],
+    *,
+    memory: int = 0,
+    what: str = "",
 ) -> Iterator[Result | Lost]:
     """The task's result for each of these arguments, in their order.
 
     `cpu_s` is about what each of them takes: where others could take much of it over, worker processes do, one for each
     core that this process may use, else threads; or whatever `elsewhere` named. What a task raises is raised here.
+    Tasks hold `memory` bytes at most beside what each worker does. `what` names them for who watches; empty: files.
     """
-    return told(text("files"), _results(task, arguments, cpu_s), len(arguments))
+    return told(what or text("files"), _results(task, arguments, cpu_s, _OF_WORKER + memory), len(arguments))
 
 
 def _results(
-    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], cpu_s: Sequence[float]
+    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], cpu_s: Sequence[float], of_worker: int
 ) -> Iterator[Result | Lost]:
     if _runs_all:
         return _runs_all[-1](task, arguments)
     if sum(cpu_s) - max(cpu_s, default=0) < _WORTH_S:
         return _in_threads(task, arguments)
     free = available_bytes()
-    fit = max(1, free // _OF_WORKER) if free is not None else len(arguments)
+    fit = max(1, free // of_worker) if free is not None else len(arguments)
     return _in_processes(task, arguments, min(len(arguments), len(os.sched_getaffinity(0)), fit))
 
 

@@ -16,6 +16,7 @@ from rankscope.analysis.model.finding import (
     Evidence,
     Finding,
     GroupState,
+    History,
     Lead,
     Look,
     Operator,
@@ -23,6 +24,7 @@ from rankscope.analysis.model.finding import (
     PhaseTime,
     PredictedFix,
     Report,
+    RunFinding,
     Span,
     Window,
 )
@@ -103,6 +105,7 @@ def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
 
 _COMPARED = 50  # steps tell apart what differs little
 _PARTS = 3  # of a step, that say how another phase of the run differs
+_MOST_FINDINGS = 5  # over the whole run
 _CHANGED = 1.03  # a span of steps is that much longer than another
 _OWN_LABELS = frozenset({LEFT_LATE, BEGAN_LATE, *IDLE_LABELS})
 
@@ -157,17 +160,29 @@ def history_lines(report: Report) -> list[str]:
             "history.read",
             *(ranges(range(read.first, read.last + 1)), history.count, history.rank, duration(read.median_ns)),
             duration(history.median_ns),
-        )
+        ),
+        say("history.analyzed", history.analyzed, history.count, history.stretches)
+        if history.analyzed
+        else say("history.recent"),
+        *(_over_the_run(found, history) for found in history.findings[:_MOST_FINDINGS]),
     ]
     if slow.median_ns >= _CHANGED * fast.median_ns:
         lines.append(say("history.changed", *(text for span in (fast, slow) for text in _span_facts(span))))
-        if not history.looks and min(fast.first, slow.first) >= history.kept:
+        if not history.looks and not history.analyzed and min(fast.first, slow.first) >= history.kept:
             most = max(read.last - read.first + 1, _COMPARED)  # many more might not fit
             lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
     lines += [_looked(look, read) for look in history.looks]
     if history.kept:
         lines.append(say("history.kept", history.kept))
     return lines
+
+
+def _over_the_run(found: RunFinding, history: History) -> str:
+    """What a root cause costs over the whole run, and where it shows."""
+    steps = ranges(range(found.steps[0], found.steps[1] + 1))
+    lost = duration_with_error(found.lost_ns_total, found.uncertainty_ns)
+    share = percent(found.lost_fraction)
+    return say("history.finding", found.title, share, lost, found.stretches, history.stretches, steps)
 
 
 def _looked(look: Look, read: Span) -> str:
@@ -180,10 +195,10 @@ def _looked(look: Look, read: Span) -> str:
     if look.changes:
         changes = (spoken(part_change(change)) for change in look.changes[:_PARTS])
         line = together("; ", (line, together(", ", changes)))
-    if look.first is None or look.last is None:
+    if not look.findings and not look.analyzed:
         return together("; ", (line, look.why or say("look.lengths")))
     found = together("; ", (found.title for found in look.findings)) or say("look.nothing")
-    return together("; ", (line, say("look.found", ranges(range(look.first, look.last + 1)), found)))
+    return together("; ", (line, say("look.found", found)))
 
 
 def _span_facts(span: Span) -> tuple[str, str]:

@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from rankscope.analysis.readers.native.run_folder import NativeReader
     from rankscope.analysis.runs.trace import Trace
 
-__all__ = ["MOST_ROWS", "available_bytes", "check_memory", "check_share", "needed_bytes", "readable_share"]
+__all__ = [
+    "MOST_ROWS",
+    "available_bytes",
+    "bytes_of_rows",
+    "check_memory",
+    "check_share",
+    "needed_bytes",
+    "readable_share",
+]
 
 # Kernels and launches of a graph, which with its path takes some 200 bytes for each.
 MOST_ROWS = 2_000_000
@@ -44,7 +52,7 @@ def readable_share(reader: NativeReader) -> float:
     """What share of a recorded run a report holds without being told which: 1 is all."""
     free = available_bytes()
     most = _MOST if free is None else min(_MOST, _SHARE * free)
-    return (most - _BEFORE) / max(_of_rows(reader), 1)
+    return (most - _BEFORE) / max(bytes_of_rows(reader), 1)
 
 
 def check_share(reader: NativeReader, share: float, *, beside: bool = False) -> None:
@@ -52,7 +60,7 @@ def check_share(reader: NativeReader, share: float, *, beside: bool = False) -> 
 
     `beside` says that it must fit beside what this process holds already.
     """
-    needed, free = _BEFORE + share * _of_rows(reader), available_bytes()
+    needed, free = _BEFORE + share * bytes_of_rows(reader), available_bytes()
     if free is not None and beside:
         free -= own_bytes(Path("/proc"))
     if free is not None and needed > free:
@@ -62,7 +70,8 @@ def check_share(reader: NativeReader, share: float, *, beside: bool = False) -> 
         )
 
 
-def _of_rows(reader: NativeReader) -> float:
+def bytes_of_rows(reader: NativeReader) -> float:
+    """About what a report on all rows of a recorded run takes."""
     return sum(count * _OF_ROW.get(name, _OF_OTHER_ROW) for name, count in reader.estimated_rows().items())
 
 

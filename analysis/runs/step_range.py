@@ -121,9 +121,7 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
     share = 1.0 if steps or reader.imported else readable_share(reader)
     if not steps and share >= 1 and not reader.kept_since:
         return None
-    node = reader.read("ranks").select("rank", "node")
-    rank = _reference(reader)
-    counted = _count_steps(reader, rank).join(node, on="rank", maintain_order="left")
+    rank, counted = _counted(reader)
     count = len(counted)  # numbered from 0
     if steps is None and not count:
         return _last_part(reader, rank, share, counted)
@@ -153,6 +151,16 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
         said += text(" (of those before step {kept} only the length was kept)", kept=kept)
     asked = steps is not None
     return Stretch(first=first, last=last, kept=kept, asked=asked, said=said, counted=counted, spans=spans)
+
+
+def _counted(reader: NativeReader) -> tuple[int, pl.DataFrame]:
+    """A rank, and all its steps as `Stretch` has them; counted once for all parts of a run."""
+    if "steps" not in reader.counted:
+        node = reader.read("ranks").select("rank", "node")
+        rank = _reference(reader)
+        reader.counted["steps"] = rank, _count_steps(reader, rank).join(node, on="rank", maintain_order="left")
+    found: tuple[int, pl.DataFrame] = reader.counted["steps"]
+    return found
 
 
 def _share(first: int, last: int, count: int) -> float:
@@ -239,8 +247,11 @@ def _spans(reader: NativeReader, node: int | None, since_ns: int, until_ns: int 
 
 
 def _clocks(reader: NativeReader) -> dict[int, Clock]:
-    nodes = {*reader.run, *reader.read("ranks")["node"].drop_nulls()}
-    return {clock.node: clock for clock in fit_clocks(reader.sparse_clocks(), nodes)}
+    if "clocks" not in reader.counted:
+        nodes = {*reader.run, *reader.read("ranks")["node"].drop_nulls()}
+        reader.counted["clocks"] = {clock.node: clock for clock in fit_clocks(reader.sparse_clocks(), nodes)}
+    found: dict[int, Clock] = reader.counted["clocks"]
+    return found
 
 
 def _of(clocks: Mapping[int, Clock], node: int | None) -> Clock:

@@ -8,7 +8,7 @@ import os
 import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,14 @@ class Trace:
     def stretch(self) -> Stretch | None:
         """The steps that are read of a run that rankscope recorded; None: everything."""
         return self.reader.folder.stretch if self.reader.folder else None
+
+    def part(self, first: int, last: int) -> Trace:
+        """These steps of a run that rankscope recorded, both included. Raises `BadInput`."""
+        with _damaged(self.path):
+            assert self.reader.folder
+            reader = self.reader.folder.part((first, last))
+            reader.stretch = stretch_of(reader, reader.asked)
+        return replace(self, reader=reader)
 
     def tables(self) -> tuple[str, ...]:
         """Names of the tables that this run has."""

@@ -6,29 +6,26 @@ very tables and by the very code that they were made of; anything else is made a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import mmap
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-import rankscope
+from rankscope.analysis.runs.fingerprint import code_fingerprint, files_fingerprint
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.dashboard.timeline.lanes import build_scene, events_of, lay_out
 from rankscope.dashboard.timeline.scene import Scene, assemble
 
-__all__ = ["FOLDER", "build_or_store", "fingerprint", "load"]
+__all__ = ["FOLDER", "build_or_store", "load"]
 
 FOLDER = "lanes"
 _HEAD = "lanes.json"
@@ -40,29 +37,12 @@ _CODE = ("analysis", "collectors", "dashboard/timeline")
 _log = logging.getLogger(__name__)
 
 
-def fingerprint(path: Path) -> str:
-    """Another one when a file below the path comes, goes or changes; what is stored here does not count."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    seen = hashlib.sha256()
-    for file in files:
-        inside = file.relative_to(path)
-        if inside.parts and inside.parts[0].partition("-")[0] == FOLDER:
-            continue
-        try:
-            found = file.stat()
-        except OSError:  # gone since
-            continue
-        if stat.S_ISREG(found.st_mode):
-            seen.update(f"{inside}\0{found.st_size}\0{found.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return seen.hexdigest()
-
-
 def load(run: Path, tables: str) -> Scene | None:
     """The lanes stored for a run whose tables have this fingerprint; None if there are none, or of anything else."""
     folder = run / FOLDER
     try:
         head = json.loads((folder / _HEAD).read_bytes())
-        if (head["tables"], head["code"]) != (tables, _code()):
+        if (head["tables"], head["code"]) != (tables, code_fingerprint(*_CODE)):
             return None
         return assemble(head["scene"], {name: _mapped(folder / name, *of) for name, of in head["arrays"].items()})
     except (OSError, ValueError, KeyError, TypeError):  # none, or torn
@@ -96,9 +76,9 @@ def _store(run: Path, tables: str, timeline: Timeline) -> None:
         files = _Files(made)
         head, arrays = lay_out(timeline, files)
         sizes = {name: [array.dtype.str, len(array)] for name, array in arrays.items()}
-        whole = {"tables": tables, "code": _code(), "arrays": sizes, "scene": head}
+        whole = {"tables": tables, "code": code_fingerprint(*_CODE), "arrays": sizes, "scene": head}
         _write(made / _HEAD, json.dumps(whole, separators=(",", ":")).encode())
-        if fingerprint(run) != tables.partition(" ")[0]:
+        if files_fingerprint(run) != tables.partition(" ")[0]:
             return  # it has grown since it was read
         shutil.rmtree(run / FOLDER, ignore_errors=True)
         made.chmod(0o755)
@@ -144,14 +124,3 @@ def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         os.fsync(file.fileno())
-
-
-@cache
-def _code() -> str:
-    """Of everything that lanes are made by."""
-    root = Path(rankscope.__file__).parent
-    seen = hashlib.sha256(rankscope.__version__.encode())
-    for folder in _CODE:
-        for file in sorted((root / folder).rglob("*.py")):
-            seen.update(file.read_bytes())
-    return seen.hexdigest()

@@ -50,7 +50,7 @@ def command(
     from rankscope.errors import NotComparable
 
     report, timeline = read_run(part_of(run, steps, world))
-    base = read_run(against) if against else None
+    base = read_run(against, whole=False) if against else None
     comparison, unseen = None, []
     if base:
         try:

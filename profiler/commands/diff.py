@@ -41,7 +41,7 @@ def command(
     from rankscope.analysis.diagnosis.diagnose import read_run
 
     one, other = part_of([a, b], steps, world)
-    found = compare(*read_run(one), *read_run(other))
+    found = compare(*read_run(one, whole=False), *read_run(other, whole=False))
     if json:
         write(json, _as_json(found))
     if json != "-":

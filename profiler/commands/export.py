@@ -31,7 +31,7 @@ def command(
     steps: Steps = None,
     world: World = None,
 ) -> None:
-    from rankscope.analysis.diagnosis.diagnose import report_on
+    from rankscope.analysis.diagnosis.conclude import report_on
     from rankscope.analysis.report import perfetto
     from rankscope.analysis.runs.trace import Trace
     from rankscope.analysis.timeline.build import build_timeline

@@ -26,7 +26,6 @@ from rankscope.profiler.options import (
     Runs,
     Steps,
     World,
-    check_dask,
     part_of,
     takes,
     write,
@@ -59,20 +58,22 @@ class Options:
     ] = None
     lang: Lang = "en"
     price: Price = None
+    recent: Annotated[
+        bool, typer.Option("--recent", help="Analyze only the last steps of a long run, which takes half a minute.")
+    ] = False
     dask: Dask = None
 
 
 @takes(Options)
 def command(options: Options) -> None:
+    from rankscope.analysis.diagnosis.conclude import Asked
     from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.readers.dask_cluster import on_cluster
 
     run = part_of(options.run, options.steps, options.world)
-    check_dask(options.dask, run)
     with shown(options.lang), on_cluster(options.dask):
-        report, _ = read_run(
-            run, flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price
-        )
+        asked = Asked(flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price)
+        report, _ = read_run(run, asked, whole=not options.recent)
     written = _write_files(report, run[0], options)  # first: the reader of what is printed may leave early (`| head`)
     if options.json != "-":
         _print(report, options)

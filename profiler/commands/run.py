@@ -142,7 +142,7 @@ def _report(out: Path, where: str) -> None:
 
     It runs in a process of its own, since a report must not be able to end the job with anything but its exit code.
     """
-    command = [sys.executable, "-m", "rankscope", "report", "--short", str(out)]
+    command = [sys.executable, "-m", "rankscope", "report", "--short", "--recent", str(out)]
     try:
         done = subprocess.run(
             command,

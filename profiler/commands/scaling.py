@@ -46,7 +46,7 @@ def command(
     if weak and strong:
         raise RankscopeError("--weak or --strong, not both")
     kind = "weak" if weak else "strong" if strong else ""
-    found = scaling([read_run(path) for path in part_of(run, steps, world)], kind)
+    found = scaling([read_run(path, whole=False) for path in part_of(run, steps, world)], kind)
     if json:
         write(json, strict({"schema_version": 1, **dataclasses.asdict(found)}))
     if json != "-":

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from rankscope.errors import RankscopeError
-from rankscope.profiler.options import Dask, Lang, Price, Steps, World, check_dask, part_of, takes
+from rankscope.profiler.options import Dask, Lang, Price, Steps, World, part_of, takes
 
 __all__ = ["command"]
 
@@ -90,7 +90,6 @@ def _checked(options: Options) -> list[Path]:
             raise RankscopeError(f"{path} does not exist")
     if len(run) > 2:
         raise RankscopeError(f"one run, or two to compare; {len(run)} were given")
-    check_dask(options.dask, run)
     return run
 
 

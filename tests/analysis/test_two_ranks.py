@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.analysis.compare import two_ranks
 from rankscope.analysis.compare.two_ranks import RankSide
-from rankscope.analysis.diagnosis.diagnose import report_on
+from rankscope.analysis.diagnosis.conclude import report_on
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.timeline.code_samples import PLACES, SAMPLES

@@ -119,7 +119,7 @@ def test_it_is_said_what_is_left(both):
     why = f"only steps {first}-119 of 120 were read (of those before step {first} only the length was kept)"
     gaps = [gap.why for gap in report.gaps]
     assert why in gaps
-    assert why in report.verdict
+    assert why.replace("only", "this is of", 1).replace(" were read", "") in report.verdict
     removed = r"records of the first [\d.]+ s were evicted, to keep within [\d.]+ [kM]B a node \(rankscope run --keep\)"
     assert any(re.fullmatch(removed, gap) for gap in gaps)
     said = terminal.render_short(report, width=200)

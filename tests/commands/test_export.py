@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.analysis.diagnosis.diagnose import report_on
+from rankscope.analysis.diagnosis.conclude import report_on
 from rankscope.analysis.report import perfetto, protobuf_wire
 from rankscope.analysis.report.lane_packing import nest_rows
 from rankscope.analysis.runs.trace import Trace

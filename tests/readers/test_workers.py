@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.readers import dask_cluster, workers
 from rankscope.analysis.readers.dask_cluster import on_cluster
 from rankscope.analysis.readers.kineto.scan import read_file
 from rankscope.analysis.readers.workers import Lost, each
+from rankscope.analysis.report import json_form
+from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
 from rankscope.dashboard.state import State
 from rankscope.errors import BadInput, RankscopeError
+from record import write
+from simulate import Job, healthy_resources, run
 from support.command_line import rankscope_
 from support.paths import DATA
 from support.tasks import killed, missing, refused, where
@@ -93,8 +98,23 @@ def test_the_report_of_a_dask_cluster_is_the_same_to_the_byte(tmp_path, monkeypa
     assert there.stdout == here.stdout
     done = rankscope_("import", "traces", "-o", "run", "--dask", cluster)
     assert done.returncode == 0, done.stderr
-    refused = rankscope_("report", "run", "--dask", cluster)
-    assert refused.stderr == "rankscope: run is a run folder, which is read on this machine: leave --dask away\n"
+
+
+def test_a_long_run_is_judged_alike_on_a_dask_cluster(tmp_path, monkeypatch, cluster):
+    """Of 80 steps a quarter fits at once: the others are three stretches, which the workers analyze."""
+    job = Job(parallel="ddp", ranks=2, steps=80, seed=3)
+    recorded = write(run(job, healthy_resources(job)), tmp_path / "run")
+    rows = memory_budget.bytes_of_rows(Trace.open(recorded).reader)
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.26)
+    here = json_form.render(read_run(recorded)[0])
+    shutil.rmtree(recorded / "summary")
+    asked = []
+    run_there = dask_cluster._each
+    monkeypatch.setattr(dask_cluster, "_each", lambda client, task, of: asked.extend(of) or run_there(client, task, of))
+    with on_cluster(cluster):
+        there = json_form.render(read_run(recorded)[0])
+    assert [(first, last) for *_, first, last, _ in asked] == [(0, 19), (20, 39), (40, 59)]
+    assert there == here
 
 
 def test_the_ui_reads_in_its_threads_on_a_dask_cluster(tmp_path, monkeypatch, cluster):

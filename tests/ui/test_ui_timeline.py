@@ -24,6 +24,7 @@ import pytest
 import record
 import simulate
 from rankscope.analysis.report.lane_packing import pack_rows
+from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline, build_timeline
@@ -394,25 +395,25 @@ def answers(made: scene.Scene) -> list[object]:
 
 
 def test_stored_lanes_are_those_that_were_made(large):
-    files = lane_cache.fingerprint(large)
+    files = files_fingerprint(large)
     opened = lane_cache.build_or_store(large, files, many_phases())
     assert not opened.lanes[0].row[0].start.flags.writeable  # a file, mapped
     assert answers(lane_cache.load(large, files)) == answers(opened) == answers(lanes.build_scene(many_phases()))
-    assert lane_cache.fingerprint(large) == files
+    assert files_fingerprint(large) == files
 
 
 def test_lanes_of_other_tables_or_torn_ones_are_not_used(large, tmp_path_factory):
-    files = lane_cache.fingerprint(large)
+    files = files_fingerprint(large)
     lane_cache.build_or_store(large, files, many_phases())
     (large / "phases/part.arrow").write_text("more rows")
-    grown = lane_cache.fingerprint(large)
+    grown = files_fingerprint(large)
     assert grown != files
     assert lane_cache.load(large, grown) is None
     lane_cache.build_or_store(large, grown, many_phases(3))
     assert sorted(lane_cache.load(large, grown).tracks) == [0, 1, 2]
     other = tmp_path_factory.mktemp("other")
     shutil.copytree(large, other, dirs_exist_ok=True, copy_function=shutil.copy)  # as new files
-    assert lane_cache.load(other, lane_cache.fingerprint(other)) is None
+    assert lane_cache.load(other, files_fingerprint(other)) is None
     values = large / lane_cache.FOLDER / "event.start"
     values.write_bytes(values.read_bytes()[:-8])
     assert lane_cache.load(large, grown) is None
@@ -423,7 +424,7 @@ def test_lanes_of_other_tables_or_torn_ones_are_not_used(large, tmp_path_factory
 
 
 def test_a_run_that_grew_while_it_was_read_is_not_stored(large):
-    files = lane_cache.fingerprint(large)
+    files = files_fingerprint(large)
     (large / "phases/part.arrow").write_text("more rows")
     made = lane_cache.build_or_store(large, files, many_phases())
     assert sorted(made.tracks) == [0, 1]
@@ -432,7 +433,7 @@ def test_a_run_that_grew_while_it_was_read_is_not_stored(large):
 
 def test_where_nothing_can_be_written_lanes_stay_in_memory_and_it_is_said(large, caplog):
     (large / lane_cache.FOLDER).write_text("in the way")
-    made = lane_cache.build_or_store(large, lane_cache.fingerprint(large), many_phases())
+    made = lane_cache.build_or_store(large, files_fingerprint(large), many_phases())
     assert sorted(made.tracks) == [0, 1]
     assert "are kept in memory" in caplog.text
     assert sorted(path.name for path in large.iterdir()) == ["lanes", "phases", "run"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,9 +66,23 @@ class NativeReader:
         mine = self._worlds[self._analyzed]
         self._parts = [p for p in parts if p.rank is None or (p.world, p.attempt) == (mine.name, mine.attempt)]
         self.run = {node: with_ranks_of(mine, launch) for node, launch in run.items()}
-        self._stored = StoredRows(self.run, self._parts, mine, gaps, where)
+        self._of_files = gaps
+        self.counted: dict[str, Any] = {}  # what was counted of the whole run, for all of its parts
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing of it has been read."""
+        mine = self._worlds[self._analyzed]
+        self._stored = StoredRows(self.run, self._parts, mine, [*self._of_files], self.where)
         self._tables: dict[str, pl.DataFrame] = {}
         self._seen: set[str] = set()  # tables whose gaps are noted
+
+    def part(self, steps: tuple[int, int]) -> NativeReader:
+        """These steps of the same files, which are not looked for again."""
+        other = copy(self)
+        other.asked = steps
+        other._begin()
+        return other
 
     @property
     def folder(self) -> NativeReader:

@@ -1,0 +1,137 @@
+"""All of a run that is too long to be held at once: stretch by stretch, in this process, in others or on a cluster.
+
+The tables of a report hold the last steps of such a run. The steps before are analyzed in stretches, each exactly as
+`RUN/steps=FIRST-LAST` would be, cut where the length of a step changes and else by their number of rows. Of each a
+summary is left, kept in the run's folder; the whole run is judged from these.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+from rankscope.analysis.compare.two_runs import judged_breakdown, mean_parts, part_errors
+from rankscope.analysis.diagnosis.conclude import Asked, report_on
+from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
+from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummary, load, made_of, store
+from rankscope.analysis.model.finding import Report, Span
+from rankscope.analysis.readers.native.address import address_of
+from rankscope.analysis.readers.workers import Lost, each
+from rankscope.analysis.runs.fingerprint import files_fingerprint
+from rankscope.analysis.runs.memory_budget import bytes_of_rows
+from rankscope.analysis.runs.step_range import FEWEST, Stretch
+from rankscope.analysis.runs.storage import local_path
+from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.text.message import text
+from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.errors import BadInput
+
+__all__ = ["summarize", "with_whole_run"]
+
+_BYTES = 500_000_000  # that the tables of a stretch take in memory, about
+_CPU_S_PER_BYTE = 1e-8  # that they are analyzed in, about
+
+
+def with_whole_run(trace: Trace, report: Report, timeline: Timeline, asked: Asked | None = None) -> Report:
+    """The report; where it is on the last steps of a long run, with what the steps before tell of the whole run."""
+    stretch, history, folder = timeline.stretch, report.history, trace.reader.folder
+    if stretch is None or history is None or folder is None or stretch.asked:
+        return report
+    phases = phases_of(stretch, history)
+    step_bytes = bytes_of_rows(folder) / (len(stretch.counted) - stretch.kept)
+    most = max(FEWEST, min(int(_BYTES / step_bytes), stretch.last - stretch.first + 1))
+    cuts = _cuts(stretch, phases, most)
+    summaries = _summaries(trace.paths, cuts, step_bytes, asked)
+    return over_the_run(report, stretch, phases, _summary(stretch.first, stretch.last, report, timeline), summaries)
+
+
+def summarize(paths: tuple[str, ...], files: str, first: int, last: int, asked: Asked | None) -> StretchSummary:
+    """Analyze these steps of a run, both included. What prevents it is in the summary.
+
+    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again.
+    """
+    try:
+        trace = _opened(paths, files).part(first, last)
+        timeline = build_timeline(trace)
+        report = report_on(trace, timeline, asked)
+    except BadInput as error:
+        return StretchSummary(first=first, last=last, why=str(error))
+    except Exception as error:  # the report on other steps is done, and must not be lost for this
+        why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
+        return StretchSummary(first=first, last=last, why=why)
+    return _summary(first, last, report, timeline)
+
+
+@lru_cache(maxsize=1)
+def _opened(paths: tuple[str, ...], files: str) -> Trace:  # noqa: ARG001 - part of the key
+    return Trace.open(paths)
+
+
+def _summary(first: int, last: int, report: Report, timeline: Timeline) -> StretchSummary:
+    return StretchSummary(
+        first=first,
+        last=last,
+        analyzed=report.steps.count,
+        step_ns=report.steps.mean_ns or 0,
+        parts=mean_parts(report),
+        errors={part: round(ns) for part, ns in part_errors(judged_breakdown(timeline)).items()},
+        findings=tuple(
+            StretchFinding(
+                detector=finding.detector,
+                severity=finding.severity,
+                confidence=finding.confidence,
+                title=finding.title,
+                ranks=finding.ranks,
+                nodes=finding.nodes,
+                groups=finding.groups,
+                lost_ns_total=finding.lost_ns_total,
+                uncertainty_ns=finding.uncertainty_ns,
+            )
+            for finding in report.findings
+            if not finding.caused_by
+        ),
+    )
+
+
+def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int, int]]:
+    """First and last steps of stretches, which together are all before those that were read, as far as they are kept.
+
+    No stretch is longer than `most`, nor crosses the edge of a phase; those too short for a report join the one before.
+    """
+    edges = {stretch.kept, stretch.first, *(edge for phase in phases for edge in (phase.first, phase.last + 1))}
+    inside = sorted(edge for edge in edges if stretch.kept <= edge <= stretch.first)
+    found: list[tuple[int, int]] = []
+    for begin, end in pairwise(inside):
+        if found and end - begin < FEWEST:
+            found[-1] = found[-1][0], end - 1
+            continue
+        pieces = -(-(end - begin) // most)
+        bounds = [begin + (end - begin) * piece // pieces for piece in range(pieces + 1)]
+        found += [(one, other - 1) for one, other in pairwise(bounds)]
+    return found
+
+
+def _summaries(
+    paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, asked: Asked | None
+) -> list[StretchSummary]:
+    """Summaries of these stretches, in their order: those that are stored, and of the others new ones, to be stored."""
+    paths = [os.path.abspath(local_path(path)) for path in paths]  # other processes may work elsewhere
+    where = address_of(paths)
+    folder = Path(where.folders[0])
+    files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
+    of = made_of(files, [where.world, asked and (asked.flops_per_step, asked.peak_tflops)])
+    known = {(one.first, one.last): one for one in load(folder, of)}
+    wanted = [cut for cut in cuts if cut not in known]
+    arguments = [(tuple(paths), files, *cut, asked) for cut in wanted]
+    costs = [(last - first + 1) * step_bytes for first, last in wanted]
+    cpu_s = [cost * _CPU_S_PER_BYTE for cost in costs]
+    results = each(summarize, arguments, cpu_s, memory=round(max(costs, default=0)), what=text("stretches"))
+    for cut, made in zip(wanted, results, strict=True):
+        known[cut] = StretchSummary(first=cut[0], last=cut[1], why=made.why) if isinstance(made, Lost) else made
+    summaries = [known[cut] for cut in cuts]
+    if wanted:
+        store(folder, of, [one for one in summaries if one.analyzed])
+    return summaries

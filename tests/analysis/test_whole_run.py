@@ -1,0 +1,111 @@
+"""A run that is too long to be held at once is analyzed in stretches: here, in other processes, or from summaries."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from rankscope.analysis.diagnosis import whole_run
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.diagnosis.stretch_summary import FOLDER, load
+from rankscope.analysis.diagnosis.whole_run import summarize
+from rankscope.analysis.readers import workers
+from rankscope.analysis.report import json_form, terminal
+from rankscope.analysis.runs import memory_budget
+from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.text.message import Text
+from record import write
+from simulate import Job, healthy_resources, run
+
+STEPS, SLOW = 120, 2
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """120 steps on 4 ranks, of which rank 2 computes 8 % longer in all."""
+    job = Job(parallel="ddp", ranks=4, steps=STEPS, seed=3, compute_ns=90e6)
+    can = healthy_resources(job)
+    can.slowness[:, SLOW] *= 1.08
+    return write(run(job, can), tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture
+def report(recorded, monkeypatch):
+    """Give the report where a quarter of the run fits at once."""
+    rows = memory_budget.bytes_of_rows(Trace.open(recorded).reader)
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.253)
+    return lambda: diagnose(Trace.open(recorded))
+
+
+@pytest.fixture(autouse=True)
+def no_summaries(recorded):
+    (recorded / FOLDER / "stretches.json").unlink(missing_ok=True)
+
+
+def test_what_costs_over_the_whole_run_is_added_up(recorded, report):
+    """Every stretch says what `RUN/steps=FIRST-LAST` says of it, and together they say it of the run."""
+    history = report().history
+    assert (history.analyzed, history.stretches, history.count) == (STEPS, 4, STEPS)
+    (found,) = history.findings
+    assert (found.detector, found.ranks, found.steps, found.stretches) == ("slow_rank", (SLOW,), (0, STEPS - 1), 4)
+    parts = [diagnose(Trace.open(recorded / f"steps={first}-{first + 29}")) for first in range(0, STEPS, 30)]
+    lost = [finding.lost_ns_total for part in parts for finding in part.findings if finding.ranks == (SLOW,)]
+    assert found.lost_ns_total == sum(lost)
+    time_ns = sum(part.steps.count * part.steps.mean_ns for part in parts)
+    assert found.lost_fraction == pytest.approx(sum(lost) / time_ns, rel=1e-9)
+
+
+def test_other_processes_give_the_same_to_the_byte(report, monkeypatch, no_summaries):
+    here = json_form.render(report())
+    monkeypatch.setattr(workers, "_WORTH_S", 0.0)
+    monkeypatch.setattr(whole_run, "store", lambda *_: None)
+    monkeypatch.setattr(whole_run, "load", lambda *_: [])
+    assert json_form.render(report()) == here
+
+
+def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):
+    first = report()
+    monkeypatch.setattr(whole_run, "each", lambda *asked, **_: iter([] if not asked[1] else [1 / 0]))
+    again = report()
+    assert json_form.render(again) == json_form.render(first)
+    assert isinstance(again.history.findings[0].title, Text)  # so that it can be translated
+    assert "比" in terminal.render(again, width=400, language="zh")
+
+
+def test_summaries_of_other_files_are_not_used(recorded, report, monkeypatch):
+    report()
+    asked = []
+    monkeypatch.setattr(whole_run, "each", lambda task, of, *_, **__: asked.extend(of) or (task(*one) for one in of))
+    node = next(recorded.glob("run/node=*.json"))
+    os.utime(node, ns=(1, 1))
+    report()
+    assert [(first, last) for *_, first, last, _ in asked] == [(0, 29), (30, 59), (60, 89)]
+
+
+def test_a_summary_that_rankscope_cannot_have_written_is_not_used(recorded, report):
+    before = json_form.render(report())
+    file = recorded / FOLDER / "stretches.json"
+    stored = json.loads(file.read_text())
+    (finding,) = (one for stretch in stored["stretches"][:1] for one in stretch["findings"])
+    for title in ({"template": "{a.__class__}", "values": {"a": "x"}, "forms": None}, 5, {"x": 1}):
+        finding["title"] = title
+        file.write_text(json.dumps(stored))
+        assert load(recorded, stored["made_of"]) == []
+    assert json_form.render(report()) == before
+
+
+def killed(paths, files, first, last, asked):
+    """Analyze a stretch, unless it is the second: that ends its process."""
+    if first == 30:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return summarize(paths, files, first, last, asked)
+
+
+def test_a_process_that_is_killed_costs_its_stretch(report, monkeypatch):
+    monkeypatch.setattr(workers, "_WORTH_S", 0.0)
+    monkeypatch.setattr(whole_run, "summarize", killed)
+    said = report()
+    assert (said.history.analyzed, said.history.stretches) == (STEPS - 30, 3)
+    assert "90 of 120 steps were analyzed, in 3 stretches" in terminal.render(said, width=400)
+    assert any("killed 2 times" in gap.why and "30-59" in gap.why for gap in said.gaps)
