@@ -81,7 +81,7 @@ def test_of_a_run_that_is_too_large_the_last_steps_are_judged_and_how_the_others
     assert timeline.steps["step"].min() in range(87, 93)
     assert timeline.steps["step"].max() == 119
     first = timeline.steps["step"].min()
-    said = f" and 15 ranks wait for it; this is of steps {first}-119 of 120. Steps 0-59 took 32 % less than these: "
+    said = f" and 15 ranks wait for it; this is of steps {first}-119 of 120. Steps 0-59 took 31.6 % less than these: "
     assert said in report.verdict
     assert (report.history.count, report.history.rank, len(report.history.spans)) == (120, 0, 60)
     fast, slow = (f(span.median_ns for span in report.history.spans) for f in (min, max))
@@ -90,7 +90,7 @@ def test_of_a_run_that_is_too_large_the_last_steps_are_judged_and_how_the_others
     assert report.history.median_ns == pytest.approx(report.history.read.median_ns, rel=0.35)
     text = terminal.render_short(report, width=200)
     assert f"The tables hold steps {first}-119 of 120" in text
-    assert "Steps 0-59 take 130 ms, 32 % less than the last ones; " in text
+    assert "Steps 0-59 take 130 ms, 31.6 % less than the last ones; " in text
     assert "Over the whole run a step takes from" in html.render(report)
     assert "hang" in [check.detector for check in report.healthy]
 
