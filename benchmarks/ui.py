@@ -1,6 +1,8 @@
-"""How fast the timeline is: from a turn of the wheel to the painted frame, in a real browser, and what a view weighs.
+"""How fast the timeline is: from a turn of the wheel to the next frame, which enlarges what is there, and to the one
+that is painted of new data, in a real browser; and what a view weighs.
 
     python benchmarks/ui.py --events 1e6 1e7 1e8
+    python benchmarks/ui.py --run RUN      # how long until `rankscope ui RUN` shows its first page, and the verdict
 
 The run is made up: 64 ranks of one lane each, with phases of random lengths in steps. One process makes and stores its
 lanes; another one opens and serves them; Chromium on the same machine looks at them, at 1600 × 1120. The largest needs
@@ -49,6 +51,14 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+FRAMES = """
+window.frames_ms = [];
+document.querySelector(".rst canvas").addEventListener("wheel", () => {
+  const began = performance.now();
+  requestAnimationFrame(() => setTimeout(() => window.frames_ms.push(performance.now() - began)));
+});
+"""
 
 
 def made_up(events: int) -> Timeline:
@@ -180,13 +190,16 @@ def in_the_browser(folder: Path, port: int, zooms: int) -> None:
             page.reload()
             page.wait_for_selector("#timeline[data-painted]", timeout=120_000)
             again_ms = page.evaluate("performance.getEntriesByName('rankscope-first-picture')[0].duration")
+            page.evaluate(FRAMES)
             measured = turn_the_wheel(page, zooms)
+            frames = sorted(page.evaluate("window.frames_ms"))
             browser.close()
         times = sorted(entry["duration"] for entry in measured)
         sizes = sorted(entry["detail"]["bytes"] for entry in measured)
         own, mapped = (memory(what, server.pid) for what in ("RssAnon", "RssFile"))
         print(f"  first picture {first_ms:.0f} ms, page opened again {again_ms:.0f} ms")
         print(f"  server: {own} MB of its own, {mapped} MB of files mapped")
+        print(f"  wheel to the next frame: median {at(frames, 0.5):.0f} ms, p95 {at(frames, 0.95):.0f} ms")
         print(f"  zoom to paint, {len(times)} zooms: median {at(times, 0.5):.0f} ms, p95 {at(times, 0.95):.0f} ms")
         kb = [at(sizes, share) / 1e3 for share in (0.5, 0.95, 1)]
         print(f"  a view on the wire: median {kb[0]:.0f} kB, p95 {kb[1]:.0f} kB, most {kb[2]:.0f} kB")
@@ -217,13 +230,33 @@ def at(ordered: list[float], share: float) -> float:
 
 
 def wait_until_up(port: int) -> None:
-    for _ in range(1200):
+    for _ in range(6000):
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
             return
         except OSError:
-            time.sleep(0.5)
+            time.sleep(0.1)
     raise TimeoutError("the server does not come up")
+
+
+def first_page(run: Path, port: int) -> None:
+    """From the command to what a browser shows that asks as soon as it is answered."""
+    began = time.monotonic()
+    server = subprocess.Popen([sys.executable, "-m", "rankscope", "ui", str(run), "--port", str(port)])
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+            page = browser.new_page(viewport={"width": 1600, "height": 1120})
+            wait_until_up(port)
+            print(f"{run}: answers after {time.monotonic() - began:.1f} s", flush=True)
+            page.goto(f"http://127.0.0.1:{port}/")
+            for what, shown in (("first page", "#page > *"), ("verdict", ".verdict h1")):
+                page.wait_for_selector(shown, timeout=300_000)
+                print(f"  {what} after {time.monotonic() - began:.1f} s", flush=True)
+            browser.close()
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def main() -> None:
@@ -233,7 +266,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--run", type=Path)
     chosen = parser.parse_args()
+    if chosen.run:
+        first_page(chosen.run, chosen.port)
+        return
     if chosen.serve:
         serve(chosen.serve, chosen.port)
         return

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import dash_mantine_components as dmc
 import msgspec
+import pyarrow as pa
 from dash import ALL, Dash, Input, Output, State, ctx, dcc, html, no_update
 from flask import Response, redirect, request
 from werkzeug.exceptions import HTTPException
@@ -44,7 +45,8 @@ __all__ = ["create_app"]
 _COOKIE = "rankscope-language"
 _TICK_MS = 700
 _GZIP_LEVEL = 1
-_GZIP_LEVEL_ONCE = 9  # of what is compressed once
+_GZIP_LEVEL_ONCE = _BROTLI_LEVEL_ONCE = 9  # of what is compressed once
+_HAS_BROTLI = pa.Codec.is_available("brotli")
 _SCRIPTS = ("text/javascript", "application/javascript", "text/css")
 _KEEP = "max-age=31536000, immutable"
 _CALLBACK = "/_dash-update-component"
@@ -162,7 +164,9 @@ def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
     first = runs.progress("")
     header = dmc.Group(
         [
-            dmc.Burger(id="burger", size="sm", hiddenFrom="sm", opened=False, **{"aria-label": "Navigation"}),
+            dmc.Burger(
+                id="burger", size="sm", hiddenFrom="sm", opened=False, **{"aria-label": spoken(text("Navigation"))}
+            ),
             dmc.Anchor("rankscope", href="/", className="brand", underline="never"),
             html.Div(id="which-run"),
             html.Div(id="status"),
@@ -397,13 +401,18 @@ def _pack(app: Dash) -> None:
 
     Browsers keep what has its version in its address, and ask for the rest again only whether it has changed.
     """
-    scripts: dict[bytes, bytes] = {}  # compressed, by digest: as many as there are files
+    scripts: dict[tuple[str, bytes], bytes] = {}  # compressed, by coding and digest: twice as many as there are files
 
-    def of_script(data: bytes) -> bytes:
-        digest = hashlib.sha256(data).digest()
-        if digest not in scripts:
-            scripts[digest] = gzip.compress(data, _GZIP_LEVEL_ONCE, mtime=0)
-        return scripts[digest]
+    def of_script(coding: str, data: bytes) -> bytes:
+        key = coding, hashlib.sha256(data).digest()
+        if key not in scripts:
+            is_gzip = coding == "gzip"
+            scripts[key] = gzip.compress(data, _GZIP_LEVEL_ONCE, mtime=0) if is_gzip else brotli(data)
+        return scripts[key]
+
+    def brotli(data: bytes) -> bytes:
+        packed: bytes = pa.Codec("brotli", compression_level=_BROTLI_LEVEL_ONCE).compress(data, asbytes=True)
+        return packed
 
     def pack(response: Response) -> Response:
         is_script = request.method == "GET" and response.mimetype in _SCRIPTS and response.status_code == 200
@@ -417,10 +426,12 @@ def _pack(app: Dash) -> None:
         if not is_script and response.mimetype != "application/json":
             return response
         response.vary.add("Accept-Encoding")
-        if request.accept_encodings["gzip"]:
+        codings = ("br", "gzip") if is_script and _HAS_BROTLI else ("gzip",)
+        coding = next((one for one in codings if request.accept_encodings[one]), None)
+        if coding:
             data = response.get_data()
-            response.set_data(of_script(data) if is_script else gzip.compress(data, _GZIP_LEVEL))
-            response.headers["Content-Encoding"] = "gzip"
+            response.set_data(of_script(coding, data) if is_script else gzip.compress(data, _GZIP_LEVEL))
+            response.headers["Content-Encoding"] = coding
         if is_script:
             response.make_conditional(request)
         return response

@@ -58,6 +58,8 @@ _LOOK: Mapping[str, Any] = {"rowHeight": 30, "tooltipShowDelay": 300, "enableCel
 class Shown:
     """How a column is headed and written: as it is, as a "time" (ns), "bytes", a "rate" (bytes/s) or a "share".
 
+    "flops" and "flops_rate" are such numbers too.
+
     "moment": a link to the timeline, from the row's `start_ns`, `end_ns` and the rank in this column.
     """
 

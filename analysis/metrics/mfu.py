@@ -10,7 +10,7 @@ import polars as pl
 from rankscope.analysis.model.finding import Utilisation
 from rankscope.analysis.timeline.device_time import by_rank
 
-__all__ = ["PRODUCTS", "count_flops", "demand", "peak_tflops", "utilisation"]
+__all__ = ["PRODUCTS", "count_flops", "demand", "flops_of_kernels", "peak_tflops", "utilisation"]
 
 _HALF = 0.5  # share of the products' time; a bound from less says nothing
 # Names of kernels that multiply matrices, convolve or attend.
@@ -84,13 +84,29 @@ def count_flops(
 
 def _counted_on(operators: pl.DataFrame, kernels: pl.DataFrame, steps: pl.DataFrame) -> tuple[float, float]:
     """Of one rank: mean FLOPs of a step, and the share of its products' time that they are of."""
-    computing = kernels.filter(pl.col("work") == "compute").select(
+    computing = _computing(kernels)
+    launched = _launched(operators, computing)
+    in_all, in_counted = (float(frame.filter("multiplies")["length"].sum()) for frame in (computing, launched))
+    begun = launched.group_by("operator").agg(pl.col("start_ns").min(), pl.col("flops").first())
+    begins, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
+    step = np.searchsorted(begins, begun["start_ns"].to_numpy(), "right") - 1
+    in_step = (step >= 0) & (begun["start_ns"].to_numpy() < ends[step])
+    return float(begun["flops"].filter(pl.Series(in_step)).sum()) / len(steps), in_counted / in_all if in_all else 0.0
+
+
+def _computing(kernels: pl.DataFrame) -> pl.DataFrame:
+    return kernels.filter(pl.col("work") == "compute").select(
+        "name",
         "start_ns",
         "launch_ns",
         "launch_thread",
         length=pl.col("end_ns") - pl.col("start_ns"),
         multiplies=pl.col("name").str.contains(PRODUCTS),
     )
+
+
+def _launched(operators: pl.DataFrame, computing: pl.DataFrame) -> pl.DataFrame:
+    """The kernels of one rank that its operators launched, each with `operator` and what that does, `flops`."""
     spans = operators.drop_nulls("flops").select(
         pl.col("start_ns").alias("launch_ns"),
         pl.col("thread").alias("launch_thread"),
@@ -98,18 +114,30 @@ def _counted_on(operators: pl.DataFrame, kernels: pl.DataFrame, steps: pl.DataFr
         "flops",
         operator=pl.int_range(pl.len()),
     )
-    launched = (
+    return (
         computing.drop_nulls("launch_ns")
         .sort("launch_ns")
         .join_asof(spans.sort("launch_ns"), on="launch_ns", by="launch_thread", check_sortedness=False)
         .filter(pl.col("launch_ns") <= pl.col("until_ns"))
     )
-    in_all, in_counted = (float(frame.filter("multiplies")["length"].sum()) for frame in (computing, launched))
-    begun = launched.group_by("operator").agg(pl.col("start_ns").min(), pl.col("flops").first())
-    begins, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
-    step = np.searchsorted(begins, begun["start_ns"].to_numpy(), "right") - 1
-    in_step = (step >= 0) & (begun["start_ns"].to_numpy() < ends[step])
-    return float(begun["flops"].filter(pl.Series(in_step)).sum()) / len(steps), in_counted / in_all if in_all else 0.0
+
+
+def flops_of_kernels(operators: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """name, flops, flops_per_s: what kernels of this name did for operators whose shapes are known, and how fast.
+
+    An operator's FLOPs are those of its kernels that multiply, else of all that it launched, by their time.
+    """
+    found = [pl.DataFrame(schema={"name": pl.String, "flops": pl.Float64, "length": pl.Int64})]
+    of_kernels = dict(by_rank(kernels))
+    for rank, mine in by_rank(operators):
+        if rank not in of_kernels:
+            continue
+        launched = _launched(mine, _computing(of_kernels[rank]))
+        does = launched.filter(pl.col("multiplies") | ~pl.col("multiplies").any().over("operator"))
+        share = pl.col("length") / pl.col("length").sum().over("operator")
+        found.append(does.filter(share.is_finite()).select("name", share.mul(pl.col("flops")).alias("flops"), "length"))
+    by_name = pl.concat(found).group_by("name").agg(pl.col("flops", "length").sum())
+    return by_name.select("name", "flops", flops_per_s=pl.col("flops") / pl.col("length") * 1e9)
 
 
 def utilisation(needs: pl.DataFrame, step_ns: float | None, counted: float | None) -> Utilisation | None:

@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from rankscope.analysis.model.parts import PARTS
 from rankscope.analysis.report.labels import part_label
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import spoken, text
 from rankscope.analysis.text.phrases import place_in_code
 from rankscope.analysis.text.units import duration, percent
 
@@ -85,8 +85,8 @@ def _call(
     line, _, function = place_in_code(row["function"], row["file"], row["line"]).rpartition(" (")
     name = f"{function.removesuffix(')')}  {line}"
     if is_cause:
-        name, css = text("▶ root cause: {line}", line=name), f"{css} cause"
-    said = "\n".join((name, ", ".join(_numbers(row, step_ns)), row["file"]))
+        name, css = spoken(text("▶ root cause: {line}", line=name)), f"{css} cause"
+    said = "\n".join((name, ", ".join(map(spoken, _numbers(row, step_ns))), row["file"]))
     x, y, width = at
     letters = int((width - 6) / _LETTER)
     shown = name if len(name) <= letters else f"{name[: letters - 1]}…"

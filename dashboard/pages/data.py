@@ -57,7 +57,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
                         className="sql",
                         style={"flex": 1, "minWidth": "320px"},
                     ),
-                    dmc.Button("Ask", id="data-ask"),
+                    dmc.Button(text("Ask"), id="data-ask"),
                 ],
                 className="controls",
             ),

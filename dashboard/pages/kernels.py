@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import polars as pl
 from dash import html
 
+from rankscope.analysis.metrics.mfu import flops_of_kernels
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.dashboard.figures.kernels import by_name
-from rankscope.dashboard.grids import Shown, table
+from rankscope.dashboard.grids import Shown, table, tables_of
 from rankscope.dashboard.page_kit import Page, Query, Tables, card, empty, heading
 from rankscope.dashboard.run import Run
 
 _MEANING = text(
     "Device work by name, the longest first. Communication kernels include the time they wait for other ranks."
 )
-_TABLES: Tables = {"kernels_by_name": lambda run: by_name(run.timeline.kernels)}
 
 
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
@@ -28,7 +30,10 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
         )
         what = text("Traces of torch.profiler and Nsight Systems hold them: rankscope ui TRACE.")
         return html.Div([heading(page.title, _MEANING), empty(text("No kernels"), why, what)])
-    columns = COLUMNS if kernels["rank"].n_unique() > 1 else {name: COLUMNS[name] for name in _OF_ONE_RANK}
+    lacking = set() if kernels["rank"].n_unique() > 1 else _OF_SEVERAL
+    if tables_of(run)["kernels_by_name"]["flops"].is_null().all():
+        lacking = lacking | _OF_SHAPES
+    columns = {name: shown for name, shown in COLUMNS.items() if name not in lacking}
     return html.Div(
         [
             heading(
@@ -52,13 +57,26 @@ COLUMNS = {
     "total_ns": Shown(text("time, all ranks"), "time"),
     "share": Shown(text("share"), "share"),
     "mean_ns": Shown(text("mean"), "time"),
+    "flops": Shown(text("FLOPs, by shapes"), "flops"),
+    "flops_per_s": Shown(text("FLOP/s"), "flops_rate"),
     "longest_rank": Shown(text("longest one"), "moment"),
     "least_ns": Shown(text("least of a rank"), "time"),
     "most_ns": Shown(text("most of a rank"), "time"),
     "most_rank": Shown(text("which rank")),
     "excess": Shown(text("most above median"), "share"),
 }
-_OF_ONE_RANK = ("name", "work", "count", "total_ns", "share", "mean_ns", "longest_rank")
+_OF_SEVERAL = {"least_ns", "most_ns", "most_rank", "excess"}
+_OF_SHAPES = {"flops", "flops_per_s"}
+
+
+def _by_name(run: Run) -> pl.DataFrame:
+    """The kernels with what they did, where the trace has the shapes of operators."""
+    operators = run.trace.table("operators").pipe(apply_clocks, run.timeline.clocks).collect()
+    flops = flops_of_kernels(operators, run.timeline.kernels)
+    return by_name(run.timeline.kernels).join(flops, on="name", how="left", maintain_order="left")
+
+
+_TABLES: Tables = {"kernels_by_name": _by_name}
 
 
 page = Page(title=text("Kernels"), order=90, layout=layout, tables=_TABLES)

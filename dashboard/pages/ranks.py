@@ -23,6 +23,7 @@ from rankscope.dashboard.page_kit import Page, Query, address, card, choice, emp
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 from rankscope.dashboard.timeline.groupings import groupings
+from rankscope.dashboard.timeline.scene import spoken_title
 
 _DATA = "/ranks-data"
 _MEANING = text("One row per rank, one column per step. A row that stands out is a slow rank, a column a slow step.")
@@ -44,7 +45,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     quantities = [{"value": name, "label": label} for name, label in QUANTITIES.items()]
     controls = [
         choice("quantity", text("Show"), quantities, quantity),
-        choice("order", text("Order ranks by"), orders, order),
+        choice("order", text("Order ranks by"), [_order(name) for name in orders], order),
     ]
     return html.Div(
         [
@@ -54,6 +55,12 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
             card(text("Waited for others, over the whole run"), *_waits(run)),
         ]
     )
+
+
+def _order(name: str) -> dict[str, str]:
+    """One way to order the ranks, as a select shows it; its name stands in addresses."""
+    own = {_SLOWEST: text("largest first"), _BY_RANK: text("rank")}
+    return {"value": name, "label": own.get(name) or spoken_title(name)}
 
 
 def register(app: Dash, state: State) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 import pytest
 
 from support.browser import BROWSER
@@ -62,6 +63,15 @@ def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
         assert "longer" in page.locator(".verdict h1").inner_text()
         assert page.locator(".waterfall tr.longer").count() > 2
         assert page.get_by_text("slow rank, rank 2").count() == 1
+        changed = page.locator(".card", has_text="Ranks that changed otherwise than most")
+        shown = changed.locator(".ag-center-cols-container .ag-row").count()
+        with page.expect_download() as download:
+            changed.get_by_role("link", name="download csv").click()
+        taken = pl.read_csv(download.value.path())
+        assert (len(taken), 2 in taken["rank"]) == (shown, True)
+        changed.get_by_role("link", name="as SQL").click()
+        page.locator("#data-count").get_by_text(f"{shown} row").wait_for()
+        page.go_back()
         page.locator(".verdict").get_by_role("link", name="after").click()
         page.get_by_role("heading", name="Rank 2 is slow").first.wait_for(timeout=60_000)
         browser.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import polars as pl
@@ -297,3 +298,26 @@ def test_pages_ranks_events_and_commands_are_a_key_and_a_few_letters_away(screen
     page.keyboard.press("Control+k")
     page.keyboard.press("Escape")
     assert dialog.count() == 0
+
+
+@pytest.mark.parametrize(("path", "drawn"), [("/", "svg"), ("/collectives", "plotly"), ("/ranks", "canvas")])
+def test_a_chart_is_saved_as_png_and_as_svg(screen, path, drawn):
+    """Which holds the shapes of the chart, in the page's colors, or a canvas's pixels with the names beside them."""
+    screen.open(f"{path}?run=2")
+    figure = screen.page.locator(".figure", has=screen.page.locator(".chart-box svg, .js-plotly-plot, canvas")).first
+    figure.hover()
+    saved = {}
+    for form in ("PNG", "SVG"):
+        with screen.page.expect_download() as download:
+            figure.get_by_role("button", name=form).click()
+        assert download.value.suggested_filename.endswith(f"-slow.{form.lower()}")
+        saved[form] = download.value.path().read_bytes()
+    assert saved["PNG"].startswith(b"\x89PNG")
+    svg = ElementTree.fromstring(saved["SVG"])
+    tags = {element.tag.rpartition("}")[2] for element in svg.iter()}
+    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
+    assert {"text", "image" if drawn == "canvas" else "path" if drawn == "plotly" else "rect"} <= tags
+    if drawn == "svg":
+        hexes = [LIGHT[name] for name in ("high", "medium", "low", "compute", "column")]
+        colors = [", ".join(str(int(value[at : at + 2], 16)) for at in (1, 3, 5)) for value in hexes]
+        assert any(f"rgb({color})".encode() in saved["SVG"] for color in colors)
