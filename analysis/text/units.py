@@ -47,10 +47,13 @@ def signed(ns: float) -> str:
 
 
 def duration_with_error(ns: float, error_ns: float) -> str:
-    """A time and its error in one unit: `38.1 ± 2.1 ms`."""
+    """A time and its error in one unit: `38.1 ± 2.1 ms`; what is less than its error is no more exact than that is."""
     unit, unit_ns = _unit(max(abs(ns), abs(error_ns)))
     value = _significant(ns / unit_ns, 3, whole=unit_ns == 1)
     error = _significant(error_ns / unit_ns, 2, whole=unit_ns == 1)
+    if abs(ns) < abs(error_ns):
+        decimals = len(error.partition(".")[2])
+        value = f"{round(ns / unit_ns, decimals) + 0.0:.{decimals}f}"  # + 0.0: never -0
     return f"{value} ± {error} {unit}"
 
 

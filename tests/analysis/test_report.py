@@ -231,6 +231,8 @@ def test_a_duration_has_a_fitting_unit_and_three_digits(ns: int, text: str):
 
 def test_an_error_has_the_unit_of_its_value():
     assert duration_with_error(38_123_456, 210_000) == "38.1 ± 0.21 ms"
+    assert duration_with_error(-42, 19_123) == "0 ± 19 µs"
+    assert duration_with_error(644_321, 3_123_456) == "0.6 ± 3.1 ms"
 
 
 def test_percent_never_rounds_a_rest_away():

@@ -71,7 +71,7 @@ def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
         assert (len(taken), 2 in taken["rank"]) == (shown, True)
         changed.get_by_role("link", name="as SQL").click()
         page.locator("#data-count").get_by_text(f"{shown} row").wait_for()
-        page.go_back()
+        page.goto(f"{address}/diff")
         page.locator(".verdict").get_by_role("link", name="after").click()
         page.get_by_role("heading", name="Rank 2 is slow").first.wait_for(timeout=60_000)
         browser.close()
