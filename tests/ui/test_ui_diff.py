@@ -64,7 +64,9 @@ def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
         assert page.locator(".waterfall tr.longer").count() > 2
         assert page.get_by_text("slow rank, rank 2").count() == 1
         changed = page.locator(".card", has_text="Ranks that changed otherwise than most")
-        shown = changed.locator(".ag-center-cols-container .ag-row").count()
+        rows = changed.locator(".ag-center-cols-container .ag-row")
+        rows.first.wait_for()
+        shown = rows.count()
         with page.expect_download() as download:
             changed.get_by_role("link", name="download csv").click()
         taken = pl.read_csv(download.value.path())
