@@ -63,6 +63,7 @@ EXCESS = (
 )
 _WORTH_SAYING = 0.001
 _COMPUTES = (*COMPUTES, "gc", OPTIMIZER)
+_MOST_PLACES, _MOST_PLACES_OF_AN_OP = 1 << 20, 64  # of operations in steps; where steps are alike there are as many
 _LETTERS = {FORWARD: "F", BACKWARD: "B", WEIGHTS: "W"}
 
 
@@ -127,13 +128,16 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
         raise NotReplayable(
             text("forwards and backwards of a rank overlap (DualPipe): what each takes alone is not recorded")
         )
-    absent = sorted(set(range(ops["stage"].to_numpy().max(initial=0) + 1)) - set(ops["stage"].unique()))
-    if absent:
-        raise NotReplayable(text("no operations of stage {stage} were recorded", stage=absent[0]))
+    stages = ops.filter(pl.col("stage") >= 0)["stage"].unique().sort().to_numpy()
+    absent = np.flatnonzero(stages != np.arange(len(stages)))  # no more are made than there are: a number may be damaged
+    if len(absent):
+        raise NotReplayable(text("no operations of stage {stage} were recorded", stage=int(absent[0])))
     by = ["stage", "name", "seq"]
     names = ops.select(by).unique().sort(by)
     lanes = [ops["step"].unique().sort(), ops["replica"].unique().sort()]
     shape = (len(names), len(lanes[0]), len(lanes[1]))
+    if math.prod(shape) > max(_MOST_PLACES, _MOST_PLACES_OF_AN_OP * len(ops)):
+        raise NotReplayable(text("no two steps consist of the same operations"))
     placed = ops.join(names.with_row_index("_op"), on=by).with_columns(
         pl.col("step").replace_strict(lanes[0], range(shape[1]), return_dtype=pl.UInt32).alias("_step"),
         pl.col("replica").replace_strict(lanes[1], range(shape[2]), return_dtype=pl.UInt32).alias("_replica"),

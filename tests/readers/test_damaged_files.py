@@ -225,6 +225,20 @@ def test_operations_of_impossible_stages_are_refused(stage, tmp_path):
     assert tried(folder) == "refused"
 
 
+def test_numbers_of_operations_that_are_far_apart_take_no_room_in_between(tmp_path):
+    """Mutant 108389 had a stage of 20 million; 5,000 operations in steps and replicas of their own are 125 billion."""
+    folder = made("operations", tmp_path / "run")
+    rows = pl.read_parquet(folder / "ops.parquet")
+    far = pl.when(pl.int_range(pl.len()) == 0).then(2**31 - 1).otherwise("stage")
+    rows.with_columns(far.alias("stage")).write_parquet(folder / "ops.parquet")
+    assert tried(folder) == "read"
+    number, same = pl.int_range(pl.len()), pl.lit(0)
+    apart = {name: number for name in ("seq_id", "step", "dp_rank")} | {"stage": same, "rank": same}
+    many = pl.concat([rows] * 500).head(5000).with_columns(**apart)
+    many.write_parquet(folder / "ops.parquet")
+    assert tried(folder) == "read"
+
+
 def test_names_with_half_a_character_are_read(tmp_path):
     folder = made("kineto", tmp_path / "run")
     file = folder / "rank0.json"
