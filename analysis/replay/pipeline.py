@@ -129,7 +129,8 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
             text("forwards and backwards of a rank overlap (DualPipe): what each takes alone is not recorded")
         )
     stages = ops.filter(pl.col("stage") >= 0)["stage"].unique().sort().to_numpy()
-    absent = np.flatnonzero(stages != np.arange(len(stages)))  # no more are made than there are: a number may be damaged
+    # No more are made than there are: a number may be damaged.
+    absent = np.flatnonzero(stages != np.arange(len(stages)))
     if len(absent):
         raise NotReplayable(text("no operations of stage {stage} were recorded", stage=int(absent[0])))
     by = ["stage", "name", "seq"]

@@ -233,7 +233,7 @@ def test_numbers_of_operations_that_are_far_apart_take_no_room_in_between(tmp_pa
     rows.with_columns(far.alias("stage")).write_parquet(folder / "ops.parquet")
     assert tried(folder) == "read"
     number, same = pl.int_range(pl.len()), pl.lit(0)
-    apart = {name: number for name in ("seq_id", "step", "dp_rank")} | {"stage": same, "rank": same}
+    apart = dict.fromkeys(("seq_id", "step", "dp_rank"), number) | {"stage": same, "rank": same}
     many = pl.concat([rows] * 500).head(5000).with_columns(**apart)
     many.write_parquet(folder / "ops.parquet")
     assert tried(folder) == "read"
