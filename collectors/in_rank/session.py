@@ -49,6 +49,7 @@ _STEP_END = DEVICE_MARKS.index("step_end")
 _KINDS_BY_NAME = {kind: REGION_KINDS.index(kind) for kind in ("input", "checkpoint")}
 
 clock = time.perf_counter_ns
+_as_json, _of_json = json.JSONEncoder().encode, json.JSONDecoder().decode  # not those that the script may replace
 
 
 class Emit:
@@ -127,7 +128,12 @@ class Emit:
             try:
                 return function(*args)
             except Exception as error:
-                self.switch_off(collector, f"{type(error).__name__}: {error}")
+                why = type(error).__name__
+                # Its text, and what the script has replaced, may fail too: none of that reaches the training.
+                with contextlib.suppress(Exception):
+                    why += f": {error}"
+                with contextlib.suppress(Exception):
+                    self.switch_off(collector, why)
                 return None
 
         return guarded
@@ -233,11 +239,13 @@ class Emit:
         if collector in self._off:
             return
         self._off.add(collector)
-        say(f"collector '{collector}' switched off: {why}")
-        self.gap("*", collector, f"collector switched off: {why}")
-        stop = self._stops.get(collector)
-        if stop is not None:
-            self.guard(collector, stop)()
+        try:
+            say(f"collector '{collector}' switched off: {why}")
+            self.gap("*", collector, f"collector switched off: {why}")
+        finally:
+            stop = self._stops.get(collector)
+            if stop is not None:
+                self.guard(collector, stop)()
 
     def start(self, collector: str, module: ModuleType) -> None:
         """Start one collector under guard."""
@@ -267,7 +275,7 @@ class Emit:
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue one message to the agent, and send what can be sent without waiting."""
-        self._backlog.append(json.dumps(message).encode())
+        self._backlog.append(_as_json(message).encode())
         self.flush()
 
     def may_write(self, path: str) -> bool:
@@ -277,7 +285,7 @@ class Emit:
 
     def hand_over(self, ring_fd: int) -> None:
         """Let the agent read another ring of this process, that of the NCCL plugin. Raises OSError."""
-        socket.send_fds(self._channel, [json.dumps({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
+        socket.send_fds(self._channel, [_as_json({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
 
     def flush(self) -> None:
         """Send queued messages as far as the socket takes them; what it does not take goes with a later call."""
@@ -334,8 +342,8 @@ class _Session:
         self.world = world_of(store)
         ring = Ring(_native_hook(backend))
         self._channel = agent_socket.connect(os.environ["RANKSCOPE_AGENT"], _HELLO_S)
-        socket.send_fds(self._channel, [json.dumps(self._hello()).encode()], [ring.fd])
-        agent = json.loads(self._channel.recv(_PACKET_BYTES))
+        socket.send_fds(self._channel, [_as_json(self._hello()).encode()], [ring.fd])
+        agent = _of_json(self._channel.recv(_PACKET_BYTES).decode())
         self._channel.setblocking(False)
         os.close(ring.fd)  # the mapping and the agent hold it
         self.emit = Emit(ring, self._channel)
@@ -344,7 +352,7 @@ class _Session:
         # Where a launcher says which node this is, one rank of each is enough, and the first needs none.
         self._peer_known = rank == 0 or (self.node is not None and (self.node == 0 or self.local_rank != 0))
         if rank == 0 and (kept := self._store()):
-            kept.set(_STORE_KEY, json.dumps(agent))
+            kept.set(_STORE_KEY, _as_json(agent))
 
     def _hello(self) -> dict[str, Any]:
         # What the job can use beside the CPU, the collector `device` tells when it does.
@@ -398,7 +406,7 @@ class _Session:
             except OSError:
                 packet = b""
             if packet:
-                self.emit.receive(json.loads(packet))
+                self.emit.receive(_of_json(packet.decode()))
             else:
                 self._agent_gone = True
 
@@ -414,7 +422,7 @@ class _Session:
         store = None if self._peer_known else self._store()
         if store and store.check([_STORE_KEY]):
             self._peer_known = True
-            peer = json.loads(store.get(_STORE_KEY))
+            peer = _of_json(store.get(_STORE_KEY).decode())
             peer["host"] = peer["host"] or self._master
             self.emit.send({"type": "peer"} | peer)
 

@@ -341,6 +341,39 @@ def test_a_collector_that_fails_costs_itself_only(tmp_path):
     assert kinds.count(REGION_KINDS.index("backward")) == 3
 
 
+def test_a_collector_fails_quietly_in_a_script_that_breaks_what_it_needs(tmp_path):
+    """The exception has no text, the module json gives nonsense, and the agent still hears of it."""
+    done, run = record(
+        tmp_path,
+        """
+        import json
+        from rankscope.collectors.in_rank import session
+        class Silent(Exception):
+            def __str__(self):
+                raise RuntimeError("no text")
+        def broken(text):
+            if text.startswith("SGD"):
+                raise Silent
+            return name(text)
+        name = session._session.emit.name
+        session._session.emit.name = broken
+        json.dumps = json.loads = lambda *_, **__: b"nonsense"
+        p = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        for _ in range(3):
+            p.sum().backward()
+            optimizer.step()
+        print("trained")
+        """,
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    gaps = table(run, "gaps")
+    assert gaps.filter(pl.col("source") == "optimizer")["why"].to_list() == ["collector switched off: Silent"]
+    kinds = table(run, "regions")["kind"].to_list()
+    assert kinds.count(REGION_KINDS.index("backward")) == 3
+
+
 def test_a_collectives_hook_that_fails_costs_itself_only(tmp_path, hook):
     """A group that nobody can number: the collective ends as it would, the gap is named, nothing more is recorded."""
     done, run = record(
