@@ -131,8 +131,9 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
     stages = ops.filter(pl.col("stage") >= 0)["stage"].unique().sort().to_numpy()
     # No more are made than there are: a number may be damaged.
     absent = np.flatnonzero(stages != np.arange(len(stages)))
-    if len(absent):
-        raise NotReplayable(text("no operations of stage {stage} were recorded", stage=int(absent[0])))
+    if len(absent) or not len(stages):
+        lacking = int(absent[0]) if len(absent) else 0
+        raise NotReplayable(text("no operations of stage {stage} were recorded", stage=lacking))
     by = ["stage", "name", "seq"]
     names = ops.select(by).unique().sort(by)
     lanes = [ops["step"].unique().sort(), ops["replica"].unique().sort()]
