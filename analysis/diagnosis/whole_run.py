@@ -44,11 +44,11 @@ def with_whole_run(trace: Trace, report: Report, timeline: Timeline, asked: Aske
     step_bytes = bytes_of_rows(folder) / (len(stretch.counted) - stretch.kept)
     most = max(FEWEST, min(int(_BYTES / step_bytes), stretch.last - stretch.first + 1))
     cuts = _cuts(stretch, phases, most)
-    summaries = _summaries(trace.paths, cuts, step_bytes, asked)
+    summaries = _summaries(trace.paths, cuts, step_bytes, asked or Asked())
     return over_the_run(report, stretch, phases, _summary(stretch.first, stretch.last, report, timeline), summaries)
 
 
-def summarize(paths: tuple[str, ...], files: str, first: int, last: int, asked: Asked | None) -> StretchSummary:
+def summarize(paths: tuple[str, ...], files: str, first: int, last: int, asked: Asked) -> StretchSummary:
     """Analyze these steps of a run, both included. What prevents it is in the summary.
 
     `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again.
@@ -115,14 +115,14 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
 
 
 def _summaries(
-    paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, asked: Asked | None
+    paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, asked: Asked
 ) -> list[StretchSummary]:
     """Summaries of these stretches, in their order: those that are stored, and of the others new ones, to be stored."""
     paths = [os.path.abspath(local_path(path)) for path in paths]  # other processes may work elsewhere
     where = address_of(paths)
     folder = Path(where.folders[0])
     files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
-    of = made_of(files, [where.world, asked and (asked.flops_per_step, asked.peak_tflops)])
+    of = made_of(files, [where.world, asked.flops_per_step, asked.peak_tflops])
     known = {(one.first, one.last): one for one in load(folder, of)}
     wanted = [cut for cut in cuts if cut not in known]
     arguments = [(tuple(paths), files, *cut, asked) for cut in wanted]

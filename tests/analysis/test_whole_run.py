@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from rankscope.analysis.diagnosis import whole_run
-from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.diagnosis.diagnose import diagnose, read_run
 from rankscope.analysis.diagnosis.stretch_summary import FOLDER, load
 from rankscope.analysis.diagnosis.whole_run import summarize
 from rankscope.analysis.readers import workers
@@ -69,6 +69,7 @@ def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):
     monkeypatch.setattr(whole_run, "each", lambda *asked, **_: iter([] if not asked[1] else [1 / 0]))
     again = report()
     assert json_form.render(again) == json_form.render(first)
+    assert json_form.render(read_run(recorded)[0]) == json_form.render(first)  # as the UI and `rankscope check` read it
     assert isinstance(again.history.findings[0].title, Text)  # so that it can be translated
     assert "比" in terminal.render(again, width=400, language="zh")
 
