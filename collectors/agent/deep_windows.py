@@ -85,6 +85,7 @@ class _Member:
 
     send: Send
     pid: int
+    world_size: int
     done: int = 0
     step_ns: int = 0
     heard_ns: int = 0
@@ -145,9 +146,9 @@ class Windows:
 
     # ---- what the agent hears
 
-    def join(self, rank: int, send: Send, pid: int) -> None:
+    def join(self, rank: int, send: Send, pid: int, world_size: int) -> None:
         """Take up a rank that runs; it hears what is still to come."""
-        self._members[rank] = _Member(send, pid)
+        self._members[rank] = _Member(send, pid, world_size)
         if self._slow_left:
             send({"type": "watch"})
         for request in self._requests.values():
@@ -327,7 +328,7 @@ class Windows:
         known = [member for member in self._members.values() if member.done and member.step_ns]
         if not known:
             return None
-        alone = len(self._nodes()) <= 1
+        alone = all(member.world_size <= len(self._members) for member in known)
         notice_ns = _NOTICE_NS if alone else _NOTICE_OTHERS_NS
         return max(m.done + math.ceil((now_ns - m.heard_ns + notice_ns) / m.step_ns) for m in known) + _NOTICE_STEPS
 

@@ -271,7 +271,7 @@ class Agent:
         self._windows.work(node.index)
         if hello.world == self._windows_of or not self._of_world(self._windows_of):
             self._windows_of = hello.world
-            self._windows.join(hello.rank, connection.send, connection.pid)
+            self._windows.join(hello.rank, connection.send, connection.pid, hello.world_size)
         if hello.node not in (None, node.index):
             why = f"rank {hello.rank} says that it is on node {hello.node}, where others are on node {node.index}"
             node.gap("clocks", f"{why}: {SET_NODE_RANK}")
@@ -290,7 +290,7 @@ class Agent:
             self._windows.forget()
             self._windows_of = rank.world
             for connection, member in self._of_world(rank.world):
-                self._windows.join(member.rank, connection.send, connection.pid)
+                self._windows.join(member.rank, connection.send, connection.pid, member.world_size)
         self._windows.hear(rank.rank, message)
 
     def _say_bye(self, connection: Connection, rank: RankTables, dropped: int) -> None:
