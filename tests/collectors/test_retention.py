@@ -34,8 +34,8 @@ RANKSCOPE = [sys.executable, "-m", "rankscope"]
 JOB = SCRIPTS / "many_regions.py"
 SLOW, SINCE = 5, 60
 AT = ["rank", "step"]
-SLICES = 60
-FILES = 48  # rows of a file
+SLICES = 30
+FILES = 96  # rows of a file
 
 
 @pytest.fixture(scope="module", params=["3d", "ddp-nccl"])
