@@ -191,7 +191,9 @@ def test_job_finds_the_plugin_unless_the_user_has_one(plugin, monkeypatch):
     assert nccl_profiler.settings({}) == {}
 
 
-def test_doctor_builds_the_plugin_and_says_where_it_is(tmp_path):
+def test_doctor_builds_the_plugin_and_says_where_it_is(compiled_hook, tmp_path):
+    """The collectives hook in C++, which it builds too, is there."""
+    shutil.copytree(compiled_hook / "rankscope/native_hook", tmp_path / "rankscope/native_hook")
     command = [sys.executable, "-m", "rankscope", "doctor", "--build", "--json"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
