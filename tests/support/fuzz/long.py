@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import queue
 import resource
 import shutil
 import sys
@@ -20,11 +21,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from support.fuzz import mutants
 
-_LONGEST_S = 20.0
+_LONGEST_S = 20.0  # of the processor's time
+_LONGEST_WAIT_S = 200.0  # where it does not run
 _MOST_BYTES = 1 << 30
-_OF_A_WORKER = 200  # mutants, then a new process
+_OF_A_WORKER = 1000  # mutants, then a new process
 _SAID_EACH = 500
 _KINDS = ("read", "refused", "traceback", "hang", "memory", "died", "several lines")
 
@@ -72,12 +76,10 @@ def main() -> None:
     counts: Counter[str] = Counter()
     most, begun, seed, end = 0, time.monotonic(), asked.seed, asked.seed + asked.mutants
     while seed < end and time.monotonic() - begun < 60 * asked.minutes:
-        results = context.Queue()
-        worker = context.Process(target=_work, args=(range(seed, min(seed + _OF_A_WORKER, end)), results))
-        worker.start()
         last = min(seed + _OF_A_WORKER, end)
+        reports = _Reports(context, range(seed, last))
         while seed < last:
-            which, how, said, used = _next(results, worker)
+            which, how, said, used = reports.next()
             if said is None:
                 continue
             seed = which + 1
@@ -90,8 +92,7 @@ def main() -> None:
                 print(f"mutant {which} ({how}): {said}", flush=True)
             if kind in ("hang", "died") or used > _MOST_BYTES:
                 break
-        worker.kill()
-        worker.join()
+        reports.end()
     _print_totals(counts, most, begun)
     sys.exit(any(counts[kind] for kind in _KINDS[2:]))
 
@@ -102,24 +103,38 @@ def _print_totals(counts: Counter[str], most_bytes: int, begun: float) -> None:
     print(f"tried {sum(counts.values())}: {said}; {took}", flush=True)
 
 
-_last: dict[str, Any] = {"mutant": (-1, "")}
+class _Reports:
+    """What a worker reports; a mutant that is read for too long, or ends its process, is reported too."""
 
+    def __init__(self, context: Any, seeds: range) -> None:
+        self._queue = context.Queue()
+        self.worker = context.Process(target=_work, args=(seeds, self._queue))
+        self.worker.start()
+        self._mutant = seeds.start, ""
 
-def _next(results: Any, worker: Any) -> tuple[int, str, str | None, int]:
-    """The next report; a mutant that is read for too long, or ends its process, is one too."""
-    import queue
+    def next(self) -> tuple[int, str, str | None, int]:
+        until, used = time.monotonic() + _LONGEST_WAIT_S, self._used_s()
+        while time.monotonic() < until and self._used_s() - used < _LONGEST_S:
+            try:
+                found = self._queue.get(timeout=0.5)
+            except queue.Empty:
+                if not self.worker.is_alive():
+                    return (*self._mutant, "died", 0)
+                continue
+            self._mutant = found[:2]
+            return found
+        return (*self._mutant, "hang", 0)
 
-    until = time.monotonic() + (_LONGEST_S if _last["mutant"][0] >= 0 else 120)
-    while time.monotonic() < until:
+    def end(self) -> None:
+        self.worker.kill()
+        self.worker.join()
+
+    def _used_s(self) -> float:
         try:
-            found = results.get(timeout=0.5)
-        except queue.Empty:
-            if not worker.is_alive():
-                return (*_last["mutant"], "died", 0)
-            continue
-        _last["mutant"] = found[:2]
-        return found
-    return (*_last["mutant"], "hang", 0)
+            times = psutil.Process(self.worker.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return times.user + times.system
 
 
 if __name__ == "__main__":
