@@ -22,7 +22,7 @@ from rankscope.analysis.model.finding import (
 )
 from rankscope.analysis.replay.fixes import together
 from rankscope.analysis.replay.protocol import Replay, Unreplayable
-from rankscope.analysis.replay.sweep import sweep
+from rankscope.analysis.replay.sweep import fixes_more, sweep
 from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
@@ -161,7 +161,7 @@ def with_gains(
 ) -> tuple[tuple[Finding, ...], Fidelity | None]:
     """The findings with what their fixes bring in a replay, and how far the replay can be trusted.
 
-    No gain is more than what was lost. A finding without a fix keeps what its detector says.
+    A finding without a fix keeps what its detector says.
     """
     if not any(finding.fix for finding in findings):
         return findings, None
@@ -173,11 +173,12 @@ def with_gains(
 def _with_gain(finding: Finding, run: Replay) -> Finding:
     assert finding.fix is not None
     try:
-        gain_ns = run.gain(finding.fix).gain_ns
+        gain = run.gain(finding.fix)
     except BadFix:
         return replace(finding, gain_why=text("this run cannot be replayed with {fix}", fix=finding.fix))
-    share = min(max(gain_ns, 0.0) / finding.lost_ns_per_step, 1.0) if finding.lost_ns_per_step else 0.0
-    return replace(finding, gain_fraction=share * finding.lost_fraction)
+    if fixes_more(gain, finding):
+        return replace(finding, gain_fraction=finding.lost_fraction)
+    return replace(finding, gain_fraction=max(gain.gain_ns, 0.0) / run.step_ns)
 
 
 def predicted_fixes(

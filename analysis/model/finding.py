@@ -411,8 +411,8 @@ class Fidelity:
 class PredictedFix:
     """What a fix brings in a replay, as `rankscope whatif --fix` takes it; mean over the judged steps, never negative.
 
-    `uncertainty_ns` is a 95 % half width. `finding` is the detector whose finding has this fix; where its cost and the
-    gain differ by more than a factor of two, `finding_lost_ns` is that cost, ns per step.
+    `uncertainty_ns` is a 95 % half width. `finding` is the detector whose finding has this fix; where the gain is less
+    than half of its cost, or more than it by more than the error, `finding_lost_ns` is that cost, ns per step.
     """
 
     fix: str

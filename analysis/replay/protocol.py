@@ -32,7 +32,7 @@ class Replay(Protocol):
 
     @property
     def step_ns(self) -> float:
-        """The mean step, as replayed."""
+        """The mean step, as measured: gains are taken from it, and shares are of it."""
         ...
 
     @property

@@ -26,7 +26,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
 from rankscope.errors import BadFix
 
-__all__ = ["LEAST_GAIN", "sweep"]
+__all__ = ["LEAST_GAIN", "fixes_more", "sweep"]
 
 LEAST_GAIN = 0.02  # share of the step from which on a fix is listed
 _TRIED = 4  # ranks, nodes and stages each; a replay takes about a hundredth of the report's time
@@ -64,6 +64,11 @@ def sweep(run: Replay, findings: Sequence[Finding], charges: pl.DataFrame) -> tu
     return tuple(sorted(rows, key=lambda row: -row.gain_ns))
 
 
+def fixes_more(gain: Gain, finding: Finding) -> bool:
+    """Say whether a finding's fix brings more than the finding costs, beyond the error: it fixes other things too."""
+    return gain.gain_ns > finding.lost_ns_per_step + max(finding.uncertainty_ns, gain.uncertainty_ns)
+
+
 def _best_pair(gains: Sequence[Gain], run: Replay) -> Gain | None:
     """The two fixes that bring most together, if clearly more than either alone."""
     best: Gain | None = None
@@ -94,6 +99,7 @@ def _contradicts(gain: Gain, finding: Finding) -> bool:
 
 def _row(gain: Gain, step_ns: float, finding: Finding | None) -> PredictedFix:
     gain_ns = max(gain.gain_ns, 0.0)
+    differs = finding is not None and (_contradicts(gain, finding) or fixes_more(gain, finding))
     return PredictedFix(
         fix=" + ".join(gain.fixes),
         step_ns=round(step_ns - gain_ns),
@@ -101,7 +107,7 @@ def _row(gain: Gain, step_ns: float, finding: Finding | None) -> PredictedFix:
         gain_fraction=gain_ns / step_ns,
         uncertainty_ns=round(gain.uncertainty_ns),
         finding=finding.detector if finding else None,
-        finding_lost_ns=finding.lost_ns_per_step if finding and _contradicts(gain, finding) else None,
+        finding_lost_ns=finding.lost_ns_per_step if finding and differs else None,
     )
 
 

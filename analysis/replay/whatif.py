@@ -77,7 +77,7 @@ class Rerun:
 
     @property
     def step_ns(self) -> float:
-        return float(self.lengths_ns[self.judged].mean())
+        return float(self.host.steps["measured_ns"].to_numpy()[self.judged].mean())
 
     def places(self, kind: str) -> dict[int, tuple[int, ...]]:
         """The ranks' nodes or stages, or their own numbers."""
@@ -411,7 +411,7 @@ class PipelineRerun:
 
     @property
     def step_ns(self) -> float:
-        return self.whatif.actual_step_ns
+        return float(self.grid.measured_ns.mean())
 
     def gain(self, *fixes: str) -> Gain:
         """What these fixes bring together. Raises `BadFix`."""

@@ -56,6 +56,7 @@ _ENGLISH: dict[str, str] = {
     "finding.gain.no_fix": "there is no fix that could be replayed",
     "finding.gain.value": "a fix would make a step about {0} shorter ({1})",
     "finding.gain.replayed": ", by a replay; see rankscope whatif --fix {0}",
+    "finding.gain.more": ", all that it costs; rankscope whatif --fix {0} predicts {1}, as it fixes more",
     "finding.advice": "advice",
     "finding.cause": "follows from",
     "finding.evidence": "evidence",
@@ -64,8 +65,8 @@ _ENGLISH: dict[str, str] = {
     "fixes": "Predicted speedup of fixes",
     "fixes.means": "Each fix alone, in a replay of the run that misses the measured steps by {0} (median over "
     "steps); ± is the 95 % confidence interval. Listed are speedups of {1} of the step or more that "
-    "exceed it, and findings whose cost the replay contradicts. Speedups do not add up; combine "
-    "fixes with rankscope whatif --fix.",
+    "exceed it, and findings whose cost the replay contradicts. Where a finding's cost differs by more than the "
+    "error, it is given. Speedups do not add up; combine fixes with rankscope whatif --fix.",
     "fixes.fix": "fix",
     "fixes.step": "step",
     "fixes.gain": "speedup",

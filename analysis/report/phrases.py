@@ -283,8 +283,16 @@ def gain(report: Report, finding: Finding) -> str:
         return say("finding.gain.unknown", finding.gain_why or say("finding.gain.no_fix"))
     time = duration(finding.gain_fraction * report.steps.mean_ns) if report.steps.mean_ns is not None else "?"
     predicted = say("finding.gain.value", percent(finding.gain_fraction), time)
-    replayed = say("finding.gain.replayed", finding.fix) if finding.fix and report.fidelity else ""
-    return predicted + replayed
+    if not finding.fix or not report.fidelity:
+        return predicted
+    more = next((fix.gain_ns for fix in report.fixes if fix.fix == finding.fix and _fixes_more(fix)), None)
+    if more is None:
+        return predicted + say("finding.gain.replayed", finding.fix)
+    return predicted + say("finding.gain.more", finding.fix, duration(more))
+
+
+def _fixes_more(fix: PredictedFix) -> bool:
+    return fix.finding_lost_ns is not None and fix.gain_ns > fix.finding_lost_ns
 
 
 def fix_row(report: Report, fix: PredictedFix) -> tuple[str, str, str, str, str]:

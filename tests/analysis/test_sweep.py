@@ -13,7 +13,8 @@ from rankscope.analysis.metrics.wait_attribution import delays
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.replay.sweep import sweep
 from rankscope.analysis.replay.whatif import rerun
-from rankscope.analysis.report import html, json_form, terminal
+from rankscope.analysis.report import html, json_form, phrases, terminal
+from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.build import build_timeline
 from support.by_hand import run
 
@@ -73,6 +74,34 @@ def test_a_finding_whose_cost_the_replay_contradicts_is_listed_with_both():
     )
     (row,) = swept(run({0: 40, 1: 40, 2: 40}), claim)
     assert (row.fix, row.gain_ns, row.finding_lost_ns) == ("rank:0", 0, 30 * MS)
+
+
+def scattered(extra_ms):
+    """Rank 1's backward takes 30 ms longer than the others', whose own vary by some ms from step to step."""
+    return {rank: [40 + ms + 30 * (rank == 1) for ms in extra_ms[rank]] for rank in range(4)}
+
+
+def test_a_findings_speedup_is_the_same_in_the_finding_and_among_the_fixes():
+    vary = {0: (0, 3, 1, 4, 2), 1: (2, 0, 3, 1, 4), 2: (4, 1, 0, 2, 3), 3: (1, 4, 2, 3, 0)}
+    report = diagnose(run(scattered(vary)))
+    (finding,), row = report.findings, report.fixes[0]
+    assert (finding.fix, row.finding_lost_ns) == (row.fix, None)
+    assert row.gain_ns > finding.lost_ns_per_step  # by less than the error, or the row would give the cost
+    assert finding.gain_fraction == pytest.approx(row.gain_fraction)
+    assert row.gain_ns + row.step_ns == report.steps.mean_ns
+    shown = phrases.gain(report, finding)
+    assert duration(row.gain_ns) in shown
+    assert percent(row.gain_fraction) in shown
+
+
+def test_a_fix_that_brings_more_than_its_finding_costs_says_so_in_both_places(slow):
+    claim = replace(slow.findings[0], lost_ns_per_step=10 * MS, lost_fraction=10 / 150, gain_fraction=10 / 150)
+    report = replace(slow, findings=(claim,), fixes=(replace(slow.fixes[0], finding_lost_ns=10 * MS),))
+    assert phrases.gain(report, claim) == (
+        "a fix would make a step about 6.7 % shorter (10.0 ms), all that it costs; "
+        "rankscope whatif --fix rank:1 predicts 30.0 ms, as it fixes more"
+    )
+    assert swept(run({0: 40, 1: 70, 2: 40, 3: 40}), claim)[0].finding_lost_ns == 10 * MS
 
 
 def test_every_form_shows_the_rows_and_the_replays_error(slow):
