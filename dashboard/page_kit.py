@@ -19,6 +19,7 @@ import polars as pl
 from dash import Dash, dcc, html
 from dash.development.base_component import Component
 
+from rankscope.analysis.report.view import Section, ShownTable
 from rankscope.analysis.text.message import Text, speaking, spoken, text
 from rankscope.dashboard import pages
 from rankscope.dashboard.run import Run
@@ -26,6 +27,7 @@ from rankscope.dashboard.state import State
 
 __all__ = [
     "HOME",
+    "Children",
     "Page",
     "Query",
     "Tables",
@@ -169,6 +171,21 @@ def choice_of_text(name: str, label: str, value: str, placeholder: str) -> Child
 
 def quiet(text: Children) -> Children:
     return html.P(text, className="quiet")
+
+
+def section_body(section: Section) -> list[Children]:
+    """What a section of the report has below its title."""
+    shown = [html.P(line) for line in section.lines]
+    if section.means:
+        shown.append(quiet(section.means))
+    return [*shown, _table(section.key, section.table)] if section.table else shown
+
+
+def _table(key: str, table: ShownTable) -> Children:
+    classes = ["number" if column.is_number else "" for column in table.columns]
+    heads = [html.Th(column.title, className=of) for column, of in zip(table.columns, classes, strict=True)]
+    rows = [html.Tr([html.Td(cell, className=of) for cell, of in zip(row, classes, strict=True)]) for row in table.rows]
+    return html.Table([html.Thead(html.Tr(heads)), html.Tbody(rows)], className=f"plain {key}")
 
 
 def facts(*items: str) -> Children:

@@ -224,6 +224,7 @@ _ENGLISH: dict[str, str] = {
     "device": "The devices, over the whole capture",
     "device.means": "Percent of the capture; communication that nothing hides is exposed. "
     "Compute, communication and memory may overlap each other.",
+    "device.rank": "rank",
     "device.window": "capture",
     "device.busy": "busy",
     "device.idle": "idle",
@@ -257,6 +258,7 @@ _ENGLISH: dict[str, str] = {
     "not_checked": "Not checked",
     "not_checked.short": "{0} (reasons: full report)",
     "not_checked.none": "Nothing was left out.",
+    "not_checked.check": "check",
     "not_checked.why": "why",
     # gaps
     "windows": "Profiled windows",
@@ -291,8 +293,7 @@ _ENGLISH: dict[str, str] = {
     "gaps.none": "None.",
     "gaps.table": "table",
     "gaps.who": "where",
-    "gaps.count": "rows missing",
-    "gaps.count.unknown": "unknown",
+    "gaps.why": "why",
     "gaps.where": "{0}: {1}",
     "gaps.everywhere": "everywhere",
     "gaps.rows": "{0} rows missing",
@@ -314,6 +315,8 @@ _ENGLISH: dict[str, str] = {
     # environment and method
     "environment": "Environment",
     "environment.none": "Not recorded.",
+    "environment.name": "name",
+    "environment.value": "value",
     "method": "How this was analyzed",
     "method.parts": "Each rank's step is cut into parts that do not overlap and that sum to the step.",
     "method.wait": "A collective can only move bytes once its last rank has arrived. What a rank spends in it "

@@ -1,9 +1,9 @@
-"""Phrases that the terminal and the HTML form share: the texts with a report's numbers put in."""
+"""The phrases of a report's view: texts with its numbers put in."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rankscope.analysis.metrics.wait_attribution import BEGAN_LATE, LEFT_LATE
 from rankscope.analysis.model.digest import GapGroup, is_healthy
@@ -26,6 +26,7 @@ from rankscope.analysis.model.finding import (
     Report,
     RunFinding,
     Span,
+    Wait,
     Window,
 )
 from rankscope.analysis.model.money import HOUR_NS, cost_of, is_standstill, money_text
@@ -63,6 +64,7 @@ __all__ = [
     "phase_rows",
     "resolution",
     "state_row",
+    "wait_lines",
     "who",
     "window_lines",
 ]
@@ -309,6 +311,24 @@ def fixes_mean(report: Report) -> str:
     """What the rows of the predicted fixes mean, with the replay's error."""
     error = percent(report.fidelity.median_error) if report.fidelity else "?"
     return say("fixes.means", error, percent(LEAST_GAIN))
+
+
+def wait_lines(waits: Sequence[Wait], shown: int) -> tuple[str, ...]:
+    """How long each rank waited; of more than `shown` ranks those that waited least and most, and the median."""
+    ordered = sorted(waits, key=lambda wait: (wait.waited_ns, wait.rank))
+    if len(ordered) <= shown:
+        return (_wait_items(ordered),) if ordered else ()
+    few = shown // 4
+    return (
+        say("waits.least", _wait_items(ordered[:few])),
+        say("waits.median", duration(statistics.median(wait.waited_ns for wait in ordered))),
+        say("waits.most", _wait_items(ordered[-few:])),
+        say("waits.hidden", len(ordered) - 2 * few),
+    )
+
+
+def _wait_items(waits: Iterable[Wait]) -> str:
+    return together(", ", (say("waits.item", wait.rank, duration(wait.waited_ns)) for wait in waits))
 
 
 def resolution(report: Report, resolution_ns: int | None) -> str:

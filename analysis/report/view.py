@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, Report
 from rankscope.analysis.report import phrases
-from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, part_short, say, together
+from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, say, together
 from rankscope.analysis.text.phrases import some_ranges
 from rankscope.analysis.text.units import duration, percent, scale_for, shares
 
-__all__ = ["COST", "Column", "Fact", "FindingView", "Section", "Table", "View", "facts_of", "view_of"]
+__all__ = ["COST", "Column", "Fact", "FindingView", "Section", "ShownTable", "View", "facts_of", "view_of"]
 
 COST = "finding.cost"
 _SHOWN_ROWS = 16  # of ranks or nodes; longer tables keep the extremes
@@ -54,7 +54,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ShownTable:
     """Rows of texts, by `columns`; the total, where there is one, is the sum of the rows as they are shown."""
 
     columns: tuple[Column, ...]
@@ -72,7 +72,7 @@ class Section:
     key: str
     title: str
     lines: tuple[str, ...] = ()
-    table: Table | None = None
+    table: ShownTable | None = None
     means: str = ""
 
 
@@ -165,10 +165,10 @@ def _warning(report: Report) -> str:
     return say("head.missing", phrases.who(tuple(missing))) if missing else ""
 
 
-def _table(key: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> Table:
+def _table(key: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> ShownTable:
     """Give the table of a section, whose columns have the titles `key.column`."""
     named = tuple(Column(key=name, title=say(f"{key}.{name}"), is_number=name in numbers) for name in columns)
-    return Table(columns=named, rows=tuple(map(tuple, rows)))
+    return ShownTable(columns=named, rows=tuple(map(tuple, rows)))
 
 
 def _time(report: Report) -> Section:
@@ -193,7 +193,7 @@ def _time(report: Report) -> Section:
         key="time",
         title=say("time"),
         means=say(whose, phrases.who(tuple(split.rows)), f"{total} {scale.unit}"),
-        table=Table(
+        table=ShownTable(
             columns=tuple(columns),
             rows=tuple(rows),
             total=(say("time.total"), total, "100.0" if percents[0] else "", ""),
@@ -248,9 +248,7 @@ def _path(report: Report) -> list[Section]:
     if not path:
         return []
     step_ns = sum(part.ns_per_step for part in path)
-    rows = [
-        (percent(part.ns_per_step / step_ns), duration(part.ns_per_step), *phrases.path_row(part)) for part in path
-    ]
+    rows = [(percent(part.ns_per_step / step_ns), duration(part.ns_per_step), *phrases.path_row(part)) for part in path]
     table = _table("path", ("share", "time", "rank", "part", "label"), rows, ("share", "time", "rank"))
     return [Section(key="path", title=say("path"), table=table, means=say("path.means", duration(step_ns)))]
 
@@ -312,7 +310,7 @@ def _phases(report: Report) -> list[Section]:
 
 
 def _windows(report: Report) -> list[Section]:
-    sections = []
+    sections: list[Section] = []
     for window in report.windows:
         rows = [phrases.operator_row(operator) for operator in window.operators]
         numbers = ("time", "calls", "slowest", "its")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rankscope.analysis.model.digest import Breakdown
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.model.parts import MIXED
-from rankscope.analysis.report.labels import part_label, part_meaning
+from rankscope.analysis.report.view import ShownTable
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, scale_for, shares
 
@@ -33,16 +33,14 @@ class Bar:
     share: str
 
 
-def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
-    """The rows, top to bottom, and the unit of their times. The parts' times sum to the step's, as they are shown."""
+def waterfall(report: Report, split: Breakdown, shown: ShownTable) -> list[Bar]:
+    """Give the rows, top to bottom: those of the report's table of parts, their sum, and what could be instead."""
     sums, ranks = split.sums, len(split.rows)
     total = sum(sums)
-    if not total:
-        return [], ""
-    scale = scale_for(total / ranks)
-    times, whole = scale.row(sums, divisor=ranks)
-    bars = list(_parts(split.parts, sums, times))
-    bars.append(_bar("sum", "step", text("mean step"), text("the parts above add up to it"), 1.0, whole))
+    scale = scale_for(split.longest_ns)
+    name, whole, *_ = shown.total
+    bars = list(_parts(split.parts, sums, shown))
+    bars.append(_bar("sum", "step", name, text("the parts above add up to it"), 1.0, whole))
     if MIXED not in split.parts:  # else it is not known how much of it is work
         useful = sum(ns for part, ns in zip(split.parts, sums, strict=True) if part in USEFUL) / total
         said = text("if nothing but work were left: no waiting, no transfer that is not hidden, no overhead")
@@ -56,17 +54,17 @@ def waterfall(report: Report, split: Breakdown) -> tuple[list[Bar], str]:
         said = text("predicted: {gained} less", gained=duration(gained_ns))
         time = scale.row([round(left_ns)])[1]
         bars.append(_bar("ideal", "mended", label, said, left_ns * ranks / total, time))
-    return bars, scale.unit
+    return bars
 
 
-def _parts(parts: Sequence[str], sums: Sequence[int], times: Sequence[str]) -> Iterator[Bar]:
+def _parts(parts: Sequence[str], sums: Sequence[int], shown: ShownTable) -> Iterator[Bar]:
     total, start = sum(sums), 0
-    for part, ns, time, share in zip(parts, sums, times, shares(sums), strict=True):
+    for part, ns, (label, time, share, meaning) in zip(parts, sums, shown.rows, strict=True):
         yield Bar(
             kind="part",
             part=part,
-            label=part_label(part),
-            meaning=part_meaning(part),
+            label=label,
+            meaning=meaning,
             start=start / total,
             length=ns / total,
             time=time,

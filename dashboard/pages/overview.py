@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import dash_mantine_components as dmc
 import polars as pl
@@ -11,111 +11,93 @@ from dash import dcc, html
 
 from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Evidence, Finding, Report
-from rankscope.analysis.report import phrases, svg
-from rankscope.analysis.report.html import course, picture
-from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, say, together
-from rankscope.analysis.text import units
+from rankscope.analysis.report import charts, phrases
+from rankscope.analysis.report.labels import part_label, part_meaning, say, together
+from rankscope.analysis.report.view import COST, FindingView, Section, View, view_of
 from rankscope.analysis.text.message import text
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
-from rankscope.dashboard.finding_facts import COST, finding_facts
 from rankscope.dashboard.grids import Shown, plain_table
-from rankscope.dashboard.page_kit import Page, Query, address, card, facts, quiet
+from rankscope.dashboard.page_kit import Children, Page, Query, address, card, facts, quiet, section_body
 from rankscope.dashboard.run import Run
 
 _EVIDENCE = 3
-_STEP_POINTS, _STEP_ROWS = 240, 24
-_PATH, _BLAMES = ("share", "time", "rank", "part", "label"), ("time", "rank", "part", "label")
-_NUMBERS = {"share": "number", "time": "number"}
-_BARS = 32  # ranks that get a bar each
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001
+def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     report = run.report
+    view = view_of(report)
     split = digest.breakdown(report)
-    findings = card(say("findings"), *_findings(run, split))
+    findings = card(say("findings"), *_findings(run, view, split))
     return html.Div(
         [
-            _verdict(report),
+            _verdict(view),
             findings
             if report.states
-            else html.Div([findings, card(say("time"), *_time(report, split))], className="columns"),
+            else html.Div([findings, card(say("time"), *_time(view, report, split))], className="columns"),
             _states(run) if report.states else None,
-            _waiting(report),
+            _beside(*view.of("path"), *(replace(blames, title=say("waits")) for blames in view.of("blames"))),
             card(say("steps"), *_steps(report)) if any(report.step_ns.values()) or not report.states else None,
-            _checked(report),
+            _beside(*view.of("healthy", "not_checked")),
             card(say("time.per_rank"), *_ranks(report, split)) if len(split.rows) > 1 else None,
-            card(say("gaps"), *_gaps(report)),
+            _beside(*view.of("gaps")),
         ]
     )
 
 
-def _verdict(report: Report) -> Any:  # noqa: ANN401
-    missing = digest.missing_ranks(report)
-    warning = None
-    if not report.ranks and not report.steps.count:
-        warning = say("head.unreadable")
-    elif missing:
-        warning = say("head.missing", phrases.who(tuple(missing)))
-    rate = text("{rate:.3g} steps per second", rate=1000000000.0 / report.steps.mean_ns) if report.steps.mean_ns else ""
+def _verdict(view: View) -> Children:
+    mean_ns = view.report.steps.mean_ns
+    rate = text("{rate:.3g} steps per second", rate=1000000000.0 / mean_ns) if mean_ns else ""
     return html.Div(
         [
             html.Div(
                 [
-                    html.H1(report.verdict.replace(" %", "\u00a0%")),
-                    facts(*phrases.head_facts(report), rate),
-                    *(quiet(line) for line in phrases.history_lines(report)),
+                    html.H1(view.report.verdict.replace(" %", "\u00a0%")),
+                    facts(*view.facts, rate),
+                    *(quiet(line) for line in view.history),
                 ],
-                className=f"verdict {digest.status(report)}",
+                className=f"verdict {view.status}",
             ),
-            html.P(warning, className="warning") if warning else None,
+            html.P(view.warning, className="warning") if view.warning else None,
         ]
     )
 
 
-def _findings(run: Run, split: digest.Breakdown) -> list[Any]:
-    if not run.report.findings:
-        return [html.P(phrases.no_finding(run.report))]
-    found = [_finding(run, split, number, finding) for number, finding in enumerate(run.report.findings, 1)]
-    return [*found, quiet(say("finding.error"))]
+def _findings(run: Run, view: View, split: digest.Breakdown) -> list[Children]:
+    if not view.findings:
+        return [html.P(view.no_finding)]
+    return [*(_finding(run, split, shown) for shown in view.findings), quiet(say("finding.error"))]
 
 
-def _finding(run: Run, split: digest.Breakdown, number: int, finding: Finding) -> Any:  # noqa: ANN401
-    shown = [
+def _finding(run: Run, split: digest.Breakdown, shown: FindingView) -> Children:
+    finding = shown.finding
+    facts_ = [
         part
-        for fact, name, value in finding_facts(run.report, finding)
-        for part in (html.Dt(name), html.Dd(html.Strong(value) if fact == COST else value))
+        for fact in shown.facts
+        for part in (html.Dt(fact.name), html.Dd(html.Strong(fact.value) if fact.key == COST else fact.value))
     ]
-    severity = html.Span(say(f"severity.{finding.severity}"), className=f"severity {finding.severity}")
+    severity = html.Span(shown.severity, className=f"severity {finding.severity}")
+    title: list[Children] = [severity, f"{shown.number}. ", finding.title, " ", html.Span(shown.check, className="check")]
     return html.Article(
         [
-            html.H3(
-                [
-                    severity,
-                    f"{number}. ",
-                    finding.title,
-                    " ",
-                    html.Span(detector_name(finding.detector), className="check"),
-                ]
-            ),
-            html.Dl(shown),
-            _picture(split, finding) if number == 1 else None,
+            html.H3(title),
+            html.Dl(facts_),
+            _picture(split, finding) if shown.number == 1 else None,
             dmc.Group([*_evidence(run, finding.evidence[:_EVIDENCE]), *_comparison(run, finding)], gap="xs", mt=6),
         ],
-        id=f"finding-{number}",
+        id=f"finding-{shown.number}",
         className=f"finding{' follows' if finding.caused_by else ''}",
     )
 
 
-def _picture(split: digest.Breakdown, finding: Finding) -> Any:  # noqa: ANN401
-    found = picture(split, finding)
+def _picture(split: digest.Breakdown, finding: Finding) -> Children:
+    found = charts.picture(split, finding)
     if found is None or len(split.rows) < 2:
         return None
-    said = quiet(together(" ", (found.caption, found.numbers)))
-    return html.Div([Chart(found.chart, title=say("finding.evidence")), said], className="picture")
+    return html.Div([Chart(found.chart, title=say("finding.evidence")), quiet(found.caption)], className="picture")
 
 
-def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Any]:
+def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Children]:
     """Links to the moments in the timeline. Each says whose it is, and when, where others would bear the same name."""
     names = [_name(seen) for seen in evidence]
     links = []
@@ -127,7 +109,7 @@ def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Any]:
     return links
 
 
-def _comparison(run: Run, finding: Finding) -> list[Any]:
+def _comparison(run: Run, finding: Finding) -> list[Children]:
     """Links to the finding's rank beside the others, if it names one."""
     if len(finding.ranks) != 1 or len(run.report.ranks) < 2:
         return []
@@ -147,22 +129,20 @@ def _name(seen: Evidence) -> str:
     return together(", ", (phrases.who(ranks, nodes), seen.note)) if ranks or nodes else seen.note
 
 
-def _time(report: Report, split: digest.Breakdown) -> list[Any]:
-    bars, unit = waterfall(report, split)
-    if not bars:
-        return [html.P(say("time.none"))]
-    head = html.Tr([html.Th(), html.Th(), html.Th(unit, className="number"), html.Th("%", className="number")])
+def _time(view: View, report: Report, split: digest.Breakdown) -> list[Children]:
+    (shown,) = view.of("time")
+    if shown.table is None:
+        return [html.P(line) for line in shown.lines]
+    _, unit, share, _ = shown.table.columns
+    head = html.Tr([html.Th(), html.Th(), *(html.Th(column.title, className="number") for column in (unit, share))])
+    bars = waterfall(report, split, shown.table)
     return [
-        quiet(say("time.mean", phrases.who(tuple(split.rows)), f"{_step(bars).time} {unit}")),
+        quiet(shown.means),
         html.Table([html.Thead(head), html.Tbody([_row(bar) for bar in bars])], className="waterfall"),
     ]
 
 
-def _step(bars: list[Bar]) -> Bar:
-    return next(bar for bar in bars if bar.kind == "sum")
-
-
-def _row(bar: Bar) -> Any:  # noqa: ANN401
+def _row(bar: Bar) -> Children:
     place = {"left": f"{bar.start * 100:.3f}%", "width": f"{bar.length * 100:.3f}%"}
     if bar.kind == "part":
         place["background"] = f"var(--{bar.part}, var(--other))"
@@ -179,56 +159,13 @@ def _row(bar: Bar) -> Any:  # noqa: ANN401
     )
 
 
-def _waiting(report: Report) -> Any:  # noqa: ANN401
-    """What a step cannot do without, and whom the ranks waited for; nothing where neither is known."""
-    path, blames = digest.main_path(report.critical_path), digest.main_blames(report.blames)
-    step_ns = sum(part.ns_per_step for part in path)
-    chain = [
-        (units.percent(part.ns_per_step / step_ns), units.duration(part.ns_per_step), *phrases.path_row(part))
-        for part in path
-    ]
-    stood = [(units.duration(blame.blocked_ns), *phrases.path_row(blame)) for blame in blames]
-    cards = [
-        card(say("path"), quiet(say("path.means", units.duration(step_ns))), _table("path", _PATH, chain))
-        if chain
-        else None,
-        card(say("waits"), quiet(say("blames.means")), _table("blames", _BLAMES, stood)) if stood else None,
-    ]
-    return html.Div(cards, className="columns") if any(cards) else None
+def _beside(*sections: Section) -> Children:
+    """Cards of sections of the report, beside each other; nothing where there are none."""
+    cards = [card(section.title, *section_body(section)) for section in sections]
+    return html.Div(cards, className="columns") if len(cards) > 1 else (cards[0] if cards else None)
 
 
-def _table(texts: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:  # noqa: ANN401
-    heads = html.Tr([html.Th(say(f"{texts}.{column}"), className=_NUMBERS.get(column, "")) for column in columns])
-    cells = [
-        html.Tr([html.Td(text, className=_NUMBERS.get(column, "")) for column, text in zip(columns, row, strict=True)])
-        for row in rows
-    ]
-    return html.Table([html.Thead(heads), html.Tbody(cells)], className="plain")
-
-
-def _checked(report: Report) -> Any:  # noqa: ANN401
-    rows = [
-        (f"✓ {detector_name(one.detector)}", phrases.resolution(report, one.resolution_ns)) for one in report.healthy
-    ]
-    reasons = digest.by_reason(report.not_checked)
-    unchecked = [
-        (together(", ", (f"? {detector_name(name)}" for name in names)), why) for why, names in reasons.items()
-    ]
-    return html.Div(
-        [
-            card(say("healthy"), _pairs(rows) if rows else html.P(say("healthy.none"))),
-            card(say("not_checked"), _pairs(unchecked) if unchecked else html.P(say("not_checked.none"))),
-        ],
-        className="columns",
-    )
-
-
-def _pairs(rows: list[tuple[str, str]]) -> Any:  # noqa: ANN401
-    cells = [html.Tr([html.Td(name), html.Td(text, className="quiet")]) for name, text in rows]
-    return html.Table(html.Tbody(cells), className="plain")
-
-
-def _states(run: Run) -> Any:  # noqa: ANN401
+def _states(run: Run) -> Children:
     """How far each rank had come in each process group when the job hung."""
     report = run.report
     columns = phrases.known_columns(report.states)
@@ -243,31 +180,22 @@ def _states(run: Run) -> Any:  # noqa: ANN401
     return card(say("states"), quiet(say("states.means", "")), plain_table(run, frame, shown))
 
 
-def _steps(report: Report) -> list[Any]:
-    step_ns = {rank: report.step_ns[rank] for rank in sorted(report.step_ns) if report.step_ns[rank]}
-    if not step_ns:
+def _steps(report: Report) -> list[Children]:
+    drawn = charts.lengths_of_steps(report)
+    if drawn is None:
         return [html.P(say("steps.none"))]
-    line, per_point = svg.step_chart(step_ns, points=_STEP_POINTS)
-    caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
-    if per_point > 1:
-        caption = together(" ", (caption, say("steps.binned", per_point)))
-    shown = [Chart(line, title=say("steps")), quiet(caption)]
-    if report.history is not None:
-        whole = course(report.history)
-        shown += [Chart(whole.chart, title=say("history")), quiet(whole.caption)]
-    return shown
+    shown = [Chart(drawn.chart, title=say("steps")), quiet(drawn.caption)]
+    whole = charts.course(report.history)
+    return [*shown, Chart(whole.chart, title=say("history")), quiet(whole.caption)] if whole else shown
 
 
-def _ranks(report: Report, split: digest.Breakdown) -> list[Any]:
-    _, marked = digest.marked_ranks(report)
-    missing = digest.missing_ranks(report)
-    if len(split.rows) + len(missing) <= _BARS:
-        return [Chart(svg.rank_bars(split, marked, missing), title=say("time.per_rank")), _legend(split)]
-    caption = say("time.per_rank.columns", svg.COLUMNS_IN_A_ROW)
-    return [Chart(svg.rank_columns(split, marked), title=say("time.per_rank")), _legend(split), quiet(caption)]
+def _ranks(report: Report, split: digest.Breakdown) -> list[Children]:
+    drawn = charts.ranks_beside_each_other(report, split)
+    shown = [Chart(drawn.chart, title=say("time.per_rank")), _legend(split)]
+    return [*shown, quiet(drawn.caption)] if drawn.caption else shown
 
 
-def _legend(split: digest.Breakdown) -> Any:  # noqa: ANN401
+def _legend(split: digest.Breakdown) -> Children:
     return html.Ul(
         [
             html.Li(
@@ -278,13 +206,6 @@ def _legend(split: digest.Breakdown) -> Any:  # noqa: ANN401
         ],
         className="levels",
     )
-
-
-def _gaps(report: Report) -> list[Any]:
-    groups = digest.gap_groups(report)
-    if not groups:
-        return [html.P(say("gaps.none"))]
-    return [_pairs([(group.table, say("gaps.where", phrases.gap_extent(group), group.why)) for group in groups])]
 
 
 page = Page(title=text("Overview"), order=0, layout=layout)

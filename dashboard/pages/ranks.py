@@ -12,14 +12,13 @@ import polars as pl
 from dash import Dash, html
 from flask import Response, request
 
-from rankscope.analysis.model import digest
-from rankscope.analysis.report import svg
-from rankscope.analysis.report.labels import say
+from rankscope.analysis.report import charts
+from rankscope.analysis.report.view import view_of
 from rankscope.analysis.text.message import spoken, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.dashboard.components import Chart, Raster
 from rankscope.dashboard.figures.rank_step_heatmap import QUANTITIES, Grid, View, cell, grid, picture, rank_order
-from rankscope.dashboard.page_kit import Page, Query, address, card, choice, empty, heading, quiet
+from rankscope.dashboard.page_kit import Page, Query, address, card, choice, empty, heading, quiet, section_body
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 from rankscope.dashboard.timeline.groupings import groupings
@@ -171,11 +170,11 @@ def _value(found: Grid, value: float) -> str:
 
 
 def _waits(run: Run) -> list[Any]:
-    if not run.report.waits:
-        return [html.P(say("waits.none"))]
-    _, marked = digest.marked_ranks(run.report)
-    chart = svg.columns({wait.rank: wait.waited_ns for wait in run.report.waits}, marked)
-    return [html.Div([Chart(chart, title=say("waits")), quiet(say("waits.means"))], className="picture")]
+    (shown,) = view_of(run.report).of("waits")
+    chart = charts.waited(run.report)
+    if chart is None:
+        return section_body(shown)
+    return [html.Div([Chart(chart, title=shown.title), quiet(shown.means)], className="picture")]
 
 
 page = Page(title=text("Ranks"), order=30, layout=layout, register=register)

@@ -14,8 +14,8 @@ import polars as pl
 from flask import Flask, Response, request
 
 from rankscope.analysis.model.finding import Report
+from rankscope.analysis.report.view import facts_of
 from rankscope.analysis.text.message import spoken
-from rankscope.dashboard.finding_facts import finding_facts
 from rankscope.dashboard.timeline import details, lod
 from rankscope.dashboard.timeline.counter_lanes import CounterLane, packed, said_at
 from rankscope.dashboard.timeline.lod import Indices, Row
@@ -133,7 +133,7 @@ def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
     findings = [
         {
             "title": finding.title,
-            "facts": [[name, value] for _, name, value in finding_facts(report, finding)],
+            "facts": [[fact.name, fact.value] for fact in facts_of(report, finding)],
         }
         for finding in report.findings
     ]

@@ -29,6 +29,7 @@ from rankscope.analysis.model.finding import (
     Wait,
 )
 from rankscope.analysis.report import html, json_form, terminal
+from rankscope.analysis.report.view import view_of
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges, rounded, shares
 from support.report_schema import SCHEMA, check
 
@@ -298,6 +299,23 @@ def test_json_says_null_where_there_is_no_number():
     assert (finding["lost_fraction"], finding["gain_fraction"]) == (None, None)
 
 
+# one view, drawn by every form
+
+
+@every_report
+def test_terminal_and_page_show_every_fact_of_the_view_in_the_same_digits(report: Report):
+    view = view_of(report)
+    said = [*view.facts, view.warning, view.no_finding]
+    said += [fact.value for shown in view.findings for fact in shown.facts]
+    for section in view.sections:
+        rows = [*section.table.rows, section.table.total] if section.table else []
+        cells = [cell for row in rows for cell in row]
+        said += [section.title, section.means, *cells] if section.key != "method" else []
+    drawn = {"terminal": one_line(terminal.render(report, width=2000)), "page": Page(html.render(report)).text}
+    for form, text in drawn.items():
+        assert [fact for fact in said if one_line(fact) not in text] == [], form
+
+
 # terminal
 
 
@@ -506,8 +524,8 @@ def test_page_shows_gaps_missing_ranks_and_bad_clocks():
     text = Page(html.render(with_gaps())).text
     assert "Not recorded: ranks 3,5." in text
     assert text.count("not recorded") == 2  # their two rows among the bars
-    assert "collectives ranks 0,1 123 the ring was full" in text
-    assert "counters node 1 unknown no RDMA devices" in text
+    assert "collectives ranks 0,1, 123 rows missing the ring was full" in text
+    assert "counters node 1 no RDMA devices" in text
     assert "times across nodes are not to be trusted" in text
 
 
@@ -541,7 +559,7 @@ def test_page_of_512_ranks_stays_small():
     assert len(source.encode()) < 2_000_000
     text = Page(source).text
     assert "Marked: rank 137, finding 1." in text
-    assert "collectives ranks 0-511 130816 the ring was full" in text
+    assert "collectives ranks 0-511, 130816 rows missing the ring was full" in text
 
 
 def test_page_of_an_empty_report_says_why_instead_of_drawing():

@@ -28,6 +28,7 @@ pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: 
 import record
 import simulate
 from rankscope.analysis.model import digest
+from rankscope.analysis.report.view import view_of
 from rankscope.analysis.text.message import speaking, spoken
 from rankscope.dashboard import sql
 from rankscope.dashboard.app import create_app
@@ -319,7 +320,8 @@ def server(state: State, served: Any) -> Iterator[str]:
 
 def test_the_waterfall_adds_up_to_the_step_and_each_bar_begins_where_the_last_one_ended(state):
     report = state.report("")
-    bars, _ = waterfall(report, digest.breakdown(report))
+    (shown,) = view_of(report).of("time")
+    bars = waterfall(report, digest.breakdown(report), shown.table)
     parts = [bar for bar in bars if bar.kind == "part"]
     (step,) = [bar for bar in bars if bar.kind == "sum"]
     assert sum(float(bar.time) for bar in parts) == pytest.approx(float(step.time), abs=1e-9)
