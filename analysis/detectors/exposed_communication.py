@@ -6,7 +6,8 @@ since nothing of the step lies before or after them to hide behind. No more can 
 step: that is the speedup, and the rest takes faster links, or fewer bytes. Reported from `min_fraction` of the step on;
 of tensor, expert and pipeline parallelism, whose results the next operator needs, so that earlier calls cannot hide
 them, from `min_fraction_coarse`. Where the other ranks were not recorded, transfer and wait for peers cannot be
-distinguished: the finding is an upper bound, and reported from `min_fraction_coarse` on, too.
+distinguished: the finding is an upper bound, and reported from `min_fraction_coarse` on, too. Where gradients cannot
+be distinguished from other operations (no backward, or no optimizer, was recorded) they are analyzed as these.
 
 Of gradients: transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
@@ -76,6 +77,7 @@ detector = Detector(
 
 _REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_scatter_base")
 _NEARLY_ALL = 0.98  # of backward's computation: it is over then
+_NEARLY_ALL_ENDED = 0.9  # of the operations: where fewer have an end, what they hold up is not known
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
 _IN_OTHERS = 1 / 3  # of the mean loss
@@ -149,7 +151,7 @@ def detect(
                 costly.append((one, lost))
         by = by_group(collectives, phases, groups) if costly else pl.DataFrame()
         findings += [_of_operations(one, grid, lost, by) for one, lost in costly]
-    if unresolved is not None and not findings:
+    if unresolved is not None and not findings and not _are_judged(breakdown, phases, collectives, groups, min_fraction):
         raise unresolved
     return findings
 
@@ -259,6 +261,26 @@ def _operations(
         )
 
 
+def _are_judged(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    collectives: pl.DataFrame,
+    groups: pl.DataFrame | None,
+    min_fraction: float,
+) -> bool:
+    """Say whether operations of groups answer for gradients too, which nobody could distinguish from them.
+
+    Nearly all of them have ends, and those of which a step has edges only, as of one bucket, are not exposed by much.
+    """
+    if groups is None:
+        return False
+    grid, every = judged_grid(breakdown, 1), exposed_operations(collectives, phases, groups)
+    inner = every.filter(~pl.col("is_edge")).select(BY_SORT).unique()
+    only_edges = sums(grid, every.join(inner, on=BY_SORT, how="anti"), "exposed_ns")
+    is_seen = not inner.is_empty() and len(every) >= _NEARLY_ALL_ENDED * len(collectives)
+    return is_seen and float(np.median(only_edges, axis=0).mean()) < min_fraction * grid.step_ns
+
+
 def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.DataFrame) -> Finding:
     behind = by.filter(pl.col("group").is_in(one.groups), pl.col("hidden_by") != "")["hidden_by"].to_list()
     op = one.op if one.op != "unknown" else text("communication")
@@ -307,8 +329,13 @@ def resolution_ns(
     min_fraction_coarse: float = 0.10,
 ) -> int:
     """The smallest loss per step that would have been reported in each group that has something exposed."""
-    grid, *_ = _spans(breakdown, phases, regions, collectives, kernels)
-    seen = [] if groups is None else _operations(judged_grid(breakdown, 1), phases, collectives, groups)
+    grid = judged_grid(breakdown, 1)
+    try:
+        _spans(breakdown, phases, regions, collectives, kernels)
+    except NotResolvable:
+        if not _are_judged(breakdown, phases, collectives, groups, min_fraction):
+            raise
+    seen = [] if groups is None else _operations(grid, phases, collectives, groups)
     limits = [one.least_fraction(min_fraction, min_fraction_coarse) for one in seen]
     return round(max([min_fraction, *limits]) * grid.step_ns)
 

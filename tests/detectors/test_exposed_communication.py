@@ -109,8 +109,18 @@ def test_what_no_computation_can_hide_costs_all_the_same(steps):
     assert finding.lost_ns_per_step == 60 * MS
     assert finding.fix == "overlap:fsdp:allgather"
     assert "20.0 ms per step are computed with nothing in flight, so no more than that can be hidden" in finding.advice
-    with pytest.raises(NotResolvable):
-        exposed_communication.detect(*gathers(steps, 0.5))
+    healthy = gathers(steps, 0.5)
+    assert exposed_communication.detect(*healthy) == []
+    assert exposed_communication.resolution_ns(*healthy[:4], groups=healthy[5]) == 0.05 * 22 * MS
+
+
+def test_one_operation_per_step_does_not_show_that_nothing_could_be_hidden():
+    """It has nothing before and after it: no backward was seen, and its 30 of 50 ms may be all gradients."""
+    breakdown, phases, regions, collectives, _, groups = gathers(3, 30)
+    only_one = collectives.filter(pl.col("instance_id") % 4 == 0)
+    for check in (exposed_communication.detect, exposed_communication.resolution_ns):
+        with pytest.raises(NotResolvable, match="backward"):
+            check(breakdown, phases, regions, only_one, groups=groups)
 
 
 @pytest.mark.parametrize(
