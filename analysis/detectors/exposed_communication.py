@@ -151,7 +151,11 @@ def detect(
                 costly.append((one, lost))
         by = by_group(collectives, phases, groups) if costly else pl.DataFrame()
         findings += [_of_operations(one, grid, lost, by) for one, lost in costly]
-    if unresolved is not None and not findings and not _are_judged(breakdown, phases, collectives, groups, min_fraction):
+    if (
+        unresolved is not None
+        and not findings
+        and not _are_judged(breakdown, phases, collectives, groups, min_fraction)
+    ):
         raise unresolved
     return findings
 

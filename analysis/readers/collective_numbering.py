@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,11 @@ _EXTRA = 32  # how many more operations one rank may have at an end than its len
 _MOST_NS = 1_000_000  # ends of one operation on two ranks differ by less, in the median of every stretch
 _STANDS_OUT = 2  # by how much a shift must be better than any other, where clocks differ
 _STRETCH = 8  # operations; a hole within the last few of a recording is not seen
+_LACKS = 0.1  # share of its operations, or one, that a rank may lack in the middle
+_CLOSE = 0.25  # of the usual time between two ends of one kind: what is nearer than that is one operation
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,22 +31,97 @@ class Sequence:
     end_ns: Ints
 
 
-def align(sequences: Mapping[int, Sequence], *, one_clock: bool) -> dict[int, int] | None:
-    """What to add to each rank's position so that equal sums are one operation; None if that is not certain.
+def align(sequences: Mapping[int, Sequence], *, one_clock: bool) -> dict[int, Ints] | None:
+    """Give the number of each rank's operations, equal where they are one operation; None if that is not certain.
 
     Recordings begin and end on each rank at another time, so a rank may lack operations at either end. All ranks end
-    an operation together: the shift is right where the kinds agree everywhere and the ends differ least (from the
-    rank's constant difference, where the clocks are not one), by little in every stretch of the recording: after a
-    hole in the middle operations of one kind still agree, but no longer end together. Such a rank fits nowhere.
+    an operation together: a shift is right where the kinds agree everywhere and the ends differ least (from the
+    rank's constant difference, where the clocks are not one), by little in every stretch of the recording. After a
+    hole in the middle operations of one kind still agree, but no longer end together, and streams may take turns in
+    another order: a rank whose operations fit at no shift is aligned by their ends alone, kind by kind.
     """
     if len(sequences) == 1:
-        return dict.fromkeys(sequences, 0)
+        return {rank: np.arange(len(rows.kind)) for rank, rows in sequences.items()}
     reference = max(sequences, key=lambda rank: (len(sequences[rank].kind), -rank))
-    shifts = {rank: _shift(sequences[reference], rows, one_clock) for rank, rows in sequences.items()}
-    if any(shift is None for shift in shifts.values()):
+    size = len(sequences[reference].kind)
+    places: dict[int, Ints] = {}
+    for rank, rows in sequences.items():
+        shift = _shift(sequences[reference], rows, one_clock)
+        found = np.arange(len(rows.kind)) + shift if shift is not None else None
+        if found is None:
+            found = _by_ends(sequences[reference], rows, one_clock)
+            if found is None:
+                return None
+            alone = found < 0  # what only this rank has gets numbers that no other rank has
+            found[alone] = size + _EXTRA + np.arange(int(alone.sum()))
+            size += int(alone.sum())
+        places[rank] = found
+    least = min(int(at.min()) for at in places.values())
+    return {rank: at - least for rank, at in places.items()}
+
+
+def _by_ends(reference: Sequence, rows: Sequence, one_clock: bool) -> Ints | None:
+    """Position in the reference of each operation of this rank by its end, -1 for what the reference lacks.
+
+    None where more is lacking than one rank may lack, or where clocks differ and more than one difference fits.
+    """
+    offsets = np.zeros(1) if one_clock else _differences(reference, rows)
+    fits = sorted(
+        (fit for off in offsets if (fit := _nearest(reference, rows, float(off), one_clock)) is not None),
+        key=lambda fit: (-int((fit[1] >= 0).sum()), fit[0]),
+    )
+    if not fits:
         return None
-    least = min(shift for shift in shifts.values() if shift is not None)
-    return {rank: shift - least for rank, shift in shifts.items() if shift is not None}
+    (_, best, off), others = fits[0], fits[1:]
+    apart = [abs(other[2] - off) for other in others]
+    return None if any(ns > 2 * _MOST_NS for ns in apart) else best
+
+
+def _differences(reference: Sequence, rows: Sequence) -> Floats:
+    """By how much two clocks may differ: what the ends of half of the operations say at each shift."""
+    n, m = len(reference.kind), len(rows.kind)
+    reach, found = n - m + _EXTRA, []
+    for shift in range(-min(reach, m - 1), min(reach, n - 1) + 1):
+        low, high = max(shift, 0), min(shift + m, n)
+        if high - low >= 2 * _LEAST_PAIRS:
+            apart = rows.end_ns[low - shift : high - shift] - reference.end_ns[low:high]
+            found += [float(np.median(half)) for half in np.array_split(apart, 2)]
+    return np.unique(found)
+
+
+def _nearest(reference: Sequence, rows: Sequence, off: float, one_clock: bool) -> tuple[float, Ints, float] | None:
+    """How far ends are apart, the position of each operation that ends with it, and the clocks' difference.
+
+    None unless nearly all operations of the time that both saw have one.
+    """
+    found = np.full(len(rows.kind), -1, np.int64)
+    for kind in np.unique(rows.kind):
+        mine, theirs = np.flatnonzero(rows.kind == kind), np.flatnonzero(reference.kind == kind)
+        theirs = theirs[np.argsort(reference.end_ns[theirs], kind="stable")]
+        if len(theirs) < 2:
+            continue
+        there, here = reference.end_ns[theirs], rows.end_ns[mine] - off
+        after = np.clip(np.searchsorted(there, here), 1, len(there) - 1)
+        near = np.where(here - there[after - 1] < there[after] - here, after - 1, after)
+        close = np.abs(here - there[near]) <= min(_MOST_NS, _CLOSE * float(np.median(np.diff(there))))
+        found[mine[close]] = theirs[near[close]]
+    known = found >= 0
+    pairs = found[known]
+    if len(np.unique(pairs)) < len(pairs) or len(pairs) < 2 * _LEAST_PAIRS:
+        return None
+    apart = rows.end_ns[known] - reference.end_ns[pairs]
+    clocks = 0.0 if one_clock else float(np.median(apart))
+    ends, others = rows.end_ns - clocks, reference.end_ns
+    is_paired = np.isin(np.arange(len(others)), pairs)
+    if _lacks(ends, others, known) or _lacks(others, ends, is_paired):
+        return None
+    return float(np.median(np.abs(apart - clocks))), found, clocks
+
+
+def _lacks(ends: NDArray[Any], others: NDArray[Any], paired: NDArray[np.bool_]) -> bool:
+    """Whether of the operations in the time of the others too many are not `paired`."""
+    both = (ends >= others.min() - _MOST_NS) & (ends <= others.max() + _MOST_NS)
+    return bool((both & ~paired).sum() > max(1.0, _LACKS * both.sum()))
 
 
 def _shift(reference: Sequence, rows: Sequence, one_clock: bool) -> int | None:

@@ -165,10 +165,10 @@ def _grouped(streams: Sequence[_Stream], rooted: Collection[int]) -> list[list[t
 def _fit(one: _Stream, other: _Stream, rooted: Collection[int]) -> _Fit | None:
     """How the second stream follows the first; None where they are not of one group, or that is not certain."""
     one_clock = one.node == other.node
-    shifts = collective_numbering.align({0: one.sequence, 1: other.sequence}, one_clock=one_clock)
-    if shifts is None:
+    numbers = collective_numbering.align({0: one.sequence, 1: other.sequence}, one_clock=one_clock)
+    if numbers is None or any((np.diff(of_stream) != 1).any() for of_stream in numbers.values()):
         return None
-    shift = shifts[1] - shifts[0]
+    shift = int(numbers[1][0] - numbers[0][0])
     low, high = max(shift, 0), min(shift + len(other.rows), len(one.rows))
     if high <= low:
         return None

@@ -51,28 +51,31 @@ def number_collectives(
             continue
         codes: dict[tuple[Any, ...], int] = {}
         sequences = {rank: _as_sequence(collectives[rank], at, codes) for rank, at in rows.items()}
-        shifts = collective_numbering.align(sequences, one_clock=one_clock)
-        if shifts is None:  # nothing is certain: no two ranks have a number in common
-            lengths = [len(at) for at in rows.values()]
-            shifts = dict(zip(rows, itertools.accumulate(lengths, initial=0), strict=False))
+        numbers = collective_numbering.align(sequences, one_clock=one_clock)
+        if numbers is None:  # nothing is certain: no two ranks have a number in common
+            begins = itertools.accumulate((len(at) for at in rows.values()), initial=0)
+            numbers = {
+                rank: np.arange(len(at)) + begin for (rank, at), begin in zip(rows.items(), begins, strict=False)
+            }
         elif name == _UNKNOWN_GROUP:
             for rank in rows:
                 groups[rank].members[name] = everyone
-        for rank, shift in shifts.items():
-            collectives[rank]["seq"][rows[rank]] = np.arange(len(rows[rank])) + shift
+        for rank, of_rank in numbers.items():
+            collectives[rank]["seq"][rows[rank]] = of_rank
 
 
 def _number_transfers(collectives: Mapping[int, Calls], rows: Mapping[int, Ints], *, one_clock: bool) -> None:
     """Number what one rank sends to another on both: torch counts there what the rank exchanges with all."""
     codes: dict[tuple[Any, ...], int] = {}
     sequences = {rank: _as_sequence(collectives[rank], at, codes, ("dtype", "size_bytes")) for rank, at in rows.items()}
-    shifts = collective_numbering.align(sequences, one_clock=one_clock)
-    if shifts is None:  # a small message may end on its sender long before
+    numbers = collective_numbering.align(sequences, one_clock=one_clock)
+    if numbers is None:  # a small message may end on its sender long before
         first, last = sequences.values()
         last_begins = 0 if np.array_equal(first.kind, last.kind) else len(first.kind)
-        shifts = dict(zip(rows, (0, last_begins), strict=True))
+        begins = zip(rows.items(), (0, last_begins), strict=True)
+        numbers = {rank: np.arange(len(at)) + begin for (rank, at), begin in begins}
     for rank, at in rows.items():
-        collectives[rank]["seq"][at] = np.arange(len(at)) + shifts[rank]
+        collectives[rank]["seq"][at] = numbers[rank]
 
 
 def _tell_apart(rows: Mapping[int, tuple[Calls, Ints]]) -> None:
