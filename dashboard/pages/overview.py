@@ -77,7 +77,13 @@ def _finding(run: Run, split: digest.Breakdown, shown: FindingView) -> Children:
         for part in (html.Dt(fact.name), html.Dd(html.Strong(fact.value) if fact.key == COST else fact.value))
     ]
     severity = html.Span(shown.severity, className=f"severity {finding.severity}")
-    title: list[Children] = [severity, f"{shown.number}. ", finding.title, " ", html.Span(shown.check, className="check")]
+    title: list[Children] = [
+        severity,
+        f"{shown.number}. ",
+        finding.title,
+        " ",
+        html.Span(shown.check, className="check"),
+    ]
     return html.Article(
         [
             html.H3(title),
