@@ -1,10 +1,12 @@
 """Eight layers whose backward takes 20 ms each and makes 4 MB of gradients.
 
-DDP reduces them while backward runs, layer by layer; with `--late` they are reduced by hand afterwards.
+DDP reduces them while backward runs, layer by layer; with `--late` they are reduced by hand afterwards. With
+`--accumulate` a step has two backward passes, and DDP one bucket: reduced in both, or with `--no-sync` in the last.
 """
 
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -32,10 +34,14 @@ class Layer(nn.Linear):
 
 dist.init_process_group("gloo")
 layers = nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-late = "--late" in sys.argv
-model = layers if late else DistributedDataParallel(layers, bucket_cap_mb=4, gradient_as_bucket_view=True)
+late, twice = "--late" in sys.argv, "--accumulate" in sys.argv
+cap_mb = 100 if twice else 4
+model = layers if late else DistributedDataParallel(layers, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for _ in range(STEPS):
+    if twice:
+        with model.no_sync() if "--no-sync" in sys.argv else nullcontext():
+            model(torch.randn(4, WIDTH)).square().mean().backward()
     model(torch.randn(4, WIDTH)).square().mean().backward()
     if late:
         flat = torch.cat([p.grad.flatten() for p in model.parameters()])
