@@ -127,7 +127,7 @@ class _Gpu:
         return found
 
     def _reasons(self, metrics: Mapping[str, Any]) -> int | None:
-        """Why the clock was held down since the last reading; None where the driver does not tell."""
+        """Return why the clock was held down since the last reading; None where the driver does not tell."""
         before, self._before = self._before, metrics
         if isinstance(metrics.get("accumulation_counter"), int):
             if not before:

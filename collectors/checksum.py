@@ -22,7 +22,7 @@ def with_checksum(file: bytes) -> bytes:
 
 
 def is_intact(file: bytes) -> bool:
-    """Whether it is as it was written, as far as it says how it was."""
+    """Say whether it is as it was written, as far as it says how it was."""
     first, last = _places(file)
     if first < 0:
         return True
@@ -35,6 +35,6 @@ def is_intact(file: bytes) -> bool:
 
 
 def _places(file: bytes) -> tuple[int, int]:
-    """Where the digits begin, in front and in the footer; -1: nowhere."""
+    """Return where the digits begin, in front and in the footer; -1: nowhere."""
     first, last = file.find(_MARK), file.rfind(_MARK)
     return (first + len(_MARK), last + len(_MARK)) if first >= 0 else (-1, -1)

@@ -39,7 +39,7 @@ def location(url: str) -> Location | None:
 
 
 def spool_url(out: str) -> Location | None:
-    """Where in object storage a run goes that is recorded with this `--out`; None for a folder of this machine.
+    """Return where in object storage a run goes that is recorded with this `--out`; None for a folder of this machine.
 
     Raises BadInput where nothing can go there, as far as can be said without asking the storage.
     """

@@ -84,7 +84,9 @@ class _App(Dash):
 
 
 def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: str = "en") -> Dash:
-    """The app on these runs. With a token, only who has it sees anything; without, only this machine's browsers do.
+    """Return the app on these runs.
+
+    With a token, only who has it sees anything; without, only this machine's browsers do.
 
     A browser that asked for `?lang=zh` is answered in it from then on, the others in `lang`.
     """
@@ -221,7 +223,7 @@ def _page_name(path: str | None) -> str:
 
 
 def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | None) -> tuple[Any, ...]:
-    """The page that the address names, its navigation, the run's name, what is on screen now, the title."""
+    """Return the page that the address names, its navigation, the run's name, what is on screen now, the title."""
     query = query_of(search)
     name = _page_name(path)
     key = query.get("run", "")
@@ -252,7 +254,7 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
 
 
 def _choose(select: Mapping[str, str] | None, value: str | None, search: str) -> Any:  # noqa: ANN401
-    """The address with what was chosen; a select that has just been shown chooses nothing."""
+    """Return the address with what was chosen; a select that has just been shown chooses nothing."""
     if not select or value in (None, select["shown"]):
         return no_update
     return with_choice(search, **dict.fromkeys(select["drops"].split(), ""), **{select["name"]: value})
@@ -267,7 +269,7 @@ def _navigation(current: str, run: str, opened: int) -> list[Any]:
 
 
 def _run_names(runs: Runs, page: str, current: str) -> Any:  # noqa: ANN401
-    """The name of the run, or links to all of them; and the ranks of the one that is shown, for the palette."""
+    """Return the name of the run, or links to all of them; and the ranks of the one that is shown, for the palette."""
     run = runs.progress(current).run
     known: dict[str, Any] = {"data-ranks": units.ranges(run.timeline.ranks["rank"]) if run else ""}
     if len(runs.keys) == 1:
@@ -281,7 +283,7 @@ def _run_names(runs: Runs, page: str, current: str) -> Any:  # noqa: ANN401
 
 
 def _loading(progress: Progress) -> Any:  # noqa: ANN401
-    """What is being done; or, if it failed, why."""
+    """Return what is being done; or, if it failed, why."""
     if progress.error:
         return dmc.Alert(
             progress.error,
@@ -311,7 +313,7 @@ def _order(a: int, b: int) -> int:
 
 
 def _tick(runs: Runs, page: str, key: str, version: dict[str, str]) -> tuple[Any, Any, bool]:
-    """The version if it is a new one, the run's state for the header, and whether nothing more is to come."""
+    """Return the version if it is a new one, the run's state for the header, and whether nothing more is to come."""
     if key not in runs.keys:
         return no_update, None, True
     progress = runs.progress(key)
@@ -440,7 +442,7 @@ def _pack(app: Dash) -> None:
 
 
 def _is_own(*, works: bool) -> bool:
-    """Whether a request comes from a page of this server, or was entered by hand.
+    """Say whether a request comes from a page of this server, or was entered by hand.
 
     Browsers say so (Sec-Fetch-Site), but for addresses of other machines without TLS. Where they do not, a request that
     `works`, which a page of another site could make with a mere link, must name its origin.

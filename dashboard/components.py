@@ -46,7 +46,7 @@ class Raster(Component):
 
 
 def _declare(component: Any, *names: str) -> None:  # noqa: ANN401
-    """What Dash's generator would have written into the class."""
+    """Write into the class what Dash's generator would have written."""
     component._prop_names = list(names)
     component.available_properties = list(names)
     component.available_wildcard_properties = []

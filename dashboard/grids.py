@@ -105,7 +105,7 @@ class _Pages:
         self._frames: OrderedDict[str, pl.DataFrame] = OrderedDict()
 
     def keep(self, frame: pl.DataFrame) -> str:
-        """The name by which they can be asked for."""
+        """Return the name by which they can be asked for."""
         name = f"shown_{hashlib.blake2s(frame.write_csv().encode(), digest_size=6).hexdigest()}"
         with self._lock:
             self._frames[name] = frame
@@ -124,13 +124,13 @@ _PAGES = _Pages()
 
 @lru_cache(maxsize=8)
 def answered(run: Run, query: str) -> pl.DataFrame:
-    """What the query asks of the run's tables, and of what pages show. Raises BadQuery."""
+    """Return what the query asks of the run's tables, and of what pages show. Raises BadQuery."""
     tables, name = ChainMap(_PAGES.named_in(query), tables_of(run)), query.rpartition(" ")[2]  # type: ignore[arg-type]
     return tables[name] if query == everything(name) and name in tables else answer(tables, query)
 
 
 def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "auto") -> Any:  # noqa: ANN401
-    """A table of the run in a grid, with what takes it away: a file, or SQL."""
+    """Return a table of the run in a grid, with what takes it away: a file, or SQL."""
     frame, query = tables_of(run)[name], everything(name)
     definitions = _definitions(frame, columns, run.key)
     if len(frame) > _SENT_ROWS:
@@ -144,14 +144,14 @@ def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "a
 
 
 def plain_table(run: Run, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> Any:  # noqa: ANN401
-    """A grid of rows that are no table of one run, on a page of this run, with what takes them away."""
+    """Return a grid of rows that are no table of one run, on a page of this run, with what takes them away."""
     query = everything(_PAGES.keep(frame.select(list(columns))))
     grid = _grid(frame, columns, _definitions(frame, columns, ""), "auto", id=_known("grid", run, query))
     return html.Div([away(run, query), grid])
 
 
 def rows_grid(run: Run, query: str, definitions: list[dict[str, Any]], *, height: str) -> Any:  # noqa: ANN401
-    """A grid that asks for an answer's rows as it is scrolled."""
+    """Return a grid that asks for an answer's rows as it is scrolled."""
     return dag.AgGrid(
         id=_known("rows", run, query),
         rowModelType="infinite",
@@ -176,7 +176,7 @@ def _grid(
     *,
     id: Mapping[str, str],
 ) -> Any:  # noqa: ANN401
-    """A grid that has all its rows. It can be sorted by the values, not by how they are written."""
+    """Return a grid that has all its rows. It can be sorted by the values, not by how they are written."""
     fits = height == "auto" and len(frame) <= _ROWS_AT_ONCE
     needed = [name for name in frame.columns if name in columns or name in ("start_ns", "end_ns")]
     written_ = frame.select(needed)
@@ -226,7 +226,7 @@ def _width(title: str, letters: int, *, filtered: bool) -> int:
 
 
 def _as_json(frame: pl.DataFrame) -> list[pl.Expr]:
-    """What JSON cannot hold exactly, as text: long numbers, infinities, and what is made of several values."""
+    """Return what JSON cannot hold exactly, as text: long numbers, infinities, and what is made of several values."""
     exact = []
     for name, dtype in frame.schema.items():
         column = pl.col(name)
@@ -244,7 +244,7 @@ def _as_json(frame: pl.DataFrame) -> list[pl.Expr]:
 
 
 def away(run: Run, query: str) -> Any:  # noqa: ANN401
-    """What takes away the rows of a grid, as it filters and sorts them."""
+    """Return what takes away the rows of a grid, as it filters and sorts them."""
     return html.Div(_taken_away(run.key, query), id=_known("away", run, query), className="controls small")
 
 
@@ -283,7 +283,7 @@ def _away(known: Mapping[str, str], filters: Any, order: Any) -> Any:  # noqa: A
 
 
 def _rows(state: State, known: Mapping[str, str], wanted: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The block of rows that the grid asks for, and how many there are; and what takes all of them away."""
+    """Return the block of rows that the grid asks for, and how many there are; and what takes all of them away."""
     run = state.ready(known["run"])
     filters, order = wanted.get("filterModel") or {}, wanted.get("sortModel") or []
     try:
@@ -296,7 +296,7 @@ def _rows(state: State, known: Mapping[str, str], wanted: dict[str, Any]) -> tup
 
 
 def _download(state: State) -> Response:
-    """The whole answer as a file."""
+    """Return the whole answer as a file."""
     run = state.ready(request.args.get("run", ""))
     if run is None:
         return Response("there is no such run", 404)

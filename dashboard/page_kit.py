@@ -89,7 +89,7 @@ def all_pages() -> dict[str, Page]:
 
 
 def in_language(page: Any) -> Any:  # noqa: ANN401 - a component, or what holds some
-    """The page with its texts in the language that is spoken."""
+    """Return the page with its texts in the language that is spoken."""
     if isinstance(page, Component):
         for name, value in page.to_plotly_json()["props"].items():  # type: ignore[no-untyped-call]
             setattr(page, name, in_language(value))
@@ -109,30 +109,33 @@ def sentence(clause: str) -> Text:
 
 @lru_cache(maxsize=8)
 def run_in_language(run: Run, language: str) -> Run:
-    """The run with its report in this language. The same one each time, since pages keep what they made of it."""
+    """Return the run with its report in this language.
+
+    The same one each time, since pages keep what they made of it.
+    """
     with speaking(language):
         return replace(run, report=spoken(run.report))
 
 
 def address(page: str, run: str = "", **query: object) -> str:
-    """The page's address within this server; the first run needs no name."""
+    """Return the page's address within this server; the first run needs no name."""
     words = {name: str(value) for name, value in query.items()} | ({"run": run} if run else {})
     return f"/{'' if page == HOME else page}" + (f"?{urlencode(words)}" if words else "")
 
 
 def query_of(search: str | None) -> Query:
-    """The words behind the `?` of an address."""
+    """Return the words behind the `?` of an address."""
     return dict(parse_qsl((search or "").lstrip("?")))
 
 
 def with_choice(search: str | None, **chosen: str) -> str:
-    """The words behind the `?` with what was chosen; what is empty goes."""
+    """Return the words behind the `?` with what was chosen; what is empty goes."""
     words = {name: word for name, word in ({**query_of(search), **chosen}).items() if word}
     return f"?{urlencode(words)}" if words else ""
 
 
 def heading(title: str, meaning: str = "") -> Children:
-    """A page's title, and in one line what it shows."""
+    """Return a page's title, and in one line what it shows."""
     return html.Div([html.H1(title), quiet(meaning) if meaning else None], className="page-title")
 
 
@@ -142,7 +145,7 @@ def card(title: str, *children: Children, note: str = "", className: str = "") -
 
 
 def choice(name: str, label: str, options: Sequence[Any], value: str, *, drops: str = "") -> Children:
-    """A select whose value is this word of the address, so that the page is shown anew with it.
+    """Return a select whose value is this word of the address, so that the page is shown anew with it.
 
     `drops` are words of the address that mean nothing any more once another is chosen.
     """
@@ -158,7 +161,7 @@ def choice(name: str, label: str, options: Sequence[Any], value: str, *, drops: 
 
 
 def choice_of_text(name: str, label: str, value: str, placeholder: str) -> Children:
-    """The same with a field to write into; Enter asks for it."""
+    """Return the same with a field to write into; Enter asks for it."""
     return dmc.TextInput(
         id={"kind": "choice", "name": name, "shown": value, "drops": ""},
         label=label,
@@ -174,7 +177,7 @@ def quiet(text: Children) -> Children:
 
 
 def section_body(section: Section) -> list[Children]:
-    """What a section of the report has below its title."""
+    """Return what a section of the report has below its title."""
     shown = [html.P(line) for line in section.lines]
     if section.means:
         shown.append(quiet(section.means))
@@ -200,14 +203,14 @@ def empty(title: str, why: str, what_to_do: str = "") -> Children:
 
 
 def plot(figure: dict[str, Any], *, height: int = 320) -> Children:
-    """A plotly figure; plotly is fetched only by pages that have one."""
+    """Return a plotly figure; plotly is fetched only by pages that have one."""
     config: Any = {"displaylogo": False, "responsive": True, "displayModeBar": False, "doubleClick": "reset"}
     drawn = dcc.Graph(figure=figure, config=config, style={"height": f"{height}px"}, className="plot")
     return html.Div([drawn, exports()], className="figure")
 
 
 def exports() -> Children:
-    """The buttons that save the chart beside them, of the class `figure`; `exports.js` does it."""
+    """Return the buttons that save the chart beside them, of the class `figure`; `exports.js` does it."""
     return html.Div(
         [html.Button(format, title=text("Save the chart as {format}", format=format)) for format in ("PNG", "SVG")],
         className="exports",

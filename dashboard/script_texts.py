@@ -22,6 +22,6 @@ def script_texts() -> frozenset[str]:
 
 
 def words() -> str:
-    """A JSON object for use inside a `<script>`: English template -> template in the language that is spoken."""
+    """Return a JSON object for use inside a `<script>`: English template -> template in the language that is spoken."""
     spoken = {} if language() == "en" else {english: translated(english) for english in sorted(script_texts())}
     return json.dumps(spoken, ensure_ascii=False).replace("<", "\\u003c")

@@ -36,7 +36,7 @@ _DIED = "the question is too deep, or takes too much memory; ask for less"
 
 
 def answer(tables: Mapping[str, pl.DataFrame], query: str) -> pl.DataFrame:
-    """The answer's first LIMIT rows. Raises BadQuery."""
+    """Return the answer's first LIMIT rows. Raises BadQuery."""
     asked = query.strip().rstrip(";")
     if len(asked) > _MOST_CHARACTERS:
         raise BadQuery(f"a question has at most {_MOST_CHARACTERS:,} characters")
@@ -58,7 +58,7 @@ def answer(tables: Mapping[str, pl.DataFrame], query: str) -> pl.DataFrame:
 
 
 def _in_worker(tables: Mapping[str, pl.DataFrame], query: str, files: ExitStack) -> pl.DataFrame:
-    """The answer of a worker, which reads the tables from files without names and writes into one."""
+    """Return the answer of a worker, which reads the tables from files without names and writes into one."""
 
     def file() -> IO[bytes]:
         return files.enter_context(tempfile.TemporaryFile(prefix="rankscope-"))
@@ -85,7 +85,10 @@ def _in_worker(tables: Mapping[str, pl.DataFrame], query: str, files: ExitStack)
 
 
 def _run(asked: str, descriptors: Sequence[int]) -> dict[str, str]:
-    """What the worker says. It starts in the root folder, so that no module of the current one is taken for its own."""
+    """Return what the worker says.
+
+    It starts in the root folder, so that no module of the current one is taken for its own.
+    """
     command = [sys.executable, "-m", "rankscope.dashboard.sql_worker"]
     try:
         worker = subprocess.run(
@@ -108,7 +111,7 @@ def _run(asked: str, descriptors: Sequence[int]) -> dict[str, str]:
 
 
 def _with_usual_numbers(frame: pl.DataFrame) -> pl.DataFrame:
-    """Sums of integers come as decimals without a fraction: as int64 where they fit, else as floats."""
+    """Return sums of integers, which come as decimals, as int64 where they fit, else as floats."""
     for name, dtype in frame.schema.items():
         if isinstance(dtype, pl.Decimal):
             whole = frame[name].cast(pl.Int64, strict=False) if dtype.scale == 0 else None
@@ -118,13 +121,13 @@ def _with_usual_numbers(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _one_line(said: str) -> str:
-    """What DuckDB says, without its picture of where in the question."""
+    """Return what DuckDB says, without its picture of where in the question."""
     first = said.split("\n\n")[0]
     return " ".join(first.split("\nLINE ")[0].split())[:300] or _DIED
 
 
 def narrowed(frame: pl.DataFrame, filters: Mapping[str, Any], order: Sequence[Mapping[str, str]]) -> pl.DataFrame:
-    """The rows that a grid's filters let through, in its order.
+    """Return the rows that a grid's filters let through, in its order.
 
     Source: ag-grid's filter model, https://www.ag-grid.com/javascript-data-grid/filter-api/
     """
@@ -167,7 +170,7 @@ def _condition(column: pl.Expr, model: Mapping[str, Any]) -> pl.Expr:
 
 
 def written(query: str, filters: Mapping[str, Any], order: Sequence[Mapping[str, str]]) -> str:
-    """The query with what `narrowed` does to its answer, in SQL."""
+    """Return the query with what `narrowed` does to its answer, in SQL."""
     wheres = [_written_condition(_quoted(name, '"'), model) for name, model in filters.items()]
     by = [f"{_quoted(o['colId'], chr(34))} {o['sort'].upper()} NULLS LAST" for o in order]
     if wheres or by:

@@ -70,7 +70,7 @@ def _answer(asked: dict[str, Any]) -> None:
 
 
 def _different(names: list[str]) -> Iterator[str]:
-    """The names of the columns, each once: `rank`, `rank_1`."""
+    """Yield the names of the columns, each once: `rank`, `rank_1`."""
     seen: set[str] = set()
     for name in names:
         unlike, number = name, 0
@@ -82,7 +82,7 @@ def _different(names: list[str]) -> Iterator[str]:
 
 
 def _first(found: Any, rows: int, size_bytes: int) -> Iterator[pa.RecordBatch]:  # noqa: ANN401 - a RecordBatchReader
-    """The first rows. Raises ValueError if they are too large."""
+    """Yield the first rows. Raises ValueError if they are too large."""
     for batch in found:
         size_bytes -= batch.nbytes
         if size_bytes < 0:

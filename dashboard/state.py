@@ -71,16 +71,16 @@ class State:
         return tuple(self._paths)
 
     def progress(self, run: str) -> Progress:
-        """Raises KeyError for a run that was not opened here."""
+        """Raise KeyError for a run that was not opened here."""
         return self._progress[run]
 
     def ready(self, run: str) -> Run | None:
-        """The run, or None while it is read, if it cannot be read, or if there is no such run."""
+        """Return the run, or None while it is read, if it cannot be read, or if there is no such run."""
         progress = self._progress.get(run)
         return None if progress is None else progress.run
 
     def scene(self, run: str) -> Scene | None:
-        """The run's lanes."""
+        """Return the run's lanes."""
         return self._progress[run].scene
 
     def report(self, run: str) -> Report | None:
@@ -93,7 +93,7 @@ class State:
         return None if loaded is None else critical_path(loaded)
 
     def counters(self, run: str) -> Sequence[CounterLane] | None:
-        """The nodes' counters that the timeline draws."""
+        """Return the nodes' counters that the timeline draws."""
         loaded = self._progress[run].run
         return None if loaded is None else _counters(loaded)
 

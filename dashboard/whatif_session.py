@@ -51,7 +51,7 @@ class TriedFix:
 
 @lru_cache(maxsize=4)
 def replayable(run: Run) -> Replay | Unreplayable:
-    """The run ready to be replayed, or why nothing can be predicted."""
+    """Return the run ready to be replayed, or why nothing can be predicted."""
     addresses = {node: launch.get("addresses", ()) for node, launch in run.trace.run.items()}
     timeline = run.timeline
     try:
@@ -82,7 +82,7 @@ def fixes(run: Run) -> tuple[list[TriedFix], int]:
 
 @lru_cache(maxsize=4)
 def path(run: Run) -> pl.DataFrame | None:
-    """The critical path's own time: rank, start_ns, end_ns; None where the run cannot be replayed."""
+    """Return the critical path's own time: rank, start_ns, end_ns; None where the run cannot be replayed."""
     ready = replayable(run)
     if isinstance(ready, Unreplayable) or ready.host is None:
         return None
@@ -90,7 +90,7 @@ def path(run: Run) -> pl.DataFrame | None:
 
 
 def gain(run: Run, keys: Sequence[str]) -> Gain | None:
-    """What these fixes bring together; None where nothing can be predicted."""
+    """Return what these fixes bring together; None where nothing can be predicted."""
     ready = replayable(run)
     if isinstance(ready, Unreplayable):
         return None
@@ -111,7 +111,7 @@ def _keys(run: Run, ready: Replay) -> Iterator[str]:
 
 
 def _is_any_rank(key: str) -> bool:
-    """Whether it stands for each rank: `rank:0 … rank:7`."""
+    """Say whether it stands for each rank: `rank:0 … rank:7`."""
     fix = Fix.parse(key)
     return fix.kind == "rank" and not fix.numbers
 

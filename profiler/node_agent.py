@@ -85,7 +85,7 @@ class Agent:
 
 
 def answers(name: str) -> bool:
-    """Whether an agent of this user listens on the socket of this name.
+    """Say whether an agent of this user listens on the socket of this name.
 
     Raises NotRecorded if it belongs to another user.
     """

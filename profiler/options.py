@@ -133,7 +133,7 @@ Price = Annotated[
 
 
 def takes(options: type[Taken]) -> Callable[[Callable[[Taken], None]], Callable[..., None]]:
-    """For a command of many options: it gets one frozen value, whose fields typer turns into them."""
+    """Return for a command of many options: it gets one frozen value, whose fields typer turns into them."""
 
     def decorate(run: Callable[[Taken], None]) -> Callable[..., None]:
         def command(**given: object) -> None:

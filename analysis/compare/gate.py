@@ -62,7 +62,7 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
 
 
 def _no_worse(change: FindingChange) -> bool:
-    """A has the finding too, and it cost as much there, within the error."""
+    """Say whether `a` has the finding too, at no less cost, within the error."""
     if change.a is None or change.b is None:
         return False
     error_ns = change.a.uncertainty_ns + change.b.uncertainty_ns
@@ -95,7 +95,7 @@ def _phase(first: int, last: int) -> Text:
 
 
 def _unseen(report: Report) -> Iterator[str]:
-    """What was not there to be judged."""
+    """Yield what was not there to be judged."""
     missing = missing_ranks(report)
     if missing:
         yield text("{ranks} of {world} not recorded", ranks=named("rank", missing), world=report.world_size)
@@ -111,12 +111,15 @@ def _unseen(report: Report) -> Iterator[str]:
 
 
 def _speed_was_judged(report: Report) -> bool:
-    """Whether a check that says anything about how fast the job is found it healthy."""
+    """Say whether a check that says anything about how fast the job is found it healthy."""
     return any(spec_of(check.detector).judges_speed for check in report.healthy)
 
 
 def _hidden(report: Report) -> Iterator[str]:
-    """What the steps' own scatter, or a collector that failed, may hide; a finding may cause such scatter itself."""
+    """Yield what the steps' own scatter, or a collector that failed, may hide.
+
+    A finding may cause such scatter itself.
+    """
     unclear: dict[str, list[str]] = {}
     for unchecked in report.not_checked:
         if unchecked.unclear:
@@ -131,7 +134,7 @@ def _hidden(report: Report) -> Iterator[str]:
 
 
 def _step(step: StepChange, slower: float) -> tuple[list[Text], list[Text]]:
-    """That it is longer than allowed, or that it may be."""
+    """Say that it is longer than allowed, or that it may be."""
     allowed_ns = slower * step.a_ns
     said = text(
         "the mean step of {step} is {change}, and {allowed} is allowed",

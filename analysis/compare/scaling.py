@@ -76,7 +76,7 @@ class Scaling:
 
 
 def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
-    """Runs against the one on fewest ranks. `kind` is told from what a rank computes, unless given.
+    """Compare runs with the one on fewest ranks. `kind` is told from what a rank computes, unless given.
 
     Efficiency is throughput over what linear scaling of the base would give. Raises `NotComparable`.
     """
@@ -138,7 +138,7 @@ def _work(report: Report) -> float:
 
 
 def _what_differs(runs: Sequence[tuple[Report, Timeline]]) -> Iterator[str]:
-    """What makes runs hard to compare: other devices, other amounts of communication, ranks not recorded."""
+    """Yield what makes runs hard to compare: other devices, other amounts of communication, ranks not recorded."""
     devices = {tuple(timeline.ranks["device"].unique().sort().to_list()) for _, timeline in runs}
     if len(devices) > 1:
         yield text(
@@ -208,14 +208,14 @@ def _point(report: Report, base: Report, parts: dict[str, int], of_base: dict[st
 
 
 def _mostly(lost: dict[str, int]) -> str:
-    """The part that grew most. Compute beside communication and alone change places: they count as one."""
+    """Return the part that grew most. Compute beside communication and alone change places: they count as one."""
     work = sum(lost.get(part, 0) for part in _WORK)
     grown = {part: ns for part, ns in lost.items() if part not in _WORK} | {_WORK[0]: work}
     return max(grown, key=lambda part: grown[part]) if lost else ""
 
 
 def _law(points: Sequence[Point], kind: str) -> tuple[Law | None, str]:
-    """The law with one parameter that fits best, by least squares over 1 - 1/n, n being ranks over the base's.
+    """Return the law with one parameter that fits best, by least squares over 1 - 1/n, n being ranks over the base's.
 
     Strong: Amdahl 1967, step / base = s + (1 - s) / n. Weak: Gustafson 1988, efficiency = 1 - s (1 - 1/n).
     """

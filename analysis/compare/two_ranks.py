@@ -49,13 +49,15 @@ class RankSide:
         return frame.filter(pl.col("rank") == self.rank)
 
     def steps(self) -> pl.DataFrame:
-        """The analyzed steps, or all where none was analyzed."""
+        """Return the analyzed steps, or all where none was analyzed."""
         steps = self.rows("steps")
         return judged if len(judged := steps.filter("judged")) else steps
 
 
 def median_rank(report: Report, but: int | None = None) -> int | None:
-    """The rank, other than `but`, whose compute time per step is the median of the others'; None: there is no other.
+    """Return the rank, other than `but`, whose compute time per step is the median of the others'.
+
+    None: there is no other.
 
     Where steps were not split into parts, by the length of its step.
     """
@@ -153,7 +155,7 @@ def _side_by_side(sides: list[pl.DataFrame], keys: list[str], values: list[str])
 
 
 def steps_of_both(a: RankSide, b: RankSide) -> list[int]:
-    """The numbers of the steps that can be laid side by side."""
+    """Return the numbers of the steps that can be laid side by side."""
     steps = set(a.steps()["step"].to_list()) & set(b.steps()["step"].to_list())
     return sorted(steps)
 

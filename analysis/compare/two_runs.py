@@ -210,7 +210,7 @@ def _what_differs(a: Report, b: Report) -> Iterator[str]:
 
 
 def _unmatched(a: Report, b: Report) -> Iterator[str]:
-    """What is left out of the communication, since its peers were not seen."""
+    """Yield what is left out of the communication, since its peers were not seen."""
     for name, report in (("A", a), ("B", b)):
         matched = report.matched_fraction
         if matched == 0:
@@ -226,7 +226,7 @@ def _unmatched(a: Report, b: Report) -> Iterator[str]:
 def _parts(
     a: Report, of_a: Timeline, b: Report, of_b: Timeline
 ) -> tuple[StepChange, tuple[PartChange, ...], list[str]]:
-    """The step, its parts where both runs have them of the same clock, and why not where they do not."""
+    """Return the step, its parts where both runs have them of the same clock, and why not where they do not."""
     step = StepChange(
         a_ns=a.steps.mean_ns or 0,
         b_ns=b.steps.mean_ns or 0,
@@ -283,7 +283,7 @@ def step_error(report: Report) -> float | None:
 
 
 def judged_breakdown(timeline: Timeline) -> pl.DataFrame:
-    """The breakdown of judged steps."""
+    """Return the breakdown of judged steps."""
     return timeline.breakdown.join(timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
 
 
@@ -301,7 +301,7 @@ def error_of_change(a: float | None, b: float | None) -> int | None:
 
 
 def _ranks(a: Report, b: Report, step: StepChange) -> tuple[RankChange, ...]:
-    """The ranks whose busy time changed otherwise than that of most, the furthest first."""
+    """Return the ranks whose busy time changed otherwise than that of most, the furthest first."""
     by_rank = [_by_rank(report) for report in (a, b)]
     parts = sorted({part for of in by_rank for row in of.values() for part in row})
     changes = np.array([[by_rank[1][r].get(p, 0) - by_rank[0][r].get(p, 0) for p in parts] for r in a.ranks])
@@ -357,7 +357,7 @@ def _about_the_same(a: Finding, b: Finding, *, same_ranks: bool) -> bool:
 
 
 def _one_sided(finding: Finding, other: Report, name: str) -> FindingChange:
-    """A finding that the other run, called `name`, does not have; or could not have."""
+    """Return a finding that the other run, called `name`, does not have; or could not have."""
     why = next((check.why for check in other.not_checked if check.detector == finding.detector), "")
     status = f"not checked in {name}" if why else "new" if name == "A" else "gone"
     return FindingChange(status=status, a=finding if name == "B" else None, b=finding if name == "A" else None, why=why)

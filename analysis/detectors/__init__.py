@@ -98,7 +98,7 @@ def name_of(detector: str) -> str:
 
 
 def judged_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
-    """The breakdown by rank and step; not resolvable with fewer than `least` steps."""
+    """Return the breakdown by rank and step; not resolvable with fewer than `least` steps."""
     grid = step_grid(breakdown)
     if len(grid.steps) < least:
         raise NotResolvable(
@@ -109,7 +109,7 @@ def judged_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
 
 
 def peers_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:
-    """The same, for detectors that compare ranks which wait for each other."""
+    """Return the same, for detectors that compare ranks which wait for each other."""
     grid = judged_grid(breakdown, least)
     if len(grid.ranks) < 2:
         raise NotResolvable(text("only one rank was seen; to compare ranks needs the traces of the others"))
@@ -151,7 +151,7 @@ def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.
 def transfer_grid(
     breakdown: pl.DataFrame, least: int = ENOUGH_STEPS, collectives: pl.DataFrame | None = None
 ) -> StepGrid:
-    """The same, for detectors that judge how long transfers take.
+    """Return the same, for detectors that judge how long transfers take.
 
     With `collectives` also where only their durations are known, which bound what ranks wait (`held_up`).
     """
@@ -186,7 +186,7 @@ def refuse_unsized(rows: pl.DataFrame, grid: StepGrid, min_fraction: float) -> N
 
 
 def of_hosts(found: Callable[[pl.DataFrame | None], list[Finding]], waits: pl.DataFrame | None) -> list[Finding]:
-    """What stops of the hosts are for certain, where only hosts were seen (`waits`); else all of them.
+    """Return what stops of the hosts are for certain, where only hosts were seen (`waits`); else all of them.
 
     Not resolvable where it is something only if no device had work meanwhile.
     """
@@ -206,7 +206,9 @@ def of_hosts(found: Callable[[pl.DataFrame | None], list[Finding]], waits: pl.Da
 
 
 def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price:
-    """What a finding costs that loses `lost` per step; `gain_ns` per step is for those that have no fix to replay.
+    """Return what a finding costs that loses `lost` per step.
+
+    `gain_ns` per step is for those that have no fix to replay.
 
     Shares are of the mean step. Severity is high from 10 % of it, medium from 5 %.
     """
@@ -224,7 +226,7 @@ def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price
 def as_cause(
     slow: Finding, share: float, *, detector: str, title: str, where: str, advice: str, evidence: tuple[Evidence, ...]
 ) -> Finding:
-    """What makes the ranks of a finding slow, as a finding of its own that costs this share of it and has its fix."""
+    """Return what makes a finding's ranks slow as a finding of its own, with its fix, that costs this share of it."""
     fraction = share * slow.lost_fraction
     return replace(
         slow,
@@ -241,12 +243,12 @@ def as_cause(
 
 
 def severity(fraction: float) -> str:
-    """How much it is to lose this fraction of the step."""
+    """Return how much it is to lose this fraction of the step."""
     return "high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low"
 
 
 def visible(grid: StepGrid, resolution_ns: float) -> int:
-    """The resolution in whole ns; not resolvable where the steps differ so much that silence says nothing."""
+    """Return the resolution in whole ns; not resolvable where the steps differ so much that silence says nothing."""
     if resolution_ns > _VISIBLE * grid.step_ns:
         seen = counted(len(grid.steps), "analyzed step")
         raise NotResolvable(
@@ -261,12 +263,12 @@ def visible(grid: StepGrid, resolution_ns: float) -> int:
 
 
 def longest_regions(regions: pl.DataFrame, kind: str, ranks: tuple[int, ...]) -> tuple[Evidence, ...]:
-    """The longest region of `kind` on each of the first four of `ranks`."""
+    """Return the longest region of `kind` on each of the first four of `ranks`."""
     return longest_rows(regions.filter(pl.col("kind") == kind, pl.col("rank").is_in(ranks)), "regions")
 
 
 def longest_rows(rows: pl.DataFrame, table: str) -> tuple[Evidence, ...]:
-    """The longest of the rows on each of their first four ranks, to be shown in `table`."""
+    """Return the longest of the rows on each of their first four ranks, to be shown in `table`."""
     length = pl.col("end_ns") - pl.col("start_ns")
     if "duration_ns" in rows.columns:  # of an operation whose end nobody saw its call is shown
         length = pl.coalesce(length, "duration_ns")

@@ -84,12 +84,15 @@ def detect(
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05, min_times: int = 2) -> int:
-    """The smallest mean time per step that would have been reported."""
+    """Return the smallest mean time per step that would have been reported."""
     return round(min_fraction * _saving(breakdown, min_times)[0].step_ns)
 
 
 def _saving(breakdown: pl.DataFrame, min_times: int) -> tuple[StepGrid, Floats]:
-    """The grid, and ns of each (rank, step) in checkpoints; not resolvable where too few were seen to say how often."""
+    """Return the grid, and ns of each (rank, step) in checkpoints.
+
+    Not resolvable where too few were seen to say how often.
+    """
     grid = judged_grid(breakdown, FEW_STEPS)
     saving = grid.of("checkpoint")
     longest = saving.max(axis=0)
@@ -107,7 +110,7 @@ def _saving(breakdown: pl.DataFrame, min_times: int) -> tuple[StepGrid, Floats]:
 
 
 def _longest_call(regions: pl.DataFrame, ranks: tuple[int, ...]) -> str:
-    """The name of the call that takes most of the main threads' time."""
+    """Return the name of the call that takes most of the main threads' time."""
     saves = regions.filter(
         pl.col("kind") == "checkpoint", pl.col("thread") == _MAIN_THREAD, pl.col("rank").is_in(ranks)
     )

@@ -90,7 +90,7 @@ class _Group:
         return float((usual.max() - usual.mean()) / of_steps) if of_steps else 0.0
 
     def popular(self) -> tuple[int, ...]:
-        """The ranks that usually receive much more than the mean."""
+        """Return the ranks that usually receive much more than the mean."""
         over = self.bytes.mean(axis=1) - self.bytes.mean()
         return tuple(rank for rank, x in zip(self.ranks, over, strict=True) if x >= _AMONG_MOST * over.max())
 
@@ -149,7 +149,7 @@ def resolution_ns(
     min_fraction: float = 0.03,
     min_uneven: float = 0.10,
 ) -> int:
-    """The smallest cost that would have been reported."""
+    """Return the smallest cost that would have been reported."""
     grid = judged_grid(breakdown, 1)
     if _partial(collectives):
         raise NotResolvable(_NOT_ALL)
@@ -164,7 +164,10 @@ _CHANGES = text("Balance the router (auxiliary loss or bias), use larger micro-b
 
 
 def _lost(groups: list[_Group]) -> Estimate:
-    """Groups wait for each other at the end of a step at the latest: it lasts as long as the one that takes longest."""
+    """Return the cost where groups wait for each other at the end of a step at the latest.
+
+    It lasts as long as the one that takes longest.
+    """
     lost = np.max([group.measured for group in groups], axis=0) - np.max([g.even for g in groups], axis=0)
     if len(lost) >= ENOUGH_STEPS:
         return estimate(lost)
@@ -174,7 +177,7 @@ def _lost(groups: list[_Group]) -> Estimate:
 
 
 def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> list[_Group]:
-    """What the all-to-alls of each group make it wait for. Raises NotResolvable where none can be judged."""
+    """Return what the all-to-alls of each group make it wait for. Raises NotResolvable where none can be judged."""
     if "received_bytes" not in collectives.columns or collectives["received_bytes"].null_count() == len(collectives):
         raise NotResolvable(text("no all-to-all was recorded, or not how many bytes each rank received"))
     rows = _stretches(collectives).filter(pl.col("step").is_in(steps))
@@ -188,7 +191,7 @@ def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float
 
 
 def _partial(collectives: pl.DataFrame) -> list[str]:
-    """The groups that have all-to-alls, and members without any."""
+    """Return the groups that have all-to-alls, and members without any."""
     calls = collectives.filter(pl.col("op").is_in(ALL_TO_ALL_OPS))
     seen = calls.group_by("group").agg(pl.col("rank").n_unique(), pl.col("group_size").max())
     return seen.filter(~(pl.col("rank") >= pl.col("group_size")).fill_null(value=False))["group"].to_list()
@@ -214,7 +217,7 @@ def _stretches(collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def _judged(name: str, rows: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> _Group:
-    """The group's stretches; a place is uneven if it is so in the mean of the steps that all its ranks have."""
+    """Return the group's stretches; a place is uneven if it is so in the mean of the steps that all its ranks have."""
     ranks = tuple(rows["rank"].unique().sort().to_list())
     measured = np.zeros(len(steps))
     uneven: list[tuple[Floats, Floats, Floats, NDArray[np.bool_]]] = []
@@ -249,7 +252,7 @@ def _judged(name: str, rows: pl.DataFrame, steps: tuple[int, ...], min_uneven: f
 
 
 def _array(rows: pl.DataFrame, value: str, ranks: tuple[int, ...], steps: tuple[int, ...]) -> Floats:
-    """The values by (rank, step); NaN where there is none."""
+    """Return the values by (rank, step); NaN where there is none."""
     values = np.full((len(ranks), len(steps)), np.nan)
     values[np.searchsorted(ranks, rows["rank"]), np.searchsorted(steps, rows["step"])] = rows[value]
     return values
@@ -261,7 +264,7 @@ def _correlation(x: Floats, y: Floats) -> float:
 
 
 def _largest(collectives: pl.DataFrame, group: _Group, ranks: list[int]) -> tuple[Evidence, ...]:
-    """The all-to-all in which one of these ranks received most, on each of the first four."""
+    """Return the all-to-all in which one of these ranks received most, on each of the first four."""
     rows = collectives.filter(
         pl.col("group") == group.name, pl.col("rank").is_in(ranks), pl.col("received_bytes").is_not_null()
     )

@@ -215,11 +215,13 @@ class _Operations:
     pieces_ns: Floats  # exposed parts of its operations, on the median rank
 
     def least_fraction(self, usual: float, coarse: float) -> float:
-        """The share of the step from which on it is reported."""
+        """Return the share of the step from which on it is reported."""
         return coarse if self.kind in _INLINE or self.is_bound else usual
 
     def lost(self, elsewhere_ns: float) -> Estimate:
-        """What it costs without what other findings already account for; of few steps its operations are the sample.
+        """Return what it costs without what other findings already account for.
+
+        Of few steps its operations are the sample.
 
         Where the steps but the one that loses most lose less than a third of the mean, it is an event of that step.
         """
@@ -238,7 +240,7 @@ class _Operations:
 def _operations(
     grid: StepGrid, phases: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
 ) -> Iterator[_Operations]:
-    """What is exposed, by purpose of the group and kind of operation."""
+    """Yield what is exposed, by purpose of the group and kind of operation."""
     every = exposed_operations(collectives, phases, groups)
     computing = sums(grid, computed(phases), "ns")
     for (sort, kind, op), rows in every.group_by(BY_SORT, maintain_order=True):
@@ -332,7 +334,7 @@ def resolution_ns(
     min_fraction: float = 0.05,
     min_fraction_coarse: float = 0.10,
 ) -> int:
-    """The smallest loss per step that would have been reported in each group that has something exposed."""
+    """Return the smallest loss per step that would have been reported in each group that has something exposed."""
     grid = judged_grid(breakdown, 1)
     try:
         _spans(breakdown, phases, regions, collectives, kernels)

@@ -109,14 +109,14 @@ def _found(
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.01, min_ns: int = 1_000_000) -> int:
-    """The smallest mean collection per step that would have been reported."""
+    """Return the smallest mean collection per step that would have been reported."""
     grid = judged_grid(breakdown, FEW_STEPS)
     scatter = estimate(grid.of("gc").max(axis=0)).half_width_ns
     return visible(grid, max(min_fraction * grid.step_ns, min_ns, scatter))
 
 
 def _generation(regions: pl.DataFrame) -> str:
-    """The generation that takes most of the time, from names like `gc generation 2`."""
+    """Return the generation that takes most of the time, from names like `gc generation 2`."""
     time_ns = _LENGTH.sum().alias("ns")
     names = regions.filter(pl.col("kind") == "gc").group_by("name").agg(time_ns).sort("ns", "name")
     generation = str(names["name"][-1]).removeprefix("gc generation ") if len(names) else ""

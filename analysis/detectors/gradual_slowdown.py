@@ -70,7 +70,7 @@ def detect(
     min_steps: int = 30,
     min_z: float = 5.0,
 ) -> list[Finding]:
-    """Steps that creep up, as one finding; `all_steps` are also those that are not judged."""
+    """Return steps that creep up, as one finding; `all_steps` are also those that are not judged."""
     first = _first(all_steps)
     grid = judged_grid(breakdown, min_steps)
 
@@ -123,7 +123,7 @@ def resolution_ns(
     min_steps: int = 30,
     min_z: float = 5.0,
 ) -> int:
-    """What a drift costs per step that would just have been reported."""
+    """Return what a drift costs per step that would just have been reported."""
     grid = judged_grid(breakdown, min_steps)
     scatter = _lost(grid, trend(_job(grid).lengths), _first(all_steps)).half_width_ns
     return round(max(min_fraction * grid.step_ns, min_z / 1.96 * scatter))
@@ -158,12 +158,14 @@ class _Seen:
 
 
 def _first(all_steps: pl.DataFrame | None) -> int:
-    """The first step that was recorded, judged or not; of part of a run, that was read."""
+    """Return the first step that was recorded, judged or not; of part of a run, that was read."""
     return 0 if all_steps is None else int(all_steps["step"].to_numpy().min())
 
 
 def _lost(grid: StepGrid, line: Trend, first: int, ranks: tuple[int, ...] = ()) -> Estimate:
-    """What the mean judged step takes longer than the first did: it grew through the warm-up too, which is not judged.
+    """Return what the mean judged step takes longer than the first did.
+
+    It grew through the warm-up too, which is not judged.
 
     Where only some ranks grow, that is no more than what the longest rank of each step is longer by their lines: at
     first others are, by chance.
@@ -187,7 +189,7 @@ def _job(grid: StepGrid) -> _Seen:
 
 
 def _falling_behind(grid: StepGrid) -> Iterator[_Seen]:
-    """The rank that takes longer and longer than its peers by most; the lengths are a usual step and that."""
+    """Yield the rank that takes longer and longer than its peers by most; the lengths are a usual step and that."""
     if len(grid.ranks) < 2:
         return
     busy = grid.busy
@@ -201,7 +203,10 @@ def _falling_behind(grid: StepGrid) -> Iterator[_Seen]:
 
 
 def _what_grows(seen: _Seen) -> tuple[str, tuple[int, ...]]:
-    """The part that grows most, waiting last of all; and the ranks where it holds half of the growth, if not all."""
+    """Return the part that grows most, waiting last of all.
+
+    And the ranks where it holds half of the growth, if not all.
+    """
     line = trend(seen.lengths)
     # Where a peer is late, what computes beside communication and what computes alone change places.
     together = sum((seen.parts[part] for part in ("compute", "overlapped") if part in seen.parts), np.zeros(1))
@@ -256,7 +261,7 @@ def _growth(values: Floats) -> Floats:
 
 
 def _first_and_last(steps: pl.DataFrame, grid: StepGrid, ranks: tuple[int, ...]) -> tuple[Evidence, ...]:
-    """The first and the last judged step on the first rank where it grows."""
+    """Return the first and the last judged step on the first rank where it grows."""
     rank = (ranks or grid.ranks)[0]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step").is_in([grid.steps[0], grid.steps[-1]])).sort("step")
     return tuple(

@@ -151,7 +151,7 @@ def detect(
 
 
 def _explained(state: _State) -> list[Finding]:
-    """The findings by what was read; only where that explains nothing, those by what ranks did not leave.
+    """Return the findings by what was read; only where that explains nothing, those by what ranks did not leave.
 
     Raises `NotResolvable` where what could not be read may be the explanation.
     """
@@ -208,7 +208,7 @@ def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
 
 
 def _waits_for(state: _State, rank: int) -> frozenset[int]:
-    """The ranks that are known to keep this one from going on; empty if none is."""
+    """Return the ranks that are known to keep this one from going on; empty if none is."""
     held = state.held[rank]
     if held.op in P2P_OPS:
         known = state.is_known(held.peer, held.group.id)
@@ -218,7 +218,7 @@ def _waits_for(state: _State, rank: int) -> frozenset[int]:
 
 
 def _may_wait_for(state: _State, rank: int, away: frozenset[int]) -> frozenset[int]:
-    """The ranks of which nothing is known and that may keep this one from going on, where no known one does."""
+    """Return the ranks of which nothing is known and that may keep this one from going on, where no known one does."""
     held = state.held[rank]
     others = {held.peer} - {NO_PEER} if held.op in P2P_OPS else {*held.group.members} - {rank}
     if away or any(_has_finished(state, other, held) for other in others):
@@ -227,7 +227,7 @@ def _may_wait_for(state: _State, rank: int, away: frozenset[int]) -> frozenset[i
 
 
 def _is_away(state: _State, other: int, held: _Held) -> bool:
-    """Whether the other rank is not in this collective: it has not enqueued it, or something older holds it."""
+    """Say whether the other rank is not in this collective: it has not enqueued it, or something older holds it."""
     count = state.counts[other].get(held.group.id)
     if count is None or held.group.p2p or _has_finished(state, other, held):
         return False
@@ -245,7 +245,7 @@ def _has_finished(state: _State, other: int, held: _Held) -> bool:
 
 
 def _peer_is_away(state: _State, rank: int, held: _Held) -> bool:
-    """Whether the peer of a transfer is not at its other end."""
+    """Say whether the peer of a transfer is not at its other end."""
     if held.peer == NO_PEER:
         return False
     its = state.held.get(held.peer)
@@ -342,7 +342,7 @@ def _together(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequenc
 
 
 def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:
-    """Sets of ranks that wait for each other, and for nobody else."""
+    """Return sets of ranks that wait for each other, and for nobody else."""
     reach = {rank: _reachable(waits, rank) for rank in waits}
     circles = {frozenset(r for r in reach[rank] if rank in reach.get(r, ())) for rank in waits if rank in reach[rank]}
     findings = []
@@ -378,7 +378,7 @@ def _others_finished(state: _State, rank: int) -> bool:
 
 
 def _most_awaited(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequence[int]) -> _Held:
-    """The operation in which most ranks wait for one of these, of equals the oldest."""
+    """Return the operation in which most ranks wait for one of these, of equals the oldest."""
     waiting = [state.held[rank] for rank, others in waits.items() if others & set(ranks)]
     return max(waiting, key=lambda held: (sum(held.is_same(other) for other in waiting), -held.start_ns))
 
@@ -417,7 +417,7 @@ def _finding(
 
 
 def _silent(ras: pl.DataFrame) -> Finding:
-    """Processes that do not answer, where all that was seen of the operations is the same on all ranks."""
+    """Return processes that do not answer, where all that was seen of the operations is the same on all ranks."""
     ranks = tuple(ras["rank"].to_list())
     return Finding(
         detector="hang",
@@ -441,7 +441,7 @@ def _silent(ras: pl.DataFrame) -> Finding:
 
 
 def _with_ras(finding: Finding, ras: pl.DataFrame) -> Finding:
-    """The finding with what RAS said of its ranks before the rest of its evidence."""
+    """Return the finding with what RAS said of its ranks before the rest of its evidence."""
     said = _said_by_ras(ras, finding.ranks)
     silent = set(ras.filter(pl.col("state").is_in(SILENT))["rank"].to_list())
     advice = joined(" ", (_SILENT_ADVICE, finding.advice)) if silent & set(finding.ranks) else finding.advice

@@ -94,7 +94,7 @@ def detect(
     *,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
-    """What the job loses because the hosts of at least half of the ranks are late, as one finding."""
+    """Return what the job loses because the hosts of at least half of the ranks are late, as one finding."""
     if kernels is None:
         _check_lead(breakdown, marks, min_fraction)
         return []
@@ -143,7 +143,10 @@ def resolution_ns(
     *,
     min_fraction: float = 0.03,
 ) -> int:
-    """The smallest idle time per step that would have been reported; idle time of unknown launch may be the host's."""
+    """Return the smallest idle time per step that would have been reported.
+
+    Idle time of unknown launch may be the host's.
+    """
     if kernels is None:
         return _check_lead(breakdown, marks, min_fraction)
     grid = _launched(breakdown, kernels)
@@ -154,7 +157,7 @@ def resolution_ns(
 
 
 def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fraction: float) -> int:
-    """What a device idles for want of work at most, ns per step. Not resolvable if that is much."""
+    """Return what a device idles for want of work at most, ns per step. Not resolvable if that is much."""
     if marks is None:
         raise NotResolvable(text("no work of a device was recorded"))
     grid = judged_grid(breakdown)
@@ -189,7 +192,9 @@ def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
 
 
 def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[Estimate, float]:
-    """What the busiest rank would be shorter per step with quick hosts; the share that stays if only one gets quick.
+    """Return what the busiest rank would be shorter per step with quick hosts.
+
+    The share that stays if only one gets quick.
 
     The mean over all steps: hosts that are late now and then take turns, and the job waits for each.
     """
@@ -210,7 +215,7 @@ def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[E
 def _without_stragglers(
     grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame, slow_rank: Sequence[Finding] | NotChecked
 ) -> StepGrid:
-    """The grid; without the ranks that others wait for, if most of the loss is theirs, or all that is clear of chance.
+    """Return the grid without the ranks that others wait for, if most of the loss is theirs, or all that is clear.
 
     It follows from them then.
     """
@@ -224,7 +229,7 @@ def _without_stragglers(
 
 
 def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """The phases in which a device only communicated before work that was launched late.
+    """Return the phases in which a device only communicated before work that was launched late.
 
     `possible_ns` of each lie before the launch; `certain_ns` are the host's: what was launched began before the
     communication was over, so it had not waited for it.
@@ -274,7 +279,7 @@ def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
 
 
 def _inside(start: Floats, end: Floats, calls: pl.DataFrame) -> Floats:
-    """How much of each of these disjoint intervals, in order, lies in one of the calls."""
+    """Return how much of each of these disjoint intervals, in order, lies in one of the calls."""
     begin, done = _union(calls)
     edges = np.concatenate([[0.0], np.cumsum(done - begin)])
 
@@ -296,7 +301,10 @@ def _union(calls: pl.DataFrame) -> tuple[Floats, Floats]:
 
 
 def _drained(start: Floats, end: Floats, calls: Mapping[str, pl.DataFrame]) -> NDArray[np.bool_]:
-    """The gaps during which a synchronisation ended that had begun before: the host had waited for the device."""
+    """Return the gaps during which a synchronisation ended that had begun before.
+
+    The host had waited for the device.
+    """
     if "sync" not in calls:
         return np.zeros(len(start), dtype=bool)
     ordered = calls["sync"].sort("end_ns")
@@ -307,7 +315,7 @@ def _drained(start: Floats, end: Floats, calls: Mapping[str, pl.DataFrame]) -> N
 
 
 def _advice(causes: Mapping[str, float]) -> str:
-    """What to do about each cause that matters, the greatest first."""
+    """Return what to do about each cause that matters, the greatest first."""
     ordered = sorted(causes, key=lambda cause: -causes[cause])
     said = [
         text("{share} {cause}", share=percent(causes[c]), cause=_ADVICE[c]) for c in ordered if causes[c] >= _MUCH

@@ -74,7 +74,7 @@ def detect(
     min_fraction: float = 0.03,
     min_ns: int = 20_000,
 ) -> list[Finding]:
-    """What the job loses because its hosts wait for their devices, as one finding."""
+    """Return what the job loses because its hosts wait for their devices, as one finding."""
     grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
     lost = loss_of_gaps(grid, costly, cost)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
@@ -120,7 +120,7 @@ def resolution_ns(
     min_fraction: float = 0.03,
     min_ns: int = 20_000,
 ) -> int:
-    """The smallest idle time per step that would have been reported."""
+    """Return the smallest idle time per step that would have been reported."""
     grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
     lost = loss_of_gaps(grid, costly, cost)
     return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns))
@@ -129,7 +129,7 @@ def resolution_ns(
 def _costs(
     breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame, min_ns: int
 ) -> tuple[StepGrid, pl.DataFrame, Floats]:
-    """The grid, the calls with the gaps that they cost, and what they cost, an array of (rank, step) in ns."""
+    """Return the grid, the calls with the gaps that they cost, and what they cost, an array of (rank, step) in ns."""
     if kernels["launch_ns"].null_count() == len(kernels):
         raise NotResolvable(text("the trace does not hold the calls that launched the device's work"))
     calls = launches.filter("waits")
@@ -143,7 +143,10 @@ def _costs(
 
 
 def _places(costly: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:
-    """The calls with `operator` and `place`: the innermost of each that holds the call on its thread, else empty."""
+    """Return the calls with `operator` and `place`.
+
+    The innermost of each that holds the call on its thread, else empty.
+    """
     if regions is None:
         return costly.with_columns(operator=pl.lit(""), place=pl.lit(""))
     held_by = {
@@ -210,7 +213,7 @@ def _times(count: float) -> str:
 
 
 def _longest(costly: pl.DataFrame) -> tuple[Evidence, ...]:
-    """The costliest gap on each of the first four ranks, from the call that it follows from until the device works."""
+    """Return the costliest gap on each of the first four ranks, from the call before it until the device works."""
     rows = costly.sort("cost_ns", descending=True).unique("rank", keep="first", maintain_order=True).sort("rank")
     return tuple(
         Evidence(

@@ -96,7 +96,7 @@ def _found(
 
 
 def _shared(waited: Floats, stalled: list[int], least_ns: float, nodes: list[list[int]]) -> list[int] | None:
-    """The rows whose loaders are slow for one reason: all of a node, else all; None where few ranks stall.
+    """Return the rows whose loaders are slow for one reason: all of a node, else all; None where few ranks stall.
 
     Loaders with workers are ahead, and get further ahead while another rank waits for its batch: slow ones show in
     some steps only, and on a rank with luck in none. Where several ranks wait now and then, what they share is slow.
@@ -112,7 +112,7 @@ def _shared(waited: Floats, stalled: list[int], least_ns: float, nodes: list[lis
 
 
 def _loading_as_long(sets: list[list[int]], waited: Floats, grid: StepGrid, regions: pl.DataFrame) -> list[list[int]]:
-    """The sets with the rows whose hosts wait as long for their batches, where that is longer than their devices do.
+    """Return the sets with the rows whose hosts wait as long for batches, where that is longer than devices do.
 
     Of devices that all have to wait the one that is behind waits longest, which gives the others their lead.
     """
@@ -143,7 +143,7 @@ def _seen(stall: Floats, trim: float = 0.0) -> Estimate:
 
 
 def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
-    """The rows of each node that has several, unless there is one node only."""
+    """Return the rows of each node that has several, unless there is one node only."""
     node = dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
     of_node: dict[int, list[int]] = {}
     for row, rank in enumerate(grid.ranks):
@@ -152,7 +152,10 @@ def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
 
 
 def _alike(excess: Floats, nodes: list[list[int]]) -> list[list[int]]:
-    """The rows whose mean is clear of chance, in sets that stall for one reason: whole nodes, else about as long."""
+    """Return the rows whose mean is clear of chance, in sets that stall for one reason.
+
+    Whole nodes, else about as long.
+    """
     means = [_seen(row) for row in excess]
     clear = {row: mean.ns for row, mean in enumerate(means) if mean.clear}
     # What a slow disk costs each rank of its node differs: who waited longest for a batch has more in store next time.
@@ -171,7 +174,7 @@ def _longest(excess: Floats) -> Floats:
 
 
 def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
-    """The smallest stall that would have been reported."""
+    """Return the smallest stall that would have been reported."""
     grid = _with_input(breakdown, regions)
     return visible(grid, max(min_fraction * grid.step_ns, *(_seen(row).half_width_ns for row in grid.of("input"))))
 

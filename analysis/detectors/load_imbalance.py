@@ -155,7 +155,7 @@ def resolution_ns(
     min_fraction: float = 0.03,
     min_correlation: float = 0.6,
 ) -> int:
-    """The smallest imbalance that would have been reported: what is smaller may hide in the noise."""
+    """Return the smallest imbalance that would have been reported: what is smaller may hide in the noise."""
     work = _work(breakdown, phases, collectives, regions, groups)
     said, noise = _halves(work)
     # With as much noise in what each of the two says, uneven data of this scatter have the correlation.
@@ -173,7 +173,7 @@ def _imbalance(
     regions: pl.DataFrame | None,
     groups: pl.DataFrame | None,
 ) -> tuple[_Work, float, Floats]:
-    """The work, how forward and backward go together, and how much longer uneven data make each step, ns."""
+    """Return the work, how forward and backward go together, and how much longer uneven data make each step, ns."""
     work = _work(breakdown, phases, collectives, regions, groups)
     longer = work.own.max(axis=0) - _even(work).max(axis=0)
     return work, _correlation(work), longer
@@ -210,7 +210,7 @@ def _by_marks(
     regions: pl.DataFrame | None,
     role: Ints,
 ) -> _Work:
-    """The work where backward is not told from communication: forward, and backward until its first reduction.
+    """Return the work where backward is not told from communication: forward, and backward until its first reduction.
 
     All ranks come out of the last reduction of a step together. What passes on a rank's own clock from there until it
     begins the next backward, and how long the others wait for it in that one's first reduction, tell how much longer
@@ -274,13 +274,15 @@ def _reductions(grid: StepGrid, collectives: pl.DataFrame | None, regions: pl.Da
 
 
 def _at(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:
-    """The column by (rank, step), not a number where there is no row."""
+    """Return the column by (rank, step), not a number where there is no row."""
     known = sums(grid, rows.with_columns(_known=1), "_known") > 0
     return np.where(known, sums(grid, rows, column), np.nan)
 
 
 def _halves(work: _Work) -> tuple[list[Floats], float]:
-    """What either says of how far the data are from the mean, ns of both together; and the noise of both together.
+    """Return what either says of how far the data are from the mean, ns of both together.
+
+    And the noise of both together.
 
     Noise that grows with the square root of time makes the two differ by so much more than it makes their sum scatter.
     """
@@ -330,7 +332,7 @@ def _order(values: Floats) -> Floats:
 
 
 def _widest_step(grid: StepGrid, own: Floats, steps: pl.DataFrame) -> tuple[Evidence, ...]:
-    """The step with the largest imbalance, on its longest rank."""
+    """Return the step with the largest imbalance, on its longest rank."""
     column = int((own.max(axis=0) - own.mean(axis=0)).argmax())
     rank, step = grid.ranks[int(own[:, column].argmax())], grid.steps[column]
     rows = steps.filter(pl.col("rank") == rank, pl.col("step") == step)

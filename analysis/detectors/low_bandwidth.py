@@ -137,12 +137,12 @@ def detect(
 def resolution_ns(
     breakdown: pl.DataFrame, collectives: pl.DataFrame | None = None, *, min_fraction: float = 0.05
 ) -> int:
-    """The smallest loss per step that would have been reported."""
+    """Return the smallest loss per step that would have been reported."""
     return round(min_fraction * transfer_grid(breakdown, collectives=collectives).step_ns)
 
 
 def _finding(slow: _Slow, every: pl.DataFrame, grid: StepGrid, min_fraction: float) -> Finding | None:
-    """What these operations cost, where it is enough. Who sends goes on meanwhile."""
+    """Return what these operations cost, where it is enough. Who sends goes on meanwhile."""
     bounded = is_bounded(every)
     of_it = every.filter(pl.col("instance_id").is_in(slow.instances.implode()), pl.col("op") != "send")
     most, lost = (
@@ -201,7 +201,7 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
 
 
 def _large_receives(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    """The same of receives on devices: each from when its sender was there; `of` tells pairs of ranks apart."""
+    """Return the same of receives on devices: each from when its sender was there; `of` tells pairs of ranks apart."""
     node = ranks.select("rank", "node").unique("rank")
     return (
         collectives.filter(
@@ -232,7 +232,7 @@ def _loss(
     column: str = "exposed_ns",
     error: float | None = None,
 ) -> Estimate:
-    """What the median of these ranks waits for per step, times the share; of `steps` alone where given.
+    """Return what the median of these ranks waits for per step, times the share; of `steps` alone where given.
 
     Of few steps the operations are the samples: of how long they take, where it is known to this `error`; else of how
     long each is waited for.
@@ -247,7 +247,7 @@ def _loss(
 
 
 def _differ(links: pl.DataFrame) -> bool:
-    """Whether some link between nodes is so much slower than another that `slow_link` may name it."""
+    """Say whether some link between nodes is so much slower than another that `slow_link` may name it."""
     rates = busy_links(links)["rate_bytes_per_s"].to_numpy()
     return len(rates) > 0 and bool(rates.max() >= _LINKS_DIFFER * rates.min())
 
@@ -255,7 +255,7 @@ def _differ(links: pl.DataFrame) -> bool:
 def _against_groups(
     moved: Sequence[pl.DataFrame], min_ratio: float, min_operations: int
 ) -> tuple[list[_Slow], pl.Series]:
-    """The groups that take longer than others for the same, and the instances that could be compared."""
+    """Return the groups that take longer than others for the same, and the instances that could be compared."""
     same = ["op", "group_size", "nodes", "size_bytes"]
     found, compared = [], [moved[0]["instance_id"].clear()]
     for rows in (rows for table in moved for _, rows in table.group_by(same, maintain_order=True)):
@@ -328,7 +328,7 @@ def _against_interfaces(
     counters: pl.DataFrame | None,
     min_ratio: float,
 ) -> tuple[list[_Slow], pl.Series]:
-    """The network, if it is slower than the interfaces allow, and the instances that could be compared."""
+    """Return the network, if it is slower than the interfaces allow, and the instances that could be compared."""
     between = moved.filter(pl.col("nodes") > 1)
     nothing = moved["instance_id"].clear()
     if counters is None or between.is_empty():
@@ -379,7 +379,7 @@ def _against_interfaces(
 def _against_other_steps(
     moved: pl.DataFrame, grid: StepGrid, min_change: float, min_steps: int, min_z: float
 ) -> list[_Slow]:
-    """The stretch of steps in which transfers take longer than the same ones do in the others."""
+    """Return the stretch of steps in which transfers take longer than the same ones do in the others."""
     same = ["op", "group_id", "size_bytes"]
     steps = moved.filter(pl.col("step").is_in(grid.steps)).with_columns(
         usual_ns=pl.col("ns").median().over(same), often=pl.col("step").n_unique().over(same)

@@ -84,7 +84,7 @@ def resolution_ns(
     usual: float = 0.4,
     min_fraction: float = 0.1,
 ) -> int:
-    """The smallest loss that would have been reported."""
+    """Return the smallest loss that would have been reported."""
     grid, busy, needed_ns = _busy(breakdown, kernels, model)
     scatter = estimate((busy - needed_ns / usual).mean(axis=0)).half_width_ns
     return visible(grid, max(min_fraction * grid.step_ns, scatter))
@@ -95,7 +95,10 @@ _OTHERS = text("Fuse them: torch.compile, fused attention, norms and optimizer; 
 
 
 def _busy(breakdown: pl.DataFrame, kernels: pl.DataFrame, model: pl.DataFrame) -> tuple[StepGrid, Floats, Floats]:
-    """The grid of ranks whose devices were seen; by (rank, step) their time of computing and what is needed at peak."""
+    """Return the grid of ranks whose devices were seen.
+
+    By (rank, step) their time of computing and what is needed at peak.
+    """
     seen = kernels["rank"].unique()
     grid = judged_grid(breakdown.filter(pl.col("rank").is_in(seen.implode())), FEW_STEPS)
     of_ranks = model.filter(pl.col("rank").is_in(list(grid.ranks))).sort("rank")

@@ -72,7 +72,7 @@ def detect(
     *,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
-    """What asking for memory costs the job, from the devices' idle time or from the steps with retries."""
+    """Return what asking for memory costs the job, from the devices' idle time or from the steps with retries."""
     if kernels is not None and launches is not None:
         return _of_calls(breakdown, phases, kernels, launches, min_fraction)
     return _of_retries(breakdown, steps, _readings(memory), min_fraction)
@@ -88,7 +88,7 @@ def resolution_ns(
     *,
     min_fraction: float = 0.03,
 ) -> int:
-    """The smallest loss per step that would have been reported."""
+    """Return the smallest loss per step that would have been reported."""
     if kernels is not None and launches is not None:
         grid, costly, cost = _idle(breakdown, phases, kernels, launches)
         lost = loss_of_gaps(grid, costly, cost)
@@ -135,7 +135,7 @@ def _of_calls(
 def _idle(
     breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame
 ) -> tuple[StepGrid, pl.DataFrame, Floats]:
-    """The grid, the gaps that hosts without these calls would have covered, and ns of them by (rank, step)."""
+    """Return the grid, the gaps that hosts without these calls would have covered, and ns of them by (rank, step)."""
     if kernels["launch_ns"].null_count() == len(kernels):
         raise NotResolvable(text("the trace does not hold the calls that launched the device's work"))
     grid = judged_grid(breakdown, _LEAST_STEPS)
@@ -145,7 +145,7 @@ def _idle(
 
 
 def _readings(memory: pl.DataFrame | None) -> pl.DataFrame:
-    """The readings of the ranks' allocators; not resolvable where there are none."""
+    """Return the readings of the ranks' allocators; not resolvable where there are none."""
     if memory is None or memory.filter(pl.col("name") == _RETRIES).is_empty():
         raise NotResolvable(text("no allocator of a device was seen; the ranks' own memory says nothing about it"))
     return memory
@@ -182,7 +182,7 @@ def _of_retries(
 
 
 def _retried(breakdown: pl.DataFrame, steps: pl.DataFrame, memory: pl.DataFrame) -> tuple[StepGrid, Floats]:
-    """The grid, and how often the allocator retried in each (rank, step).
+    """Return the grid, and how often the allocator retried in each (rank, step).
 
     The growth between two readings is that of all steps which end between them.
     """
@@ -254,7 +254,7 @@ def _advice(memory: pl.DataFrame, rank: int) -> str:
 
 
 def _highest(memory: pl.DataFrame, rank: int) -> tuple[int, int, int]:
-    """The most bytes that a rank's allocator had reserved, that its device has, and that lay in unused pieces."""
+    """Return the most bytes that a rank's allocator had reserved, that its device has, and that lay in unused parts."""
     of_rank = memory.filter(pl.col("rank") == rank).group_by("name").agg(pl.col("value").max())
     most = dict(of_rank.select("name", "value").iter_rows())
     return most.get(_RESERVED, 0), most.get(_TOTAL, 0), most.get(_IN_PIECES, 0)

@@ -85,7 +85,7 @@ def detect(
     min_explained: float = 0.5,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
-    """The slow ranks, or the slow nodes, whose host explains most of what they take longer."""
+    """Return the slow ranks, or the slow nodes, whose host explains most of what they take longer."""
     hosts = _hosts(counters, steps, ranks)
     if isinstance(slow_rank, NotChecked):
         raise NotResolvable(slow_rank.why)
@@ -112,7 +112,7 @@ def resolution_ns(
     *,
     min_fraction: float = 0.03,
 ) -> int:
-    """What a slow rank must cost to be seen: what makes none slow costs nothing."""
+    """Return what a slow rank must cost to be seen: what makes none slow costs nothing."""
     _hosts(counters, steps, ranks)
     return resolution_of_slow_rank_ns(breakdown, collectives, regions, groups, ranks, min_fraction=min_fraction)
 
@@ -196,7 +196,7 @@ def _queued_beyond(hosts: _Hosts, rank: int, slow: tuple[int, ...]) -> float:
 
 
 def _beyond(of: dict[int, float], nodes: set[int]) -> float:
-    """The mean over these nodes beyond the median of the others; 0 where there are none."""
+    """Return the mean over these nodes beyond the median of the others; 0 where there are none."""
     mine, others = [of[node] for node in nodes if node in of], [v for node, v in of.items() if node not in nodes]
     return max(0.0, float(np.mean(mine)) - float(np.median(others))) if mine and others else 0.0
 
@@ -228,7 +228,7 @@ def _finding(hosts: _Hosts, slow: Finding, lost: dict[str, float], share: float)
 
 
 def _told(hosts: _Hosts, ranks: tuple[int, ...], nodes: list[int], how: str) -> tuple[str, str, str]:
-    """What is lost, why, and what to do about it."""
+    """Return what is lost, why, and what to do about it."""
     if how == _STOLEN:
         stolen = np.mean([hosts.stolen[node] for node in nodes])
         why = text("the hypervisor gives {stolen} of its processors' time to others", stolen=percent(float(stolen)))

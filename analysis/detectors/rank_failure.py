@@ -78,14 +78,14 @@ def _is_of_communication(row: _Exit) -> bool:
 
 
 def _follows(row: _Exit) -> bool:
-    """Whether others may have brought it about."""
+    """Say whether others may have brought it about."""
     if row["error"] is not None:
         return _is_of_communication(row) or row["error"].startswith("KeyboardInterrupt")
     return row["signal"] in _ASKED
 
 
 def _before(row: _Exit, other: _Exit) -> bool:
-    """Whether it was over first; that a peer is gone is noticed before its process has ended."""
+    """Say whether it was over first; that a peer is gone is noticed before its process has ended."""
     return bool(row["failed_ns"] < other["end_ns"])
 
 
@@ -94,7 +94,7 @@ def _is_out_of_memory(row: _Exit) -> bool:
 
 
 def _is_its_own(row: _Exit) -> bool:
-    """Whether it is no way in which a job that hangs is ended."""
+    """Say whether it is no way in which a job that hangs is ended."""
     raised = row["error"] is not None and not _follows(row)
     return raised or _is_out_of_memory(row) or row["signal"] in _CRASHES
 
@@ -138,7 +138,7 @@ def _finding(first: _Exit, rows: list[_Exit]) -> Finding:
 
 
 def _waits(row: _Exit, first: _Exit) -> bool:
-    """Whether the last operation that it began lacked a rank, or ended later."""
+    """Say whether the last operation that it began lacked a rank, or ended later."""
     if row["op"] is None:
         return False
     return not row["op_is_whole"] or row["op_end_ns"] is None or bool(row["op_end_ns"] >= first["failed_ns"])

@@ -109,17 +109,19 @@ def _found(
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.02) -> int:
-    """The smallest mean compilation per step that would have been reported."""
+    """Return the smallest mean compilation per step that would have been reported."""
     return round(min_fraction * judged_grid(breakdown, FEW_STEPS).step_ns)
 
 
 def _again(regions: pl.DataFrame) -> bool:
-    """Whether code was compiled that had been compiled before, as `compile 0/1` says."""
+    """Say whether code was compiled that had been compiled before, as `compile 0/1` says."""
     return bool(regions.filter(pl.col("kind") == "compile")["name"].str.contains(_SECOND).any())
 
 
 def _commonest_reason(regions: pl.DataFrame) -> str:
-    """The reason for most of the time spent on compiling again, as Dynamo words it; empty where none was recorded.
+    """Return the reason for most of the time spent on compiling again, as Dynamo words it.
+
+    Empty where none was recorded.
 
     A variable of the script says more than one of Dynamo's own (`___stack0`).
     """

@@ -82,7 +82,7 @@ def detect(
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
-    """The smallest loss per step that would have been reported."""
+    """Return the smallest loss per step that would have been reported."""
     return round(min_fraction * transfer_grid(breakdown).step_ns)
 
 

@@ -155,7 +155,7 @@ def resolution_ns(
     *,
     min_fraction: float = 0.03,
 ) -> int:
-    """The smallest loss by a slow link that would have been reported."""
+    """Return the smallest loss by a slow link that would have been reported."""
     transfer = _transfer(breakdown, ranks, collectives)
     judged = pl.col("rank").is_in(transfer.grid.ranks)
     unseen = sorted(set(ranks["node"].drop_nulls()) - set(ranks.filter(judged)["node"]))
@@ -167,7 +167,7 @@ def resolution_ns(
 def _transfer(
     breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.DataFrame | None, of: tuple[int, ...] = ()
 ) -> _Transfer:
-    """The time per step in which a rank is blocked while bytes move, or its bounds where only durations are known.
+    """Return the time per step in which a rank is blocked while bytes move, or bounds where only durations are known.
 
     Of the median rank, or of that of these.
     """
@@ -241,7 +241,7 @@ def _finding(
 
 
 def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
-    """The rank all of whose links are slow, of few that are; else the one way that is."""
+    """Return the rank all of whose links are slow, of few that are; else the one way that is."""
     ways, rate = busy_links(sent), pl.col("rate_bytes_per_s")
     slow = ways.filter(rate * min_ratio <= rate.median())
     healthy = ways.filter(rate * min_ratio > rate.median())
@@ -260,7 +260,7 @@ def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
 
 
 def _slow_node(busy: pl.DataFrame, slower: Callable[[float, list[float]], bool]) -> _Slow | None:
-    """The node of which even the fastest link is slower than those among the others."""
+    """Return the node of which even the fastest link is slower than those among the others."""
     pairs = pair_rates(busy)
     candidates = []
     for node in sorted({node for pair in pairs for node in pair}):
@@ -272,7 +272,10 @@ def _slow_node(busy: pl.DataFrame, slower: Callable[[float, list[float]], bool])
 
 
 def _slow_pair(busy: pl.DataFrame, slower: Callable[[float, list[float]], bool]) -> _Slow | None:
-    """The pair of nodes whose link is slower than those of all other pairs; of two nodes, than its other direction."""
+    """Return the pair of nodes whose link is slower than those of all other pairs.
+
+    Of two nodes, than its other direction.
+    """
     pairs = pair_rates(busy)
     if len(pairs) == 1 and len(busy) == 2:
         slow, healthy = sorted(busy["rate_bytes_per_s"])

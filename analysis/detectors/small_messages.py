@@ -79,7 +79,7 @@ def detect(
     min_fraction: float = 0.05,
     min_count: int = 8,
 ) -> list[Finding]:
-    """What fusing would save, one finding per kind of operation."""
+    """Return what fusing would save, one finding per kind of operation."""
     grid = transfer_grid(breakdown)
     known = _small_sizes(collectives)
     rows = with_exposed(collectives, phases)
@@ -96,7 +96,7 @@ def detect(
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
-    """The smallest loss per step that would have been reported."""
+    """Return the smallest loss per step that would have been reported."""
     return round(min_fraction * transfer_grid(breakdown).step_ns)
 
 
@@ -122,7 +122,7 @@ def _trusted(line: Line) -> bool:
 
 
 def _runs(rows: pl.DataFrame, phases: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:
-    """The rows of collectives, with the number of the `run` that they are in and their own time `ns`."""
+    """Return the rows of collectives, with the number of the `run` that they are in and their own time `ns`."""
     by = ["rank", "group_id", "op", "dtype", "step"]
     arrival = pl.coalesce("device_start_ns", "start_ns")
     rows = rows.sort(*by, "begin_ns").with_columns(
@@ -144,7 +144,7 @@ def _runs(rows: pl.DataFrame, phases: pl.DataFrame, regions: pl.DataFrame | None
 
 
 def _outermost(regions: pl.DataFrame) -> pl.DataFrame:
-    """Forwards and backwards of main threads, none within another."""
+    """Return forwards and backwards of main threads, none within another."""
     main = regions.filter(pl.col("thread") == 0, pl.col("kind").is_in(_DIRECTED)).sort("rank", "start_ns")
     reached = pl.col("end_ns").cum_max().shift(1).over("rank")
     return main.filter(reached.is_null() | (pl.col("start_ns") >= reached))
@@ -210,7 +210,7 @@ def _finding(saving: _Saving, lost: Estimate, grid: StepGrid, regions: pl.DataFr
 
 
 def _place(runs: pl.DataFrame, regions: pl.DataFrame | None) -> str:
-    """The innermost region that most runs begin in."""
+    """Return the innermost region that most runs begin in."""
     if regions is None:
         return ""
     within = (

@@ -87,13 +87,13 @@ def detect(
 
 
 def resolution_ns(ops: pl.DataFrame, *, min_saved: float = 0.03, max_error: float = 0.05) -> int:
-    """What the shortest stage that is named would save per step."""
+    """Return what the shortest stage that is named would save per step."""
     _, whatif = _replayed(ops, max_error)
     return round(min_saved * whatif.ideal_step_ns)
 
 
 def _replayed(ops: pl.DataFrame, max_error: float) -> tuple[OpGrid, WhatIf]:
-    """The steps and their replays, if those can be trusted."""
+    """Return the steps and their replays, if those can be trusted."""
     try:
         grid = op_grid(ops)
     except NotReplayable as reason:
@@ -119,7 +119,7 @@ def _of_stage(grid: OpGrid, stage: int) -> np.ndarray[tuple[int, ...], np.dtype[
 
 
 def _usually(grid: OpGrid, stage: int, min_usual: float) -> bool:
-    """Whether the stage is long in most steps of every replica: else it is a slow rank, or a stall now and then."""
+    """Say whether the stage is long in most steps of every replica: else it is a slow rank, or a stall now and then."""
     own, others = _microbatch_ns(grid, stage, np.mean)
     usual_own, usual_others = _microbatch_ns(grid, stage, np.median)
     return bool((usual_own / usual_others - 1).min() >= min_usual * (own.mean() / others.mean() - 1))
@@ -159,7 +159,7 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, long: Sequence[int], step
 
 
 def _of_microbatches(grid: OpGrid, stage: int) -> float:
-    """How sure it is by how much a stage is longer, as a share of that, from the scatter of its microbatches."""
+    """Return how sure it is by how much a stage is longer, as a share of that, from the scatter of its microbatches."""
     own, others = (_each_ns(grid, chosen) for chosen in ([stage], [s for s in grid.stages if s != stage]))
     apart = float(own.mean() - others.mean())
     error = float(np.hypot(own.std() / own.size**0.5, others.std() / others.size**0.5))
@@ -176,7 +176,7 @@ def _each_ns(grid: OpGrid, stages: Sequence[int]) -> Floats:
 
 
 def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...], even_ns: float) -> str:
-    """Where all stages of a rank are long, the rank itself is what they have in common."""
+    """Return where all stages of a rank are long, the rank itself is what they have in common."""
     held = {key.stage for i, key in enumerate(grid.keys) if set(grid.ranks[i].tolist()) <= set(ranks)}
     if len(held) > 1 and held <= set(long):
         return text(
@@ -196,7 +196,7 @@ def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...
 
 
 def replayed_steps(whatif: WhatIf) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """The length of each step as replayed with what was measured."""
+    """Return the length of each step as replayed with what was measured."""
     return whatif.without_ns(np.zeros((1, 1, 1), dtype=bool))
 
 
@@ -212,7 +212,7 @@ def _microbatch_ns(grid: OpGrid, stage: int, over_steps: Callable[..., Floats]) 
 
 
 def _where(grid: OpGrid, whatif: WhatIf, stage: int) -> str:
-    """The kind of operation that exceeds its ideal most on this stage."""
+    """Return the kind of operation that exceeds its ideal most on this stage."""
     excess = (whatif.actual_ns - whatif.ideal_ns).mean(axis=(1, 2))
     per_kind: dict[str, float] = {}
     for i, key in enumerate(grid.keys):
@@ -222,7 +222,7 @@ def _where(grid: OpGrid, whatif: WhatIf, stage: int) -> str:
 
 
 def _longest(grid: OpGrid, stage: int) -> tuple[Evidence, ...]:
-    """The stage's longest forward and backward in the middle one of the steps."""
+    """Return the stage's longest forward and backward in the middle one of the steps."""
     middle = int(np.argsort(grid.measured_ns)[len(grid.steps) // 2])
     start = grid.step_start_ns[middle]
     rows = []

@@ -48,7 +48,7 @@ def detect(
     min_steps: int = 10,
     min_z: float = 5.0,
 ) -> list[Finding]:
-    """The stretch of steps in which all ranks are slower, as one finding."""
+    """Return the stretch of steps in which all ranks are slower, as one finding."""
     grid = _enough(breakdown, min_steps, min_z)
     lengths = grid.of(*grid.parts).mean(axis=0)
     inside = longest_stretch(lengths, (1 + min_ratio) / 2)
@@ -94,7 +94,7 @@ def detect(
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_ratio: float = 1.1, min_steps: int = 10, min_z: float = 5.0) -> int:
-    """What a shift of half of the steps costs per step that would just have been reported."""
+    """Return what a shift of half of the steps costs per step that would just have been reported."""
     grid = _enough(breakdown, min_steps, min_z)
     return round((min_ratio - 1) * grid.step_ns / 2)
 
@@ -105,7 +105,7 @@ def _enough(breakdown: pl.DataFrame, min_steps: int, min_z: float) -> StepGrid:
 
 
 def _growth(values: Floats, inside: NDArray[np.bool_]) -> float:
-    """How much a part grows on the median rank."""
+    """Return how much a part grows on the median rank."""
     return float(np.median(np.median(values[:, inside], axis=1) - np.median(values[:, ~inside], axis=1)))
 
 

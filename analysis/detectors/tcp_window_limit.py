@@ -94,7 +94,7 @@ def detect(
 def resolution_ns(
     breakdown: pl.DataFrame, collectives: pl.DataFrame | None = None, *, min_fraction: float = 0.05
 ) -> int:
-    """The smallest loss per step that would have been reported."""
+    """Return the smallest loss per step that would have been reported."""
     return round(min_fraction * transfer_grid(breakdown, collectives=collectives).step_ns)
 
 

@@ -67,7 +67,7 @@ def detect(
     min_drop: float = 0.05,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
-    """The slow ranks, or the slow nodes, whose GPUs are throttled."""
+    """Return the slow ranks, or the slow nodes, whose GPUs are throttled."""
     clocks = _clocks(counters, gpus, steps)
     throttled = clocks.filter(pl.col("clock_hz") < (1 - min_drop) * pl.col("usual_hz"), pl.col("named") >= _MOSTLY)
     if throttled.is_empty():
@@ -104,7 +104,7 @@ def resolution_ns(
     min_drop: float = 0.05,
     min_fraction: float = 0.03,
 ) -> int:
-    """What a GPU that is just not throttled may cost, or the least that is reported."""
+    """Return what a GPU that is just not throttled may cost, or the least that is reported."""
     _clocks(counters, gpus, steps)
     grid = judged_grid(breakdown, 1)
     return round(max(min_drop * float(grid.own.mean()), min_fraction * grid.step_ns))

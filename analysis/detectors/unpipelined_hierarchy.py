@@ -55,7 +55,7 @@ def detect(
     min_bytes: int = 4_000_000,
     pieces: int = 4,
 ) -> list[Finding]:
-    """What doing both levels at once would hide."""
+    """Return what doing both levels at once would hide."""
     grid = transfer_grid(breakdown)
     inside, between = _levels(with_exposed(collectives, phases), nodes_of_groups(collectives, ranks), min_bytes)
     if between.is_empty():
@@ -95,12 +95,12 @@ def detect(
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
-    """The smallest loss per step that would have been reported."""
+    """Return the smallest loss per step that would have been reported."""
     return round(min_fraction * transfer_grid(breakdown).step_ns)
 
 
 def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The reduce-scatters within nodes, and the operations between nodes that follow them with what they left."""
+    """Return reduce-scatters within nodes, and the operations between nodes that follow them with what they left."""
     rows = rows.join(nodes, on="group_id").sort("begin_ns")
     scatters = rows.filter(
         pl.col("op").str.starts_with("reduce_scatter"),

@@ -93,7 +93,7 @@ def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Ca
 
 
 def _in_order(modules: Mapping[str, ModuleType]) -> list[str]:
-    """The detectors' names, each after those whose findings it takes, else as they are."""
+    """Return the detectors' names, each after those whose findings it takes, else as they are."""
     placed: list[str] = []
 
     def place(name: str) -> None:

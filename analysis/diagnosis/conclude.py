@@ -87,7 +87,7 @@ class _Judgement:
 
 
 def report_on(trace: Trace, timeline: Timeline, asked: Asked | None = None) -> Report:
-    """The report on a run whose timeline has been built; of a long one only on what was read of it."""
+    """Return the report on a run whose timeline has been built; of a long one only on what was read of it."""
     asked = asked or Asked()
     said = trace.table("gaps").collect()
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
@@ -110,7 +110,7 @@ def conclude(
     model: tuple[pl.DataFrame, float | None],
     price: float | None,
 ) -> Report:
-    """The report on a timeline.
+    """Return the report on a timeline.
 
     `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow; `model`
     what it needs of the devices, and how far that was counted (`utilisation.demand`, `count_flops`); `price` that of an
@@ -160,7 +160,7 @@ def conclude(
 
 
 def _seen(timeline: Timeline, tables: Mapping[str, pl.DataFrame], price: float | None) -> Seen:
-    """What the verdict rests on."""
+    """Return what the verdict rests on."""
     ranks = tuple(timeline.ranks["rank"].unique().sort().to_list())
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
     steps, code = step_summary(timeline.steps), code_of(timeline)
@@ -209,13 +209,16 @@ def _judged(
 
 
 def _unit(timeline: Timeline) -> str:
-    """What an hour of a rank is called: ranks on devices, and those whose device's work was seen, use a GPU each."""
+    """Return what an hour of a rank is called.
+
+    Ranks on devices, and those whose device's work was seen, use a GPU each.
+    """
     on_device = len(timeline.kernels) > 0 or (timeline.ranks["device"].drop_nulls() != "cpu").any()
     return "GPU-hours" if on_device else "rank-hours"
 
 
 def _environment(run: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """What the first node's agent wrote about the launch: command, host, versions, settings."""
+    """Return what the first node's agent wrote about the launch: command, host, versions, settings."""
     first = run.get(min(run, default=0), {})
     command = " ".join(first.get("launch", {}).get("command", ()))
     said = {"command": command, "hostname": first.get("hostname", ""), **first.get("versions", {})}

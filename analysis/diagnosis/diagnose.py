@@ -35,7 +35,7 @@ def diagnose(
 def read_run(
     path: PathLike | Sequence[PathLike], asked: Asked | None = None, *, whole: bool = True
 ) -> tuple[Report, Timeline]:
-    """The report, as by `diagnose`, and the timeline of the run at this path. Raises BadInput.
+    """Return the report, as by `diagnose`, and the timeline of the run at this path. Raises BadInput.
 
     Of a run that is too long to be held at once the timeline has the last steps; only these are judged unless `whole`.
     A running job whose older records make room meanwhile is read again.

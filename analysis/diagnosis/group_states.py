@@ -15,7 +15,7 @@ __all__ = ["group_states"]
 
 
 def group_states(timeline: Timeline, findings: Sequence[Finding]) -> tuple[GroupState, ...]:
-    """The ranks of every group in which an operation is outstanding; none where the job does not hang.
+    """Return the ranks of every group in which an operation is outstanding; none where the job does not hang.
 
     Ranks that a finding names come first, each with the groups that it is furthest behind in first.
     """
@@ -71,7 +71,7 @@ def _state() -> pl.Expr:
 
 
 def _last_places(timeline: Timeline) -> dict[int, str]:
-    """Where each rank's training thread was sampled last."""
+    """Return where each rank's training thread was sampled last."""
     last = timeline.samples.filter(pl.col("time_ns") == pl.col("time_ns").max().over("rank")).unique("rank")
     found = last.join(timeline.places, on="place").select("rank", "function", "file", "line")
     return {rank: place_in_code(function, file, line) for rank, function, file, line in found.iter_rows()}

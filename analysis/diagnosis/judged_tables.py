@@ -45,7 +45,10 @@ def judged_tables(
     cannot: Mapping[str, str],
     model: tuple[pl.DataFrame, float | None],
 ) -> tuple[dict[str, pl.DataFrame], dict[str, str]]:
-    """The tables, and why one that is missing or empty is so; `cannot` and `model` as `conclude.conclude` has them."""
+    """Return the tables, and why one that is missing or empty is so.
+
+    `cannot` and `model` as `conclude.conclude` has them.
+    """
     tables = _judged_only(timeline, addresses)
     needs, share = model
     if share is None or share >= COUNTED:
@@ -65,7 +68,7 @@ def judged_tables(
 
 
 def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> dict[str, pl.DataFrame]:
-    """The tables for the detectors, rows of judged steps only."""
+    """Return the tables for the detectors, rows of judged steps only."""
     steps = timeline.steps.filter("judged")
     judged = steps.select("rank", "step")
     every = ("phases", "breakdown") if len(steps) == len(timeline.steps) else ()  # large, and of steps only: no copies
@@ -87,7 +90,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
 
 
 def code_of(timeline: Timeline) -> Code:
-    """Where main threads are in the judged steps, or if there are none in the recording; and were at the end."""
+    """Return where main threads are in the judged steps, or if there are none in the recording; and were at the end."""
     judged = timeline.steps.filter("judged")
     step_ns = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item()
     samples = timeline.samples

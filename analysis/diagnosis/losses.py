@@ -30,7 +30,7 @@ _LABEL = {"queued": QUEUED, "unseen": UNSEEN}  # the rows of the part that are l
 
 
 def losses_of(breakdown: pl.DataFrame, phases: pl.DataFrame, findings: Sequence[Finding]) -> tuple[Loss, ...]:
-    """The losses of the mean step, the largest first, each with what the `findings` leave unexplained.
+    """Return the losses of the mean step, the largest first, each with what the `findings` leave unexplained.
 
     A finding that follows from another one explains nothing besides it.
     """
@@ -68,5 +68,5 @@ def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Findi
 
 
 def lost_fraction(losses: Sequence[Loss]) -> float:
-    """The share of the mean step that is lost in any way."""
+    """Return the share of the mean step that is lost in any way."""
     return sum(loss.fraction for loss in losses)

@@ -18,14 +18,14 @@ __all__ = ["incomplete_steps", "left_out", "not_observed"]
 
 
 def incomplete_steps(steps: pl.DataFrame) -> list[Gap]:
-    """The steps that were set aside because a rank lacks them."""
+    """Return the steps that were set aside because a rank lacks them."""
     count = steps.filter(pl.col("aside") == "incomplete")["step"].n_unique()
     why = text("{count} not analyzed, since not all ranks have them", count=counted(count, "step"))
     return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []
 
 
 def not_observed(timeline: Timeline) -> list[NotChecked]:
-    """What this version cannot see of these ranks."""
+    """Return what this version cannot see of these ranks."""
     devices = timeline.ranks.filter(pl.col("device") != "cpu")["device"].unique().sort().to_list()
     if not devices or len(timeline.kernels) or len(timeline.marks):
         return []
@@ -37,7 +37,7 @@ def not_observed(timeline: Timeline) -> list[NotChecked]:
 
 
 def left_out(run: Replay | Unreplayable, timeline: Timeline) -> list[Gap]:
-    """What a graph of all kernels and launches would take too much memory for."""
+    """Return what a graph of all kernels and launches would take too much memory for."""
     rows = len(timeline.kernels) + len(timeline.launches)
     if timeline.kernels.is_empty() or rows <= MOST_ROWS:
         return []

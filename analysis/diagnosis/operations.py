@@ -79,7 +79,10 @@ def slow_workers(ops: pl.DataFrame, *, min_fraction: float = _LEAST) -> list[Fin
 
 
 def resolution_of_slow_workers(ops: pl.DataFrame) -> int:
-    """What the largest slowness that would have been overlooked costs: of the worker whose samples scatter most."""
+    """Return what the largest slowness that would have been overlooked costs.
+
+    Of the worker whose samples scatter most.
+    """
     grid, durations = _replayable(ops)
     workers = _workers(grid, durations)
     step_ns = float(grid.measured_ns.mean())
@@ -130,7 +133,7 @@ def uneven_work(ops: pl.DataFrame, *, min_fraction: float = 0.03) -> list[Findin
 
 
 def resolution_of_uneven_work(ops: pl.DataFrame) -> int:
-    """The smallest cost that is reported."""
+    """Return the smallest cost that is reported."""
     grid, durations = _replayable(ops)
     _common(grid, durations)
     return round(0.03 * float(grid.measured_ns.mean()))
@@ -143,7 +146,7 @@ CHECKS = {
 
 
 def _replayable(ops: pl.DataFrame) -> tuple[OpGrid, Floats]:
-    """The operations and their own time. Not resolvable where a replay of them misses the steps."""
+    """Return the operations and their own time. Not resolvable where a replay of them misses the steps."""
     try:
         grid = op_grid(ops)
     except NotReplayable as reason:
@@ -168,7 +171,7 @@ def _computing(grid: OpGrid) -> list[int]:
 
 
 def _slow(grid: OpGrid, durations: Floats, least: float) -> tuple[list[tuple[_Worker, Floats]], Floats]:
-    """The slow workers, the costliest first, with what each step would save; and the durations without them."""
+    """Return the slow workers, the costliest first, with what each step would save; and the durations without them."""
     found: list[tuple[_Worker, Floats]] = []
     step_ns = float(grid.measured_ns.mean())
     for _ in range(_MOST):
@@ -223,7 +226,7 @@ def _workers(grid: OpGrid, durations: Floats) -> list[_Worker]:
 
 
 def _of_others(values: Floats) -> Floats:
-    """For each replica (last axis) the median of the others'."""
+    """Return for each replica (last axis) the median of the others'."""
     size = values.shape[-1]
     return np.stack([np.median(np.delete(values, replica, axis=-1), axis=-1) for replica in range(size)], axis=-1)
 
@@ -258,13 +261,13 @@ def _stretch(samples: Floats) -> tuple[int, int]:
 
 
 def _difference(before: Floats, after: Floats) -> float:
-    """The difference of two means in standard errors."""
+    """Return the difference of two means in standard errors."""
     error = (before.var(ddof=1) / len(before) + after.var(ddof=1) / len(after)) ** 0.5
     return float((after.mean() - before.mean()) / max(error, 1e-9))
 
 
 def _clear(worker: _Worker, workers: Sequence[_Worker]) -> bool:
-    """Whether it is slower than its peers in most samples, and by more than others differ from theirs by chance."""
+    """Say whether it is slower than its peers in most samples, and by more than others differ from theirs by chance."""
     slow = worker.slow
     mean = float(slow.mean())
     others = np.array([one.excess.mean() for one in workers if one.rank != worker.rank])
@@ -278,7 +281,7 @@ def _clear(worker: _Worker, workers: Sequence[_Worker]) -> bool:
 
 
 def _like_peers(durations: Floats, worker: _Worker) -> Floats:
-    """The durations with the worker as fast as its peers while it is slow: its microbatches stay unequal.
+    """Return the durations with the worker as fast as its peers while it is slow: its microbatches stay unequal.
 
     Another rank's times in their place would also bring that one's luck with its microbatches.
     """
@@ -337,7 +340,7 @@ def _cost(grid: OpGrid, saved: Floats, half_width: float) -> _Cost:
 
 
 def _longest(grid: OpGrid, worker: _Worker) -> tuple[Evidence, ...]:
-    """The worker's longest computation beside those of its peers."""
+    """Return the worker's longest computation beside those of its peers."""
     length = grid.end_ns - grid.start_ns
     beyond = length[worker.rows, :, worker.replica] - np.median(
         np.delete(length[worker.rows], worker.replica, axis=2), axis=2
@@ -402,7 +405,7 @@ def _centred(logs: Floats) -> Floats:
 
 
 def _without(grid: OpGrid, durations: Floats, common: Floats) -> Floats:
-    """The durations with even microbatches: each stage has as much to do in the step as before."""
+    """Return the durations with even microbatches: each stage has as much to do in the step as before."""
     seqs = sorted({grid.keys[i].seq for i in _computing(grid)})
     factor = np.ones_like(durations)
     for i in _computing(grid):

@@ -71,7 +71,7 @@ def resolution_of_uneven_work(
     *,
     min_fraction: float = 0.03,
 ) -> int:
-    """The smallest cost that would have been reported."""
+    """Return the smallest cost that would have been reported."""
     grid, role = _with_peers(breakdown, collectives, groups, regions)
     few = uneven_pieces(kernels, steps, grid, role)
     return visible(grid, max(min_fraction * grid.step_ns, _MOVED * float((few.error * few.own).max())))
@@ -80,7 +80,7 @@ def resolution_of_uneven_work(
 def _with_peers(
     breakdown: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame, regions: pl.DataFrame
 ) -> tuple[StepGrid, Ints]:
-    """The ranks that have peers, and the role of each."""
+    """Return the ranks that have peers, and the role of each."""
     grid = peers_grid(breakdown, FEW_STEPS)
     role = roles_of(grid.ranks, groups, regions, collectives)
     has_peers = np.bincount(role)[role] > 1
@@ -147,7 +147,7 @@ def resolution_of_long_stage(
     min_fraction: float = 0.03,
     min_z: float = 5.0,
 ) -> int:
-    """The shortest excess of a stage that would have been named."""
+    """Return the shortest excess of a stage that would have been named."""
     grid, stage, pieces = _of_stages(breakdown, steps, kernels, collectives, groups, regions)
     errors = []
     for number in np.unique(stage):
@@ -168,7 +168,7 @@ def _of_stages(
     groups: pl.DataFrame,
     regions: pl.DataFrame,
 ) -> tuple[StepGrid, Ints, Floats]:
-    """The ranks of the pipelines, the stage of each, and what they compute, (rank, step, piece) in ns."""
+    """Return the ranks of the pipelines, the stage of each, and what they compute, (rank, step, piece) in ns."""
     held = roles(groups, regions, collectives)
     grid = judged_grid(breakdown, 1)
     grid = grid.only(np.array([rank in held for rank in grid.ranks], dtype=bool))

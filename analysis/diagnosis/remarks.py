@@ -25,7 +25,7 @@ MUCH = 0.2  # share of the step from which it mentions what no check can judge
 
 
 def unclear(not_checked: Sequence[NotChecked]) -> str:
-    """Which check could not tell, though what it looks for may be there."""
+    """Return which check could not tell, though what it looks for may be there."""
     unclear = sorted((check for check in not_checked if check.unclear), key=lambda check: check.detector != "slow_rank")
     if not unclear:
         return ""
@@ -49,7 +49,7 @@ def stopped(breakdown: pl.DataFrame) -> str:
 
 
 def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
-    """What CUDA events leave open of the devices' time, where it is much."""
+    """Return what CUDA events leave open of the devices' time, where it is much."""
     if lead is None:
         return ""
     said = []
@@ -72,7 +72,7 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
 
 
 def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
-    """What the steps take that were set aside, where it is much, and where in the code."""
+    """Return what the steps take that were set aside, where it is much, and where in the code."""
     if steps.outliers_fraction < LARGE:
         return ""
     outliers = timeline.steps.filter(pl.col("aside") == "outlier")
@@ -86,7 +86,7 @@ def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
 
 
 def not_read(stretch: Stretch | None) -> str:
-    """That steps were left out which nobody asked to leave out."""
+    """Say that steps were left out which nobody asked to leave out."""
     if stretch is None or stretch.asked or not stretch.said:
         return ""
     if stretch.counted.is_empty():
@@ -99,7 +99,7 @@ def not_read(stretch: Stretch | None) -> str:
 
 
 def unknown(breakdown: pl.DataFrame, code: Code) -> str:
-    """How much of the step main threads do what no collector knows, where it is much, and where in the code."""
+    """Return how much of the step main threads do what no collector knows, where it is much, and where in the code."""
     place = code.most_of("other")
     grid = step_grid(breakdown)
     share = float(grid.of("other").mean()) / grid.step_ns if place else 0.0
@@ -113,7 +113,7 @@ def unknown(breakdown: pl.DataFrame, code: Code) -> str:
 
 
 def made_of(breakdown: pl.DataFrame) -> str:
-    """The largest parts of the step, where it could be cut into parts."""
+    """Return the largest parts of the step, where it could be cut into parts."""
     total = breakdown["ns"].sum()
     if not total:
         return ""

@@ -40,7 +40,7 @@ Floats = NDArray[np.float64]
 def over_the_run(
     report: Report, stretch: Stretch, phases: Sequence[Span], last: StretchSummary, others: Sequence[StretchSummary]
 ) -> Report:
-    """The report on the last steps with what is said of the whole run, by summaries of them and of all others.
+    """Return the report on the last steps with what is said of the whole run, by summaries of them and of all others.
 
     `phases` are as of `phases_of`.
     """
@@ -113,7 +113,7 @@ def _together(every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
 
 
 def _of_phase(look: Look, read: Span) -> str:
-    """What the verdict says of the phase that differs most."""
+    """Return what the verdict says of the phase that differs most."""
     more = look.phase.median_ns / read.median_ns - 1
     what = next(iter((*(found.title for found in look.findings), *map(part_change, look.changes))), "")
     steps = ranges(range(look.phase.first, look.phase.last + 1))
@@ -127,14 +127,14 @@ def _of_phase(look: Look, read: Span) -> str:
 
 
 def _of_finding(found: RunFinding) -> str:
-    """What the verdict says of a root cause that the last steps do not have."""
+    """Return what the verdict says of a root cause that the last steps do not have."""
     steps = ranges(range(found.steps[0], found.steps[1] + 1))
     share = percent(found.lost_fraction)
     return text("Steps {steps}: {what} ({share} of the whole run).", steps=steps, what=found.title, share=share)
 
 
 def _of_none(history: History) -> str:
-    """What the verdict says where the other steps tell nothing else."""
+    """Return what the verdict says where the other steps tell nothing else."""
     number = history.analyzed - (history.read.last - history.read.first + 1)
     if not number:
         return ""
@@ -143,7 +143,10 @@ def _of_none(history: History) -> str:
 
 
 def phases_of(stretch: Stretch, history: History) -> list[Span]:
-    """The phases of the run whose steps are longer or shorter than those that were read; what differs most first."""
+    """Return the phases of the run whose steps are longer or shorter than those that were read.
+
+    What differs most first.
+    """
     usual = history.read.median_ns
     lengths = _medians(stretch)
     longer, shorter = _lasting(lengths / usual), _lasting(usual / lengths)
@@ -164,7 +167,7 @@ def phases_of(stretch: Stretch, history: History) -> list[Span]:
 
 
 def _lasting(ratio: Floats) -> NDArray[np.bool_]:
-    """Where it is above `_DIFFERENT`, and from there on, both ways, as long as it is above `_STILL`."""
+    """Return where it is above `_DIFFERENT`, and from there on, both ways, as long as it is above `_STILL`."""
     above = ratio > _STILL
     piece = np.cumsum(np.diff(above, prepend=False))
     lasting: NDArray[np.bool_] = above & np.isin(piece, piece[ratio > _DIFFERENT])
@@ -172,7 +175,10 @@ def _lasting(ratio: Floats) -> NDArray[np.bool_]:
 
 
 def _medians(stretch: Stretch) -> Floats:
-    """The median length of the judged steps of each block, smoothed over some; of a block without one that of all."""
+    """Return the median length of the judged steps of each block, smoothed over some.
+
+    Of a block without one that of all.
+    """
     rows = stretch.counted
     lengths = (rows["end_ns"] - rows["start_ns"]).to_numpy().astype(float)
     judged = np.where(rows["judged"].to_numpy(), lengths, np.nan)
@@ -185,7 +191,7 @@ def _medians(stretch: Stretch) -> Floats:
 
 
 def _look(phase: Span, last: StretchSummary, others: Sequence[StretchSummary]) -> Look:
-    """What the stretches of a phase tell, and how its steps differ from the last ones."""
+    """Return what the stretches of a phase tell, and how its steps differ from the last ones."""
     inside = [one for one in others if phase.first <= (one.first + one.last) // 2 <= phase.last]
     analyzed = [one for one in inside if one.analyzed]
     if not analyzed:
@@ -203,7 +209,10 @@ def _look(phase: Span, last: StretchSummary, others: Sequence[StretchSummary]) -
 
 
 def _changes(analyzed: Sequence[StretchSummary], last: StretchSummary) -> list[Change]:
-    """What parts take more than in the last steps, or less, where it is clear of chance; the largest change first."""
+    """Return what parts take more than in the last steps, or less, where it is clear of chance.
+
+    The largest change first.
+    """
     share = np.array([one.analyzed for one in analyzed]) / sum(one.analyzed for one in analyzed)
     changes = []
     for part in {part for one in (*analyzed, last) for part in one.parts}:

@@ -38,12 +38,12 @@ _REPLAYED = 8  # of one kind; each takes a replay
 
 
 def replayable(timeline: Timeline, links: pl.DataFrame) -> Replay | Unreplayable:
-    """The run, ready to be replayed, or why it cannot be."""
+    """Return the run, ready to be replayed, or why it cannot be."""
     return tried(lambda: rerun(timeline, links))
 
 
 def measure_of(run: Replay | Unreplayable, breakdown: pl.DataFrame, timeline: Timeline) -> Replay | Unreplayable:
-    """The run as a measure for what findings cost, or why it is none."""
+    """Return the run as a measure for what findings cost, or why it is none."""
     return (_why_no_measure(breakdown, timeline.ranks) if timeline.marks.is_empty() else None) or run
 
 
@@ -71,7 +71,7 @@ def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> Unreplayabl
 
 
 def tried(make: Callable[[], _Made]) -> _Made | Unreplayable:
-    """What is made, or why it cannot be."""
+    """Return what is made, or why it cannot be."""
     try:
         return make()
     except NotReplayable as reason:
@@ -83,7 +83,7 @@ def tried(make: Callable[[], _Made]) -> _Made | Unreplayable:
 
 
 def as_replayed(findings: Sequence[Finding], run: Replay | Unreplayable) -> tuple[list[Finding], list[Healthy]]:
-    """The findings: a kind that can be replayed, and what makes it so, at no more than mending brings in the replay.
+    """Return the findings: those that can be replayed, and what makes them so, at no more than their fix brings.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
     Of several, fixing one alone may bring nothing: each costs what fixing it brings when the others are fixed.
@@ -114,21 +114,24 @@ def as_replayed(findings: Sequence[Finding], run: Replay | Unreplayable) -> tupl
 
 
 def _least_fraction(kind: str) -> float:
-    """The share of the step from which on this detector reports."""
+    """Return the share of the step from which on this detector reports."""
     return float(inspect.signature(detectors()[kind].detect).parameters["min_fraction"].default)
 
 
 def with_hidden(
     healthy: Sequence[Healthy], hidden: Sequence[Healthy], found: Sequence[Finding], not_checked: Sequence[NotChecked]
 ) -> list[Healthy]:
-    """The checks that found nothing, those among them whose findings cost nothing in the replay."""
+    """Return the checks that found nothing, those among them whose findings cost nothing in the replay."""
     said = {*(finding.detector for finding in found), *(check.detector for check in not_checked)}
     coarsest = {one.detector: one for one in sorted(hidden, key=lambda one: one.resolution_ns or 0)}
     return [*healthy, *(one for kind, one in coarsest.items() if kind not in said)]
 
 
 def _brings(fixes: Sequence[str], run: Replay) -> dict[str, tuple[float, float]]:
-    """What each fix brings beside the others, ns per step, and its uncertainty; empty where they cannot be replayed."""
+    """Return what each fix brings beside the others, ns per step, and its uncertainty.
+
+    Empty where they cannot be replayed.
+    """
     try:
         whole = run.gain(*together(fixes))
         rest = {fix: together([other for other in fixes if other != fix]) for fix in fixes}
@@ -139,7 +142,7 @@ def _brings(fixes: Sequence[str], run: Replay) -> dict[str, tuple[float, float]]
 
 
 def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertainty_ns: float) -> list[Finding]:
-    """The findings, those with the fix of `one` at no more than it brings."""
+    """Return the findings, those with the fix of `one` at no more than it brings."""
     share = gain_ns / one.lost_ns_per_step
     if gain_ns <= 0 or (share >= 1 and spec_of(one.detector).cost != "as_replayed"):
         return list(findings)
@@ -159,7 +162,7 @@ def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertai
 def with_gains(
     findings: tuple[Finding, ...], run: Replay | Unreplayable
 ) -> tuple[tuple[Finding, ...], Fidelity | None]:
-    """The findings with what their fixes bring in a replay, and how far the replay can be trusted.
+    """Return the findings with what their fixes bring in a replay, and how far the replay can be trusted.
 
     A finding without a fix keeps what its detector says.
     """
@@ -184,7 +187,7 @@ def _with_gain(finding: Finding, run: Replay) -> Finding:
 def predicted_fixes(
     run: Replay | Unreplayable, findings: Sequence[Finding], costs: Delays, known: Fidelity | None
 ) -> tuple[tuple[PredictedFix, ...], Fidelity | None]:
-    """The fixes that are worth trying, and how far the replay can be trusted where it was used."""
+    """Return the fixes that are worth trying, and how far the replay can be trusted where it was used."""
     if isinstance(run, Unreplayable):
         return (), known
     fixes = tried(lambda: sweep(run, findings, costs.charges))

@@ -71,12 +71,15 @@ class _Stored:
 
 
 def made_of(files: str, asked: Sequence[object]) -> str:
-    """What summaries depend on: the run's files by their fingerprint, this code, and what was asked for."""
+    """Return what summaries depend on: the run's files by their fingerprint, this code, and what was asked for."""
     return json.dumps([files, code_fingerprint(*_CODE), *asked])
 
 
 def load(run: Path, of: str) -> list[StretchSummary]:
-    """The summaries in the run's folder that were made of exactly this; none if there are none, or of anything else."""
+    """Return the summaries in the run's folder that were made of exactly this.
+
+    None if there are none, or of anything else.
+    """
     try:
         with (run / FOLDER / _FILE).open("rb") as file:
             found = msgspec.convert(_with_texts(json.loads(file.read(_LARGEST))), _Stored)
@@ -101,7 +104,7 @@ def store(run: Path, of: str, stretches: Sequence[StretchSummary]) -> None:
 
 
 def _without_texts(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """The value with each text as what it was made of, so that it can still be translated."""
+    """Return the value with each text as what it was made of, so that it can still be translated."""
     if isinstance(value, Text):
         return {"template": value.template, "values": _without_texts(dict(value.values)), "forms": value.forms}
     if isinstance(value, dict):
@@ -112,7 +115,7 @@ def _without_texts(value: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def _with_texts(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """The reverse. Raises ValueError for a text that rankscope cannot have made."""
+    """Return the reverse. Raises ValueError for a text that rankscope cannot have made."""
     if isinstance(value, dict):
         held = {name: _with_texts(of) for name, of in value.items()}
         if held.keys() != {"template", "values", "forms"}:

@@ -46,7 +46,7 @@ _LISTED = 20  # of the causes of waiting and of the critical path
 
 
 def step_summary(steps: pl.DataFrame) -> StepSummary:
-    """How many steps there were, and how long the judged ones took."""
+    """Return how many steps there were, and how long the judged ones took."""
     judged = steps.filter("judged")
     length = judged["end_ns"] - judged["start_ns"]
     mean, median, p90 = length.mean(), length.median(), length.quantile(0.9)
@@ -82,14 +82,14 @@ def mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
 
 
 def group_times(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> tuple[GroupTime, ...]:
-    """Where the communication of each group goes."""
+    """Return where the communication of each group goes."""
     if collectives.is_empty() or phases.is_empty():
         return ()
     return tuple(GroupTime(**row) for row in by_group(collectives, phases, groups).iter_rows(named=True))
 
 
 def pipeline_of(ops: pl.DataFrame) -> Pipeline | None:
-    """The pipeline's schedule and bubble; None where there is none, and the detectors say why."""
+    """Return the pipeline's schedule and bubble; None where there is none, and the detectors say why."""
     if ops.is_empty():
         return None
     try:
@@ -99,7 +99,7 @@ def pipeline_of(ops: pl.DataFrame) -> Pipeline | None:
 
 
 def others_waited(costs: Delays, finding: Finding) -> OthersWaited | None:
-    """Who waited because the finding's ranks came late; those with a hundredth of what the most had, or more.
+    """Return who waited because the finding's ranks came late; those with a hundredth of what the most had, or more.
 
     Not where the job came to an end by it: what they waited before has other causes.
     """
@@ -111,7 +111,7 @@ def others_waited(costs: Delays, finding: Finding) -> OthersWaited | None:
 
 
 def waits(timeline: Timeline, costs: Delays) -> tuple[Wait, ...]:
-    """How long each rank waited for others, and they for it."""
+    """Return how long each rank waited for others, and they for it."""
     caused, to_last = caused_by_rank(costs), charged_to_last(timeline.collectives)
     return tuple(
         Wait(rank=rank, waited_ns=ns, caused_ns=caused.get(rank, 0) + to_last.get(rank, 0))
@@ -120,7 +120,7 @@ def waits(timeline: Timeline, costs: Delays) -> tuple[Wait, ...]:
 
 
 def blames(costs: Delays) -> tuple[Blame, ...]:
-    """The causes of most standing still, over the whole run."""
+    """Return the causes of most standing still, over the whole run."""
     rows = costs.charges.group_by("rank", "part", "label").agg(
         (pl.col("direct_ns") + pl.col("indirect_ns")).sum().alias("waited_ns"), pl.col("blocked_ns").sum()
     )
@@ -134,7 +134,10 @@ def blames(costs: Delays) -> tuple[Blame, ...]:
 
 
 def path_parts(run: Replay | Unreplayable, timeline: Timeline) -> tuple[PathPart, ...]:
-    """The critical path: mean per judged step, the largest parts and the rest. Empty where no replay is trusted."""
+    """Return the critical path.
+
+    Mean per judged step, the largest parts and the rest. Empty where no replay is trusted.
+    """
     judged = timeline.steps.filter("judged")["step"].unique()
     host = (None if isinstance(run, Unreplayable) else run.host) or _graph_of_one_step(timeline, len(judged))
     if host is None:
@@ -155,7 +158,7 @@ def path_parts(run: Replay | Unreplayable, timeline: Timeline) -> tuple[PathPart
 
 
 def _graph_of_one_step(timeline: Timeline, judged: int) -> HostGraph | None:
-    """A single step cannot show how well a replay predicts, and tells what it waited for all the same."""
+    """Trust the replay of a single step, too: it cannot show how well it predicts, but what the step waited for."""
     if judged != 1 or timeline.kernels.is_empty():
         return None
     graph = tried(lambda: device_graph(first_steps(timeline)))

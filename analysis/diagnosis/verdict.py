@@ -62,7 +62,7 @@ class Seen:
 
 
 def with_levels(findings: Sequence[Finding], steps: StepSummary, fidelity: Fidelity | None) -> tuple[Finding, ...]:
-    """The findings, each with its level."""
+    """Return the findings, each with its level."""
     return tuple(
         replace(finding, confidence=finding.confidence or _level(finding, steps, fidelity)) for finding in findings
     )
@@ -81,7 +81,7 @@ def _level(finding: Finding, steps: StepSummary, fidelity: Fidelity | None) -> s
 def without_coarse(
     healthy: Sequence[Healthy], losses: Sequence[Loss], steps: StepSummary
 ) -> tuple[list[Healthy], list[NotChecked]]:
-    """The healthy checks, and apart those that are too coarse to say so where much is lost that nothing explains."""
+    """Return healthy checks, and apart those that are too coarse to say so where much is lost that nothing explains."""
     kept: list[Healthy] = []
     coarse: list[NotChecked] = []
     for check in healthy:
@@ -160,19 +160,19 @@ def verdict_of(
 
 
 def _was_judged(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> bool:
-    """Whether there is anything to say: a check of the speed was made, or a profiler's tables show what is lost."""
+    """Say whether there is anything to say: a check of the speed was made, or a profiler's tables show what is lost."""
     return (seen.profiled and lost_fraction(losses) >= MUCH_LOST) or any(
         spec_of(check.detector).judges_speed for check in healthy
     )
 
 
 def _is_bounded(detector: str, seen: Seen) -> bool:
-    """Whether what it looks for costs no more than the table of losses shows: it needs the ranks' communication."""
+    """Say whether what it looks for costs no more than the table of losses shows: it needs the ranks' communication."""
     return bool(spec_of(detector).lost_as) and not seen.hosts_only and not seen.breakdown.is_empty()
 
 
 def _limit(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> tuple[float, str]:
-    """The largest share of the step that a check may have overlooked, and which check.
+    """Return the largest share of the step that a check may have overlooked, and which check.
 
     One whose cost the tables show as lost has overlooked no more than is lost there.
     """
@@ -196,7 +196,7 @@ def _remarks(seen: Seen) -> str:
 
 
 def _unexplained(losses: Sequence[Loss], seen: Seen, counts: str) -> str:
-    """The largest loss with rank and place, what is lost in all, and which recording would show why."""
+    """Return the largest loss with rank and place, what is lost in all, and which recording would show why."""
     largest = losses[0]
     step = duration(seen.steps.mean_ns or 0)
     said = [
@@ -227,7 +227,7 @@ def _loss(loss: Loss) -> str:
 
 
 def _place(loss: Loss, ranks: int) -> str:
-    """Who loses most of it, or who waits least, and where."""
+    """Return who loses most of it, or who waits least, and where."""
     where = text(", most in {label}", label=loss.where) if loss.where else ""
     if ranks < 2:
         return where
@@ -261,7 +261,7 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
 
 
 def _besides(findings: Sequence[Finding], losses: Sequence[Loss]) -> str:
-    """The largest loss that the findings do not explain, where it is much."""
+    """Return the largest loss that the findings do not explain, where it is much."""
     left = max(losses, key=lambda loss: loss.unexplained_fraction, default=None)
     if left is None or left.unexplained_fraction < max(MUCH_LOST, findings[0].lost_fraction):
         return ""
@@ -271,7 +271,7 @@ def _besides(findings: Sequence[Finding], losses: Sequence[Loss]) -> str:
 
 
 def _absent(seen: Seen) -> str:
-    """Which steps and ranks the verdict does not speak of."""
+    """Return which steps and ranks the verdict does not speak of."""
     missing = sorted(set(range(seen.world_size or 0)) - set(seen.ranks))
     not_recorded = (
         plural(
@@ -314,7 +314,7 @@ def _cannot_judge(healthy: Sequence[Healthy], not_checked: Sequence[NotChecked],
 
 
 def _headline(findings: Sequence[Finding], seen: Seen) -> str:
-    """The first finding, and how many more there are that do not follow from it."""
+    """Return the first finding, and how many more there are that do not follow from it."""
     first, steps, rate = findings[0], seen.steps, seen.rate
     waiting = len(seen.ranks) - len(first.ranks)
     said = [text("Likely: {title}", title=first.title) if first.confidence == LIKELY else first.title]

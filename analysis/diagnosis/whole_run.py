@@ -36,7 +36,7 @@ _CPU_S_PER_BYTE = 1e-8  # that they are analyzed in, about
 
 
 def with_whole_run(trace: Trace, report: Report, timeline: Timeline, asked: Asked | None = None) -> Report:
-    """The report; where it is on the last steps of a long run, with what the steps before tell of the whole run."""
+    """Return the report, with what earlier steps show of the whole run where it is on the last ones of a long run."""
     stretch, history, folder = timeline.stretch, report.history, trace.reader.folder
     if stretch is None or history is None or folder is None or stretch.asked:
         return report

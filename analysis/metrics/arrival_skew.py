@@ -27,7 +27,7 @@ class Arrivals:
 
 
 def arrivals(collectives: pl.DataFrame, grid: StepGrid) -> Arrivals | None:
-    """The lateness of each rank of the grid, from collectives that all ranks began on their devices by one clock.
+    """Return the lateness of the grid's ranks, from collectives that all began on their devices by one clock.
 
     None where there are none such. An operation belongs to the step in which its last rank began it. Operations with
     a root and sends are left out: not all of their ranks wait for each other.
@@ -86,7 +86,7 @@ def lateness(
     node_of: dict[int, int] | None = None,
     regions: pl.DataFrame | None = None,
 ) -> Lateness | None:
-    """The lateness of the grid's ranks, or with `node_of` of their nodes in order, where only durations are known.
+    """Return the lateness of the grid's ranks, or with `node_of` of their nodes, where only durations are known.
 
     A rank is late by the least that another one waits, a node by what all others wait at least beyond any of its own
     ranks. Not its own lateness is what it waits for others in other groups, nor what transfers there take longer than
@@ -143,7 +143,7 @@ def lateness(
 
 
 def _with_waits_for_neighbours(rows: pl.DataFrame) -> pl.DataFrame:
-    """The rows with `held_up_ns`: what its rank waited in sends and receives since the group's operation before.
+    """Return the rows with `held_up_ns`: what its rank waited in sends and receives since the group's operation before.
 
     Beyond what the rank of the operation that waited least did.
     """
@@ -155,7 +155,7 @@ def _with_waits_for_neighbours(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_wanted_at_once(rows: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:
-    """The rows with `at_once`: a reduction outside of backward, or one of the same group and size.
+    """Return the rows with `at_once`: a reduction outside of backward, or one of the same group and size.
 
     Gradients are reduced in backward, which goes on meanwhile; activations are what the next operator needs.
     """
@@ -179,7 +179,7 @@ def _with_wanted_at_once(rows: pl.DataFrame, regions: pl.DataFrame | None) -> pl
 
 
 def charged_to_last(collectives: pl.DataFrame) -> dict[int, int]:
-    """What all ranks waited in operations without ends, by the rank that each of these waited for."""
+    """Return what all ranks waited in operations without ends, by the rank that each of these waited for."""
     rows = collectives.filter(pl.col("end_ns").is_null(), pl.col("wait_ns").is_not_null())
     of_operation = rows.group_by("instance_id").agg(pl.col("rank").filter("is_last").min(), pl.col("wait_ns").sum())
     return dict(of_operation.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())

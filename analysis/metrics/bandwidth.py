@@ -90,12 +90,18 @@ class Line:
 
 
 def kind_of(op: str) -> str | None:
-    """What an operation of OPS does: allreduce, allgather, reduce_scatter, alltoall, broadcast; None: another thing."""
+    """Return what an operation of OPS does.
+
+    Allreduce, allgather, reduce_scatter, alltoall, broadcast; None: another thing.
+    """
     return next((kind for kind in _KINDS if op.startswith(kind)), None)
 
 
 def costs(op: str, ranks: int) -> dict[str, Cost]:
-    """What each algorithm for `op` costs among so many ranks, by its name; empty for other operations or one rank."""
+    """Return what each algorithm for `op` costs among so many ranks, by its name.
+
+    Empty for other operations or one rank.
+    """
     kind = kind_of(op)
     if kind is None or ranks < 2:
         return {}
@@ -137,7 +143,7 @@ def link_of(line: Line, cost: Cost) -> Link:
 
 
 def faster_than_ring(op: str, ranks: int, line: Line, size_bytes: float) -> tuple[str, float] | None:
-    """The algorithm that takes the least for this size, and its share of a ring's time, if the line is a ring's.
+    """Return the algorithm that takes the least for this size, and its share of a ring's time, if the line is a ring's.
 
     None where nothing is 15 % faster. Algorithms that need servers or a switch that computes are left out.
     """
@@ -185,7 +191,7 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def lines(moved: pl.DataFrame) -> dict[tuple[str, int], Line]:
-    """The line of each (op, group_id) whose sizes differ enough, from its `transfers`.
+    """Return the line of each (op, group_id) whose sizes differ enough, from its `transfers`.
 
     Of a size those count that were alone, if there are a few, else all: those of tiny buckets never are.
     """
@@ -200,7 +206,9 @@ def lines(moved: pl.DataFrame) -> dict[tuple[str, int], Line]:
 
 
 def fit_line(size_bytes: Floats, ns: Floats) -> Line | None:
-    """The line through the median time of each size, both its numbers at least 0; None where sizes hardly differ.
+    """Return the line through the median time of each size, both its numbers at least 0.
+
+    None where sizes hardly differ.
 
     Weighted by how well each median is known, but none better than 5 %: so small sizes, which tell the latency, weigh
     no less than large ones. Medians make single late transfers harmless.
@@ -233,7 +241,7 @@ def fit_line(size_bytes: Floats, ns: Floats) -> Line | None:
 
 
 def _through(x: Floats, y: Floats) -> float:
-    """The factor of the least squares line through 0."""
+    """Return the factor of the least squares line through 0."""
     return float((x * y).sum() / (x * x).sum())
 
 
@@ -271,7 +279,10 @@ def _torus(passes: int, reducing: int) -> Callable[[int], Cost]:
 
 
 def _tree(p: int) -> Cost:
-    """A binomial tree reduces to one rank, another one gives it back; nothing is pipelined. Source: Thakur 2005."""
+    """Return the time of binomial trees: one reduces to one rank, another one gives it back.
+
+    Nothing is pipelined. Source: Thakur 2005.
+    """
     return Cost(2 * _rounds(p), 2 * _rounds(p), _rounds(p))
 
 
@@ -297,7 +308,10 @@ def _parameter_server(_: int) -> Cost:
 
 
 def _in_network(sent: Callable[[int], float]) -> Callable[[int], Cost]:
-    """The switch reduces or multiplies; busbw can be more than the link's rate. Source: NCCL, NVLS; NVIDIA SHARP."""
+    """Return the time where the switch reduces or multiplies.
+
+    Busbw can be more than the link's rate. Source: NCCL, NVLS; NVIDIA SHARP.
+    """
     return lambda p: Cost(1, sent(p))
 
 

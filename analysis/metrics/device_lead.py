@@ -15,7 +15,7 @@ _EMPTY_NS = 50_000  # a device comes to a mark so soon only where it had nothing
 
 
 def idle_at_most_ns(grid: StepGrid, marks: pl.DataFrame) -> float:
-    """What the device that idles longest for want of work does so at most, ns per step: mean over the steps.
+    """Return what the device that idles longest for want of work does so at most, ns per step: mean over the steps.
 
     Without what it idles while the host's main thread is stopped; with the clock's error at each mark.
     """
@@ -38,7 +38,7 @@ def paced_by_host(marks: pl.DataFrame) -> float:
 
 
 def lead_of(breakdown: pl.DataFrame, marks: pl.DataFrame) -> Lead | None:
-    """How far hosts are ahead in the judged steps; None where there are no marks."""
+    """Return how far hosts are ahead in the judged steps; None where there are no marks."""
     if marks.is_empty() or breakdown.is_empty():
         return None
     grid = step_grid(breakdown)

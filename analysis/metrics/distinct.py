@@ -14,7 +14,7 @@ _SPARSE = 4  # times as many possible values as there are rows
 
 
 def distinct(values: NDArray[Codes]) -> tuple[NDArray[Codes], NDArray[np.int64]]:
-    """The different values in order, and the place of each row's value among them.
+    """Return the different values in order, and the place of each row's value among them.
 
     As `np.unique(values, return_inverse=True)`, which sorts: where values lie close together a table is faster.
     """
@@ -32,7 +32,7 @@ def distinct(values: NDArray[Codes]) -> tuple[NDArray[Codes], NDArray[np.int64]]
 
 
 def among(values: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each value is one of those that are known, as `np.isin`: quick where both are nearly in order."""
+    """Say whether each value is one of those that are known, as `np.isin`: quick where both are nearly in order."""
     if not len(known):
         return np.zeros(len(values), bool)
     ordered = np.sort(known)

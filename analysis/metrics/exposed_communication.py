@@ -58,7 +58,7 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
 
 
 def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
-    """The rows of `collectives` that have a wait, with two columns more, by rank and by when their transfer begins.
+    """Return the rows of `collectives` that have a wait, by rank and by when their transfer begins, with two columns.
 
     `begin_ns` is when the last rank had arrived; `exposed_ns` for how long the rank waited while it transferred.
     Of transfers at once the one that began first counts, then what is left of the next, so that a rank's rows sum to no
@@ -76,7 +76,7 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
 
 
 def is_bounded(collectives: pl.DataFrame) -> bool:
-    """Whether operations have durations and no ends, so that nobody saw what ranks did while they transferred."""
+    """Say whether operations have durations and no ends, so that nobody saw what ranks did while they transferred."""
     if "duration_ns" not in collectives.columns:
         return False
     return bool(collectives.select((pl.col("end_ns").is_null() & pl.col("transfer_ns").is_not_null()).any()).item())
@@ -98,7 +98,7 @@ def held_up(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
 
 
 def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """Where each group's communication goes, ns per step and rank that was seen in it; the largest first.
+    """Return where each group's communication goes, ns per step and rank that was seen in it; the largest first.
 
     Columns `group`, `group_size`, `kind`, `op` (of its longest phase), `exposed_ns` (transfers that nothing hides),
     `wait_ns` (for late peers), `unattributed_ns` (either: not matched), `overlapped_ns`, and `hidden_by`.
@@ -141,7 +141,7 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
 
 
 def kind_of_group() -> pl.Expr:
-    """What the group is for: the first that its name says, or what it does most."""
+    """Return what the group is for: the first that its name says, or what it does most."""
     kind = pl.lit(None, pl.String)
     for column, patterns in (("about", _KINDS_BY_NAME), ("op", _KINDS_BY_OP)):
         for name, pattern in patterns.items():

@@ -14,7 +14,7 @@ _DEFAULT = "default_pg"  # torch's description of the group of all ranks: it say
 
 
 def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """The operations with `sort`, `kind`, `transfer_ns`, `exposed_ns`, `is_bound` and `is_edge`, one row per rank.
+    """Return operations with `sort`, `kind`, `transfer_ns`, `exposed_ns`, `is_bound` and `is_edge`, a row per rank.
 
     `sort` is the description that groups of one purpose share (`tp`, `mesh_dp`), else the group's name. Where nobody
     knows when the peers came (`is_bound`), the transfer is all of the operation, with the wait for peers. The first and

@@ -17,7 +17,7 @@ _CLEARLY = 2.0  # standard deviations
 
 
 def only_hosts_seen(ranks: pl.DataFrame, collectives: pl.DataFrame, kernels: pl.DataFrame, marks: pl.DataFrame) -> bool:
-    """Whether ranks run on devices of which neither kernels nor CUDA events tell when they had work.
+    """Say whether ranks run on devices of which neither kernels nor CUDA events tell when they had work.
 
     Not where most operations end on the hosts, as gloo's do: these wait for their devices themselves.
     """
@@ -27,7 +27,7 @@ def only_hosts_seen(ranks: pl.DataFrame, collectives: pl.DataFrame, kernels: pl.
 
 
 def device_waits(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
-    """What devices waited in each operation of all its ranks, by NCCL's durations.
+    """Return what devices waited in each operation of all its ranks, by NCCL's durations.
 
     Columns rank, step, group_id, instance_id, wait_ns; a step without any has a row with nulls.
     """
@@ -56,7 +56,7 @@ def held_up(grid: StepGrid, part: str, waits: pl.DataFrame | None) -> Floats:
 
 
 def _waited_for(who: NDArray[np.bool_], grid: StepGrid, waits: pl.DataFrame, ahead: int) -> Floats:
-    """The least that all others waited for them in an operation of each step, or of the `ahead`-th after it, ns.
+    """Return the least that all others waited for them in an operation of each step, or of the `ahead`-th after it, ns.
 
     Less what they waited themselves in other groups: that is why they were late.
     """

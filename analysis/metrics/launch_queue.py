@@ -32,7 +32,7 @@ def host_gaps(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def lost_lead(gaps: pl.DataFrame, calls: pl.DataFrame, min_ns: int) -> pl.DataFrame:
-    """The gaps that hosts without these calls would have covered, each with the last call before its end.
+    """Return the gaps that hosts without these calls would have covered, each with the last call before its end.
 
     A call takes away as much of its host's lead as it lasts, a gap uses up as much of it as it is long, and none is
     ever owed (Lindley's recursion). Columns: those of `gaps`, `cost_ns` (at least `min_ns`), and the call's `start_ns`,
@@ -73,7 +73,7 @@ def _job_loses(grid: StepGrid, cost: Floats) -> Floats:
 
 
 def loss_of_gaps(grid: StepGrid, costly: pl.DataFrame, cost: Floats) -> Estimate:
-    """What the job is longer per step because of these gaps, which cost this much by rank and step.
+    """Return what the job is longer per step because of these gaps, which cost this much by rank and step.
 
     Of few steps the sample are the gaps of the rank that loses most, as those of the others come at the same time; of
     one step those of all ranks, the only repetition that there is.

@@ -47,7 +47,7 @@ _READ = (*_COUNTED, "rtt_s", "min_rtt_s", "window_bytes")
 
 
 def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_ns: int, end_ns: int) -> pl.DataFrame:
-    """What each node sent to each other node between `start_ns` and `end_ns`: one row per direction.
+    """Return what each node sent to each other node between `start_ns` and `end_ns`: one row per direction.
 
     Counters are read now and then: the first reading before and the first one after belong to it. Each begins at 0.
     `busy_s` is the time in which sockets had data under way, summed over sockets, so `rate_bytes_per_s` =
@@ -103,7 +103,7 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
 
 
 def links_of_sends(sends: pl.DataFrame) -> pl.DataFrame:
-    """The same columns from what NCCL's proxies sent (`nccl.sends`); what only TCP tells is null."""
+    """Return the same columns from what NCCL's proxies sent (`nccl.sends`); what only TCP tells is null."""
     known = (
         sends.group_by("node", "peer_node")
         .agg(pl.col("sent_bytes", "busy_s").sum(), pl.len().cast(pl.Int64).alias("pairs"))
@@ -115,7 +115,7 @@ def links_of_sends(sends: pl.DataFrame) -> pl.DataFrame:
 
 
 def judged_links(counters: pl.DataFrame, steps: pl.DataFrame, addresses: Mapping[int, Iterable[str]]) -> pl.DataFrame:
-    """The same over the judged steps; empty where there are none or no counters."""
+    """Return the same over the judged steps; empty where there are none or no counters."""
     judged = steps.filter("judged")
     if judged.is_empty() or counters.is_empty():
         return LINKS.to_frame()
@@ -156,12 +156,12 @@ def nic_speeds(counters: pl.DataFrame) -> dict[int, float]:
 
 
 def busy_links(links: pl.DataFrame) -> pl.DataFrame:
-    """The directions that sent enough to tell how fast they are."""
+    """Return the directions that sent enough to tell how fast they are."""
     return links.filter(pl.col("sent_bytes") >= _TRAFFIC * pl.col("sent_bytes").max(), pl.col("busy_s") > 0)
 
 
 def pair_rates(busy: pl.DataFrame) -> dict[tuple[int, int], float]:
-    """The slower direction's rate for each pair of nodes."""
+    """Return the slower direction's rate for each pair of nodes."""
     pairs: dict[tuple[int, int], float] = {}
     for node, peer, rate in busy.select("node", "peer_node", "rate_bytes_per_s").iter_rows():
         pair = (min(node, peer), max(node, peer))

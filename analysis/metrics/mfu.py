@@ -106,7 +106,7 @@ def _computing(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _launched(operators: pl.DataFrame, computing: pl.DataFrame) -> pl.DataFrame:
-    """The kernels of one rank that its operators launched, each with `operator` and what that does, `flops`."""
+    """Return the kernels of one rank that its operators launched, each with `operator` and what that does, `flops`."""
     spans = operators.drop_nulls("flops").select(
         pl.col("start_ns").alias("launch_ns"),
         pl.col("thread").alias("launch_thread"),

@@ -71,12 +71,12 @@ class StepGrid:
         return total
 
     def only(self, rows: NDArray[np.bool_]) -> StepGrid:
-        """The same of these rows."""
+        """Return the same of these rows."""
         ranks = tuple(rank for rank, kept in zip(self.ranks, rows, strict=True) if kept)
         return StepGrid(ranks, self.steps, {part: values[rows] for part, values in self.parts.items()}, self.step_ns)
 
     def at(self, columns: NDArray[np.bool_]) -> StepGrid:
-        """The same in these steps."""
+        """Return the same in these steps."""
         steps = tuple(step for step, kept in zip(self.steps, columns, strict=True) if kept)
         return StepGrid(
             self.ranks, steps, {part: values[:, columns] for part, values in self.parts.items()}, self.step_ns
@@ -120,7 +120,7 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
 
 
 def places(values: pl.Series, among: pl.Series) -> Ints:
-    """Where each value stands `among` all that there are, sorted; none may be missing."""
+    """Return where each value stands `among` all that there are, sorted; none may be missing."""
     if among.is_empty():
         return np.zeros(0, dtype=np.int64)
     first, last = int(among[0]), int(among[-1])
@@ -144,7 +144,10 @@ def sums(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:
 
 
 def by_rank_and_step(rows: pl.DataFrame, column: str, ranks: Sequence[int], steps: Sequence[int]) -> Floats:
-    """The sums of a column of rows (rank, step, …) as an array of (rank, step); other ranks and steps are left out."""
+    """Return the sums of a column of rows (rank, step, …) as an array of (rank, step).
+
+    Other ranks and steps are left out.
+    """
     rank, step = _known_places(rows["rank"], ranks), _known_places(rows["step"], steps)
     known = (rank >= 0) & (step >= 0)
     cell = rank[known] * len(steps) + step[known]
@@ -153,7 +156,7 @@ def by_rank_and_step(rows: pl.DataFrame, column: str, ranks: Sequence[int], step
 
 
 def _known_places(values: pl.Series, among: Sequence[int]) -> Ints:
-    """Where each value stands among these, which are sorted; -1 where it is none of them, or missing."""
+    """Return where each value stands among these, which are sorted; -1 where it is none of them, or missing."""
     numbers = values.fill_null(-1).to_numpy()
     if not among:
         return np.full(len(numbers), -1)
@@ -182,7 +185,7 @@ def estimate(values: Floats, trim: float = 0.0) -> Estimate:
 
 
 def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
-    """The same for each row at once: means and half widths.
+    """Return the same for each row at once: means and half widths.
 
     Source: Tukey and McLaughlin 1963, the winsorized standard deviation of a trimmed mean.
     """
@@ -198,7 +201,7 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
 
 
 def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> Estimate:
-    """The same of what is lost per step in these pieces (gaps, calls): of few steps they are the sample.
+    """Return the same of what is lost per step in these pieces (gaps, calls): of few steps they are the sample.
 
     Each might not have happened, so that a single one is never clear of zero; four of one length just are. Where what
     is lost is less than they take together, each counts as much less. Of few steps the median counts, of two the lower
@@ -214,7 +217,7 @@ def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> 
 
 
 def estimate_of_operations(values: Floats, steps: int) -> Estimate:
-    """The sum of what operations cost, per step, where the operations are the samples and not the few steps.
+    """Return the sum of what operations cost, per step, where the operations are the samples and not the few steps.
 
     Of a single one it is clear of nothing.
     """

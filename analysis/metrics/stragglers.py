@@ -70,7 +70,7 @@ class Straggler:
 
 
 def charged(delays: Delays, collectives: pl.DataFrame, grid: StepGrid, caused: dict[int, int]) -> Charged | None:
-    """The waits of the grid's ranks in its steps, by root; `caused` chooses the roots that are followed.
+    """Return the waits of the grid's ranks in its steps, by root; `caused` chooses the roots that are followed.
 
     None where nobody was blocked.
     """
@@ -99,7 +99,9 @@ def charged(delays: Delays, collectives: pl.DataFrame, grid: StepGrid, caused: d
 def stragglers(
     charged: Charged, units: Sequence[tuple[int, ...]] = (), *, any_several: bool = True
 ) -> Straggler | None:
-    """The rank that the others wait for; or one of `units`, such as nodes, or two or three ranks, if these cost more.
+    """Return the rank that the others wait for.
+
+    Or one of `units`, such as nodes, or two or three ranks, if these cost more.
 
     None if there is none. `any_several`: also ranks that are no unit may be late together.
     """
@@ -119,7 +121,7 @@ def stragglers(
 
 
 def _costs(charged: Charged, rows: tuple[int, ...]) -> Floats:
-    """What each operation blocks each other rank for because of these rows: [operation, other rank]."""
+    """Return what each operation blocks each other rank for because of these rows: [operation, other rank]."""
     of_rows = [charged.roots.index(row) for row in rows if row in charged.roots]
     others = [row for row in range(len(charged.grid.ranks)) if row not in rows]
     return np.asarray(charged.ns[:, of_rows].sum(axis=1)[:, others])
@@ -133,7 +135,7 @@ def _are_late(charged: Charged, rows: tuple[int, ...]) -> bool:
 
 
 def _first_of(charged: Charged, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """That one of several ranks which makes each of the others late; empty if there is none."""
+    """Return that one of several ranks which makes each of the others late; empty if there is none."""
     least = _LEAST * charged.grid.step_ns * len(charged.grid.steps)
     sums = charged.ns.sum(axis=0)
     for row in (row for row in rows if row in charged.roots):
@@ -147,7 +149,7 @@ def _first_of(charged: Charged, rows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _late_together(charged: Charged) -> list[tuple[int, ...]]:
-    """The two or three ranks with the largest charges, where these are about the same."""
+    """Return the two or three ranks with the largest charges, where these are about the same."""
     sums = charged.ns.sum(axis=(0, 2))
     order = np.argsort(-sums)
     alike = [charged.roots[i] for i in order[:3] if sums[i] >= _ALIKE * sums[order[0]]]
@@ -156,7 +158,7 @@ def _late_together(charged: Charged) -> list[tuple[int, ...]]:
 
 
 def _judged(charged: Charged, rows: tuple[int, ...], peers: Sequence[tuple[int, ...]]) -> Straggler | None:
-    """These rows as stragglers, if they are: held against what would be charged to `peers` by chance."""
+    """Return these rows as stragglers, if they are: held against what would be charged to `peers` by chance."""
     grid, steps = charged.grid, len(charged.grid.steps)
     of_others = _costs(charged, rows)
     waited = of_others.sum(axis=0) / steps / grid.step_ns
@@ -194,7 +196,7 @@ def _judged(charged: Charged, rows: tuple[int, ...], peers: Sequence[tuple[int, 
 
 
 def _is_far(charged: Charged, rows: tuple[int, ...], waited: Floats) -> bool:
-    """Whether one rank holds the others up for so long that few operations are enough."""
+    """Say whether one rank holds the others up for so long that few operations are enough."""
     if len(rows) > 1:
         return False
     others = [_costs(charged, (row,)).sum(axis=0).min() for row in charged.roots if row not in rows]
@@ -211,7 +213,7 @@ def _is_largest(mine: Floats, each: Floats) -> bool:
 
 
 def _chance(each: Floats, taken: int, observed: float, ranks: int) -> float:
-    """How often the largest sum over ranks, `taken` of them together, is as large if ranks are permuted.
+    """Return how often the largest sum over ranks, `taken` of them together, is as large if ranks are permuted.
 
     `ranks`: how many could have been charged; those that never were have no column in `each`, [operation, rank].
     """

@@ -29,7 +29,7 @@ class Trend:
 
 
 def trend(values: Floats) -> Trend:
-    """The line through `values`, ns of each step, that half of all pairs of steps are steeper than.
+    """Return the line through `values`, ns of each step, that half of all pairs of steps are steeper than.
 
     Source: Theil 1950 and Sen 1968 for slope and interval; Mann and Kendall for the test, its variance corrected for
     values that resemble the ones before them as Hamed and Rao (1998) do. At least 3 values.
@@ -53,7 +53,7 @@ def trend(values: Floats) -> Trend:
 
 
 def follows_line(values: Floats, inside: NDArray[np.bool_]) -> bool:
-    """Whether the line through the values misses them by less than two levels do, one of them `inside`."""
+    """Say whether the line through the values misses them by less than two levels do, one of them `inside`."""
     line = trend(values)
     of_line = line.first + line.growth * np.linspace(0, 1, len(values))
     of_levels = np.where(inside, *(np.median(values[x]) if x.any() else 0.0 for x in (inside, ~inside)))
@@ -61,7 +61,7 @@ def follows_line(values: Floats, inside: NDArray[np.bool_]) -> bool:
 
 
 def longest_stretch(lengths: Floats, ratio: float) -> NDArray[np.bool_]:
-    """Which steps are in the stretch with the largest sum beyond `ratio` × the usual step.
+    """Return which steps are in the stretch with the largest sum beyond `ratio` × the usual step.
 
     Usual is the lower quartile: up to three quarters of the steps may be slow.
     """
@@ -76,7 +76,7 @@ def longest_stretch(lengths: Floats, ratio: float) -> NDArray[np.bool_]:
 
 
 def rank_sum_z(values: Floats, inside: NDArray[np.bool_]) -> float:
-    """How many standard deviations the ranks of the values inside lie above chance."""
+    """Return how many standard deviations the ranks of the values inside lie above chance."""
     ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1.0
     m, n = int(inside.sum()), int((~inside).sum())
     return float((ranks[inside].sum() - m * (m + n + 1) / 2) / (m * n * (m + n + 1) / 12) ** 0.5)

@@ -60,7 +60,7 @@ class Uneven:
 
 
 def uneven_pieces(kernels: pl.DataFrame, steps: pl.DataFrame, grid: StepGrid, role: Ints) -> Uneven:
-    """The ranks and steps of the grid; a rank is compared with those of its `role`. Raises NotResolvable."""
+    """Return the ranks and steps of the grid; a rank is compared with those of its `role`. Raises NotResolvable."""
     pieces = pieces_of_steps(kernels, steps, grid)
     logs = np.log(pieces)
     for each in np.unique(role):
@@ -72,7 +72,10 @@ def uneven_pieces(kernels: pl.DataFrame, steps: pl.DataFrame, grid: StepGrid, ro
 
 
 def pieces_of_steps(kernels: pl.DataFrame, steps: pl.DataFrame, grid: StepGrid) -> Floats:
-    """What ranks compute in each piece, (rank, step, piece) in ns. Raises NotResolvable where kernels are too few."""
+    """Return what ranks compute in each piece, (rank, step, piece) in ns.
+
+    Raises NotResolvable where kernels are too few.
+    """
     spans = steps.select("rank", "step", at_ns="start_ns", until_ns="end_ns").sort("at_ns")
     length = pl.col("end_ns") - pl.col("start_ns")
     rows = (

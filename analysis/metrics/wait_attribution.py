@@ -152,7 +152,7 @@ def blocked_by(delays: Delays, culprits: Iterable[int]) -> pl.DataFrame:
 
 
 def _share_of(delays: Delays, culprits: Iterable[int]) -> Floats:
-    """The share of each wait that goes back to these ranks, directly or through others."""
+    """Return the share of each wait that goes back to these ranks, directly or through others."""
     blocked = delays._cost[:, 1]
     weight = np.concatenate([[0], np.cumsum(blocked)])
     span = np.maximum(weight[delays._end] - weight[delays._first], 1)
@@ -361,13 +361,13 @@ def _time_in(spans: _Spans, chosen: Bools, rank: Ints, at: Ints) -> Ints:
 
 
 def _waits_between(waits: _Waits, after: Ints, until: Ints) -> tuple[Ints, Ints]:
-    """The waits of the late rank that were over in that time: first, and one after the last."""
+    """Return the waits of the late rank that were over in that time: first, and one after the last."""
     first = _latest(waits.over, waits.bounds, waits.late, after) + 1
     return first, np.maximum(_latest(waits.over, waits.bounds, waits.late, until) + 1, first)
 
 
 def _last_met(ops: _Operations, waits: _Waits, ranks: int) -> tuple[Ints, Ints]:
-    """When the waiting and the late rank last went on together, each on its own clock.
+    """Return when the waiting and the late rank last went on together, each on its own clock.
 
     That is the end of the last operation both took part in, in any group, for which both waited: one that they
     did not wait for left their lead and lag as they were. Else before all that was recorded.
@@ -391,7 +391,10 @@ def _last_met(ops: _Operations, waits: _Waits, ranks: int) -> tuple[Ints, Ints]:
 
 
 def _slots(segment_rank: Ints, is_pair: Bools, ranks: int) -> list[Ints]:
-    """The segments of collective groups: the first of each rank, the second of each rank, … (-1: it has none)."""
+    """Return the segments of collective groups.
+
+    The first of each rank, the second of each rank, … (-1: it has none).
+    """
     rows = np.flatnonzero(~is_pair)
     owner = segment_rank[rows]
     nth = np.arange(len(rows)) - np.searchsorted(owner, owner)
@@ -522,7 +525,10 @@ def _charges(
     unseen: Floats,
     never_met: Bools,
 ) -> pl.DataFrame:
-    """The table of charges: the cost of each wait by what the late rank did longer, summed per rank, step and key."""
+    """Return the table of charges.
+
+    The cost of each wait by what the late rank did longer, summed per rank, step and key.
+    """
     steps, step = np.unique(waits.step, return_inverse=True)
     cell = waits.late * len(steps) + step
     frames = []
@@ -556,7 +562,7 @@ def _charges(
 
 
 def _whole(values: Floats, total: int) -> Ints:
-    """The values as whole ns that sum to the total, which their own sum must be but for rounding."""
+    """Return the values as whole ns that sum to the total, which their own sum must be but for rounding."""
     sums = np.cumsum(values)
     if not len(sums):
         sums = np.zeros(1)

@@ -87,7 +87,7 @@ def extreme_ranks(split: Breakdown, findings: Sequence[Finding], limit: int) -> 
 
 
 def main_blames(blames: Sequence[Blame]) -> list[Blame]:
-    """The few causes that ranks waited for most, and one for all the rest."""
+    """Return the few causes that ranks waited for most, and one for all the rest."""
     if not blames:
         return []
     least = max(_LEAST_OF_LARGEST * blames[0].blocked_ns, 1)
@@ -99,7 +99,7 @@ def main_blames(blames: Sequence[Blame]) -> list[Blame]:
 
 
 def main_path(path: Sequence[PathPart]) -> list[PathPart]:
-    """The few parts that make most of the critical path, and one for all the rest."""
+    """Return the few parts that make most of the critical path, and one for all the rest."""
     if not path:
         return []
     listed, rest = path[: min(_FEW, len(path) - 1)], path[min(_FEW, len(path) - 1) :]
@@ -121,7 +121,10 @@ def worst_clocks(clocks: Sequence[Clock], limit: int) -> list[Clock]:
 
 
 def marked_ranks(report: Report) -> tuple[int, frozenset[int]]:
-    """Number (from 1) and ranks of the first finding that names some ranks but not all; (0, none) if none does."""
+    """Return the number (from 1) and ranks of the first finding that names some ranks but not all.
+
+    (0, none) if none does.
+    """
     for number, finding in enumerate(report.findings, 1):
         if finding.ranks and set(finding.ranks) < set(report.ranks):
             return number, frozenset(finding.ranks)
@@ -165,7 +168,7 @@ def gap_groups(report: Report) -> list[GapGroup]:
 
 
 def by_reason(not_checked: Sequence[NotChecked]) -> dict[str, list[str]]:
-    """The detectors that were not asked, by the reason."""
+    """Return the detectors that were not asked, by the reason."""
     found: dict[str, list[str]] = {}
     for one in not_checked:
         found.setdefault(one.why, []).append(one.detector)
@@ -173,7 +176,10 @@ def by_reason(not_checked: Sequence[NotChecked]) -> dict[str, list[str]]:
 
 
 def states_of_findings(report: Report) -> list[GroupState]:
-    """The states in the groups in which ranks that hang the job are behind or held; all, where no finding names one."""
+    """Return the states in the groups in which ranks that hang the job are behind or held.
+
+    All, where no finding names one.
+    """
     named = {rank for finding in report.findings if is_standstill(finding) for rank in finding.ranks}
     roles = {group for finding in report.findings if is_standstill(finding) for group in finding.groups}
     theirs = {state.group for state in report.states if state.rank in named and state.group.startswith(tuple(roles))}
@@ -197,10 +203,13 @@ def over_the_run(report: Report) -> tuple[RunFinding, ...]:
 
 
 def is_healthy(report: Report) -> bool:
-    """Whether the tables show that little is lost, and in no phase of the run."""
+    """Say whether the tables show that little is lost, and in no phase of the run."""
     return status(report) == "green"
 
 
 def status(report: Report) -> str:
-    """The headline's color: "green", "amber" or "red"; never green where other steps of the run tell something else."""
+    """Return the headline's color.
+
+    "green", "amber" or "red"; never green where other steps of the run tell something else.
+    """
     return "amber" if report.status == "green" and (looks_of(report) or over_the_run(report)) else report.status

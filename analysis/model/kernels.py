@@ -99,19 +99,22 @@ OPS_BY_NAME = {
 
 
 def device_work(category: str, name: str) -> str | None:
-    """What a profiler's row stands for on the device; None if it is none of the device's work."""
+    """Return what a profiler's row stands for on the device; None if it is none of the device's work."""
     if category in _KERNELS:
         return COMMUNICATION if _COMMUNICATION.search(name) else MEMORY if _BLIT.match(name) else COMPUTE
     return MEMORY if category in _COPIES else None
 
 
 def op_said(name: str) -> str | None:
-    """The operation that a profiler calls so: `_allgather_base`, `allGatherSingleImpl` (torch 2.15); None: none."""
+    """Return the operation that a profiler calls so.
+
+    `_allgather_base`, `allGatherSingleImpl` (torch 2.15); None: none.
+    """
     return OPS_BY_NAME.get(name.replace("_", "").lower().removesuffix("impl"))
 
 
 def kernel_op(name: str) -> str | None:
-    """The operation of a collective's kernel, `unknown` where its name does not say; None for other kernels.
+    """Return the operation of a collective's kernel, `unknown` where its name does not say; None for other kernels.
 
     NVSHMEM and DeepEP are communication, but their kernels are no collectives of a process group.
     """

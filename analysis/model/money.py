@@ -25,7 +25,7 @@ class Cost:
 
 
 def cost_of(finding: Finding, rate: Rate) -> Cost:
-    """The share of the step that is lost, and what is lost in all, times the job's ranks (and times their price)."""
+    """Return the lost share of the step, and what is lost in all, times the job's ranks (and times their price)."""
     per_hour = finding.lost_fraction * rate.ranks
     total = None if is_standstill(finding) else finding.lost_ns_total / HOUR_NS * rate.ranks
     return Cost(
@@ -37,7 +37,7 @@ def cost_of(finding: Finding, rate: Rate) -> Cost:
 
 
 def is_standstill(finding: Finding) -> bool:
-    """Whether the job does not get through its step at all, so that a cost per step means nothing."""
+    """Say whether the job does not get through its step at all, so that a cost per step means nothing."""
     return finding.lost_fraction >= 1 and not finding.lost_ns_per_step
 
 

@@ -64,7 +64,10 @@ def named_as(column: str) -> str:
 
 
 def in_order(frame: pl.DataFrame, owner: str, key: str) -> pl.DataFrame:
-    """The rows by these two columns; equal ones keep their order. A frame that is in order already is not copied."""
+    """Return the rows by these two columns.
+
+    Equal ones keep their order. A frame that is in order already is not copied.
+    """
     by, at = frame[owner], frame[key]
     if not by.null_count() and not at.null_count() and by.is_sorted():
         changes = by[1:] != by[:-1]

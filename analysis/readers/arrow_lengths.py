@@ -15,7 +15,10 @@ _DAMAGED = (pa.ArrowException, OSError, struct.error, IndexError, ValueError)
 
 
 def decoded_bytes(stream: bytes) -> int:
-    """The sum of what its record batches claim to take, as far as the messages can be read; nothing is decoded."""
+    """Return the sum of what its record batches claim to take, as far as the messages can be read.
+
+    Nothing is decoded.
+    """
     total = 0
     try:
         for message in pa.ipc.MessageReader.open_stream(pa.BufferReader(stream)):
@@ -44,7 +47,7 @@ def _of_batch(metadata: bytes, body: pa.Buffer) -> int:
 
 
 def _field(table: bytes, at: int, number: int) -> int:
-    """Where a flatbuffer's table has this field, 0 if it has none."""
+    """Return where a flatbuffer's table has this field, 0 if it has none."""
     (back,) = struct.unpack_from("<i", table, at)
     (size,) = struct.unpack_from("<H", table, at - back)
     if 4 + 2 * number >= size:
@@ -54,6 +57,6 @@ def _field(table: bytes, at: int, number: int) -> int:
 
 
 def _inner(table: bytes, at: int, number: int) -> int | None:
-    """Where the table or vector begins that this field names."""
+    """Return where the table or vector begins that this field names."""
     field = _field(table, at, number)
     return field + int(struct.unpack_from("<I", table, field)[0]) if field else None

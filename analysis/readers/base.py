@@ -57,15 +57,15 @@ class OpenRun(Protocol):
         ...
 
     def read(self, name: str) -> pl.DataFrame:
-        """The whole table, names resolved."""
+        """Return the whole table, names resolved."""
         ...
 
     def pieces(self, name: str) -> Iterator[pl.DataFrame]:
-        """The same rows in pieces, each of them in order, so that no more than one needs to be in memory."""
+        """Return the same rows in pieces, each of them in order, so that no more than one needs to be in memory."""
         ...
 
     def rows(self, name: str) -> int:
-        """How many rows the table has, without reading it; those of files that were cut may not count."""
+        """Return how many rows the table has, without reading it; those of files that were cut may not count."""
         ...
 
     def gaps(self) -> list[Gap]:
@@ -73,7 +73,9 @@ class OpenRun(Protocol):
         ...
 
     def cannot(self) -> Mapping[str, str]:
-        """What no trace of this format allows, by name of the timeline's table or of a collector: why, as a clause.
+        """Return what no trace of this format allows, by name of the timeline's table or of a collector.
+
+        Why, as a clause.
 
         `{"breakdown": "…"}` leaves the host's time uncut; `{"gc_pauses": "…"}` leaves unchecked what lives on that
         collector, however much else was seen.
@@ -139,7 +141,7 @@ class FrameReader:
 
 
 def table(name: str, rows: Sequence[Row]) -> pl.DataFrame:
-    """The rows as a table of the schema, ordered; what a row lacks is null, but node and attempt are 0."""
+    """Return the rows as a table of the schema, ordered; what a row lacks is null, but node and attempt are 0."""
     schema = schema_of(name)
     usual = {"node": 0, "attempt": 0}
     columns = {c: [row.get(c, usual.get(c)) for row in rows] for c in schema}
@@ -150,7 +152,7 @@ def table(name: str, rows: Sequence[Row]) -> pl.DataFrame:
 
 
 def shaped(name: str, frame: pl.DataFrame) -> pl.DataFrame:
-    """The frame with the columns and types of the table, ordered as the schema says."""
+    """Return the frame with the columns and types of the table, ordered as the schema says."""
     schema = schema_of(name)
     absent = {c: pl.lit(0 if c in ("node", "attempt") else None) for c in schema if c not in frame.columns}
     frame = frame.with_columns(**absent).select(pl.col(c).cast(t) for c, t in schema.items())
@@ -163,7 +165,7 @@ def gap(table: str, why: str, *, rank: int | None = None, count: int | None = No
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """These files, and the files that lie directly in these folders, in order of their names (2 before 10)."""
+    """Return these files, and the files that lie directly in these folders, in order of their names (2 before 10)."""
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -181,5 +183,5 @@ def by_name(path: Path) -> tuple[int | str, ...]:
 
 
 def in_one_line(error: Exception) -> str:
-    """What a library said, for a message of one line."""
+    """Return what a library said, for a message of one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -43,7 +43,7 @@ def recognises(path: Path) -> bool:
 
 
 def open_run(paths: Sequence[str]) -> FrameReader:
-    """The one op trace that lies there. Raises `BadInput`."""
+    """Return the one op trace that lies there. Raises `BadInput`."""
     files = [f for f in files_in(paths) if _is_op_trace(f)]
     if len(files) != 1:
         what = "is no whole op trace" if not files else f"holds {len(files)} op traces: give one of them"
@@ -84,7 +84,7 @@ def _check_size(path: Path) -> None:
 
 
 def end_to_end(ops: pl.DataFrame) -> pl.DataFrame:
-    """The operations, whose times count from the start of their step, with the steps one after the other."""
+    """Return the operations, whose times count from the start of their step, with the steps one after the other."""
     lengths = ops.group_by("step").agg(pl.col("end_ns").max()).sort("step")
     offsets = lengths.select("step", (pl.col("end_ns").cum_sum() - pl.col("end_ns")).alias("_offset"))
     shifted = (pl.col("start_ns", "end_ns") + pl.col("_offset")).name.keep()
@@ -98,7 +98,7 @@ def _world_size(ranks: Sequence[int]) -> int:
 
 
 def virtual_stages(ops: pl.DataFrame) -> pl.DataFrame:
-    """The operations with each model chunk of a stage as a stage of its own, as microbatches pass through them.
+    """Return the operations with each model chunk of a stage as a stage of its own, as microbatches pass through them.
 
     Chunk c of stage s is stage c × p + s of p; where the second chunk begins on the last stage (a V), odd chunks count
     from there. Operations are counted anew within it.
@@ -127,7 +127,7 @@ def _is_op_trace(path: Path) -> bool:
 
 
 def _ops(raw: pl.DataFrame, name: str) -> tuple[pl.DataFrame, list[Gap]]:
-    """The operations in ns, and what was left out."""
+    """Return the operations in ns, and what was left out."""
     # The study adds in the file's own precision (float32), so that must be done here too: it is worth up to 0.1 µs.
     times = raw.with_columns((pl.col("start_ts") + pl.col("duration")).alias("_end"))
     good = times.drop_nulls().filter(

@@ -44,7 +44,7 @@ def recognises(path: Path) -> bool:
 
 
 def open_run(paths: Sequence[str]) -> FrameReader:
-    """The operators of all ranks that have times. Raises `BadInput` if none has."""
+    """Return the operators of all ranks that have times. Raises `BadInput` if none has."""
     rows: list[Row] = []
     missing: list[Gap] = []
     ranks: set[int] = set()
@@ -100,7 +100,7 @@ def _is_archive(path: Path) -> bool:
 
 
 def _content(path: Path, size: int = _MAX_BYTES) -> bytes:
-    """The file, or the first `size` bytes of the archive's only JSON that is none of macOS's shadow files."""
+    """Return the file, or the first `size` bytes of the archive's only JSON that is none of macOS's shadow files."""
     if not _is_archive(path):
         return path.read_bytes()
     with tarfile.open(path) as archive:
@@ -114,7 +114,7 @@ def _content(path: Path, size: int = _MAX_BYTES) -> bytes:
 
 
 def _regions(nodes: Sequence[Mapping[str, Any]], rank: int) -> Iterator[Row]:
-    """The nodes that have a start and a duration."""
+    """Yield the nodes that have a start and a duration."""
     for node in nodes:
         said = dict(node)
         said |= {attr["name"]: attr.get("value") for attr in node.get("attrs", ()) if "name" in attr}

@@ -90,7 +90,7 @@ def _differences(reference: Sequence, rows: Sequence) -> Floats:
 
 
 def _nearest(reference: Sequence, rows: Sequence, off: float, one_clock: bool) -> tuple[float, Ints, float] | None:
-    """How far ends are apart, the position of each operation that ends with it, and the clocks' difference.
+    """Return how far ends are apart, the position of each operation that ends with it, and the clocks' difference.
 
     None unless nearly all operations of the time that both saw have one.
     """
@@ -119,7 +119,7 @@ def _nearest(reference: Sequence, rows: Sequence, off: float, one_clock: bool) -
 
 
 def _lacks(ends: NDArray[Any], others: NDArray[Any], paired: NDArray[np.bool_]) -> bool:
-    """Whether of the operations in the time of the others too many are not `paired`."""
+    """Say whether of the operations in the time of the others too many are not `paired`."""
     both = (ends >= others.min() - _MOST_NS) & (ends <= others.max() + _MOST_NS)
     return bool((both & ~paired).sum() > max(1.0, _LACKS * both.sum()))
 

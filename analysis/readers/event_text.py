@@ -105,13 +105,13 @@ class Event:
         self._may_leave = self._may_skim = True  # each is tried once
 
     def parse(self, data: bytearray, at: int, end: int) -> int:
-        """Takes the members of the event at `at`; where it ends."""
+        """Take the members of the event at `at`, and return where it ends."""
         if data[at] != 0x7B:  # {
             raise MalformedError
         return self._parse_object(data, at + 1, end, in_args=False)
 
     def is_shaped(self) -> bool:
-        """Whether the shapes of its inputs are asked for."""
+        """Say whether the shapes of its inputs are asked for."""
         return self._wanted.get(self.members.get("cat")) == BRIEF and self.members.get("name") in self._shaped
 
     def _parse_object(self, data: bytearray, at: int, end: int, *, in_args: bool) -> int:
@@ -151,7 +151,7 @@ class Event:
                 raise MalformedError
 
     def _rules_out(self, key: bytes) -> bool:
-        """Whether the member of this name says that no row comes of the event."""
+        """Say whether the member of this name says that no row comes of the event."""
         if key == b"ph":
             return bool(self.members["ph"] != b"X")
         return key == b"cat" and self.members["cat"] not in self._wanted
@@ -228,7 +228,7 @@ def _past_string(data: bytearray, at: int, end: int) -> tuple[bytes, int]:
 
 
 def _past_value(data: bytearray, at: int, end: int) -> tuple[bytes | None, int]:
-    """A string's inside, or the text of what is nested or bare; None if that is empty. And where it ends."""
+    """Return a string's inside, or the text of what is nested or bare; None if that is empty. And where it ends."""
     first = data[at]
     if first == 0x22:
         return _past_string(data, at, end)
@@ -274,7 +274,7 @@ def _take_argument(event: dict[str, Any], key: bytes, value: bytes | None) -> No
 
 
 def _number(text: bytes | None, scale: int) -> int:
-    """The decimal number times 10**scale, rounded half away from zero; MISSING if it is no number or too large.
+    """Return the decimal number times 10**scale, rounded half away from zero; MISSING if it is no number or too large.
 
     Exact: a float of absolute microseconds is good to a quarter of one only. Digits beyond 19 are cut.
     """

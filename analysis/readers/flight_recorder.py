@@ -164,7 +164,7 @@ class _NoClasses(pickle.Unpickler):
 
 
 def recognises(path: Path) -> bool:
-    """A dump, or a folder in which one lies."""
+    """Return a dump, or a folder in which one lies."""
     if path.is_dir():
         return any(f.is_file() and _is_dump(f) for f in path.iterdir())
     return _is_dump(path)
@@ -195,7 +195,10 @@ def open_run(paths: Sequence[str]) -> FrameReader:
 
 
 def _dumps_in(paths: Sequence[str]) -> list[Path]:
-    """The dumps, and the files that are called like one but for the rank: one that is empty or damaged is no other."""
+    """Return the dumps, and the files that are called like one but for the rank.
+
+    One that is empty or damaged is no other.
+    """
     files = files_in(paths)
     dumps = {path for path in files if _is_dump(path)}
     alike = {_RANK_IN_NAME.sub("", path.name) for path in dumps if _RANK_IN_NAME.search(path.name)}
@@ -207,7 +210,7 @@ def _dumps_in(paths: Sequence[str]) -> list[Path]:
 
 
 def _read_all(paths: Sequence[Path]) -> tuple[dict[int, _Dump], set[int], list[Gap]]:
-    """The dumps by rank, the ranks whose dumps cannot be read, as far as their names say, and what is wrong."""
+    """Return the dumps by rank, the ranks whose dumps cannot be read, as far as their names say, and what is wrong."""
     dumps: dict[int, _Dump] = {}
     damaged: set[int] = set()
     missing: list[Gap] = []
@@ -246,7 +249,7 @@ def _is_dump(path: Path) -> bool:
 
 
 def _read(path: Path) -> _Dump:
-    """The dump of one rank. Raises any of `_BROKEN`."""
+    """Return the dump of one rank. Raises any of `_BROKEN`."""
     content = path.read_bytes()
     if content.startswith(b"\x80"):
         check_pickle(content)
@@ -280,7 +283,7 @@ def _read(path: Path) -> _Dump:
 
 
 def _part_of(raw: Mapping[str, Any]) -> tuple[str, int, int]:
-    """The same for the parts of a group of coalesced operations, and for its own entry, which comes after them."""
+    """Return the same for the parts of a group of coalesced operations, and for its own entry, which comes after."""
     name, _ = raw["process_group"]
     return _word(name), int(raw.get("collective_seq_id", raw.get("seq_id", 0))), int(raw.get("p2p_seq_id", 0))
 
@@ -295,21 +298,21 @@ def _groups(config: Mapping[str, Any]) -> Iterator[Group]:
 
 
 def _ranks_in(said: str) -> list[int]:
-    """The numbers of `[0, 1]`."""
+    """Return the numbers of `[0, 1]`."""
     if not _LIST.fullmatch(said):
         raise _Unusable(text("its process groups do not say which ranks are in them"))
     return [int(number) for number in _NUMBER.findall(said)]
 
 
 def _word(said: object) -> str:
-    """A name, which may be a number. Raises TypeError: to write out what is nested may take for ever."""
+    """Return a name, which may be a number. Raises TypeError: to write out what is nested may take for ever."""
     if not isinstance(said, (str, int)):
         raise TypeError("no name")
     return str(said)
 
 
 def _rank(path: Path, groups: Sequence[Group]) -> int:
-    """The rank that wrote the dump: by the file's name, if its groups agree; else by the groups alone."""
+    """Return the rank that wrote the dump: by the file's name, if its groups agree; else by the groups alone."""
     named = _RANK_IN_NAME.search(path.name)
     in_all = set.intersection(*(set(group.ranks) for group in groups)) if groups else set()
     if named and (not groups or int(named[1]) in in_all):
@@ -361,7 +364,7 @@ def _entry(raw: Mapping[str, Any], by_name: Mapping[str, Group], rank: int) -> _
 
 
 def _frame(frames: object) -> str | None:
-    """The innermost frame of the job's own code, as `train.py:12 (step)`; without one, the innermost."""
+    """Return the innermost frame of the job's own code, as `train.py:12 (step)`; without one, the innermost."""
     if not isinstance(frames, list) or not frames:
         return None
     own = (frame for frame in frames if not is_installed(_word(frame["filename"])))
@@ -370,7 +373,9 @@ def _frame(frames: object) -> str | None:
 
 
 def peers(title: str, members: Sequence[int], rank: int) -> int:
-    """The global rank at the other end of `send 0->1` or `recv 1<-0`, which `rank` recorded; -1 if it cannot be told.
+    """Return the global rank at the other end of `send 0->1` or `recv 1<-0`, which `rank` recorded.
+
+    -1 if it cannot be told.
 
     The numbers are ranks within the group; global ones are accepted where only they make sense.
     """
@@ -394,7 +399,7 @@ def _size_bytes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
 
 
 def _status(raw: Mapping[Any, Any], groups: Sequence[Group], pg_ids: Mapping[int, Group]) -> dict[Group, _Counters]:
-    """The counters by group. They stand under the process's own numbers of the groups, not under their names.
+    """Return the counters by group. They stand under the process's own numbers of the groups, not under their names.
 
     The entries say which number is which group. For the others the order in which groups are made tells: numbers and
     names both grow with it. Where that contradicts an entry, only the entries are believed.
@@ -446,7 +451,7 @@ def _collective_row(rank: int, entry: _Entry) -> dict[str, Any]:
 
 
 def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
-    """A row for each group of which anything is known."""
+    """Yield a row for each group of which anything is known."""
     for group in dict.fromkeys([*dump.groups, *dump.status, *(entry.group for entry in dump.entries)]):
         mine = [entry for entry in dump.entries if entry.group == group]
         p2p = [e for e in mine if e.is_p2p]
@@ -480,7 +485,10 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
 
 
 def _unread_rows(damaged: Set[int], dumps: Sequence[_Dump]) -> Iterator[dict[str, Any]]:
-    """A row without values for each group of a rank whose dump cannot be read: it left a state, and it is not known."""
+    """Yield a row without values for each group of a rank whose dump cannot be read.
+
+    It left a state, and it is not known.
+    """
     groups = dict.fromkeys(group for dump in dumps for group in dump.groups)
     for rank in sorted(damaged):
         yield from ({"rank": rank, "group_id": group.id, "is_p2p": False} for group in groups if rank in group.ranks)

@@ -141,7 +141,7 @@ class Scanner(Protocol):
         ...
 
     def names(self, first: int) -> list[bytes]:
-        """The names with code `first` and above, as in the file (escapes and all)."""
+        """Return the names with code `first` and above, as in the file (escapes and all)."""
         ...
 
     def counts(self) -> tuple[int, int, int, int]:
@@ -167,7 +167,7 @@ class Scan:
 
 
 def new_scanner(whole: tuple[bytes, ...], brief: tuple[bytes, ...], shaped: tuple[bytes, ...]) -> Scanner:
-    """The fast scanner where it was built.
+    """Return the fast scanner where it was built.
 
     Complete events of the categories `whole` become rows with all columns; those of `brief` without correlation,
     stream and device, unless they are of a collective, and with dims if their name is in `shaped`. All others are
@@ -204,7 +204,10 @@ def scan_events(scanner: Scanner, source: Source, begun: bytes, result: Scan) ->
 
 
 def _refill(buffer: bytearray, start: int, end: int, source: Source) -> tuple[int, int, bool]:
-    """What is unused moves to the front and new bytes follow it; start, end, and whether the source has ended."""
+    """Move what is unused to the front, and read new bytes after it.
+
+    Start, end, and whether the source has ended.
+    """
     kept = end - start
     buffer[:kept] = buffer[start:end]  # the buffer keeps its size, or grows to what an event needs
     data = source.read1(_CHUNK)

@@ -303,7 +303,7 @@ def _example(log: _Log, file: Path, lines: Iterable[str]) -> None:
 
 
 def _records(log: _Log, file: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The lines that are JSON objects; others are counted, but for the brackets of the example's array."""
+    """Yield the lines that are JSON objects; others are counted, but for the brackets of the example's array."""
     for line in lines:
         text = line.strip().rstrip(",")
         if text in ("", "[", "]", "{}", "{}]"):
@@ -327,7 +327,7 @@ def _op(name: str) -> str:
 
 
 def _sequences(ops: Sequence[_Op]) -> dict[tuple[str, str, int], int]:
-    """The number of each collective in its communicator: NCCL counts each kind of them by itself."""
+    """Return the number of each collective in its communicator: NCCL counts each kind of them by itself."""
     begin: dict[tuple[str, str, int], int] = {}
     for op in ops:
         if op.op not in P2P_OPS:
@@ -342,7 +342,7 @@ def _sequences(ops: Sequence[_Op]) -> dict[tuple[str, str, int], int]:
 
 
 def _frames(log: _Log) -> tuple[dict[str, pl.DataFrame], list[Gap]]:
-    """The tables, with global ranks, and what could not be placed."""
+    """Return the tables, with global ranks, and what could not be placed."""
     world = max(log.sizes, key=lambda comm: log.sizes[comm])
     rank_of = {process: rank for (comm, process), rank in log.places.items() if comm == world}
     members: dict[str, dict[int, int]] = {comm: {} for comm in log.sizes}  # rank in the communicator -> global

@@ -104,7 +104,7 @@ def recognises(path: Path) -> bool:
 
 
 def open_run(paths: Sequence[str]) -> FrameReader:
-    """What these exports hold of one run. Raises `BadInput`."""
+    """Return what these exports hold of one run. Raises `BadInput`."""
     files = sorted((f for f in files_in(paths) if _is_export(f)), key=by_name)
     if not files:
         raise BadInput(f"{paths[0]} is no SQLite export: make one with `nsys export --type sqlite {paths[0]}`")
@@ -158,7 +158,7 @@ def _run_of(files: Sequence[Path], captures: Sequence[_Capture]) -> FrameReader:
 
 
 def _ranks(capture: _Capture, first: int, node: int) -> list[dict[str, Any]]:
-    """The ranks of one file, numbered from `first` on."""
+    """Return the ranks of one file, numbered from `first` on."""
     return [
         {
             "rank": first + i,
@@ -174,7 +174,7 @@ def _ranks(capture: _Capture, first: int, node: int) -> list[dict[str, Any]]:
 
 
 def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.DataFrame]:
-    """The rows of one file, each with its rank, numbered from `first` on."""
+    """Return the rows of one file, each with its rank, numbered from `first` on."""
     rank_of = pl.DataFrame(
         [(process, device, first + i, node) for i, (process, device) in enumerate(capture.places)],
         schema={"process": pl.Int64, "device": pl.Int64, "rank": pl.Int32, "node": pl.Int32},
@@ -192,7 +192,7 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
 
 
 def _of_capture(capture: _Capture, kernels: int) -> list[Gap]:
-    """What is not certain about one file's ranks, and what could not be read of it."""
+    """Return what is not certain about one file's ranks, and what could not be read of it."""
     missing, ranks = [], len(capture.places)
     if kernels < capture.device_rows:
         why = text("{file}: copies on GPUs on which their process computes nothing", file=capture.name)
@@ -211,7 +211,7 @@ def _of_capture(capture: _Capture, kernels: int) -> list[Gap]:
 
 
 def _of_groups(inferred: Inferred) -> list[Gap]:
-    """What is not certain about the process groups, and what is not known."""
+    """Return what is not certain about the process groups, and what is not known."""
     missing = []
     if len(inferred.groups):
         why = text(
@@ -226,7 +226,10 @@ def _of_groups(inferred: Inferred) -> list[Gap]:
 
 
 def _numbers(files: Sequence[Path]) -> list[int] | None:
-    """The rank that each name says: after the word, or the one number in which they differ (`report_0`, `report_1`)."""
+    """Return the rank that each name says.
+
+    After the word, or the one number in which they differ (`report_0`, `report_1`).
+    """
     said = [_RANK.search(file.stem) for file in files]
     numbers = [int(match[1]) for match in said if match]
     if len(numbers) < len(files):
@@ -252,7 +255,7 @@ def _is_export(path: Path) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """The database for a while, never written to: no journal is made beside it, not even in a read-only folder."""
+    """Open the database for a while, never to write: no journal is made beside it, not even in a read-only folder."""
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
         database.execute("PRAGMA trusted_schema = OFF")
         until = time.monotonic() + _PATIENCE_S
@@ -338,7 +341,7 @@ class _Reading:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{name}")')}
 
     def _select(self, name: str, into: str, /, **columns: tuple[str, Any]) -> pl.DataFrame:
-        """These columns of a table, null where it has none of that name; no rows where there is no such table.
+        """Return these columns of a table, null where it has none of that name; no rows where there is no such table.
 
         `into` is the table of ours that lacks what cannot be read.
         """

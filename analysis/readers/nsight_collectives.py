@@ -107,7 +107,7 @@ def infer_groups(kernels: pl.DataFrame, launches: pl.DataFrame) -> Inferred:
 
 
 def _operations(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
-    """The kernels of NCCL and RCCL by rank and start, with the call that launched each, where it is there."""
+    """Return the kernels of NCCL and RCCL by rank and start, with the call that launched each, where it is there."""
     ops = {name: kernel_op(name) for name in kernels["name"].unique()}
     calls = launches.select(*("rank", "node", "correlation", "thread"), call_ns="start_ns", issued_ns="end_ns").unique(
         ["rank", "node", "correlation"], keep="first"
@@ -143,7 +143,7 @@ def _stream(rows: pl.DataFrame, ops: Sequence[str]) -> _Stream:
 
 
 def _grouped(streams: Sequence[_Stream], rooted: Collection[int]) -> list[list[tuple[_Stream, int]]]:
-    """The streams of each group, and what to add to a position on each to get the same operation's on all."""
+    """Return the streams of each group, and what to add to a position on each to get the same operation's on all."""
     groups: list[list[tuple[_Stream, int]]] = []
     for stream in streams:
         fits: list[tuple[float, int, int]] = []
@@ -163,7 +163,7 @@ def _grouped(streams: Sequence[_Stream], rooted: Collection[int]) -> list[list[t
 
 
 def _fit(one: _Stream, other: _Stream, rooted: Collection[int]) -> _Fit | None:
-    """How the second stream follows the first; None where they are not of one group, or that is not certain."""
+    """Return how the second stream follows the first; None where they are not of one group, or that is not certain."""
     one_clock = one.node == other.node
     numbers = collective_numbering.align({0: one.sequence, 1: other.sequence}, one_clock=one_clock)
     if numbers is None or any((np.diff(of_stream) != 1).any() for of_stream in numbers.values()):

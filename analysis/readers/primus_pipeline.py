@@ -44,7 +44,7 @@ def recognises(path: Path) -> bool:
 
 
 def open_run(paths: Sequence[str]) -> FrameReader:
-    """The stages that lie there. Raises `BadInput`."""
+    """Return the stages that lie there. Raises `BadInput`."""
     missing: list[Gap] = []
     rows: list[Row] = []
     stages: list[int] = []
@@ -101,7 +101,7 @@ def _object(path: Path) -> Mapping[str, Any]:
 
 
 def _rows(stage: int, step: str, said: Any, missing: list[Gap]) -> Iterator[Row]:  # noqa: ANN401 - foreign JSON
-    """The operations of one iteration on one stage; what is wrong with it goes to `missing`."""
+    """Yield the operations of one iteration on one stage; what is wrong with it goes to `missing`."""
     others = {key.removesuffix("_start") for key in said if key.endswith("_start")} - set(_KINDS) if said else set()
     if others:
         raise BadInput(f"stage {stage} has operations '{min(others)}': only forward and backward are understood")
@@ -139,7 +139,7 @@ def _rows(stage: int, step: str, said: Any, missing: list[Gap]) -> Iterator[Row]
 
 
 def _said_places(said: Mapping[str, Any], kind: str, count: int) -> list[tuple[int, int]]:
-    """The chunk and microbatch of each operation of a kind, where the file says them; else empty."""
+    """Return the chunk and microbatch of each operation of a kind, where the file says them; else empty."""
     chunks, microbatches = (said.get(f"{kind}_{name}") for name in ("chunk", "minibatch"))
     if not (isinstance(chunks, list) and isinstance(microbatches, list) and len(chunks) == len(microbatches) == count):
         return []

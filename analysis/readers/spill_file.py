@@ -30,7 +30,7 @@ class Spill:
     _end: int = 0
 
     def put(self, values: Ints) -> int:
-        """Where the values lie in the file. Raises `BadInput` where there is no room for them."""
+        """Return where the values lie in the file. Raises `BadInput` where there is no room for them."""
         try:
             with self.path.open("ab", buffering=0) as file:
                 left = values.data.cast("B")
@@ -71,7 +71,7 @@ class Rows:
         return sum(block.rows for block in self._blocks) + self._filled
 
     def add(self, rows: Mapping[str, Ints]) -> None:
-        """These columns' values follow."""
+        """Add values of these columns."""
         added, count = 0, len(rows["ts"])
         while added < count:
             taken = min(count - added, BLOCK_ROWS - self._filled)
@@ -103,11 +103,11 @@ class Rows:
         return min(self._bounds_of(number, "ts")[0] for number in self._numbers())
 
     def blocks(self, *names: str) -> Iterator[dict[str, Ints]]:
-        """These columns, some rows at a time, in the order in which they were added."""
+        """Add values of these columns."""
         return (self._read(number, names) for number in self._numbers())
 
     def where(self, chosen: Callable[[Ints], Ints], name: str) -> dict[str, Ints]:
-        """The rows that are chosen by this column: all columns, and their numbers as `row`."""
+        """Return the rows that are chosen by this column: all columns, and their numbers as `row`."""
         parts = [self._none()]
         for number in self._numbers():
             at = np.flatnonzero(chosen(self._read(number, [name])[name]))
@@ -189,5 +189,5 @@ def _bounds(values: Ints) -> tuple[int, int]:
 
 
 def joined(parts: Sequence[Mapping[str, Ints]]) -> dict[str, Ints]:
-    """The rows of all parts, of which there is one at least."""
+    """Return the rows of all parts, of which there is one at least."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -83,7 +83,7 @@ class _Launch(TypedDict, total=False):
 
 
 def launch_of(content: bytes) -> dict[str, Any]:
-    """A node's JSON, whose known fields have their types. Raises ValueError, in one line."""
+    """Return a node's JSON, whose known fields have their types. Raises ValueError, in one line."""
     try:
         said = msgspec.json.decode(content)
         msgspec.convert(said, _Launch)

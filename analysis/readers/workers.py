@@ -64,7 +64,7 @@ def elsewhere(runs: Elsewhere) -> Iterator[None]:
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the rows of tasks, removed with this object. Raises `BadInput`."""
+    """Return a folder for the rows of tasks, removed with this object. Raises `BadInput`."""
     try:
         return tempfile.TemporaryDirectory(prefix="rankscope-")
     except OSError as error:
@@ -79,7 +79,7 @@ def each(
     memory: int = 0,
     what: str = "",
 ) -> Iterator[Result | Lost]:
-    """The task's result for each of these arguments, in their order.
+    """Return the task's result for each of these arguments, in their order.
 
     `cpu_s` is about what each of them takes: where others could take much of it over, worker processes do, one for each
     core that this process may use, else threads; or whatever `elsewhere` named. What a task raises is raised here.
@@ -144,7 +144,7 @@ class _Worker:
         self._process = self._started()
 
     def run(self, task: Callable[..., Result], arguments: tuple[Any, ...]) -> Result | Lost:
-        """The result. Raises what the task raises."""
+        """Return the result. Raises what the task raises."""
         for _ in range(_TRIES):
             try:
                 pickle.dump((task, arguments), self._into)

@@ -24,7 +24,7 @@ _SHARDED = "sharded"
 
 
 def operations(timeline: Timeline) -> pl.DataFrame:
-    """The matched operations of judged steps, by `instance_id`: group, step, sort, kind, op, size and begin.
+    """Return the matched operations of judged steps, by `instance_id`: group, step, sort, kind, op, size and begin.
 
     `exposed_ns` is the mean over its ranks, `computed_ns` how long the median rank computes with nothing in flight: in
     the step, and of reductions that begin in its last backward or after it since then, less the share until the first
@@ -93,7 +93,7 @@ class Wiring:
     on_devices: bool  # each rank's arrival is a node
 
     def between(self, node: int, other: int) -> list[int]:
-        """The edges by which one waits for the other."""
+        """Return the edges by which one waits for the other."""
         low, high = int(self.graph.first[node]), int(self.graph.first[node + 1])
         return [edge for edge in range(low, high) if self.waited_for[edge] == other]
 
@@ -150,7 +150,7 @@ class _Edges:
 
 
 def hidden(ops: pl.DataFrame, sort: str, op: str, wired: Wiring, changes: Changes) -> Changes | None:
-    """What is exposed of these operations hides behind computation, but for the edges, as far as there is any."""
+    """Hide what is exposed of these operations behind computation, but for the edges, as far as there is any."""
     chosen = ops.filter(pl.col("sort") == sort, (pl.col("op") == op) | (op == ""), ~pl.col("is_edge"))
     chosen = chosen.filter(pl.col("exposed_ns") > 0)
     if chosen.is_empty():
@@ -285,7 +285,7 @@ def split(pieces: Pieces, wired: Wiring, changes: Changes, ends: Floats) -> Chan
 
 
 def _ready(wired: Wiring, place: tuple[int, int]) -> list[int]:
-    """What the rank had done when the operation's data were there, without communication."""
+    """Return what the rank had done when the operation's data were there, without communication."""
     graph = wired.graph
     found: list[int] = []
     for node in wired.waited_for[wired.enters[place]].tolist() if place in wired.enters else ():

@@ -28,7 +28,9 @@ Ints = NDArray[np.int64]
 
 
 def critical_path(host: HostGraph) -> pl.DataFrame:
-    """The chain of own time that made the last step end when it did: (rank, step, part, label, start_ns, end_ns).
+    """Return the chain of own time that made the last step end when it did.
+
+    (rank, step, part, label, start_ns, end_ns).
 
     The rows are in order of time, without gap or overlap, from when the first step began on the first rank to when the
     last one was over. They are cut where a step was over on the last of its ranks: those of a step sum to the time
@@ -73,7 +75,7 @@ def critical_path(host: HostGraph) -> pl.DataFrame:
 
 
 def _chain(graph: Graph, end: Ints, last: int) -> Ints:
-    """The nodes of the longest chain to this one, first to last."""
+    """Return the nodes of the longest chain to this one, first to last."""
     before = np.full(len(graph), -1, np.int32)
     has = np.flatnonzero(np.diff(graph.first))
     if len(has):

@@ -49,7 +49,7 @@ Bools = NDArray[np.bool_]
 
 
 def device_graph(timeline: Timeline) -> HostGraph:
-    """The graph of all ranks that have kernels. Raises `NotReplayable`.
+    """Return the graph of all ranks that have kernels. Raises `NotReplayable`.
 
     - A thread does one thing after the other. A thread that was quiet while another one launched work goes on after
       that: backward runs on a thread of its own (inferred).
@@ -112,7 +112,7 @@ def device_graph(timeline: Timeline) -> HostGraph:
 
 
 def first_steps(timeline: Timeline) -> Timeline:
-    """The timeline, with so many of its first steps that it has no more than `MOST_ROWS` kernels and launches.
+    """Return the timeline, with so many of its first steps that it has no more than `MOST_ROWS` kernels and launches.
 
     Raises `NotReplayable` where these are fewer than two judged steps, or not the only one.
     """
@@ -145,13 +145,13 @@ def first_steps(timeline: Timeline) -> Timeline:
 
 
 def _until(table: pl.DataFrame, ends: dict[int, int]) -> pl.DataFrame:
-    """The rows that begin before their rank's end."""
+    """Return the rows that begin before their rank's end."""
     kept = [rows[: int(rows["start_ns"].search_sorted(ends[rank]))] for rank, rows in by_rank(table) if rank in ends]
     return pl.concat([table.clear(), *kept])
 
 
 def _position_in_cycle(matched: pl.DataFrame) -> pl.Series:
-    """The same number for the same operation of each step: its group, kind, size and place among those."""
+    """Return the same number for the same operation of each step: its group, kind, size and place among those."""
     kind = ["group_id", "op", "size_bytes", "peer", "tag"]
     numbered = matched.select(*kind, pl.int_range(pl.len()).over("rank", "step", *kind).alias("_nth"))
     position = pl.struct(*kind, "_nth").rank("dense").cast(pl.Int64) - 1
@@ -259,7 +259,10 @@ def _add_rank(
 def _add_sides(
     nodes: NodeBlocks, rank: int, code: dict[str, int], matched: pl.DataFrame, arrived_ns: Ints, ended_ns: Ints
 ) -> _Sides:
-    """The arrival and the end of each of these collectives; how long the ends take is known once all ranks are."""
+    """Return the arrival and the end of each of these collectives.
+
+    How long the ends take is known once all ranks are.
+    """
     instance = matched["instance_id"].cast(pl.Int64).to_numpy()
     op = matched["op"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
     position = matched["_position"].to_numpy()
@@ -329,7 +332,10 @@ def _labels_of(kernels: pl.DataFrame, host: _Launched, code: dict[str, int]) -> 
 def _add_ends_of_steps(
     nodes: NodeBlocks, rank: int, code: dict[str, int], steps: pl.DataFrame, lanes: list[tuple[Ints, Ints, Ints]]
 ) -> pl.DataFrame:
-    """A node at the begin of the first step and at the end of each; lanes are (which, end, node) of what happens."""
+    """Return a node at the begin of the first step and at the end of each.
+
+    Lanes are (which, end, node) of what happens.
+    """
     begin, over = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
     step = steps["step"].to_numpy()
     host = {"rank": rank, "part": PARTS.index("host"), "label": code[NO_REGION]}

@@ -22,13 +22,13 @@ _OVERLAPPED, _PAIRED = 0.5, 0.2  # of the shorter one's length; share of the for
 
 
 def is_dual_pipe(ops: pl.DataFrame) -> bool:
-    """Whether forwards of a rank run while a backward of the same rank does, one in five or more."""
+    """Say whether forwards of a rank run while a backward of the same rank does, one in five or more."""
     forwards = ops.filter(name=FORWARD).height
     return forwards > 0 and len(_pairs(ops)) >= _PAIRED * forwards
 
 
 def dual_pipe(ops: pl.DataFrame) -> Pipeline:
-    """The schedule and its measured bubble: a rank is busy while any of its computations runs.
+    """Return the schedule and its measured bubble: a rank is busy while any of its computations runs.
 
     In theory idle are (p / 2 - 1) (F&B + B - 3 W) of p ranks, under DualPipeV (p - 1) (F&B + B - 3 W), with the mean
     times of an overlapped pair F&B, a whole backward B and gradients of weights W; not known without the last.
@@ -72,7 +72,7 @@ def _in_order(rows: pl.DataFrame, ranks: list[int], value: pl.Expr) -> list[floa
 
 
 def _pairs(ops: pl.DataFrame) -> pl.DataFrame:
-    """Forwards and the backward of their rank that runs at the same time: begin and end of both together."""
+    """Return forwards and the backward of their rank that runs at the same time: begin and end of both together."""
     of_rank, times = ["rank", "step", "replica"], ["start_ns", "end_ns"]
     backwards = ops.filter(name=BACKWARD).select(*of_rank, *times, begins="start_ns").sort("start_ns")
     forwards = ops.filter(name=FORWARD).select(*of_rank, *times).with_columns(middle=(pl.sum_horizontal(times)) // 2)
@@ -91,7 +91,7 @@ def _pairs(ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def _busy(computes: pl.DataFrame) -> pl.DataFrame:
-    """For how long any computation of a rank ran: rank, step, replica, busy."""
+    """Return for how long any computation of a rank ran: rank, step, replica, busy."""
     of_rank = ["rank", "step", "replica"]
     reached = pl.col("end_ns").cum_max().shift(1).over(of_rank).fill_null(pl.col("start_ns"))
     added = (pl.col("end_ns") - pl.max_horizontal("start_ns", reached)).clip(0)

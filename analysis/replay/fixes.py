@@ -69,7 +69,7 @@ def check_form(written: str) -> None:
 
 
 def together(written: Sequence[str]) -> list[str]:
-    """The fixes, those of single ranks as one: none of them is a measure for the others."""
+    """Return the fixes, those of single ranks as one: none of them is a measure for the others."""
     fixes = [Fix.parse(one) for one in written]
     ranks = [fix.of for fix in fixes if fix.kind == "rank"]
     rest = [str(fix) for fix in fixes if fix.kind != "rank"]

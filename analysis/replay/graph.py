@@ -74,7 +74,7 @@ class Changes:
 
 
 def replay(graph: Graph, duration_ns: Floats) -> Floats:
-    """When each node ends, in ns after the origin: its duration after the last end of what it waits for."""
+    """Return when each node ends, in ns after the origin: its duration after the last end of what it waits for."""
     duration = np.ascontiguousarray(duration_ns, dtype=np.float64)
     if len(duration) != len(graph):
         raise ValueError(f"{len(duration)} durations for {len(graph)} nodes")
@@ -82,7 +82,7 @@ def replay(graph: Graph, duration_ns: Floats) -> Floats:
 
 
 def replay_with(graph: Graph, changes: Changes) -> Floats:
-    """The same with changes. Raises `NotReplayable` if nodes then wait for each other in a circle."""
+    """Return the same with changes. Raises `NotReplayable` if nodes then wait for each other in a circle."""
     if not len(changes.gone) and not len(changes.waits):
         return replay(graph, changes.duration_ns)
     n = len(changes.duration_ns)
@@ -106,7 +106,7 @@ def _replayed(first: Ints, before: Shorts, duration: Floats) -> Floats:
 
 
 def replay_in_python(first: Ints, before: Shorts, duration_ns: Floats) -> Floats:
-    """The same without a compiler: what the fast one is held against."""
+    """Return the same without a compiler: what the fast one is held against."""
     starts, others = first.tolist(), before.tolist()
     end: list[float] = []
     for i, duration in enumerate(duration_ns.tolist()):
@@ -115,7 +115,7 @@ def replay_in_python(first: Ints, before: Shorts, duration_ns: Floats) -> Floats
 
 
 def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Graph, Shorts]:
-    """The graph in which node `waits[k]` waits for `waited_for[k]`; and each node's number in it.
+    """Return the graph in which node `waits[k]` waits for `waited_for[k]`; and each node's number in it.
 
     Raises `NotReplayable` if nodes wait for each other in a circle.
     """
@@ -147,7 +147,7 @@ def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.in
 
 
 def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> Ints:
-    """The nodes in an order in which each comes after all that it waits for. Raises `NotReplayable`."""
+    """Return the nodes in an order in which each comes after all that it waits for. Raises `NotReplayable`."""
     order = _topological(*_rows(n, waits, waited_for))
     if len(order) < n:
         raise NotReplayable(text("{n} operations wait for each other in a circle", n=n - len(order)))
@@ -155,14 +155,14 @@ def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer
 
 
 def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Ints, Shorts]:
-    """What each node waits for, one after the other."""
+    """Return what each node waits for, one after the other."""
     first = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(np.bincount(waits, minlength=n), out=first[1:])
     return first, waited_for.astype(np.int32, copy=False)[np.argsort(waits, kind="stable")]
 
 
 def _topological(first: Ints, before: Shorts) -> Ints:
-    """The nodes in an order in which each comes after all that it waits for; those in a circle are left out."""
+    """Return the nodes in an order in which each comes after all that it waits for; those in a circle are left out."""
     n = len(first) - 1
     if _replay is not None:
         order = np.empty(n, dtype=np.int64)
@@ -181,5 +181,5 @@ def _topological(first: Ints, before: Shorts) -> Ints:
 
 
 def _at(array: NDArray[np.generic]) -> int:
-    """Where the array lies in memory: the limited API that serves every Python has no buffers before 3.11."""
+    """Return where the array lies in memory: the limited API that serves every Python has no buffers before 3.11."""
     return int(array.__array_interface__["data"][0])

@@ -44,7 +44,7 @@ Bools = NDArray[np.bool_]
 
 
 def may_wait(call: str) -> bool:
-    """Whether a call of this name may last until the device, or another process on it, is done."""
+    """Say whether a call of this name may last until the device, or another process on it, is done."""
     return re.search(_SYNCHRONISES, call) is not None
 
 
@@ -61,7 +61,7 @@ class Calls:
 
 
 def calls_that_matter(launches: pl.DataFrame, kernels: pl.DataFrame, code: dict[str, int]) -> tuple[Calls, Ints]:
-    """The calls that matter, and per kernel the one that launched it (-1: not seen)."""
+    """Return the calls that matter, and per kernel the one that launched it (-1: not seen)."""
     rows = launches.sort("thread", "start_ns", "end_ns", descending=[False, False, True]).with_columns(
         pl.col("name").str.contains(_SYNCHRONISES).alias("_sync"),
         pl.col("name").replace_strict(code, return_dtype=pl.Int32).alias("_label"),
@@ -147,7 +147,7 @@ def _recur(calls: Calls, places: Places, asked: Ints, since: Ints, kernel_end: I
 
 
 def kernel_slept_for(calls: Calls, end: Ints, launch_ns: Ints) -> Ints:
-    """The kernel whose end each call that synchronises waited for, -1: none."""
+    """Return the kernel whose end each call that synchronises waited for, -1: none."""
     kernel = _ended_in(np.where(calls.synchronises, calls.start, _NEVER), calls.end, end, launch_ns)
     if not len(end):
         return kernel
@@ -156,7 +156,7 @@ def kernel_slept_for(calls: Calls, end: Ints, launch_ns: Ints) -> Ints:
 
 
 def _ended_in(begin: Ints, until: Ints, end: Ints, launch_ns: Ints) -> Ints:
-    """The kernel that ended last between these moments of those launched until the first of them, -1: none."""
+    """Return the kernel that ended last between these moments of those launched until the first of them, -1: none."""
     found = np.full(len(begin), -1)
     asked = np.flatnonzero(begin < _NEVER)
     if not len(end) or not len(asked):

@@ -69,7 +69,7 @@ class _Chains:
     blocked: Bools
 
     def node_before(self, key: Ints) -> Ints:
-        """The node that ends where these begin. Nodes 0 to ranks - 1 end where the ranks begin."""
+        """Return the node that ends where these begin. Nodes 0 to ranks - 1 end where the ranks begin."""
         ranks = int(self.place[-1]) + 1
         at = np.searchsorted(self.start, key)
         first = (at == 0) | (self.place[at] != self.place[at - 1])
@@ -168,7 +168,7 @@ class _Arrows:
 
 
 def graph_of(timeline: Timeline) -> HostGraph:
-    """The graph of a run whose main threads were recorded. Raises `NotReplayable`."""
+    """Return the graph of a run whose main threads were recorded. Raises `NotReplayable`."""
     phases = timeline.phases.sort("rank", "start_ns")
     if phases.is_empty():
         raise NotReplayable(text("no step was seen"))
@@ -214,7 +214,7 @@ def _check_clocks(timeline: Timeline) -> None:
 
 
 def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
-    """The phases, cut at arrivals, those in which a rank is blocked joined between them."""
+    """Return the phases, cut at arrivals, those in which a rank is blocked joined between them."""
     low, high = keys.of(phases, "start_ns"), keys.of(phases, "end_ns")
     at = np.sort(np.concatenate([low, high, arrivals]))  # np.unique hashes, which is slower than this
     at = at[np.concatenate([[True], at[1:] != at[:-1]])]
@@ -289,7 +289,7 @@ def _rows(seen: pl.DataFrame, keys: _Keys, labels: Sequence[str]) -> _Rows:
 
 
 def _woken(chains: _Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, Ints]:
-    """How long each span of a main thread takes by itself, and the position in the step of what ended its wait.
+    """Return how long each span of a main thread takes by itself, and the position in the step of what ended its wait.
 
     Blocked spans wait for what ended in them, `row` beside `span`.
     """
@@ -302,7 +302,7 @@ def _woken(chains: _Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, I
 
 
 def _moved(chains: _Chains, rows: _Rows, keys: _Keys, numbers: _Numbers, arrows: _Arrows, error_ns: int) -> _Moved:
-    """What operations wait for, and how long their transfers and ends take without waiting."""
+    """Return what operations wait for, and how long their transfers and ends take without waiting."""
     before = chains.node_before(rows.arrival)
     transfers, ends, op, matched = numbers.transfers, numbers.ends, rows.op, rows.matched
     began, freed = _begins(rows.arrival, rows.end, rows.queue)
@@ -351,7 +351,7 @@ def _nodes(
     span_ns: Ints,
     labels: Sequence[str],
 ) -> Nodes:
-    """What each node is, in the order of `_Numbers`."""
+    """Return what each node is, in the order of `_Numbers`."""
     in_phase = chains.phase >= 0
 
     def of_phase(column: NDArray[np.integer]) -> Ints:
@@ -413,7 +413,7 @@ def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Int
 
 
 def _position_in_cycle(seen: pl.DataFrame) -> Ints:
-    """The same number for the same operation of each step: its group, operation, size and place among those."""
+    """Return the same number for the same operation of each step: its group, operation, size and place among those."""
     kind = ["group_id", "op", "size_bytes", "peer", "tag"]
     numbered = seen.select(*kind, pl.int_range(pl.len()).over("rank", "step", *kind).alias("_nth"), "step")
     position = numbered.select(pl.struct(*kind, "_nth").rank("dense")).to_series().cast(pl.Int64) - 1
@@ -421,13 +421,13 @@ def _position_in_cycle(seen: pl.DataFrame) -> Ints:
 
 
 def _queue(seen: pl.DataFrame) -> Ints:
-    """Which rank and group an operation queues in; sends and receives queue nowhere."""
+    """Return which rank and group an operation queues in; sends and receives queue nowhere."""
     numbers = seen.select(pl.struct("rank", "group_id").rank("dense")).to_series().cast(pl.Int64).to_numpy()
     return np.where(seen["op"].is_in(P2P_OPS).to_numpy(), _NONE, numbers)
 
 
 def _begins(arrival: Ints, end: Ints, queue: Ints) -> tuple[Ints, Ints]:
-    """When each operation's turn came, and the row whose end it had to wait for (-1: it was the first)."""
+    """Return when each operation's turn came, and the row whose end it had to wait for (-1: it was the first)."""
     order = np.lexsort((arrival, queue))
     freed = np.full(len(order), _NONE)
     earlier, later = order[:-_AT_ONCE], order[_AT_ONCE:]
@@ -455,7 +455,7 @@ def _queued_operations(
 
 
 def _latest_begun(instance: Ints, began: Ints, end: Ints, of: Bools, span: int) -> Ints:
-    """For each row of `of` the last row of its operation that had begun when it ended, -1 for the others."""
+    """Return for each row of `of` the last row of its operation that had begun when it ended, -1 for the others."""
     key = instance * span + began
     order = np.argsort(key, kind="stable")
     found = np.full(len(key), _NONE)
@@ -506,7 +506,7 @@ def _steps(
 
 
 def step_lengths(host: HostGraph, end_ns: Floats) -> Floats:
-    """The length of each row of `steps`, given when each node ends."""
+    """Return the length of each row of `steps`, given when each node ends."""
     return np.asarray(end_ns[host.steps["last"].to_numpy()] - end_ns[host.steps["before"].to_numpy()])
 
 
@@ -542,7 +542,7 @@ def fidelity(host: HostGraph) -> Fidelity:
 
 
 def _means(kind: Ints, value: Floats) -> Callable[[Ints, Floats], Floats]:
-    """A function that gives kinds the mean of their values here, and those not here what they have.
+    """Return a function that gives kinds the mean of their values here, and those not here what they have.
 
     The mean and not the median, since a step is a sum of many, and what takes long now and then is part of it.
     """

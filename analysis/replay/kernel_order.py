@@ -17,7 +17,10 @@ Bools = NDArray[np.bool_]
 
 
 def last_to_end(stream: Ints, end: Ints) -> Ints:
-    """The kernel that ended last of those that began before on its stream, -1: none. They are by stream and start."""
+    """Return the kernel that ended last of those that began before on its stream, -1.
+
+    None. They are by stream and start.
+    """
     index = np.arange(len(end))
     before = np.full(len(end), -1)
     for rows in np.split(index, np.flatnonzero(np.diff(stream)) + 1):
@@ -28,7 +31,7 @@ def last_to_end(stream: Ints, end: Ints) -> Ints:
 
 
 def last_launched_before(calls: Calls, call_of: Ints, communicates: Bools, end: Ints, start: Ints) -> Ints:
-    """For each kernel that communicates the last other one that its thread had launched before, -1: none."""
+    """Return for each kernel that communicates the last other one that its thread had launched before, -1: none."""
     found = np.full(len(end), -1)
     launched = np.flatnonzero(call_of >= 0)
     order = launched[np.lexsort((start[launched], call_of[launched]))]  # calls are by thread and time
@@ -43,7 +46,7 @@ def last_launched_before(calls: Calls, call_of: Ints, communicates: Bools, end: 
 
 
 def ended_just_before(stream: Ints, start: Ints, end: Ints, explained: Ints) -> Ints:
-    """The kernel of another stream that ended just before one whose begin nothing else explains, -1: none."""
+    """Return the kernel of another stream that ended just before one whose begin nothing else explains, -1: none."""
     found = np.full(len(start), -1)
     asked = np.flatnonzero(start - explained > NEAR_NS)
     order = np.argsort(end, kind="stable")

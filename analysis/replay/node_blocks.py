@@ -56,7 +56,7 @@ class NodeBlocks:
         self.waited_for.append(others[known].astype(np.int32))
 
     def graph(self, steps: pl.DataFrame, parts: tuple[str, ...], labels: tuple[str, ...]) -> tuple[Graph, Shorts, Ints]:
-        """The graph, each node's number in it and, by that number, its cycle. What was added is gone then."""
+        """Return the graph, each node's number in it and, by that number, its cycle. What was added is gone then."""
         rows = {name: np.concatenate(self.columns.pop(name)) for name in [*self.columns]}
         waits, self.waits = np.concatenate(self.waits), []
         waited_for, self.waited_for = np.concatenate(self.waited_for), []
@@ -81,7 +81,7 @@ class NodeBlocks:
 
 
 def _step_of(steps: pl.DataFrame, rank: Ints, end: Ints) -> Ints:
-    """The step in which each node ended, -1 outside; a transfer is in no rank's step."""
+    """Return the step in which each node ended, -1 outside; a transfer is in no rank's step."""
     step = np.full(len(rank), -1, np.int32)
     for of, rows in by_rank(steps.sort("rank", "start_ns")):
         mine = np.flatnonzero(rank == of)

@@ -120,7 +120,7 @@ def communicates(kind: str) -> bool:
 
 
 def op_grid(ops: pl.DataFrame) -> OpGrid:
-    """The table `ops` as arrays, with its plan. Raises `NotReplayable`."""
+    """Return the table `ops` as arrays, with its plan. Raises `NotReplayable`."""
     unknown = sorted(set(ops["name"].unique()) - set(_KNOWN))
     if unknown:
         raise NotReplayable(text("what operations of type {kind} wait for is unknown", kind=unknown[0]))
@@ -171,13 +171,13 @@ def op_grid(ops: pl.DataFrame) -> OpGrid:
 
 
 def _stage_means(grid: OpGrid, duration_ns: Floats, kind: str) -> dict[int, tuple[list[int], float]]:
-    """For each stage its operations of this kind, and their mean."""
+    """Return for each stage its operations of this kind, and their mean."""
     found = {stage: [i for i, key in enumerate(grid.keys) if key == Key(stage, kind, key.seq)] for stage in grid.stages}
     return {stage: (rows, float(duration_ns[rows].mean())) for stage, rows in found.items() if rows}
 
 
 def as_other_stages(grid: OpGrid, duration_ns: Floats, stage: int) -> Floats:
-    """The durations if a stage computed as long as is usual for the others: scatter stays what it is."""
+    """Return the durations if a stage computed as long as is usual for the others: scatter stays what it is."""
     changed: Floats = duration_ns.copy()
     for kind in COMPUTES:
         means = _stage_means(grid, duration_ns, kind)
@@ -188,7 +188,7 @@ def as_other_stages(grid: OpGrid, duration_ns: Floats, stage: int) -> Floats:
 
 
 def even_stages(grid: OpGrid, duration_ns: Floats) -> Floats:
-    """The durations if all stages had as much of each kind of computation: scatter stays what it is."""
+    """Return the durations if all stages had as much of each kind of computation: scatter stays what it is."""
     changed: Floats = duration_ns.copy()
     for kind in COMPUTES:
         means = _stage_means(grid, duration_ns, kind)
@@ -199,7 +199,7 @@ def even_stages(grid: OpGrid, duration_ns: Floats) -> Floats:
 
 
 def even_microbatches(grid: OpGrid, duration_ns: Floats) -> Floats:
-    """The durations if all microbatches of a step, on all replicas, were equally long for a stage."""
+    """Return the durations if all microbatches of a step, on all replicas, were equally long for a stage."""
     changed: Floats = duration_ns.copy()
     for kind in COMPUTES:
         for rows, _ in _stage_means(grid, duration_ns, kind).values():
@@ -208,7 +208,7 @@ def even_microbatches(grid: OpGrid, duration_ns: Floats) -> Floats:
 
 
 def even_by(grid: OpGrid, duration_ns: Floats, factor: Floats) -> Floats:
-    """The durations times the factors, so that each stage has as much of each kind to do in a step as before."""
+    """Return the durations times the factors, so that each stage has as much of each kind to do in a step as before."""
     changed: Floats = duration_ns * factor
     for kind in COMPUTES:
         for rows, _ in _stage_means(grid, duration_ns, kind).values():
@@ -234,7 +234,7 @@ def compute_order(keys: Sequence[Key], places: Sequence[int], start_ns: Floats) 
 
 
 def _plan(keys: tuple[Key, ...], places: Sequence[int], start_ns: Floats, end_ns: Floats) -> Plan:
-    """What waits for what in a step.
+    """Return what waits for what in a step.
 
     Computations of a rank run one after the other, and so do a stage's sends and receives of one direction. A
     computation waits for what it receives, a send for what it sends; where nothing is sent (a trace of computations
@@ -276,7 +276,7 @@ def _plan(keys: tuple[Key, ...], places: Sequence[int], start_ns: Floats, end_ns
 
 
 def _of(index: Mapping[Key, int], stage: int, kind: str) -> list[int]:
-    """The stage's operations of a kind, by seq."""
+    """Return the stage's operations of a kind, by seq."""
     return [index[key] for key in sorted(k for k in index if k.stage == stage and k.kind == kind)]
 
 
@@ -301,7 +301,7 @@ def _neighbours(before: dict[int, list[int]], index: Mapping[Key, int], compute:
 def _first_backward_transfers(
     before: dict[int, list[int]], keys: Sequence[Key], index: Mapping[Key, int], computes: Sequence[int]
 ) -> None:
-    """The first receive of a gradient is posted while the last forward before it runs, not at the start of the step."""
+    """Post the first receive of a gradient while the last forward before it runs, not at the start of the step."""
     first = next((n for n, i in enumerate(computes) if keys[i].kind == BACKWARD), 0)
     if first < 2:
         return
@@ -312,7 +312,7 @@ def _first_backward_transfers(
 
 
 def _groups(index: Mapping[Key, int]) -> list[Group]:
-    """Who transfers with whom."""
+    """Return who transfers with whom."""
     stages = sorted({key.stage for key in index})
     groups = []
     for key, i in index.items():
@@ -331,7 +331,7 @@ def _groups(index: Mapping[Key, int]) -> list[Group]:
 
 
 def schedule(order: Mapping[int, Sequence[str]], chunks: int = 1, *, turns: bool = False) -> str:
-    """The schedule's name from each place's sequence of "F", "B" and "W" (gradients of weights apart from inputs').
+    """Return the schedule's name by each place's sequence of "F", "B" and "W" (gradients of weights alone).
 
     Where some W does not follow its B at once, it is `ZB-H1` if forwards and backwards are in the order of 1F1B,
     and `ZBV` if the second of two chunks `turns` back and as many activations are kept as under 1F1B.
@@ -350,7 +350,7 @@ def schedule(order: Mapping[int, Sequence[str]], chunks: int = 1, *, turns: bool
 
 
 def _schedule(order: Mapping[int, str], chunks: int) -> str:
-    """The schedule's name from each place's sequence of "F" and "B": `1F1B`, `GPipe` or `unknown`.
+    """Return the schedule's name from each place's sequence of "F" and "B": `1F1B`, `GPipe` or `unknown`.
 
     With several `chunks` of the model at each place they are `interleaved 1F1B`, whose places run as many forwards
     ahead as they like, and `interleaved GPipe`.
@@ -381,12 +381,14 @@ def _one_and_one(ahead: int, forwards: int) -> str:
 
 
 def theory_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """The bubble's share of the time from the first forward to the last backward, all stages being equally fast."""
+    """Return the bubble's share of the time from the first forward to the last backward, with stages equally fast."""
     return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
 def _theory(grid: OpGrid, name: str, stages: int, microbatches: int, chunks: int) -> float | None:
-    """The bubble's share under this schedule, from what its computations take on average; None if it is not known.
+    """Return the bubble's share under this schedule, from what its computations take on average.
+
+    None if it is not known.
 
     Idle are (p - 1) (F + B - W) under ZB-H1, for the inputs' gradients B, and (p - 1) F under ZBV: until the last place
     begins; after that none need idle. Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
@@ -402,12 +404,12 @@ def _theory(grid: OpGrid, name: str, stages: int, microbatches: int, chunks: int
 
 
 def pipeline(ops: pl.DataFrame) -> Pipeline:
-    """The schedule of these steps and their bubble. Raises `NotReplayable` where there is no pipeline."""
+    """Return the schedule of these steps and their bubble. Raises `NotReplayable` where there is no pipeline."""
     return dual_pipe(ops) if is_dual_pipe(ops) else measured_pipeline(ops)[0]
 
 
 def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
-    """The same, and for each step how much longer its computations took than they would without the excess, in ns.
+    """Return the same, and for each step how much longer its computations took than without the excess, in ns.
 
     Of the excess transfers as quick as any do not count there.
     """
@@ -450,14 +452,14 @@ def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
 
 
 def _span(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> Floats:
-    """For each step the time from the first computation to the last, on the mean of the replicas."""
+    """Return for each step the time from the first computation to the last, on the mean of the replicas."""
     computes = [i for ops in order.values() for i in ops]
     span: Floats = (grid.end_ns[computes].max(axis=0) - grid.start_ns[computes].min(axis=0)).mean(axis=1)
     return span
 
 
 def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Floats]:
-    """The spans without one cause of excess after the other, in the order of `EXCESS`."""
+    """Return the spans without one cause of excess after the other, in the order of `EXCESS`."""
     computes = np.zeros(len(grid.keys), dtype=bool)
     computes[[i for ops in order.values() for i in ops]] = True
     recorded = grid.duration_ns
@@ -483,7 +485,7 @@ def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Fl
 def _explanation(
     name: str, theory: float | None, bubble: Mapping[int, float], busiest: int, excess: Mapping[str, float]
 ) -> str:
-    """What the bubble is made of, in a sentence or two."""
+    """Return what the bubble is made of, in a sentence or two."""
     share = bubble[busiest]
     others = sum(idle for stage, idle in bubble.items() if stage != busiest) / (len(bubble) - 1)
     more = text(

@@ -47,7 +47,10 @@ class Plan:
 
 
 def plan(before: Mapping[int, Iterable[int]], groups: Iterable[Group], ops: int) -> Plan:
-    """A plan of `ops` operations, numbered from 0. Raises `NotReplayable` if they wait for each other in a circle."""
+    """Return a plan of `ops` operations, numbered from 0.
+
+    Raises `NotReplayable` if they wait for each other in a circle.
+    """
     group_of = {op: group for group in groups for op in group.members}
     all_groups = list(dict.fromkeys(group_of.get(op, Group((op,))) for op in range(ops)))
     number = {op: i for i, group in enumerate(all_groups) for op in group.members}
@@ -108,13 +111,13 @@ def transfers(plan: Plan, start_ns: Floats, end_ns: Floats) -> Floats:
 
 
 def ends(plan: Plan, duration_ns: Floats) -> Floats:
-    """When each step ends, its start being 0: one value per step."""
+    """Return when each step ends, its start being 0: one value per step."""
     longest: Floats = replay(plan, duration_ns)[1].max(axis=(0, 2))
     return longest
 
 
 def step_ns(plan: Plan, duration_ns: Floats) -> float:
-    """The mean length of a step."""
+    """Return the mean length of a step."""
     return float(ends(plan, duration_ns).mean())
 
 

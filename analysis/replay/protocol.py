@@ -41,15 +41,15 @@ class Replay(Protocol):
         ...
 
     def places(self, kind: str) -> Mapping[int, tuple[int, ...]]:
-        """The "node" or "stage" of each rank, or all stages that it has; its own number for "rank"."""
+        """Return the "node" or "stage" of each rank, or all stages that it has; its own number for "rank"."""
         ...
 
     def gain(self, *fixes: str) -> Gain:
-        """What these fixes bring together. Raises `BadFix`."""
+        """Return what these fixes bring together. Raises `BadFix`."""
         ...
 
     def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """The fixes that this run allows, most with a placeholder; a replay for some, but of those `without`."""
+        """Return the fixes that this run allows, most with a placeholder; a replay for some, but of those `without`."""
         ...
 
 

@@ -43,7 +43,7 @@ _ASKED = {  # start of a fix -> the detector whose findings ask for it
 
 
 def sweep(run: Replay, findings: Sequence[Finding], charges: pl.DataFrame) -> tuple[PredictedFix, ...]:
-    """The fixes worth trying, the largest gain first, and those of findings whose cost the replay contradicts.
+    """Return the fixes worth trying, the largest gain first, and those of findings whose cost the replay contradicts.
 
     `charges` say for whom ranks were blocked, as `wait_attribution.Delays` has them.
     """
@@ -70,7 +70,7 @@ def fixes_more(gain: Gain, finding: Finding) -> bool:
 
 
 def _best_pair(gains: Sequence[Gain], run: Replay) -> Gain | None:
-    """The two fixes that bring most together, if clearly more than either alone."""
+    """Return the two fixes that bring most together, if clearly more than either alone."""
     best: Gain | None = None
     for one, other in combinations(gains, 2):
         both = _tried(run, *one.fixes, *other.fixes)
@@ -142,7 +142,7 @@ def _of_charges(run: Rerun, charges: pl.DataFrame) -> dict[int, float]:
 
 
 def _summed(ns: Mapping[int, float], places: Mapping[int, Iterable[int]]) -> dict[int, float]:
-    """What ranks have, by their places."""
+    """Return what ranks have, by their places."""
     sums: dict[int, float] = {}
     for rank, of_rank in ns.items():
         for place in places.get(rank, ()):
@@ -151,7 +151,7 @@ def _summed(ns: Mapping[int, float], places: Mapping[int, Iterable[int]]) -> dic
 
 
 def _longest(run: PipelineRerun) -> tuple[dict[int, float], dict[int, float]]:
-    """What each rank computes in all beyond its peers in the other replicas, and what each stage computes."""
+    """Return what each rank computes in all beyond its peers in the other replicas, and what each stage computes."""
     grid = run.grid
     computes = np.isin(grid.kinds, COMPUTES)
     spent = grid.duration_ns[computes].sum(axis=1)  # [op, replica]
@@ -171,7 +171,7 @@ def _by(of: NDArray[np.generic], ns: NDArray[np.generic]) -> dict[int, float]:
 
 
 def _covered(fix: str, worth: Mapping[str, Gain], run: Replay) -> bool:
-    """Whether a fix of fewer of these ranks brings as much, but for the error."""
+    """Say whether a fix of fewer of these ranks brings as much, but for the error."""
     ranks, gain = _ranks(fix, run), worth[fix]
     return any(
         0 < len(fewer := _ranks(other, run)) < len(ranks)
@@ -182,7 +182,7 @@ def _covered(fix: str, worth: Mapping[str, Gain], run: Replay) -> bool:
 
 
 def _ranks(fix: str, run: Replay) -> frozenset[int]:
-    """Whose own time a fix changes; empty if it is of no rank's."""
+    """Return whose own time a fix changes; empty if it is of no rank's."""
     parsed = Fix.parse(fix)
     if parsed.kind == "rank":
         return frozenset(parsed.numbers)

@@ -80,12 +80,12 @@ class Rerun:
         return float(self.host.steps["measured_ns"].to_numpy()[self.judged].mean())
 
     def places(self, kind: str) -> dict[int, tuple[int, ...]]:
-        """The ranks' nodes or stages, or their own numbers."""
+        """Return the ranks' nodes or stages, or their own numbers."""
         places = {"rank": {rank: rank for rank in self.nodes}, "node": self.nodes, "stage": self.stages}
         return {rank: (place,) for rank, place in places.get(kind, {}).items()}
 
     def gain(self, *fixes: str) -> Gain:
-        """What these fixes bring together. Raises `BadFix`."""
+        """Return what these fixes bring together. Raises `BadFix`."""
         saved_ns = self._saved(fixes)
         gain = _gain(fixes, self.step_ns, saved_ns, self.fidelity)
         if not any(self._pieces(Fix.parse(fix)) for fix in fixes):
@@ -94,7 +94,7 @@ class Rerun:
         return replace(gain, uncertainty_ns=gain.uncertainty_ns + abs(float((saved_ns - least_ns).mean())) / 2)
 
     def _saved(self, fixes: Sequence[str], *, at_end: bool = False) -> Floats:
-        """What each step becomes shorter; `at_end`: the gradients of a bucket are all ready when its last is."""
+        """Return what each step becomes shorter; `at_end`: the gradients of a bucket are all ready when its last is."""
         graph, duration = self.host.graph, self.host.graph.duration_ns
         parsed = [Fix.parse(fix) for fix in fixes]
         waiting = [fix for fix in parsed if fix.kind in SCHEDULES or self._pieces(fix)]
@@ -115,7 +115,7 @@ class Rerun:
         return np.asarray(np.bincount(of, weights=per_step) / np.bincount(of))
 
     def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """The fixes that this run allows, most with a placeholder; a replay for some, but of those `without`."""
+        """Return the fixes that this run allows, most with a placeholder; a replay for some, but of those `without`."""
         graph, parts = self.host.graph, self._parts()
         ranks, nodes = sorted(self.nodes), sorted(set(self.nodes.values()))
         found = [f"rank:{ranks[0]} … rank:{ranks[-1]}", "balance"] if len(ranks) > 1 else []
@@ -148,7 +148,7 @@ class Rerun:
         return True
 
     def _fixed(self, fix: Fix, duration: Floats) -> Floats:
-        """The durations with one more fix."""
+        """Return the durations with one more fix."""
         kinds: dict[str, Callable[[Fix, Floats], Floats | None]] = {
             "rank": self._like_peers,
             "node": self._like_other_nodes,
@@ -171,7 +171,7 @@ class Rerun:
         return wiring(self.host.graph, self.operations["instance_id"].to_numpy())
 
     def _scheduled(self, fix: Fix, changes: Changes, *, at_end: bool) -> Changes:
-        """The changes with one more fix."""
+        """Return the changes with one more fix."""
         changed: Changes | None
         if fix.kind == "overlap":
             sort, _, op = fix.of.rpartition(":") if ":" in fix.of else (fix.of, "", "")
@@ -190,7 +190,10 @@ class Rerun:
         return changed
 
     def _pieces(self, fix: Fix) -> Pieces | None:
-        """The parts into which buckets go that are too large; None where they only become larger. Raises `BadFix`."""
+        """Return the parts into which buckets go that are too large.
+
+        None where they only become larger. Raises `BadFix`.
+        """
         if fix.kind != "bucket-mb" or fix.amount is None or self._buckets_per_step() <= 1:
             return None
         cap = fix.amount * 2**20
@@ -213,7 +216,7 @@ class Rerun:
         return Pieces(large["instance_id"].to_list(), large["_before"].to_list(), parts, share, at_end=False)
 
     def _bucket_nodes(self) -> Ints:
-        """The transfer of each bucket."""
+        """Return the transfer of each bucket."""
         graph, instance = self.host.graph, self.buckets["instance_id"].to_numpy()
         transfers = np.flatnonzero((graph.rank < 0) & np.isin(graph.instance, instance))
         return transfers[np.argsort(graph.instance[transfers])][np.searchsorted(np.sort(instance), instance)]
@@ -370,7 +373,7 @@ class _Peers:
 
 
 def _shared(label: NDArray[np.integer], place: Ints, ranks: int) -> NDArray[np.integer]:
-    """The labels, -1 for those that not every rank has: a compiler names its code differently on each rank."""
+    """Return the labels, -1 for those that not every rank has: a compiler names its code differently on each rank."""
     labels, of = distinct(label)
     on_rank = np.zeros((len(labels), ranks), bool)
     on_rank[of, place] = True
@@ -402,7 +405,7 @@ class PipelineRerun:
         return None
 
     def places(self, kind: str) -> dict[int, tuple[int, ...]]:
-        """The ranks' stages, or their own numbers."""
+        """Return the ranks' stages, or their own numbers."""
         held: dict[int, set[int]] = {}
         for key, ranks in zip(self.grid.keys, self.grid.ranks.tolist(), strict=True):
             for rank in ranks:
@@ -414,7 +417,7 @@ class PipelineRerun:
         return float(self.grid.measured_ns.mean())
 
     def gain(self, *fixes: str) -> Gain:
-        """What these fixes bring together. Raises `BadFix`."""
+        """Return what these fixes bring together. Raises `BadFix`."""
         duration = self.whatif.actual_ns
         for fix in fixes:
             fixed = self._fixed(Fix.parse(fix), duration)
@@ -444,7 +447,10 @@ class PipelineRerun:
 
 
 def rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun | PipelineRerun:
-    """The run, ready to be replayed. Raises `NotReplayable`, also where the replay does not meet what was measured."""
+    """Return the run, ready to be replayed.
+
+    Raises `NotReplayable`, also where the replay does not meet what was measured.
+    """
     only_ops = len(timeline.ops) and (timeline.phases.is_empty() or len(timeline.marks))
     if not only_ops:
         return _trusted(_host_rerun(timeline, links))
@@ -523,7 +529,7 @@ def _sections(graph: Graph) -> Ints:
 
 
 def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:
-    """The asynchronous all-reduces that are matched and were called in backward: DDP's.
+    """Return the asynchronous all-reduces that are matched and were called in backward: DDP's.
 
     Where torch did not say which are, these are the ones that went on when their call was over.
     """
@@ -548,7 +554,7 @@ def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:
 
 
 def _merged(buckets: pl.DataFrame, cap_bytes: float) -> Ints:
-    """The number of the bucket into which each one goes, in order: as many as fit, of one step and group."""
+    """Return the number of the bucket into which each one goes, in order: as many as fit, of one step and group."""
     number, filled, alone, place, numbers = -1, 0.0, False, None, []
     for group, step, size in buckets.select("group_id", "step", "size_bytes").iter_rows():
         first = (group, step) != place

@@ -31,7 +31,10 @@ def arrow(a: float | None, b: float | None, write: Callable[[float], str]) -> st
 
 
 def part_columns(step: StepChange, parts: Sequence[PartChange]) -> tuple[str, list[tuple[str, str, str, str, str]]]:
-    """The unit, and label, A, B, change and its ± of each part and of the step. What is shown of a column adds up."""
+    """Return the unit, and label, A, B, change and its ± of each part and of the step.
+
+    What is shown of a column adds up.
+    """
     scale = scale_for(max(step.a_ns, step.b_ns))
     (a, a_sum), (b, b_sum) = (scale.row([getattr(part, side) for part in parts]) for side in ("a_ns", "b_ns"))
     errors = [part.uncertainty_ns for part in parts]

@@ -22,14 +22,14 @@ _CODE = (("fixes", "fix"), ("gaps", "table"), ("environment", "value"))  # colum
 
 
 def render(report: Report, *, language: str = "en") -> str:
-    """The whole page, in one of `LANGUAGES`; everything that comes from the job is escaped."""
+    """Return the whole page, in one of `LANGUAGES`; everything that comes from the job is escaped."""
     with speaking(language):
         page = _environment().get_template("report.html.j2").render(_page(spoken(report)), lang=LANGUAGES[language])
     return page.encode("utf-8", "replace").decode("utf-8")  # a path may hold lone surrogates
 
 
 def chart_styles() -> tuple[str, str]:
-    """What a page needs to show these charts elsewhere: rules for its style sheet, and markup for its body."""
+    """Return what a page needs to show these charts elsewhere: rules for its style sheet, and markup for its body."""
     environment = _environment()
     return environment.get_template("charts.css.j2").render(), environment.get_template("hatches.svg.j2").render()
 

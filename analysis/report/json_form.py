@@ -17,7 +17,7 @@ REPORT_SCHEMA_VERSION = 1
 
 
 def render(report: Report) -> str:
-    """The report as one JSON object and a final newline, ASCII; a number that is not finite becomes null."""
+    """Return the report as one JSON object and a final newline, ASCII; a number that is not finite becomes null."""
     return strict(_as_object(report))
 
 

@@ -332,12 +332,12 @@ _ENGLISH: dict[str, str] = {
 
 
 def say(key: str, *values: object) -> str:
-    """The text of `key` with `values` put in, in the language that is spoken. Values are not parsed again."""
+    """Return the text of `key` with `values` put in, in the language that is spoken. Values are not parsed again."""
     return translated(_ENGLISH[key]).format(*map(spoken, values))
 
 
 def together(separator: str, said: Iterable[str]) -> str:
-    """What `separator.join` gives, with the separator of the language that is spoken."""
+    """Return what `separator.join` gives, with the separator of the language that is spoken."""
     return spoken(joined(separator, said))
 
 
@@ -356,5 +356,5 @@ def part_meaning(part: str) -> str:
 
 
 def detector_name(detector: str) -> str:
-    """The detector's name, in the language that is spoken."""
+    """Return the detector's name, in the language that is spoken."""
     return spoken(name_of(detector))

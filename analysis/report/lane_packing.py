@@ -28,7 +28,7 @@ def pack_rows(start: Ints, end: Ints, most: int) -> NDArray[np.intp]:
 
 
 def _chain(start: Ints, end: Ints) -> Bools:
-    """The first event, the first one after its end, and so on."""
+    """Return the first event, the first one after its end, and so on."""
     if (start[1:] >= end[:-1]).all():
         return np.ones(len(start), np.bool_)
     beyond = len(start)
@@ -46,7 +46,7 @@ def _chain(start: Ints, end: Ints) -> Bools:
 
 
 def nest_rows(start: Ints, end: Ints, most: int) -> NDArray[np.intp]:
-    """For each event a row, in which each event before it either holds it as a whole or is over.
+    """Return for each event a row, in which each event before it either holds it as a whole or is over.
 
     So one row takes a thread's calls, however deep. Order and `most` as for `pack_rows`.
     """

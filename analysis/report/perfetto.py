@@ -53,7 +53,9 @@ Ints = NDArray[np.int64]
 
 
 def chosen(timeline: Timeline, ranks: Sequence[int] | None, steps: tuple[int, int] | None) -> Timeline:
-    """What these ranks did in these steps, first and last included; None: all. What lasts beyond them is not cut.
+    """Return what these ranks did in these steps, first and last included.
+
+    None: all. What lasts beyond them is not cut.
 
     Raises `NotExportable` where a rank or all of the steps are not in the run.
     """
@@ -101,7 +103,9 @@ def _of_steps(timeline: Timeline, first: int, last: int) -> Timeline:
 def write(
     whole: Timeline, part: Timeline, report: Report, gaps: pl.DataFrame, file: BinaryIO, most: int = MOST_EVENTS
 ) -> int:
-    """The file holds this part of the run; how many events. `gaps` is the table of that name, on the run's clock.
+    """Write this part of the run to the file, and return how many events it has.
+
+    `gaps` is the table of that name, on the run's clock.
 
     Raises `NotExportable` where these are more than `most`, or nothing has a time, before anything is written.
     """
@@ -160,12 +164,15 @@ class _Out:
         self._declared = bytearray(_packet(one(13, 1)))
 
     def process(self, kind: str, number: int, title: str, about: str = "") -> None:
-        """A group of tracks."""
+        """Write a group of tracks."""
         fields = one(2, title) + one(11, _EXPLICIT) + (one(14, about) if about else b"")
         self._declare((kind, number), fields)
 
     def track(self, process: tuple[str, int], title: str, row: int = 0, more: bytes = b"") -> int:
-        """The number of a track; rows of one title are drawn as one. They lie in the order in which they are told."""
+        """Return the number of a track.
+
+        Rows of one title are drawn as one. They lie in the order in which they are told.
+        """
         if process not in self._tracks:  # a node of which no rank is shown
             self.process(*process, " ".join(map(str, process)))
         parent = self._tracks[process]
@@ -179,7 +186,7 @@ class _Out:
         return self._tracks[key]
 
     def texts(self, kind: int, values: pl.Series) -> Ints:
-        """The number of each text, 0 for null."""
+        """Return the number of each text, 0 for null."""
         known = self._texts.setdefault(kind, {})
         different = values.unique(maintain_order=True).drop_nulls()
         new = [text for text in different.to_list() if text not in known]
@@ -194,7 +201,7 @@ class _Out:
         return told
 
     def text(self, kind: int, text: str, rows: int) -> Ints:
-        """The number of one text, for each of so many rows."""
+        """Return the number of one text, for each of so many rows."""
         return np.broadcast_to(self.texts(kind, pl.Series([text])), rows)
 
     def write(self, events: int, *packets: Block) -> None:
@@ -206,7 +213,7 @@ class _Out:
 
 
 def _packet(fields: bytes) -> bytes:
-    """A packet without a time, of the one sequence that there is."""
+    """Return a packet without a time, of the one sequence that there is."""
     return one(1, one(10, 1) + fields)
 
 
@@ -218,7 +225,7 @@ def _events(type_: int, times: Ints, track: Ints, fields: Sequence[Block] = ()) 
 
 
 def _write_table(out: _Out, table: Table) -> None:
-    """The rows are slices, some whole ranks at a time. Of operations the wait is one in theirs."""
+    """Write the rows as slices, some whole ranks at a time. Of operations the wait is one in theirs."""
     for rows in _whole_ranks(table.frame):
         put = rows.with_columns(table.track.alias("_track"), table.name.fill_null("?").alias("_name"))
         put = put.with_columns(pl.max_horizontal("start_ns", "end_ns").alias("end_ns"))
@@ -241,7 +248,7 @@ def _write_table(out: _Out, table: Table) -> None:
 
 
 def _whole_ranks(frame: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    """The rows of some ranks, in order of rank, at least so many at a time."""
+    """Yield the rows of some ranks, in order of rank, at least so many at a time."""
     if frame.is_empty():
         return
     first = np.flatnonzero(np.diff(frame["rank"].to_numpy())) + 1
@@ -253,7 +260,7 @@ def _whole_ranks(frame: pl.DataFrame) -> Iterator[pl.DataFrame]:
 
 
 def _numbers(out: _Out, rows: pl.DataFrame, pack: Pack) -> Ints:
-    """The track of each row; 0 where it lies too deep."""
+    """Return the track of each row; 0 where it lies too deep."""
     changes = rows.select(pl.struct("rank", "_track").rle_id()).to_series().to_numpy()
     bounds = [0, *(np.flatnonzero(np.diff(changes)) + 1).tolist(), len(rows)]
     ranks, titles = rows["rank"], rows["_track"]
@@ -285,7 +292,7 @@ def _write_slices(out: _Out, rows: pl.DataFrame, table: Table) -> None:
 
 
 def _arg(out: _Out, values: pl.Series) -> Block:
-    """What is told of each event under the column's name; nothing where it is null."""
+    """Return what is told of each event under the column's name; nothing where it is null."""
     name = varint(1, out.text(_ARG_NAMES, values.name, len(values)))
     if values.dtype == pl.Boolean:
         value = varint(2, values.cast(pl.Int64).fill_null(0).to_numpy())
@@ -310,7 +317,7 @@ def _write_arrivals(out: _Out, rows: pl.DataFrame) -> None:
 
 
 def _write_counters(out: _Out, part: Timeline) -> None:
-    """What changed of the nodes' counters, cumulative ones as rates, and of the ranks' memory."""
+    """Write what changed of the nodes' counters, cumulative ones as rates, and of the ranks' memory."""
     if len(part.counters):
         varied = pl.col("value").n_unique().over("node", "source", "device", "name") > 1
         device = pl.when(pl.col("device") != "").then("device")
@@ -332,7 +339,7 @@ def _write_readings(out: _Out, kind: str, readings: pl.DataFrame, title: pl.Expr
 
 
 def _write_run(out: _Out, report: Report, span: tuple[int, int], part: Timeline) -> None:
-    """The verdict, what was found, and what was not seen: slices as long as what is shown, below each other."""
+    """Write the verdict, findings and what was not seen: slices as long as what is shown, below each other."""
     out.process(_JOB, 0, _JOB)
     _told(out, span, "verdict", report.verdict, **_about(report, part))
     for finding in report.findings:
@@ -350,7 +357,7 @@ def _write_run(out: _Out, report: Report, span: tuple[int, int], part: Timeline)
 
 
 def _told(out: _Out, span: tuple[int, int], title: str, name: str, **args: object) -> None:
-    """A slice of the run, below those of the same title."""
+    """Write a slice of the run, below those of the same title."""
     first, last = span
     columns = {key: [value] for key, value in args.items() if value not in (None, "")}
     row = pl.DataFrame({"start_ns": [first], "end_ns": [last], "_name": [name], **columns})
@@ -378,7 +385,10 @@ def _finding(finding: Finding) -> dict[str, object]:
 
 
 def _about(report: Report, part: Timeline) -> dict[str, str]:
-    """What one must know of the file: where it comes from, what is in it, and how far its clocks can be trusted."""
+    """Return what one must know of the file.
+
+    Where it comes from, what is in it, and how far its clocks can be trusted.
+    """
     steps, judged = part.steps["step"].unique(), part.steps.filter("judged")["step"].unique()
     return {
         "run": report.path,
@@ -392,7 +402,7 @@ def _about(report: Report, part: Timeline) -> dict[str, str]:
 
 
 def _clock_errors(report: Report) -> dict[int, str]:
-    """How far each node's clock can be off the run's, which is node 0's."""
+    """Return how far each node's clock can be off the run's, which is node 0's."""
     return {
         clock.node: "the run's"
         if clock.source == "reference"
@@ -416,5 +426,5 @@ def _name_ranks(out: _Out, report: Report, part: Timeline) -> None:
 
 
 def _group_of(number: int) -> tuple[str, int]:
-    """Whose rows these are: below 0 they are the job's, or a node's."""
+    """Return whose rows these are: below 0 they are the job's, or a node's."""
     return (_RANK, number) if number >= 0 else (_JOB, 0) if number == OF_JOB else (_NODE, OF_NODE - number)

@@ -65,7 +65,7 @@ def tables_of(
 
 
 def _of_steps(part: Timeline, report: Report) -> Iterator[Table]:
-    """Steps, findings, and what the steps are made of."""
+    """Yield steps, findings, and what the steps are made of."""
     aside = pl.when(pl.col("aside").is_not_null()).then(pl.format(" ({})", "aside")).otherwise(pl.lit(""))
     yield Table(
         category="steps",
@@ -105,7 +105,7 @@ def _of_steps(part: Timeline, report: Report) -> Iterator[Table]:
 
 
 def _of_work(part: Timeline, operations: pl.DataFrame) -> Iterator[Table]:
-    """What devices and threads did."""
+    """Yield what devices and threads did."""
     yield Table(
         category="kernels",
         frame=part.kernels,
@@ -135,7 +135,7 @@ def _of_work(part: Timeline, operations: pl.DataFrame) -> Iterator[Table]:
 
 
 def _evidence(report: Report, part: Timeline) -> pl.DataFrame:
-    """Where findings show; what is of no rank is the run's."""
+    """Return where findings show; what is of no rank is the run's."""
     schema = {"rank": pl.Int32, "node": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64}
     rows = [
         (OF_JOB if e.rank is None else e.rank, e.node, e.start_ns, e.end_ns, finding.title, e.note)
@@ -147,7 +147,7 @@ def _evidence(report: Report, part: Timeline) -> pl.DataFrame:
 
 
 def _timed(gaps: pl.DataFrame, part: Timeline, span: tuple[int, int]) -> pl.DataFrame:
-    """The gaps of which it is known when they were; what is of no rank is the node's."""
+    """Return the gaps of which it is known when they were; what is of no rank is the node's."""
     known = gaps.filter(pl.col("start_ns").is_not_null() | pl.col("end_ns").is_not_null())
     first, last = span
     return _shown(
@@ -161,7 +161,7 @@ def _timed(gaps: pl.DataFrame, part: Timeline, span: tuple[int, int]) -> pl.Data
 
 
 def _shown(rows: pl.DataFrame, part: Timeline) -> pl.DataFrame:
-    """The rows of the ranks that are shown, the nodes' and the run's, that are at least in part in what is shown."""
+    """Return rows of the shown ranks, the nodes and the run that are at least in part within the shown time."""
     first, last = span_of(part) or (1, 0)
     of_part = pl.col("rank").is_in(part.ranks["rank"].implode()) | (pl.col("rank") < 0)
     return rows.filter(of_part, pl.col("start_ns") <= last, pl.col("end_ns") >= first).sort("rank", "start_ns")

@@ -74,7 +74,7 @@ _MUCH_IDLE, _MOSTLY = 0.03, 0.5  # of the step, as host_bound judges
 
 
 def lead_line(lead: Lead) -> str:
-    """Who is the limit, host or device, as far as CUDA events tell."""
+    """Return who is the limit, host or device, as far as CUDA events tell."""
     ahead, idle = duration(lead.ahead_ns), percent(lead.idle_fraction)
     if lead.idle_fraction < _MUCH_IDLE:
         return say("lead.device", ahead, idle)
@@ -152,7 +152,7 @@ def head_facts(report: Report) -> list[str]:
 
 
 def history_lines(report: Report) -> list[str]:
-    """How long the steps of the whole run are, where only some were read, and how to see what changed."""
+    """Return how long the steps of the whole run are, where only some were read, and how to see what changed."""
     history = report.history
     if history is None:
         return []
@@ -180,7 +180,7 @@ def history_lines(report: Report) -> list[str]:
 
 
 def _over_the_run(found: RunFinding, history: History) -> str:
-    """What a root cause costs over the whole run, and where it shows."""
+    """Return what a root cause costs over the whole run, and where it shows."""
     steps = ranges(range(found.steps[0], found.steps[1] + 1))
     lost = duration_with_error(found.lost_ns_total, found.uncertainty_ns)
     share = percent(found.lost_fraction)
@@ -188,7 +188,7 @@ def _over_the_run(found: RunFinding, history: History) -> str:
 
 
 def _looked(look: Look, read: Span) -> str:
-    """What a phase of the run is like, beside the steps that were read."""
+    """Return what a phase of the run is like, beside the steps that were read."""
     length, steps = _span_facts(look.phase)
     if look.others:
         steps = text("{steps}, and {others},", steps=steps, others=counted(look.others, "other phase"))
@@ -246,7 +246,7 @@ def path_row(part: PathPart | Blame) -> tuple[str, str, str]:
 
 
 def code_means(code: Sequence[CodeShare]) -> str:
-    """What the rows of what main threads did mean."""
+    """Return what the rows of what main threads did mean."""
     return say("code.means") if code[0].ns_per_step is not None else f"{say('code.means')} {say('code.whole')}"
 
 
@@ -260,12 +260,15 @@ def code_row(share: CodeShare) -> tuple[str, str, str, str]:
 
 
 def label(said: str) -> str:
-    """What a rank did, as the record calls it; in the language that is spoken where the words are rankscope's own."""
+    """Return what a rank did, as the record calls it.
+
+    In the language that is spoken where the words are rankscope's own.
+    """
     return translated(said) if said in _OWN_LABELS else said
 
 
 def others_waited(report: Report, finding: Finding) -> str | None:
-    """Who waited for the finding's ranks, and for how long."""
+    """Return who waited for the finding's ranks, and for how long."""
     found = finding.others_waited
     if found is None:
         return None
@@ -278,7 +281,10 @@ def _hours(report: Report, hours: float) -> str:
 
 
 def gain(report: Report, finding: Finding) -> str:
-    """The predicted gain as a share and, where the step is known, as a time; and the fix that was replayed for it."""
+    """Return the predicted gain as a share and, where the step is known, as a time.
+
+    And the fix that was replayed for it.
+    """
     if is_standstill(finding):
         return say("finding.gain.standstill")
     if finding.gain_fraction is None:
@@ -308,13 +314,13 @@ def fix_row(report: Report, fix: PredictedFix) -> tuple[str, str, str, str, str]
 
 
 def fixes_mean(report: Report) -> str:
-    """What the rows of the predicted fixes mean, with the replay's error."""
+    """Return what the rows of the predicted fixes mean, with the replay's error."""
     error = percent(report.fidelity.median_error) if report.fidelity else "?"
     return say("fixes.means", error, percent(LEAST_GAIN))
 
 
 def wait_lines(waits: Sequence[Wait], shown: int) -> tuple[str, ...]:
-    """How long each rank waited; of more than `shown` ranks those that waited least and most, and the median."""
+    """Return how long each rank waited; of more than `shown` ranks those that waited least and most, and the median."""
     ordered = sorted(waits, key=lambda wait: (wait.waited_ns, wait.rank))
     if len(ordered) <= shown:
         return (_wait_items(ordered),) if ordered else ()
@@ -342,7 +348,7 @@ def resolution(report: Report, resolution_ns: int | None) -> str:
 
 
 def healthy_items(report: Report) -> str:
-    """The healthy checks, each with the smallest loss that it would have shown: a coarse check says little."""
+    """Return the healthy checks, each with the smallest loss that it would have shown: a coarse check says little."""
     mean_ns = report.steps.mean_ns
     items = [
         say("healthy.item", detector_name(healthy.detector), percent(healthy.resolution_ns / mean_ns))
@@ -354,19 +360,19 @@ def healthy_items(report: Report) -> str:
 
 
 def no_finding(report: Report) -> str:
-    """What the absence of findings means, given what was checked."""
+    """Return what the absence of findings means, given what was checked."""
     if not report.healthy:
         return say("findings.none.unchecked")
     return say("findings.none.checked" if is_healthy(report) else "findings.none.open", healthy_items(report))
 
 
 def level(finding: Finding) -> str:
-    """How sure it is, and why."""
+    """Return how sure it is, and why."""
     return say(f"finding.level.{'hang' if is_standstill(finding) else 'loss'}.{finding.confidence}")
 
 
 def evidence(seen: Evidence) -> str:
-    """Which table, whose, and when: what to open in the timeline."""
+    """Return which table, whose, and when: what to open in the timeline."""
     concerned = who(
         () if seen.rank is None else (seen.rank,),
         () if seen.node is None else (seen.node,),
@@ -376,7 +382,7 @@ def evidence(seen: Evidence) -> str:
 
 
 def gap_extent(group: GapGroup) -> str:
-    """Where and, if that is known, how many rows, in words."""
+    """Return where and, if that is known, how many rows, in words."""
     concerned = who(group.ranks, group.nodes) if group.ranks or group.nodes else say("gaps.everywhere")
     return concerned if group.count is None else together(", ", (concerned, say("gaps.rows", group.count)))
 
@@ -385,7 +391,7 @@ STATE_COLUMNS = ("rank", "group", "enqueued", "started", "completed", "op", "sta
 
 
 def state_row(state: GroupState) -> tuple[str, ...]:
-    """How far a rank had come in a group, by STATE_COLUMNS; empty: not known."""
+    """Return how far a rank had come in a group, by STATE_COLUMNS; empty: not known."""
     counts = ("" if count is None else str(count) for count in (state.enqueued, state.started, state.completed))
     op = "" if state.seq is None else say("states.op.value", state.op, state.seq)
     return str(state.rank), state.group, *counts, op, say(f"states.state.{state.state}"), state.frame
@@ -406,7 +412,7 @@ def clock_error(clock: Clock) -> str:
 
 
 def window_lines(report: Report, window: Window) -> list[str]:
-    """What a deep window is, and where to look on."""
+    """Return what a deep window is, and where to look on."""
     steps = f"{'step' if len(window.steps) == 1 else 'steps'} {ranges(window.steps)}"
     lines = [say("windows.what", window.number, steps, who(window.ranks), window.reason)]
     if window.start_stall_ns is not None and window.stop_stall_ns is not None:

@@ -31,32 +31,32 @@ class Block:
 
 
 def varint(number: int, values: Array, present: NDArray[np.bool_] | None = None) -> Block:
-    """A field of whole numbers; negative ones take 10 bytes."""
+    """Return a field of whole numbers; negative ones take 10 bytes."""
     body = _varint(values)
     return _field(number, _VARINT, body.bytes, body.kept, present)
 
 
 def fixed64(number: int, values: Array, present: NDArray[np.bool_] | None = None) -> Block:
-    """A field of numbers of 8 bytes: whole ones, or doubles."""
+    """Return a field of numbers of 8 bytes: whole ones, or doubles."""
     wide = np.ascontiguousarray(values, np.float64 if values.dtype.kind == "f" else np.uint64)
     body = wide.astype(wide.dtype.newbyteorder("<")).view(np.uint8).reshape(-1, 8)
     return _field(number, _FIXED64, body, np.ones(body.shape, np.bool_), present)
 
 
 def message(number: int, fields: Sequence[Block], present: NDArray[np.bool_] | None = None) -> Block:
-    """A field that is a message of these fields."""
+    """Return a field that is a message of these fields."""
     body, kept = np.hstack([f.bytes for f in fields]), np.hstack([f.kept for f in fields])
     length = _varint(kept.sum(axis=1, dtype=np.int64))
     return _field(number, _BYTES, np.hstack([length.bytes, body]), np.hstack([length.kept, kept]), present)
 
 
 def encoded(*blocks: Block) -> bytes:
-    """The messages one after the other, each with these pieces."""
+    """Return the messages one after the other, each with these pieces."""
     return np.hstack([b.bytes for b in blocks])[np.hstack([b.kept for b in blocks])].tobytes()
 
 
 def one(number: int, value: int | str | bytes) -> bytes:
-    """A single field."""
+    """Return a single field."""
     if isinstance(value, int):
         return _number(number << 3 | _VARINT) + _number(value % (1 << 64))
     body = value.encode() if isinstance(value, str) else value

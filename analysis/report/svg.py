@@ -27,7 +27,7 @@ def swatch(part: str) -> Markup:
 
 
 def mean_bar(split: Breakdown) -> Markup:
-    """The mean step as one stacked bar, parts named where there is room."""
+    """Return the mean step as one stacked bar, parts named where there is room."""
     height, total = 64, sum(split.sums)
     shapes = []
     for part, x, width, ns in _stack(split.parts, split.sums, WIDTH, total):
@@ -226,7 +226,7 @@ def _y_axis(left: int, bottom: float, height: int, top_label: str) -> str:
 
 
 def _rank_labels(ranks: Sequence[int], left: int, step: float, bottom: float, marked: frozenset[int]) -> list[str]:
-    """Marked ranks first, then the first and the last one, as far as they do not run into each other."""
+    """Label marked ranks first, then the first and the last one, as far as they do not run into each other."""
     taken: list[float] = []
     drawn = []
     order = [*(rank for rank in ranks if rank in marked), ranks[0], ranks[-1], *(ranks if len(ranks) <= 16 else ())]

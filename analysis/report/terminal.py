@@ -37,12 +37,12 @@ _NAME_COLUMNS = 40
 
 
 def wants_color(stream: TextIO) -> bool:
-    """True for a terminal whose user did not set NO_COLOR (https://no-color.org)."""
+    """Say whether this is a terminal whose user did not set NO_COLOR (https://no-color.org)."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 def render(report: Report, *, width: int = 100, color: bool = False, language: str = "en") -> str:
-    """The full report, lines of at most `width` columns; without `color` it holds no escape sequence."""
+    """Return the full report, lines of at most `width` columns; without `color` it holds no escape sequence."""
     with speaking(language):
         return _print(_blocks(spoken(report)), width=width, color=color)
 
@@ -158,7 +158,7 @@ def _drawn(shown: ShownTable) -> Table:
 
 
 def _of_parts(shown: ShownTable) -> Table:
-    """The parts of the mean step, with a bar each."""
+    """Return the parts of the mean step, with a bar each."""
     *numbers, meaning = shown.columns
     table = _table((*numbers, Column(key="bar", title=""), meaning))
     for *row, means in shown.rows:

@@ -25,7 +25,7 @@ _MAIN_THREAD = 0
 
 
 def windows_of(trace: Trace, judge: Callable[[Trace], str]) -> tuple[Window, ...]:
-    """The run's windows, with the operators that took most of their steps, and what `judge` says of device work."""
+    """Return the run's windows, with the operators that took most of their steps, and the verdict on device work."""
     stalls = trace.table("windows").group_by("window").agg(pl.col("start_stall_ns", "stop_stall_ns").max()).collect()
     held = {number: (start_ns, stop_ns) for number, start_ns, stop_ns in stalls.iter_rows()}
     is_window = any("window" in launch for launch in trace.run.values())
@@ -35,7 +35,10 @@ def windows_of(trace: Trace, judge: Callable[[Trace], str]) -> tuple[Window, ...
 
 
 def with_windows(timeline: Timeline, trace: Trace) -> Timeline:
-    """The timeline for looking at, operators and device work of the windows included. Nothing may be judged by it."""
+    """Return the timeline for looking at, operators and device work of the windows included.
+
+    Nothing may be judged by it.
+    """
     seen = [Trace.open(folders) for folders in _folders(trace)]
     if not seen:
         return timeline
@@ -55,7 +58,7 @@ def with_windows(timeline: Timeline, trace: Trace) -> Timeline:
 
 
 def self_times(operators: pl.DataFrame) -> pl.DataFrame:
-    """The operators with `self_ns`: the time of each without that of the operators in it, on its thread.
+    """Return the operators with `self_ns`: the time of each without that of the operators in it, on its thread.
 
     `operators` has rank, thread, start_ns, end_ns; those of a thread lie within each other or apart.
     """
@@ -102,7 +105,7 @@ def _window(trace: Trace, held: Mapping[int, tuple[int, int]]) -> Window:
 
 
 def _operators(regions: pl.DataFrame, steps: int) -> tuple[Operator, ...]:
-    """The operators that took most time of their own, mean over ranks."""
+    """Return the operators that took most time of their own, mean over ranks."""
     operators = self_times(regions.filter(pl.col("kind") == "operator"))
     ranks = operators["rank"].n_unique()
     of_ranks = operators.group_by("name", "rank").agg(ns=pl.col("self_ns").sum(), calls=pl.len())

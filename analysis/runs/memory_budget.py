@@ -49,7 +49,7 @@ def check_memory(trace: Trace) -> None:
 
 
 def readable_share(reader: NativeReader) -> float:
-    """What share of a recorded run a report holds without being told which: 1 is all."""
+    """Return what share of a recorded run a report holds without being told which: 1 is all."""
     free = available_bytes()
     most = _MOST if free is None else min(_MOST, _SHARE * free)
     return (most - _BEFORE) / max(bytes_of_rows(reader), 1)
@@ -76,5 +76,5 @@ def bytes_of_rows(reader: NativeReader) -> float:
 
 
 def needed_bytes(rows: int) -> int:
-    """What a report on so many kernels and launches takes at most, this process included."""
+    """Return what a report on so many kernels and launches takes at most, this process included."""
     return _BEFORE + rows * _OF_TIMELINE + min(rows, MOST_ROWS) * _OF_GRAPH

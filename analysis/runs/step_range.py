@@ -68,7 +68,7 @@ class Stretch:
         return len(self.counted) - (self.last - self.first + 1)
 
     def share(self, first: int, last: int) -> float:
-        """That these steps, with what is read beside them, are of all that are left."""
+        """Return the share that these steps, with what is read beside them, have of all that are left."""
         return _share(first, last, len(self.counted) - self.kept)
 
     @property
@@ -82,7 +82,7 @@ class Stretch:
         return any(until == _EVER for _, until in self.spans.values())
 
     def history(self) -> History | None:
-        """The lengths of all steps of the counted rank; None where all were read, or there are none."""
+        """Return the lengths of all steps of the counted rank; None where all were read, or there are none."""
         if not self.unread or self.counted.is_empty():
             return None
         per_span = -(-len(self.counted) // _SPANS)
@@ -97,7 +97,7 @@ class Stretch:
         )
 
     def span(self, first: int, last: int) -> Span:
-        """These steps of the counted rank, `last` included."""
+        """Return these steps of the counted rank, `last` included."""
         rows = self.counted[first : last + 1]  # numbered from 0
         lengths = (rows["end_ns"] - rows["start_ns"]).to_numpy()
         return Span(first=first, last=last, median_ns=round(float(np.median(lengths))))
@@ -112,7 +112,9 @@ class Stretch:
 
 
 def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch | None:
-    """These steps of the run; None: the last that fit into memory and into half a minute, or no stretch if all do.
+    """Return these steps of the run.
+
+    None: the last that fit into memory and into half a minute, or no stretch if all do.
 
     Raises `BadInput` where the run does not have these steps, or they do not fit.
     """
@@ -154,7 +156,7 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
 
 
 def _counted(reader: NativeReader) -> tuple[int, pl.DataFrame]:
-    """A rank, and all its steps as `Stretch` has them; counted once for all parts of a run."""
+    """Return a rank, and all its steps as `Stretch` has them; counted once for all parts of a run."""
     if "steps" not in reader.counted:
         node = reader.read("ranks").select("rank", "node")
         rank = _reference(reader)
@@ -168,7 +170,10 @@ def _share(first: int, last: int, count: int) -> float:
 
 
 def _first_kept(reader: NativeReader, counted: pl.DataFrame) -> int:
-    """The first step of which, with what is read beside it, no node has removed anything; their count if none."""
+    """Return the first step of which, with what is read beside it, no node has removed anything.
+
+    Their count if none.
+    """
     kept_ns = _kept_since(reader, counted["node"][0])
     whole = 0 if kept_ns is None else int(np.searchsorted(counted["start_ns"].to_numpy(), kept_ns))
     return min(whole + _BESIDE, len(counted)) if whole else 0
@@ -207,7 +212,7 @@ def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFr
 
 
 def _reference(reader: NativeReader) -> int:
-    """The lowest rank that has about as much in its files as any other."""
+    """Return the lowest rank that has about as much in its files as any other."""
     size = reader.sizes_of_ranks()
     return min(rank for rank, of_rank in size.items() if of_rank >= _AS_MUCH * max(size.values()))
 
@@ -228,7 +233,10 @@ def _count_steps(reader: NativeReader, rank: int) -> pl.DataFrame:
 
 
 def _last_before(calls: pl.DataFrame, optimizers: pl.Series) -> pl.DataFrame:
-    """The first of the calls, and of those between two runs of optimizers the last: it tells whether there are any."""
+    """Return the first of the calls, and of those between two runs of optimizers the last.
+
+    It tells whether there are any.
+    """
     needed = last_before_each(optimizers.sort().to_numpy(), calls["start_ns"].to_numpy())
     return calls.filter(pl.Series(needed, dtype=pl.Boolean))
 
@@ -255,7 +263,7 @@ def _clocks(reader: NativeReader) -> dict[int, Clock]:
 
 
 def _of(clocks: Mapping[int, Clock], node: int | None) -> Clock:
-    """The clock of a rank's node; None: it is lost whose rank that is."""
+    """Return the clock of a rank's node; None: it is lost whose rank that is."""
     return clocks[min(clocks) if node is None else node]
 
 
@@ -264,7 +272,7 @@ def _slack_ns(clock: Clock) -> int:
 
 
 def _common(clock: Clock, own_ns: int) -> int:
-    """A node's time on node 0's clock."""
+    """Return a node's time on node 0's clock."""
     return own_ns + clock.offset_ns + round((own_ns - clock.at_ns) * clock.drift_ppm * 1e-6)
 
 

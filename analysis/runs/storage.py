@@ -25,13 +25,13 @@ _ATTEMPTS = 6  # of one request, each later than the one before: half a minute
 
 
 def scheme_of(name: str) -> str | None:
-    """The scheme of what is named by a URL; None for a path. What exists under that name is a path."""
+    """Return the scheme of what is named by a URL; None for a path. What exists under that name is a path."""
     at = location(name)
     return None if at is None or Path(name).exists() else at.scheme
 
 
 def local_path(name: str) -> str:
-    """Where this lies on this machine: the path itself, or that of a copy. Raises `BadInput`."""
+    """Return where this lies on this machine: the path itself, or that of a copy. Raises `BadInput`."""
     at = location(name)
     if at is None or scheme_of(name) is None:
         return name
@@ -52,7 +52,7 @@ def _folder() -> TemporaryDirectory[str]:
 
 @cache
 def _copy(at: Location) -> Path:
-    """A copy of this file or folder, made once."""
+    """Return a copy of this file or folder, made once."""
     from pyarrow import ArrowException
     from pyarrow.fs import FileSelector, FileType
 
@@ -73,7 +73,7 @@ def _copy(at: Location) -> Path:
 
 
 def _below(target: Path, path: str, root: str) -> Path:
-    """Where a file of the storage goes; keys may hold anything, also what leads out of a folder."""
+    """Return where a file of the storage goes; keys may hold anything, also what leads out of a folder."""
     below = PurePosixPath(path).relative_to(root)
     if ".." in below.parts or below.is_absolute():
         raise BadInput(f"{path} is no path that can be copied here: it holds '..'")

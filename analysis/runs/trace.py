@@ -49,7 +49,7 @@ class Trace:
 
     @classmethod
     def open(cls, path: PathLike | Iterable[PathLike]) -> Trace:
-        """The run in this folder or file, or in these: one per node where the nodes share no storage.
+        """Return the run in this folder or file, or in these: one per node where the nodes share no storage.
 
         The format is that of the first reader that recognises them; an imported run has the source that it came from.
         What lies in object storage is copied first. Raises `BadInput`.
@@ -79,7 +79,7 @@ class Trace:
         return self.reader.folder.stretch if self.reader.folder else None
 
     def part(self, first: int, last: int) -> Trace:
-        """These steps of a run that rankscope recorded, both included. Raises `BadInput`."""
+        """Return these steps of a run that rankscope recorded, both included. Raises `BadInput`."""
         with _damaged(self.path):
             assert self.reader.folder
             reader = self.reader.folder.part((first, last))
@@ -98,7 +98,7 @@ class Trace:
             return self.reader.read(name).lazy()
 
     def pieces(self, name: str) -> Iterator[pl.DataFrame]:
-        """The rows of `table` in pieces, for those who need no more than one in memory."""
+        """Return the rows of `table` in pieces, for those who need no more than one in memory."""
         return self.reader.pieces(name)
 
     def check_memory(self) -> None:
@@ -106,7 +106,7 @@ class Trace:
         check_memory(self)
 
     def gaps(self) -> list[Gap]:
-        """What was not seen: reads every table, since a cut file shows only then."""
+        """Return what was not seen: reads every table, since a cut file shows only then."""
         with _damaged(self.path):
             return self.reader.gaps()
 
@@ -133,13 +133,13 @@ def _readers() -> dict[str, Reader]:
 
 
 def _reader(name: str) -> Reader | None:
-    """The reader of the format, None for a module that helps others."""
+    """Return the reader of the format, None for a module that helps others."""
     module = importlib.import_module(f"rankscope.analysis.readers.{name}")
     return getattr(module, "reader", None)
 
 
 def _choose(names: list[str]) -> tuple[str, Reader]:
-    """The format in which all these paths are."""
+    """Return the format in which all these paths are."""
     from rankscope.analysis.readers.bounds import check_regular  # it needs BadInput
 
     paths = [Path(name) for name in names]
@@ -168,6 +168,6 @@ def _choose(names: list[str]) -> tuple[str, Reader]:
 
 
 def _folders(path: Path) -> list[Path]:
-    """The first folders in this one."""
+    """Return the first folders in this one."""
     found = (sub for sub in sorted(path.iterdir()) if sub.is_dir() and not sub.name.startswith("."))
     return list(itertools.islice(found, _LOOKED_INTO))

@@ -63,7 +63,10 @@ def plural(one: str, several: str, number: int, /, **values: object) -> Text:
 
 
 def joined(separator: str, texts: Iterable[str]) -> str:
-    """What `separator.join(texts)` gives, as a text; the separator is one of those that languages have their own of."""
+    """Return what `separator.join(texts)` gives, as a text.
+
+    The separator is one of those that languages have their own of.
+    """
     template, pieces = _SEPARATORS[separator], list(texts)
     return reduce(lambda one, other: Text(template, {"one": one, "other": other}), pieces) if pieces else ""
 
@@ -83,12 +86,15 @@ def speaking(language: str) -> Iterator[None]:
 
 
 def language() -> str:
-    """The language that is spoken, one of LANGUAGES."""
+    """Return the language that is spoken, one of LANGUAGES."""
     return _language.get()
 
 
 def spoken(said: _Said) -> _Said:
-    """The value with all texts in it in the language that is spoken: a text, or what holds some, such as a report."""
+    """Return the value with all texts in it in the language that is spoken.
+
+    A text, or what holds some, such as a report.
+    """
     if language() == "en":  # the msgids are English
         return said
     put: _Said = _translated(said, _catalog(language()))
@@ -96,7 +102,7 @@ def spoken(said: _Said) -> _Said:
 
 
 def translated(template: str) -> str:
-    """The template in the language that is spoken; as it is where the catalog lacks it."""
+    """Return the template in the language that is spoken; as it is where the catalog lacks it."""
     return spoken(Text(template, {}))
 
 

@@ -79,12 +79,12 @@ def place_in_code(function: str, file: str, line: int) -> str:
 
 
 def is_installed(file: str) -> bool:
-    """Whether this is a package's code, not the job's own."""
+    """Say whether this is a package's code, not the job's own."""
     return any(folder in file for folder in INSTALLED)
 
 
 def every_nth(shown: Sequence[int], judged: int) -> Text:
-    """How often something happens that shows in these steps of `judged`.
+    """Return how often something happens that shows in these steps of `judged`.
 
     `in every step`; `in steps 20-39` if they follow each other; `every 5 steps` if the distances say so, with a few
     left out at most; else `in 3 of 40 steps`.

@@ -30,7 +30,7 @@ def reached(what: str, done: int, of: int | None = None) -> None:
 
 
 def told(what: str, items: Iterable[_Item], of: int) -> Iterator[_Item]:
-    """The items, each done when the next one is asked for."""
+    """Yield the items, each done when the next one is asked for."""
     for done, item in enumerate(items):
         reached(what, done, of)
         yield item

@@ -34,7 +34,7 @@ def bytes_text(size: float) -> str:
 
 
 def duration(ns: float) -> str:
-    """A time in the unit that suits it, with at most 3 significant digits: `182 ms`, `38.1 ms`, `1.50 s`."""
+    """Return a time in the unit that suits it, with at most 3 significant digits: `182 ms`, `38.1 ms`, `1.50 s`."""
     if not math.isfinite(ns):
         return "?"
     unit, unit_ns = _unit(ns)
@@ -47,7 +47,10 @@ def signed(ns: float) -> str:
 
 
 def duration_with_error(ns: float, error_ns: float) -> str:
-    """A time and its error in one unit: `38.1 ± 2.1 ms`; what is less than its error is no more exact than that is."""
+    """Return a time and its error in one unit.
+
+    `38.1 ± 2.1 ms`; what is less than its error is no more exact than that is.
+    """
     unit, unit_ns = _unit(max(abs(ns), abs(error_ns)))
     value = _significant(ns / unit_ns, 3, whole=unit_ns == 1)
     error = _significant(error_ns / unit_ns, 2, whole=unit_ns == 1)
@@ -58,7 +61,10 @@ def duration_with_error(ns: float, error_ns: float) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """A share to a tenth of a percent, as in tables: `21.0 %`, `4.2 %`, `< 0.1 %`; `?` where it is not a number."""
+    """Return a share to a tenth of a percent, as in tables.
+
+    `21.0 %`, `4.2 %`, `< 0.1 %`; `?` where it is not a number.
+    """
     if fraction is None or not math.isfinite(fraction):
         return "?"
     if 0 < abs(fraction) < 0.001:

@@ -175,7 +175,7 @@ class _Cut:
 
 
 def build_timeline(trace: Trace) -> Timeline:
-    """The trace's timeline. What could not be seen or settled is in `gaps`; nothing raises for lack of data.
+    """Return the trace's timeline. What could not be seen or settled is in `gaps`; nothing raises for lack of data.
 
     Raises `BadInput` where the memory of this machine is not enough.
     """
@@ -293,7 +293,7 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
 
 
 def _host_steps(source: _Source, matched: _Matched, regions: pl.DataFrame) -> tuple[pl.DataFrame, list[Gap], list[Gap]]:
-    """The steps of the hosts, or whole captures; and gaps as `_comparable_steps` has them.
+    """Return the steps of the hosts, or whole captures; and gaps as `_comparable_steps` has them.
 
     Of a part of the run also the step before it, which ends on the device where the first begins.
     """
@@ -338,14 +338,14 @@ def _cut(source: _Source, matched: _Matched, found: _Steps, ranks: pl.DataFrame,
 
 
 def _samples(source: _Source) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The samples of main threads, and the tree of calls that they point into."""
+    """Return the samples of main threads, and the tree of calls that they point into."""
     places, of_frames = merged_places(source.trace.table("frames").collect())
     samples = source.read("samples", key="time_ns").join(of_frames, on=["rank", "frame"], how="left")
     return samples.with_columns(pl.col("place").fill_null(0)), places
 
 
 def _begun_within(counted: pl.DataFrame, stretch: Stretch) -> pl.Expr:
-    """What began in these steps of one rank: what began earlier or later lacks ranks that are ahead or behind.
+    """Return what began in these steps of one rank: what began earlier or later lacks ranks that are ahead or behind.
 
     Where the run begins or ends with them no rank is lacking.
     """
@@ -355,7 +355,7 @@ def _begun_within(counted: pl.DataFrame, stretch: Stretch) -> pl.Expr:
 
 
 def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
-    """The nodes' clocks, from pings, else from what the operations tell, else from the hosts' unix time."""
+    """Return the nodes' clocks, from pings, else from what the operations tell, else from the hosts' unix time."""
     clocks = fit_clocks(trace.table("clocks").collect(), nodes)
     if all(c.error_ns is not None for c in clocks):
         return clocks
@@ -367,7 +367,7 @@ def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
 
 
 def _on_a_clock(collectives: pl.DataFrame) -> pl.DataFrame:
-    """The rows without the waits of which only the length is known: nobody saw when they were."""
+    """Return the rows without the waits of which only the length is known: nobody saw when they were."""
     if "duration_ns" not in collectives.columns:
         return collectives
     return collectives.with_columns(pl.when(pl.col("end_ns").is_not_null()).then("wait_ns").alias("wait_ns"))
@@ -380,7 +380,9 @@ def _comparable_steps(
     counted: pl.DataFrame | None,
     lossy: set[int],
 ) -> tuple[pl.DataFrame, list[Gap], list[Gap]]:
-    """The steps, numbered alike on all ranks, or a gap that says that they are not; of part of a run as `counted`.
+    """Return the steps, numbered alike on all ranks, or a gap that says that they are not.
+
+    Of part of a run as `counted`.
 
     And gaps that say how those of `lossy` ranks were numbered, who have lost records.
     """

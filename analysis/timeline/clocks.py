@@ -59,7 +59,7 @@ def fit_clocks(clocks: pl.DataFrame, nodes: Iterable[int]) -> list[Clock]:
 
 
 def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[Clock]:
-    """The clocks, those of unknown error placed by what can only come after something else, where that tells.
+    """Return the clocks, those of unknown error placed by what can only come after something else, where that tells.
 
     `matched` has times on the nodes' own clocks. No rank ends an operation in which all give to all before the last
     arrived, no receive ends before its send began: each such pair bounds the offset of one node's clock to another's,
@@ -86,7 +86,10 @@ def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[
 
 
 def apply_clocks(frame: pl.LazyFrame, clocks: Iterable[Clock]) -> pl.LazyFrame:
-    """The frame with every time column on node 0's clock; it needs the column `node`. Other rows are unchanged."""
+    """Return the frame with every time column on node 0's clock.
+
+    It needs the column `node`. Other rows are unchanged.
+    """
     clocks = list(clocks)
     if not any(c.offset_ns or c.drift_ppm for c in clocks):  # large traces mostly come from one node
         return frame
@@ -202,7 +205,10 @@ def _bounds(events: pl.DataFrame, known: list[Clock]) -> pl.DataFrame:
 
 
 def _clock_between(node: int, bounds: pl.DataFrame) -> Clock | None:
-    """The clock in the middle of the lines that keep within the bounds; None if they do not hold it from both sides."""
+    """Return the clock in the middle of the lines that keep within the bounds.
+
+    None if they do not hold it from both sides.
+    """
     upper = bounds["is_upper"].to_numpy()
     if upper.all() or not upper.any():
         return None
@@ -294,7 +300,10 @@ def _within(
 
 
 def _cut(corners: list[tuple[float, float]], x: float, y: float, most: float) -> list[tuple[float, float]]:
-    """The part of a convex polygon where x × first + y × second is at most `most`. Source: Sutherland and Hodgman."""
+    """Return the part of a convex polygon where x × first + y × second is at most `most`.
+
+    Source: Sutherland and Hodgman.
+    """
     beyond = [x * u + y * v - most for u, v in corners]
     if max(beyond) <= 0:
         return corners

@@ -39,7 +39,9 @@ Floats = NDArray[np.float64]
 
 
 def merged_places(frames: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The trees of all ranks as one: its places (PLACES), each after its parent, and the place of each rank's frame.
+    """Return the trees of all ranks as one.
+
+    Its places (PLACES), each after its parent, and the place of each rank's frame.
 
     Place 0 is the empty chain of calls. `frames` is the table of the schema.
     """
@@ -63,7 +65,7 @@ def merged_places(frames: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def sampled_in(samples: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
-    """The samples (SAMPLES): `step` and `part` are those of the span around each, null where there is none.
+    """Return the samples (SAMPLES): `step` and `part` are those of the span around each, null where there is none.
 
     Spans are disjoint on each rank: step, start_ns, end_ns and, if they have one, part.
     """
@@ -93,7 +95,7 @@ class Code:
     last: Mapping[int, int]
 
     def shares(self) -> tuple[CodeShare, ...]:
-        """Where main threads are: the tree of calls, each with what it calls, as far as that is 4 % of the time.
+        """Return where main threads are: the tree of calls, each with what it calls, as far as that is 4 % of the time.
 
         Of calls that do nothing but call one other the last is listed. Empty with fewer than 20 samples.
         """
@@ -115,7 +117,7 @@ class Code:
         return tuple(found)
 
     def of_finding(self, finding: Finding) -> str | None:
-        """What the finding's ranks do that the others do not, as a sentence; None where samples do not tell."""
+        """Return what the finding's ranks do that the others do not, as a sentence; None where samples do not tell."""
         if finding.detector == "hang":
             return self._last(finding.ranks)
         found = self._beyond_others(finding)
@@ -131,12 +133,12 @@ class Code:
         )
 
     def places_of(self, finding: Finding) -> Sequence[int]:
-        """The places of the line that `of_finding` names; none where samples do not tell, or of a hang."""
+        """Return the places of the line that `of_finding` names; none where samples do not tell, or of a hang."""
         found = None if finding.detector == "hang" else self._beyond_others(finding)
         return found[0] if found else ()
 
     def _beyond_others(self, finding: Finding) -> tuple[list[int], tuple[float, float], float] | None:
-        """The places of one line, their share of the finding's ranks and its deviation, and of the others."""
+        """Return the places of one line, their share of the finding's ranks and its deviation, and of the others."""
         mine = pl.col("rank").is_in(finding.ranks)
         own = ~pl.col("part").is_in(BLOCKED).fill_null(value=False)
         count, others = self.samples.filter(mine).height, self.samples.filter(~mine).height
@@ -159,11 +161,11 @@ class Code:
         return places, (here, _sigma(here, count)), there
 
     def of_ranks(self, ranks: Sequence[int]) -> Code:
-        """The same of these ranks only."""
+        """Return the same of these ranks only."""
         return replace(self, samples=self.samples.filter(pl.col("rank").is_in(ranks)))
 
     def difference(self, rank: int, least: float) -> pl.DataFrame:
-        """The `tree` of one rank, with the share that the others have of each place in all, `usual`.
+        """Return the `tree` of one rank, with the share that the others have of each place in all, `usual`.
 
         `error` is the 95 % half width of the difference.
         """
@@ -179,17 +181,23 @@ class Code:
         return tree.with_columns((_Z95 * (here + there).sqrt()).alias("error"))
 
     def tree(self, least: float) -> pl.DataFrame:
-        """The places with this share of the samples or more, each after its parent: PLACES, `share` and `part`."""
+        """Return the places with this share of the samples or more, each after its parent.
+
+        PLACES, `share` and `part`.
+        """
         share = pl.Series("share", self._below(self.samples["place"])[1:] / max(len(self.samples), 1))
         part = pl.Series("part", self._parts()[1:], dtype=pl.String)
         return self.places.with_columns(share, part).filter(pl.col("share") >= least)
 
     def most_of(self, part: str | None) -> str | None:
-        """The innermost call in which main threads are for most of this part; None: of what is in no known part."""
+        """Return the innermost call in which main threads are for most of this part.
+
+        None: of what is in no known part.
+        """
         return replace(self, samples=self.samples.filter(pl.col("part").eq_missing(pl.lit(part)))).most()
 
     def most(self) -> str | None:
-        """The innermost call in which main threads are for most of the time."""
+        """Return the innermost call in which main threads are for most of the time."""
         places = self.samples["place"]
         if len(places) < _FEW:
             return None
@@ -200,7 +208,7 @@ class Code:
         return self._called(place) if place else None
 
     def _last(self, ranks: Sequence[int]) -> str | None:
-        """Where these ranks were seen last."""
+        """Return where these ranks were seen last."""
         places = Counter(place for rank in ranks if (place := self.last.get(rank, 0)))
         if not places:
             return None
@@ -209,7 +217,7 @@ class Code:
         return text("{ranks} last seen at {place}", ranks=named("rank", at), place=self._called(place))
 
     def _below(self, leaves: pl.Series) -> Floats:
-        """How many of these samples are in each place or in what it calls; by place."""
+        """Return how many of these samples are in each place or in what it calls; by place."""
         counts = np.bincount(leaves.to_numpy(), minlength=len(self.places) + 1).astype(np.float64)
         parents = self.places["parent"].to_list()
         for place in range(len(parents), 0, -1):  # each after its parent
@@ -232,11 +240,11 @@ class Code:
         return children
 
     def _large(self, children: Mapping[int, list[int]], counts: Floats, place: int, least: float) -> list[int]:
-        """What the place calls for so long, the longest last."""
+        """Return what the place calls for so long, the longest last."""
         return sorted((c for c in children.get(place, ()) if counts[c] >= least), key=lambda child: counts[child])
 
     def _one_line(self, children: Mapping[int, list[int]], beyond: Floats, place: int) -> list[int]:
-        """The places below this one with the same line of code, if most of what is beyond is in it, largest first.
+        """Return the places below this one with the same line of code, largest first, if most beyond them is in it.
 
         A line is reached in several ways where backward computes a forward again. Else the place alone.
         """
@@ -271,14 +279,14 @@ class Code:
         )
 
     def _called(self, place: int) -> str:
-        """A place, and where it is a library's, the job's own line that led there."""
+        """Return a place, and where it is a library's, the job's own line that led there."""
         _, _, function, file, line = self.places.row(place - 1)
         above = self._own_code_above(place)
         here = place_in_code(function, file, line)
         return text("{here}, from {above}", here=here, above=above) if above else here
 
     def _own_code_above(self, place: int) -> str:
-        """The innermost call in code that is not installed, if the place itself is."""
+        """Return the innermost call in code that is not installed, if the place itself is."""
         own = place
         while own:
             _, parent, function, file, line = self.places.row(own - 1)
@@ -300,5 +308,5 @@ def _way_down(children: Mapping[int, list[int]], beyond: Floats) -> int:
 
 
 def _sigma(share: float, count: int) -> float:
-    """Standard deviation of a share of so many samples."""
+    """Return the standard deviation of a share of so many samples."""
     return math.sqrt(share * (1 - share) / count)

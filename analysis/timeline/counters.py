@@ -28,7 +28,7 @@ def gpus_of_ranks(run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
 
 
 def during(counters: pl.DataFrame, source: str, steps: pl.DataFrame) -> pl.DataFrame:
-    """The rows of one source that were read between the first start and the last end of these steps, in order."""
+    """Return one source's rows that were read between the first start and the last end of these steps, in order."""
     first, last = steps.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
     rows = counters.filter(pl.col("source") == source, pl.col("time_ns").is_between(first, last))
     return rows.sort("node", "device", "name", "time_ns")

@@ -76,7 +76,7 @@ Floats = NDArray[np.float64]
 def marked_steps(
     steps: pl.DataFrame, marks: pl.DataFrame, collectives: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.DataFrame, list[Gap]]:
-    """The steps as the devices go through them, the marks in order, and what is to be said of either.
+    """Return the steps as the devices go through them, the marks in order, and what is to be said of either.
 
     A step ends when the device comes to the mark that the host enqueued where its own step ended; there the next one
     begins. The first begins with the host's. Steps whose end was not seen are left out, and those that follow them.
@@ -104,7 +104,7 @@ def marked_steps(
 
 
 def _useless(ended: pl.DataFrame, marks: pl.DataFrame, collectives: pl.DataFrame) -> str:
-    """Why marks tell nothing of these steps, as the begin of a sentence; empty if they do."""
+    """Return why marks tell nothing of these steps, as the begin of a sentence; empty if they do."""
     if 2 * collectives["end_ns"].count() > len(collectives):
         return text("most operations end on the hosts, as gloo's do")
     seen = ended.group_by("rank").agg(pl.col("_done").is_not_null().mean().alias("seen"))
@@ -123,7 +123,7 @@ def _useless(ended: pl.DataFrame, marks: pl.DataFrame, collectives: pl.DataFrame
 
 
 def phase_times(marks: pl.DataFrame) -> tuple[PhaseTime, ...]:
-    """The phases of these marks, which are of judged steps only, by rank, in their order in the step."""
+    """Return the phases of these marks, which are of judged steps only, by rank, in their order in the step."""
     length = (pl.col("device_ns") - pl.col("begin_ns")).sum()
     took = pl.col("communication_ns").mean() * pl.len()  # of those in which it is known
     found: list[PhaseTime] = []
@@ -146,7 +146,10 @@ def phase_times(marks: pl.DataFrame) -> tuple[PhaseTime, ...]:
 
 
 def _with_device_ends(steps: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
-    """The steps, by rank and time, with `_done`: when the device came to the mark beside the end of each, else null."""
+    """Return the steps, by rank and time, with `_done`.
+
+    When the device came to the mark beside the end of each, else null.
+    """
     closing = pl.when(pl.col("source") == MARKERS).then(pl.lit("step_end")).otherwise(pl.lit("optimizer_end"))
     ends = marks.select("rank", "mark", pl.col("recorded_ns").alias("_at"), pl.col("device_ns").alias("_done"))
     joined_ends = steps.with_columns(closing.alias("mark"), pl.col("end_ns").alias("_at")).sort("_at")
@@ -172,7 +175,7 @@ def by_marks(
     collectives: pl.DataFrame,
     waits: pl.DataFrame,
 ) -> pl.DataFrame:
-    """The phases that marks close in `steps` (the devices'), by rank and time, with the columns of MARK_COLUMNS.
+    """Return the phases that marks close in `steps` (the devices'), by rank and time, with the columns of MARK_COLUMNS.
 
     On the device a phase lasts from `begin_ns` to `device_ns`, where the mark before and this one lie; the host
     enqueued the two at `host_begin_ns` and `recorded_ns`.
@@ -231,7 +234,7 @@ def by_marks(
 
 
 def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
-    """The phases with `communication_ns`, and with `part` mixed where they communicate."""
+    """Return the phases with `communication_ns`, and with `part` mixed where they communicate."""
     on_device = pl.col("duration_ns") if "duration_ns" in collectives.columns else pl.lit(None, pl.Int64)
     took = pl.when(pl.col("end_ns").is_null()).then(on_device).otherwise(0)  # the end of gloo's is seen on the host
     calls = collectives.select("rank", pl.col("start_ns").alias("at"), took.alias("duration_ns"), is_call=True)
@@ -271,7 +274,7 @@ def _with_communication(phases: pl.DataFrame, regions: pl.DataFrame, collectives
 
 
 def mark_phases(marks: pl.DataFrame, steps: pl.DataFrame, regions: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
-    """The devices' time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
+    """Return the devices' time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
 
     The rows of a step cover it without gap or overlap: those of a phase of `marks` (as `by_marks` has them) have its
     part and its name for a label, but for the time in which the host's main thread was stopped (gc, input, compile,
@@ -317,7 +320,7 @@ def _cut(
 
 
 def _dry(marks: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]) -> tuple[Spans, Ints]:
-    """When one rank's device stood idle because its host was stopped; and the part that each of these is.
+    """Return when one rank's device stood idle because its host was stopped; and the part that each of these is.
 
     Taken that within a phase the host enqueues work evenly over the time in which it is not stopped, the device ran dry
     when it had done the share that was enqueued before the stop. All the phase's work is taken to be as much as there

@@ -55,7 +55,9 @@ class _Rank:
 
 
 def with_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
-    """The kernels, by rank, with `launch_ns` and `launch_thread`: when and where the host's call began, else null.
+    """Return the kernels, by rank, with `launch_ns` and `launch_thread`.
+
+    When and where the host's call began, else null.
 
     Of several calls with one correlation the first counts.
     """
@@ -65,7 +67,7 @@ def with_launches(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame
 
 
 def with_waits(launches: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """The launches with `waits`: whether the call returns only when the device has caught up.
+    """Return the launches with `waits`: whether the call returns only when the device has caught up.
 
     That is so by its name, or of a copy to the host that is over when its call returns: one to pageable memory.
 
@@ -80,7 +82,7 @@ def with_waits(launches: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_calls(kernels: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """The same of one rank. Correlations mostly come in order: sorting them is cheaper than a join."""
+    """Return the same of one rank. Correlations mostly come in order: sorting them is cheaper than a join."""
     order = np.argsort(calls["correlation"].to_numpy(), kind="stable")
     ordered = calls["correlation"].to_numpy()[order]
     wanted = kernels["correlation"].fill_null(_NEVER).to_numpy()
@@ -94,7 +96,7 @@ def _with_calls(kernels: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
 def device_phases(
     steps: pl.DataFrame, kernels: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
 ) -> pl.DataFrame:
-    """The device's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
+    """Return the device's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
 
     The rows of a step cover it without gap or overlap. Time in which a kernel computes is compute, or overlapped if one
     communicates as well; else communication (wait, bubble, transfer or unsplit), else memory. Time in which nothing
@@ -163,7 +165,7 @@ def _by_thread(spans: Spans, on_thread: Ints, keep: Bools) -> dict[int, Spans]:
 
 
 def _places(places: dict[int, Spans], launched: Ints, thread: Ints) -> Ints:
-    """The innermost region in which each row was launched: on its thread, else on the main one, else -1.
+    """Return the innermost region in which each row was launched: on its thread, else on the main one, else -1.
 
     Autograd launches from threads of its own, while the main thread is in the region that called backward.
     """
@@ -264,7 +266,7 @@ def _explain(rank: _Rank, grid: Grid, step: Ints, idle: Bools, begun: dict[str, 
 
 
 def _at_or(values: Ints, at: Ints, otherwise: int) -> Ints:
-    """The values at these positions; `otherwise` at the one after the last."""
+    """Return the values at these positions; `otherwise` at the one after the last."""
     inside = np.minimum(at, len(values) - 1)
     return np.where(at < len(values), values[inside], otherwise) if len(values) else np.full(len(at), otherwise)
 

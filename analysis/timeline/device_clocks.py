@@ -55,7 +55,7 @@ def device_clocks(collectives: pl.DataFrame) -> tuple[dict[int, int], list[Gap]]
 def on_one_clock(
     rows: pl.DataFrame, offsets: Mapping[int, int], *columns: str, if_known: str | None = None
 ) -> pl.DataFrame:
-    """The rows, by rank, with these times of the device moved, where the column `if_known` is not null."""
+    """Return the rows, by rank, with these times of the device moved, where the column `if_known` is not null."""
     if not offsets:
         return rows
     ahead = pl.col("rank").replace_strict(offsets, default=0, return_dtype=pl.Int64)

@@ -15,7 +15,7 @@ _AROUND, _NOTES = ("wait_start", "wait_end"), ("waits_seen", "waits_missed")
 
 
 def without_waits(marks: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The rows of the table `device_marks` that are of phases, and those that are of waits, by rank and host's time.
+    """Return the rows of `device_marks` that are of phases, and those of waits, by rank and the host's time.
 
     A stream comes to its marks in order: a device's time before that of an earlier mark is moved there.
     """
@@ -26,7 +26,7 @@ def without_waits(marks: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def known_waits(of_waits: pl.DataFrame, hosts: pl.DataFrame) -> pl.DataFrame:
-    """The waits as the devices made them (columns of WAITS), by rank and time, of steps in which all are known.
+    """Return the waits as the devices made them (columns of WAITS), by rank and time, of steps in which all are known.
 
     A step's are known if on every rank of `hosts`, the hosts' steps, at least one wait has both of its marks, none has
     only one or was not seen on the device, and the rank says that it missed none.

@@ -28,7 +28,7 @@ _TOLD = 0.01  # share of all from which it is told
 def set_lost_aside(
     steps: pl.DataFrame, hosts: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame
 ) -> tuple[pl.DataFrame, list[Gap]]:
-    """The steps, those not judged in which a rank's device lacks a tenth of what was launched, and what is to be said.
+    """Return the steps, those excluded in which a rank's device lacks a tenth of what was launched, and the remarks.
 
     `steps` is as `steps.judge` has it, `hosts` the hosts' steps.
     """
@@ -71,7 +71,7 @@ def set_lost_aside(
 def without_lost_operations(
     steps: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
 ) -> tuple[pl.DataFrame, list[Gap]]:
-    """The steps but for those in which a rank called nothing, and others of its groups what none can do without it.
+    """Return the steps but for those in which a rank called nothing, and which others of its groups cannot do without.
 
     A rank of a group that called nothing at all has no steps, if others called anything.
     """
@@ -108,7 +108,7 @@ def without_lost_operations(
 
 
 def _without_calls(steps: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """The rank's steps in which it called nothing; both are its own, in order of time."""
+    """Return the rank's steps in which it called nothing; both are its own, in order of time."""
     starts = calls["start_ns"].to_numpy()
     first, last = (np.searchsorted(starts, steps[column].to_numpy()) for column in ("start_ns", "end_ns"))
     return steps.filter(pl.Series(last <= first)).select("rank", "step")

@@ -110,7 +110,10 @@ def step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, told: set[int | None], w
 
 
 def early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
-    """What ended before its last rank arrived: how many, by how much at most, why, and what was done about it."""
+    """Return what ended before its last rank arrived.
+
+    How many, by how much at most, why, and what was done about it.
+    """
     gave_up = given_up(collectives, steps).select("rank", "instance_id", why=pl.lit("given up"))
     by_device = pl.when(pl.col("device_start_ns").is_not_null()).then(pl.lit("device")).otherwise(pl.lit("clock"))
     done = {

@@ -22,7 +22,7 @@ def last_progress(
     *,
     said_late: bool = False,
 ) -> pl.DataFrame:
-    """The table `progress` of a recorded run: one row per rank and group that it used.
+    """Return the table `progress` of a recorded run: one row per rank and group that it used.
 
     Operations count as outstanding only if the job hung at the end of the recording: no rank began anything for
     10 s, or for 5 median steps if that is longer, before `until_ns`, when anything was sampled last. Where nothing was
@@ -75,7 +75,7 @@ def _few_steps_ns(steps: pl.DataFrame) -> float:
 
 
 def given_up(collectives: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
-    """The rows whose ranks gave the operation up, by a timeout or an error, and began nothing more.
+    """Return the rows whose ranks gave the operation up, by a timeout or an error, and began nothing more.
 
     They ended 1 s and 5 median steps or more before another rank came, which none can end without.
     """
@@ -105,7 +105,7 @@ def _until_given_up(
 
 
 def _has_failed(numbered: pl.DataFrame, after_ns: float) -> bool:
-    """Whether an operation ended, after so long, to which a rank never came that it cannot end without."""
+    """Say whether an operation ended, after so long, to which a rank never came that it cannot end without."""
     all_recorded = pl.col("rank").n_unique().over("group_id") == pl.col("group_size")
     came = pl.len().over("group_id", "seq", "op") == pl.col("group_size")
     lasted = pl.col("end_ns") - pl.col("start_ns") >= after_ns
@@ -114,7 +114,7 @@ def _has_failed(numbered: pl.DataFrame, after_ns: float) -> bool:
 
 
 def last_begun_ns(collectives: pl.DataFrame, regions: pl.DataFrame) -> int | None:
-    """When any rank began anything for the last time."""
+    """Return when any rank began anything for the last time."""
     begun = [ns for ns in (collectives["start_ns"].max(), regions["start_ns"].max()) if isinstance(ns, int)]
     return max(begun, default=None)
 

@@ -74,7 +74,7 @@ class Spans:
         return Spans(self.start[keep], self.end[keep], self.label[keep])
 
     def levels(self) -> list[Spans]:
-        """The spans by depth, outermost first. Those of one thread nest, so those of one depth are disjoint."""
+        """Return the spans by depth, outermost first. Those of one thread nest, so those of one depth are disjoint."""
         depth = np.arange(len(self.start)) - np.searchsorted(np.sort(self.end), self.start, side="right")
         return [self.where(depth == level) for level in np.unique(depth)]
 
@@ -106,7 +106,7 @@ class _Rank:
 
 
 def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
-    """The main thread's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
+    """Return the main thread's time in disjoint rows: (rank, step, part, label, start_ns, end_ns), ordered.
 
     The rows of a step cover it without gap or overlap. Where several things are true at once the first counts:
     gc, blocked on communication (unsplit, wait, bubble or transfer), input, compile, optimizer, checkpoint, sync
@@ -166,7 +166,10 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
 
 
 def as_phases(cut: list[tuple[int, tuple[Ints, Ints, Ints, Ints, Ints]]], labels: list[str]) -> pl.DataFrame:
-    """The rows of these ranks as a table; each has the columns of `joined`, `labels` is what their codes stand for."""
+    """Return the rows of these ranks as a table.
+
+    Each has the columns of `joined`, `labels` is what their codes stand for.
+    """
     if not cut:
         return pl.DataFrame(schema=PHASE_COLUMNS)
     ranks, columns = zip(*cut, strict=True)
@@ -311,17 +314,17 @@ class Grid:
         self.start, self.end = self.at[:-1], self.at[1:]
 
     def begun(self, times: Ints) -> Ints:
-        """How many of these times lie at or before the start of each elementary span."""
+        """Return how many of these times lie at or before the start of each elementary span."""
         return np.cumsum(self._counted(times), dtype=np.int32)
 
     def covered(self, spans: Spans) -> Bools:
-        """Which elementary spans lie in at least one of these spans."""
+        """Return which elementary spans lie in at least one of these spans."""
         if not len(spans.start):
             return np.zeros(len(self.start), np.bool_)
         return np.asarray(np.cumsum(self._counted(spans.start) - self._counted(spans.end)) > 0)
 
     def _counted(self, times: Ints) -> Ints:
-        """How many of these times lie at the start of each elementary span."""
+        """Return how many of these times lie at the start of each elementary span."""
         size = len(self.start)
         if not len(times):
             return np.zeros(size, np.int64)
@@ -336,7 +339,7 @@ def _merged(spans: list[Spans]) -> Spans:
 
 
 def _blocked(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
-    """Where the main thread waited for communication.
+    """Return where the main thread waited for communication.
 
     Seen: regions of kind wait, and calls that were not asynchronous, or may not have been and returned only when the
     operation was done. (An asynchronous call that takes long was not waiting: its thread had no CPU.)
@@ -387,7 +390,10 @@ def _split(rank: _Rank, grid: Grid, blocked: Bools, in_flight: Bools) -> Ints:
 
 
 def _operation(rank: _Rank, grid: Grid, in_flight: Bools, wait: Ints) -> Ints:
-    """The operation in flight that started last, or that has just ended; the name of the wait before the first."""
+    """Return the operation in flight that started last, or that has just ended.
+
+    The name of the wait before the first.
+    """
     calls = rank.calls
     label: Ints = wait.copy()
     last = np.searchsorted(calls.start, grid.start, side="right") - 1

@@ -191,7 +191,7 @@ def _op_codes(op: pl.Series) -> NDArray[np.uint8]:
 def _streams(
     frame: pl.DataFrame, op: NDArray[np.uint8], groups: pl.DataFrame, clocks: Iterable[Clock]
 ) -> tuple[_Streams, NDArray[np.int32]]:
-    """The streams, those of whole groups first, and each row's."""
+    """Return the streams, those of whole groups first, and each row's."""
     ids = groups["group_id"].unique().sort()
     code = _positions(ids, frame["group_id"])
     if code is None:  # there are rows of groups that are not known
@@ -230,7 +230,7 @@ def _streams(
 
 
 def _positions(sorted_ids: pl.Series, ids: pl.Series) -> NDArray[np.int32] | None:
-    """Where each id is among the sorted ones; None if one is not there."""
+    """Return where each id is among the sorted ones; None if one is not there."""
     known, wanted = sorted_ids.to_numpy(), ids.to_numpy()
     found = np.empty(len(wanted), np.int32)
     for here in _slices(len(wanted)):
@@ -272,7 +272,7 @@ def _p2p_streams(rows: pl.DataFrame, op: NDArray[np.uint8], group: Ints) -> tupl
 
 
 def _dense(key: Ints) -> Ints:
-    """The position of each among those that there are."""
+    """Return the position of each among those that there are."""
     return np.searchsorted(pl.Series(key).unique().sort().to_numpy(), key)
 
 
@@ -311,7 +311,10 @@ def _rank_key(rank: Ints) -> NDArray[np.uint64]:
 
 
 def _slots(stream: NDArray[np.int32], seq: NDArray[np.uint32], count: int) -> _Slots:
-    """A place for each ordinal of each stream; where ordinals have large holes, for those only that there are."""
+    """Return a place for each ordinal of each stream.
+
+    Where ordinals have large holes, for those only that there are.
+    """
     least, most = np.full(count, np.iinfo(np.int64).max), np.full(count, -1)
     rows = np.zeros(count, np.int64)
     for here in _slices(len(seq)):
@@ -375,7 +378,7 @@ def _sum(chunks: list[_Rows], count: int) -> _Sums:
 
 
 def _judge(sums: _Sums, streams: _Streams, stream: Ints) -> _Places:
-    """Which operations are whole, and what the clocks allow to say of each."""
+    """Return which operations are whole, and what the clocks allow to say of each."""
     is_p2p, sides, error = streams.is_p2p[stream], streams.sides[stream], streams.error_ns[stream]
     named = streams.named[stream]
     no_group = ~is_p2p & named["group_size"].is_null().to_numpy()
@@ -424,7 +427,7 @@ def _early_ns(rows: _Rows, cause_ns: Ints) -> Ints:
 
 
 def _without_wrong_ends(places: _Places, chunks: list[_Rows], early_ns: list[Ints]) -> _Places:
-    """Ends that no error of a clock explains are wrong, and their rows' durations too: take the moved ones."""
+    """Move ends that no error of a clock explains: they are wrong, and their rows' durations too."""
     pairs = list(zip(chunks, early_ns, strict=True))
     wrong = [rows.slot[(ns > places.error_ns[rows.slot]) & ~rows.by_device] for rows, ns in pairs if ns.any()]
     if not any(len(slots) for slots in wrong):
@@ -443,7 +446,7 @@ def _without_wrong_ends(places: _Places, chunks: list[_Rows], early_ns: list[Int
 
 
 def _say(rows: _Rows, places: _Places, early_ns: Ints) -> pl.DataFrame:
-    """The rows with what is known of their operations."""
+    """Return the rows with what is known of their operations."""
     slot, arrival = rows.slot, rows.arrival_ns
     form = places.form[slot]
     moved = np.where(rows.by_device, 0, early_ns) if early_ns.any() else None
@@ -483,7 +486,7 @@ def _say(rows: _Rows, places: _Places, early_ns: Ints) -> pl.DataFrame:
 
 
 def _where(known: Bools, values: NDArray[Any]) -> pl.Series:
-    """The values, null where they are not known."""
+    """Return the values, null where they are not known."""
     series = pl.Series(values)
     if known.all():
         return series

@@ -102,7 +102,7 @@ def nccl_waits(collectives: pl.DataFrame, calls: pl.DataFrame, events: pl.DataFr
 
 
 def nccl_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
-    """`records` (the table `flight_records`) by rank and time, with `number` of the row in `collectives` that made it.
+    """Return `records` (the table `flight_records`) with the `number` of the row in `collectives` that made each.
 
     That is the operation of the record's group during whose call, give or take 2 µs for the clocks, the recorder took
     it; null: NCCL alone saw it, as with other libraries. torch's own count does not join the two: operations that it
@@ -130,7 +130,9 @@ def nccl_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.
 
 
 def with_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
-    """The rows, in their order, with `duration_ns` on the device, as the Flight Recorder has it; without records as is.
+    """Return the rows, in their order, with `duration_ns` on the device, as the Flight Recorder has it.
+
+    Without records as is.
 
     Null where the recorder was not timed or has lost the record, and where an operation has several that are timed:
     then none of them is the whole.

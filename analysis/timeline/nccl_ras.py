@@ -27,7 +27,7 @@ _COLUMNS = {
 def late_ranks(
     ras: pl.DataFrame, ranks: pl.DataFrame, run: Mapping[int, Mapping[str, Any]], since_ns: int
 ) -> pl.DataFrame:
-    """The ranks that, in RAS's last answer, had launched fewer operations than others, or did not answer.
+    """Return the ranks that, in RAS's last answer, had launched fewer operations than others, or did not answer.
 
     One row per rank, communicator and operation: rank, communicator, operation, launched, most (that any rank of the
     communicator had launched), state, time_ns; of a rank that did not answer one row, without numbers. Nothing if the

@@ -23,7 +23,7 @@ Role = tuple[int, ...]  # the stages that a rank holds, several where they are i
 
 
 def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> dict[int, Role]:
-    """The role of each rank of a pipeline; empty where none was seen, and then all ranks do the same.
+    """Return the role of each rank of a pipeline; empty where none was seen, and then all ranks do the same.
 
     Stages are those that the schedule gives its microbatches. Where it names none, they are the places of the ranks
     in process groups that are called a pipeline's and in which ranks send to each other; else along the chains of
@@ -47,7 +47,10 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
 
 
 def role_codes(role: Mapping[int, Role], ranks: Sequence[int]) -> Ints:
-    """A number for each of `ranks`, equal for those of one role; ranks without one have one of their own together."""
+    """Return a number for each of `ranks`, equal for those of one role.
+
+    Ranks without one have one of their own together.
+    """
     found = [role.get(rank, ()) for rank in ranks]
     code = {each: number for number, each in enumerate(sorted(set(found)))}
     return np.array([code[each] for each in found], np.int64)
@@ -56,7 +59,7 @@ def role_codes(role: Mapping[int, Role], ranks: Sequence[int]) -> Ints:
 def roles_of(
     ranks: Sequence[int], groups: pl.DataFrame | None, regions: pl.DataFrame | None, collectives: pl.DataFrame | None
 ) -> Ints:
-    """The number of each of `ranks`' role; where a table is missing all are taken to do the same work."""
+    """Return the number of each of `ranks`' role; where a table is missing all are taken to do the same work."""
     if groups is None or regions is None or collectives is None:
         return role_codes({}, ranks)
     return role_codes(roles(groups, regions, collectives), ranks)
@@ -67,7 +70,7 @@ def _places(pipelines: Iterable[Sequence[int]]) -> dict[int, Role]:
 
 
 def _chains(edges: set[tuple[int, int]], least: int) -> list[list[int]]:
-    """The ranks that hang together, in order, if they all form chains of one length; else none."""
+    """Return the ranks that hang together, in order, if they all form chains of one length; else none."""
     neighbours: dict[int, set[int]] = {}
     for one, other in edges:
         neighbours.setdefault(one, set()).add(other)

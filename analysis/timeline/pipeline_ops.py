@@ -47,7 +47,7 @@ def stage_ops(
     clocks: Iterable[Clock],
     marks: pl.DataFrame,
 ) -> tuple[pl.DataFrame, list[Gap]]:
-    """The table `ops` of a run that records regions, empty where it has no pipeline, or with a gap that says why not.
+    """Return the table `ops` of a run that records regions: empty without a pipeline, or with a gap that says why.
 
     A computation is the innermost region of its microbatch, from the last receive in it on, with what its rank does
     until it waits or computes again: calls of sends and receives are no bubble. A receive begins where the
@@ -86,7 +86,10 @@ def stage_ops(
 
 
 def _marked(regions: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
-    """The same from what marks enclose: the phases of a microbatch that the host enqueued in the schedule's region."""
+    """Return the same from what marks enclose.
+
+    The phases of a microbatch that the host enqueued in the schedule's region.
+    """
     of_schedule = regions.filter(_OF_SCHEDULE).select(
         *("rank", "microbatch", "stage", "kind"), pl.col("start_ns").alias("_at"), until_ns="end_ns"
     )
@@ -106,7 +109,10 @@ def _marked(regions: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
 
 
 def _ends(marks: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
-    """What devices do after a step's last backward: they meet in the reduction of gradients, and the optimizer runs."""
+    """Return what devices do after a step's last backward.
+
+    They meet in the reduction of gradients, and the optimizer runs.
+    """
     names = {AFTER_BACKWARD: CLIP, "optimizer": OPTIMIZER}
     after = marks.filter(pl.col("phase").is_in(tuple(names)))
     return (
@@ -121,7 +127,7 @@ def _cast(ops: pl.DataFrame, schema: pl.Schema) -> pl.DataFrame:
 
 
 def _computations(regions: pl.DataFrame, collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
-    """Forwards and backwards in order: rank, step, microbatch, name, seq, start_ns, end_ns."""
+    """Return forwards and backwards in order: rank, step, microbatch, name, seq, start_ns, end_ns."""
     order = ("rank", "start_ns", "end_ns")
     # The schedule's span of a microbatch holds torch's own of its computation.
     innermost = (pl.col("start_ns").shift(-1).over("rank") >= pl.col("end_ns")).fill_null(True)
@@ -217,7 +223,7 @@ def _check_clocks(computed: pl.DataFrame, ranks: pl.DataFrame, clocks: Iterable[
 
 
 def _transfers(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
-    """Sends and receives between neighbours: rank, peer, step, stage, name, seq, start_ns, end_ns."""
+    """Return sends and receives between neighbours: rank, peer, step, stage, name, seq, start_ns, end_ns."""
     is_send = pl.col("op") == "send"
     further = pl.col("_peer_stage") - pl.col("stage")
     between = (
@@ -247,7 +253,7 @@ def _transfers(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
 
 
 def _between_neighbours(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
-    """Sends and receives of ranks whose stages are neighbours, with `stage` and `_peer_stage`."""
+    """Return sends and receives of ranks whose stages are neighbours, with `stage` and `_peer_stage`."""
     stage = computed.select("rank", "stage").unique()
     peers = stage.rename({"rank": "peer", "stage": "_peer_stage"})
     between = sent.join(stage, on="rank").join(peers, on="peer")
@@ -255,7 +261,7 @@ def _between_neighbours(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFr
 
 
 def _handed_on(sent: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
-    """The same as `_transfers`, where only computations have times: of each microbatch from stage to stage."""
+    """Return the same as `_transfers`, where only computations have times: of each microbatch from stage to stage."""
     between = _between_neighbours(sent, computed).drop_nulls(("instance_id", "step"))
     if between.is_empty():
         raise NotReplayable(text("no sends and receives between the stages were recorded on both sides"))

@@ -14,7 +14,7 @@ PROFILED = "profiled"
 
 
 def set_profiled_aside(steps: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFrame:
-    """The steps, those not judged that a window touched on any rank, from its preparation until it had stopped.
+    """Return the steps, those not judged that a window touched on any rank, from its preparation until it had stopped.
 
     `steps` is as `steps.judge` has it, `windows` the table, on one clock.
     """
@@ -32,7 +32,7 @@ def set_profiled_aside(steps: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFra
 
 
 def profiled_gaps(steps: pl.DataFrame) -> list[Gap]:
-    """How many steps that is."""
+    """Return how many steps that is."""
     count = steps.filter(pl.col("aside") == PROFILED)["step"].n_unique()
     why = text(
         "{count} not analyzed, since the profiler of a profiled window ran in them", count=counted(count, "step")

@@ -11,7 +11,7 @@ __all__ = ["rank_exits"]
 def rank_exits(
     exits: pl.DataFrame, collectives: pl.DataFrame, regions: pl.DataFrame, steps: pl.DataFrame
 ) -> pl.DataFrame:
-    """The table `exits` with what was known of the ranks then, one row each, in the order in which they failed.
+    """Return the table `exits` with what was known of the ranks then, one row each, in the order in which they failed.
 
     failed_ns: when its exception came to the top, else when it had ended; step: the one after the last that it ended
     before that; begun_ns: when any rank began anything last before that; op, op_end_ns: the last operation that it

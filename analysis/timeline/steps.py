@@ -97,7 +97,7 @@ def agreement(steps: pl.DataFrame, collectives: pl.DataFrame) -> float | None:
 
 
 def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
-    """The steps with each rank's numbers shifted to those of the rank that has most steps.
+    """Return the steps with each rank's numbers shifted to those of the rank that has most steps.
 
     By the operations they share, one shift per rank: the most frequent difference. It heals a rank whose first steps
     were not seen.
@@ -122,7 +122,7 @@ def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
 def number_by_operations(
     steps: pl.DataFrame, collectives: pl.DataFrame, lossy: set[int]
 ) -> tuple[pl.DataFrame, dict[int, int]]:
-    """The steps, those of `lossy` ranks with the numbers that their operations have on the others.
+    """Return the steps, those of `lossy` ranks with the numbers that their operations have on the others.
 
     Where the records of an optimizer were lost, what a rank takes for a step is two of them, and all that follow have
     too low a number: of those that an operation has, the highest is right, if only such ranks have it. A step whose
@@ -148,7 +148,7 @@ def number_by_operations(
 
 
 def number_by_time(steps: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
-    """The steps with each rank's numbers shifted to those of `counted`, one rank's, on the same clock.
+    """Return the steps with each rank's numbers shifted to those of `counted`, one rank's, on the same clock.
 
     A step has the number of the counted one that it shares most time with; one shift per rank, the most frequent. Where
     none is counted none is left.
@@ -183,7 +183,7 @@ def whole_captures(*tables: pl.DataFrame) -> pl.DataFrame:
 
 
 def on_device(steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """The steps as the device goes through them, which is behind the host: one follows the other without a gap.
+    """Return the steps as the device goes through them, which is behind the host: one follows the other without a gap.
 
     A step ends when the host's step has ended and all device work that was launched in it; there the next one begins.
     The first begins with the host's, or when what was launched before it has ended. `kernels` has `launch_ns`.
@@ -239,7 +239,7 @@ def _idle_from(begin: int, start: NDArray[np.int64], end: NDArray[np.int64]) -> 
 
 
 def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> pl.DataFrame:
-    """The rows, in their order, with the `step` for which start_ns ≤ `at` < end_ns; null outside."""
+    """Return the rows, in their order, with the `step` for which start_ns ≤ `at` < end_ns; null outside."""
     spans = steps.select("rank", "step", pl.col("start_ns").alias(at), pl.col("end_ns").alias("_step_end"))
     return (
         rows.with_row_index("_row")
@@ -254,7 +254,7 @@ def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> p
 def judge(
     steps: pl.DataFrame, regions: pl.DataFrame, warmup: Sequence[int] | None = None, *, of_capture: bool = False
 ) -> pl.DataFrame:
-    """The steps with `judged` and, where it is false, `aside`: "warm-up", "outlier" or "incomplete".
+    """Return the steps with `judged` and, where it is false, `aside`: "warm-up", "outlier" or "incomplete".
 
     One verdict per step number, for all ranks. Incomplete: not all ranks that have steps have it. Warm-up: the first
     steps, at least 2, at most a fifth, until one is neither 1.5 × as long as the median of all nor compiles; none where
@@ -326,7 +326,7 @@ def _saving(steps: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _on_main_or_all(steps: pl.DataFrame) -> pl.DataFrame:
-    """Marks of the main thread; where a rank has none there, those of the thread it marks on."""
+    """Return marks of the main thread; where a rank has none there, those of the thread it marks on."""
     return steps.filter(pl.col("thread") == pl.col("thread").min().over("rank"))
 
 
@@ -358,7 +358,7 @@ def _anchor_ends(regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFra
 
 
 def _outermost(regions: pl.DataFrame, kind: str) -> pl.DataFrame:
-    """The regions of a kind on main threads that lie in no other one of that kind."""
+    """Return the regions of a kind on main threads that lie in no other one of that kind."""
     inside = pl.col("end_ns") <= pl.col("end_ns").cum_max().shift(1).over("rank")
     return (
         regions.filter((pl.col("kind") == kind) & (pl.col("thread") == _MAIN_THREAD))

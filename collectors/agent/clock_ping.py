@@ -135,7 +135,7 @@ class _Stranger:
     said: bytes = b""
 
     def shows(self, channel: socket.socket, key: str) -> bool | None:
-        """Whether it has the key, None while it has not said enough."""
+        """Say whether it has the key, None while it has not said enough."""
         try:
             came = channel.recv(len(key) - len(self.said))
         except BlockingIOError:

@@ -50,7 +50,7 @@ Row = Callable[[int, Mapping[str, Any]], None]
 
 
 def folder_of(number: int) -> str:
-    """Where in the run's folder a window's tables lie."""
+    """Return where in the run's folder a window's tables lie."""
     return f"window-{number:04d}"
 
 
@@ -304,7 +304,7 @@ class Windows:
         self._answer(request)
 
     def _has_first(self, request: _Request, mine: list[int]) -> bool:
-        """Whether the first step of the window is known, or the request is over because it cannot be."""
+        """Say whether the first step of the window is known, or the request is over because it cannot be."""
         if request.first is not None:
             return True
         why = ""

@@ -94,7 +94,7 @@ class Ras:
 
 
 def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where the RAS threads of this node listen; None where they are switched off. Raises ValueError."""
+    """Return where the RAS threads of this node listen; None where they are switched off. Raises ValueError."""
     if environ.get("NCCL_RAS_ENABLE") == "0":
         return None
     host, _, port = environ.get("NCCL_RAS_ADDR", f"localhost:{PORT}").rpartition(":")

@@ -70,7 +70,7 @@ class Peers:
         return self._pinger is not None
 
     def listen(self, host: str | None) -> dict[str, Any]:
-        """Where the other nodes may ask for this one's time, and with what key, for rank 0 to tell them."""
+        """Return where the other nodes may ask for this one's time, and with what key, for rank 0 to tell them."""
         if host is not None and self._server is None:
             try:
                 self._server = clock_ping.Server(host)

@@ -64,7 +64,7 @@ class Retention:
         self._partitions.append(partition)
 
     def decide(self) -> bool:
-        """Whether `since_ns` is another now, since there is too much."""
+        """Say whether `since_ns` is another now, since there is too much."""
         if not self._most_bytes or self._to_do:
             return False
         excess = sum(partition.size_bytes for partition in self._partitions) - self._most_bytes

@@ -106,7 +106,7 @@ class Ring:
         return whole
 
     def _pass_over(self, now_ns: int, last: bool) -> bool:
-        """Whether there is more to read now, behind records that will never be read."""
+        """Say whether there is more to read now, behind records that will never be read."""
         ahead = np.arange(1, RING_SLOTS if last else _CHUNK, dtype=np.uint64) + np.uint64(self._next)
         places = ahead & np.uint64(_MASK)
         numbers = self._numbers[places]
@@ -140,7 +140,7 @@ class Ring:
 
 
 def _leading(good: npt.NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
+    """Return how many are true before the first that is not."""
     return len(good) if good.all() else int(good.argmin())
 
 

@@ -65,7 +65,7 @@ def file_of(node: int, run: Path) -> Path:
 
 
 def is_run_of(folder: Path, agent: str) -> bool:
-    """Whether this agent of node 0, or one that has met it, writes there, or nobody yet."""
+    """Say whether this agent of node 0, or one that has met it, writes there, or nobody yet."""
     said = []
     for path in folder.glob("run/node=*.json"):
         with contextlib.suppress(OSError, ValueError):

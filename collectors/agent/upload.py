@@ -45,7 +45,7 @@ def remove_spool(run: Path) -> None:
 
 
 def missed(came: Mapping[str, Any], folder: Path) -> str:
-    """How many files, where to, why, and where they are: as `finish` and `upload_rest` give it."""
+    """Return how many files, where to, why, and where they are: as `finish` and `upload_rest` give it."""
     count = "how many is not known" if came["missing"] is None else came["missing"]
     return f"{count} ({came['url']}: {came['why']}); they are in {folder}"
 
@@ -85,7 +85,7 @@ class Upload:
             self._start()
 
     def has(self, path: Path) -> bool:
-        """Whether this sealed file has arrived."""
+        """Say whether this sealed file has arrived."""
         return path.relative_to(self._folder).as_posix() in self._arrived
 
     def finish(self, folder: Path, within_s: float) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Uploader:
     # ---- how
 
     def _finish(self, futures: dict[Future[None], str], until: Callable[[], bool]) -> bool:
-        """Whether all of it came to a good end. Where the storage takes nothing the rest is left for later."""
+        """Say whether all of it came to a good end. Where the storage takes nothing the rest is left for later."""
         pending, failures = set(futures), 0
         while pending and not until():
             done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
@@ -189,7 +189,7 @@ def _state(path: Path) -> list[int]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether this file of rows has its footer, without which it is still written. Raises OSError."""
+    """Say whether this file of rows has its footer, without which it is still written. Raises OSError."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - len(_SEAL)))
         return file.read() == _SEAL

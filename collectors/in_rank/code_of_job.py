@@ -20,7 +20,7 @@ _UNNAMED = ("<frozen ", "<eval_with_key")
 
 
 def is_hidden(file: str) -> bool:
-    """Whether frames of this file are left out."""
+    """Say whether frames of this file are left out."""
     if file.startswith(_OWN) or file.startswith(_UNNAMED):
         return True
     return file.startswith(_STDLIB) and not any(folder in file for folder in INSTALLED)

@@ -279,7 +279,7 @@ class Emit:
         self.flush()
 
     def may_write(self, path: str) -> bool:
-        """Whether the agent may have this file written: below the folder of its runs, by way of no link."""
+        """Say whether the agent may have this file written: below the folder of its runs, by way of no link."""
         folder = os.path.realpath(os.path.dirname(path))
         return bool(self.runs) and folder.startswith(os.path.join(self.runs, "")) and not os.path.islink(path)
 

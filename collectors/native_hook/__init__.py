@@ -49,7 +49,7 @@ def failure(torch_version: str | None = None) -> str | None:
 
 
 def is_wanted(torch_version: str) -> bool:
-    """Whether a job with this torch would use a hook built here, and none is built nor has failed to be."""
+    """Say whether a job with this torch would use a hook built here, and none is built nor has failed to be."""
     if _installed_torch()[1] != torch_version:
         return False
     return not _path(torch_version).exists() and failure(torch_version) is None
@@ -122,7 +122,7 @@ def _imported(path: Path) -> Any:  # noqa: ANN401
 
 
 def _trusted(path: Path) -> bool:
-    """Whether nobody but this user (or root) can have written the file or put another in its place."""
+    """Say whether nobody but this user (or root) can have written the file or put another in its place."""
 
     def kept(one: Path) -> bool:
         state = one.stat()

@@ -58,7 +58,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def installed_elsewhere(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Where the user has a profiler plugin of their own, which NCCL must find; None if nowhere."""
+    """Return where the user has a profiler plugin of their own, which NCCL must find; None if nowhere."""
     if environment.get(VARIABLE):
         return f"{VARIABLE}={environment[VARIABLE]}"
     own = environment.get("NCCL_CONF_FILE") or f"{environment.get('HOME', '')}/.nccl.conf"
@@ -77,7 +77,7 @@ def installed_elsewhere(environment: Mapping[str, str], root: Path = Path("/")) 
 
 
 def too_old(nccl: Sequence[object]) -> str | None:
-    """Why NCCL of this version, `(2, 21, 5, …)`, does not load the plugin; None if it does."""
+    """Return why NCCL of this version, `(2, 21, 5, …)`, does not load the plugin; None if it does."""
     if tuple(nccl[:2]) >= _FIRST_NCCL:
         return None
     number, first = (".".join(map(str, version)) for version in (nccl[:3], _FIRST_NCCL))

@@ -126,7 +126,7 @@ class _XidWatch:
         return cls(events, devices)
 
     def read(self, node: Node) -> dict[str, int]:
-        """How many there were of each GPU since the start; each new one is told once."""
+        """Return how many there were of each GPU since the start; each new one is told once."""
         for _ in range(_XIDS_AT_ONCE):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)

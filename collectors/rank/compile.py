@@ -65,7 +65,7 @@ def _number(told: tuple[Any, ...]) -> str:
 
 
 def _failures() -> dict[CodeType, list[str]]:
-    """Why compiled code could not be used again, all that Dynamo found."""
+    """Return why compiled code could not be used again, all that Dynamo found."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # it may be about to be imported
     return dict(getattr(dynamo, "guard_failures", {}))
 

@@ -128,7 +128,7 @@ class _Waits:
         self._missed = True
 
     def begins(self, stream: int | None = None) -> bool:
-        """Whether the stream (None: this thread's) is the compute stream, whose wait has got its first mark."""
+        """Say whether the stream (None: this thread's) is the compute stream, whose wait has got its first mark."""
         if stream is None:
             stream = self._marks.current_stream()
         if stream is None:

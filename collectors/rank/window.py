@@ -88,7 +88,7 @@ class _Steps:
         self._shortest: dict[int, int] = {}
 
     def ended(self, optimizer: int | None, backwards: int) -> bool:
-        """Whether a step has ended now, after so many backwards."""
+        """Say whether a step has ended now, after so many backwards."""
         if self._thread is None:
             self._thread = threading.get_ident()
         if self._thread != threading.get_ident():
@@ -106,7 +106,7 @@ class _Steps:
         return self.done > before
 
     def _goes_on(self, optimizer: int, backwards: int) -> bool:
-        """Whether this run belongs to the step that the optimizer's last one ended."""
+        """Say whether this run belongs to the step that the optimizer's last one ended."""
         then, runs = self._series.get(optimizer, (backwards, 0))
         if then != backwards:
             self._shortest[optimizer] = min(runs, self._shortest.get(optimizer, runs))
@@ -128,7 +128,7 @@ class _Usual:
         return int(statistics.median(self._lengths)) if self._lengths else 0
 
     def is_slow(self, length_ns: int) -> bool:
-        """Whether this step took more than 1.5 × the median of the last 50 and 10 deviations (MAD) above it."""
+        """Say whether this step took more than 1.5 × the median of the last 50 and 10 deviations (MAD) above it."""
         slow = self._seen > _ENOUGH and length_ns > self._limit_ns
         self._lengths.append(length_ns)
         self._seen += 1
@@ -185,7 +185,7 @@ class _Profile:
             self._span = None
 
     def device_ends(self) -> bool:
-        """Whether the device comes to the end of what the job has enqueued, within a while."""
+        """Say whether the device comes to the end of what the job has enqueued, within a while."""
         if not self._device:
             return True
         end = self._torch.cuda.Event()

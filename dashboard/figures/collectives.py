@@ -107,7 +107,7 @@ def bandwidth(found: pl.DataFrame) -> Figure | None:
 
 
 def _by_op(rows: pl.DataFrame, weight: str) -> list[tuple[str, pl.DataFrame]]:
-    """The rows by operation, those that weigh most first; the rarest together."""
+    """Return the rows by operation, those that weigh most first; the rarest together."""
     ops = rows.group_by("op").agg(pl.col(weight).sum()).sort(weight, "op", descending=[True, False])["op"].to_list()
     found = [(str(op), rows.filter(pl.col("op") == op)) for op in ops[:_MANY]]
     others = rows.filter(pl.col("op").is_in(ops[_MANY:]))
@@ -115,7 +115,7 @@ def _by_op(rows: pl.DataFrame, weight: str) -> list[tuple[str, pl.DataFrame]]:
 
 
 def fits(moved: pl.DataFrame) -> list[Fit]:
-    """The operations of groups whose `transfers` show both latency and bandwidth, those that took most time first."""
+    """Return operations of groups whose `transfers` show latency and bandwidth, those that took most time first."""
     found = {key: line for key, line in lines(moved).items() if line.latency_ns > _CLEAR * line.latency_error_ns}
     order = moved.group_by("op", "group_id").agg(pl.col("group", "group_size").first(), pl.col("ns").sum())
     rows = order.sort("ns", "op", "group_id", descending=[True, False, False]).drop("ns").iter_rows()
@@ -186,7 +186,7 @@ def _point(row: dict[str, object]) -> str:
 
 
 def skews(operations: pl.DataFrame) -> Figure | None:
-    """How many operations had their ranks arrive how far apart, by operation; None where clocks do not say.
+    """Return how many operations had their ranks arrive how far apart, by operation; None where clocks do not say.
 
     Bins are equally wide on the logarithmic axis, `_BINS` to a decade; less than 1 µs counts as that.
     """

@@ -122,7 +122,7 @@ def title_of(source: str, name: str) -> str:
 
 
 def written(name: str, value: float) -> str:
-    """A value of this counter, or its rate, with its unit."""
+    """Return a value of this counter, or its rate, with its unit."""
     unit = UNITS.get(name, "")
     if name not in GAUGES:
         return f"{bytes_text(value)}/s" if unit == "bytes" else f"{value:.3g}" if unit == "s" else f"{value:.3g}/s"

@@ -61,7 +61,7 @@ def from_a_to_b(step: StepChange, parts: Sequence[PartChange], names: tuple[str,
 
 
 def change_table(bars: Sequence[Bar], unit: str, names: tuple[str, str]) -> Any:  # noqa: ANN401 - Dash's are not typed
-    """The bars with their numbers, as a table."""
+    """Return the bars with their numbers, as a table."""
     titles = (f"{names[0]}, {unit}", f"{names[1]}, {unit}", text("change"), "±")
     head = html.Tr([html.Th(), html.Th(), *(html.Th(title, className="number") for title in titles)])
     return html.Table([html.Thead(head), html.Tbody([_row(bar) for bar in bars])], className="waterfall")

@@ -66,7 +66,10 @@ def _beside(
 
 
 def _look(row: Mapping[str, Any]) -> str:
-    """The class that colors a call: by its part of the step, or by its difference where that is clear of chance."""
+    """Return the class that colors a call.
+
+    By its part of the step, or by its difference where that is clear of chance.
+    """
     if "usual" not in row:
         return f"on p-{row['part'] if row['part'] in PARTS else 'other'}"
     beyond = row["share"] - row["usual"]
@@ -113,7 +116,7 @@ def _numbers(row: Mapping[str, Any], step_ns: float | None) -> Iterator[str]:
 
 
 def matching(tree: pl.DataFrame, wanted: str) -> tuple[set[int], float]:
-    """The calls that have this text in their function or file, and the share of the time in those or what they call."""
+    """Return the calls with this text in function or file, and the share of the time in those or what they call."""
     name = (pl.col("function") + " " + pl.col("file") + ":" + pl.col("line").cast(pl.String)).str.to_lowercase()
     found = set(tree.filter(name.str.contains(wanted.lower(), literal=True))["place"])
     inside: set[int] = set()

@@ -35,7 +35,7 @@ def over_steps(breakdown: pl.DataFrame) -> Figure:
 
 
 def phases_over_steps(marks: pl.DataFrame) -> Figure:
-    """The same of the phases of the ranks' devices."""
+    """Return the same of the phases of the ranks' devices."""
     length = (pl.col("device_ns") - pl.col("begin_ns")).sum().alias("ns")
     rows = marks.group_by("rank", "step", pl.col("phase").alias("name"), maintain_order=True).agg(length)
     names = marks["phase"].unique(maintain_order=True)
@@ -67,7 +67,7 @@ def _stacked(rows: pl.DataFrame, shown: Mapping[str, tuple[str, str]]) -> Figure
 
 
 def ahead_over_steps(marks: pl.DataFrame) -> Figure:
-    """How far the hosts are ahead where a phase ends, a line per phase: mean over the ranks."""
+    """Return how far the hosts are ahead where a phase ends, a line per phase: mean over the ranks."""
     rows = marks.select("step", pl.col("phase").alias("name"), pl.col("ahead_ns").alias("ns"))
     per_point, first_of, every = _in_bars(rows)
     traces = [

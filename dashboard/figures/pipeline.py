@@ -31,7 +31,7 @@ def computations(ops: pl.DataFrame, step: int, replica: int) -> pl.DataFrame:
 
 
 def ideal(measured: pl.DataFrame) -> pl.DataFrame | None:
-    """The same computations in each rank's own order, if all stages were equally fast and nothing else took time.
+    """Return the same computations in each rank's own order, if stages were equally fast and nothing else took time.
 
     A forward needs that of the stage before, a backward that of the stage behind, gradients of weights neither; each
     takes the median of its kind.
@@ -109,7 +109,7 @@ def chart(rows: pl.DataFrame, longest_ns: int) -> Figure:
 
 
 def typical_step(ops: pl.DataFrame, judged: pl.DataFrame) -> int:
-    """The judged step, or any, whose length is closest to the median."""
+    """Return the judged step, or any, whose length is closest to the median."""
     lengths = ops.group_by("step").agg((pl.col("end_ns").max() - pl.col("start_ns").min()).alias("ns")).sort("step")
     known = lengths.join(judged, on="step", how="semi")
     if len(known):

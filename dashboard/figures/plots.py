@@ -37,7 +37,7 @@ def colour(number: int) -> str:
 
 
 def figure(traces: Sequence[Mapping[str, Any]], *, x: Mapping[str, Any], y: Mapping[str, Any], **layout: Any) -> Figure:  # noqa: ANN401
-    """The traces on these axes, without colours of its own for page and text: those are the page's."""
+    """Return the traces on these axes, without colours of its own for page and text: those are the page's."""
     shown = {
         "xaxis": x,
         "yaxis": y,
@@ -79,7 +79,7 @@ def axis(title: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def log_axis(title: str, values: Sequence[float], write: Callable[[float], str]) -> dict[str, Any]:
-    """A logarithmic axis around these values, marked at powers of ten as `write` writes them."""
+    """Return a logarithmic axis around these values, marked at powers of ten as `write` writes them."""
     low, high = (math.log10(max(edge, _LEAST)) for edge in (min(values), max(values)))
     low, high = low - _MARGIN, high + _MARGIN
     if high - low < 1:  # always at least one mark to read from
@@ -90,7 +90,7 @@ def log_axis(title: str, values: Sequence[float], write: Callable[[float], str])
 
 
 def time_axis(title: str, largest_ns: float) -> dict[str, Any]:
-    """A linear axis from 0 whose values are ns and whose marks are times."""
+    """Return a linear axis from 0 whose values are ns and whose marks are times."""
     marks = round_marks(largest_ns)
     return axis(
         title,
@@ -101,7 +101,7 @@ def time_axis(title: str, largest_ns: float) -> dict[str, Any]:
 
 
 def round_marks(largest: float, smallest: float = 0.0) -> list[float]:
-    """A few round numbers from the smallest to the largest."""
+    """Return a few round numbers from the smallest to the largest."""
     if not largest > smallest:
         return [largest]
     power = 10.0 ** math.floor(math.log10((largest - smallest) / _TICKS))

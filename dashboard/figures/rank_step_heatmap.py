@@ -93,7 +93,7 @@ def grid(timeline: Timeline, quantity: str) -> Grid:
 
 
 def rank_order(found: Grid, groups: Sequence[Sequence[int]] | None) -> NDArray[np.intp]:
-    """The grid's rows in the order of these groups of ranks; None: the largest mean first."""
+    """Return the grid's rows in the order of these groups of ranks; None: the largest mean first."""
     if groups is None:
         mean = np.nanmean(found.values, axis=1)
         return np.argsort(-mean, kind="stable")

@@ -69,7 +69,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
 
 
 def _algorithms(run: Run, query: Query) -> Any:  # noqa: ANN401
-    """The card of one operation in one group: measured, fitted, and what each algorithm would reach."""
+    """Return the card of one operation in one group: measured, fitted, and what each algorithm would reach."""
     title = text("Bandwidth by algorithm")
     moved = transfers(run.timeline.collectives)
     found = figures.fits(moved)
@@ -131,7 +131,7 @@ def _said(fit: figures.Fit, moved: pl.DataFrame) -> str:
 
 
 def _interface(run: Run, group_id: int) -> float | None:
-    """The speed of the slowest node's network interfaces, if the group spans several nodes."""
+    """Return the speed of the slowest node's network interfaces, if the group spans several nodes."""
     timeline = run.timeline
     ranks = timeline.collectives.filter(pl.col("group_id") == group_id)["rank"].unique()
     nodes = timeline.ranks.filter(pl.col("rank").is_in(ranks.implode()))["node"].unique().to_list()

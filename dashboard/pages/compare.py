@@ -94,7 +94,7 @@ class _Pair:
 
 
 def _when_ready(state: State, query: Query) -> tuple[Any, bool]:
-    """The comparison, and whether there is nothing more to wait for."""
+    """Return the comparison, and whether there is nothing more to wait for."""
     run_key = query.get("run", "")
     asked = query.get("other", run_key)
     key = "" if asked == _FIRST else asked
@@ -151,7 +151,7 @@ def _controls(pair: _Pair, runs: Mapping[str, str], query: Query) -> Any:  # noq
 
 
 def _of_runs(runs: Mapping[str, str], key: str) -> Any:  # noqa: ANN401
-    """Whose rank to compare with, where several runs are open."""
+    """Return whose rank to compare with, where several runs are open."""
     names = [{"value": key, "label": name} for key, name in runs.items()]
     return choice("other", text("of run"), names, key or _FIRST) if len(runs) > 1 else None
 
@@ -202,7 +202,7 @@ def _columns(name: str, title: str, pair: _Pair) -> dict[str, Shown]:
 
 
 def _one_step(pair: _Pair, query: Query) -> Any:  # noqa: ANN401
-    """A step of both, one below the other, and the ways to it in the timeline."""
+    """Return a step of both, one below the other, and the ways to it in the timeline."""
     a, b = pair.sides
     steps = steps_of_both(a, b)
     if not steps:

@@ -78,7 +78,7 @@ def register(app: Dash, state: State) -> None:  # noqa: ARG001
 
 
 def _asked(_: object, table: str, query: str, search: str) -> str:
-    """The address with the question; a table that was chosen replaces what stands in the box."""
+    """Return the address with the question; a table that was chosen replaces what stands in the box."""
     return with_choice(search, sql=grids.everything(table) if ctx.triggered_id == "data-table" else query)
 
 
@@ -99,7 +99,7 @@ def _shown(run: Run, query: str) -> Any:  # noqa: ANN401
 
 
 def _about(query: str) -> Any:  # noqa: ANN401
-    """What the table holds, if a whole table is asked for."""
+    """Return what the table holds, if a whole table is asked for."""
     name = query.rpartition(" ")[2]
     if grids.everything(name) != query:
         return None

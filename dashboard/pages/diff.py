@@ -53,7 +53,7 @@ def register(app: Dash, state: State) -> None:
 
 
 def _when_ready(state: State) -> tuple[Any, bool]:
-    """The comparison, and whether there is nothing more to wait for."""
+    """Return the comparison, and whether there is nothing more to wait for."""
     if len(state.keys) < 2:
         return empty(
             text("One run"), text("Only one run is open."), text("To compare two: rankscope ui RUN_A RUN_B.")
@@ -92,7 +92,7 @@ def _page(a: Run, b: Run) -> Any:  # noqa: ANN401
 
 @lru_cache(maxsize=2)
 def _compared(a: Run, b: Run) -> Comparison | str:
-    """The comparison, or why there is none."""
+    """Return the comparison, or why there is none."""
     try:
         return compare(a.report, a.timeline, b.report, b.timeline)
     except NotComparable as reason:

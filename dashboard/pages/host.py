@@ -66,7 +66,7 @@ _TABLES: Tables = {
 
 
 def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
-    """What CUDA events tell: how far the host is ahead, and what the devices' phases took."""
+    """Return what CUDA events tell: how far the host is ahead, and what the devices' phases took."""
     if run.report.lead is None:
         return []
     return [

@@ -70,7 +70,7 @@ _OF_SHAPES = {"flops", "flops_per_s"}
 
 
 def _by_name(run: Run) -> pl.DataFrame:
-    """The kernels with what they did, where the trace has the shapes of operators."""
+    """Return the kernels with what they did, where the trace has the shapes of operators."""
     operators = run.trace.table("operators").pipe(apply_clocks, run.timeline.clocks).collect()
     flops = flops_of_kernels(operators, run.timeline.kernels)
     return by_name(run.timeline.kernels).join(flops, on="name", how="left", maintain_order="left")

@@ -172,7 +172,7 @@ def _beside(*sections: Section) -> Children:
 
 
 def _states(run: Run) -> Children:
-    """How far each rank had come in each process group when the job hung."""
+    """Return how far each rank had come in each process group when the job hung."""
     report = run.report
     columns = phrases.known_columns(report.states)
     numbers = ("rank", "enqueued", "started", "completed")

@@ -116,7 +116,7 @@ def _groups(run: Run) -> dict[str, list[list[int]]]:
 
 
 def _data(state: State) -> Response:
-    """The raster's bytes, or what is known of one cell of it."""
+    """Return the raster's bytes, or what is known of one cell of it."""
     asked = request.args
     run = state.ready(asked.get("run", ""))
     quantity = asked.get("quantity", "")
@@ -145,7 +145,7 @@ def _data(state: State) -> Response:
 
 
 def _about(run: Run, found: Grid, rank: int, step: int, value: float) -> Response:
-    """What to say of a cell, and where the timeline shows it."""
+    """Return what to say of a cell, and where the timeline shows it."""
     node = run.timeline.ranks.filter(pl.col("rank") == rank)["node"].to_list()
     lines = [
         text("rank {rank}", rank=rank)

@@ -17,7 +17,7 @@ def layout(run: Run, _: Query) -> Any:  # noqa: ANN401 - Dash's components are n
 
 
 def early(key: str) -> Any:  # noqa: ANN401
-    """The page of a run whose lanes are stored, while it is being judged."""
+    """Return the page of a run whose lanes are stored, while it is being judged."""
     return timeline.layout(key, "0")
 
 

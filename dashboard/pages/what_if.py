@@ -62,7 +62,7 @@ def register(app: Dash, state: State) -> None:
 
 
 def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
-    """The mean step now, and with all that is ticked."""
+    """Return the mean step now, and with all that is ticked."""
     ready = None if run is None else replayable(run)
     if run is None or ready is None or isinstance(ready, Unreplayable):
         return None
@@ -99,7 +99,7 @@ def _row(run: Run, fix: TriedFix, step_ns: float, best: TriedFix) -> Any:  # noq
 
 
 def _costs_other(run: Run, fix: TriedFix) -> str | None:
-    """What the finding with this fix costs, where that is another time than the fix brings."""
+    """Return what the finding with this fix costs, where that is another time than the fix brings."""
     for number, finding in enumerate(run.report.findings, 1):
         lost = duration(finding.lost_ns_per_step)
         if finding.fix == fix.key and finding.lost_ns_per_step and lost != duration(round(fix.gain.gain_ns)):

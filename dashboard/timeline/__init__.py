@@ -45,7 +45,7 @@ class Source(Protocol):
         ...
 
     def counters(self, run: str) -> Sequence[CounterLane] | None:
-        """The nodes' counters that are drawn below the ranks."""
+        """Return the nodes' counters that are drawn below the ranks."""
         ...
 
 
@@ -64,7 +64,7 @@ class TimelineCanvas(Component):
 
 
 def layout(run: str, version: str) -> TimelineCanvas:
-    """The canvas for this run."""
+    """Return the canvas for this run."""
     return TimelineCanvas(id="timeline", base=ROUTES, run=run, version=version)
 
 

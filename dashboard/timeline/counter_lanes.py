@@ -107,7 +107,7 @@ def columns(lane: CounterLane, t0: int, t1: int, pixels: int) -> Bytes:
 
 
 def said_at(lane: CounterLane, t: int) -> str | None:
-    """The value that holds at this moment, with its unit; None where it is not known."""
+    """Return the value that holds at this moment, with its unit; None where it is not known."""
     at = int(np.searchsorted(lane.time, t, "right")) - 1
     if at < 0 or np.isnan(lane.value[at]):
         return None
@@ -115,5 +115,5 @@ def said_at(lane: CounterLane, t: int) -> str | None:
 
 
 def packed(lanes: Sequence[CounterLane], t0: int, t1: int, pixels: int) -> bytes:
-    """The columns of these lanes, one lane after the other."""
+    """Return the columns of these lanes, one lane after the other."""
     return b"".join(columns(lane, t0, t1, pixels).tobytes() for lane in lanes)

@@ -48,12 +48,12 @@ _BRIEF = ("what", "duration", "step", "size", "group", "waited for peers", "last
 
 
 def shown_name(table: str, name: str) -> str:
-    """An event's name; a phase that has none of its own is called like its part of the step."""
+    """Return an event's name; a phase that has none of its own is called like its part of the step."""
     return part_label(name) if table == _DERIVED and name in PARTS else name
 
 
 def describe(scene: Scene, lane: int, t: int, slack: int) -> dict[str, Any] | None:
-    """The event of this lane at this time, its facts in words and where its peers are; None: nothing there."""
+    """Return the event of this lane at this time, its facts in words and where its peers are; None: nothing there."""
     if not 0 <= lane < len(scene.lanes):
         return None
     found = event_at(scene.lanes[lane].row, t, slack)
@@ -112,7 +112,7 @@ def _says_something(table: Table, fact: str, source: int) -> bool:
 
 
 def _operation_of(scene: Scene, rank: int, start: int, end: int) -> int | None:
-    """The matched operation of this rank that shares most time with [start, end), as a row of the collectives."""
+    """Return the row of the rank's matched operation that shares most time with [start, end)."""
     table = scene.tables.get("collectives")
     if table is None or "instance_id" not in table.facts:
         return None
@@ -148,7 +148,7 @@ def _peers(scene: Scene, operation: int) -> list[dict[str, Any]]:
 
 
 def spent(scene: Scene, lanes: Iterable[int], t0: int, t1: int) -> list[dict[str, Any]]:
-    """What [t0, t1) of these lanes was spent on, by kind and by name, one entry per table; longest first."""
+    """Return what [t0, t1) of these lanes was spent on, by kind and by name, one entry per table; longest first."""
     by_table: dict[str, list[int]] = {}
     for lane in lanes:
         if 0 <= lane < len(scene.lanes):
@@ -278,7 +278,7 @@ def _listed(scene: Scene, found: Matches, number: int) -> dict[str, Any]:
 
 
 def _exact(ns: int) -> str:
-    """A duration to the nanosecond, in the unit that suits it."""
+    """Return a duration to the nanosecond, in the unit that suits it."""
     for unit, size in (("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000)):
         if abs(ns) >= size:
             return f"{ns / size:,.3f} {unit}"

@@ -52,7 +52,7 @@ def _regions(_: pl.DataFrame) -> Drawn:
 
 
 def _collectives(_: pl.DataFrame) -> Drawn:
-    """Waiting and transfer of an operation apart, where they are known, and when; where only how long, its call."""
+    """Draw waiting and transfer of an operation apart, where they are known; where only how long, its call."""
     start = pl.coalesce("device_start_ns", "start_ns")
     known = pl.col("wait_ns").is_not_null() & pl.col("end_ns").is_not_null()
     called = pl.col("transfer_ns").is_not_null()

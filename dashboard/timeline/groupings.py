@@ -44,12 +44,12 @@ def groupings(timeline: Timeline) -> list[Grouping]:
 
 
 def nodes_of(timeline: Timeline) -> dict[int, int]:
-    """The node of each rank."""
+    """Return the node of each rank."""
     return dict(timeline.ranks.select("rank", pl.col("node").fill_null(0)).iter_rows())
 
 
 def _stages(timeline: Timeline) -> dict[int, int]:
-    """The pipeline stage of each rank that has exactly one."""
+    """Return the pipeline stage of each rank that has exactly one."""
     seen = (
         pl.concat([frame.select("rank", "stage") for frame in (timeline.ops, timeline.regions)]).drop_nulls().unique()
     )

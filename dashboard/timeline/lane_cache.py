@@ -38,7 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 def load(run: Path, tables: str) -> Scene | None:
-    """The lanes stored for a run whose tables have this fingerprint; None if there are none, or of anything else."""
+    """Return the lanes stored for a run whose tables have this fingerprint.
+
+    None if there are none, or of anything else.
+    """
     folder = run / FOLDER
     try:
         head = json.loads((folder / _HEAD).read_bytes())
@@ -50,7 +53,9 @@ def load(run: Path, tables: str) -> Scene | None:
 
 
 def build_or_store(run: Path, tables: str, timeline: Timeline) -> Scene:
-    """The lanes of this timeline, stored if there are many; of a run that can't be written to they stay in memory.
+    """Return the lanes of this timeline, stored if there are many.
+
+    Of a run that can't be written to they stay in memory.
 
     `tables` is the run's fingerprint from before it was read, and behind a blank which of its steps were.
     """
@@ -110,7 +115,7 @@ class _Files:
 
 
 def _mapped(path: Path, dtype: str, length: int) -> NDArray[Any]:
-    """Raises ValueError if the file is not exactly as long as this."""
+    """Raise ValueError if the file is not exactly as long as this."""
     size = np.dtype(dtype).itemsize * length
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size != size:

@@ -68,7 +68,7 @@ class _InMemory:
 
 
 def events_of(timeline: Timeline) -> int:
-    """How many rows of the timeline would be drawn."""
+    """Return how many rows of the timeline would be drawn."""
     return sum(len(getattr(timeline, name)) for name in DRAWN)
 
 
@@ -78,7 +78,7 @@ def build_scene(timeline: Timeline) -> Scene:
 
 
 def lay_out(timeline: Timeline, arrays: Arrays) -> tuple[dict[str, Any], Mapping[str, Array]]:
-    """What `assemble` makes a scene of: a JSON object and the arrays."""
+    """Return what `assemble` makes a scene of: a JSON object and the arrays."""
     frames = {name: frame for name in DRAWN if len(frame := getattr(timeline, name))}
     if "collectives" in frames:
         titles = {name: group_title(name, role) for name, role in timeline.groups.select("name", "role").iter_rows()}
@@ -189,7 +189,7 @@ class _Codes:
         self.texts: dict[str, int] = {}
 
     def of(self, texts: pl.Series) -> Indices:
-        """What is null has the code for what is not known."""
+        """Return what is null has the code for what is not known."""
         different = texts.drop_nulls().unique().sort()
         mine = [self.texts.setdefault(text, len(self.texts)) for text in different.to_list()]
         codes = np.array([*mine, code_of_unknown(np.dtype(np.uint32))], np.uint32)
@@ -206,7 +206,7 @@ def _lay_out(
     making: _Making,
     tracks: dict[int, list[_Track]],
 ) -> dict[str, Any]:
-    """Adds this table's lanes and tracks, some whole ranks at a time, and gives its part of the JSON object."""
+    """Add this table's lanes and tracks, some whole ranks at a time, and give its part of the JSON object."""
     ranks, first = np.unique(frame["rank"].to_numpy(), return_index=True)
     facts = [fact for fact in _FACTS if fact in frame.columns and frame[fact].null_count() < len(frame)]
     texts = {fact: _Codes() for fact in facts if frame.schema[fact] == pl.String}
@@ -256,7 +256,7 @@ def _lanes_of(
     making: _Making,
     tracks: dict[int, list[_Track]],
 ) -> dict[str, Array]:
-    """Adds the lanes of some ranks, of which the first row is row `before` of its table; start, end, kind, lane."""
+    """Add the lanes of some ranks, of which the first row is row `before` of its table; start, end, kind, lane."""
     origin, last = span
     start = drawn["start_ns"].to_numpy() - origin
     end = np.maximum(drawn["end_ns"].fill_null(last).to_numpy() - origin, start)
@@ -293,7 +293,10 @@ def _lanes_of(
 
 
 def _of_tracks(rank: NDArray[np.int32], track: Indices, start: Ints, end: Ints) -> Iterator[NDArray[np.intp]]:
-    """The rows of each track of each rank, by start, longer ones first. Frames are in order of rank, then time."""
+    """Yield the rows of each track of each rank, by start, longer ones first.
+
+    Frames are in order of rank, then time.
+    """
     bounds = [0, *(np.flatnonzero(np.diff(rank)) + 1).tolist(), len(rank)]
     for first, last in itertools.pairwise(bounds):
         here = slice(first, last)

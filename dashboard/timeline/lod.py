@@ -101,7 +101,7 @@ def strip(kind: int, start: Ints, end: Ints, source: NDArray[np.integer]) -> Str
 
 
 def occupancy(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """What each strip covers between neighbouring edges, in ns, and whether any of its events is there."""
+    """Return what each strip covers between neighbouring edges, in ns, and whether any of its events is there."""
     covered = np.empty((len(row), len(edges)), np.int64)
     instants = []
     for i, events in enumerate(row):
@@ -116,7 +116,7 @@ def occupancy(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]]:
 
 
 def _covered(events: Strip, edges: Ints) -> tuple[Ints, Ints]:
-    """What the strip covers before each edge, and how many of its events start before it."""
+    """Return what the strip covers before each edge, and how many of its events start before it."""
     # "left": an event that starts on an edge belongs to the pixel that follows.
     after = events.start.searchsorted(edges, "left")
     last = after - 1
@@ -128,7 +128,7 @@ def _covered(events: Strip, edges: Ints) -> tuple[Ints, Ints]:
 
 
 def level_sizes(bins: int) -> list[int]:
-    """How many samples each level has over so many bins."""
+    """Return how many samples each level has over so many bins."""
     sizes = [bins + 1]
     while bins % _COARSER == 0 and bins // _COARSER >= _FEWEST_BINS:
         bins //= _COARSER
@@ -137,7 +137,10 @@ def level_sizes(bins: int) -> list[int]:
 
 
 def sample(row: Row, end: int) -> tuple[int, int, list[Samples]]:
-    """The samples of each strip up to `end`, their distance and the number of bins between; none of a short row."""
+    """Return the samples of each strip up to `end`, their distance and the number of bins between.
+
+    None of a short row.
+    """
     events = sum(len(one.start) for one in row)
     if events < _SAMPLED_FROM:
         return 0, 0, []
@@ -184,7 +187,7 @@ def sampled(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]] | None:
 
 
 def heights(covered: Ints, present: NDArray[np.bool_], pixel_ns: NDArray[np.float64], levels: int) -> Bytes:
-    """How high each kind stands in each pixel of a lane that is `levels` high: (kinds, pixels).
+    """Return how high each kind stands in each pixel of a lane that is `levels` high: (kinds, pixels).
 
     A kind that is there has at least 1, so that none is hidden by another; together they are as high as the busy share
     of the lane, but for that, and never higher than it. What rounding takes or gives is the highest kind's. Needs no
@@ -203,7 +206,7 @@ def heights(covered: Ints, present: NDArray[np.bool_], pixel_ns: NDArray[np.floa
 
 
 def event_at(row: Row, t: int, slack: int) -> Event | None:
-    """The event of this row at this time, else the nearest one no further than `slack` ns away."""
+    """Return the event of this row at this time, else the nearest one no further than `slack` ns away."""
     best, best_distance = None, slack + 1
     for events in row:
         i = int(np.searchsorted(events.start, t, "right"))
@@ -241,7 +244,7 @@ def view(
     names: Callable[[int, Indices], Sequence[str]],
     coarser: int = 0,
 ) -> bytes:
-    """What [t0, t1) of these lanes looks like on `pixels` columns: a JSON header, then typed arrays.
+    """Return what [t0, t1) of these lanes looks like on `pixels` columns: a JSON header, then typed arrays.
 
     A lane of several rows is their mean. `names(lane, sources)` names the events that become rectangles: those of a
     single row that are wide enough to be told apart. Each lane with an event that is no rectangle has a raster:
@@ -314,7 +317,7 @@ def tally(row: Row, t0: int, t1: int) -> Iterable[tuple[int, Indices, Ints]]:
 
 
 def _visible(events: Strip, t0: int, t1: int) -> tuple[int, int]:
-    """The range of events that touch [t0, t1)."""
+    """Return the range of events that touch [t0, t1)."""
     first, last = int(events.start.searchsorted(t0)), int(events.start.searchsorted(t1))
     if first and events.start[first - 1] + events.done[first] - events.done[first - 1] > t0:
         first -= 1
@@ -324,7 +327,10 @@ def _visible(events: Strip, t0: int, t1: int) -> tuple[int, int]:
 def _wide_enough(
     lanes: Sequence[Sequence[Row]], visible: Sequence[Sequence[tuple[int, int]]], counts: Ints, span: int, pixels: int
 ) -> _Rects:
-    """The events that become rectangles: of lanes of one row, as narrow ones as there is room for in the view."""
+    """Return the events that become rectangles.
+
+    Of lanes of one row, as narrow ones as there is room for in the view.
+    """
     parts = []
     least = max(_WIDTHS[0] * span // pixels, 1)
     for i, rows in enumerate(lanes):

@@ -113,7 +113,7 @@ class Table:
 
 
 def code_of_unknown(dtype: np.dtype[Any]) -> int:
-    """The code of what is not known: the least of signed numbers, the largest of others."""
+    """Return the code of what is not known: the least of signed numbers, the largest of others."""
     limits = np.iinfo(dtype)
     return int(limits.min if limits.min < 0 else limits.max)
 
@@ -214,7 +214,7 @@ class Scene:
 
 
 def spoken_title(title: str) -> str:
-    """The title of a track or a group in the language that is spoken, for what lanes that were stored hold as a str."""
+    """Return a track's or group's title in the language that is spoken, for a stored lane's title, which is a str."""
     word, _, rest = title.partition(" ")
     if title in _TITLES:
         return translated(title)
@@ -222,7 +222,7 @@ def spoken_title(title: str) -> str:
 
 
 def assemble(head: Mapping[str, Any], arrays: Mapping[str, Array]) -> Scene:
-    """The scene of what `lay_out` gave."""
+    """Return the scene of what `lay_out` gave."""
     names = [table["name"] for table in head["tables"]]
     steps, judged = head["steps"], head["judged"]
     return Scene(

@@ -58,7 +58,7 @@ def register_routes(
     critical_path: Callable[[str], pl.DataFrame | None],
     counters: Callable[[str], Sequence[CounterLane] | None],
 ) -> None:
-    """Adds routes below `/timeline-data/`: each takes one JSON object that names the `run`."""
+    """Add routes below `/timeline-data/`: each takes one JSON object that names the `run`."""
     searches = _Searches()
 
     def route(name: str, answer: Callable[[dict[str, Any], Scene], Any]) -> None:
@@ -115,7 +115,10 @@ def _scene(scene: Scene) -> dict[str, Any]:
 
 
 def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
-    """The findings and their evidence, `finding` is a position; `waiting` while the run is still being analyzed."""
+    """Return the findings and their evidence, `finding` is a position.
+
+    `waiting` while the run is still being analyzed.
+    """
     if report is None:
         return {"waiting": True}
     marks = [
@@ -141,7 +144,7 @@ def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
 
 
 def packed_view(asked: dict[str, Any], scene: Scene) -> bytes:
-    """The view as it goes over the wire, of no more than 100 kB: where it would be more, with fewer bins."""
+    """Return the view as it goes over the wire, of no more than 100 kB: where it would be more, with fewer bins."""
     for coarser in itertools.count():
         packed = _gzip(view(asked, scene, coarser))
         if len(packed) <= _MOST_BYTES or coarser == _COARSEST:
@@ -150,7 +153,10 @@ def packed_view(asked: dict[str, Any], scene: Scene) -> bytes:
 
 
 def view(asked: dict[str, Any], scene: Scene, coarser: int = 0) -> bytes:
-    """The picture of a question: `t0`, `t1`, `pixels`, `levels`, and for each drawn lane the `lanes` behind it."""
+    """Return the picture of a question.
+
+    `t0`, `t1`, `pixels`, `levels`, and for each drawn lane the `lanes` behind it.
+    """
     t0, t1, pixels, levels = _ints(asked, "t0", "t1", "pixels", "levels")
     if not (t0 < t1 and 1 <= pixels <= _MOST_PIXELS):
         raise _BadRequest(f"no picture of {t0} to {t1} ns on {pixels} pixels")
@@ -180,7 +186,7 @@ def _find(asked: dict[str, Any], scene: Scene, searches: _Searches) -> dict[str,
 
 
 def _path(asked: dict[str, Any], scene: Scene, path: pl.DataFrame | None) -> dict[str, Any]:
-    """The pieces of the critical path in view, the longest where there are too many."""
+    """Return the pieces of the critical path in view, the longest where there are too many."""
     if path is None:
         return {"pieces": None}
     t0, t1 = (t + scene.origin_ns for t in _ints(asked, "t0", "t1"))
@@ -191,7 +197,7 @@ def _path(asked: dict[str, Any], scene: Scene, path: pl.DataFrame | None) -> dic
 
 
 def _counters(lanes: Sequence[CounterLane] | None) -> dict[str, Any]:
-    """The nodes' counters that have a lane; `waiting` while the run is still being read."""
+    """Return the nodes' counters that have a lane; `waiting` while the run is still being read."""
     if lanes is None:
         return {"waiting": True}
     said = [

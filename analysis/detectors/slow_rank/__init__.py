@@ -155,7 +155,7 @@ def resolution_ns(
     min_fraction: float = 0.03,
     min_z: float = 5.0,
 ) -> int:
-    """The smallest constant excess, in any part of the step, that would have been reported of any rank."""
+    """Return the smallest constant excess, in any part of the step, that would have been reported of any rank."""
     waited_for = waits_by_durations(breakdown, collectives, ranks, regions, groups, hosts_only=device_waits is not None)
     try:
         own_ns = resolution_of_own_time(breakdown, collectives, regions, groups, min_fraction, min_z)

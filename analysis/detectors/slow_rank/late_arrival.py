@@ -26,7 +26,7 @@ _VAGUE = (*IDLE_LABELS, COMMUNICATION, COMPUTE, MEMORY)  # labels that name no p
 def charged_operations(
     phases: pl.DataFrame, collectives: pl.DataFrame, grid: StepGrid, ranks: pl.DataFrame
 ) -> tuple[Charged | None, list[tuple[int, ...]]]:
-    """Who made whom wait in each operation, and the nodes of several ranks; nothing of a pipeline.
+    """Return who made whom wait in each operation, and the nodes of several ranks; nothing of a pipeline.
 
     There ranks wait for their neighbours by design.
     """
@@ -47,7 +47,7 @@ def latecomer(
     *,
     any_several: bool,
 ) -> list[Slow]:
-    """The rank, or ranks, that operations are charged to more than chance makes any rank, if there is one."""
+    """Return the rank, or ranks, that operations are charged to more than chance makes any rank, if there is one."""
     late = None if seen is None else stragglers(seen, units, any_several=any_several)
     if late is None or seen is None:
         return []
@@ -67,7 +67,7 @@ def latecomer(
 
 
 def no_more_than_late(slow: Slow, margin: Floats) -> Slow:
-    """The rank with what it costs, which is no more than what it was late."""
+    """Return the rank with what it costs, which is no more than what it was late."""
     late = estimate(margin[slow.rows[0]])
     return replace(slow, lost=min(slow.lost, late, key=lambda bound: bound.ns)) if slow.when.all() else slow
 
@@ -99,7 +99,7 @@ def places_of(slow: Slow, grid: StepGrid, role: Ints, regions: pl.DataFrame | No
 
 
 def _holds(outer: pl.DataFrame, inner: pl.DataFrame) -> bool:
-    """Whether each of the inner spans lies within one of the outer ones."""
+    """Say whether each of the inner spans lies within one of the outer ones."""
     starts = outer.sort("start_ns")
     at = np.searchsorted(starts["start_ns"], inner["start_ns"], side="right") - 1
     return bool((at >= 0).all() and (starts["end_ns"].to_numpy()[at] >= inner["end_ns"].to_numpy()).all())

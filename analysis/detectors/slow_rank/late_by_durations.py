@@ -96,7 +96,7 @@ def waits_by_durations(
 
 
 def late_ranks(waited_for: WaitedFor, thresholds: Thresholds) -> list[Late]:
-    """The nodes, then the other ranks, that the others wait for again and again."""
+    """Return the nodes, then the other ranks, that the others wait for again and again."""
     grid = waited_for.grid
     found: list[Late] = []
     for late, members, nodes in waited_for.judged:
@@ -153,7 +153,7 @@ def paced_ranks(collectives: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[int,
 
 
 def guilty_layer(late: Late, grid: StepGrid, proxies: pl.DataFrame | None) -> str:
-    """What NCCL's proxies say of a late rank: "GPU", "host", or nothing.
+    """Return what NCCL's proxies say of a late rank: "GPU", "host", or nothing.
 
     Data had come and its GPU did not take them: its kernel began late. Else, those who send to it were not told where
     to: it had not called NCCL. Each has to explain the larger part of the least that others waited.
@@ -173,7 +173,7 @@ def guilty_layer(late: Late, grid: StepGrid, proxies: pl.DataFrame | None) -> st
 
 
 def _without_stops(late: Lateness, grid: StepGrid, members: list[tuple[int, ...]], *, hosts_only: bool) -> Lateness:
-    """The lateness without what input, garbage collection and the like make of it.
+    """Return the lateness without what input, garbage collection and the like make of it.
 
     CUDA events tell when the device ran dry in a stop. Without them it is taken that it did if it was late in that step
     or in the next one: a stop may come after the step's last operation.
@@ -191,7 +191,7 @@ def _without_stops(late: Lateness, grid: StepGrid, members: list[tuple[int, ...]
 
 
 def _if_evenly_slow(late: Late, waited_for: WaitedFor) -> Late:
-    """The same at what it costs if forward and optimizer say that all is slower there by one factor.
+    """Return the same at what it costs if forward and optimizer say that all is slower there by one factor.
 
     CUDA events time these two without communication. Where both are longer by the same factor, so is what the ranks
     compute in the phases in which they communicate too: their own time there, less up to all of their transfers.
@@ -233,7 +233,7 @@ def _mean(values: Floats, when: Steps) -> Estimate:
 
 
 def _tangled(collectives: pl.DataFrame, groups: pl.DataFrame | None, judged: set[int]) -> dict[int, int]:
-    """The ranks that share a group with one that was not seen, and those that send to or receive from such.
+    """Return the ranks that share a group with one that was not seen, and those that send to or receive from such.
 
     What all ranks call together makes nobody late: there each is as late as it is by itself.
     """

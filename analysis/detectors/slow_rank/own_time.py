@@ -76,7 +76,7 @@ class _Peers:
         return {label: above_peers(values, self.role) for label, values in self.by_label.items()}
 
     def without(self, rows: Ints, nodes: _Peers, node: int) -> _Peers:
-        """The ranks with those of `rows` shorter by what their node takes longer than the others."""
+        """Return the ranks with those of `rows` shorter by what their node takes longer than the others."""
         own, by_label = self.own.copy(), {label: values.copy() for label, values in self.by_label.items()}
         own[rows] -= nodes.excess[node]
         for label, excess in nodes.excess_by_label.items():
@@ -94,7 +94,7 @@ def by_own_time(
     groups: pl.DataFrame | None,
     thresholds: Thresholds,
 ) -> list[Finding]:
-    """Findings of the ranks and nodes whose own time is longer; in few steps of those that come late."""
+    """Return findings of the ranks and nodes whose own time is longer; in few steps of those that come late."""
     persistence, min_z = thresholds.persistence, thresholds.min_z
     grid, role, seen, few = _seen(breakdown, collectives, regions, groups)
     peers = _Peers(grid.own, grid.maybe_blocked, own_by_label(phases, grid), role)
@@ -131,7 +131,7 @@ def resolution_of_own_time(
     min_fraction: float,
     min_z: float,
 ) -> int:
-    """The smallest excess of own time that would have been reported of any rank."""
+    """Return the smallest excess of own time that would have been reported of any rank."""
     grid, role, seen, few = _seen(breakdown, collectives, regions, groups)
     alone = sorted(set(breakdown["rank"]) - set(grid.ranks))
     if alone:
@@ -164,7 +164,9 @@ def _seen(
     regions: pl.DataFrame | None,
     groups: pl.DataFrame | None,
 ) -> tuple[StepGrid, Ints, Arrivals | None, bool]:
-    """The grid of the ranks that have peers, and the role of each, over a few steps at least; arrivals by one clock.
+    """Return the grid of the ranks that have peers, and the role of each, over a few steps at least.
+
+    Arrivals by one clock.
 
     One step will do where operations were seen on the devices. Last: whether there are so few steps that these are
     the sample.
@@ -185,7 +187,7 @@ def _seen(
 def _slow_nodes(
     peers: _Peers, grid: StepGrid, ranks: pl.DataFrame, persistence: float, min_z: float, min_ns: float
 ) -> tuple[list[Slow], _Peers]:
-    """The nodes whose ranks are all slow, and the ranks as they would be if those nodes were like the others.
+    """Return the nodes whose ranks are all slow, and the ranks as they would be if those nodes were like the others.
 
     What all ranks of a node have in common is told from chance sooner than what one of them has.
     """
@@ -215,7 +217,7 @@ def _mean_by(of: Ints, values: Floats) -> Floats:
 
 
 def _all_slow(peers: _Peers, node: Ints, rows: Ints, lost_ns: float) -> bool:
-    """Whether each rank of a node takes at least half of `lost_ns` longer than those of its role elsewhere."""
+    """Say whether each rank of a node takes at least half of `lost_ns` longer than those of its role elsewhere."""
     elsewhere = node != node[rows[0]]
     usual = [np.median(peers.own[elsewhere & (peers.role == peers.role[row])], axis=0) for row in rows]
     return bool((estimates(peers.own[rows] - np.array(usual), TRIM)[0] >= lost_ns / 2).all())
@@ -224,7 +226,9 @@ def _all_slow(peers: _Peers, node: Ints, rows: Ints, lost_ns: float) -> bool:
 def _priced(
     found: dict[int, Shown], peers: _Peers, own: Floats, ranks_of: Sequence[Ints], seen: Arrivals | None
 ) -> list[Slow]:
-    """The slow ones among `peers` with what each costs; `own` is that of the ranks, of which each holds `ranks_of`.
+    """Return the slow ones among `peers` with what each costs.
+
+    `own` is that of the ranks, of which each holds `ranks_of`.
 
     That is by how much the longest rank of a step, whatever its role, is longer than it would be without the excess,
     and no more than its peers were blocked longer than itself, and some slack. Peers that are as slow count as fixed:
@@ -257,5 +261,8 @@ def _priced(
 
 
 def _steady(excess: Floats, when: Steps, usual: Floats) -> Floats:
-    """What mending takes away per step: always the same share of what is `usual`, since scatter stays; or bursts."""
+    """Return what mending takes away per step.
+
+    Always the same share of what is `usual`, since scatter stays; or bursts.
+    """
     return usual * estimate(excess / usual, TRIM).ns if when.all() else excess

@@ -74,7 +74,7 @@ def least_apart(excess: Floats, min_z: float) -> tuple[Floats, Floats]:
 
 
 def persistent(excess: Floats, by_label: dict[str, Floats], persistence: float, min_z: float) -> dict[int, Shown]:
-    """The ranks that exceed their peers in most steps by more than those differ, under some labels or over all."""
+    """Return the ranks that exceed their peers in most steps by more than those differ, under labels or over all."""
     located = np.zeros_like(excess)
     for values in by_label.values():
         means, least = least_apart(values, min_z)
@@ -91,7 +91,7 @@ def persistent(excess: Floats, by_label: dict[str, Floats], persistence: float, 
 
 
 def bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, Shown]:
-    """The rank whose excess comes in bursts, in fewer steps, if hardly any other rank has bursts."""
+    """Return the rank whose excess comes in bursts, in fewer steps, if hardly any other rank has bursts."""
     found = _beyond(grid, excess, robust_deviation(excess), persistence)
     if found or len(excess) != 2 or excess.shape[1] < _STRETCHES:
         return found
@@ -104,7 +104,7 @@ def bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, Show
 
 
 def for_a_while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, Shown]:
-    """The one rank that is above its peers for a long part of the run, by far more than stretches of it differ."""
+    """Return the one rank that is above its peers for a long part of the run, by far more than its stretches differ."""
     found: dict[int, Shown] = {}
     for row, values in enumerate(excess):
         inside = longest_stretch(grid.step_ns + values, _WHILE)
@@ -118,7 +118,7 @@ def for_a_while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, Shown
 
 
 def _beyond(grid: StepGrid, excess: Floats, scatter: float, persistence: float) -> dict[int, Shown]:
-    """The rank whose excess goes far beyond this scatter in some steps, if hardly any other rank's does."""
+    """Return the rank whose excess goes far beyond this scatter in some steps, if hardly any other rank's does."""
     burst = excess > max(0.1 * grid.step_ns, _BURST_Z * scatter)
     cost = np.where(burst, excess, 0.0).sum(axis=1)
     row = int(cost.argmax())
@@ -131,6 +131,6 @@ def _beyond(grid: StepGrid, excess: Floats, scatter: float, persistence: float) 
 
 
 def _of_stretches(values: Floats) -> Floats:
-    """What the means of eight stretches of steps differ from the mean of all."""
+    """Return what the means of eight stretches of steps differ from the mean of all."""
     means = np.array([stretch.mean() for stretch in np.array_split(values, 8)])
     return np.asarray(means - means.mean())

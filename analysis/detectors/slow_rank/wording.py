@@ -18,7 +18,7 @@ __all__ = ["finding_of", "late_finding"]
 
 
 def finding_of(grid: StepGrid, slow: Slow, steps: pl.DataFrame) -> Finding:
-    """The finding of ranks that take longer, or that come late by single operations."""
+    """Return the finding of ranks that take longer, or that come late by single operations."""
     ranks = tuple(grid.ranks[row] for row in slow.rows)
     shown = tuple(np.array(grid.steps)[slow.when].tolist())
     costs = price(grid, slow.lost)
@@ -43,7 +43,7 @@ def finding_of(grid: StepGrid, slow: Slow, steps: pl.DataFrame) -> Finding:
 
 
 def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies: pl.DataFrame | None) -> Finding:
-    """The finding of ranks that come late by NCCL's durations."""
+    """Return the finding of ranks that come late by NCCL's durations."""
     grid = waited_for.grid
     who = text("Node {node}", node=late.node) if late.node is not None else text("Rank {rank}", rank=late.ranks[0])
     shown = tuple(np.array(grid.steps)[late.when].tolist())
@@ -155,7 +155,7 @@ def _between(least_ns: float, most_ns: float) -> str:
 def _typical_step(
     grid: StepGrid, rank: int, excess: Floats, when: Steps, steps: pl.DataFrame, how: str
 ) -> tuple[Evidence, ...]:
-    """The step with the median excess among those where it shows."""
+    """Return the step with the median excess among those where it shows."""
     among = np.flatnonzero(when)
     column = among[np.argsort(excess[among])[len(among) // 2]]
     step = grid.steps[column]

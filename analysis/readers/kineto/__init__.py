@@ -41,7 +41,7 @@ _LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device stood idle,
 
 
 def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) -> FrameReader:
-    """The run of which these files are the ranks, with operators that take this long. Raises `BadInput`."""
+    """Return the run of which these files are the ranks, with operators that take this long. Raises `BadInput`."""
     folder = scratch_folder()
     captures: list[Capture] = []
     gaps: list[Gap] = []

@@ -25,7 +25,9 @@ class Metadata:
 
 
 def metadata_of(capture: Capture, at: Ints, launches: Mapping[str, Ints], launch: Ints, is_batch: Ints) -> Metadata:
-    """What the file says about each of these kernels: on the kernel itself, else on the operator that launched it.
+    """Return what the file says about each of these kernels.
+
+    On the kernel itself, else on the operator that launched it.
 
     A batch of sends and receives is launched where it ends, within none of their operators: its kernel has a row for
     each that came before it. One whose operators are not in the file is a send to nobody.

@@ -27,7 +27,7 @@ def recognises(path: Path) -> bool:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files in the folder that may be traces; if there are none, those one level below."""
+    """Return the files in the folder that may be traces; if there are none, those one level below."""
     for pattern in ("*", "*/*"):
         files = [f for f in sorted(folder.glob(pattern)) if f.is_file() and _may_be_trace(f.name)]
         if files:
@@ -61,7 +61,7 @@ def _begins_as_trace(file: IO[bytes], name: str) -> bool:
 
 
 def trace_files(path: Path) -> list[Path]:
-    """The file, or the folder's traces; a folder with one file only has that."""
+    """Return the file, or the folder's traces; a folder with one file only has that."""
     if not path.is_dir():
         return files_in([str(path)])
     files = _files_of(path)

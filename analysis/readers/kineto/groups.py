@@ -30,7 +30,7 @@ class Groups:
                 self.backends[name] = str(entry.get("backend_config", ""))
 
     def add(self, name: str, ranks: str, role: str) -> None:
-        """A group as a collective names it; what is known of it already stays."""
+        """Add a group as a collective names it; what is known of it already stays."""
         if self.members.get(name):  # the configuration may leave it open
             return
         try:

@@ -17,7 +17,7 @@ BARE_ARRAY = re.compile(rb'\s*\[\s*\{[^}]*"ph"\s*:')
 
 
 def read_header(source: Source) -> tuple[bytes, bytes] | str:
-    """The text before the events and what was read after it; or what is wrong."""
+    """Return the text before the events and what was read after it; or what is wrong."""
     begun = source.read(SNIFF)
     if not begun:
         return source.problem or "is empty"
@@ -36,7 +36,7 @@ def read_header(source: Source) -> tuple[bytes, bytes] | str:
 
 
 def file_information(before: bytes, after: bytes) -> tuple[dict[str, Any], int]:
-    """What stands around the events, and ns to add to every time; of broken text, what can be found in it."""
+    """Return what stands around the events, and ns to add to every time; of broken text, what can be found in it."""
     try:
         whole = json.loads(before + (b"]" + after if before != b"[" else b"]"), strict=False)
         info = whole if isinstance(whole, dict) else {}

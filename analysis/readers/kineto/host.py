@@ -39,7 +39,7 @@ def regions_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]
 
 
 def _region_kind(name: str) -> str | None:
-    """The kind of an annotation of this name; None for a step, and for what collectives say better."""
+    """Return the kind of an annotation of this name; None for a step, and for what collectives say better."""
     if name.startswith(("ProfilerStep#", WINDOW_STEP, *_COMMUNICATION_REGIONS)):
         return None
     return next((kind for begin, kind in REGION_KINDS.items() if name.startswith(begin)), "user")

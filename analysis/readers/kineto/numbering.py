@@ -65,7 +65,7 @@ def number_collectives(
 
 
 def _number_transfers(collectives: Mapping[int, Calls], rows: Mapping[int, Ints], *, one_clock: bool) -> None:
-    """Number what one rank sends to another on both: torch counts there what the rank exchanges with all."""
+    """Give what one rank sends to another a number on both: torch counts there what the rank exchanges with all."""
     codes: dict[tuple[Any, ...], int] = {}
     sequences = {rank: _as_sequence(collectives[rank], at, codes, ("dtype", "size_bytes")) for rank, at in rows.items()}
     numbers = collective_numbering.align(sequences, one_clock=one_clock)
@@ -104,7 +104,7 @@ def _tell_apart(rows: Mapping[int, tuple[Calls, Ints]]) -> None:
 def _as_sequence(
     calls: Calls, at: Ints, codes: dict[tuple[Any, ...], int], kind_by: Sequence[str] = ("op", "dtype", "size_bytes")
 ) -> collective_numbering.Sequence:
-    """These rows; `codes` are of the kinds on all ranks. How much an all-to-all moves is not the same on all."""
+    """Return these rows; `codes` are of the kinds on all ranks. How much an all-to-all moves is not the same on all."""
     kinds = (
         tuple(
             None if column == "size_bytes" and calls["op"][i] in ALL_TO_ALL_OPS else calls[column][i]

@@ -27,7 +27,7 @@ _FEW = 0.01  # share of the device rows that another device may have
 
 
 def by_rank(captures: list[Capture], gaps: list[Gap]) -> dict[int, Capture]:
-    """The captures by rank, in order. A rank that is neither in the file nor in its name is asked for."""
+    """Return the captures by rank, in order. A rank that is neither in the file nor in its name is asked for."""
     ranks: dict[int, Capture] = {}
     for capture in captures:
         rank = _rank_of(capture)
@@ -72,7 +72,7 @@ def nodes_of(ranks: Mapping[int, Capture]) -> dict[int, int]:
 
 
 def devices_of(rows: Rows) -> list[int]:
-    """The devices that work for this process, the one with most rows first, without those that hardly have any."""
+    """Return the devices that work for this process, the one with most rows first, without those that hardly do."""
     seen: Counter[int] = Counter()
     for block in rows.blocks("device"):
         which, count = np.unique(block["device"], return_counts=True)
@@ -115,6 +115,6 @@ def _device_name(capture: Capture) -> str:
 
 
 def all_ranks(ranks: Mapping[int, Capture]) -> str:
-    """The ranks of the job, as far as the files tell."""
+    """Return the ranks of the job, as far as the files tell."""
     world = max((capture.world_size or 0 for capture in ranks.values()), default=0)
     return ranges(sorted({*ranks, *range(world)}))

@@ -52,7 +52,7 @@ _NO_TIME_NS = -(10**15)  # before the trace's base: what is left of a time of 0
 
 
 def read_captures(paths: Sequence[str], folder: Path, operators_from_ns: int) -> Iterator[Capture | str]:
-    """What each file holds, or one line that says what is wrong with it, in the order of the files.
+    """Yield what each file holds, or one line that says what is wrong with it, in the order of the files.
 
     Their rows lie in files in this folder. Large files are read by several processes at once.
     """
@@ -76,7 +76,7 @@ def _cpu_s(file: Path) -> float:
 
 
 def read_file(file: Path, label: str, rows: Path, operators_from_ns: int) -> list[Capture | str]:
-    """What the file holds; its rows lie in `rows`."""
+    """Return what the file holds; its rows lie in `rows`."""
     spill = Spill(rows)
     if not TAR_NAME.search(file.name):
         with file.open("rb") as opened:
@@ -151,7 +151,7 @@ class _Kept:
 
 
 def _read_capture(label: str, source: Source, spill: Spill, operators_from_ns: int) -> Capture | str:
-    """The capture in this file, or one line that says what is wrong with it."""
+    """Return the capture in this file, or one line that says what is wrong with it."""
     header = read_header(source)
     if isinstance(header, str):
         return f"{label} {header}"
@@ -203,7 +203,7 @@ def _role(category: str) -> int:
 
 
 def _decoded(raw: bytes) -> str:
-    """The name, with JSON's escapes undone where they are sound."""
+    """Return the name, with JSON's escapes undone where they are sound."""
     text = raw.decode("utf-8", "replace")
     if "\\" not in text:
         return text

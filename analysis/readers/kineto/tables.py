@@ -34,7 +34,7 @@ class Tables(Mapping[str, pl.DataFrame]):
         return shaped(name, pl.concat(self._of_ranks(name, None)))
 
     def pieces(self, name: str) -> Iterator[pl.DataFrame]:
-        """The table in pieces; each has rows of one rank."""
+        """Yield the table in pieces; each has rows of one rank."""
         for frame in self._of_ranks(name, _PIECE):
             yield shaped(name, frame)
 
@@ -56,7 +56,7 @@ class Tables(Mapping[str, pl.DataFrame]):
 def table_builders(
     ranks: Mapping[int, Capture], groups: Mapping[int, Groups], collectives: Mapping[int, Calls]
 ) -> dict[str, _Builder]:
-    """How each table that has rows is made: rank after rank, large ones in pieces of at most so many rows."""
+    """Return how each table that has rows is made: rank after rank, large ones in pieces of at most so many rows."""
 
     def of_each(frame_of: Callable[[int], pl.DataFrame]) -> _Builder:
         return lambda _: ((rank, frame_of(rank)) for rank in ranks)

@@ -41,7 +41,7 @@ def thread_numbers(names: Sequence[str], spans: Rows, launches: Rows, *operators
 
 
 def _as_seen(codes: Ints) -> list[int]:
-    """The different codes, in order of appearance."""
+    """Return the different codes, in order of appearance."""
     first = np.full(codes.max(initial=-1) + 1, -1)
     first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1, dtype=np.int32)  # of several, the last one assigned stays
     found = np.flatnonzero(first >= 0)

@@ -28,7 +28,7 @@ class Source:
     problem: str = ""
 
     def read1(self, size: int) -> bytes:
-        """Some bytes, at most `size`; none where the file ends."""
+        """Return some bytes, at most `size`; none where the file ends."""
         try:
             return b"" if self.problem else self.stream.read(size)
         except GZIP_ERRORS as error:
@@ -97,7 +97,7 @@ def _new_member() -> Any:  # noqa: ANN401  (isal has no types)
 
 
 def unpacked(file: IO[bytes]) -> Source:
-    """The file's bytes, unpacked where it is gzip."""
+    """Return the file's bytes, unpacked where it is gzip."""
     magic = file.read(2)
     file.seek(0)
     return Source(_Gunzip(file) if magic == b"\x1f\x8b" else file)

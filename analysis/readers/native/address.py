@@ -24,12 +24,15 @@ class Address:
 
 
 def run_folder(path: Path) -> Path:
-    """The folder of a run; `path` may also be one of its worlds, or some of its steps, which need be no folder."""
+    """Return the folder of a run.
+
+    `path` may also be one of its worlds, or some of its steps, which need be no folder.
+    """
     return Path(*address_of([str(path)]).folders)
 
 
 def address_of(paths: list[str]) -> Address:
-    """The folders of a run, and what of it is named: `runs/…/world=1`, `runs/…/steps=100-200`, or both."""
+    """Return the folders of a run, and what of it is named: `runs/…/world=1`, `runs/…/steps=100-200`, or both."""
     found = [_named_by(Path(path)) for path in paths]
     of = {(world, steps) for _, world, steps in found}
     if len(of) > 1:

@@ -27,7 +27,9 @@ _DAMAGED = (pa.ArrowException, OSError, IndexError, KeyError, ValueError)  # as 
 
 
 def read_rows(path: Path, *, closed: bool, columns: Sequence[str] | None = None) -> tuple[pa.Table | None, str | None]:
-    """The good rows of an Arrow file, and what is wrong with it; of a whole file only these columns, if it has them.
+    """Return the good rows of an Arrow file, and what is wrong with it.
+
+    Of a whole file only these columns, if it has them.
 
     The part that is being written has no footer: it is read as a stream. So is a file that was cut.
     """
@@ -57,7 +59,7 @@ def read_rows(path: Path, *, closed: bool, columns: Sequence[str] | None = None)
 
 
 def _checked(rows: _Rows) -> _Rows:
-    """The rows, whose texts and lengths are what they claim. Raises an Arrow error."""
+    """Return the rows, whose texts and lengths are what they claim. Raises an Arrow error."""
     rows.validate(full=True)
     return rows
 
@@ -71,19 +73,25 @@ def _read_file(data: bytes, columns: Sequence[str] | None) -> pa.Table:
 
 
 def time_in_the_middle(path: Path, order: str) -> int:
-    """A time in the midst of a file's rows; that of a file without rows is at its end, where one may be written."""
+    """Return a time in the midst of a file's rows.
+
+    That of a file without rows is at its end, where one may be written.
+    """
     rows = order_of(path, order)
     return rows[len(rows) // 2].as_py() if len(rows) else AT_THE_END
 
 
 def order_of(path: Path, order: str) -> pa.ChunkedArray:
-    """What a file's rows are ordered by; nothing where it has none that are good. The part being written has some."""
+    """Return what a file's rows are ordered by.
+
+    Nothing where it has none that are good. The part being written has some.
+    """
     table, _ = read_rows(path, closed=False, columns=[order])
     return table[order] if table is not None and order in table.column_names else pa.chunked_array([], pa.int64())
 
 
 def count_rows(path: Path) -> int:
-    """What the file's footer says; 0 where it has none."""
+    """Return what the file's footer says; 0 where it has none."""
     from pyarrow import dataset  # 3 MB
 
     try:
@@ -93,6 +101,9 @@ def count_rows(path: Path) -> int:
 
 
 def at_once(do: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
-    """What it does with each item, in their order; on shared storage most of the time is spent waiting for files."""
+    """Return what it does with each item, in their order.
+
+    On shared storage most of the time is spent waiting for files.
+    """
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         return list(pool.map(do, items))

@@ -49,7 +49,7 @@ class Part:
 
 
 def recognises(path: Path) -> bool:
-    """Whether this is a run folder: it says what was launched, or holds at least one table."""
+    """Say whether this is a run folder: it says what was launched, or holds at least one table."""
     path = run_folder(path)
     return path.is_dir() and (any(path.glob("run/node=*.json")) or any(map(parts_in, partitions(path))))
 
@@ -78,7 +78,7 @@ def why_no_run(root: Path, where: str) -> str:
 
 
 def run_files(roots: list[Path]) -> tuple[dict[int, dict[str, Any]], list[Gap]]:
-    """The launch as each node wrote it, and a gap for each such file that is not whole."""
+    """Return the launch as each node wrote it, and a gap for each such file that is not whole."""
     run: dict[int, dict[str, Any]] = {}
     gaps = []
     for root in roots:
@@ -96,13 +96,13 @@ def run_files(roots: list[Path]) -> tuple[dict[int, dict[str, Any]], list[Gap]]:
 
 
 def partitions(root: Path) -> Iterator[Path]:
-    """The folders of each table's ranks or nodes, in order."""
+    """Yield the folders of each table's ranks or nodes, in order."""
     for name in sorted(TABLES):
         yield from sorted(Path(entry) for entry in _entries(root / name) if _PARTITION.fullmatch(entry.name))
 
 
 def parts_in(partition: Path) -> list[Part]:
-    """The parts of one rank's or node's table, in order."""
+    """Return the parts of one rank's or node's table, in order."""
     owned = _PARTITION.fullmatch(partition.name)
     parts = []
     for entry in _entries(partition):
@@ -125,7 +125,7 @@ def parts_in(partition: Path) -> list[Part]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing where it is not there, or is being moved by its agent."""
+    """Return what is in a folder; nothing where it is not there, or is being moved by its agent."""
     try:
         return list(os.scandir(folder))
     except OSError:
@@ -141,7 +141,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def windows_in(roots: list[Path]) -> list[list[Path]]:
-    """The windows' folders by window; one that is still being converted has no `run/node=*.json` yet."""
+    """Return the windows' folders by window; one that is still being converted has no `run/node=*.json` yet."""
     folders: dict[str, list[Path]] = {}
     for root in roots:
         for file in sorted(root.glob("window-*/run/node=*.json")):
@@ -152,7 +152,7 @@ def windows_in(roots: list[Path]) -> list[list[Path]]:
 
 
 def refuse_two_runs(parts: list[Part]) -> None:
-    """The same partition in two folders means two runs, not two nodes of one."""
+    """Refuse the same partition in two folders: that means two runs, not two nodes of one."""
     seen: dict[tuple[str, int | None, int | None], Path] = {}
     for part in parts:
         root = part.path.parents[2]

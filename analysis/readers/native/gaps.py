@@ -45,7 +45,7 @@ def silent_ranks(stored: StoredRows) -> list[Gap]:
 
 
 def removed_rows(run: Mapping[int, Mapping[str, Any]], kept_since: Mapping[int, int], *, shrunk: bool) -> Iterator[Gap]:
-    """That old records made room, before the run was opened, and since; one line each for all nodes."""
+    """Yield that old records made room, before the run was opened, and since; one line each for all nodes."""
     since = [ns - run[node].get("start_ns", ns) for node, ns in kept_since.items()]
     sizes = [run[node].get("keep_bytes", 0) for node in kept_since]
     if since:
@@ -63,7 +63,7 @@ def removed_rows(run: Mapping[int, Mapping[str, Any]], kept_since: Mapping[int, 
 
 
 def other_worlds(worlds: Sequence[World], analyzed: int, where: str) -> list[Gap]:
-    """A line for each other attempt and world; of very many, how many more there are."""
+    """Return a line for each other attempt and world; of very many, how many more there are."""
     mine = worlds[analyzed]
     others = [(number, world) for number, world in enumerate(worlds) if number != analyzed]
     whys = [
@@ -120,7 +120,7 @@ def _why_open(node: int, stored: StoredRows, read: Callable[[str], pl.DataFrame]
 
 
 def open_ends(collectives: pl.DataFrame, flight_records: pl.DataFrame) -> list[Gap]:
-    """Collectives whose end was never seen, by rank."""
+    """Return collectives whose end was never seen, by rank."""
     timed = flight_records.drop_nulls("duration_ns")["rank"].unique()  # what lacks one is unmatched
     unseen = collectives.filter(pl.col("end_ns").is_null(), ~pl.col("rank").is_in(timed.implode()))
     counts = unseen.group_by("rank").len().sort("rank")
@@ -137,6 +137,6 @@ def open_ends(collectives: pl.DataFrame, flight_records: pl.DataFrame) -> list[G
 
 
 def recorded_gaps(stored: StoredRows) -> list[Gap]:
-    """What collectors, session and agent recorded themselves."""
+    """Return what collectors, session and agent recorded themselves."""
     said = stored.read("gaps").select("table", "rank", "node", "count", "why")
     return [replace(Gap(**row), why=as_recorded(row["why"])) for row in said.iter_rows(named=True)]

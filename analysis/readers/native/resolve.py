@@ -14,7 +14,7 @@ __all__ = ["with_codes", "with_late_ends", "with_names", "with_node", "with_peer
 
 
 def with_node(frame: pl.DataFrame, ranks: pl.DataFrame, node: int | None) -> pl.DataFrame:
-    """The node of each row's rank; where the rank's own row was lost `node`, or null if that is None."""
+    """Return the node of each row's rank; where the rank's own row was lost `node`, or null if that is None."""
     nodes = ranks.select("rank", "node").unique("rank", keep="last")
     frame = frame.join(nodes, on="rank", how="left", maintain_order="left")
     return frame if node is None else frame.with_columns(pl.col("node").fill_null(node))
@@ -50,7 +50,7 @@ def with_codes(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_peers(clocks: pl.DataFrame, run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
-    """Which node each one pinged: that may have got another number since it was asked for it."""
+    """Return which node each one pinged: that may have got another number since it was asked for it."""
     number = {launch["agent"]: node for node, launch in run.items() if "agent" in launch}
     pinged = {node: number[launch["peer"]] for node, launch in run.items() if launch.get("peer") in number}
     peer = pl.col("node").replace_strict(pinged, default=pl.col("peer"), return_dtype=pl.Int32)
@@ -59,7 +59,7 @@ def with_peers(clocks: pl.DataFrame, run: Mapping[int, Mapping[str, Any]]) -> pl
 
 
 def with_late_ends(collectives: pl.DataFrame, completions: pl.DataFrame) -> pl.DataFrame:
-    """Ends that came after the row had been written."""
+    """Put in ends that came after the row had been written."""
     keys = ["rank", "attempt", "number"]
     late = completions.select(*keys, pl.col("end_ns").alias("_late")).unique(keys)
     return (

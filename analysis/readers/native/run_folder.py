@@ -78,7 +78,7 @@ class NativeReader:
         self._seen: set[str] = set()  # tables whose gaps are noted
 
     def part(self, steps: tuple[int, int]) -> NativeReader:
-        """These steps of the same files, which are not looked for again."""
+        """Return these steps of the same files, which are not looked for again."""
         other = copy(self)
         other.asked = steps
         other._begin()
@@ -186,7 +186,7 @@ class NativeReader:
         return pl.DataFrame(at_once(held, parts), schema=names | {"first": pl.Int64, "last": pl.Int64}, orient="row")
 
     def sizes_of_ranks(self) -> dict[int, int]:
-        """What each rank's files take on the disk."""
+        """Return what each rank's files take on the disk."""
         sizes: dict[int, int] = {}
         for part in self._parts:
             if part.rank is not None:
@@ -194,7 +194,10 @@ class NativeReader:
         return sizes
 
     def pieces_of_rank(self, name: str, rank: int, *columns: str) -> Iterator[pl.DataFrame]:
-        """These columns of one rank's rows in the whole run, file by file, after an empty piece; names are numbers."""
+        """Yield these columns of one rank's rows in the whole run, file by file, after an empty piece.
+
+        Names are numbers.
+        """
         schema = {column: kind for column, kind in schema_of(name).items() if column in ("rank", *columns)}
         yield pl.DataFrame(schema=schema)
         stored = [f"{column}_id" if column == "name" else column for column in columns]
@@ -233,7 +236,7 @@ class NativeReader:
         return cannot
 
     def why_no_rank(self) -> str:
-        """What the agent wrote about the ranks that never came, as the end of a sentence."""
+        """Return what the agent wrote about the ranks that never came, as the end of a sentence."""
         said = [gap.why for gap in recorded_gaps(self._stored) if gap.table == "ranks"]
         return f": {said[0]}" if said else ": the job made no process group, or ended before it"
 

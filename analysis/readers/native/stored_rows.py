@@ -58,7 +58,10 @@ class StoredRows:
         return sorted({p.rank for p in self.parts if p.rank is not None})
 
     def read(self, name: str) -> pl.DataFrame:
-        """The table with ids and codes as written, kept until it is forgotten; what is wrong with it is noted once."""
+        """Return the table with ids and codes as written, kept until it is forgotten.
+
+        What is wrong with it is noted once.
+        """
         if name not in self._kept:
             frame = self._together(name, self._read(self._of(name)))
             if name == "groups":
@@ -80,7 +83,7 @@ class StoredRows:
         return self._together(name, ends)
 
     def started_ns(self, which: pl.Expr) -> int | None:
-        """When the first of these rows of `ranks` began, on its node's clock."""
+        """Return when the first of these rows of `ranks` began, on its node's clock."""
         start = self.read("ranks").filter(which)["start_ns"].min()
         return start if isinstance(start, int) else None
 
@@ -88,7 +91,7 @@ class StoredRows:
         return [part for part in self.parts if part.table == name]
 
     def _with_listed(self, ranks: pl.DataFrame) -> pl.DataFrame:
-        """The ranks, with those that left other files only, as far as their nodes' JSON describes them."""
+        """Return the ranks, with those that left other files only, as far as their nodes' JSON describes them."""
         lost = set(self.ranks()) - set(ranks["rank"])
         rows = [
             {name: entry.get(name) for name in ("rank", "attempt", "pid", "world_size", "start_ns")} | {"node": node}
@@ -101,7 +104,7 @@ class StoredRows:
         return pl.concat([ranks, pl.DataFrame(rows)], how="diagonal_relaxed") if rows else ranks
 
     def _together(self, name: str, read: list[tuple[Part, pa.Table]]) -> pl.DataFrame:
-        """The rows of these parts, and whose they are."""
+        """Return the rows of these parts, and whose they are."""
         alike = itertools.groupby(read, key=lambda one: one[1].schema)
         frames = [self._whole_rows(name, list(of_schema)) for _, of_schema in alike]
         schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
@@ -109,7 +112,10 @@ class StoredRows:
         return pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
 
     def _read(self, parts: list[Part]) -> list[tuple[Part, pa.Table]]:
-        """The rows of a table's parts, of a stretch of the run those that it needs; what is not good is noted."""
+        """Return the rows of a table's parts, of a stretch of the run those that it needs.
+
+        What is not good is noted.
+        """
         if self.stretch and parts and _is_cut(parts[0].table):
             found = [read for of_owner in at_once(self._within, self._by_owner(parts)) for read in of_owner]
         else:
@@ -129,7 +135,7 @@ class StoredRows:
         return found
 
     def _within(self, owner: tuple[list[Part], int, int]) -> list[tuple[Part, pa.Table | None, str | None]]:
-        """The rows of one owner's parts that are between two times, both included, and what is wrong with the parts."""
+        """Return the rows of one owner's parts between two times, both included, and what is wrong with the parts."""
         parts, begin_ns, end_ns = owner
         order = TABLES[parts[0].table].order
 
@@ -153,7 +159,7 @@ class StoredRows:
         return found
 
     def _good_rows(self, part: Part, table: pa.Table | None, problem: str | None) -> pa.Table | None:
-        """The part's rows, if it has any; what was wrong with it is noted."""
+        """Return the part's rows, if it has any; what was wrong with it is noted."""
         if problem:
             self._note(
                 part,
@@ -176,7 +182,10 @@ class StoredRows:
         return table.replace_schema_metadata()
 
     def _whole_rows(self, name: str, parts: list[tuple[Part, pa.Table]]) -> pl.DataFrame:
-        """The rows of these parts, all with the same columns, and whose they are: together, since there may be many."""
+        """Return the rows of these parts, all with the same columns, and whose they are.
+
+        Together, since there may be many.
+        """
         columns = TABLES[name].columns
         of_part = np.repeat(np.arange(len(parts)), [table.num_rows for _, table in parts])
         owners = (
@@ -202,7 +211,7 @@ class StoredRows:
         return frame.filter(~lacking)
 
     def _good_until(self, part: Part, table: pa.Table | None) -> str:
-        """Where the good rows of a cut file end, as the end of a sentence."""
+        """Return where the good rows of a cut file end, as the end of a sentence."""
         order = TABLES[part.table].order
         if table is None or order not in table.column_names or part.table == "ranks":
             return text("; nothing of it is good") if table is None else ""
@@ -213,7 +222,7 @@ class StoredRows:
         return text("; it is good until {last:.1f} s after the start", last=(last - start) / 1e9)
 
     def _is_closed(self, part: Part) -> bool:
-        """Whether every agent that could still be writing this file has ended its run properly."""
+        """Say whether every agent that could still be writing this file has ended its run properly."""
         return self.all_closed if part.node is None else self.run.get(part.node, {}).get("state") == "closed"
 
     def _note(self, part: Part, count: int | None, why: str) -> None:
@@ -223,5 +232,5 @@ class StoredRows:
 
 
 def _is_cut(name: str) -> bool:
-    """Whether only those rows of a table are read that belong to a stretch of the run."""
+    """Say whether only those rows of a table are read that belong to a stretch of the run."""
     return name not in _WHOLE and TABLES[name].order.endswith("_ns")

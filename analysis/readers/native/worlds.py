@@ -32,7 +32,7 @@ class World:
     trains: bool
 
     def is_beside(self, other: World) -> bool:
-        """Whether both ran at once, as far as is known; on different nodes the clocks do not say."""
+        """Say whether both ran at once, as far as is known; on different nodes the clocks do not say."""
         if not self.nodes & other.nodes:
             return self.attempt == other.attempt
         return self.start_ns < other.end_ns and other.start_ns < self.end_ns
@@ -86,7 +86,7 @@ def _world(run: Mapping[int, Mapping[str, Any]], name: str, attempt: int, parts:
 
 
 def _columns(part: Part, *names: str) -> pl.DataFrame:
-    """These columns of a part's good rows."""
+    """Return these columns of a part's good rows."""
     table, _ = read_rows(part.path, closed=False)
     schema = {name: pl.Int64 if name.endswith("_ns") else pl.Int32 for name in names}
     if table is None or not set(names) <= set(table.column_names):
@@ -108,7 +108,7 @@ def one_that_trains(worlds: list[World]) -> int:
 
 
 def is_of(entry: Mapping[str, Any], world: str, attempt: int) -> bool:
-    """Whether this rank of a run's JSON is of that world."""
+    """Say whether this rank of a run's JSON is of that world."""
     return (entry.get("world") or "", entry.get("attempt", 0)) == (world, attempt)
 
 
@@ -121,7 +121,7 @@ def on_nodes(rows: pl.DataFrame, run: Mapping[int, Mapping[str, Any]], world: st
 
 
 def with_ranks_of(world: World, launch: dict[str, Any]) -> dict[str, Any]:
-    """A node's JSON with the ranks of this world only."""
+    """Return a node's JSON with the ranks of this world only."""
     if "ranks" not in launch:
         return launch
     return launch | {"ranks": [r for r in launch["ranks"] if is_of(r, world.name, world.attempt)]}
