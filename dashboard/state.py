@@ -15,7 +15,7 @@ from pathlib import Path
 
 import polars as pl
 
-from rankscope.analysis.diagnosis.conclude import Asked, report_on
+from rankscope.analysis.diagnosis.conclude import ReportOptions, report_on
 from rankscope.analysis.diagnosis.whole_run import with_whole_run
 from rankscope.analysis.metrics.rank_placement import rank_places
 from rankscope.analysis.model.finding import Report
@@ -147,7 +147,7 @@ class State:
             self._set(key, stage=2)
             with ThreadPoolExecutor(1) as beside:
                 scene = beside.submit(lambda: stored or _lanes(path, files, with_windows(timeline, trace), running))
-                report = report_on(trace, timeline, Asked(price=self._price))
+                report = report_on(trace, timeline, ReportOptions(price=self._price))
                 run = Run(
                     key=key,
                     name=self._progress[key].name,

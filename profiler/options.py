@@ -15,6 +15,8 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 
+from rankscope.analysis.text.message import LANGUAGES
+from rankscope.collectors.rank_ranges import members_of
 from rankscope.errors import RankscopeError
 
 __all__ = [
@@ -44,8 +46,6 @@ class _StepRange(NamedTuple):
 
 
 def _language(text: str) -> str:
-    from rankscope.analysis.text.message import LANGUAGES
-
     if text not in LANGUAGES:
         raise RankscopeError(f"--lang is {' or '.join(LANGUAGES)}; got {text}")
     return text
@@ -62,8 +62,6 @@ def _price(text: str) -> float:
 
 
 def _ranks(text: str) -> Sequence[int]:
-    from rankscope.collectors.rank_ranges import members_of
-
     try:
         ranks = sorted(set(members_of(text)))
     except ValueError:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from rankscope.analysis.diagnosis.conclude import ReportOptions
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.report import html, json_form, terminal
@@ -93,7 +94,7 @@ PUBLIC = ("kineto/tb-plugin-workers0", "ops/bytedance-st")
 @pytest.mark.parametrize("source", ["by hand", *(pytest.param(name, marks=pytest.mark.needs_data) for name in PUBLIC)])
 def test_report_in_chinese_leaves_no_english_sentence_and_the_json_english(source):
     report = (
-        diagnose(run({0: 40, 1: 70, 2: 40}), price=2.5)
+        diagnose(run({0: 40, 1: 70, 2: 40}), ReportOptions(price=2.5))
         if source == "by hand"
         else diagnose(Trace.open(recorded(DATA / source)))
     )
@@ -114,7 +115,7 @@ def recorded(path: Path) -> list[Path]:
 
 
 def test_slow_rank_in_chinese():
-    report = spoken_in("zh", diagnose(run({0: 40, 1: 70}), price=30.0))
+    report = spoken_in("zh", diagnose(run({0: 40, 1: 70}), ReportOptions(price=30.0)))
     assert report.verdict == (
         "Rank 1 偏慢：每步比其他 rank 多计算 30.0 ms（占平均步时 150 ms 的 20.0 %），1 个 rank 在等待它；"
         "每小时费用 60 中损失 12。"

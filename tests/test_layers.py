@@ -32,6 +32,14 @@ IN_A_RANK = (
 LONG_MODULES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
 MANY_PARAMETERS = {"collectors.in_rank.ring_writer.write"}  # of every record: fewer would cost the job time
+# Imports inside functions: what is heavy, or need not be installed. Commands import all that is heavy so.
+HEAVY = {"babel", "distributed", "polars", "pyarrow", "rich", "typer"}
+IMPORTED_LATE = {
+    "collectors.agent.node_sampler": {"rankscope.collectors.node.gpu"},  # without NVML the others still work
+    "collectors.in_rank.boot": {"rankscope.collectors.in_rank.session"},  # of all that import torch few are ranks
+    "profiler.main": {"rankscope.profiler.options.with_json_path"},  # `rankscope run` needs no typer
+    "profiler.options": {"rankscope.analysis.readers.native"},  # polars
+}
 MOST_LINES, MOST_IN_A_FUNCTION, MOST_PARAMETERS = 600, 60, 8
 
 
@@ -50,9 +58,8 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """What a module imports at run time, inside functions too; not what only a type checker sees."""
-    tree = parsed(path)
+def imports(tree: ast.AST) -> Iterator[str]:
+    """What a module, or a function of it, imports at run time; not what only a type checker sees."""
     for_types = {
         id(inner)
         for node in ast.walk(tree)
@@ -75,7 +82,7 @@ def graph() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, path in known.items():
         found[module] = set()
-        for name in imports(path):
+        for name in imports(parsed(path)):
             within = name.removeprefix("rankscope.")
             if within != name:
                 target = within if within in known else within.rpartition(".")[0]
@@ -133,6 +140,16 @@ def test_no_module_imports_from_a_higher_floor():
     assert not upward()
 
 
+def test_modules_are_imported_at_the_top():
+    late: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        for function in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)):
+            for name in imports(function):
+                if not module.startswith("profiler.commands") and name.partition(".")[0] not in HEAVY:
+                    late.setdefault(module, set()).add(name)
+    assert late == IMPORTED_LATE
+
+
 def test_every_room_has_a_floor():
     rooms = {room(module) for module in modules() if "." in module and not module.startswith("collectors")}
     assert rooms <= {*FLOORS, "dashboard", "profiler"}
@@ -149,7 +166,7 @@ def test_only_torch_and_the_standard_library_are_imported_inside_a_rank():
     foreign = {
         (path.relative_to(ROOT).as_posix(), name)
         for path in paths
-        for name in imports(path)
+        for name in imports(parsed(path))
         if name.partition(".")[0] not in allowed or (name.startswith("rankscope.") and not name.startswith(own))
     }
     assert not foreign

@@ -58,12 +58,12 @@ from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.cuda_events import phase_times
 from rankscope.analysis.timeline.device_time import device_parts
 
-__all__ = ["Asked", "conclude", "report_on"]
+__all__ = ["ReportOptions", "conclude", "report_on"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a report is asked to tell beyond what was recorded.
+class ReportOptions:
+    """What a report takes into account beyond what was recorded.
 
     `flops_per_step` are those that the model needs, on all ranks together; `peak_tflops` those of one device per second
     (None: by its name). `price` is that of an hour of one GPU, for ranks on CPUs of one rank.
@@ -86,18 +86,18 @@ class _Judgement:
     losses: tuple[Loss, ...]
 
 
-def report_on(trace: Trace, timeline: Timeline, asked: Asked | None = None) -> Report:
+def report_on(trace: Trace, timeline: Timeline, options: ReportOptions | None = None) -> Report:
     """Return the report on a run whose timeline has been built; of a long one only on what was read of it."""
-    asked = asked or Asked()
+    options = options or ReportOptions()
     said = trace.table("gaps").collect()
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
-    if asked.flops_per_step is not None:
-        needs = demand(timeline.ranks, asked.flops_per_step, asked.peak_tflops)
+    if options.flops_per_step is not None:
+        needs = demand(timeline.ranks, options.flops_per_step, options.peak_tflops)
         model: tuple[pl.DataFrame, float | None] = needs, None
     else:
         operators = trace.table("operators").pipe(apply_clocks, timeline.clocks).collect()
-        model = count_flops(timeline.ranks, operators, timeline.kernels, timeline.steps, asked.peak_tflops)
-    report = conclude(timeline, addresses, said, trace.reader.cannot(), model, asked.price)
+        model = count_flops(timeline.ranks, operators, timeline.kernels, timeline.steps, options.peak_tflops)
+    report = conclude(timeline, addresses, said, trace.reader.cannot(), model, options.price)
     report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
     return replace(report, windows=windows_of(trace, lambda window: report_on(window, build_timeline(window)).verdict))
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rankscope.analysis.compare.two_runs import judged_breakdown, mean_parts, part_errors
-from rankscope.analysis.diagnosis.conclude import Asked, report_on
+from rankscope.analysis.diagnosis.conclude import ReportOptions, report_on
 from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummary, load, made_of, store
 from rankscope.analysis.model.finding import Report, Span
@@ -35,7 +35,7 @@ _BYTES = 500_000_000  # that the tables of a stretch take in memory, about
 _CPU_S_PER_BYTE = 1e-8  # that they are analyzed in, about
 
 
-def with_whole_run(trace: Trace, report: Report, timeline: Timeline, asked: Asked | None = None) -> Report:
+def with_whole_run(trace: Trace, report: Report, timeline: Timeline, options: ReportOptions | None = None) -> Report:
     """Return the report, with what earlier steps show of the whole run where it is on the last ones of a long run."""
     stretch, history, folder = timeline.stretch, report.history, trace.reader.folder
     if stretch is None or history is None or folder is None or stretch.asked:
@@ -44,11 +44,11 @@ def with_whole_run(trace: Trace, report: Report, timeline: Timeline, asked: Aske
     step_bytes = bytes_of_rows(folder) / (len(stretch.counted) - stretch.kept)
     most = max(FEWEST, min(int(_BYTES / step_bytes), stretch.last - stretch.first + 1))
     cuts = _cuts(stretch, phases, most)
-    summaries = _summaries(trace.paths, cuts, step_bytes, asked or Asked())
+    summaries = _summaries(trace.paths, cuts, step_bytes, options or ReportOptions())
     return over_the_run(report, stretch, phases, _summary(stretch.first, stretch.last, report, timeline), summaries)
 
 
-def summarize(paths: tuple[str, ...], files: str, first: int, last: int, asked: Asked) -> StretchSummary:
+def summarize(paths: tuple[str, ...], files: str, first: int, last: int, options: ReportOptions) -> StretchSummary:
     """Analyze these steps of a run, both included. What prevents it is in the summary.
 
     `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again.
@@ -56,7 +56,7 @@ def summarize(paths: tuple[str, ...], files: str, first: int, last: int, asked: 
     try:
         trace = _opened(paths, files).part(first, last)
         timeline = build_timeline(trace)
-        report = report_on(trace, timeline, asked)
+        report = report_on(trace, timeline, options)
     except BadInput as error:
         return StretchSummary(first=first, last=last, why=str(error))
     except Exception as error:  # the report on other steps is done, and must not be lost for this
@@ -115,17 +115,17 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
 
 
 def _summaries(
-    paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, asked: Asked
+    paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, options: ReportOptions
 ) -> list[StretchSummary]:
     """Summaries of these stretches, in their order: those that are stored, and of the others new ones, to be stored."""
     paths = [os.path.abspath(local_path(path)) for path in paths]  # other processes may work elsewhere
     where = address_of(paths)
     folder = Path(where.folders[0])
     files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
-    of = made_of(files, [where.world, asked.flops_per_step, asked.peak_tflops])
+    of = made_of(files, [where.world, options.flops_per_step, options.peak_tflops])
     known = {(one.first, one.last): one for one in load(folder, of)}
     wanted = [cut for cut in cuts if cut not in known]
-    arguments = [(tuple(paths), files, *cut, asked) for cut in wanted]
+    arguments = [(tuple(paths), files, *cut, options) for cut in wanted]
     costs = [(last - first + 1) * step_bytes for first, last in wanted]
     cpu_s = [cost * _CPU_S_PER_BYTE for cost in costs]
     results = each(summarize, arguments, cpu_s, memory=round(max(costs, default=0)), what=text("stretches"))

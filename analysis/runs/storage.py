@@ -7,6 +7,7 @@ when it ends. Credentials, region and endpoint are those that the storage's own 
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -81,8 +82,6 @@ def _below(target: Path, path: str, root: str) -> Path:
 
 
 def _copy_files(system: FileSystem, files: dict[str, Path]) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     from pyarrow.fs import LocalFileSystem, copy_files
 
     here = LocalFileSystem()

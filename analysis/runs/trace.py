@@ -14,8 +14,10 @@ from typing import Any
 
 import polars as pl
 
+from rankscope.analysis import readers
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import OpenRun, Reader
+from rankscope.analysis.readers.bounds import check_regular
 from rankscope.analysis.readers.native import reader as native
 from rankscope.analysis.runs.memory_budget import check_memory
 from rankscope.analysis.runs.step_range import Stretch, stretch_of
@@ -125,8 +127,6 @@ def _damaged(where: str) -> Iterator[None]:
 
 def _readers() -> dict[str, Reader]:
     """Every format's reader by name, in the order in which they are asked."""
-    from rankscope.analysis import readers  # they need BadInput
-
     found = {m.name: _reader(m.name) for m in pkgutil.iter_modules(readers.__path__) if not m.name.startswith("_")}
     formats = {name: reader for name, reader in sorted(found.items()) if reader is not None}
     return dict(sorted(formats.items(), key=lambda named: named[1].asked))
@@ -140,26 +140,24 @@ def _reader(name: str) -> Reader | None:
 
 def _choose(names: list[str]) -> tuple[str, Reader]:
     """Return the format in which all these paths are."""
-    from rankscope.analysis.readers.bounds import check_regular  # it needs BadInput
-
     paths = [Path(name) for name in names]
     for path in paths:
         check_regular(path)
     if paths and all(native.recognises(path) for path in paths):
         return _OWN, native  # the others need not be imported
-    readers = _readers()
+    formats = _readers()
     for path in paths:
         if not path.exists() and not native.recognises(path):  # a world of a run need be no folder
             raise BadInput(f"{path} does not exist")
-    for source, reader in readers.items():
+    for source, reader in formats.items():
         if paths and all(reader.recognises(path) for path in paths):
             return source, reader
     for path in paths:
         if path.is_file():
             empty = path.stat().st_size == 0
-            why = "is empty" if empty else f"is in no format that can be read here ({', '.join(readers)})"
+            why = "is empty" if empty else f"is in no format that can be read here ({', '.join(formats)})"
             raise BadInput(f"{path} {why}")
-        foreign = [reader for source, reader in readers.items() if source != _OWN]
+        foreign = [reader for source, reader in formats.items() if source != _OWN]
         runs = [sub.name for sub in _folders(path) if any(reader.recognises(sub) for reader in foreign)]
         if runs:
             more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""

@@ -66,13 +66,15 @@ class Options:
 
 @takes(Options)
 def command(options: Options) -> None:
-    from rankscope.analysis.diagnosis.conclude import Asked
+    from rankscope.analysis.diagnosis.conclude import ReportOptions
     from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.readers.dask_cluster import on_cluster
 
     run = part_of(options.run, options.steps, options.world)
     with shown(options.lang), on_cluster(options.dask):
-        asked = Asked(flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price)
+        asked = ReportOptions(
+            flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price
+        )
         report, _ = read_run(run, asked, whole=not options.recent)
     written = _write_files(report, run[0], options)  # first: the reader of what is printed may leave early (`| head`)
     if options.json != "-":

@@ -5,8 +5,9 @@ In a training script, both optional and free where rankscope does not record:
 - `rankscope.step()`: this step ends here, instead of at the optimizer's step.
 - `rankscope.annotate("name", microbatch=…, stage=…)`: a context manager that names a span.
 
-For analysis: `rankscope.open(path) -> Trace` and `rankscope.diagnose(trace) -> Report`. Both raise only kinds of
-`rankscope.RankscopeError` on purpose; `rankscope.errors` has them.
+For analysis: `rankscope.open(path) -> Trace` and `rankscope.diagnose(trace) -> Report`, or with what was not recorded,
+`rankscope.diagnose(trace, rankscope.ReportOptions(price=2.5))`. Both raise only kinds of `rankscope.RankscopeError` on
+purpose; `rankscope.errors` has them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
+    from rankscope.analysis.diagnosis.conclude import ReportOptions
     from rankscope.analysis.diagnosis.diagnose import diagnose
     from rankscope.analysis.runs.trace import Trace
     from rankscope.collectors.in_rank.session import annotate, step
 
     open = Trace.open
 
-__all__ = ["RankscopeError", "annotate", "diagnose", "open", "step"]
+__all__ = ["RankscopeError", "ReportOptions", "annotate", "diagnose", "open", "step"]
 __version__ = "0.1.0"
 
 
@@ -32,6 +34,10 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
         from rankscope.collectors.in_rank import session
 
         return getattr(session, name)
+    if name == "ReportOptions":
+        from rankscope.analysis.diagnosis.conclude import ReportOptions
+
+        return ReportOptions
     if name == "diagnose":
         from rankscope.analysis.diagnosis.diagnose import diagnose
 

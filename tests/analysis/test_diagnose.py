@@ -12,6 +12,7 @@ import pytest
 from rankscope.analysis.detectors import detectors
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.checks import ask
+from rankscope.analysis.diagnosis.conclude import ReportOptions
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
@@ -23,7 +24,7 @@ from support.by_hand import MS, STEPS, not_checked, run
 
 def test_a_finding_costs_hours_of_ranks_and_with_a_price_money():
     """20 % of 2 ranks at 30 an hour is 12 of 60; 10 steps of 30 ms on 2 ranks are 600 ms, at 30 an hour 0.005."""
-    priced = diagnose(run({0: 40, 1: 70}), price=30.0)
+    priced = diagnose(run({0: 40, 1: 70}), ReportOptions(price=30.0))
     assert priced.verdict.endswith("and 1 rank waits for it; it costs 12 of 60 an hour.")
     assert phrases.cost(priced, priced.findings[0]) == (
         "30.0 ± 0 ms per step (20.0 %), 300 ms in total: 0.000167 rank-hours; in money 12 of 60 an hour; "
