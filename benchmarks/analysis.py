@@ -6,8 +6,9 @@
     python benchmarks/analysis.py files FOLDER --ranks 4 --size-mb 150 [--before CHECKOUT]
 
 `startup` is what a command takes that has nearly nothing to do: 4 ranks, 40 steps. `rows` is a report on a simulated
-FSDP job, `trace` one on a profiler's trace that is repeated up to the size, `files` one on those of several ranks (the
-first in the folder), after which one and two workers of a Dask cluster on this machine scan them.
+FSDP job; where its run is too long to be held at once, also one that finds the summaries of the one before. `trace` is
+a report on a profiler's trace that is repeated up to the size, `files` one on those of several ranks (the first in the
+folder), after which one and two workers of a Dask cluster on this machine scan them.
 
 Every command runs in a process of its own, its children's time included, in alternation with the same one of another
 checkout (compiled in place) where that is given; the least of the rounds counts, since other work only ever adds to it.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,13 +56,21 @@ def cost_of(arguments: list[str], checkout: Path, compiled: Path) -> Cost:
     return Cost(used.ru_utime + used.ru_stime, time.perf_counter() - began, used.ru_maxrss * 1024)
 
 
-def compare(commands: list[list[str]], checkouts: list[Path], rounds: int, rows: int | None = None) -> None:
-    """Print a line for each command and checkout."""
+def compare(
+    commands: list[list[str]],
+    checkouts: list[Path],
+    rounds: int,
+    rows: int | None = None,
+    forget: Path | None = None,
+) -> None:
+    """Print a line for each command and checkout; the folder `forget` is removed before each command."""
     with tempfile.TemporaryDirectory() as compiled:
         for arguments in commands:
             costs: dict[Path, list[Cost]] = {checkout: [] for checkout in checkouts}
             for _ in range(rounds):
                 for checkout, of in costs.items():
+                    if forget is not None:
+                        shutil.rmtree(forget, ignore_errors=True)
                     of.append(cost_of(arguments, checkout, Path(compiled)))
             for checkout, of in costs.items():
                 cpu_s, wall_s, memory = (min(values) for values in zip(*of, strict=True))
@@ -134,7 +144,11 @@ def main() -> None:
             run = simulated(Path(folder, "run"), asked.ranks, asked.steps)
             rows = rows_of(run)
             print(f"{rows:,} rows")
-            compare([["report", str(run), "--json", os.devnull]], checkouts, asked.rounds, rows)
+            commands, summary = [["report", str(run), "--json", os.devnull]], run / "summary"
+            compare(commands, checkouts, asked.rounds, rows, forget=summary)
+            if summary.exists():
+                print("with the summaries that a report before has left:")
+                compare(commands, checkouts, asked.rounds, rows)
         elif asked.part == "files":
             files = large_files(asked.trace, Path(folder, "traces"), asked.ranks, asked.size_mb)
             compare([["report", str(files), "--json", os.devnull]], checkouts, asked.rounds)
