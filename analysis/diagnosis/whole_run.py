@@ -129,9 +129,10 @@ def _summaries(
     costs = [(last - first + 1) * step_bytes for first, last in wanted]
     cpu_s = [cost * _CPU_S_PER_BYTE for cost in costs]
     results = each(summarize, arguments, cpu_s, memory=round(max(costs, default=0)), what=text("stretches"))
-    for cut, made in zip(wanted, results, strict=True):
-        known[cut] = StretchSummary(first=cut[0], last=cut[1], why=made.why) if isinstance(made, Lost) else made
-    summaries = [known[cut] for cut in cuts]
-    if wanted:
-        store(folder, of, [one for one in summaries if one.analyzed])
-    return summaries
+    try:
+        for cut, made in zip(wanted, results, strict=True):
+            known[cut] = StretchSummary(first=cut[0], last=cut[1], why=made.why) if isinstance(made, Lost) else made
+    finally:  # after Ctrl-C too: the next report goes on from there
+        if wanted:
+            store(folder, of, [one for cut in cuts if (one := known.get(cut)) and one.analyzed])
+    return [known[cut] for cut in cuts]

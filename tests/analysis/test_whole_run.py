@@ -110,3 +110,19 @@ def test_a_process_that_is_killed_costs_its_stretch(report, monkeypatch):
     assert (said.history.analyzed, said.history.stretches) == (STEPS - 30, 3)
     assert "90 of 120 steps were analyzed, in 3 stretches" in terminal.render(said, width=400)
     assert any("killed 2 times" in gap.why and "30-59" in gap.why for gap in said.gaps)
+
+
+def interrupted(paths, files, first, last, asked):
+    """Analyze a stretch, unless it is the third: there the user has had enough."""
+    if first == 60:
+        raise KeyboardInterrupt
+    return summarize(paths, files, first, last, asked)
+
+
+def test_what_was_analyzed_before_ctrl_c_is_kept(recorded, report, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(whole_run, "summarize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            report()
+    stored = json.loads((recorded / FOLDER / "stretches.json").read_text())["stretches"]
+    assert [(one["first"], one["last"]) for one in stored] == [(0, 29), (30, 59)]
