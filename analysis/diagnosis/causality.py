@@ -13,7 +13,7 @@ __all__ = ["root_causes_first"]
 
 
 def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tuple[Finding, ...]:
-    """Put the costliest first, by the replay where it has a say, and after each the findings that follow from it.
+    """Put the costliest first, as far as the replay agrees, and after each the findings that follow from it.
 
     What all `ranks` of the job do alike does not explain that some of them are slower than the others.
     """
@@ -35,9 +35,13 @@ def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tu
 
 
 def _rank(finding: Finding) -> tuple[float, float]:
-    """Give what sorts the costliest first: what a replay of its fix saves, else what its detector says."""
-    by_cost = finding.gain_fraction is None or spec_of(finding.detector).has_other_fixes
-    share = finding.lost_fraction if by_cost else finding.gain_fraction or 0.0
+    """Give what sorts the costliest first: its cost, and no more than its fix saves in the replay, but for its error.
+
+    A fix may save more than its finding costs, as that of all hosts does where one of them stalls besides.
+    """
+    share = finding.lost_fraction
+    if finding.gain_fraction is not None and not spec_of(finding.detector).has_other_fixes:
+        share = min(share, finding.gain_fraction + (finding.gain_uncertainty_fraction or 0.0))
     return -share, -finding.lost_ns_per_step
 
 

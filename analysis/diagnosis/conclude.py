@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis.detectors import detectors
+from rankscope.analysis.diagnosis.by_replay import blamed_by_replay
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.checks import ask
 from rankscope.analysis.diagnosis.group_states import group_states
@@ -190,12 +191,18 @@ def _judged(
     found, hidden = as_replayed(found, measure)
     healthy = with_hidden(healthy, hidden, found, not_checked)
     findings, fidelity = with_gains(tuple(found), measure)
+    fixes, fidelity = predicted_fixes(measure, findings, costs, fidelity)
+    blamed = blamed_by_replay(fixes, findings, tables)
+    if blamed is not None:
+        findings = (*findings, blamed)
+        fixes = tuple(replace(fix, finding=blamed.detector) if fix.fix == blamed.fix else fix for fix in fixes)
+        healthy = [check for check in healthy if check.detector != blamed.detector]
+        not_checked = [check for check in not_checked if check.detector != blamed.detector]
     findings = tuple(
         replace(finding, others_waited=others_waited(costs, finding), code=seen.code.of_finding(finding))
         for finding in root_causes_first(findings, seen.ranks)
     )
     findings = with_levels(findings, seen.steps, fidelity)
-    fixes, fidelity = predicted_fixes(measure, findings, costs, fidelity)
     losses = losses_of(tables["breakdown"], tables["phases"], findings)
     healthy, too_coarse = without_coarse(healthy, losses, seen.steps)
     return _Judgement(

@@ -179,9 +179,9 @@ def _with_gain(finding: Finding, run: Replay) -> Finding:
         gain = run.gain(finding.fix)
     except BadFix:
         return replace(finding, gain_why=text("this run cannot be replayed with {fix}", fix=finding.fix))
-    if fixes_more(gain, finding):
-        return replace(finding, gain_fraction=finding.lost_fraction)
-    return replace(finding, gain_fraction=max(gain.gain_ns, 0.0) / run.step_ns)
+    error = gain.uncertainty_ns / run.step_ns
+    saves = finding.lost_fraction if fixes_more(gain, finding) else max(gain.gain_ns, 0.0) / run.step_ns
+    return replace(finding, gain_fraction=saves, gain_uncertainty_fraction=error)
 
 
 def predicted_fixes(

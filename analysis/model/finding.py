@@ -94,6 +94,7 @@ class Finding:
     lost_fraction: float
     uncertainty_ns: int
     gain_fraction: float | None = None  # None: not predicted, and `gain_why` says why
+    gain_uncertainty_fraction: float | None = None  # its 95 % half width; None: by the detector, or not predicted
     gain_why: str | None = None
     fix: str | None = None
     confidence: str = ""  # "confirmed" | "likely"

@@ -1,24 +1,28 @@
 """Whether the root cause is named first when a fault is put into a real capture.
 
-    python benchmarks/captures/inject.py [--mutants 200] [--data ../shared/data]
+    python benchmarks/captures/inject.py [--mutants 200] [--seed 0] [--data ../shared/data]
 
 A stall of a host, a class of kernels that one device runs slowly, or a kind of collective whose transfers take longer,
 on a random rank and at a random place of a real capture of several ranks, re-timed by `retime.py`. Half of the stalls
 are in each step, half in one. Captures that have a straggler of their own get a fault that is twice as large. Where the
 steps of the others became longer by 5 % at least, the first root finding must be of the kind and name the rank. What is
 said of the original too, with the same ranks, is true of the mutant still and is passed over; where that is the answer
-itself, it must cost more by half of what was put in. The originals are judged too.
+itself, it must cost more by half of what was put in. So are late hosts, but for those of the stalled rank alone, if
+devices of the original idle for their hosts as long, be it unexplained there. A stall in the middle of a call that asks
+the driver for memory looks as if that call took long, and may be called so. The originals are judged too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,6 +35,7 @@ import numpy as np
 import rankscope
 from captures.retime import Change, Real, load, retimed, write
 from captures.score import roots, told
+from rankscope.analysis.model.finding import Report
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 # Path, share of the step that its own straggler costs by the sets' description, weight among the mutants.
@@ -47,10 +52,22 @@ _ANSWERS = {
     "kernels": ("slow_rank", "throttling"),
     "link": ("exposed_communication", "slow_link", "low_bandwidth"),
 }
+_MEMORY = re.compile(r"(cuda|hip)(Malloc|Free)|cu(da)?Mem(Create|Map|Unmap|Release)")
 _COSTS = 0.05  # share of the step from which the cause must be named
 _CLASS = 0.05  # least share of a device's computation that a class of kernels has
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """What is said of a set as it is, and for how long its devices idle for their hosts at most, ns per step."""
+
+    said: list[Row]
+    idle_ns: int
+
+
+Mutant = tuple[str, Path, str, int, Original]
 
 
 @lru_cache(maxsize=1)
@@ -58,17 +75,16 @@ def _real(path: Path) -> Real:
     return load(path)
 
 
-def mutants(count: int, data: Path, own: dict[str, list[Row]]) -> Iterator[tuple[str, Path, str, int, list[Row]]]:
-    """Set, path, kind, seed and what is said of the original of each, one set after the other."""
+def mutants(count: int, data: Path, own: dict[str, Original], seed: int) -> Iterator[Mutant]:
+    """Set, path, kind, seed and the original of each, one set after the other; `seed` is the first one's."""
     weights = {name: weight for name, (_, _, weight) in SETS.items()}
-    seed = 0
     for name, (place, _, weight) in SETS.items():
         for number in range(round(count * weight / sum(weights.values()))):
             yield name, data / place, KINDS[number % len(KINDS)], seed, own[name]
             seed += 1
 
 
-def judged(mutant: tuple[str, Path, str, int, list[Row]]) -> Row:
+def judged(mutant: Mutant) -> Row:
     name, path, kind, seed, own = mutant
     rng = np.random.default_rng(seed)
     real = _real(path)
@@ -77,10 +93,11 @@ def judged(mutant: tuple[str, Path, str, int, list[Row]]) -> Row:
         row.extra = 0.0
     step_us = float(np.mean([(mine[-1].end - mine[0].start) / len(mine) for mine in real.steps.values()]))
     share = max(0.1, 2 * SETS[name][1]) + float(rng.uniform(0, 0.3))
-    change, what = Change(), ""
+    change, what, answers = Change(), "", _ANSWERS[kind]
     if kind == "stall":
         change = _stall(real, rank, share * step_us, rng)
         what = f"{len(change.stalls[rank])} times"
+        answers += ("memory_pressure",) if _asks_for_memory(real, rank, change) else ()
     elif kind == "kernels":
         what = _slow_kernels(real, rank, share * step_us, rng)
     else:
@@ -89,9 +106,11 @@ def judged(mutant: tuple[str, Path, str, int, list[Row]]) -> Row:
     longer = retimed(real, change)
     cost = float(np.mean([share for of, share in longer.items() if kind == "link" or of != rank]))
     with tempfile.TemporaryDirectory(prefix="rankscope-inject-") as folder:
-        said = _said(write(real, Path(folder) / "capture"))
-    first = next((one for one in said if not _is_the_originals(one, own, cost / 2)), None)
-    right = first is not None and first["level"] != "unexplained" and first["detector"] in _ANSWERS[kind]
+        said = _said(rankscope.diagnose(rankscope.open(write(real, Path(folder) / "capture"))))
+    of_others = [one for one in said if not _is_the_originals(one, own.said, cost / 2)]
+    of_others = [one for one in of_others if not _idled_before(one, own.idle_ns) or one["ranks"] == [rank]]
+    first = next(iter(of_others), None)
+    right = first is not None and first["level"] != "unexplained" and first["detector"] in answers
     if kind != "link":
         right = right and first["ranks"] == [rank]
     name = f"{name}/{kind}/{seed}"
@@ -105,8 +124,25 @@ def _is_the_originals(said: Row, own: list[Row], more: float) -> bool:
     return any(said["fraction"] < one["fraction"] + more for one in same)
 
 
-def _said(path: Path) -> list[Row]:
-    return [told(finding) for finding in roots(rankscope.diagnose(rankscope.open(path)))]
+def _idled_before(said: Row, idle_ns: int) -> bool:
+    """Whether devices of the original idle for their hosts for as long."""
+    return bool(said["detector"] == "host_bound" and said["ns"] <= idle_ns)
+
+
+def _asks_for_memory(real: Real, rank: int, change: Change) -> bool:
+    """Whether the rank stalls in the middle of a call that asks the driver for memory."""
+    calls = [row for row in real.rows if row.rank == rank and row.stream is None and _MEMORY.match(row.event["name"])]
+    return any(row.start < at < row.end for row in calls for at, _ in change.stalls[rank])
+
+
+def _said(report: Report) -> list[Row]:
+    return [told(finding) | {"ns": finding.lost_ns_per_step} for finding in roots(report)]
+
+
+def _original(path: Path) -> Original:
+    report = rankscope.diagnose(rankscope.open(path))
+    idle_ns = max((loss.most_ns for loss in report.losses if loss.kind == "idle"), default=0)
+    return Original(_said(report), idle_ns)
 
 
 def _stall(real: Real, rank: int, us: float, rng: np.random.Generator) -> Change:
@@ -167,6 +203,7 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutants", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first mutant; the others follow")
     parser.add_argument("--data", type=Path, default=DATA, help="where the public sets are")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, help="keeps each mutant's result")
@@ -174,11 +211,12 @@ def main() -> None:
     if not arguments.data.is_dir():
         print(f"The public sets are not at {arguments.data}: nothing to put faults into. --data says where they are.")
         return
-    own = {name: _said(arguments.data / place) for name, (place, _, _) in SETS.items()}
-    for name, said in own.items():
-        print(f"original {name}: " + ("; ".join(f"{s['level']} {s['title']}" for s in said[:2]) or "no finding"))
+    own = {name: _original(arguments.data / place) for name, (place, _, _) in SETS.items()}
+    for name, one in own.items():
+        print(f"original {name}: " + ("; ".join(f"{s['level']} {s['title']}" for s in one.said[:2]) or "no finding"))
+    wanted = mutants(arguments.mutants, arguments.data, own, arguments.seed)
     with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
-        rows = list(pool.map(judged, mutants(arguments.mutants, arguments.data, own), chunksize=10))
+        rows = list(pool.map(judged, wanted, chunksize=10))
     if arguments.results:
         arguments.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     show(rows)

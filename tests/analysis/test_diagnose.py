@@ -221,10 +221,19 @@ def finding(detector, lost, ranks=()):
     )
 
 
-def test_findings_are_ranked_by_what_a_replay_of_their_fix_saves():
-    """The late rank costs 15 ms by its detector, and 1 % of the step by the replay; collections cost 10 %."""
-    found = [replace(finding("slow_rank", 15), lost_fraction=0.15, gain_fraction=0.01), finding("gc_stall", 10, (3,))]
-    assert [f.detector for f in root_causes_first(found, range(4))] == ["gc_stall", "slow_rank"]
+@pytest.mark.parametrize(("saves", "error", "first"), [(1, 0, "gc_stall"), (1, 8, "gc_stall"), (8, 9, "slow_rank")])
+def test_findings_are_ranked_by_what_they_cost_as_far_as_a_replay_of_their_fix_agrees(saves, error, first):
+    """The late rank costs 15 % by its detector, collections 10. A replay that is 9 % off does not say that it is 8."""
+    late = replace(finding("slow_rank", 15), lost_fraction=0.15, gain_fraction=saves / 100)
+    late = replace(late, gain_uncertainty_fraction=error / 100)
+    assert root_causes_first([late, finding("gc_stall", 10, (3,))], range(4))[0].detector == first
+
+
+def test_a_fix_that_saves_more_than_its_finding_costs_does_not_put_it_first():
+    """Quick hosts would save 50 %, with them what one rank stalls; that they are late costs 10, the stall 20."""
+    hosts = replace(finding("host_bound", 10), lost_fraction=0.1, gain_fraction=0.5, gain_uncertainty_fraction=0.4)
+    stall = replace(finding("slow_rank", 20, (2,)), lost_fraction=0.2, gain_fraction=0.2)
+    assert [f.detector for f in root_causes_first([hosts, stall], range(4))] == ["slow_rank", "host_bound"]
 
 
 def test_communication_that_hiding_would_not_cure_ranks_by_what_it_costs():

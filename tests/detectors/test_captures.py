@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 
 import rankscope
@@ -16,7 +17,9 @@ from captures.real_sets import SETS, show
 from captures.score import answer, is_false_positive, is_right, roots, told
 from captures.variants import HALVES, Variant
 from captures.write import write
+from rankscope.analysis.diagnosis.by_replay import blamed_by_replay
 from rankscope.analysis.metrics.links import judged_links
+from rankscope.analysis.model.finding import PredictedFix
 from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
@@ -103,6 +106,39 @@ def test_few_steps_are_enough_for_what_each_operation_shows(kind, steps, seed, t
     first = told(roots(report)[0])
     assert is_right(first, capture.truth, capture)
     assert first["fraction"] > 2 / 3 * capture.truth.cost_fraction
+
+
+def test_a_rank_that_the_replay_blames_is_likely_though_operations_do_not_show_it(tmp_path):
+    """One of eight ranks costs 7.0 % of three steps; whom its peers wait for changes by chance as well."""
+    slow = simulated(Case("slow_rank", "masked", 3, 1, "tuning"))
+    (finding,) = rankscope.diagnose(rankscope.open(write(slow, tmp_path / "slow"))).findings
+    assert (finding.detector, finding.ranks, finding.confidence) == ("slow_rank", slow.truth.ranks, "likely")
+    assert finding.lost_fraction == pytest.approx(slow.truth.cost_fraction, abs=0.02)
+    assert finding.title.startswith(f"Rank {slow.truth.ranks[0]} makes steps ")
+
+
+PREDICTED = PredictedFix(fix="rank:0", step_ns=90, gain_ns=10, gain_fraction=0.1, uncertainty_ns=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "steps", "blamed"),
+    [
+        (None, 3, True),
+        (replace(PREDICTED, fix="rank:1", gain_ns=6), 3, True),
+        (replace(PREDICTED, fix="rank:1", gain_ns=8), 3, False),  # two ranks bring about as much
+        (replace(PREDICTED, fix="host", gain_ns=30), 3, True),
+        (None, 5, False),  # enough steps to compare them with each other
+    ],
+)
+def test_a_rank_is_blamed_by_the_replay_if_no_other_brings_as_much(other, steps, blamed):
+    spans = [(rank, step, 100 * step, 100 * step + 100) for rank in range(2) for step in range(steps)]
+    span = pl.DataFrame(spans, ["rank", "step", "start_ns", "end_ns"], orient="row")
+    phases = span.with_columns(part=pl.lit("compute"), label=pl.lit("mm"))
+    tables = {"breakdown": phases.with_columns(ns=100), "phases": phases, "steps": span}
+    found = blamed_by_replay([PREDICTED, *([other] if other else [])], [], tables)
+    assert (found is not None) is blamed
+    if found is not None:
+        assert (found.ranks, found.lost_fraction, found.where) == ((0,), 0.1, "mm")
 
 
 def test_a_slow_rank_and_healthy_ranks_are_no_uneven_work(tmp_path):

@@ -1,0 +1,98 @@
+"""The rank that the replay blames where ranks wait, steps are few, and no check names who makes them wait.
+
+Of few steps a check must exclude chance by single operations: of a stall that comes once in each of them there are as
+many as steps. That a replay with this rank's own time like that of its peers is clearly shorter, and with no other
+rank's nearly as much, is evidence of another sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import polars as pl
+
+from rankscope.analysis.detectors import ENOUGH_STEPS, severity, spec_of
+from rankscope.analysis.diagnosis.verdict import LIKELY
+from rankscope.analysis.metrics.step_matrix import StepGrid, above_peers, own_by_label, step_grid
+from rankscope.analysis.model.finding import Evidence, Finding, PredictedFix
+from rankscope.analysis.replay.fixes import Fix
+from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.units import duration
+from rankscope.analysis.timeline.parallelism import roles_of
+
+__all__ = ["blamed_by_replay"]
+
+_LEAST = 0.03  # share of the step that it must bring, as of a slow rank otherwise
+_STANDS_OUT = 1.5  # times what any other rank would bring
+
+
+def blamed_by_replay(
+    fixes: Sequence[PredictedFix], findings: Sequence[Finding], tables: Mapping[str, pl.DataFrame]
+) -> Finding | None:
+    """The finding of the rank whose fix brings most, at level likely; None where there is none, or one is known."""
+    grid = step_grid(tables["breakdown"])
+    of_ranks = sorted((fix for fix in fixes if _rank_of(fix) is not None), key=lambda fix: -fix.gain_ns)
+    if not of_ranks or not 1 < len(grid.steps) < ENOUGH_STEPS or any(_explains_waits(finding) for finding in findings):
+        return None
+    best, rank = of_ranks[0], _rank_of(of_ranks[0])
+    is_alone = all(best.gain_ns >= _STANDS_OUT * other.gain_ns for other in of_ranks[1:])
+    if rank not in grid.ranks or best.gain_fraction < _LEAST or not is_alone:
+        return None
+    cost = duration(best.gain_ns)
+    return Finding(
+        detector="slow_rank",
+        severity=severity(best.gain_fraction),
+        title=text(
+            "Rank {rank} makes steps {cost} longer: so much a replay saves in which its own time is that of its peers",
+            rank=rank,
+            cost=cost,
+        ),
+        where=_where(rank, grid, tables),
+        advice=text(
+            "See what only {ranks} does there. Compare the host with the others: clock speed, "
+            "temperature, other processes, CPU pinning.",
+            ranks=named("rank", (rank,)),
+        ),
+        ranks=(rank,),
+        fix=best.fix,
+        confidence=LIKELY,
+        evidence=_longest_step(rank, tables["steps"]),
+        lost_ns_per_step=best.gain_ns,
+        lost_ns_total=best.gain_ns * len(grid.steps),
+        lost_fraction=best.gain_fraction,
+        uncertainty_ns=best.uncertainty_ns,
+        gain_fraction=best.gain_fraction,
+        gain_uncertainty_fraction=best.uncertainty_ns / grid.step_ns,
+    )
+
+
+def _rank_of(fix: PredictedFix) -> int | None:
+    """The rank, where the fix is that of a single one."""
+    one = Fix.parse(fix.fix)
+    return one.numbers[0] if one.kind == "rank" and len(one.numbers) == 1 else None
+
+
+def _explains_waits(finding: Finding) -> bool:
+    """Whether it says why ranks wait for each other; that all hosts are slow does not."""
+    return finding.detector != "host_bound" and "wait" in spec_of(finding.detector).lost_as
+
+
+def _where(rank: int, grid: StepGrid, tables: Mapping[str, pl.DataFrame]) -> str:
+    """The label under which the rank's own time is longest beyond that of its peers."""
+    role = roles_of(grid.ranks, *(tables.get(name) for name in ("groups", "regions", "collectives")))
+    row = grid.ranks.index(rank)
+    excess = {
+        label: float(above_peers(values, role)[row].mean())
+        for label, values in own_by_label(tables["phases"], grid).items()
+    }
+    return max(excess, key=lambda label: excess[label], default="the step")
+
+
+def _longest_step(rank: int, steps: pl.DataFrame) -> tuple[Evidence, ...]:
+    rows = steps.filter(pl.col("rank") == rank)
+    at = int(np.argmax((rows["end_ns"] - rows["start_ns"]).to_numpy()))
+    start, end, step = rows["start_ns"][at], rows["end_ns"][at], rows["step"][at]
+    note = text("step {step}, its longest", step=step)
+    return (Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=note),)
