@@ -31,7 +31,7 @@ _STANDS_OUT = 1.5  # times what any other rank would bring
 def blamed_by_replay(
     fixes: Sequence[PredictedFix], findings: Sequence[Finding], tables: Mapping[str, pl.DataFrame]
 ) -> Finding | None:
-    """The finding of the rank whose fix brings most, at level likely; None where there is none, or one is known."""
+    """Return the finding of the rank whose fix brings most, at level likely; None where there is none, or one is known."""
     grid = step_grid(tables["breakdown"])
     of_ranks = sorted((fix for fix in fixes if _rank_of(fix) is not None), key=lambda fix: -fix.gain_ns)
     if not of_ranks or not 1 < len(grid.steps) < ENOUGH_STEPS or any(_explains_waits(finding) for finding in findings):
@@ -69,18 +69,18 @@ def blamed_by_replay(
 
 
 def _rank_of(fix: PredictedFix) -> int | None:
-    """The rank, where the fix is that of a single one."""
+    """Return the rank, where the fix is that of a single one."""
     one = Fix.parse(fix.fix)
     return one.numbers[0] if one.kind == "rank" and len(one.numbers) == 1 else None
 
 
 def _explains_waits(finding: Finding) -> bool:
-    """Whether it says why ranks wait for each other; that all hosts are slow does not."""
+    """Say whether it explains why ranks wait for each other; that all hosts are slow does not."""
     return finding.detector != "host_bound" and "wait" in spec_of(finding.detector).lost_as
 
 
 def _where(rank: int, grid: StepGrid, tables: Mapping[str, pl.DataFrame]) -> str:
-    """The label under which the rank's own time is longest beyond that of its peers."""
+    """Return the label under which the rank's own time is longest beyond that of its peers."""
     role = roles_of(grid.ranks, *(tables.get(name) for name in ("groups", "regions", "collectives")))
     row = grid.ranks.index(rank)
     excess = {
