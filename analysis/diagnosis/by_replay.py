@@ -31,7 +31,7 @@ _STANDS_OUT = 1.5  # times what any other rank would bring
 def blamed_by_replay(
     fixes: Sequence[PredictedFix], findings: Sequence[Finding], tables: Mapping[str, pl.DataFrame]
 ) -> Finding | None:
-    """Return the finding of the rank whose fix brings most, at level likely; None where there is none, or one is known."""
+    """Return the finding of the rank whose fix brings most, as likely; None where there is none, or one is known."""
     grid = step_grid(tables["breakdown"])
     of_ranks = sorted((fix for fix in fixes if _rank_of(fix) is not None), key=lambda fix: -fix.gain_ns)
     if not of_ranks or not 1 < len(grid.steps) < ENOUGH_STEPS or any(_explains_waits(finding) for finding in findings):
