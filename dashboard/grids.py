@@ -22,7 +22,7 @@ import polars as pl
 from dash import MATCH, Dash, Input, Output, ctx, dcc, html
 from flask import Response, request
 
-from rankscope.analysis.text.message import spoken, text
+from rankscope.analysis.text.message import Text, language, spoken, text
 from rankscope.dashboard.page_kit import address, all_pages, in_language
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.sql import answer, narrowed, written
@@ -52,6 +52,29 @@ _LEAST_LETTERS, _MOST_LETTERS = 8, 60  # of a column
 
 _HEADS: Mapping[str, Any] = {"wrapHeaderText": True, "autoHeaderHeight": True}
 _LOOK: Mapping[str, Any] = {"rowHeight": 30, "tooltipShowDelay": 300, "enableCellTextSelection": True}
+_WORDS: Mapping[str, Text] = {  # of AG Grid, which speaks English by itself
+    "filterOoo": text("Filter…"),
+    "equals": text("Equals"),
+    "notEqual": text("Does not equal"),
+    "blank": text("Blank"),
+    "notBlank": text("Not blank"),
+    "contains": text("Contains"),
+    "notContains": text("Does not contain"),
+    "startsWith": text("Begins with"),
+    "endsWith": text("Ends with"),
+    "lessThan": text("Less than"),
+    "lessThanOrEqual": text("Less than or equal to"),
+    "greaterThan": text("Greater than"),
+    "greaterThanOrEqual": text("Greater than or equal to"),
+    "inRange": text("Between"),
+    "inRangeStart": text("From"),
+    "inRangeEnd": text("To"),
+    "andCondition": text("AND"),
+    "orCondition": text("OR"),
+    "loadingOoo": text("Loading…"),
+    "noRowsToShow": text("No rows"),
+    "noMatchingRows": text("No rows match"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +181,7 @@ def rows_grid(run: Run, query: str, definitions: list[dict[str, Any]], *, height
         columnDefs=definitions,
         defaultColDef={"sortable": True, "resizable": True, "minWidth": 90, "floatingFilter": True, **_HEADS},
         dashGridOptions={
-            **_LOOK,
+            **_look(),
             "cacheBlockSize": _BLOCK_ROWS,
             "infiniteInitialRowCount": min(len(answered(run, query)), _BLOCK_ROWS),
             "maxBlocksInCache": 20,
@@ -184,11 +207,15 @@ def _grid(
         rowData=written_.with_columns(_as_json(written_)).to_dicts(),
         columnDefs=definitions,
         defaultColDef={"sortable": True, "resizable": True, **_HEADS},
-        dashGridOptions={**_LOOK, "domLayout": "autoHeight" if fits else "normal"},
+        dashGridOptions={**_look(), "domLayout": "autoHeight" if fits else "normal"},
         className="ag-theme-quartz grid",
         style={"height": None if fits else "420px" if height == "auto" else height},
         id=id,
     )
+
+
+def _look() -> dict[str, Any]:
+    return {**_LOOK, "localeText": spoken(dict(_WORDS))} if language() != "en" else dict(_LOOK)
 
 
 def _known(kind: str, run: Run, query: str) -> dict[str, str]:
