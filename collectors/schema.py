@@ -444,7 +444,7 @@ TABLES: dict[str, Table] = {
                     "device_ns",
                     "int64",
                     "ns",
-                    "When the device came to it, on the node's monotonic clock; null: not seen.",
+                    "When the device reached it, on the node's monotonic clock; null: not seen.",
                     nullable=True,
                 ),
                 Column(
@@ -489,7 +489,7 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "operators",
-            "A matrix product or attention, with the FLOPs that the shapes of its inputs say. Read from traces with "
+            "A matrix product or attention, with the FLOPs given by the shapes of its inputs. Read from traces with "
             "shapes, not recorded.",
             "rank",
             "start_ns",
@@ -503,8 +503,8 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "ops",
-            "One operation of a pipeline-parallel step, from a trace that knows operations only. Written by readers of "
-            "such traces, not by collectors: of a recorded run the analysis makes it from regions and collectives.",
+            "One operation of a pipeline-parallel step, from a trace of operations only. Written by readers of such "
+            "traces, not by collectors: of a recorded run the analysis makes it from regions and collectives.",
             "rank",
             "start_ns",
             (
@@ -521,8 +521,8 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "progress",
-            "How far one rank had come in one process group when its state was saved, and the first operation there "
-            "that had not ended. Written by readers of such states, not by collectors.",
+            "Progress of one rank in one process group when its state was saved, and the first operation there that "
+            "had not ended. Written by readers of such states, not by collectors.",
             "rank",
             "group_id",
             (
@@ -577,13 +577,13 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "windows",
-            "One profiled window on one rank: torch.profiler was on for some steps. What it saw lies in the run's "
-            "folder `window-0001`, a run folder of its own on the same clock. Steps that it touched are not analyzed.",
+            "One profiled window on one rank: torch.profiler was on for some steps. Its trace is in the run's folder "
+            "`window-0001`, a run folder of its own on the same clock. Steps that it touched are not analyzed.",
             "rank",
             "start_ns",
             (
                 Column("start_ns", "int64", "ns", "The profiler began to be prepared, in the step before the first."),
-                Column("end_ns", "int64", "ns", "It had stopped, and the training went on."),
+                Column("end_ns", "int64", "ns", "It had stopped, and the training continued."),
                 Column("start_stall_ns", "int64", "ns", "How long preparing and starting it held the training thread."),
                 Column("stop_stall_ns", "int64", "ns", "How long stopping it did."),
                 Column("window", "int32", "", "Number of the window in the run, from 1."),

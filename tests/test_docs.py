@@ -12,13 +12,15 @@ from pathlib import Path
 
 import typer
 
+from rankscope.dashboard.script_texts import script_texts
 from rankscope.profiler import commands
 from support.paths import ROOT
 
 # Words of our own making, for which the field has others: see docs/glossary.md.
 NOT_USED = re.compile(
     r"\b(told|tells?|stood|stands? (still|idle)|mend\w*|nobody|somebody|whoever|judged|judges|set aside|ma[dk]es? room|"
-    r"half width|false alarms?|deep windows?|looked into|culprit)\b",
+    r"half width|false alarms?|deep windows?|looked (into|at)|culprits?|to blame|blamed?|(is|are|was|were) said|anew|"
+    r"(comes?|came) to it|r[au]ns? dry|tak(e|es|ing) turns|own time)\b",
     re.IGNORECASE,
 )
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
@@ -49,7 +51,7 @@ def test_users_read_the_words_of_the_field():
 
 
 def read_by_users() -> Iterator[tuple[str, str]]:
-    """Pages without their code, help, the JSON schema, and sentences in the code: texts, errors, gaps."""
+    """Pages without their code, help, the JSON schema, sentences in the code (texts, errors, gaps), and in scripts."""
     for page in pages():
         prose = page.read_text() if page.name == "commands.md" else CODE.sub("", page.read_text())
         yield page.name, prose
@@ -58,6 +60,7 @@ def read_by_users() -> Iterator[tuple[str, str]]:
     for folder in ("analysis", "collectors", "dashboard", "profiler"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield from ((path.name, sentence) for sentence in sentences(ast.parse(path.read_text())))
+    yield from (("scripts of the browser", said) for said in map(str, script_texts()))
 
 
 def sentences(tree: ast.Module) -> Iterator[str]:

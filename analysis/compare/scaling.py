@@ -160,7 +160,7 @@ def _what_differs(runs: Sequence[tuple[Report, Timeline]]) -> Iterator[str]:
             for size, (report, _) in zip(known, runs, strict=True)
         )
         yield text(
-            "a rank's collectives carry {said} ranks per step: another model, or split otherwise",
+            "a rank's collectives carry {said} ranks per step: another model, or split differently",
             said=joined(", ", sizes_said),
         )
 

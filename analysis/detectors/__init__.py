@@ -159,7 +159,7 @@ def transfer_grid(
     if collectives is not None and is_bounded(collectives):
         return grid
     if grid.of(MIXED).any():
-        raise NotResolvable(text("CUDA events do not distinguish transfers from what the devices compute meanwhile"))
+        raise NotResolvable(text("CUDA events do not distinguish transfers from computation that overlaps them"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
     unsplit = float(grid.of("unsplit").mean())

@@ -15,7 +15,7 @@ bytes are averaged over the steps): these are named. Else all ranks of the group
 its most popular expert. No machine is at fault, though the rank looks slow.
 
 **False positives.** All-to-alls that carry something else of uneven size, such as embeddings spread over ranks by
-table: what is said holds for these too. With a capacity per expert and padding every rank receives the same: nothing
+table: the finding holds for these too. With a capacity per expert and padding every rank receives the same: nothing
 uneven is to be seen, and nothing is wasted but padding, which this does not see.
 
 **What to try.** Persistent: place experts so that each rank has popular and unpopular ones, replicate the popular ones.

@@ -90,7 +90,7 @@ _KINDS = {
     "pipeline": text("pipeline parallelism"),
 }
 _ADVICE = {
-    "data": text("Reduce gradients in smaller buckets while backward goes on (bucket_cap_mb, or hooks per layer)."),
+    "data": text("Reduce gradients in smaller buckets while backward runs (bucket_cap_mb, or hooks per layer)."),
     "sharded": text(
         "Gather parameters and reduce gradients while other layers compute: prefetch further ahead (FSDP2: "
         "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch; ZeRO-3: stage3_prefetch_bucket_size and "
@@ -186,9 +186,9 @@ def _of_gradients(
             ),
             where="after backward",
             advice=text(
-                "In {buckets} buckets, each sent while backward goes on, {share} of that would be left: "
-                "set bucket_cap_mb to about {size_mb:.2g} in DistributedDataParallel; where gradients "
-                "are reduced by hand, do it layer by layer from hooks.",
+                "In {buckets} buckets, each reduced while backward runs, {share} of that would be left: set "
+                "bucket_cap_mb to about {size_mb:.2g} in DistributedDataParallel; where gradients are reduced by "
+                "hand, do it layer by layer from hooks.",
                 buckets=buckets,
                 share=percent(1 - lost.ns / exposed),
                 size_mb=size_mb,
@@ -361,7 +361,7 @@ def _spans(
     """
     grid = judged_grid(breakdown, FEW_STEPS)
     if grid.of(MIXED).any():
-        raise NotResolvable(text("CUDA events do not distinguish transfers from what the devices compute meanwhile"))
+        raise NotResolvable(text("CUDA events do not distinguish transfers from computation that overlaps them"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
     window = last_backwards(regions, phases, kernels)

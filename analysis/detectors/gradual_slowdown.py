@@ -16,9 +16,9 @@ its peers no more than the steps grow.
 **False positives.** Work that grows by design: a curriculum of longer sequences, a growing batch. Silence on a short
 run says little: a creep of 1 % per hour is not seen in 10 minutes.
 
-**What to try.** Own time on all ranks: clocks and temperature, fragmentation of the allocator, lists that grow (logged
-tensors that keep their graph, metrics). On one rank: its cooling, other processes on its host. Garbage collection:
-objects that pile up. Input: a cache that runs full, files that are farther away. Transfer: other traffic.
+**What to try.** Compute time on all ranks: clocks and temperature, fragmentation of the allocator, lists that grow
+(logged tensors that keep their graph, metrics). On one rank: its cooling, other processes on its host. Garbage
+collection: objects that pile up. Input: a cache that runs full, files that are farther away. Transfer: other traffic.
 
 **Source.** Theil 1950, Sen 1968; the test of Mann and Kendall with the correction of Hamed and Rao 1998. Thresholds are
 ours.

@@ -1,16 +1,16 @@
-"""The job hangs: some ranks do not come to an operation, or do not finish one, and all others wait.
+"""The job hangs: some ranks do not reach an operation, or do not finish one, and all others wait.
 
 **Signal.** Each rank's oldest operation that has not ended is what holds it. In that operation it waits for the
 members of the group that have not enqueued it, or have but are held by something older themselves; it does not wait
 for those that have finished it or are in it too. Ranks that others wait for, directly or through others, and that wait
 for no other themselves, are the root cause:
 
-- nothing outstanding: the host does not come to the next operation;
+- nothing outstanding: the host does not reach the next operation;
 - held in an operation that others have finished: the device, or its link, does not finish it;
 - all ranks in the same operation, and none finishes it: the transport, or a desync if they do not do the same thing.
 
 In a recorded run an operation counts only if the job hung for 10 s and for 5 steps at its end; 1 s and 5 steps
-are enough where an operation that needs all its ranks ended though one never came to it: it failed. Ranks that wait
+are enough where an operation that needs all its ranks ended though one never reached it: it failed. Ranks that wait
 for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
 too; it is not the root cause, since it waits itself.
 
@@ -284,8 +284,8 @@ def _culprits(state: _State, waits: Mapping[int, frozenset[int]], unsure: Contai
     if idle:
         awaited_in = _most_awaited(state, waits, idle)
         title = plural(
-            "{subject} does not come to {awaited_in}",
-            "{subject} do not come to {awaited_in}",
+            "{subject} does not reach {awaited_in}",
+            "{subject} do not reach {awaited_in}",
             len(idle),
             subject=_subject(idle),
             awaited_in=awaited_in,
@@ -355,7 +355,11 @@ def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding
             )
             findings.append(
                 _finding(
-                    state, waits, ranks, title, text("Order the operations alike on all ranks: {each}.", each=each)
+                    state,
+                    waits,
+                    ranks,
+                    title,
+                    text("Issue the operations in the same order on all ranks: {each}.", each=each),
                 )
             )
     return findings

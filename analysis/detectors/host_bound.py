@@ -1,6 +1,6 @@
 """The host launches the device's work too late, and the device is idle.
 
-**Signal.** Device idle time before work whose launch call began only after the device had run dry (the part `host`). A
+**Signal.** Device idle time before work whose launch call began only after the device was idle (the part `host`). A
 kernel that only communicates meanwhile does not change that, if it still runs when the late work begins: nothing waited
 for it; but no more of this time counts than there is work that could begin earlier. What the busiest rank would be
 shorter without this time is the loss, reported above `min_fraction` of the step if it is not one rank's: half of it

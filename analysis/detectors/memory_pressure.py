@@ -242,9 +242,8 @@ def _advice(memory: pl.DataFrame, rank: int) -> str:
     if reserved and pieces >= _MANY_PIECES * reserved:
         said.append(
             text(
-                "{share} of what it keeps lies in pieces that are not used: set "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and keep sizes the same from step to "
-                "step.",
+                "{share} of its reserved memory is fragmented and unused: set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and keep sizes the same from step to step.",
                 share=percent(pieces / reserved),
             )
         )

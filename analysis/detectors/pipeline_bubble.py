@@ -104,6 +104,6 @@ _ADVICE = {
     text("late transfers"): text(
         "Overlap sends and receives with computation, and look at the links between neighbouring stages."
     ),
-    text("microbatches of unequal length"): text("Make the microbatches alike: pack or sort sequences by length."),
+    text("microbatches of unequal length"): text("Balance the microbatches: pack or sort sequences by length."),
     text("stages of unequal length"): text("Distribute the layers evenly over the stages."),
 }

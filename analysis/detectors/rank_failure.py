@@ -108,7 +108,7 @@ def _hung_before(row: _Exit, steps: pl.DataFrame | None) -> bool:
 def _finding(first: _Exit, rows: list[_Exit]) -> Finding:
     subject, how = named("Rank", [first["rank"]]), _how(first)
     if first["exit_code"] == 0 and first["error"] is None:
-        title = text("{subject} ended while the others went on ({how})", subject=subject, how=how)
+        title = text("{subject} ended while the others continued ({how})", subject=subject, how=how)
     elif first["error"] is not None or first["bye_ns"] is not None:
         title = text("{subject} failed first ({how})", subject=subject, how=how)
     else:
@@ -171,10 +171,12 @@ def _advice(row: _Exit) -> str:
     if row["error"] is not None:
         return text("Look at the traceback in the rank's output, and fix what raised it.")
     if row["signal"] == signal.SIGKILL:
-        return text("SIGKILL came from outside: look at the scheduler's log and the node's kernel log for its sender.")
+        return text(
+            "SIGKILL was sent from outside: check the scheduler's log and the node's kernel log for its sender."
+        )
     if row["signal"] is not None or row["bye_ns"] is None:
         return text("Set PYTHONFAULTHANDLER=1 to see where it crashes; look at its output and the node's kernel log.")
-    return text("Look at the rank's output: the script ended it by itself.")
+    return text("Check the rank's output: its script exited on its own.")
 
 
 def _evidence(row: _Exit, first: _Exit) -> Evidence:

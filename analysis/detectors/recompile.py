@@ -9,7 +9,7 @@ Where ranks run on devices of which neither kernels nor CUDA events were recorde
 is sure that devices waited for it, and is not checked if only all of it were enough.
 
 **Why it costs time.** A compiled graph holds for what its guards saw: shapes, types, values of Python variables. When
-one changes, the code is compiled again, which takes seconds on the host; the device runs dry, and all ranks wait for
+one changes, the code is compiled again, which takes seconds on the host; the device idles, and all ranks wait for
 the one that compiles. A graph break splits a graph into several, each of which is compiled again.
 
 **False positives.** A first compilation that comes late (an evaluation, a phase of training with other shapes) is paid

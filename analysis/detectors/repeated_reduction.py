@@ -11,7 +11,7 @@ each part. With k microbatches per step the job moves k times the bytes, and sto
 
 **False positives.** Two models of equal size with a backward pass each between two updates, such as twin critics, look
 the same; there each reduction is needed. DeepSpeed's ZeRO-2 has to reduce each part, since it keeps only a share of the
-sum. Reductions by reduce-scatter (FSDP) are not looked at: to skip them costs memory.
+sum. Reductions by reduce-scatter (FSDP) are not checked: to skip them costs memory.
 
 **What to try.** `with model.no_sync():` around forward and backward of all microbatches but the last; Accelerate's
 `accumulate(model)` and Lightning's `accumulate_grad_batches` do that. With FSDP2's replicas

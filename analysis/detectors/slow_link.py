@@ -133,7 +133,7 @@ def detect(
         if len(pair_rates(busy)) == 1 and transfer.bound_ns >= min_fraction * grid.step_ns:
             raise NotResolvable(
                 text(
-                    "the only link between the nodes is alike in both directions; transfer takes {transfer} "
+                    "the only link between the nodes is equally fast in both directions; transfer takes {transfer} "
                     "({share}) of the step, and there is no other link to compare with",
                     transfer=duration(transfer.bound_ns),
                     share=percent(transfer.bound_ns / grid.step_ns),

@@ -16,7 +16,7 @@ its computations keep their scatter, and transfers take what they took. The advi
 which is less where the work cannot be done away with. A single step is enough: then the scatter over its microbatches
 says how sure the cost is.
 
-Nothing is said if the replay of the steps as they were misses their measured length by more than `max_error`.
+There is no verdict if the replay of the steps as they were misses their measured length by more than `max_error`.
 
 **Why it costs time.** A pipeline runs at the pace of its slowest stage: the others idle once per microbatch.
 

@@ -2,7 +2,7 @@
 
 **Signal.** The stretch of at least `min_steps` analyzed steps that are longest against all others: their median is more
 than `min_ratio` times the median of the rest, a rank-sum test puts them `min_z` standard deviations apart, and what
-grew is the ranks' own time or the transfer, on at least half of the ranks.
+grew is the ranks' compute time or the transfer, on at least half of the ranks.
 
 **Why it costs time.** Comparing ranks with each other is blind to what hits all of them: there is no healthy peer. The
 run's own earlier or later steps are the only measure.
@@ -72,8 +72,8 @@ def detect(
         Finding(
             detector="step_change",
             title=text(
-                "Steps from {begins}{until} take {time} ({share}) longer than the others, on all ranks "
-                "alike; what grew is {where}",
+                "Steps from {begins}{until} take {time} ({share}) longer than the others on all ranks; the part that "
+                "grew is {where}",
                 begins=begins,
                 until=until,
                 time=duration(slow - usual),

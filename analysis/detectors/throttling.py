@@ -4,7 +4,7 @@
 driver's word) are compared with the median of the other GPUs of its kind. A GPU is throttled if its mean clock is more
 than `min_drop` below and the driver names a reason (power cap, thermal, power brake, hardware slowdown) in at least
 half of the readings in which it is. Reported for the ranks that `slow_rank` finds slow as well: the loss is theirs, but
-no more than the share of their own time by which the clock is lower, and above `min_fraction` of the step.
+no more than the share of their compute time by which the clock is lower, and above `min_fraction` of the step.
 
 **Why it costs time.** Most kernels take as much longer as the clock is lower, and all ranks wait for the slowest.
 

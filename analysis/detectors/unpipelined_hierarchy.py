@@ -1,4 +1,4 @@
-"""In a collective of two levels the links within nodes and those between nodes take turns.
+"""In a collective of two levels the links within nodes and those between nodes are used in turn.
 
 **Signal.** A reduce-scatter in a group within a node is followed by an operation in a group that has one rank per node,
 with the share of the bytes that a rank was left with: hybrid sharding, or an all-reduce made of both by hand. Time in

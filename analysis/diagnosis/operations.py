@@ -115,8 +115,8 @@ def uneven_work(ops: pl.DataFrame, *, min_fraction: float = 0.03) -> list[Findin
             detector="load_imbalance",
             severity=severity(lost / step_ns),
             title=text(
-                "Load imbalance: microbatches differ by {scatter}, on all stages alike, and the pipeline waits for "
-                "the long ones",
+                "Load imbalance: microbatches differ by {scatter} on all stages, and the pipeline waits for the "
+                "longest",
                 scatter=percent(float(common.std())),
             ),
             where=text("forward and backward"),

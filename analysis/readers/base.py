@@ -33,7 +33,7 @@ __all__ = [
     "table",
 ]
 
-NO_STEPS = text("the format does not say where steps begin")
+NO_STEPS = text("the format does not mark where steps begin")
 _NUMBER = re.compile(r"([0-9]+)")
 
 Row = Mapping[str, Any]

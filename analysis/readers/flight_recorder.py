@@ -300,7 +300,7 @@ def _groups(config: Mapping[str, Any]) -> Iterator[Group]:
 def _ranks_in(said: str) -> list[int]:
     """Return the numbers of `[0, 1]`."""
     if not _LIST.fullmatch(said):
-        raise _Unusable(text("its process groups do not say which ranks are in them"))
+        raise _Unusable(text("its process groups do not list their ranks"))
     return [int(number) for number in _NUMBER.findall(said)]
 
 
@@ -327,7 +327,7 @@ def _rank(path: Path, groups: Sequence[Group]) -> int:
                 ranks=ranges(sorted(in_all)),
             )
         )
-    raise _Unusable(text("nothing says which rank wrote it; let its name end in the rank"))
+    raise _Unusable(text("its rank is unknown; end its name with the rank"))
 
 
 def _entry(raw: Mapping[str, Any], by_name: Mapping[str, Group], rank: int) -> _Entry:

@@ -64,11 +64,11 @@ _OPERATIONS = 1_000_000  # of SQLite, between two looks at the clock
 _NOT_MAIN = 65535
 _BYTES_PER_S = 40_000_000  # of a core
 _LACKS = {
-    "breakdown": text("NVTX ranges do not say what the host waited for"),
-    "phases": text("NVTX ranges do not say what the host waited for"),
+    "breakdown": text("NVTX ranges do not show what the host waited for"),
+    "phases": text("NVTX ranges do not show what the host waited for"),
     "gc_pauses": text("the export does not show when Python collects garbage"),
-    "compile": text("the export does not say what torch.compile builds"),
-    "input": text("NVTX ranges do not say when the data loader was waited for"),
+    "compile": text("the export does not show what torch.compile compiles"),
+    "input": text("NVTX ranges do not show when the data loader was waited for"),
     "collectives": text(
         "no communication of several GPUs was matched: export all ranks' reports, and give them together"
     ),
@@ -133,7 +133,9 @@ def _run_of(files: Sequence[Path], captures: Sequence[_Capture]) -> FrameReader:
     missing: list[Gap] = []
     numbers = _numbers(files) if all(len(capture.places) == 1 for capture in captures) else None
     if len(files) > 1 and numbers is None:
-        missing.append(gap("ranks", text("the files do not say which ranks they are: they are counted by name")))
+        missing.append(
+            gap("ranks", text("the files do not name their ranks: they are numbered in the order of their names"))
+        )
     for node, capture in enumerate(captures):
         first = len(ranks) if numbers is None else numbers[node]
         ranks += _ranks(capture, first, node)

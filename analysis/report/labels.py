@@ -47,7 +47,7 @@ _ENGLISH: dict[str, str] = {
     "unit.rank-hours": "rank-hours",
     "finding.cost.per_step": "{0} per step ({1})",
     "finding.steps": "in steps",
-    "finding.cost.standstill": "everything: the job does not go on",
+    "finding.cost.standstill": "everything: the job makes no progress",
     "finding.others_waited": "others",
     "finding.others_waited.value": "{0} waited {1} in total for it ({2})",
     "finding.gain": "speedup",
@@ -148,7 +148,7 @@ _ENGLISH: dict[str, str] = {
     "steps.none": "No lengths of single steps are in this record.",
     "steps.chart": "Line: median of the ranks. Band: shortest to longest rank. Analyzed steps only, in order.",
     "steps.chart.one": "Line: the rank's step. Analyzed steps only, in order.",
-    "steps.binned": "Each point stands for up to {0} steps.",
+    "steps.binned": "Each point covers up to {0} steps.",
     "steps.first": "first analyzed step",
     "steps.last": "last, {0}",
     "steps.strip": "One row per rank, one cell per step; the darker, the longer against the median step.",
@@ -180,8 +180,8 @@ _ENGLISH: dict[str, str] = {
     "blames.label": "what it did longer",
     # what main threads did
     "code": "What the main threads did",
-    "code.means": "Where in the code they were when they were looked at, 5 times a second; each call with what it "
-    "calls. Calls of torch and of Python's library count for the line that made them.",
+    "code.means": "Where in the code they were, sampled 5 times a second; each call includes what it calls. Calls "
+    "into torch and Python's library count for the line that made them.",
     "code.whole": "No step was analyzed: these are shares of the whole run.",
     "code.share": "share",
     "code.share.value": "{0} ± {1}",
@@ -213,8 +213,8 @@ _ENGLISH: dict[str, str] = {
     "phases.communication.unknown": "unknown",
     "phases.ahead": "host run-ahead",
     "phases.of_rank": "{0} ({1})",
-    "lead.device": "The device is the limit: host run-ahead is {0} (median), and a device idles for want of work "
-    "{1} of the step at most.",
+    "lead.device": "Device-bound: host run-ahead is {0} (median), and a device idles without work for at most {1} of "
+    "the step.",
     "lead.host": "Host-bound in {0} of the step: the launch queue is empty, because the host is slow or waits for "
     "the device. Devices may idle for up to {1} of the step; a profiled window measures the cost: "
     "rankscope trigger RUN --count 3",
@@ -272,7 +272,7 @@ _ENGLISH: dict[str, str] = {
     "windows.slowest": "slowest rank",
     "windows.its": "its time",
     "windows.operator": "operator",
-    "states": "How far each rank had come",
+    "states": "Progress of each rank",
     "states.means": "Numbers of operations in each process group in which one is outstanding. {0}",
     "states.few": "Shown: the groups of the finding; all are in the JSON form.",
     "states.rank": "rank",
@@ -286,7 +286,7 @@ _ENGLISH: dict[str, str] = {
     "states.op.value": "{0} number {1}",
     "states.state.started": "begun, not ended",
     "states.state.enqueued": "enqueued, not ended",
-    "states.state.behind": "did not come to it",
+    "states.state.behind": "did not reach it",
     "states.state.idle": "nothing outstanding",
     "states.state.unread": "not readable",
     "gaps": "Gaps in the record",

@@ -370,7 +370,7 @@ def _finding(finding: Finding) -> dict[str, object]:
     cost = f"{duration_with_error(finding.lost_ns_per_step, finding.uncertainty_ns)} per step, {share}"
     gain = finding.gain_why if finding.gain_fraction is None else f"{percent(finding.gain_fraction)} of the step"
     return {
-        "cost": "the job does not go on" if is_standstill(finding) else cost,
+        "cost": "the job makes no progress" if is_standstill(finding) else cost,
         "gain": gain,
         "where": finding.where,
         "advice": finding.advice,

@@ -119,7 +119,9 @@ def early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
     done = {
         "clock": text("clocks or stamps are wrong by that, and these ends were moved to that arrival"),
         "device": text("the devices' clocks are wrong by that, and times were left as they are"),
-        "given up": text("a timeout or an error ended them before it came, and these ends were moved to that arrival"),
+        "given up": text(
+            "a timeout or an error ended them before it arrived, and these ends were moved to that arrival"
+        ),
     }
     early = collectives.filter(pl.col("early_ns").is_not_null()).join(gave_up, on=["rank", "instance_id"], how="left")
     return [

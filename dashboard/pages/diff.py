@@ -79,7 +79,7 @@ def _page(a: Run, b: Run) -> Any:  # noqa: ANN401
             _head(found, a, b),
             card(text("From A to B"), *_parts(found)),
             card(text("Findings"), *_findings(found)),
-            card(text("Ranks that changed otherwise than most"), _ranks(b, found)) if found.ranks else None,
+            card(text("Ranks that changed differently from the others"), _ranks(b, found)) if found.ranks else None,
             card(text("Communication"), _operations(b, found), note=text("Mean over analyzed steps."))
             if found.operations
             else None,
@@ -119,7 +119,7 @@ def _head(found: Comparison, a: Run, b: Run) -> Any:  # noqa: ANN401
 
 def _parts(found: Comparison) -> list[Any]:
     if not found.parts:
-        return [html.P(text("The parts of the step are not compared; the reason stands above."))]
+        return [html.P(text("The parts of the step are not compared; see the reason above."))]
     bars, unit = from_a_to_b(found.step, found.parts, ("A", "B"))
     return [change_table(bars, unit, ("A", "B"))]
 

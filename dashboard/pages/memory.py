@@ -20,7 +20,7 @@ _ORDER = ("cuda_allocated_bytes", "cuda_reserved_bytes", "rss_bytes")
 def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
     memory = run.tables.get("memory")
     if memory is None:
-        why = text("No readings of memory were recorded: they come with rankscope run, at most one a second.")
+        why = text("No memory readings were recorded: rankscope run records at most one a second.")
         return html.Div([heading(page.title, _MEANING), empty(text("No memory"), why)])
     names = sorted(
         memory["name"].unique(), key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)

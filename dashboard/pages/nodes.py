@@ -32,7 +32,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's comp
     unseen = quiet(text("Not recorded. {missing}.", missing=joined("; ", missing))) if missing else None
     counters = run.timeline.counters
     if counters.is_empty():
-        why = text("No counters of nodes were recorded: they come from rankscope's own agent, beside the job.")
+        why = text("No node counters were recorded: rankscope's agent on each node records them.")
         return html.Div(
             [
                 heading(page.title, _MEANING),

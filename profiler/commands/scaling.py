@@ -68,7 +68,7 @@ def _text(found: Scaling) -> Iterable[str]:
     yield f"\n{_runs(found)}"
     for point in others:
         if point.mostly:
-            yield text("{n} ranks: most of what is lost went to {part}", n=point.ranks, part=part_name(point.mostly))
+            yield text("{n} ranks: most of the loss is in {part}", n=point.ranks, part=part_name(point.mostly))
     if base.lost:
         yield f"\n{spoken(text('Beyond linear, per step'))}\n{_parts(found)}"
     law = found.law

@@ -439,9 +439,7 @@ def test_device_that_is_never_waited_for_by_its_host_is_the_limit(tmp_path):
     report = diagnosed(tmp_path)
     assert report.lead.idle_fraction == 0
     shown = " ".join(terminal.render(report).split())
-    assert (
-        "The device is the limit: host run-ahead is 590 ms (median), and a device idles for want of work 0 %" in shown
-    )
+    assert "Device-bound: host run-ahead is 590 ms (median), and a device idles without work for at most 0 %" in shown
     assert "forward 100 ms 100 ms (0) 100 ms (0) 0 ns 400 ms" in shown
 
 

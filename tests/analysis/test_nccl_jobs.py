@@ -198,7 +198,7 @@ def test_a_rank_a_little_behind_in_many_buckets_is_neither_named_nor_called_heal
     report = Job(16, buckets=40, late=late_by(1.5 * MS, 5), takes=lambda group: 0.1 * MS).report()
     assert report.findings == ()
     assert not_checked(report)["slow_rank"].startswith(
-        "rank 5 comes last to 480 of 480 collectives and the others wait 1."
+        "rank 5 arrives last at 480 of 480 collectives and the others wait 1."
     )
 
 

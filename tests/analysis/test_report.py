@@ -372,7 +372,7 @@ def test_a_job_that_stands_still_has_no_cost_per_step():
     standing = slow_rank(2, detector="hang", lost_fraction=1.0, lost_ns_per_step=0, lost_ns_total=0, gain_fraction=1.0)
     report = job(findings=(standing,), fixes=(), fidelity=None)
     for text in (terminal.render_short(report), html.render(report)):
-        assert "everything: the job does not go on" in text
+        assert "everything: the job makes no progress" in text
         assert "0 ns per step" not in text
         assert "0 ± " not in text
 

@@ -47,7 +47,7 @@ def blamed(tables):
 def test_rank_that_does_not_come_to_an_operation_is_blamed():
     """Ranks 0, 1 and 3 are in all-reduce 5; rank 2 has finished 4 and enqueued no more."""
     tables = state((0, ALL, 5, 4), (1, ALL, 5, 4), (2, ALL, 4, 4), (3, ALL, 5, 4))
-    assert blamed(tables) == [((2,), "Rank 2 does not come to allreduce number 5 of all")]
+    assert blamed(tables) == [((2,), "Rank 2 does not reach allreduce number 5 of all")]
 
 
 def test_nothing_outstanding_is_no_hang():
@@ -107,7 +107,7 @@ def test_receive_without_its_send_waits_for_the_sender():
     groups = ((FIRST, "pipeline", "0-1"),)
     receives = {"op": "recv", "peer": 0, "is_p2p": True}
     tables = state((0, FIRST, 3, 3, {"is_p2p": True}), (1, FIRST, 4, 3, receives), groups=groups)
-    assert blamed(tables) == [((0,), "Rank 0 does not come to recv number 4 of pipeline")]
+    assert blamed(tables) == [((0,), "Rank 0 does not reach recv number 4 of pipeline")]
 
 
 def test_rank_without_a_state_is_blamed_only_where_nobody_else_can_be():
@@ -183,7 +183,7 @@ def test_recorded_run_that_waited_for_10_seconds_was_hung():
     assert held(progress) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
     groups = state(groups=((ALL, "all", "0-2"),))["groups"]
     assert blamed({"progress": progress, "groups": groups}) == [
-        ((2,), "Rank 2 does not come to allreduce number 2 of all")
+        ((2,), "Rank 2 does not reach allreduce number 2 of all")
     ]
 
 
@@ -253,7 +253,7 @@ def test_nccls_operations_are_outstanding_where_ras_says_that_a_rank_lags():
     with pytest.raises(NotResolvable, match="or which operations had ended then, was not seen"):
         hang.detect(alone, groups)
     (found,) = hang.detect(recorded(*NCCL, until=14.5, said_late=True), groups, said_by_ras((2, 1, 2, "running")))
-    assert (found.ranks, found.title) == ((2,), "Rank 2 does not come to allreduce number 2 of all")
+    assert (found.ranks, found.title) == ((2,), "Rank 2 does not reach allreduce number 2 of all")
     assert [(seen.table, seen.rank) for seen in found.evidence] == [("ras", 2), ("collectives", 0), ("collectives", 1)]
     assert found.evidence[0].note == "NCCL's RAS: has launched 1 AllReduce, others up to 2"
 
@@ -287,7 +287,7 @@ def test_real_hang_with_a_damaged_or_missing_dump_names_the_same_ranks(tmp_path,
 
 
 @pytest.mark.needs_data
-@pytest.mark.parametrize(("run", "title"), [("lock_gil_1st", "do not come to"), ("gpu_error_2nd", "do not finish")])
+@pytest.mark.parametrize(("run", "title"), [("lock_gil_1st", "do not reach"), ("gpu_error_2nd", "do not finish")])
 def test_real_hangs_name_the_ranks_with_the_injected_fault(run, title):
     """`fault_injection.log` says ranks 9 and 14; the neighbours in the pipeline are behind too, and are not named."""
     command = [Path(sys.executable).with_name("rankscope"), "report", NVRX / run, "--json", "-"]

@@ -69,7 +69,7 @@ def test_steps_with_retries_cost_what_they_take_longer_than_those_without():
     assert finding.lost_ns_per_step == 5 * 50 * MS / STEPS
     assert "every 8 steps, which costs 50.0 ms each time" in finding.title
     assert finding.where == "78.0 of 80.0 GiB reserved, 13.0 GiB of it in pieces"
-    assert "16.7 % of what it keeps lies in pieces" in finding.advice
+    assert "16.7 % of its reserved memory is fragmented" in finding.advice
     assert "nearly full" in finding.advice
 
 

@@ -98,7 +98,7 @@ def test_what_follows_from_the_end_of_another_rank_is_no_cause():
     ((ranks, title),) = found(lost, ended(1, 51, signal=15), left)
     assert (ranks, title) == (
         (2,),
-        "Rank 2 ended while the others went on (exit code 0) at step 41; the other ranks then waited in allreduce",
+        "Rank 2 ended while the others continued (exit code 0) at step 41; the other ranks then waited in allreduce",
     )
     assert [ranks for ranks, _ in found(lost, ended(1, 51, signal=15))] == [(0,)], "with rank 2 not seen"
 

@@ -421,7 +421,7 @@ def test_the_rank_from_the_file_or_its_name(tmp_path, name, info, rank):
 
 def test_an_unknown_rank_is_taken_to_be_0_if_it_is_alone_and_asked_for_otherwise(tmp_path):
     trace = opened(tmp_path, [kernel("k", 0, 1)], name="one/trace.json", distributedInfo={"backend": "nccl"})
-    assert whys(trace) == [("ranks", 0, None, "the file does not say its rank: it is taken to be rank 0")]
+    assert whys(trace) == [("ranks", 0, None, "the file does not name its rank: it is assumed to be rank 0")]
     write(tmp_path / "one" / "other.json", [kernel("k", 0, 1)])
     with pytest.raises(BadInput, match=r"^other.json does not say which rank it is: put it into the file's name"):
         Trace.open(tmp_path / "one")

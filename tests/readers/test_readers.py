@@ -45,7 +45,7 @@ def test_dumps_as_pickles_and_as_json_say_the_same(tmp_path, suffix):
     assert rows == [(0, 5, 4, 5, "allreduce", 16), (1, 4, 4, None, None, None)]
     report = diagnose(trace)
     assert [(f.detector, f.ranks) for f in report.findings] == [("hang", (1,))]
-    assert report.findings[0].title == "Rank 1 does not come to allreduce number 5 of default_pg"
+    assert report.findings[0].title == "Rank 1 does not reach allreduce number 5 of default_pg"
 
 
 def test_parts_of_a_coalesced_operation_that_has_ended_hold_nobody(tmp_path):

@@ -63,7 +63,7 @@ def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
         assert "longer" in page.locator(".verdict h1").inner_text()
         assert page.locator(".waterfall tr.longer").count() > 2
         assert page.get_by_text("slow rank, rank 2").count() == 1
-        changed = page.locator(".card", has_text="Ranks that changed otherwise than most")
+        changed = page.locator(".card", has_text="Ranks that changed differently from the others")
         rows = changed.locator(".ag-center-cols-container .ag-row")
         rows.first.wait_for()
         shown = rows.count()

@@ -1,6 +1,6 @@
 """One rank, or one node, takes longer over its own work than its peers, and they wait for it.
 
-**Signal.** Own time (the step without communication that blocks the rank, and without input, garbage collection,
+**Signal.** Compute time (the step without communication that blocks the rank, and without input, garbage collection,
 compilation and checkpoints) is compared with the median of the other ranks that do the same work, step by step: in a
 pipeline those of the same stage. A rank is slow if
 
@@ -37,18 +37,18 @@ needed. The cost is what that rank waits for them that waits least. `where` is t
 with the others', idled or worked longest, and every region that takes its host at least half of the loss longer than
 the others in each step: that time may be hidden behind work that was queued before.
 
-Where NCCL ran and no profiler, own time may not show it, and what counts is how long the others waited in the
+Where NCCL ran and no profiler, compute time may not show it, and what counts is how long the others waited in the
 collectives that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all
 of its ranks are. The cost is at least the longest such wait of a step, and at most their sum: what the others computed
 was not seen meanwhile. The lower number is reported, the title has both. If it is late in some steps only, the cost is
-what these are longer than the others, within these bounds. If only the sum is above `min_fraction`, nothing is said of
-that rank, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late. In a
+what these are longer than the others, within these bounds. If only the sum is above `min_fraction`, that rank gets no
+verdict, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late. In a
 pipeline not all that others wait makes the step longer: with CUDA events a replay says what it costs, in which the rank
 and those that share its layers compute as the other replicas do. Of one replica only who is late by most is named, and
 who is late by half as much or more.
 
-CUDA events give own time in phases without communication; there the costlier of the two is reported. Where forward and
-optimizer are longer by one factor (within a quarter), all that the rank computes is taken to be so, and the cost
+CUDA events give compute time in phases without communication; there the costlier of the two is reported. Where forward
+and optimizer are longer by one factor (within a quarter), all that the rank computes is taken to be so, and the cost
 follows from that, between the two bounds.
 
 Of a table of pipeline operations the sample is the operation: forwards and backwards of a rank against the same ones of

@@ -129,9 +129,9 @@ def refuse_hidden(waited_for: WaitedFor, thresholds: Thresholds) -> None:
             if most.clear and most.ns >= thresholds.min_fraction * grid.step_ns:
                 raise NotResolvable(
                     text(
-                        "{who} comes last to {last} of {operations} collectives and the others wait {least} per step "
-                        "for it, or {most} ({share} of the step) if no wait is hidden by computation, which was not "
-                        "recorded; rankscope trigger shows it",
+                        "{who} arrives last at {last} of {operations} collectives and the others wait {least} per "
+                        "step for it, or {most} ({share} of the step) if no wait is hidden by computation, which was "
+                        "not recorded; rankscope trigger shows it",
                         who=named("rank", members[row]),
                         last=int(late.last[row]),
                         operations=int(late.operations[row]),

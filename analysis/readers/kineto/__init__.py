@@ -27,9 +27,9 @@ from rankscope.errors import BadInput
 __all__ = ["open_run", "reader", "recognises"]
 
 _CANNOT = {
-    "breakdown": text("the trace holds no device work, and a profiler's trace does not say for what the host waits"),
+    "breakdown": text("the trace holds no device work, and a profiler's trace does not show what the host waits for"),
     "gc_pauses": text("a profiler's trace does not show when Python collects garbage"),
-    "compile": text("a profiler's trace does not say what torch.compile builds"),
+    "compile": text("a profiler's trace does not show what torch.compile compiles"),
     "model": text(
         "the FLOPs of a step are unknown: give --flops-per-step, or record the trace with record_shapes=True"
     ),

@@ -33,7 +33,7 @@ def by_rank(captures: list[Capture], gaps: list[Gap]) -> dict[int, Capture]:
         rank = _rank_of(capture)
         if rank is None and len(captures) == 1:
             rank = 0
-            gaps.append(gap("ranks", text("the file does not say its rank: it is taken to be rank 0"), rank=0))
+            gaps.append(gap("ranks", text("the file does not name its rank: it is assumed to be rank 0"), rank=0))
         if rank is None:
             raise BadInput(
                 f"{capture.file_name} does not say which rank it is: put it into the file's name, as in rank3.json"
