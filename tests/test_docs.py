@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from rankscope.dashboard.page_kit import all_pages
 from rankscope.dashboard.script_texts import script_texts
 from rankscope.profiler import commands
 from support.paths import ROOT
@@ -102,3 +103,25 @@ def test_every_option_of_the_commands_is_in_the_reference():
         section = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", help_, re.MULTILINE | re.DOTALL)
         listed = set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", section[1], re.MULTILINE)) - {"--help"}
         assert {max(one.opts, key=len) for one in command.params if one.param_type_name == "option"} == listed, name
+
+
+OF_OTHERS = {"overlap_moe_expert_parallel_comm"}  # names that only the docs mention, of other programs
+
+
+def test_every_name_that_the_docs_show_as_code_exists():
+    """Detectors, tables, columns, parts, functions: each `snake_case` word is one of the code, or a file's name."""
+    known = set(OF_OTHERS)
+    for folder in ("analysis", "benchmarks", "collectors", "dashboard", "docs", "examples", "profiler", "src", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".c", ".cpp", ".j2", ".js", ".json", ".py"):
+                known |= {path.stem, *re.findall(r"\w+", path.read_text(encoding="utf-8", errors="replace"))}
+    for page in pages():
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose):
+            shown = re.findall(r"(?<![\w./-])[a-z][a-z0-9]*(?:_[a-z0-9]+)+(?![\w-])", span)
+            assert set(shown) <= known, f"{page.name}: `{span}`"
+
+
+def test_every_page_of_the_browser_is_described_and_no_other():
+    described = re.findall(r"\*\*(?:\[)?([A-Z][\w ]+?)(?:\]\([^)]+\))?\*\*", (ROOT / "docs/ui.md").read_text())
+    assert sorted(described) == sorted(str(page.title) for page in all_pages().values())

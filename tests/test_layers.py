@@ -20,6 +20,10 @@ FLOORS = (
     *("analysis.replay", "analysis.detectors", "analysis.compare", "analysis.diagnosis", "analysis.report"),
     *("dashboard", "profiler"),
 )
+# What is done for a single file, so of one rank or node, in parallel; it knows nothing of what needs all of them: those
+# modules of readers, and all floors from `analysis.timeline` up.
+OF_ONE_FILE = ("analysis.readers.kineto.scan", "analysis.readers.native.arrow_files")
+OF_ALL_RANKS = {"collective_numbering", "kineto.numbering", "kineto.tables", "native.worlds"}
 # Collectors have floors of their own.
 OF_COLLECTORS = ("collectors.topology", "collectors.node", "collectors.agent")
 IN_A_RANK = (
@@ -108,19 +112,20 @@ def upward() -> set[tuple[str, str]]:
     }
 
 
+def reached(start: str) -> set[str]:
+    """The modules that this one imports, directly or through others."""
+    seen: set[str] = set()
+    ahead = [start]
+    while ahead:
+        for target in graph()[ahead.pop()] - seen:
+            seen.add(target)
+            ahead.append(target)
+    return seen
+
+
 def cycles() -> set[frozenset[str]]:
     """Modules that import each other, directly or through others."""
-    arrows = graph()
-
-    def reached(start: str) -> set[str]:
-        seen, ahead = set(), [start]
-        while ahead:
-            for target in arrows[ahead.pop()] - seen:
-                seen.add(target)
-                ahead.append(target)
-        return seen
-
-    below = {module: reached(module) for module in arrows}
+    below = {module: reached(module) for module in graph()}
     return {
         frozenset(other for other in below[module] if module in below[other])
         for module in below
@@ -157,6 +162,13 @@ def test_every_room_has_a_floor():
 
 def test_no_modules_import_each_other():
     assert not cycles()
+
+
+def test_what_reads_one_file_knows_of_no_other():
+    above = FLOORS[FLOORS.index("analysis.timeline") :]
+    for module in OF_ONE_FILE:
+        seen = {name for name in reached(module) if room(name) in above or name.split(".", 2)[-1] in OF_ALL_RANKS}
+        assert not seen, module
 
 
 def test_only_torch_and_the_standard_library_are_imported_inside_a_rank():
