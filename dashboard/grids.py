@@ -23,7 +23,7 @@ from dash import MATCH, Dash, Input, Output, ctx, dcc, html
 from flask import Response, request
 
 from rankscope.analysis.text.message import Text, language, spoken, text
-from rankscope.dashboard.page_kit import address, all_pages, in_language
+from rankscope.dashboard.page_kit import Children, address, all_pages, in_language
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.sql import answer, narrowed, written
 from rankscope.dashboard.state import State
@@ -152,7 +152,7 @@ def answered(run: Run, query: str) -> pl.DataFrame:
     return tables[name] if query == everything(name) and name in tables else answer(tables, query)
 
 
-def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "auto") -> Any:  # noqa: ANN401
+def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "auto") -> Children:
     """Return a table of the run in a grid, with what takes it away: a file, or SQL."""
     frame, query = tables_of(run)[name], everything(name)
     definitions = _definitions(frame, columns, run.key)
@@ -166,14 +166,14 @@ def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "a
     return html.Div([away(run, query), grid])
 
 
-def plain_table(run: Run, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> Any:  # noqa: ANN401
+def plain_table(run: Run, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> Children:
     """Return a grid of rows that are no table of one run, on a page of this run, with what takes them away."""
     query = everything(_PAGES.keep(frame.select(list(columns))))
     grid = _grid(frame, columns, _definitions(frame, columns, ""), "auto", id=_known("grid", run, query))
     return html.Div([away(run, query), grid])
 
 
-def rows_grid(run: Run, query: str, definitions: list[dict[str, Any]], *, height: str) -> Any:  # noqa: ANN401
+def rows_grid(run: Run, query: str, definitions: list[dict[str, Any]], *, height: str) -> Children:
     """Return a grid that asks for an answer's rows as it is scrolled."""
     return dag.AgGrid(
         id=_known("rows", run, query),
@@ -198,7 +198,7 @@ def _grid(
     height: str,
     *,
     id: Mapping[str, str],
-) -> Any:  # noqa: ANN401
+) -> Children:
     """Return a grid that has all its rows. It can be sorted by the values, not by how they are written."""
     fits = height == "auto" and len(frame) <= _ROWS_AT_ONCE
     needed = [name for name in frame.columns if name in columns or name in ("start_ns", "end_ns")]
@@ -270,7 +270,7 @@ def _as_json(frame: pl.DataFrame) -> list[pl.Expr]:
 # ---------------------------------------------------------------- to take away
 
 
-def away(run: Run, query: str) -> Any:  # noqa: ANN401
+def away(run: Run, query: str) -> Children:
     """Return what takes away the rows of a grid, as it filters and sorts them."""
     return html.Div(_taken_away(run.key, query), id=_known("away", run, query), className="controls small")
 
@@ -305,7 +305,7 @@ def register(app: Dash, state: State) -> None:
     app.server.add_url_rule(_DOWNLOAD, "data_download", lambda: _download(state))
 
 
-def _away(known: Mapping[str, str], filters: Any, order: Any) -> Any:  # noqa: ANN401 - as the grid says it
+def _away(known: Mapping[str, str], filters: dict[str, Any] | None, order: list[Any] | None) -> Children:
     return in_language(_taken_away(known["run"], written(known["query"], filters or {}, order or [])))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import polars as pl
 from dash import dcc, html
 
@@ -14,7 +12,7 @@ from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.dashboard.figures import collectives as figures
 from rankscope.dashboard.grids import Shown, table, tables_of
-from rankscope.dashboard.page_kit import Page, Query, Tables, address, card, empty, heading, plot, quiet
+from rankscope.dashboard.page_kit import Children, Page, Query, Tables, address, card, empty, heading, plot, quiet
 from rankscope.dashboard.run import Run
 
 _MEANING = text(
@@ -22,7 +20,7 @@ _MEANING = text(
 )
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:
     rows = run.timeline.collectives
     if rows.is_empty():
         why = run.trace.reader.cannot().get("collectives", text("No communication between ranks was recorded."))
@@ -68,7 +66,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     )
 
 
-def _algorithms(run: Run, query: Query) -> Any:  # noqa: ANN401
+def _algorithms(run: Run, query: Query) -> Children:
     """Return the card of one operation in one group: measured, fitted, and what each algorithm would reach."""
     title = text("Bandwidth by algorithm")
     moved = transfers(run.timeline.collectives)

@@ -27,6 +27,7 @@ from rankscope.dashboard.figures.aligned_steps import MOST_PIECES, aligned
 from rankscope.dashboard.figures.diff_waterfall import change_table, from_a_to_b
 from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import (
+    Children,
     Page,
     Query,
     address,
@@ -50,7 +51,7 @@ _MEDIAN = "median"
 _FIRST = "1"  # in the address: the run whose key is empty
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     return html.Div(
         [
             heading(page.title, _MEANING),
@@ -131,7 +132,7 @@ def _number(word: str | None, among: Container[int]) -> int | None:
     return int(word) if word and word.isdigit() and int(word) in among else None
 
 
-def _controls(pair: _Pair, runs: Mapping[str, str], query: Query) -> Any:  # noqa: ANN401
+def _controls(pair: _Pair, runs: Mapping[str, str], query: Query) -> Children:
     median = median_rank(pair.other.report, pair.rank if pair.run is pair.other else None)
     is_median = _number(query.get("against"), pair.other.report.ranks) is None
     ranks, others = (
@@ -150,13 +151,13 @@ def _controls(pair: _Pair, runs: Mapping[str, str], query: Query) -> Any:  # noq
     )
 
 
-def _of_runs(runs: Mapping[str, str], key: str) -> Any:  # noqa: ANN401
+def _of_runs(runs: Mapping[str, str], key: str) -> Children:
     """Return whose rank to compare with, where several runs are open."""
     names = [{"value": key, "label": name} for key, name in runs.items()]
     return choice("other", text("of run"), names, key or _FIRST) if len(runs) > 1 else None
 
 
-def _page(pair: _Pair, query: Query) -> list[Any]:
+def _page(pair: _Pair, query: Query) -> list[Children]:
     a, b = pair.sides
     step, parts = part_changes(a, b)
     rows, unit = from_a_to_b(step, parts, pair.names)
@@ -201,7 +202,7 @@ def _columns(name: str, title: str, pair: _Pair) -> dict[str, Shown]:
     return {name: Shown(title)} | times
 
 
-def _one_step(pair: _Pair, query: Query) -> Any:  # noqa: ANN401
+def _one_step(pair: _Pair, query: Query) -> Children:
     """Return a step of both, one below the other, and the ways to it in the timeline."""
     a, b = pair.sides
     steps = steps_of_both(a, b)

@@ -12,7 +12,7 @@ from dash import State as Known
 from rankscope.analysis.text.message import plural, text, translated
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard import grids
-from rankscope.dashboard.page_kit import Page, Query, empty, heading, quiet, with_choice
+from rankscope.dashboard.page_kit import Children, Page, Query, empty, heading, quiet, with_choice
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.sql import LIMIT
 from rankscope.dashboard.state import State
@@ -27,7 +27,7 @@ _DERIVED = {
 }
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:
     if not run.tables:
         why = text("The run holds no rows at all: a rank is recorded from its first process group on.")
         return html.Div([heading(page.title, _MEANING), empty(text("No tables"), why)])
@@ -82,7 +82,7 @@ def _asked(_: object, table: str, query: str, search: str) -> str:
     return with_choice(search, sql=grids.everything(table) if ctx.triggered_id == "data-table" else query)
 
 
-def _shown(run: Run, query: str) -> Any:  # noqa: ANN401
+def _shown(run: Run, query: str) -> Children:
     try:
         frame = grids.answered(run, query)
     except BadQuery as error:
@@ -98,7 +98,7 @@ def _shown(run: Run, query: str) -> Any:  # noqa: ANN401
     return [html.Div(about, className="controls small"), _about(query), html.Div(grid, key=f"{query} {run.read_at}")]
 
 
-def _about(query: str) -> Any:  # noqa: ANN401
+def _about(query: str) -> Children:
     """Return what the table holds, if a whole table is asked for."""
     name = query.rpartition(" ")[2]
     if grids.everything(name) != query:

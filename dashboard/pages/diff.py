@@ -16,6 +16,7 @@ from rankscope.analysis.text.units import duration, signed
 from rankscope.dashboard.figures.diff_waterfall import change_table, from_a_to_b
 from rankscope.dashboard.grids import Shown, plain_table
 from rankscope.dashboard.page_kit import (
+    Children,
     Page,
     Query,
     address,
@@ -36,7 +37,7 @@ _TICK_MS = 700
 _ROWS = 200
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     return html.Div(
         [
             heading(page.title, _MEANING),
@@ -70,7 +71,7 @@ def _when_ready(state: State) -> tuple[Any, bool]:
     return _page(a, b), not (a.running or b.running)
 
 
-def _page(a: Run, b: Run) -> Any:  # noqa: ANN401
+def _page(a: Run, b: Run) -> Children:
     found = _compared(a, b)
     if isinstance(found, str):
         return empty(text("Nothing to compare"), sentence(found))
@@ -100,7 +101,7 @@ def _compared(a: Run, b: Run) -> Comparison | str:
         return why
 
 
-def _head(found: Comparison, a: Run, b: Run) -> Any:  # noqa: ANN401
+def _head(found: Comparison, a: Run, b: Run) -> Children:
     times = f"{duration(found.step.a_ns)} → {duration(found.step.b_ns)}"
     severity = "" if not found.step.clear else "medium" if found.step.change_ns > 0 else "good"
     runs = [
@@ -117,14 +118,14 @@ def _head(found: Comparison, a: Run, b: Run) -> Any:  # noqa: ANN401
     )
 
 
-def _parts(found: Comparison) -> list[Any]:
+def _parts(found: Comparison) -> list[Children]:
     if not found.parts:
         return [html.P(text("The parts of the step are not compared; see the reason above."))]
     bars, unit = from_a_to_b(found.step, found.parts, ("A", "B"))
     return [change_table(bars, unit, ("A", "B"))]
 
 
-def _findings(found: Comparison) -> list[Any]:
+def _findings(found: Comparison) -> list[Children]:
     if not found.findings:
         return [html.P(text("None in either run."))]
     rows = [finding_row(change) for change in found.findings]
@@ -133,7 +134,7 @@ def _findings(found: Comparison) -> list[Any]:
     return [html.Table([html.Thead(head), html.Tbody(cells)], className="plain")]
 
 
-def _ranks(b: Run, found: Comparison) -> Any:  # noqa: ANN401
+def _ranks(b: Run, found: Comparison) -> Children:
     rows = [
         {
             "rank": one.rank,
@@ -162,7 +163,7 @@ def _ranks(b: Run, found: Comparison) -> Any:  # noqa: ANN401
     )
 
 
-def _operations(b: Run, found: Comparison) -> Any:  # noqa: ANN401
+def _operations(b: Run, found: Comparison) -> Children:
     rows = [
         {
             "op": one.op,
@@ -190,7 +191,7 @@ def _operations(b: Run, found: Comparison) -> Any:  # noqa: ANN401
     return plain_table(b, pl.DataFrame(rows), shown | {"transfer": Shown(text("transfer"))} | times)
 
 
-def _kernels(b: Run, found: Comparison) -> Any:  # noqa: ANN401
+def _kernels(b: Run, found: Comparison) -> Children:
     rows = [
         {
             "name": one.name,

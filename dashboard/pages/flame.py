@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dash import dcc, html
 
 from rankscope.analysis.diagnosis.judged_tables import code_of
@@ -13,7 +11,7 @@ from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.code_samples import Code
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.flame import flame, matching
-from rankscope.dashboard.page_kit import Page, Query, address, card, choice, choice_of_text, empty, heading
+from rankscope.dashboard.page_kit import Children, Page, Query, address, card, choice, choice_of_text, empty, heading
 from rankscope.dashboard.run import Run
 
 _MEANING = text(
@@ -24,7 +22,7 @@ _LEAST_SHARE = 0.002  # of a call, to be drawn
 _ALL, _OTHERS, _NONE = "all", "others", "none"
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:
     code = code_of(run.timeline)
     if code.samples.is_empty():
         why = run.trace.reader.cannot().get("samples", text("No samples of the main threads were recorded."))
@@ -47,7 +45,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     return html.Div([heading(page.title, _MEANING), html.Div(controls, className="controls"), chart])
 
 
-def _chart(run: Run, code: Code, query: Query, rank: int | None, *, against: bool) -> Any:  # noqa: ANN401
+def _chart(run: Run, code: Code, query: Query, rank: int | None, *, against: bool) -> Children:
     of = code if rank is None else code.of_ranks([rank])
     tree = code.difference(rank, _LEAST_SHARE) if against and rank is not None else of.tree(_LEAST_SHARE)
     cause = {place for finding in run.report.findings for place in code.places_of(finding)}
@@ -75,7 +73,7 @@ def _chart(run: Run, code: Code, query: Query, rank: int | None, *, against: boo
     )
 
 
-def _legend() -> Any:  # noqa: ANN401
+def _legend() -> Children:
     colors = {
         "high": text("longer than on the others"),
         "low": text("shorter"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import polars as pl
 from dash import html
 
@@ -12,7 +10,7 @@ from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import host as figures
 from rankscope.dashboard.figures.kernels import launch_delays
 from rankscope.dashboard.grids import Shown, table, tables_of
-from rankscope.dashboard.page_kit import Page, Query, Tables, card, empty, heading, plot, quiet
+from rankscope.dashboard.page_kit import Children, Page, Query, Tables, card, empty, heading, plot, quiet
 from rankscope.dashboard.run import Run
 
 _MEANING = text(
@@ -20,7 +18,7 @@ _MEANING = text(
 )
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     timeline = run.timeline
     judged, marks = _judged(run, timeline.breakdown), _judged(run, timeline.marks)
     delays = tables_of(run)["launch_delays"]
@@ -65,7 +63,7 @@ _TABLES: Tables = {
 }
 
 
-def _of_devices(run: Run, marks: pl.DataFrame) -> list[Any]:
+def _of_devices(run: Run, marks: pl.DataFrame) -> list[Children]:
     """Return what CUDA events tell: how far the host is ahead, and what the devices' phases took."""
     if run.report.lead is None:
         return []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import polars as pl
 from dash import html
 
@@ -13,7 +11,7 @@ from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.dashboard.figures.kernels import by_name
 from rankscope.dashboard.grids import Shown, table, tables_of
-from rankscope.dashboard.page_kit import Page, Query, Tables, card, empty, heading
+from rankscope.dashboard.page_kit import Children, Page, Query, Tables, card, empty, heading
 from rankscope.dashboard.run import Run
 
 _MEANING = text(
@@ -21,7 +19,7 @@ _MEANING = text(
 )
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     kernels = run.timeline.kernels
     if kernels.is_empty():
         why = text("No device rows were recorded: ")

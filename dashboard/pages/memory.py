@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import polars as pl
 from dash import html
 
 from rankscope.analysis.text.message import text
 from rankscope.dashboard.figures import memory as figures
 from rankscope.dashboard.grids import Shown, table, tables_of
-from rankscope.dashboard.page_kit import Page, Query, Tables, card, empty, heading, plot
+from rankscope.dashboard.page_kit import Children, Page, Query, Tables, card, empty, heading, plot
 from rankscope.dashboard.run import Run
 
 _MEANING = text("Readings at the ends of steps, at most one a second. Shown are the ranks whose memory grows most.")
 _ORDER = ("cuda_allocated_bytes", "cuda_reserved_bytes", "rss_bytes")
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     memory = run.tables.get("memory")
     if memory is None:
         why = text("No memory readings were recorded: rankscope run records at most one a second.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import dash_mantine_components as dmc
 import polars as pl
 from dash import Dash, Input, Output, html
@@ -14,7 +12,7 @@ from rankscope.analysis.report import phrases
 from rankscope.analysis.report.labels import say
 from rankscope.analysis.text.message import joined, text, translated
 from rankscope.dashboard.figures import counters as figures
-from rankscope.dashboard.page_kit import Page, Query, card, empty, heading, in_language, plot, query_of, quiet
+from rankscope.dashboard.page_kit import Children, Page, Query, card, empty, heading, in_language, plot, query_of, quiet
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 
@@ -23,7 +21,7 @@ _AT_FIRST = 8
 _MOST_MARKS = 80
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     missing = [
         say("gaps.where", phrases.gap_extent(group), group.why)
         for group in digest.gap_groups(run.report)
@@ -70,18 +68,18 @@ def register(app: Dash, state: State) -> None:
     )(lambda chosen, search: in_language(_chosen(state.ready(query_of(search).get("run", "")), chosen)))
 
 
-def _chosen(run: Run | None, chosen: str | None) -> Any:  # noqa: ANN401
+def _chosen(run: Run | None, chosen: str | None) -> Children:
     if run is None or not chosen:
         return None
     source, _, name = chosen.partition("/")
     return _plot(run, source, name, height=320)
 
 
-def _card(run: Run, source: str, name: str) -> Any:  # noqa: ANN401
+def _card(run: Run, source: str, name: str) -> Children:
     return card(figures.title_of(source, name), _plot(run, source, name, height=220))
 
 
-def _plot(run: Run, source: str, name: str, *, height: int) -> Any:  # noqa: ANN401
+def _plot(run: Run, source: str, name: str, *, height: int) -> Children:
     timeline = run.timeline
     frames = [timeline.steps, timeline.collectives, timeline.regions, timeline.counters.rename({"time_ns": "start_ns"})]
     first, last = (

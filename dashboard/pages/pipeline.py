@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import polars as pl
 from dash import html
 
@@ -13,13 +11,13 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 from rankscope.dashboard.figures import pipeline as figures
 from rankscope.dashboard.grids import Shown, plain_table
-from rankscope.dashboard.page_kit import Page, Query, card, choice, empty, heading, plot
+from rankscope.dashboard.page_kit import Children, Page, Query, card, choice, empty, heading, plot
 from rankscope.dashboard.run import Run
 
 _MEANING = text("Forward and backward of each microbatch by stage. What is empty between them is bubble.")
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:
     ops = run.timeline.ops
     if ops.is_empty():
         why = text("No operations of pipeline stages were recorded.")
@@ -49,7 +47,7 @@ def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components a
     )
 
 
-def _charts(run: Run, step: int, replica: int) -> list[Any]:
+def _charts(run: Run, step: int, replica: int) -> list[Children]:
     measured = figures.computations(run.timeline.ops, step, replica)
     if measured.is_empty():
         return [
@@ -72,7 +70,7 @@ def _charts(run: Run, step: int, replica: int) -> list[Any]:
     ]
 
 
-def _summary(run: Run, pipeline: Pipeline) -> Any:  # noqa: ANN401
+def _summary(run: Run, pipeline: Pipeline) -> Children:
     shape = say("pipeline.shape", pipeline.schedule, pipeline.stages, pipeline.microbatches)
     theory = (
         text("; bubble in theory {share}", share=percent(pipeline.theory_fraction))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from functools import lru_cache
-from typing import Any
 from urllib.parse import urlencode
 
 import polars as pl
@@ -18,7 +17,18 @@ from rankscope.analysis.text.message import spoken, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.dashboard.components import Chart, Raster
 from rankscope.dashboard.figures.rank_step_heatmap import QUANTITIES, Grid, View, cell, grid, picture, rank_order
-from rankscope.dashboard.page_kit import Page, Query, address, card, choice, empty, heading, quiet, section_body
+from rankscope.dashboard.page_kit import (
+    Children,
+    Page,
+    Query,
+    address,
+    card,
+    choice,
+    empty,
+    heading,
+    quiet,
+    section_body,
+)
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 from rankscope.dashboard.timeline.groupings import groupings
@@ -31,7 +41,7 @@ _MOST_PIXELS = 4096
 _SLOWEST, _BY_RANK = "largest first", "rank"
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:
     if run.timeline.steps.is_empty():
         why = next((gap.why for gap in run.timeline.gaps if gap.table == "steps"), text("this trace holds no steps"))
         return html.Div([heading(page.title, _MEANING), empty(text("No steps to show"), why)])
@@ -66,7 +76,7 @@ def register(app: Dash, state: State) -> None:
     app.server.add_url_rule(_DATA, "ranks_data", lambda: _data(state))
 
 
-def _raster(run: Run, quantity: str, order: str) -> Any:  # noqa: ANN401
+def _raster(run: Run, quantity: str, order: str) -> Children:
     found = _grid(run, quantity)
     if not found.values.size:
         missing = text("no operation was matched on all its ranks") if quantity == "last" else _why_no_parts(run)
@@ -169,7 +179,7 @@ def _value(found: Grid, value: float) -> str:
     return percent(value) if found.quantity == "last" else duration(value)
 
 
-def _waits(run: Run) -> list[Any]:
+def _waits(run: Run) -> list[Children]:
     (shown,) = view_of(run.report).of("waits")
     chart = charts.waited(run.report)
     if chart is None:

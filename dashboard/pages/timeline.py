@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rankscope.analysis.text.message import text
 from rankscope.dashboard import timeline
-from rankscope.dashboard.page_kit import Page, Query
+from rankscope.dashboard.page_kit import Children, Page, Query
 from rankscope.dashboard.run import Run
 
 __all__ = ["page"]
 
 
-def layout(run: Run, _: Query) -> Any:  # noqa: ANN401 - Dash's components are not typed
+def layout(run: Run, _: Query) -> Children:
     return timeline.layout(run.key, str(run.read_at))
 
 
-def early(key: str) -> Any:  # noqa: ANN401
+def early(key: str) -> Children:
     """Return the page of a run whose lanes are stored, while it is being judged."""
     return timeline.layout(key, "0")
 

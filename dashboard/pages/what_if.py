@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import dash_mantine_components as dmc
 from dash import Dash, Input, Output, html
 from dash import State as Known
@@ -11,7 +9,18 @@ from dash import State as Known
 from rankscope.analysis.replay.protocol import Unreplayable
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import duration, duration_with_error, percent
-from rankscope.dashboard.page_kit import Page, Query, card, empty, heading, in_language, query_of, quiet, sentence
+from rankscope.dashboard.page_kit import (
+    Children,
+    Page,
+    Query,
+    card,
+    empty,
+    heading,
+    in_language,
+    query_of,
+    quiet,
+    sentence,
+)
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 from rankscope.dashboard.whatif_session import TriedFix, fixes, gain, replayable
@@ -20,7 +29,7 @@ _MEANING = text("The recorded steps are replayed with what you tick fixed; every
 _ROWS = 40
 
 
-def layout(run: Run, query: Query) -> Any:  # noqa: ANN401, ARG001 - Dash's components are not typed
+def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     ready = replayable(run)
     if isinstance(ready, Unreplayable):
         return html.Div(
@@ -61,7 +70,7 @@ def register(app: Dash, state: State) -> None:
     )(lambda ticked, search: in_language(_together(state.ready(query_of(search).get("run", "")), ticked)))
 
 
-def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
+def _together(run: Run | None, ticked: list[str]) -> Children:
     """Return the mean step now, and with all that is ticked."""
     ready = None if run is None else replayable(run)
     if run is None or ready is None or isinstance(ready, Unreplayable):
@@ -84,7 +93,7 @@ def _together(run: Run | None, ticked: list[str]) -> Any:  # noqa: ANN401
     )
 
 
-def _row(run: Run, fix: TriedFix, step_ns: float, best: TriedFix) -> Any:  # noqa: ANN401
+def _row(run: Run, fix: TriedFix, step_ns: float, best: TriedFix) -> Children:
     saved = duration_with_error(round(fix.gain.gain_ns), round(fix.gain.uncertainty_ns))
     share = max(fix.gain.gain_ns, 0) / max(best.gain.gain_ns, 1)
     return html.Div(
