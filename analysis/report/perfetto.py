@@ -20,7 +20,6 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Finding, Report
-from rankscope.analysis.model.money import is_standstill
 from rankscope.analysis.report.labels import detector_name
 from rankscope.analysis.report.perfetto_tables import (
     OF_JOB,
@@ -32,10 +31,11 @@ from rankscope.analysis.report.perfetto_tables import (
     span_of,
     tables_of,
 )
+from rankscope.analysis.report.phrases import cost_per_step, gain
 from rankscope.analysis.report.protobuf_wire import Block, encoded, fixed64, message, one, varint
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import reached
-from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
+from rankscope.analysis.text.units import duration, ranges
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.counters import rates
 from rankscope.collectors.counters import GAUGES
@@ -343,7 +343,7 @@ def _write_run(out: _Out, report: Report, span: tuple[int, int], part: Timeline)
     out.process(_JOB, 0, _JOB)
     _told(out, span, "verdict", report.verdict, **_about(report, part))
     for finding in report.findings:
-        _told(out, span, "findings", finding.title, **_finding(finding))
+        _told(out, span, "findings", finding.title, **_finding(report, finding))
     missing = sorted(set(range(report.world_size or 0)) - set(report.ranks))
     if missing:
         _told(out, span, "not seen", f"ranks {ranges(missing)} were not recorded")
@@ -365,13 +365,10 @@ def _told(out: _Out, span: tuple[int, int], title: str, name: str, **args: objec
     _write_slices(out, row, Table(category="job", frame=row, track=pl.lit(title), name=pl.lit(name), args=[*columns]))
 
 
-def _finding(finding: Finding) -> dict[str, object]:
-    share = percent(finding.lost_fraction)
-    cost = f"{duration_with_error(finding.lost_ns_per_step, finding.uncertainty_ns)} per step, {share}"
-    gain = finding.gain_why if finding.gain_fraction is None else f"{percent(finding.gain_fraction)} of the step"
+def _finding(report: Report, finding: Finding) -> dict[str, object]:
     return {
-        "cost": "the job makes no progress" if is_standstill(finding) else cost,
-        "gain": gain,
+        "cost": cost_per_step(finding),
+        "gain": gain(report, finding),
         "where": finding.where,
         "advice": finding.advice,
         "severity": finding.severity,
