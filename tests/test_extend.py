@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,9 @@ from typer.testing import CliRunner
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
+from rankscope.collectors import node, rank
 from rankscope.collectors.node import Node
+from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.page_kit import Page
 from rankscope.errors import BadInput, Unavailable
 from support import by_hand
@@ -40,13 +44,13 @@ def test_detector_finds_an_optimizer_of_10_ms_in_a_step_of_100_ms():
 
 
 def test_collector_reads_a_counter_or_says_that_there_is_none(tmp_path):
-    collector = example("A collector")
-    node = Node(addresses=frozenset(), gap=lambda *_: None, proc=tmp_path)
+    collector = example("A collector").collector
+    of = Node(addresses=frozenset(), gap=lambda *_: None, proc=tmp_path)
     with pytest.raises(Unavailable):
-        collector.start(node)
+        collector.start(of)
     (tmp_path / "loadavg").write_text("0.50 0.40 0.30 3/812 4711\n")
-    collector.start(node)
-    assert list(collector.sample(node)) == [("load", "running_tasks", "", 3), ("load", "tasks", "", 812)]
+    collector.start(of)
+    assert list(collector.sample(of)) == [("load", "running_tasks", "", 3), ("load", "tasks", "", 812)]
 
 
 def test_reader_gives_a_run_that_can_be_reported_on(tmp_path):
@@ -78,3 +82,12 @@ def test_page_shows_what_is_known():
     report = replace(diagnose(by_hand.run({0: 20, 1: 20})), environment={"torch": "2.9"})
     shown = page.layout(SimpleNamespace(report=report), {})
     assert "torch: 2.9" in str(shown)
+
+
+def test_every_collector_declares_itself_and_fills_tables_of_the_schema():
+    importlib.import_module("torch")  # as in a rank, where the job has imported it
+    for package, of in ((rank, rank.Collector), (node, node.Collector)):
+        for module in pkgutil.iter_modules(package.__path__):
+            collector = importlib.import_module(f"{package.__name__}.{module.name}").collector
+            assert isinstance(collector, of), module.name
+            assert set(getattr(collector, "tables", ())) <= set(TABLES), module.name

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
-from typing import cast
 
 from rankscope.collectors import node as node_collectors
 from rankscope.collectors import topology
@@ -43,11 +42,11 @@ class Sampler:
         self._threads: list[threading.Thread] = []
         for module in pkgutil.iter_modules(node_collectors.__path__):
             try:
-                imported = importlib.import_module(f"{node_collectors.__name__}.{module.name}")
+                collector: Collector = importlib.import_module(f"{node_collectors.__name__}.{module.name}").collector
             except Exception as error:
                 self._gap(module.name, f"the collector cannot be imported: {type(error).__name__}: {error}")
                 continue
-            work = (module.name, cast(Collector, imported))
+            work = (module.name, collector)
             self._threads.append(threading.Thread(target=self._work, args=work, name=module.name, daemon=True))
         if "gpu" not in {thread.name for thread in self._threads}:
             self._threads.append(threading.Thread(target=self._read_topology, daemon=True))

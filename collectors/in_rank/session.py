@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rankscope.collectors import native_hook
@@ -33,6 +32,7 @@ from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.placement import address_towards, host_of, place, world_of
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.in_rank.stderr import say
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.rank_ranges import as_ranges
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS
 
@@ -247,10 +247,10 @@ class Emit:
             if stop is not None:
                 self.guard(collector, stop)()
 
-    def start(self, collector: str, module: ModuleType) -> None:
+    def start(self, name: str, collector: Collector) -> None:
         """Start one collector under guard."""
-        self._stops[collector] = module.stop
-        self.guard(collector, module.start)(self)
+        self._stops[name] = collector.stop
+        self.guard(name, collector.start)(self)
 
     def stop(self) -> None:
         """Fall silent and take every hook out."""
@@ -325,6 +325,11 @@ class Group:
         self.p2p_seq: dict[tuple[int, int, int], int] = {}
 
 
+def _collector_of(name: str) -> Collector:
+    found: Collector = importlib.import_module(f"{rank_collectors.__name__}.{name}").collector
+    return found
+
+
 class _Session:
     """The recording of this process, from its first process group on."""
 
@@ -386,10 +391,9 @@ class _Session:
                 self.emit.gap("*", module.name, LEFT_OFF)
                 continue
             # A collector that cannot even be imported costs itself only.
-            load = self.emit.guard(module.name, importlib.import_module)
-            loaded = load(f"{rank_collectors.__name__}.{module.name}")
-            if loaded is not None:
-                self.emit.start(module.name, loaded)
+            collector = self.emit.guard(module.name, _collector_of)(module.name)
+            if collector is not None:
+                self.emit.start(module.name, collector)
         threading.Thread(target=self.emit.guard("session", self._listen), name="rankscope", daemon=True).start()
         atexit.register(self.emit.guard("session", self.close))
 

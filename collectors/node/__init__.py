@@ -1,11 +1,10 @@
-"""Collectors that run in the node's agent, one module each; being in this folder is the registration."""
+"""Collectors that run in the node's agent: modules with `collector`, a `Collector`; being here is the registration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 __all__ = [
     "Collector",
@@ -28,16 +27,15 @@ class Node:
     sys: Path = Path("/sys")
 
 
-class Collector(Protocol):
-    """One module of this folder. An exception in `sample` switches it off."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collector:
+    """Everything that the agent knows about one collector, which fills `counters`.
 
-    tables: tuple[str, ...]
+    start: opens the source, or raises Unavailable.
+    sample: reads everything once. An exception switches it off.
+    stop: lets go of the source.
+    """
 
-    def start(self, node: Node) -> None:
-        """Open the source, or raise Unavailable."""
-
-    def sample(self, node: Node) -> Iterable[Sample]:
-        """Read everything once."""
-
-    def stop(self) -> None:
-        """Let go of the source."""
+    start: Callable[[Node], None]
+    sample: Callable[[Node], Iterable[Sample]]
+    stop: Callable[[], None]

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rankscope.collectors.node import Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample
 from rankscope.errors import Unavailable
-
-tables = ("counters",)
 
 _SECTOR_BYTES = 512  # whatever the disk's own are
 _MS = 1e-3
@@ -52,3 +50,6 @@ def _disks(node: Node) -> Iterator[tuple[str, list[str]]]:
         _, _, disk, *numbers = line.split()
         if (node.sys / "block" / disk.replace("/", "!") / "device").exists():
             yield disk, numbers
+
+
+collector = Collector(start=start, sample=sample, stop=stop)

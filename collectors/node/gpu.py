@@ -23,10 +23,8 @@ import pynvml
 
 from rankscope.collectors import topology
 from rankscope.collectors.amd import AmdGpus
-from rankscope.collectors.node import Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample
 from rankscope.errors import Unavailable
-
-tables = ("counters",)
 
 _KIB = 1024
 _ALL_LINKS = 2**32 - 1
@@ -227,3 +225,6 @@ _READS: dict[str, Callable[[Any], float]] = {
     "hw_thermal_slowdown_s": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN) / 1e9,
     "power_brake_s": lambda gpu: _field(gpu, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN) / 1e9,
 }
+
+
+collector = Collector(start=start, sample=sample, stop=stop)

@@ -22,9 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from rankscope.collectors.node import Node, Sample
-
-tables = ("counters",)
+from rankscope.collectors.node import Collector, Node, Sample
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -203,3 +201,6 @@ def _upwards(root: Path, path: str) -> Iterator[Path]:
         yield folder
         folder = folder.parent
     yield root
+
+
+collector = Collector(start=start, sample=sample, stop=stop)

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rankscope.collectors.node import Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample
 from rankscope.errors import Unavailable
-
-tables = ("counters",)
 
 MAX_INTERFACES = 64
 # Position of each number behind the interface's name.
@@ -79,3 +77,6 @@ def _tell_if_too_many(node: Node, count: int) -> None:
     if count > MAX_INTERFACES and not _told:
         _told = True
         node.gap("nic", f"{count} interfaces; only the first {MAX_INTERFACES} are read")
+
+
+collector = Collector(start=start, sample=sample, stop=stop)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rankscope.collectors.node import Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample
 from rankscope.errors import Unavailable
-
-tables = ("counters",)
 
 _LINES = {("cpu", "some"), ("io", "some"), ("io", "full"), ("memory", "some")}
 _RESOURCES = ("cpu", "io", "memory")
@@ -42,3 +40,6 @@ def _samples(node: Node) -> Iterator[Sample]:
             kind, _, rest = line.partition(" ")
             if (resource, kind) in _LINES:
                 yield "pressure", f"{resource}_{kind}_s", "", float(rest.rpartition("total=")[2]) * 1e-6
+
+
+collector = Collector(start=start, sample=sample, stop=stop)

@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.collectors.node import Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample
 from rankscope.errors import Unavailable
-
-tables = ("counters",)
 
 # Our name: the drivers' names in the order of preference. `+` adds up, `counters/` is the folder of that
 # name, the others are in `hw_counters/`. Ours are the kernel's own where it has one. Each counter read costs a system
@@ -202,3 +200,6 @@ def _note_rate(device: str, file: Path) -> None:
     except (OSError, ValueError, IndexError):
         return
     _rates.append((device, gigabits * 1e9 / 8))
+
+
+collector = Collector(start=start, sample=sample, stop=stop)

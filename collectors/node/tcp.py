@@ -19,10 +19,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rankscope.collectors.node import Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample
 from rankscope.errors import Unavailable
-
-tables = ("counters",)
 
 MAX_PAIRS = 256
 OWNERS_EVERY_S = 5.0
@@ -215,3 +213,6 @@ def _address(family: int, packed: bytes) -> str:
     if packed.startswith(mapped):
         return socket.inet_ntop(socket.AF_INET, packed[12:])
     return socket.inet_ntop(socket.AF_INET6, packed)
+
+
+collector = Collector(start=start, sample=sample, stop=stop)

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 _LEFT_OUT = ("Optimizer.", "enumerate(DataLoader)", "FSDP::")
 _MAX_KNOWN = 10_000  # names that a script makes anew every step must not grow without bound
@@ -94,3 +93,6 @@ def _classify(emit: Emit, name: str) -> tuple[int, int, int, int] | None:
         label = {_FORWARD: "forward", _BACKWARD: "backward"}.get(kind, name)
         return kind, emit.name(label), int(microbatch or number), int(stage or -1)
     return _USER, emit.name(name), -1, -1
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

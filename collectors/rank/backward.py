@@ -10,12 +10,11 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 _BACKWARD = REGION_KINDS.index("backward")
 _MARKS = DEVICE_MARKS.index("backward_start"), DEVICE_MARKS.index("backward_end")
@@ -66,3 +65,6 @@ def start(emit: Emit) -> None:
 def stop() -> None:
     while _undos:
         _undos.pop()()
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

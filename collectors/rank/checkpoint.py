@@ -16,12 +16,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rankscope.collectors.in_rank.import_hooks import after_import
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 MIN_NS = 1_000_000
 _MEGATRON = "megatron.core.dist_checkpointing"
@@ -67,3 +66,6 @@ def _install(emit: Emit, defined_in: str, function: str, name: str, shown_in: Mo
 def _restore(module: ModuleType, function: str, wrapper: object, original: object) -> None:
     if module.__dict__.get(function) is wrapper:
         setattr(module, function, original)
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

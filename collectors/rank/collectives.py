@@ -20,12 +20,11 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit, Group
-
-tables = ("collectives", "groups", "regions")
 
 _UNKNOWN = OPS.index("unknown")
 _CODES = {op: code for code, op in enumerate(OPS)}
@@ -425,3 +424,6 @@ def _next_p2p(group: Group, peer: int, tag: int, is_send: bool) -> int:
     seq = group.p2p_seq.get(key, 0)
     group.p2p_seq[key] = seq + 1
     return seq
+
+
+collector = Collector(tables=("collectives", "groups", "regions"), start=start, stop=stop)

@@ -14,12 +14,11 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.import_hooks import after_import
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 _COMPILE = REGION_KINDS.index("compile")
 _REASON = 200  # characters: a guard that fails can print a whole expression
@@ -79,3 +78,6 @@ def _reason(number: str, seen: dict[CodeType, int]) -> str:
     frame = number.partition("/")[0]
     new = (reason for code, reasons in _failures().items() for reason in reasons[seen.get(code, 0) :])
     return next((f": {reason[:_REASON]}" for reason in new if reason.startswith(f"{frame}/")), "")
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.pipeline_hooks import Microbatches
+from rankscope.collectors.rank import Collector
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 _INSTRUCTIONS = {"forward": "ForwardPass", "backward": "BackwardPass"}
 _undos: list[Callable[[], None]] = []
@@ -55,3 +54,6 @@ def _install(emit: Emit, module: ModuleType) -> None:
 def _restore(engine: Any, instruction: Any, method: str, undo: Callable[[], None]) -> None:  # noqa: ANN401
     undo()
     engine._INSTRUCTION_MAP[instruction] = engine.__dict__[method]
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from rankscope.collectors.rank import Collector
+
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ()
 
 _PATIENCE = 10  # seconds
 
@@ -45,3 +45,6 @@ def start(emit: Emit) -> None:
 
 def stop() -> None:
     """Nothing was put in."""
+
+
+collector = Collector(tables=(), start=start, stop=stop)

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rankscope.collectors.rank import Collector
+
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("device_marks",)
 
 PERIOD_S = 0.5
 EVENTS = 4096  # marks that are under way, or were seen since the last look
@@ -300,3 +300,6 @@ class _Marks:
         if lost:
             why = f"the device had not come to {EVENTS} marks, and there is no place for more"
             self._emit.gap("device_marks", "device_events", why, count=lost)
+
+
+collector = Collector(tables=("device_marks",), start=start, stop=stop)

@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import DEVICE_MARKS
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("device_marks",)
 
 MOST = 2000  # waits a second
 _SPARE = 1024  # events that are left to the marks of phases
@@ -172,3 +171,6 @@ class _Waits:
             self._stride = max(1, -(-self._waits * _SECOND // (took_ns * MOST)))
             self._waits, self._counted_ns = 0, end_ns
         self._is_on, self._missed = self._step % self._stride == 0, False
+
+
+collector = Collector(tables=("device_marks",), start=start, stop=stop)

@@ -11,12 +11,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.code_of_job import is_hidden
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import INSTALLED
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("exits",)
 
 _LONGEST = 500
 _before: Any = None
@@ -62,3 +61,6 @@ def _place(trace: TracebackType | None) -> str:
 
 def _fitting(text: str) -> str:
     return text[:_LONGEST].encode(errors="replace").decode()
+
+
+collector = Collector(tables=("exits",), start=start, stop=stop)

@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from rankscope.collectors.agent.flight_recorder import GATE, LAST, SOCKET, fetch
+from rankscope.collectors.rank import Collector
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("flight_records",)
 
 NCCL_RECORDER = "dump_nccl_trace_json"  # the worker server's handler for the recorder of torch's first NCCL backend
 _server: Any = None
@@ -154,3 +153,6 @@ class _Gate:
 
 
 _gate = _Gate()
+
+
+collector = Collector(tables=("flight_records",), start=start, stop=stop)

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 MIN_NS = 1_000_000
 _GC = REGION_KINDS.index("gc")
@@ -45,3 +44,6 @@ def start(emit: Emit) -> None:
 def stop() -> None:
     if _callback in gc.callbacks:
         gc.callbacks.remove(_callback)
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 _INPUT = REGION_KINDS.index("input")
 _undo: Callable[[], None] | None = None
@@ -34,3 +33,6 @@ def start(emit: Emit) -> None:
 def stop() -> None:
     if _undo is not None:
         _undo()
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

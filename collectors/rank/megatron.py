@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.pipeline_hooks import Microbatches
+from rankscope.collectors.rank import Collector
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 _OF_FORWARD = "_rankscope_microbatch"  # of a stage's output: its (microbatch, stage), for the backward from there
 _undos: list[Callable[[], None]] = []
@@ -71,3 +70,6 @@ def _install(emit: Emit, schedules: ModuleType) -> None:
 
 def _first(output: Any) -> Any:  # noqa: ANN401
     return output[0] if isinstance(output, list) else output
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

@@ -7,10 +7,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from rankscope.collectors.rank import Collector
+
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("memory",)
 
 _CUDA_STATS = {
     "allocated_bytes.all.current": "cuda_allocated_bytes",
@@ -56,3 +56,6 @@ def stop() -> None:
     if _statm >= 0:
         os.close(_statm)
         _statm = -1
+
+
+collector = Collector(tables=("memory",), start=start, stop=stop)

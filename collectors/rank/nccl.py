@@ -12,11 +12,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from rankscope.collectors.nccl_profiler import EVENTS, VARIABLE, built, too_old
+from rankscope.collectors.rank import Collector
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("nccl_calls", "nccl_events")
 
 _LOSSES = {  # counters of the plugin, and what they count
     "rankscope_nccl_lost": "more was under way at once than the plugin can follow",
@@ -78,5 +77,8 @@ class _Told:
         if "nccl" not in str(torch.distributed.get_backend_config()):
             return
         why = too_old(torch.cuda.nccl.version()) or self._why
-        for table in tables if why else ():
+        for table in collector.tables if why else ():
             self._emit.gap(table, "nccl", why)
+
+
+collector = Collector(tables=("nccl_calls", "nccl_events"), start=start, stop=stop)

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions", "memory")
 
 _OPTIMIZER = REGION_KINDS.index("optimizer")
 _MARKS = DEVICE_MARKS.index("optimizer_start"), DEVICE_MARKS.index("optimizer_end")
@@ -78,3 +77,6 @@ def start(emit: Emit) -> None:
 def stop() -> None:
     while _removes:
         _removes.pop()()
+
+
+collector = Collector(tables=("regions", "memory"), start=start, stop=stop)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.pipeline_hooks import Microbatches
+from rankscope.collectors.rank import Collector
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("regions",)
 
 _METHODS = {
     "forward_one_chunk": "forward",
@@ -53,3 +52,6 @@ def _tell_unwaited(emit: Emit, module: ModuleType) -> None:
     if not hasattr(module, "_wait_batch_p2p"):  # torch 2.5
         why = f"torch {sys.modules['torch'].__version__} waits for one of several transfers of a pipeline begun at once"
         emit.gap("collectives", "pipeline", f"{why}: gloo's others have no end, and are not matched")
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop)

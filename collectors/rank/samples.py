@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 from rankscope.collectors.in_rank.code_of_job import is_hidden
 from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
+from rankscope.collectors.rank import Collector
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("samples", "frames")
 
 PERIOD_S = 0.2  # on average: a fixed one could keep step with the training
 _MOST_NODES = 20_000
@@ -99,3 +98,6 @@ class Chains:
                 self.new.append((known, node, getattr(code, "co_qualname", code.co_name), code.co_filename, line))
             node = known
         return node
+
+
+collector = Collector(tables=("samples", "frames"), start=start, stop=stop)

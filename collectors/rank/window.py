@@ -22,12 +22,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
+from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import WINDOW_STEP
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
-
-tables = ("windows",)
 
 # Set by tools that use the one way there is to see a device's work.
 _WATCHED_BY = {
@@ -510,3 +509,6 @@ class _Windows:
     def _get_out_of_the_way(self) -> None:
         while self._give_back:
             self._give_back.pop()()
+
+
+collector = Collector(tables=("windows",), start=start, stop=stop)

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -485,7 +486,7 @@ def test_collector_that_fails_is_switched_off_alone(monkeypatch):
     def fail(node):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(nic, "sample", fail)
+    monkeypatch.setattr(nic, "collector", replace(nic.collector, sample=fail))
     sampler = Sampler(frozenset(), hz=1000)
     sampler.start()
     read = [sampler.readings.get(timeout=10)[1] for _ in range(200)]
@@ -498,7 +499,10 @@ def test_collector_that_fails_is_switched_off_alone(monkeypatch):
 
 
 def test_counter_that_the_list_lacks_is_not_recorded_and_a_gap_says_so_once(monkeypatch):
-    monkeypatch.setattr(nic, "sample", lambda node: [("nic", "rx_bytes", "a", 1), ("nic", "rx_colours", "a", 2)])
+    def sample(of):
+        return [("nic", "rx_bytes", "a", 1), ("nic", "rx_colours", "a", 2)]
+
+    monkeypatch.setattr(nic, "collector", replace(nic.collector, sample=sample))
     sampler = Sampler(frozenset(), hz=1000)
     sampler.start()
     read = [sampler.readings.get(timeout=10)[1] for _ in range(100)]
@@ -545,7 +549,7 @@ def test_collector_that_hangs_costs_its_own_source_and_is_told_once(monkeypatch)
             answer.wait()
         return [("nic", "rx_bytes", "eth0", 1.0)]
 
-    monkeypatch.setattr(nic, "sample", sample)
+    monkeypatch.setattr(nic, "collector", replace(nic.collector, sample=sample))
     sampler = Sampler(frozenset(), hz=50)
     sampler.start()
     from_hosts = 0
