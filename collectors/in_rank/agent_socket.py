@@ -8,7 +8,7 @@ import struct
 
 from rankscope.errors import NotRecorded
 
-__all__ = ["connect", "peer_of"]
+__all__ = ["Channel", "connect", "peer_of"]
 
 _CREDENTIALS = struct.Struct("3i")
 _WAIT = struct.Struct("@ll")
@@ -43,3 +43,25 @@ def peer_of(channel: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end, as the kernel noted them when it connected or listened."""
     pid, uid, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
+
+
+class Channel:
+    """The connection to the agent, while its descriptor is that: a script may close what it does not know.
+
+    Under the same number there may be a file or connection of the script's then, which is not to be touched.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._identity = self._look()
+
+    def __call__(self) -> socket.socket:
+        """Return the socket. Raises OSError where it was closed."""
+        if self._look() != self._identity:
+            self._socket.detach()
+            raise OSError("the script has closed the connection to the agent")
+        return self._socket
+
+    def _look(self) -> tuple[int, int]:
+        status = os.fstat(self._socket.fileno())
+        return status.st_dev, status.st_ino

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from rankscope.collectors.in_rank.stderr import say
+from rankscope.collectors.in_rank.stderr import say, text_of
 
 __all__ = ["autoload"]
 
@@ -21,7 +21,7 @@ def autoload() -> None:
         if _may_be_recorded():
             _arm()
     except Exception as error:
-        say(f"not recording this process: {error!r}")
+        say(f"not recording this process: {text_of(error)}")
 
 
 def _may_be_recorded() -> bool:
@@ -43,12 +43,12 @@ def _arm() -> None:
 
     from rankscope.collectors.in_rank import session
 
-    make_group = c10d._new_process_group_helper
+    make_group, agent_name = c10d._new_process_group_helper, os.environ["RANKSCOPE_AGENT"]
 
     def make_group_and_tell(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         made = make_group(*args, **kwargs)
         _claim()
-        session.on_group(made[0], args, kwargs)
+        session.on_group(agent_name, made[0], args, kwargs)
         return made
 
     make_group_and_tell.__wrapped__ = make_group  # type: ignore[attr-defined]

@@ -27,11 +27,11 @@ from typing import Any
 
 from rankscope.collectors import native_hook
 from rankscope.collectors import rank as rank_collectors
-from rankscope.collectors.in_rank import agent_socket
+from rankscope.collectors.in_rank import agent_socket, interrupts
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.placement import address_towards, host_of, place, world_of
 from rankscope.collectors.in_rank.ring_writer import Ring
-from rankscope.collectors.in_rank.stderr import say
+from rankscope.collectors.in_rank.stderr import say, text_of
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.rank_ranges import as_ranges
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS
@@ -46,6 +46,7 @@ _HIGHEST_INDEX = 2**31 - 1  # of a microbatch or stage
 _STORE_KEY = "rankscope/agent"
 _USER = REGION_KINDS.index("user")
 _STEP_END = DEVICE_MARKS.index("step_end")
+_INTERRUPTED = "a record may be missing that a signal handler of the script's interrupted by an exception"
 _KINDS_BY_NAME = {kind: REGION_KINDS.index(kind) for kind in ("input", "checkpoint")}
 
 clock = time.perf_counter_ns
@@ -76,7 +77,7 @@ class Emit:
         self.device: int | None = None  # index of the CUDA device that the training uses, once something has shown it
         self.exiting = False  # the process ends
         self.in_microbatch = False  # of a pipeline's schedule, whose forwards and backwards have marks of their own
-        self._channel = channel
+        self.channel = agent_socket.Channel(channel)
         self._sending = threading.Lock()
         self._backlog: list[bytes] = []
         self._lost = 0
@@ -122,18 +123,20 @@ class Emit:
             self.gap(table, source, why)
 
     def guard(self, collector: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` so that an exception in it switches `collector` off instead of reaching the training."""
+        """Return `function` so that an exception in it switches `collector` off instead of reaching the training.
+
+        An exception that comes from a signal handler of the script's is the training's, and passes.
+        """
 
         def guarded(*args: Any) -> Any:  # noqa: ANN401
             try:
                 return function(*args)
             except Exception as error:
-                why = type(error).__name__
-                # Its text, and what the script has replaced, may fail too: none of that reaches the training.
-                with contextlib.suppress(Exception):
-                    why += f": {error}"
-                with contextlib.suppress(Exception):
-                    self.switch_off(collector, why)
+                if interrupts.is_of_handler(error):
+                    self.gap("*", collector, _INTERRUPTED, count=1)
+                    raise
+                with contextlib.suppress(Exception):  # what the script has replaced may fail too
+                    self.switch_off(collector, text_of(error))
                 return None
 
         return guarded
@@ -199,8 +202,9 @@ class Emit:
 
         torch's current device is another where a script never sets it, and moves its model by number.
         """
-        if self.device is None and getattr(tensor, "is_cuda", False):
-            self.device = tensor.device.index
+        if self.device is None:
+            with sys.modules["torch"]._C.DisableTorchFunction():  # a script may count what is done to its tensors
+                self.device = tensor.device.index if getattr(tensor, "is_cuda", False) else None
 
     def on_tick(self, read: Callable[[], None]) -> None:
         """Call `read` about once a second from a training thread, at the end of a step or collective."""
@@ -285,7 +289,7 @@ class Emit:
 
     def hand_over(self, ring_fd: int) -> None:
         """Let the agent read another ring of this process, that of the NCCL plugin. Raises OSError."""
-        socket.send_fds(self._channel, [_as_json({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
+        socket.send_fds(self.channel(), [_as_json({"type": "nccl_ring"}).encode()], [ring_fd], socket.MSG_NOSIGNAL)
 
     def flush(self) -> None:
         """Send queued messages as far as the socket takes them; what it does not take goes with a later call."""
@@ -293,14 +297,16 @@ class Emit:
             return  # another thread, or this one below a garbage collection
         try:
             while self._backlog:
-                self._channel.send(self._backlog[0], socket.MSG_NOSIGNAL)
+                self.channel().send(self._backlog[0], socket.MSG_NOSIGNAL)
                 del self._backlog[0]
-        except BlockingIOError:
-            if len(self._backlog) > _MAX_NAMES:
+        except OSError as error:
+            if interrupts.is_of_handler(error):
+                raise
+            if not isinstance(error, BlockingIOError):
+                self.live = False  # the agent is gone
+            elif len(self._backlog) > _MAX_NAMES:
                 self._lost += len(self._backlog)
                 self._backlog.clear()
-        except OSError:
-            self.live = False  # the agent is gone
         finally:
             self._sending.release()
 
@@ -309,8 +315,8 @@ class Emit:
         self.flush()
         self.send({"type": "bye", "dropped": self._lost + len(self._backlog)})
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # wakes who listens
-        self._channel.close()
+            self.channel().shutdown(socket.SHUT_RDWR)  # wakes who listens
+            self.channel().close()
 
 
 class Group:
@@ -333,7 +339,7 @@ def _collector_of(name: str) -> Collector:
 class _Session:
     """The recording of this process, from its first process group on."""
 
-    def __init__(self, group: Any, rank: int, world_size: int, backend: str, store: Any) -> None:  # noqa: ANN401
+    def __init__(self, agent_name: str, group: Any, rank: int, world_size: int, backend: str, store: Any) -> None:  # noqa: ANN401
         """`backend` is by devices, as in `cpu:gloo,cuda:nccl`. Neither the group nor its store is kept alive."""
         self.rank = rank
         self.world_size = world_size
@@ -346,12 +352,14 @@ class _Session:
         self._group = weakref.ref(group)
         self.world = world_of(store)
         ring = Ring(_native_hook(backend))
-        self._channel = agent_socket.connect(os.environ["RANKSCOPE_AGENT"], _HELLO_S)
-        socket.send_fds(self._channel, [_as_json(self._hello()).encode()], [ring.fd])
-        agent = _of_json(self._channel.recv(_PACKET_BYTES).decode())
-        self._channel.setblocking(False)
-        os.close(ring.fd)  # the mapping and the agent hold it
-        self.emit = Emit(ring, self._channel)
+        try:
+            channel = agent_socket.connect(agent_name, _HELLO_S)
+            socket.send_fds(channel, [_as_json(self._hello()).encode()], [ring.fd])
+        finally:
+            os.close(ring.fd)  # the mapping and the agent hold it
+        agent = _of_json(channel.recv(_PACKET_BYTES).decode())
+        channel.setblocking(False)
+        self.emit = Emit(ring, channel)
         self.emit.runs = agent.pop("runs", "")
         self._agent_gone = False
         # Where a launcher says which node this is, one rank of each is enough, and the first needs none.
@@ -384,6 +392,7 @@ class _Session:
     def start(self) -> None:
         switched_off = set(os.environ.get("RANKSCOPE_DISABLE", "").split(","))
         self.emit.on_tick(self.emit.guard("session", self._tick))
+        self.emit.start("interrupts", interrupts)
         # Dynamo compiles every Python frame that runs below a compiled function, unless it is told to leave it alone.
         after_import("torch._dynamo.trace_rules", self.emit.guard("session", lambda rules: rules.add("rankscope")))
         for module in pkgutil.iter_modules(rank_collectors.__path__):
@@ -400,11 +409,11 @@ class _Session:
     def _listen(self) -> None:
         """Take the agent's messages as they come, also while the training's threads wait."""
         ready = select.poll()
-        ready.register(self._channel, select.POLLIN)
+        ready.register(self.emit.channel(), select.POLLIN)
         while not self._agent_gone:
             ready.poll()
             try:
-                packet = self._channel.recv(_PACKET_BYTES)
+                packet = self.emit.channel().recv(_PACKET_BYTES)
             except BlockingIOError:
                 continue
             except OSError:
@@ -468,11 +477,12 @@ def _native_hook(backend: str) -> Any:  # noqa: ANN401
 def _running_operations() -> list[bytes]:
     """Return the state of each thread that runs torch's operations on the host, and how often it ran."""
     found = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            if (task / "comm").read_bytes().endswith(b"runloop\n"):
-                found.append((task / "stat").read_bytes())
-                found[-1] += (task / "schedstat").read_bytes()  # not with every kernel
+    with contextlib.suppress(OSError):  # no descriptor is left to look with
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                if (task / "comm").read_bytes().endswith(b"runloop\n"):
+                    found.append((task / "stat").read_bytes())
+                    found[-1] += (task / "schedstat").read_bytes()  # not with every kernel
     return found
 
 
@@ -480,8 +490,8 @@ _session: _Session | None = None
 _failed = False
 
 
-def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
-    """Take note of a new process group; the first one starts the recording.
+def on_group(agent_name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    """Take note of a new process group; the first one starts the recording by the agent of this name.
 
     `args` and `kwargs` are those of torch's `_new_process_group_helper(group_size, group_rank, global_ranks_in_group,
     backend, store, group_name, …)`. Never raises: without an agent the job runs as if rankscope were not there.
@@ -495,7 +505,7 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         backend_of = sys.modules["torch"].distributed.get_backend_config
         first = _session is None
         if _session is None:
-            _session = _Session(group, int(args[1]), size, backend_of(group), given["store"])
+            _session = _Session(agent_name, group, int(args[1]), size, backend_of(group), given["store"])
             os.register_at_fork(after_in_child=_leave_child)
             _session.start()
         if hasattr(group, "group_name"):  # else this rank is no member, and has no number in it
@@ -506,7 +516,13 @@ def on_group(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             _session.emit.group(group.group_name, ranks, backend, str(group.group_desc or ""))
     except Exception as error:
         _failed = True
-        say(f"this rank is not recorded: {type(error).__name__}: {error}")
+        why = f"this rank is not recorded: {text_of(error)}"
+        say(why)
+        if _session is not None:
+            _session.emit.gap("*", "session", why)
+            _session.emit.stop()
+        if interrupts.is_of_handler(error):
+            raise
 
 
 def _numbered(size: int, name: str, first: bool) -> list[int]:

@@ -180,9 +180,9 @@ Group& group_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   {
     Interpreter locked;
     PyObject* answer = PyObject_CallFunction(hook->group_of, "s", group->getGroupName().c_str());
-    if (answer) id = PyLong_AsLongLong(answer);
+    if (!answer) PyErr_WriteUnraisable(hook->group_of);
+    if (answer && PyLong_Check(answer)) id = PyLong_AsLongLong(answer);
     Py_XDECREF(answer);
-    if (PyErr_Occurred()) PyErr_Clear(), id = -1;
   }
   if (id < 0) throw std::runtime_error("a process group is not known: " + group->getGroupName());
   std::lock_guard<std::mutex> guard(hook->mutex);
@@ -220,11 +220,16 @@ bool is_live() { return hook->active.load(std::memory_order_relaxed) && in_paren
 
 /* ---- operators ---- */
 
+int64_t bytes_of(const at::Tensor& tensor) {  // of a sparse one, of its parts
+  if (!tensor.defined()) return 0;
+  return tensor.is_sparse() ? tensor._indices().nbytes() + tensor._values().nbytes() : tensor.nbytes();
+}
+
 int64_t bytes_of(const c10::IValue& value) {  // of a tensor, a list of them (of lists), or nothing
-  if (value.isTensor()) return value.toTensor().defined() ? value.toTensor().nbytes() : 0;
+  if (value.isTensor()) return bytes_of(value.toTensor());
   int64_t sum = 0;
   if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) sum += tensor.nbytes();
+    for (const at::Tensor& tensor : value.toTensorVector()) sum += bytes_of(tensor);
   } else if (value.isList()) {
     for (const c10::IValue& inner : value.toListRef()) sum += bytes_of(inner);
   }
@@ -261,7 +266,7 @@ struct Operator final : c10::OperatorKernel {
       }
       if (to_all) output_bytes = bytes_of(arguments[0]);  // may be shorter or longer than that of other ranks
       at::Tensor output = first_tensor(arguments[0]);
-      if (output.defined()) output_at = reinterpret_cast<int64_t>(output.data_ptr());
+      if (output.defined() && output.has_storage()) output_at = reinterpret_cast<int64_t>(output.data_ptr());
       if (async_at >= 0) is_async = arguments[async_at].toBool();
     } catch (const std::exception& error) {
       give_up(error);
@@ -347,7 +352,7 @@ struct WaitTensor final : c10::OperatorKernel {
     put(hook->ring, hook->region, hook->wait, 0, hook->wait_tensor_name, start, end, PyThread_get_thread_ident(), -1,
         -1);
     for (const at::Tensor& output : outputs) {
-      if (!output.defined() || !output.is_cpu()) continue;
+      if (!output.defined() || !output.is_cpu() || !output.has_storage()) continue;
       Interpreter locked;
       call(hook->ended_with, Py_BuildValue("(LL)", reinterpret_cast<long long>(output.data_ptr()), (long long)end));
     }

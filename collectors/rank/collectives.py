@@ -207,7 +207,8 @@ def _start_native(emit: Emit, recorder: _Recorder, native: Any) -> None:  # noqa
             native.stop()
 
     native.start(
-        *(emit.ring.native_ring, group_of, emit.guard("collectives", on_device), emit.guard("collectives", tick)),
+        *(emit.ring.native_ring, emit.guard("collectives", group_of), emit.guard("collectives", on_device)),
+        emit.guard("collectives", tick),
         *(partial(emit.switch_off, "collectives"), emit.guard("collectives", recorder.await_boxed)),
         *(emit.guard("collectives", recorder.ended_with), recorder.awaited_outputs),
         {_SCALAR_TYPES.get(name, name): code for code, name in enumerate(DTYPES)},
@@ -342,8 +343,10 @@ class _Recorder:
         return known
 
     def bytes_of(self, value: Any) -> int:  # noqa: ANN401
-        """Return the bytes of a tensor, of a list of them (of lists), or of nothing."""
+        """Return the bytes of a tensor, of a list of them (of lists), or of nothing; of a sparse one, of its parts."""
         if isinstance(value, self.tensor):
+            if value.is_sparse:
+                return int(value._indices().nbytes + value._values().nbytes)
             return int(value.nbytes)
         return sum(map(self.bytes_of, value)) if value else 0
 
@@ -370,8 +373,8 @@ class _Recorder:
                 emit.in_flight.add(number)
                 future.add_done_callback(done)
                 return
-        first = output[0] if isinstance(output, list) and output else output
-        self.await_wait(work, number, size, first.data_ptr() if isinstance(first, self.tensor) else 0)
+        first = self.first_tensor(output)
+        self.await_wait(work, number, size, 0 if first is None or first.is_sparse else first.data_ptr())
 
     def await_boxed(self, work: Any, number: int, size: int, output_at: int) -> None:  # noqa: ANN401
         """Keep a work that the hook in C++ has recorded, and that has no future."""
@@ -408,7 +411,7 @@ class _Recorder:
         """Note that a thread waited for the works that make a tensor or a list of them."""
         self.emit.region(_WAIT, self.wait_tensor_name, start_ns, end_ns)
         for tensor in output if isinstance(output, list) else (output,):
-            if self.awaited_outputs and tensor.is_cpu:
+            if self.awaited_outputs and tensor.is_cpu and not tensor.is_sparse:
                 self.ended_with(tensor.data_ptr(), end_ns)
 
     def ended_with(self, output_at: int, end_ns: int) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.code_of_job import is_hidden
+from rankscope.collectors.in_rank.stderr import text_of
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import INSTALLED
 
@@ -28,10 +29,9 @@ def start(emit: Emit) -> None:
     global _before, _hook
     before = _before = sys.excepthook
 
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def tell(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if emit.live:
-            first = next((line for line in str(error).splitlines() if line.strip()), "")
-            said = f"{kind.__name__}: {first}" if first else kind.__name__
+            said = text_of(error).splitlines()[0]
             emit.send({"type": "raised", "time_ns": clock(), "error": _fitting(said), "place": _fitting(_place(trace))})
 
     guarded = emit.guard("exceptions", tell)

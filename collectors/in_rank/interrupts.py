@@ -1,0 +1,81 @@
+"""What the script's signal handlers raise while a hook runs: it is the training's, and reaches it.
+
+Python runs a signal's handler between two steps of the main thread, which may be in a hook. What the handler raises
+passes through the hook. Where C calls the hook and takes no exception (the garbage collector, the hook in C++), Python
+would print it and go on; then it is raised again in the main thread.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import functools
+import signal
+import sys
+import threading
+import time
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankscope.collectors.in_rank.session import Emit
+
+__all__ = ["is_of_handler", "start", "stop"]
+
+_OWN = __name__.partition(".in_rank")[0]
+_AWAY_S = 0.001  # the main thread leaves the hook before
+
+_before: Any = None
+_hook: Any = None
+_sleep = time.sleep  # not what the script may replace it by
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the script's has raised it."""
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in handlers:
+        trace = trace.tb_next
+    return trace is not None
+
+
+def start(emit: Emit) -> None:
+    """Take from `sys.unraisablehook` what comes out of a hook: a hook's own errors never do."""
+    global _before, _hook
+    before = _before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:  # noqa: ANN401
+        error = unraisable.exc_value
+        if emit.live and error is not None and _is_own(unraisable.object):
+            _thread.start_new_thread(_raise_in_main_thread, (error,))
+        else:
+            before(unraisable)
+
+    _hook = sys.unraisablehook = hook
+
+
+def stop() -> None:
+    if sys.unraisablehook is _hook:
+        sys.unraisablehook = _before
+
+
+def _is_own(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(f"{_OWN}.")
+
+
+def _raise_in_main_thread(error: BaseException) -> None:
+    _sleep(_AWAY_S)
+    # Python takes a class, and makes an instance of it: this very one.
+    again = type(type(error).__name__, (BaseException,), {"__new__": lambda _: error})
+    main = threading.main_thread().ident or 0
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(again))
+
+
+def _code_of(handler: Any) -> CodeType | None:  # noqa: ANN401
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    for function in (handler, getattr(handler, "__func__", None), type(handler).__dict__.get("__call__")):
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None
