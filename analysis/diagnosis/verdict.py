@@ -316,7 +316,7 @@ def _cannot_judge(healthy: Sequence[Healthy], not_checked: Sequence[NotChecked],
 def _headline(findings: Sequence[Finding], seen: Seen) -> str:
     """Return the first finding, and how many more there are that do not follow from it."""
     first, steps, rate = findings[0], seen.steps, seen.rate
-    waiting = len(seen.ranks) - len(first.ranks)
+    waiting = len({*seen.ranks} - {*first.ranks})
     said = [text("Likely: {title}", title=first.title) if first.confidence == LIKELY else first.title]
     if steps.mean_ns is not None and first.lost_ns_per_step:
         share, step = percent(first.lost_fraction), duration(steps.mean_ns)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import polars as pl
 
 from rankscope.analysis.model.finding import Gap
@@ -27,6 +28,7 @@ __all__ = [
     "Reader",
     "by_name",
     "files_in",
+    "fits",
     "gap",
     "in_one_line",
     "shaped",
@@ -138,6 +140,15 @@ class FrameReader:
 
     def cannot(self) -> Mapping[str, str]:
         return self.lacks
+
+
+def fits(name: str, row: Row) -> bool:
+    """Whether each whole number of the row is in the range of its column."""
+    return all(
+        np.iinfo(column.type).min <= value <= np.iinfo(column.type).max
+        for column in TABLES[name].columns
+        if "int" in column.type and type(value := row.get(column.name)) is int
+    )
 
 
 def table(name: str, rows: Sequence[Row]) -> pl.DataFrame:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.readers.base import FrameReader, Reader, files_in, gap, table
+from rankscope.analysis.readers.base import FrameReader, Reader, files_in, fits, gap, table
 from rankscope.analysis.readers.bounds import check_pickle, check_structure
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, is_installed, place_in_code
@@ -269,6 +269,8 @@ def _read(path: Path) -> _Dump:
     for raw in reversed(loaded.get("entries", [])):
         try:
             entry, part = _entry(raw, by_name, rank), _part_of(raw)
+            if not fits("collectives", _collective_row(rank, entry)):
+                raise OverflowError
         except _BROKEN:
             skipped += 1
             continue
@@ -279,7 +281,10 @@ def _read(path: Path) -> _Dump:
         entries.append(entry)
         pg_ids[int(raw.get("pg_id", -1))] = entry.group
     status = _status(loaded.get("pg_status") or {}, groups, pg_ids)
-    return _Dump(path, rank, groups, status, tuple(reversed(entries)), skipped)
+    dump = _Dump(path, rank, groups, status, tuple(reversed(entries)), skipped)
+    if not all(fits("progress", row) for row in _progress_rows(dump)):
+        raise OverflowError
+    return dump
 
 
 def _part_of(raw: Mapping[str, Any]) -> tuple[str, int, int]:

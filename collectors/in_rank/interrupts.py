@@ -17,10 +17,12 @@ import time
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from rankscope.collectors.rank import Collector
+
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
 
-__all__ = ["is_of_handler", "start", "stop"]
+__all__ = ["collector", "is_of_handler"]
 
 _OWN = __name__.partition(".in_rank")[0]
 _AWAY_S = 0.001  # the main thread leaves the hook before
@@ -39,7 +41,7 @@ def is_of_handler(error: BaseException) -> bool:
     return trace is not None
 
 
-def start(emit: Emit) -> None:
+def _start(emit: Emit) -> None:
     """Take from `sys.unraisablehook` what comes out of a hook: a hook's own errors never do."""
     global _before, _hook
     before = _before = sys.unraisablehook
@@ -54,9 +56,12 @@ def start(emit: Emit) -> None:
     _hook = sys.unraisablehook = hook
 
 
-def stop() -> None:
+def _stop() -> None:
     if sys.unraisablehook is _hook:
         sys.unraisablehook = _before
+
+
+collector = Collector(tables=(), start=_start, stop=_stop)
 
 
 def _is_own(function: object) -> bool:

@@ -392,7 +392,7 @@ class _Session:
     def start(self) -> None:
         switched_off = set(os.environ.get("RANKSCOPE_DISABLE", "").split(","))
         self.emit.on_tick(self.emit.guard("session", self._tick))
-        self.emit.start("interrupts", interrupts)
+        self.emit.start("interrupts", interrupts.collector)
         # Dynamo compiles every Python frame that runs below a compiled function, unless it is told to leave it alone.
         after_import("torch._dynamo.trace_rules", self.emit.guard("session", lambda rules: rules.add("rankscope")))
         for module in pkgutil.iter_modules(rank_collectors.__path__):
@@ -403,8 +403,8 @@ class _Session:
             collector = self.emit.guard(module.name, _collector_of)(module.name)
             if collector is not None:
                 self.emit.start(module.name, collector)
-        threading.Thread(target=self.emit.guard("session", self._listen), name="rankscope", daemon=True).start()
         atexit.register(self.emit.guard("session", self.close))
+        threading.Thread(target=self.emit.guard("session", self._listen), name="rankscope", daemon=True).start()
 
     def _listen(self) -> None:
         """Take the agent's messages as they come, also while the training's threads wait."""
@@ -516,11 +516,7 @@ def on_group(agent_name: str, group: Any, args: tuple[Any, ...], kwargs: dict[st
             _session.emit.group(group.group_name, ranks, backend, str(group.group_desc or ""))
     except Exception as error:
         _failed = True
-        why = f"this rank is not recorded: {text_of(error)}"
-        say(why)
-        if _session is not None:
-            _session.emit.gap("*", "session", why)
-            _session.emit.stop()
+        say(f"this rank is not recorded: {text_of(error)}")
         if interrupts.is_of_handler(error):
             raise
 

@@ -9,13 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import socket
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -23,12 +17,11 @@ import pytest
 import rankscope
 from rankscope.collectors.schema import OPS, REGION_KINDS
 from support.agent import Agent
-from support.paths import ROOT
+from support.harm.jobs import NAMES, Jobs, recorded_by
 
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 pytestmark = [pytest.mark.real_job, pytest.mark.skipif(os.geteuid() != 0, reason="some need root")]
 
-NAMES = re.findall(r"^@harm\ndef (\w+)", (ROOT / "tests/support/harm/scenarios.py").read_text(), re.MULTILINE)
 # What is not recorded there, a gap or a line on standard error says; nothing may be missing anywhere else.
 LOSES_RECORDS = {
     "closes_descriptors_that_it_does_not_know",
@@ -51,77 +44,18 @@ LEAVES_WITHOUT_A_WORD = {
 KINDS = {"all-reduces": ("collectives", OPS.index("allreduce")), "steps": ("regions", REGION_KINDS.index("optimizer"))}
 
 
-@dataclass(frozen=True)
-class Rank:
-    """How a rank ended, what it printed, and how many all-reduces and optimizer steps it did."""
-
-    pid: int
-    code: int
-    stdout: str
-    stderr: str
-    did: dict[str, int]
-
-    @property
-    def complaints(self) -> int:
-        return sum(self.stderr.count(word) for word in ("Traceback", "Exception ignored", "Fatal"))
-
-
-class Jobs:
-    """The parent of all ranks, and the jobs that have ended, by scenario and hook ("" is without rankscope)."""
-
-    def __init__(self, folder: Path, environments: dict[str, dict[str, str]]) -> None:
-        self._folder = folder
-        self._environments = environments
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        command = [sys.executable, "-m", "support.harm.parent"]
-        self.parent = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.ended: dict[str, dict[str, list[Rank]]] = {}
-
-    def run(self, scenario: str) -> None:
-        free = [socket.create_server(("127.0.0.1", 0)) for _ in self._environments]
-        ports = [each.getsockname()[1] for each in free]
-        for each in free:
-            each.close()
-        jobs = []
-        for port, (hook, environment) in zip(ports, self._environments.items(), strict=True):
-            folder = self._folder / scenario / (hook or "without")
-            folder.mkdir(parents=True)
-            jobs.append({"folder": str(folder), "port": port, "environment": environment})
-        assert self.parent.stdin
-        assert self.parent.stdout
-        print(json.dumps({"scenario": scenario, "jobs": jobs}), file=self.parent.stdin, flush=True)
-        answers = iter(json.loads(self.parent.stdout.readline()))
-        self.ended[scenario] = {
-            hook: [_rank(Path(job["folder"]), rank, next(answers)) for rank in range(2)]
-            for hook, job in zip(self._environments, jobs, strict=True)
-        }
-
-
-def _rank(folder: Path, rank: int, answer: dict[str, Any]) -> Rank:
-    said = {kind: (folder / f"{kind}-{rank}").read_text(errors="replace") for kind in ("stdout", "stderr")}
-    did = dict(zip(KINDS, answer["counts"], strict=True))
-    return Rank(pid=answer["pid"], code=answer["code"], did=did, **said)
-
-
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory, request):
     """All of them, one after the other, and the run folder."""
     folder = tmp_path_factory.mktemp("harm")
     agent = Agent(folder / "run")
-    caches = {"Python": str(folder / "nothing is built")}
+    caches = {"Python": folder / "nothing is built"}
     with contextlib.suppress(pytest.skip.Exception):  # there is no compiler
-        caches["C++"] = str(request.getfixturevalue("compiled_hook"))
-    recorded = {
-        hook: {"RANKSCOPE_AGENT": agent.name, "XDG_CACHE_HOME": cache, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-        for hook, cache in caches.items()
-    }
-    made = Jobs(folder, {"": {}} | recorded)
+        caches["C++"] = request.getfixturevalue("compiled_hook")
+    made = Jobs(folder, {"": {}} | {hook: recorded_by(agent.name, cache) for hook, cache in caches.items()})
     for name in NAMES:
         made.run(name)
-    made.parent.stdin.close()
-    assert made.parent.wait(20) == 0
+    made.end()
     agent.end()
     return made.ended, folder / "run"
 

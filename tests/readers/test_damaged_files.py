@@ -98,6 +98,17 @@ def test_dumps_beside_one_with_bad_groups_are_read(ranks, tmp_path):
     assert any("dump_0 was not read" in gap.why for gap in trace.gaps())
 
 
+@pytest.mark.parametrize(("field", "value"), [("collective_seq_id", 2**63), ("input_sizes", [[2**62] * 40])])
+def test_an_operation_whose_numbers_cannot_be_is_left_out_alone(field, value, tmp_path):
+    folder = made("flight_recorder", tmp_path / "run")
+    dump = json.loads((folder / "dump_0").read_text())
+    dump["entries"].append(dump["entries"][0] | {field: value})
+    (folder / "dump_0").write_text(json.dumps(dump))
+    trace = Trace.open(folder)
+    assert trace.table("collectives").collect()["rank"].sort().to_list() == [0, 1, 2]
+    assert "1 operation of dump_0 could not be read" in [gap.why for gap in trace.gaps()]
+
+
 @pytest.mark.parametrize("field", ["process_group", "profiling_name", "input_sizes", "input_dtypes", "state"])
 def test_dumps_that_say_one_list_a_million_times_are_not_followed(field, tmp_path):
     nested: object = ("x",)

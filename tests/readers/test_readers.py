@@ -95,6 +95,7 @@ def test_missing_dump_is_blamed_only_as_likely(tmp_path):
     assert "1 rank of 2 left no dump: 1" in {gap.why for gap in report.gaps}
     (found,) = report.findings
     assert found.title == "Rank 1 left no state, and the others wait for it"
+    assert report.verdict.startswith(f"Likely: {found.title} and 1 rank waits for it")
     assert (found.severity, found.confidence) == ("medium", "likely")
 
 
