@@ -4,12 +4,13 @@
 
 A stall of a host, a class of kernels that one device runs slowly, or a kind of collective whose transfers take longer,
 on a random rank and at a random place of a real capture of several ranks, re-timed by `retime.py`. Half of the stalls
-are in each step, half in one. Captures that have a straggler of their own get a fault that is twice as large. Where the
-steps of the others became longer by 5 % at least, the first root finding must be of the kind and name the rank. What is
-said of the original too, with the same ranks, is true of the mutant still and is passed over; where that is the answer
-itself, it must cost more by half of what was put in. So are late hosts, but for those of the stalled rank alone, if
-devices of the original idle for their hosts as long, be it unexplained there. A stall in the middle of a call that asks
-the driver for memory looks as if that call took long, and may be called so. The originals are judged too.
+are in each step, half in one. What was launched before the capture is as it was: its collectives cannot be matched.
+Captures that have a straggler of their own get a fault that is twice as large. Where the steps of the others became
+longer by 5 % at least, the first root finding must be of the kind and name the rank. What is said of the original too,
+with the same ranks, is true of the mutant still and is passed over; where that is the answer itself, it must cost more
+by half of what was put in. So are late hosts, but for those of the stalled rank alone, if devices of the original idle
+for their hosts as long, be it unexplained there. A stall in the middle of a call that asks the driver for memory looks
+as if that call took long, and may be called so. The originals are judged too.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ def _slow_kernels(real: Real, rank: int, us: float, rng: np.random.Generator) ->
     """One class of kernels, each as many times as long."""
     of_class = defaultdict(list)
     for row in real.rows:
-        if row.rank == rank and row.event["cat"] == "kernel" and not row.is_communication:
+        is_kernel = row.event["cat"] == "kernel" and row.launch is not None
+        if row.rank == rank and is_kernel and not row.is_communication:
             of_class[row.event["name"]].append(row)
     took = {name: sum(row.end - row.start for row in rows) for name, rows in of_class.items()}
     large = sorted(name for name, lasts in took.items() if lasts >= _CLASS * sum(took.values()))

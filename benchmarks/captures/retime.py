@@ -17,7 +17,6 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,6 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _WAITS = ("Synchronize", "cudaMemcpy")  # calls that may return only when the device has caught up
 _LONG_US = 50.0  # of such a call, which did wait
-_TOGETHER_US = 1000.0  # ends of one operation on two ranks differ by less
 _JOINED_US = 20.0  # a row that begins so soon after the end of a communication, or the reverse, waited for it
 
 
@@ -81,7 +79,6 @@ def load(path: Path) -> Real:
     ends = np.array([[row.end for row in sorted(one, key=lambda r: r.rank)] for one in instances])
     offsets = np.median(ends - np.median(ends, axis=1, keepdims=True), axis=0)
     offset = dict(zip(sorted(documents), offsets, strict=True))
-    instances += _before(rows, offset, len(instances))
     early = _device_early_us(rows)
     steps = defaultdict(list)
     for row in rows:
@@ -147,32 +144,6 @@ def _matched(rows: list[Row], ranks: int) -> list[list[Row]]:
     for number, one in enumerate(instances):
         for row in one:
             row.instance = number
-    return instances
-
-
-def _before(rows: list[Row], offset: dict[int, float], known: int) -> list[list[Row]]:
-    """The collectives that were launched before the captures, from the last backwards, as far as kinds and ends agree.
-
-    `offset` is that of each rank's clock, `known` how many there are after them. Some ranks may have more of them.
-    """
-    of_rank: dict[int, list[Row]] = {rank: [] for rank in offset}
-    for row in sorted(rows, key=lambda r: -r.start):
-        if row.stream is not None and row.stream >= 0 and row.is_communication:
-            of_rank[row.rank].append(row)
-    early = []
-    for mine in of_rank.values():
-        last = max((n for n, row in enumerate(mine) if row.launch is not None), default=-1)
-        early.append(mine[last + 1 :])
-    instances: list[list[Row]] = []
-    for one in zip_longest(*early):
-        there = [row for row in one if row is not None]
-        ends = [row.end - offset[row.rank] for row in there]
-        kinds = {row.event["name"].split("(")[0] for row in there}
-        if len(there) < 2 or len(kinds) > 1 or max(ends) - min(ends) > _TOGETHER_US:
-            break
-        for row in there:
-            row.instance = known + len(instances)
-        instances.append(there)
     return instances
 
 

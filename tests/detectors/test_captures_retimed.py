@@ -73,20 +73,6 @@ def test_no_rank_leaves_a_collective_before_the_last_has_come(real):
         assert min(row.end + row.later - row.start - row.shift for row in real.rows) > -1e-3
 
 
-def test_ranks_leave_collectives_together_that_were_launched_before_the_capture(tmp_path):
-    """The launches of a third of the rows are not in the files; the first kernel of rank 1 takes 20 ms longer."""
-    capture = simulated(Case(CLEAN, "", 2, 1, "tuning"))
-    files = replace(capture.files, unit="base", information="all", marks=True, metadata="all", unlaunched=0.3)
-    real = load(write(replace(capture, files=files), tmp_path / "capture"))
-    early = [one for one in real.instances if all(row.launch is None for row in one)]
-    assert len(early) > 1
-    next(row for row in real.rows if row.rank == 1 and row.event["cat"] == "kernel").extra = 20_000
-    retimed(real, Change())
-    ends = [[row.end + row.later for row in one] for one in early]
-    assert max(max(one) - min(one) for one in ends) < 1000
-    assert max(row.later for row in early[0]) > 10_000
-
-
 def test_files_have_the_new_times(real, tmp_path):
     for row in real.instances[0]:
         row.extra = 1000
