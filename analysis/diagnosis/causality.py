@@ -60,7 +60,7 @@ def _follows(finding: Finding, cause: Finding) -> bool:
     about_the_same = not finding.ranks or not cause.ranks or bool(set(finding.ranks) & set(cause.ranks))
     within = finding.uncertainty_ns if spec.explains_within_error else 0
     costs_no_more = finding.lost_ns_per_step * spec.explains_share <= cause.lost_ns_per_step + within
-    return finding.detector in _explained(cause, spec) and about_the_same and costs_no_more
+    return finding.detector in _explained(finding, cause, spec) and about_the_same and costs_no_more
 
 
 def _reversed(finding: Finding, cause: Finding) -> bool:
@@ -81,8 +81,10 @@ def _is_in_ring(finding: Finding, causes: Mapping[int, Finding | None]) -> bool:
     return cause is finding
 
 
-def _explained(cause: Finding, spec: Detector) -> tuple[str, ...]:
-    """Give the names of what it can bring about."""
+def _explained(finding: Finding, cause: Finding, spec: Detector) -> tuple[str, ...]:
+    """Give the names of what it can bring about; of a finding that says who comes late and not why, more."""
     if cause.where in spec.explains_by_part:
         return spec.explains_by_part[cause.where]
-    return (*spec.explains, *(spec.explains_of_ranks if cause.ranks else ()))
+    is_just_late = finding.chance is not None and set(finding.ranks) == set(cause.ranks)
+    late = spec.explains_late if is_just_late else ()
+    return (*spec.explains, *(spec.explains_of_ranks if cause.ranks else ()), *late)

@@ -22,6 +22,7 @@ class Detector:
     judges_speed: False where finding nothing says nothing about how fast the job is.
     explains: findings that follow from its own, and are then no root causes.
     explains_of_ranks: the same, where its finding names ranks.
+    explains_late: the same, where its finding names just the ranks of one that says who comes late in few steps.
     explains_by_part: the same, by the part of the step that is its finding's `where`; for these parts, instead.
     explains_share: the share of what another finding costs that its own must cost to explain it.
     explains_within_error: its cost is measured otherwise than that of what follows, and may differ by the error of it.
@@ -39,6 +40,7 @@ class Detector:
     judges_speed: bool = True
     explains: tuple[str, ...] = ()
     explains_of_ranks: tuple[str, ...] = ()
+    explains_late: tuple[str, ...] = ()
     explains_by_part: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     explains_share: float = 1.0
     explains_within_error: bool = False

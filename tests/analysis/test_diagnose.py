@@ -269,6 +269,19 @@ def test_a_rank_whose_experts_are_popular_is_slow_because_of_them_even_if_that_c
         assert {f.detector: f.caused_by for f in found}["slow_rank"] == cause
 
 
+def test_a_rank_that_comes_late_and_waits_for_its_batch_is_late_because_of_that():
+    """By operations of few steps, which do not say why. Own time has no input in it, and may be longer besides."""
+    for cost, chance, ranks, cause in (
+        (190, 0.001, (2,), "input_stall"),
+        (210, 0.001, (2,), None),
+        (190, None, (2,), None),
+        (190, 0.001, (0, 1, 2, 3), None),
+    ):
+        late = replace(finding("slow_rank", cost, (2,)), chance=chance)
+        found = root_causes_first([late, finding("input_stall", 100, ranks)], range(4))
+        assert {f.detector: f.caused_by for f in found}["slow_rank"] == cause
+
+
 def test_of_two_findings_that_explain_each_other_the_one_seen_at_work_is_the_cause_and_none_is_lost():
     """A slow group's ranks are late for others; a late rank may make transfers look slow."""
     found = root_causes_first([finding("slow_rank", 120, (0, 1)), finding("low_bandwidth", 100, (0, 1))], range(4))
