@@ -45,7 +45,7 @@ def blamed_by_replay(
         detector="slow_rank",
         severity=severity(best.gain_fraction),
         title=text(
-            "Rank {rank} makes steps {cost} longer: so much a replay saves in which its own time is that of its peers",
+            "Rank {rank} makes steps {cost} longer: a replay in which it takes no longer than its peers saves as much",
             rank=rank,
             cost=cost,
         ),

@@ -31,11 +31,11 @@ and if each other rank waits 2 % of the step for them, and half of them 5 %. Whe
 steps for one rank, half of them 10 %, and for no other rank two thirds as much, few operations are enough, be it a
 stall in one, whose step the title names: such a finding is likely, not confirmed. A rank that is late in many
 operations, but of some steps only, may have more data there, and is not named. Where nothing says whom ranks wait for,
-a replay of two to four steps may: if these are 3 % shorter or more, clear of their scatter, with one rank's own time
-like that of its peers, and with no other rank's two thirds as much, that rank is named, as likely. No common clock is
-needed. The cost is what that rank waits for them that waits least. `where` is the region in which its device, compared
-with the others', idled or worked longest, and every region that takes its host at least half of the loss longer than
-the others in each step: that time may be hidden behind work that was queued before.
+a replay of two to four steps may: if these are 3 % shorter or more, clear of their scatter, with one rank at its work
+for no longer than its peers, and with no other rank so by two thirds as much, that rank is named, as likely. No common
+clock is needed. The cost is what that rank waits for them that waits least. `where` is the region in which its device,
+compared with the others', idled or worked longest, and every region that takes its host at least half of the loss
+longer than the others in each step: that time may be hidden behind work that was queued before.
 
 Where NCCL ran and no profiler, compute time may not show it, and what counts is how long the others waited in the
 collectives that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all
