@@ -20,7 +20,11 @@ from support.agent import Agent
 from support.harm.jobs import NAMES, Jobs, recorded_by
 
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
-pytestmark = [pytest.mark.real_job, pytest.mark.skipif(os.geteuid() != 0, reason="some need root")]
+pytestmark = [
+    pytest.mark.real_job,
+    pytest.mark.skipif(os.geteuid() != 0, reason="some need root"),
+    pytest.mark.timeout(900),  # the first test runs all jobs
+]
 
 # What is not recorded there, a gap or a line on standard error says; nothing may be missing anywhere else.
 LOSES_RECORDS = {

@@ -52,7 +52,7 @@ def main() -> None:
 
 def _become(rank: int, number: int, job: dict[str, Any]) -> None:
     """Take the place of a rank, as a launcher gives it, and load what torch loads at the end of its import."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS, "WORLD_SIZE": RANKS}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS, "WORLD_SIZE": RANKS, "GROUP_RANK": 0}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job["port"]}
     os.environ.update({name: str(value) for name, value in place.items()} | job["environment"])
     for descriptor, kind in ((1, "stdout"), (2, "stderr")):

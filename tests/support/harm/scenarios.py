@@ -418,7 +418,7 @@ def clears_its_environment():
 
 @harm
 def clears_its_environment_at_the_beginning():
-    kept = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept = {name: os.environ[name] for name in ("GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     os.environ.clear()
     os.environ.update(kept)
     begin()
