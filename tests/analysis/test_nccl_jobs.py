@@ -399,5 +399,5 @@ def test_two_nodes_linked_alike_at_a_third_are_not_called_healthy():
     """Nothing says what would be normal: neither another link nor the cards' speed."""
     report = Job(16, groups=rails(), wire=slow_from(*range(16)), takes=lambda group: 18 * MS).report()
     assert report.findings == ()
-    assert "alike in both directions; transfer takes 7" in not_checked(report)["slow_link"]
+    assert "equally fast in both directions; transfer takes 7" in not_checked(report)["slow_link"]
     assert "no other groups do the same" not in not_checked(report).get("low_bandwidth", "")

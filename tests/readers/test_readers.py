@@ -114,7 +114,7 @@ def test_rank_comes_from_the_name_if_the_groups_agree_else_from_the_groups(tmp_p
         (folder / name).write_bytes(pickle.dumps(dump(1) | {"pg_config": dump(1)["pg_config"] | alone}))
         assert Trace.open(folder).table("ranks").collect()["rank"].to_list() == [1]
     (tmp_path / "nameless").write_bytes(pickle.dumps(dump(0)))
-    assert "nothing says which rank wrote it" in refused(tmp_path / "nameless")
+    assert "its rank is unknown; end its name with the rank" in refused(tmp_path / "nameless")
 
 
 def test_folder_of_several_runs_names_them(tmp_path):
