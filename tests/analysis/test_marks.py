@@ -484,7 +484,7 @@ def test_page_of_the_host_shows_how_far_it_is_ahead(tmp_path):
     run = state.ready("")
     state.stop()
     shown = str(layout(run, {}))
-    assert "The device is the limit" in shown
+    assert "Device-bound: host run-ahead is" in shown
     assert "Phases by rank" in shown
     marks = run.timeline.marks.join(run.timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
     forward, backward, optimizer = phases_over_steps(marks)["data"]

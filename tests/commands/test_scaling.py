@@ -66,7 +66,7 @@ def test_the_printed_form_adds_up_and_says_what_it_is(weak):
     done = scaling(*weak)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Weak scaling (a rank computes ")
-    assert "16 ranks: most of what is lost went to transfer" in done.stdout
+    assert "16 ranks: most of the loss is in transfer" in done.stdout
     lines = done.stdout.splitlines()
     head, last = (next(i for i, x in enumerate(lines) if x.strip().startswith(w)) for w in ("8 ranks, ", "sum "))
     columns = [[float(word) for word in line.split()[-2:]] for line in lines[head + 1 : last + 1]]

@@ -311,7 +311,7 @@ def test_exports_of_one_gpu_each_are_the_ranks_that_their_names_say_or_counted_b
     trace = Trace.open(files)
     starts = dict(trace.table("kernels").select("rank", "start_ns").collect().rows())
     assert starts == {rank: start for start, rank in enumerate(ranks)}
-    assert ("counted by name" in whys(trace)) == (names[0] == "node1")
+    assert ("numbered in the order of their names" in whys(trace)) == (names[0] == "node1")
 
 
 def test_a_gpu_on_which_a_process_only_copies_is_no_rank(tmp_path):
