@@ -242,7 +242,7 @@ def test_job_whose_nccl_has_no_plugin_says_why(plugin, monkeypatch, tmp_path, ve
     )
     for tick in ticks * 2:
         tick()
-    assert said == [(table, "nccl", why) for table in nccl.tables if why]
+    assert said == [(table, "nccl", why) for table in nccl.collector.tables if why]
     assert len(rings) == (environment == "ours")
 
 

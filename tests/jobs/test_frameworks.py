@@ -121,7 +121,7 @@ def test_accelerate_accumulates_two_batches_into_a_step(tmp_path):
         ("optimizer", 40),
     }
     assert report["steps"]["count"] + report["steps"]["warmup"] + report["steps"]["outliers"] == 20
-    assert "input_stall" not in [check["detector"] for check in report["not_checked"]]
+    assert len(regions(tmp_path, "input")) >= 80
 
 
 def test_deepspeed_steps_of_several_groups_of_weights_are_one(tmp_path):

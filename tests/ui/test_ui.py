@@ -519,7 +519,7 @@ def test_every_page_of_1024_ranks_loads(served, screen, tmp_path):
             if name not in ("timeline", "memory"):  # nobody recorded the ranks' memory
                 wide.wait_for_text(SHOWN[name][0])
         page.wait_for_load_state("networkidle")
-    page.close()
+        page.close()  # while the server answers
     assert wide.complaints == []
 
 

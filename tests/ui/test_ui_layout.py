@@ -90,7 +90,7 @@ def test_no_page_is_wider_than_its_window(state, served, browser):
                 page.wait_for_load_state("networkidle")
                 for scheme in ("light", "dark"):
                     found += [f"{state.progress(key).name} {name} {what}" for what in _wider(page, scheme)]
-    page.close()
+        page.close()  # while the server answers
     assert not found, "\n".join(found)
     assert screen.complaints == []
 
