@@ -590,7 +590,7 @@ def test_pages_in_chinese_leave_no_english_sentence(screen):
           fill.call(this, text, ...place);
         };""")
     page.goto(f"{screen.base}/data?lang=zh&sql=SELECT rank FROM regions WHERE rank > 99")
-    page.get_by_text("没有行").wait_for(timeout=60_000)
+    page.locator(".ag-overlay-no-rows-center", has_text="没有行").wait_for(timeout=60_000)
     for name in ("overview", "ranks", "host", "nodes", "data", "what_if", "timeline"):
         page.goto(f"{screen.base}/{'' if name == 'overview' else name}?lang=zh")
         with speaking("zh"):
