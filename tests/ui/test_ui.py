@@ -497,11 +497,11 @@ def test_a_flame_graph_is_searched_and_enlarged_and_the_address_says_so(screen):
 
 
 @pytest.mark.browser
-def test_every_page_of_1024_ranks_loads(served, screen, tmp_path):
+def test_every_page_of_512_ranks_loads(served, screen, tmp_path):
     """A simulated job in which one rank is slow."""
-    job = simulate.Job(parallel="ddp", ranks=1024, steps=6, buckets=2, compute_ns=90e6)
+    job = simulate.Job(parallel="ddp", ranks=512, steps=6, buckets=2, compute_ns=90e6)
     slow = simulate.healthy_resources(job)
-    slow.slowness = slow.slowness * np.where(np.arange(1024) == 700, 1.4, 1.0)
+    slow.slowness = slow.slowness * np.where(np.arange(512) == 300, 1.4, 1.0)
     state = State([record.write(simulate.run(job, slow), tmp_path / "run")])
     state.start()
     state.wait(300)
@@ -510,7 +510,7 @@ def test_every_page_of_1024_ranks_loads(served, screen, tmp_path):
     with served(create_app(state)) as address:
         wide = Screen(page, address)
         wide.open("/")
-        wide.wait_for_text("Rank 700 is slow")
+        wide.wait_for_text("Rank 300 is slow")
         for name, of_name in all_pages().items():
             if name == "diff":  # of one run there is none
                 continue
