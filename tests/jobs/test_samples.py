@@ -59,7 +59,7 @@ def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tm
     evaluate = f"where_in_the_code.py:{line_of('time.sleep(seconds)')} (evaluate)"
     said = f"; steps excluded as outliers (2) take {{}} % of the time, mostly at {evaluate}"
     fraction = told["steps"]["outliers_fraction"]
-    assert said.format(round(100 * fraction)) in told["verdict"]
+    assert said.format(f"{100 * fraction:.1f}") in told["verdict"]
     assert fraction == pytest.approx(4 / (200 * 0.0625 + 4), abs=0.02)
 
     calls = {(call["function"], call["line"]): call for call in told["code"]}
