@@ -13,12 +13,12 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, severity, spec_of
+from rankscope.analysis.detectors.slow_rank.wording import advice_on
 from rankscope.analysis.diagnosis.verdict import LIKELY
 from rankscope.analysis.metrics.step_matrix import StepGrid, above_peers, own_by_label, step_grid
 from rankscope.analysis.model.finding import Evidence, Finding, PredictedFix
 from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.text.message import text
-from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.parallelism import roles_of
 
@@ -50,11 +50,7 @@ def blamed_by_replay(
             cost=cost,
         ),
         where=_where(rank, grid, tables),
-        advice=text(
-            "See what only {ranks} does there. Compare the host with the others: clock speed, "
-            "temperature, other processes, CPU pinning.",
-            ranks=named("rank", (rank,)),
-        ),
+        advice=advice_on((rank,)),
         ranks=(rank,),
         fix=best.fix,
         confidence=LIKELY,

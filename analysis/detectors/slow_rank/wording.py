@@ -10,11 +10,11 @@ from rankscope.analysis.detectors.slow_rank.late_by_durations import Late, Waite
 from rankscope.analysis.detectors.slow_rank.shape import Slow, Steps
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid
 from rankscope.analysis.model.finding import Evidence, Finding
-from rankscope.analysis.text.message import plural, text
+from rankscope.analysis.text.message import Text, plural, text
 from rankscope.analysis.text.phrases import every_nth, named
 from rankscope.analysis.text.units import duration, percent
 
-__all__ = ["finding_of", "late_finding"]
+__all__ = ["advice_on", "finding_of", "late_finding"]
 
 
 def finding_of(grid: StepGrid, slow: Slow, steps: pl.DataFrame) -> Finding:
@@ -27,11 +27,7 @@ def finding_of(grid: StepGrid, slow: Slow, steps: pl.DataFrame) -> Finding:
         detector="slow_rank",
         title=_title(ranks, slow, shown),
         where=slow.where,
-        advice=text(
-            "See what only {ranks} does there. Compare the host with the others: clock speed, "
-            "temperature, other processes, CPU pinning.",
-            ranks=named("rank", ranks),
-        ),
+        advice=advice_on(ranks),
         ranks=ranks,
         nodes=slow.nodes,
         steps=() if slow.when.all() else shown,
@@ -39,6 +35,15 @@ def finding_of(grid: StepGrid, slow: Slow, steps: pl.DataFrame) -> Finding:
         fix=_fix(ranks, slow),
         evidence=_typical_step(grid, ranks[0], slow.excess, slow.when, steps, how),
         **costs,
+    )
+
+
+def advice_on(ranks: tuple[int, ...]) -> Text:
+    """Return what to try where these ranks are longer and nothing says whether their host or their GPU is slow."""
+    return text(
+        "See what only {ranks} does there. Compare the host with the others: clock speed, "
+        "temperature, other processes, CPU pinning.",
+        ranks=named("rank", ranks),
     )
 
 
