@@ -1,44 +1,96 @@
 """What recording costs a training job: pairs of jobs, one under torchrun and one under `rankscope run`, in turns.
 
-    python benchmarks/overhead.py --pairs 30
-    python benchmarks/overhead.py --pairs 30 --ranks 1 --job benchmarks/gpu_step.py
+    python benchmarks/overhead.py --pairs 10
+    python benchmarks/overhead.py --pairs 10 --ranks 1 --job benchmarks/gpu_step.py
 
-The job is `examples/train_transformer.py`, or another that reads its own clocks after every step. Of each job the mean
-over all ranks and all steps after the warm-up counts (and the median step, which a busy machine disturbs less); of the
-pairs the mean difference, with its 95 % interval (Student's t).
+The job is `examples/train_transformer.py`, or another that reads its own clocks after every step. The two jobs of a
+pair are there at the same time, and one of them is always stopped (SIGSTOP, with its agent): what else the machine
+does, which changes from minute to minute, is the same for both. Of each job the mean over all ranks and all steps
+after the warm-up counts, but those in which it was stopped or had just been continued (and the median step, which a
+busy machine disturbs less); of the pairs the mean difference, with its 95 % interval (Student's t).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import psutil
 
 from rankscope.collectors import native_hook
 
 SCRIPT = Path(__file__).parents[1] / "examples/train_transformer.py"
-PLAIN = [sys.executable, "-m", "torch.distributed.run"]
-RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report"]
+PLAIN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report", "--standalone"]
 QUANTITIES = ("step time", "main thread's CPU", "process's CPU", "median step")
+SETTLE_NS = 300_000_000  # after it was continued: caches and clocks are cold
 
 
-def measure(launcher: list[str], args: argparse.Namespace) -> np.ndarray:
-    """Run one job; each of QUANTITIES per step, ms."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = [*args.job, "--steps", str(args.steps), "--timings", "timings"]
-        subprocess.run(
-            [*launcher, "--nproc-per-node", str(args.ranks), *job], cwd=folder, check=True, capture_output=True
-        )
-        clocks = [json.loads(file.read_text()) for file in Path(folder, "timings").iterdir()]
-    assert len(clocks) == args.ranks
-    steps_ns = np.diff(np.array(clocks), axis=1)[:, args.warmup :]
-    return np.append(steps_ns.mean(axis=(0, 1)), np.median(steps_ns[:, :, 0])) / 1e6
+class Running(NamedTuple):
+    """A job, and when it was not stopped."""
+
+    process: psutil.Popen
+    folder: Path
+    turns: list[tuple[int, int]]
+
+    def send(self, *, stop: bool) -> None:
+        """Stop or continue all that the job consists of; twice, since a process may just have started another."""
+        for _ in range(2):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in (self.process, *self.process.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.suspend() if stop else process.resume()
+
+    def turn(self, seconds: float) -> bool:
+        """Let the job run for so long; return whether it has ended."""
+        self.send(stop=False)
+        began = time.perf_counter_ns()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            self.process.wait(seconds)
+        self.turns.append((began + SETTLE_NS, time.perf_counter_ns()))
+        self.send(stop=True)
+        return self.process.poll() is not None
+
+    def result(self, args: argparse.Namespace) -> np.ndarray:
+        """Each of QUANTITIES per step, ms."""
+        if self.process.returncode:
+            raise SystemExit((self.folder / "log").read_text()[-2000:])
+        clocks = [np.array(json.loads(file.read_text())) for file in (self.folder / "timings").iterdir()]
+        assert len(clocks) == args.ranks
+        kept = [self.steps_of(clock[args.warmup :]) for clock in clocks]
+        return np.append(np.concatenate(kept).mean(axis=0), np.median(np.concatenate(kept)[:, 0])) / 1e6
+
+    def steps_of(self, clock: np.ndarray) -> np.ndarray:
+        """What the steps took that lie within one turn, (steps, 3)."""
+        within = [(clock[:-1, 0] >= began) & (clock[1:, 0] <= ended) for began, ended in self.turns]
+        return np.diff(clock, axis=0)[np.any(within, axis=0)]
+
+
+def pair(number: int, args: argparse.Namespace, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Run one job without and one with rankscope, in turns; QUANTITIES of each."""
+    jobs = []
+    for name, launcher in (("without", PLAIN), ("with", RECORDED)):
+        at = folder / name
+        at.mkdir()
+        command = [*launcher, "--nproc-per-node", args.ranks, *args.job, "--steps", args.steps, "--timings", "timings"]
+        with (at / "log").open("wb") as log:
+            process = psutil.Popen([str(word) for word in command], cwd=at, stdout=log, stderr=subprocess.STDOUT)
+        jobs.append(Running(process, at, []))
+        jobs[-1].send(stop=True)
+    left = jobs if number % 2 == 0 else jobs[::-1]
+    while left:
+        left = [job for job in left if not job.turn(args.turn_s)]
+    without, recorded = (job.result(args) for job in jobs)
+    return without, recorded
 
 
 def half_width_95(differences: np.ndarray) -> np.ndarray:
@@ -50,10 +102,13 @@ def half_width_95(differences: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--warmup", type=int, default=10, help="steps at the start of each job that do not count")
+    parser.add_argument(
+        "--turn-s", type=float, default=3, help="seconds for which one job runs and the other is stopped"
+    )
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
     parser.add_argument("--job", nargs=argparse.REMAINDER, help="another script, with its options; goes last")
     args = parser.parse_args()
@@ -63,10 +118,8 @@ def main() -> None:
     native_hook.build()  # else the agent of the first pair would build it beside the job
     pairs = []
     for number in range(args.pairs):
-        # Which one goes first alternates, so that a machine that slows down favours neither.
-        order = (PLAIN, RECORDED) if number % 2 == 0 else (RECORDED, PLAIN)
-        first, second = (measure(launcher, args) for launcher in order)
-        pairs.append((first, second) if number % 2 == 0 else (second, first))
+        with tempfile.TemporaryDirectory() as folder:
+            pairs.append(pair(number, args, Path(folder)))
         plain, recorded = pairs[-1]
         print(f"pair {number + 1}: {plain[0]:.2f} ms without, {recorded[0]:.2f} ms with", file=sys.stderr, flush=True)
 

@@ -27,6 +27,7 @@ from rankscope.dashboard import grids
 from rankscope.dashboard.figures import plots
 from rankscope.dashboard.page_kit import (
     HOME,
+    Page,
     address,
     all_pages,
     empty,
@@ -242,8 +243,7 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
     if shown == now and progress.run and page.keeps:
         return (no_update,) * 5
     if progress.run is None:
-        shown_now = page.early(key) if progress.scene is not None and page.early else _loading(progress)
-        return shown_now, navigation, _run_names(runs, name, key), now, title
+        return _early(progress, page, key), navigation, _run_names(runs, name, key), now, title
     return (
         in_language(page.layout(run_in_language(progress.run, language()), query)),
         navigation,
@@ -251,6 +251,15 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
         now,
         title,
     )
+
+
+def _early(progress: Progress, page: Page, key: str) -> Any:  # noqa: ANN401
+    """Return what a page can show of a run that is still being read."""
+    if progress.scene is not None and page.early:
+        return page.early(key)
+    if progress.report is not None and page.of_report:
+        return in_language(page.of_report(spoken(progress.report), key))
+    return _loading(progress)
 
 
 def _choose(select: Mapping[str, str] | None, value: str | None, search: str) -> Any:  # noqa: ANN401

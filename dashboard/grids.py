@@ -35,6 +35,7 @@ __all__ = [
     "away",
     "everything",
     "plain_table",
+    "plainly_away",
     "register",
     "rows_grid",
     "table",
@@ -162,12 +163,12 @@ def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "a
             definition |= {} if definition["filter"] or definition["field"] not in columns else numbers
         grid = rows_grid(run, query, definitions, height="420px" if height == "auto" else height)
     else:
-        grid = _grid(frame, columns, definitions, height, id=_known("grid", run, query))
-    return html.Div([away(run, query), grid])
+        grid = _grid(frame, columns, definitions, height, id=_known("grid", run.key, query))
+    return html.Div([away(run.key, query), grid])
 
 
-def plain_table(run: Run, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> Children:
-    """Return a grid of rows that are no table of one run, on a page of this run, with what takes them away."""
+def plain_table(run: str, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> Children:
+    """Return a grid of rows that are no table of one run, on a page of this one, with what takes them away."""
     query = everything(_PAGES.keep(frame.select(list(columns))))
     grid = _grid(frame, columns, _definitions(frame, columns, ""), "auto", id=_known("grid", run, query))
     return html.Div([away(run, query), grid])
@@ -176,7 +177,7 @@ def plain_table(run: Run, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> 
 def rows_grid(run: Run, query: str, definitions: list[dict[str, Any]], *, height: str) -> Children:
     """Return a grid that asks for an answer's rows as it is scrolled."""
     return dag.AgGrid(
-        id=_known("rows", run, query),
+        id=_known("rows", run.key, query),
         rowModelType="infinite",
         columnDefs=definitions,
         defaultColDef={"sortable": True, "resizable": True, "minWidth": 90, "floatingFilter": True, **_HEADS},
@@ -218,9 +219,9 @@ def _look() -> dict[str, Any]:
     return {**_LOOK, "localeText": spoken(dict(_WORDS))} if language() != "en" else dict(_LOOK)
 
 
-def _known(kind: str, run: Run, query: str) -> dict[str, str]:
+def _known(kind: str, run: str, query: str) -> dict[str, str]:
     """By what the callbacks know a grid, and what takes its rows away."""
-    return {"kind": kind, "run": run.key, "query": query}
+    return {"kind": kind, "run": run, "query": query}
 
 
 def _definitions(frame: pl.DataFrame, columns: Mapping[str, Shown], run: str) -> list[dict[str, Any]]:
@@ -270,9 +271,14 @@ def _as_json(frame: pl.DataFrame) -> list[pl.Expr]:
 # ---------------------------------------------------------------- to take away
 
 
-def away(run: Run, query: str) -> Children:
-    """Return what takes away the rows of a grid, as it filters and sorts them."""
-    return html.Div(_taken_away(run.key, query), id=_known("away", run, query), className="controls small")
+def away(run: str, query: str) -> Children:
+    """Return what takes away the rows of a grid of the run with this key, as it filters and sorts them."""
+    return html.Div(_taken_away(run, query), id=_known("away", run, query), className="controls small")
+
+
+def plainly_away(run: str, frame: pl.DataFrame) -> Children:
+    """Return what takes away rows that a page shows in no grid, and that are no table of one run."""
+    return away(run, everything(_PAGES.keep(frame)))
 
 
 def _taken_away(run: str, query: str) -> list[Any]:

@@ -19,6 +19,7 @@ import polars as pl
 from dash import Dash, dcc, html
 from dash.development.base_component import Component
 
+from rankscope.analysis.model.finding import Report
 from rankscope.analysis.report.view import Section, ShownTable
 from rankscope.analysis.text.message import Text, speaking, spoken, text
 from rankscope.dashboard import pages
@@ -65,6 +66,7 @@ class Page:
     layout: what it shows of a run that is ready.
     register: adds callbacks or routes of its own.
     early: what it shows of the run with this key as soon as its lanes are there.
+    of_report: the same as soon as its report is there.
     tables: the tables that it makes of a run, by name; they are made when they are asked for.
     keeps: what is on screen stays when the run is renewed.
     of_two: it is in the navigation where two runs are open only.
@@ -75,6 +77,7 @@ class Page:
     layout: Callable[[Run, Query], Children]
     register: Callable[[Dash, State], None] | None = None
     early: Callable[[str], Children] | None = None
+    of_report: Callable[[Report, str], Children] | None = None
     tables: Tables = field(default_factory=dict)
     keeps: bool = False
     of_two: bool = False

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import polars as pl
 
-from rankscope.analysis.diagnosis.conclude import ReportOptions, report_on
-from rankscope.analysis.diagnosis.whole_run import with_whole_run
+from rankscope.analysis.diagnosis.conclude import report_on
+from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.metrics.rank_placement import rank_places
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.readers.native.address import run_folder
@@ -27,6 +27,8 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl_durations import nccl_durations, nccl_waits
+from rankscope.analysis.whole_run.kept_report import KeptReport
+from rankscope.analysis.whole_run.stretches import with_whole_run
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.timeline.counter_lanes import CounterLane, counter_lanes
@@ -51,6 +53,7 @@ class Progress:
     stage: int = 0
     version: int = 0
     error: str = ""
+    report: Report | None = None  # kept of an earlier time, while the run is read
     run: Run | None = None
     scene: Scene | None = None  # made while the run is judged, it may come later
 
@@ -84,8 +87,8 @@ class State:
         return self._progress[run].scene
 
     def report(self, run: str) -> Report | None:
-        loaded = self._progress[run].run
-        return None if loaded is None else loaded.report
+        progress = self._progress[run]
+        return progress.report if progress.run is None else progress.run.report
 
     def critical_path(self, run: str) -> pl.DataFrame | None:
         """rank, start_ns, end_ns of what the steps could not do without; None where the run cannot be replayed."""
@@ -132,9 +135,13 @@ class State:
 
     def _read(self, key: str, files: str) -> None:
         """`files` is the fingerprint of what is there to be read."""
-        path = self._paths[key]
+        path, options = self._paths[key], ReportOptions(price=self._price)
         try:
             self._set(key, stage=0)
+            place = KeptReport([path], options)
+            known = place.load()
+            if known:
+                self._set(key, report=known)
             trace = Trace.open(path)
             if trace.stretch:  # which steps are read of a large run depends on the memory that is free
                 files += f" {trace.stretch.first}-{trace.stretch.last}"
@@ -147,7 +154,7 @@ class State:
             self._set(key, stage=2)
             with ThreadPoolExecutor(1) as beside:
                 scene = beside.submit(lambda: stored or _lanes(path, files, with_windows(timeline, trace), running))
-                report = report_on(trace, timeline, ReportOptions(price=self._price))
+                report = known or report_on(trace, timeline, options)
                 run = Run(
                     key=key,
                     name=self._progress[key].name,
@@ -160,8 +167,10 @@ class State:
                 )
                 if self._progress[key].run is None:
                     self._set(key, run=run)  # the verdict does not wait for the lanes, nor for other steps
-                looked = with_whole_run(trace, report, timeline)
+                looked, is_complete = (known, False) if known else with_whole_run(trace, report, timeline, options)
                 run = run if looked is report else replace(run, report=looked)
+                if is_complete and trace.has_ended:
+                    place.keep(looked)
                 self._set(key, scene=scene.result())
         except BadInput as error:
             self._set(key, error=str(error))

@@ -17,7 +17,8 @@ from support.paths import ROOT
 FLOORS = (
     *("errors", "collectors.schema", "collectors.counters", "collectors.rank_ranges"),
     *("analysis.text", "analysis.model", "analysis.readers", "analysis.timeline", "analysis.runs", "analysis.metrics"),
-    *("analysis.replay", "analysis.detectors", "analysis.compare", "analysis.diagnosis", "analysis.report"),
+    *("analysis.replay", "analysis.detectors", "analysis.compare", "analysis.diagnosis"),
+    *("analysis.whole_run", "analysis.report"),
     *("dashboard", "profiler"),
 )
 # What is done for a single file, so of one rank or node, in parallel; it knows nothing of what needs all of them: those

@@ -16,6 +16,7 @@ from rankscope.analysis.diagnosis.group_states import group_states
 from rankscope.analysis.diagnosis.judged_tables import code_of, judged_tables
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.diagnosis.not_seen import incomplete_steps, left_out, not_observed
+from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
 from rankscope.analysis.diagnosis.savings import (
     as_replayed,
@@ -59,20 +60,7 @@ from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.cuda_events import phase_times
 from rankscope.analysis.timeline.device_time import device_parts
 
-__all__ = ["ReportOptions", "conclude", "report_on"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
-    """What a report takes into account beyond what was recorded.
-
-    `flops_per_step` are those that the model needs, on all ranks together; `peak_tflops` those of one device per second
-    (None: by its name). `price` is that of an hour of one GPU, for ranks on CPUs of one rank.
-    """
-
-    flops_per_step: float | None = None
-    peak_tflops: float | None = None
-    price: float | None = None
+__all__ = ["conclude", "report_on"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,11 @@ class Trace:
     def path(self) -> str:
         return ", ".join(self.paths)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether each node's agent has closed its files: they will not change."""
+        return bool(self.run) and all(launch.get("state") == "closed" for launch in self.run.values())
+
     def __contains__(self, name: object) -> bool:
         return name in self.reader.tables()
 

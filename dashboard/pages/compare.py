@@ -25,7 +25,8 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, signed
 from rankscope.dashboard.figures.aligned_steps import MOST_PIECES, aligned
 from rankscope.dashboard.figures.diff_waterfall import change_table, from_a_to_b
-from rankscope.dashboard.grids import Shown, plain_table
+from rankscope.dashboard.figures.report_tables import frame_of
+from rankscope.dashboard.grids import Shown, plain_table, plainly_away
 from rankscope.dashboard.page_kit import (
     Children,
     Page,
@@ -170,17 +171,21 @@ def _page(pair: _Pair, query: Query) -> list[Children]:
         ),
         card(
             text("From {a} to {b}", a=pair.names[0], b=pair.names[1]),
-            change_table(rows, unit, pair.names) if parts else quiet(sentence(no_parts)),
+            *(
+                [change_table(rows, unit, pair.names), plainly_away(pair.run.key, frame_of(parts))]
+                if parts
+                else [quiet(sentence(no_parts))]
+            ),
         ),
         _one_step(pair, query),
         card(
             text("Lines of code"),
-            plain_table(pair.run, code, {**_columns("place", text("line"), pair), "error_ns": Shown("±", "time")}),
+            plain_table(pair.run.key, code, {**_columns("place", text("line"), pair), "error_ns": Shown("±", "time")}),
             note=_CODE,
         )
         if len(code)
         else None,
-        card(text("Work by name"), plain_table(pair.run, work, _columns("name", text("name"), pair)), note=_WORK)
+        card(text("Work by name"), plain_table(pair.run.key, work, _columns("name", text("name"), pair)), note=_WORK)
         if len(work)
         else None,
     ]

@@ -94,7 +94,7 @@ def _shown(run: Run, query: str) -> Children:
     )
     definitions = [_column(name, dtype) for name, dtype in frame.schema.items()]
     grid = grids.rows_grid(run, query, definitions, height="calc(100vh - 320px)")
-    about = [html.Span(rows, id="data-count"), grids.away(run, query)]
+    about = [html.Span(rows, id="data-count"), grids.away(run.key, query)]
     return [html.Div(about, className="controls small"), _about(query), html.Div(grid, key=f"{query} {run.read_at}")]
 
 

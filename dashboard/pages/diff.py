@@ -14,7 +14,8 @@ from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, signed
 from rankscope.dashboard.figures.diff_waterfall import change_table, from_a_to_b
-from rankscope.dashboard.grids import Shown, plain_table
+from rankscope.dashboard.figures.report_tables import frame_of
+from rankscope.dashboard.grids import Shown, plain_table, plainly_away
 from rankscope.dashboard.page_kit import (
     Children,
     Page,
@@ -78,8 +79,8 @@ def _page(a: Run, b: Run) -> Children:
     return html.Div(
         [
             _head(found, a, b),
-            card(text("From A to B"), *_parts(found)),
-            card(text("Findings"), *_findings(found)),
+            card(text("From A to B"), *_parts(b, found)),
+            card(text("Findings"), *_findings(b, found)),
             card(text("Ranks that changed differently from the others"), _ranks(b, found)) if found.ranks else None,
             card(text("Communication"), _operations(b, found), note=text("Mean over analyzed steps."))
             if found.operations
@@ -118,20 +119,21 @@ def _head(found: Comparison, a: Run, b: Run) -> Children:
     )
 
 
-def _parts(found: Comparison) -> list[Children]:
+def _parts(b: Run, found: Comparison) -> list[Children]:
     if not found.parts:
         return [html.P(text("The parts of the step are not compared; see the reason above."))]
     bars, unit = from_a_to_b(found.step, found.parts, ("A", "B"))
-    return [change_table(bars, unit, ("A", "B"))]
+    return [change_table(bars, unit, ("A", "B")), plainly_away(b.key, frame_of(found.parts))]
 
 
-def _findings(found: Comparison) -> list[Children]:
+def _findings(b: Run, found: Comparison) -> list[Children]:
     if not found.findings:
         return [html.P(text("None in either run."))]
     rows = [finding_row(change) for change in found.findings]
     head = html.Tr([html.Th(), html.Th(text("cost per step")), html.Th()])
     cells = [html.Tr([html.Td(status, className="name"), html.Td(cost), html.Td(what)]) for status, cost, what in rows]
-    return [html.Table([html.Thead(head), html.Tbody(cells)], className="plain")]
+    taken = pl.DataFrame([[str(cell) for cell in row] for row in rows], ["change", "cost", "finding"], orient="row")
+    return [html.Table([html.Thead(head), html.Tbody(cells)], className="plain"), plainly_away(b.key, taken)]
 
 
 def _ranks(b: Run, found: Comparison) -> Children:
@@ -152,7 +154,7 @@ def _ranks(b: Run, found: Comparison) -> Children:
         "b": Shown(text("in B"), "time"),
     }
     return plain_table(
-        b,
+        b.key,
         pl.DataFrame(rows),
         shown
         | {
@@ -188,7 +190,7 @@ def _operations(b: Run, found: Comparison) -> Children:
         "b": Shown(text("in B"), "time"),
         "change": Shown(text("change"), "time"),
     }
-    return plain_table(b, pl.DataFrame(rows), shown | {"transfer": Shown(text("transfer"))} | times)
+    return plain_table(b.key, pl.DataFrame(rows), shown | {"transfer": Shown(text("transfer"))} | times)
 
 
 def _kernels(b: Run, found: Comparison) -> Children:
@@ -208,7 +210,7 @@ def _kernels(b: Run, found: Comparison) -> Children:
         "a": Shown("A", "time"),
         "b": Shown("B", "time"),
     }
-    return plain_table(b, pl.DataFrame(rows), shown | {"change": Shown(text("change"), "time")})
+    return plain_table(b.key, pl.DataFrame(rows), shown | {"change": Shown(text("change"), "time")})
 
 
 page = Page(title=text("Diff"), order=105, layout=layout, register=register, of_two=True)

@@ -16,16 +16,22 @@ from rankscope.analysis.report.labels import part_label, part_meaning, say, toge
 from rankscope.analysis.report.view import COST, FindingView, Section, View, view_of
 from rankscope.analysis.text.message import text
 from rankscope.dashboard.components import Chart
+from rankscope.dashboard.figures.report_tables import REPORT_TABLES
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
-from rankscope.dashboard.grids import Shown, plain_table
+from rankscope.dashboard.grids import Shown, away, everything, plain_table
 from rankscope.dashboard.page_kit import Children, Page, Query, address, card, facts, quiet, section_body
 from rankscope.dashboard.run import Run
 
 _EVIDENCE = 3
+_LISTS = {"path": "critical_path"}  # section -> list of the report, where they are called differently
 
 
 def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
-    report = run.report
+    return of_report(run.report, run.key)
+
+
+def of_report(report: Report, run: str) -> Children:
+    """Return the page of the run with this key; nothing but its report is needed."""
     view = view_of(report)
     split = digest.breakdown(report)
     findings = card(say("findings"), *_findings(run, view, split))
@@ -34,13 +40,15 @@ def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
             _verdict(view),
             findings
             if report.states
-            else html.Div([findings, card(say("time"), *_time(view, report, split))], className="columns"),
-            _states(run) if report.states else None,
-            _beside(*view.of("path"), *(replace(blames, title=say("waits")) for blames in view.of("blames"))),
+            else html.Div([findings, card(say("time"), *_time(run, view, split))], className="columns"),
+            _states(run, report) if report.states else None,
+            _beside(
+                run, report, *view.of("path"), *(replace(blames, title=say("waits")) for blames in view.of("blames"))
+            ),
             card(say("steps"), *_steps(report)) if any(report.step_ns.values()) or not report.states else None,
-            _beside(*view.of("healthy", "not_checked")),
+            _beside(run, report, *view.of("healthy", "not_checked")),
             card(say("time.per_rank"), *_ranks(report, split)) if len(split.rows) > 1 else None,
-            _beside(*view.of("gaps")),
+            _beside(run, report, *view.of("gaps")),
         ]
     )
 
@@ -63,13 +71,14 @@ def _verdict(view: View) -> Children:
     )
 
 
-def _findings(run: Run, view: View, split: digest.Breakdown) -> list[Children]:
+def _findings(run: str, view: View, split: digest.Breakdown) -> list[Children]:
     if not view.findings:
         return [html.P(view.no_finding)]
-    return [*(_finding(run, split, shown) for shown in view.findings), quiet(say("finding.error"))]
+    shown = (_finding(run, view.report, split, shown) for shown in view.findings)
+    return [*shown, quiet(say("finding.error")), _away(run, "findings")]
 
 
-def _finding(run: Run, split: digest.Breakdown, shown: FindingView) -> Children:
+def _finding(run: str, report: Report, split: digest.Breakdown, shown: FindingView) -> Children:
     finding = shown.finding
     facts_ = [
         part
@@ -89,7 +98,9 @@ def _finding(run: Run, split: digest.Breakdown, shown: FindingView) -> Children:
             html.H3(title),
             html.Dl(facts_),
             _picture(split, finding) if shown.number == 1 else None,
-            dmc.Group([*_evidence(run, finding.evidence[:_EVIDENCE]), *_comparison(run, finding)], gap="xs", mt=6),
+            dmc.Group(
+                [*_evidence(run, finding.evidence[:_EVIDENCE]), *_comparison(run, report, finding)], gap="xs", mt=6
+            ),
         ],
         id=f"finding-{shown.number}",
         className=f"finding{' follows' if finding.caused_by else ''}",
@@ -103,7 +114,7 @@ def _picture(split: digest.Breakdown, finding: Finding) -> Children:
     return html.Div([Chart(found.chart, title=say("finding.evidence")), quiet(found.caption)], className="picture")
 
 
-def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Children]:
+def _evidence(run: str, evidence: Sequence[Evidence]) -> list[Children]:
     """Links to the moments in the timeline. Each says whose it is, and when, where others would bear the same name."""
     names = [_name(seen) for seen in evidence]
     links = []
@@ -111,19 +122,19 @@ def _evidence(run: Run, evidence: Sequence[Evidence]) -> list[Children]:
         where = {"t0": seen.start_ns, "t1": seen.end_ns} | ({} if seen.rank is None else {"rank": seen.rank})
         whole = phrases.evidence(seen)
         shown = text("Show: {what}", what=name if names.count(name) == 1 else whole)
-        links.append(dcc.Link(shown, href=address("timeline", run.key, **where), title=whole, className="button"))
+        links.append(dcc.Link(shown, href=address("timeline", run, **where), title=whole, className="button"))
     return links
 
 
-def _comparison(run: Run, finding: Finding) -> list[Children]:
+def _comparison(run: str, report: Report, finding: Finding) -> list[Children]:
     """Links to the finding's rank beside the others, if it names one."""
-    if len(finding.ranks) != 1 or len(run.report.ranks) < 2:
+    if len(finding.ranks) != 1 or len(report.ranks) < 2:
         return []
     sampled = text("Flame graph of {rank}", rank=phrases.who(finding.ranks)) if finding.code else None
     said = text("Compare {rank} with the median", rank=phrases.who(finding.ranks))
     links = {"compare": said} | ({"flame": sampled} if sampled else {})
     return [
-        dcc.Link(said, href=address(page, run.key, rank=finding.ranks[0]), className="button")
+        dcc.Link(said, href=address(page, run, rank=finding.ranks[0]), className="button")
         for page, said in links.items()
     ]
 
@@ -135,16 +146,22 @@ def _name(seen: Evidence) -> str:
     return together(", ", (phrases.who(ranks, nodes), seen.note)) if ranks or nodes else seen.note
 
 
-def _time(view: View, report: Report, split: digest.Breakdown) -> list[Children]:
+def _away(run: str, listed: str) -> Children:
+    """Return what takes away this list of the report."""
+    return away(run, everything(f"report_{listed}"))
+
+
+def _time(run: str, view: View, split: digest.Breakdown) -> list[Children]:
     (shown,) = view.of("time")
     if shown.table is None:
         return [html.P(line) for line in shown.lines]
     _, unit, share, _ = shown.table.columns
     head = html.Tr([html.Th(), html.Th(), *(html.Th(column.title, className="number") for column in (unit, share))])
-    bars = waterfall(report, split, shown.table)
+    bars = waterfall(view.report, split, shown.table)
     return [
         quiet(shown.means),
         html.Table([html.Thead(head), html.Tbody([_row(bar) for bar in bars])], className="waterfall"),
+        _away(run, "breakdown"),
     ]
 
 
@@ -165,15 +182,18 @@ def _row(bar: Bar) -> Children:
     )
 
 
-def _beside(*sections: Section) -> Children:
+def _beside(run: str, report: Report, *sections: Section) -> Children:
     """Cards of sections of the report, beside each other; nothing where there are none."""
-    cards = [card(section.title, *section_body(section)) for section in sections]
+    cards = []
+    for section in sections:
+        listed = _LISTS.get(section.key, section.key)
+        taken = _away(run, listed) if getattr(report, listed) else None
+        cards.append(card(section.title, *section_body(section), taken))
     return html.Div(cards, className="columns") if len(cards) > 1 else (cards[0] if cards else None)
 
 
-def _states(run: Run) -> Children:
+def _states(run: str, report: Report) -> Children:
     """Return how far each rank had come in each process group when the job hung."""
-    report = run.report
     columns = phrases.known_columns(report.states)
     numbers = ("rank", "enqueued", "started", "completed")
     rows = [dict(zip(phrases.STATE_COLUMNS, phrases.state_row(state), strict=True)) for state in report.states]
@@ -214,4 +234,4 @@ def _legend(split: digest.Breakdown) -> Children:
     )
 
 
-page = Page(title=text("Overview"), order=0, layout=layout)
+page = Page(title=text("Overview"), order=0, layout=layout, of_report=of_report, tables=REPORT_TABLES)

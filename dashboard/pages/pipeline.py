@@ -84,7 +84,9 @@ def _summary(run: Run, pipeline: Pipeline) -> Children:
     )
     columns = {"stage": Shown(text("stage")), "bubble": Shown(text("bubble, mean of its steps"), "share")}
     return card(
-        f"{shape}{theory}", html.P(pipeline.explanation), html.Div(plain_table(run, rows, columns), className="narrow")
+        f"{shape}{theory}",
+        html.P(pipeline.explanation),
+        html.Div(plain_table(run.key, rows, columns), className="narrow"),
     )
 
 

@@ -45,18 +45,20 @@ def command(
 ) -> None:
     from rankscope.analysis.compare.gate import gate
     from rankscope.analysis.compare.two_runs import compare
-    from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.report.json_form import strict
+    from rankscope.analysis.whole_run.diagnose import read_run, report_of
     from rankscope.errors import NotComparable
 
-    report, timeline = read_run(part_of(run, steps, world))
-    base = read_run(against, whole=False) if against else None
+    asked = part_of(run, steps, world)
     comparison, unseen = None, []
-    if base:
+    if against:
+        report, timeline = read_run(asked)
         try:
-            comparison = compare(*base, report, timeline)
+            comparison = compare(*read_run(against, whole=False), report, timeline)
         except NotComparable as why:
             unseen = [why.args[0]]
+    else:
+        report = report_of(asked)
     said = gate(report, comparison, severity=severity, slower=slower)
     unseen = [*unseen, *said.unseen]
     outcome = "failed" if said.failures else "not enough data" if unseen else "passed"

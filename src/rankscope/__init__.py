@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
-    from rankscope.analysis.diagnosis.conclude import ReportOptions
-    from rankscope.analysis.diagnosis.diagnose import diagnose
+    from rankscope.analysis.diagnosis.options import ReportOptions
     from rankscope.analysis.runs.trace import Trace
+    from rankscope.analysis.whole_run.diagnose import diagnose
     from rankscope.collectors.in_rank.session import annotate, step
 
     open = Trace.open
@@ -35,11 +35,11 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
 
         return getattr(session, name)
     if name == "ReportOptions":
-        from rankscope.analysis.diagnosis.conclude import ReportOptions
+        from rankscope.analysis.diagnosis.options import ReportOptions
 
         return ReportOptions
     if name == "diagnose":
-        from rankscope.analysis.diagnosis.diagnose import diagnose
+        from rankscope.analysis.whole_run.diagnose import diagnose
 
         return diagnose
     if name == "open":

@@ -6,15 +6,16 @@ import signal
 
 import pytest
 
-from rankscope.analysis.diagnosis import whole_run
-from rankscope.analysis.diagnosis.diagnose import diagnose, read_run
-from rankscope.analysis.diagnosis.stretch_summary import FOLDER, load
-from rankscope.analysis.diagnosis.whole_run import summarize
 from rankscope.analysis.readers import workers
 from rankscope.analysis.report import json_form, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import Text
+from rankscope.analysis.whole_run import stretches
+from rankscope.analysis.whole_run.diagnose import diagnose, read_run
+from rankscope.analysis.whole_run.kept_values import FOLDER, kept
+from rankscope.analysis.whole_run.stretch_summary import StretchSummaries
+from rankscope.analysis.whole_run.stretches import summarize
 from record import write
 from simulate import Job, healthy_resources, run
 
@@ -59,14 +60,13 @@ def test_what_costs_over_the_whole_run_is_added_up(recorded, report):
 def test_other_processes_give_the_same_to_the_byte(report, monkeypatch, no_summaries):
     here = json_form.render(report())
     monkeypatch.setattr(workers, "_WORTH_S", 0.0)
-    monkeypatch.setattr(whole_run, "store", lambda *_: None)
-    monkeypatch.setattr(whole_run, "load", lambda *_: [])
+    monkeypatch.setattr(stretches, "kept", lambda *_: None)
     assert json_form.render(report()) == here
 
 
 def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):
     first = report()
-    monkeypatch.setattr(whole_run, "each", lambda *asked, **_: iter([] if not asked[1] else [1 / 0]))
+    monkeypatch.setattr(stretches, "each", lambda *asked, **_: iter([] if not asked[1] else [1 / 0]))
     again = report()
     assert json_form.render(again) == json_form.render(first)
     assert json_form.render(read_run(recorded)[0]) == json_form.render(first)  # as the UI and `rankscope check` read it
@@ -77,7 +77,7 @@ def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):
 def test_summaries_of_other_files_are_not_used(recorded, report, monkeypatch):
     report()
     asked = []
-    monkeypatch.setattr(whole_run, "each", lambda task, of, *_, **__: asked.extend(of) or (task(*one) for one in of))
+    monkeypatch.setattr(stretches, "each", lambda task, of, *_, **__: asked.extend(of) or (task(*one) for one in of))
     node = next(recorded.glob("run/node=*.json"))
     os.utime(node, ns=(1, 1))
     report()
@@ -88,11 +88,11 @@ def test_a_summary_that_rankscope_cannot_have_written_is_not_used(recorded, repo
     before = json_form.render(report())
     file = recorded / FOLDER / "stretches.json"
     stored = json.loads(file.read_text())
-    (finding,) = (one for stretch in stored["stretches"][:1] for one in stretch["findings"])
+    (finding,) = (one for stretch in stored["value"]["stretches"][:1] for one in stretch["findings"])
     for title in ({"template": "{a.__class__}", "values": {"a": "x"}, "forms": None}, 5, {"x": 1}):
         finding["title"] = title
         file.write_text(json.dumps(stored))
-        assert load(recorded, stored["made_of"]) == []
+        assert kept(recorded, "stretches", stored["made_of"], StretchSummaries) is None
     assert json_form.render(report()) == before
 
 
@@ -105,7 +105,7 @@ def killed(paths, files, first, last, asked):
 
 def test_a_process_that_is_killed_costs_its_stretch(report, monkeypatch):
     monkeypatch.setattr(workers, "_WORTH_S", 0.0)
-    monkeypatch.setattr(whole_run, "summarize", killed)
+    monkeypatch.setattr(stretches, "summarize", killed)
     said = report()
     assert (said.history.analyzed, said.history.stretches) == (STEPS - 30, 3)
     assert "90 of 120 steps were analyzed, in 3 stretches" in terminal.render(said, width=400)
@@ -121,8 +121,8 @@ def interrupted(paths, files, first, last, asked):
 
 def test_what_was_analyzed_before_ctrl_c_is_kept(recorded, report, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(whole_run, "summarize", interrupted)
+        patch.setattr(stretches, "summarize", interrupted)
         with pytest.raises(KeyboardInterrupt):
             report()
-    stored = json.loads((recorded / FOLDER / "stretches.json").read_text())["stretches"]
+    stored = json.loads((recorded / FOLDER / "stretches.json").read_text())["value"]["stretches"]
     assert [(one["first"], one["last"]) for one in stored] == [(0, 29), (30, 59)]

@@ -14,9 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from rankscope.analysis.compare.two_runs import judged_breakdown, mean_parts, part_errors
-from rankscope.analysis.diagnosis.conclude import ReportOptions, report_on
-from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
-from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummary, load, made_of, store
+from rankscope.analysis.diagnosis.conclude import report_on
+from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model.finding import Report, Span
 from rankscope.analysis.readers.native.address import address_of
 from rankscope.analysis.readers.workers import Lost, each
@@ -27,25 +26,35 @@ from rankscope.analysis.runs.storage import local_path
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.whole_run.kept_values import keep, kept, made_of
+from rankscope.analysis.whole_run.run_phases import over_the_run, phases_of
+from rankscope.analysis.whole_run.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
 from rankscope.errors import BadInput
 
 __all__ = ["summarize", "with_whole_run"]
 
+_NAME = "stretches"
 _BYTES = 500_000_000  # that the tables of a stretch take in memory, about
 _CPU_S_PER_BYTE = 1e-8  # that they are analyzed in, about
 
 
-def with_whole_run(trace: Trace, report: Report, timeline: Timeline, options: ReportOptions | None = None) -> Report:
-    """Return the report, with what earlier steps show of the whole run where it is on the last ones of a long run."""
+def with_whole_run(
+    trace: Trace, report: Report, timeline: Timeline, options: ReportOptions | None = None
+) -> tuple[Report, bool]:
+    """Return the report, with what earlier steps show of the whole run where it is on the last ones of a long run.
+
+    And whether all of these could be analyzed.
+    """
     stretch, history, folder = timeline.stretch, report.history, trace.reader.folder
     if stretch is None or history is None or folder is None or stretch.asked:
-        return report
+        return report, True
     phases = phases_of(stretch, history)
     step_bytes = bytes_of_rows(folder) / (len(stretch.counted) - stretch.kept)
     most = max(FEWEST, min(int(_BYTES / step_bytes), stretch.last - stretch.first + 1))
     cuts = _cuts(stretch, phases, most)
     summaries = _summaries(trace.paths, cuts, step_bytes, options or ReportOptions())
-    return over_the_run(report, stretch, phases, _summary(stretch.first, stretch.last, report, timeline), summaries)
+    last = _summary(stretch.first, stretch.last, report, timeline)
+    return over_the_run(report, stretch, phases, last, summaries), not any(one.why for one in summaries)
 
 
 def summarize(paths: tuple[str, ...], files: str, first: int, last: int, options: ReportOptions) -> StretchSummary:
@@ -123,16 +132,18 @@ def _summaries(
     folder = Path(where.folders[0])
     files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
     of = made_of(files, [where.world, options.flops_per_step, options.peak_tflops])
-    known = {(one.first, one.last): one for one in load(folder, of)}
+    held = kept(folder, _NAME, of, StretchSummaries) or StretchSummaries([])
+    known = {(one.first, one.last): one for one in held.stretches}
     wanted = [cut for cut in cuts if cut not in known]
     arguments = [(tuple(paths), files, *cut, options) for cut in wanted]
     costs = [(last - first + 1) * step_bytes for first, last in wanted]
     cpu_s = [cost * _CPU_S_PER_BYTE for cost in costs]
     results = each(summarize, arguments, cpu_s, memory=round(max(costs, default=0)), what=text("stretches"))
     try:
-        for cut, made in zip(wanted, results, strict=True):
-            known[cut] = StretchSummary(first=cut[0], last=cut[1], why=made.why) if isinstance(made, Lost) else made
+        for cut, one in zip(wanted, results, strict=True):
+            known[cut] = StretchSummary(first=cut[0], last=cut[1], why=one.why) if isinstance(one, Lost) else one
     finally:  # after Ctrl-C too: the next report goes on from there
         if wanted:
-            store(folder, of, [one for cut in cuts if (one := known.get(cut)) and one.analyzed])
+            made = [one for cut in cuts if (one := known.get(cut)) and one.analyzed]
+            keep(folder, _NAME, of, StretchSummaries(made))
     return [known[cut] for cut in cuts]

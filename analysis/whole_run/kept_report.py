@@ -1,0 +1,50 @@
+"""The report on a run that has ended, kept in its folder: the next one needs no table of the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from pathlib import Path
+
+from rankscope.analysis.diagnosis.options import ReportOptions
+from rankscope.analysis.model.finding import Report
+from rankscope.analysis.readers.native.address import address_of
+from rankscope.analysis.runs.fingerprint import files_fingerprint
+from rankscope.analysis.whole_run.kept_values import keep, kept, made_of
+from rankscope.errors import BadInput
+
+__all__ = ["KeptReport"]
+
+PathLike = str | os.PathLike[str]
+
+
+class KeptReport:
+    """The place of the report on the run at these paths; `load` and `keep` do nothing where there is none.
+
+    Parts of a run's steps, and what is no run folder on this machine, have none.
+    """
+
+    def __init__(self, paths: Sequence[PathLike], options: ReportOptions) -> None:
+        self._paths = tuple(os.fspath(path) for path in paths)
+        self._folder: Path | None = None
+        try:
+            where = address_of(list(self._paths))
+        except BadInput:
+            return
+        folders = [Path(folder) for folder in where.folders]
+        if where.steps or not folders or not all((folder / "run").is_dir() for folder in folders):
+            return
+        self._folder = folders[0]
+        self._name = "report" if where.world is None else f"report-{where.world}"
+        self._of = made_of(" ".join(map(files_fingerprint, folders)), [where.world, *astuple(options)])
+
+    def load(self) -> Report | None:
+        """Return the report that is kept for the run as it is now; None: there is none."""
+        found = kept(self._folder, self._name, self._of, Report) if self._folder else None
+        return found and replace(found, path=", ".join(self._paths))
+
+    def keep(self, report: Report) -> None:
+        """Keep the report on the run as it was when this was made."""
+        if self._folder:
+            keep(self._folder, self._name, self._of, report)

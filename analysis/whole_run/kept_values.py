@@ -1,0 +1,88 @@
+"""What was made of a run, kept in its folder: read again for the very files, and by the very code, that it was made of.
+
+`RUN/summary/` may be deleted. A file there that rankscope cannot have written is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rankscope.analysis.runs.fingerprint import code_fingerprint
+from rankscope.analysis.text.message import Text
+
+__all__ = ["FOLDER", "keep", "kept", "made_of"]
+
+FOLDER = "summary"
+_CODE = ("analysis", "collectors")
+_FIELD = re.compile(r"\{([a-z_]\w*)(![rs])?(:[^{}]{0,6})?\}")
+_LARGEST = 100_000_000  # bytes that are read of a file
+
+_Value = TypeVar("_Value")
+
+
+def made_of(files: str, asked: Sequence[object]) -> str:
+    """Return what values depend on: the run's files by their fingerprint, this code, and what was asked for."""
+    return json.dumps([files, code_fingerprint(*_CODE), *asked])
+
+
+def kept(run: Path, name: str, of: str, kind: type[_Value]) -> _Value | None:
+    """Return the value of this name in the run's folder, if there is one that was made of exactly this."""
+    try:
+        with (run / FOLDER / f"{name}.json").open("rb") as file:
+            held = json.loads(file.read(_LARGEST))
+        return msgspec.convert(_with_texts(held["value"]), kind, str_keys=True) if held["made_of"] == of else None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, msgspec.ValidationError):
+        return None  # none, or torn
+
+
+def keep(run: Path, name: str, of: str, value: Any) -> None:  # noqa: ANN401 - a dataclass
+    """Keep the value for the next time; a folder that cannot be written to stays as it is."""
+    said = json.dumps({"made_of": of, "value": _without_texts(asdict(value))}, separators=(",", ":"))
+    with suppress(OSError):
+        (run / FOLDER).mkdir(exist_ok=True)
+        file, made = tempfile.mkstemp(dir=run / FOLDER)
+        try:
+            with os.fdopen(file, "w", encoding="utf-8") as out:
+                out.write(said)
+            os.chmod(made, 0o644)
+            os.replace(made, run / FOLDER / f"{name}.json")
+        except OSError:
+            Path(made).unlink(missing_ok=True)
+
+
+def _without_texts(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return the value with each text as what it was made of, so that it can still be translated."""
+    if isinstance(value, Text):
+        return {"template": value.template, "values": _without_texts(dict(value.values)), "forms": value.forms}
+    if isinstance(value, dict):
+        return {name: _without_texts(held) for name, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_texts(held) for held in value]
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else str(value)
+
+
+def _with_texts(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return the reverse. Raises ValueError for a text that rankscope cannot have made."""
+    if isinstance(value, dict):
+        held = {name: _with_texts(of) for name, of in value.items()}
+        if held.keys() != {"template", "values", "forms"}:
+            return held
+        forms = held["forms"] and msgspec.convert(held["forms"], tuple[str, str, int])
+        for template in (held["template"], *(forms or ())[:2]):
+            if set(_FIELD.sub("", template)) & set("{}"):
+                raise ValueError(template)
+        return Text(held["template"], held["values"], forms)
+    return [_with_texts(of) for of in value] if isinstance(value, list) else value

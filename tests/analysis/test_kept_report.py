@@ -1,0 +1,91 @@
+"""The report on a run that has ended is kept in its folder: the next one reads none of the run's tables."""
+
+import json
+import os
+
+import pytest
+
+from rankscope.analysis.diagnosis.options import ReportOptions
+from rankscope.analysis.report import html, json_form, terminal
+from rankscope.analysis.whole_run import diagnose
+from rankscope.analysis.whole_run.diagnose import report_of
+from rankscope.errors import BadInput
+from record import write
+from simulate import Job, healthy_resources, run
+
+KEPT = "summary/report.json"
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """40 steps on 4 ranks, of which rank 2 computes 8 % longer, all of it closed."""
+    job = Job(parallel="ddp", ranks=4, steps=40, seed=3, compute_ns=90e6)
+    can = healthy_resources(job)
+    can.slowness[:, 2] *= 1.08
+    folder = write(run(job, can), tmp_path / "run")
+    for node in folder.glob("run/node=*.json"):
+        node.write_text(json.dumps(json.loads(node.read_text()) | {"state": "closed"}))
+    return folder
+
+
+@pytest.fixture
+def no_tables(monkeypatch):
+    """Make opening a run fail."""
+
+    def refuse(*_):
+        raise BadInput("its tables are read")
+
+    return lambda: monkeypatch.setattr(diagnose.Trace, "open", refuse)
+
+
+def test_the_second_report_is_the_first_one_without_reading_a_table(recorded, no_tables):
+    first = report_of(recorded)
+    no_tables()
+    again = report_of(recorded)
+    assert json_form.render(again) == json_form.render(first)
+    assert terminal.render(again, width=100) == terminal.render(first, width=100)
+    for language in ("en", "zh"):
+        assert html.render(again, language=language) == html.render(first, language=language)
+
+
+def test_a_report_says_the_path_by_which_it_was_asked_for(recorded, monkeypatch):
+    report_of(recorded)
+    monkeypatch.chdir(recorded.parent)
+    assert report_of("run").path == "run"
+
+
+def test_other_files_or_another_question_get_a_report_of_their_own(recorded, no_tables):
+    report_of(recorded)
+    no_tables()
+    with pytest.raises(BadInput, match="its tables are read"):
+        report_of(recorded, ReportOptions(price=3))
+    with pytest.raises(BadInput, match="its tables are read"):
+        report_of(recorded / "steps=10-30")
+    os.utime(next(recorded.glob("phases/*/*.arrow"), next(recorded.rglob("*.arrow"))), ns=(1, 1))
+    with pytest.raises(BadInput, match="its tables are read"):
+        report_of(recorded)
+
+
+def test_that_on_a_running_job_is_not_kept(recorded):
+    node = next(recorded.glob("run/node=*.json"))
+    node.write_text(json.dumps(json.loads(node.read_text()) | {"state": "running"}))
+    report_of(recorded)
+    assert not (recorded / KEPT).exists()
+
+
+@pytest.mark.parametrize("torn", ["", "{", "[]", '{"made_of": 3}', "null"])
+def test_a_torn_one_is_made_anew(recorded, torn):
+    said = json_form.render(report_of(recorded))
+    whole = (recorded / KEPT).read_text()
+    (recorded / KEPT).write_text(torn)
+    assert json_form.render(report_of(recorded)) == said
+    assert (recorded / KEPT).read_text() == whole
+
+
+def test_one_that_rankscope_cannot_have_written_is_made_anew(recorded):
+    said = json_form.render(report_of(recorded))
+    held = json.loads((recorded / KEPT).read_text())
+    for verdict in ({"template": "{a.__class__}", "values": {"a": "x"}, "forms": None}, 5):
+        held["value"]["verdict"] = verdict
+        (recorded / KEPT).write_text(json.dumps(held))
+        assert json_form.render(report_of(recorded)) == said
