@@ -1,6 +1,6 @@
 """A job that does little else than small collectives: `--per-step` all-reduces of 8 numbers a step, on every rank.
 
-    python benchmarks/overhead.py --ranks 2 --steps 25 --warmup 5 --pairs 10 --job benchmarks/many_collectives.py
+    python benchmarks/overhead_within.py --steps 300 --block 3 --job benchmarks/many_collectives.py
     python benchmarks/soak.py
 
 With `--forks` a child that ends at once is forked every so many steps; `--timings` is that of the example.
@@ -20,6 +20,11 @@ import torch.distributed as dist
 import rankscope
 
 
+def clocks() -> tuple[int, int, int]:
+    """Wall time, this thread's CPU time and this process's CPU time, ns."""
+    return time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
@@ -34,7 +39,7 @@ def main() -> None:
         for _ in range(args.per_step):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         rankscope.step()
-        stamps.append([time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()])
+        stamps.append(clocks())
         if args.forks and step % args.forks == args.forks - 1:
             child = os.fork()
             if child == 0:

@@ -100,6 +100,17 @@ def half_width_95(differences: np.ndarray) -> np.ndarray:
     return np.asarray(t * differences.std(axis=0, ddof=1) / math.sqrt(len(differences)))
 
 
+def print_table(plain: np.ndarray, recorded: np.ndarray) -> None:
+    """Print each of QUANTITIES, (pairs, quantities) in ms: the means, their difference, and its share of the step."""
+    mean, half_width = (recorded - plain).mean(axis=0), half_width_95(recorded - plain)
+    print(f"{'':20}{'without':>10}{'with':>10}{'difference':>12}{'95 %':>9}{'of the step':>13}")
+    for i, quantity in enumerate(QUANTITIES):
+        print(
+            f"{quantity:20}{plain[:, i].mean():10.3f}{recorded[:, i].mean():10.3f}{mean[i]:+12.3f}{half_width[i]:>9.3f}"
+            f"{mean[i] / plain[:, 0].mean():+12.2%} ± {half_width[i] / plain[:, 0].mean():.2%}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10)
@@ -123,15 +134,8 @@ def main() -> None:
         plain, recorded = pairs[-1]
         print(f"pair {number + 1}: {plain[0]:.2f} ms without, {recorded[0]:.2f} ms with", file=sys.stderr, flush=True)
 
-    plain, recorded = np.array(pairs).transpose(1, 0, 2)
-    mean, half_width = (recorded - plain).mean(axis=0), half_width_95(recorded - plain)
     print(f"{name}, {args.ranks} ranks, {args.pairs} pairs, steps {args.warmup + 1} to {args.steps}; ms per step")
-    print(f"{'':20}{'without':>10}{'with':>10}{'difference':>12}{'95 %':>9}{'of the step':>13}")
-    for i, quantity in enumerate(QUANTITIES):
-        print(
-            f"{quantity:20}{plain[:, i].mean():10.3f}{recorded[:, i].mean():10.3f}{mean[i]:+12.3f}{half_width[i]:>9.3f}"
-            f"{mean[i] / plain[:, 0].mean():+12.2%} ± {half_width[i] / plain[:, 0].mean():.2%}"
-        )
+    print_table(*np.array(pairs).transpose(1, 0, 2))
 
 
 if __name__ == "__main__":

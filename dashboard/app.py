@@ -17,6 +17,7 @@ import pyarrow as pa
 from dash import ALL, Dash, Input, Output, State, ctx, dcc, html, no_update
 from flask import Response, redirect, request
 from werkzeug.exceptions import HTTPException
+from werkzeug.wrappers import Response as Answer
 
 from rankscope.analysis.model import digest
 from rankscope.analysis.report import palette
@@ -27,6 +28,7 @@ from rankscope.dashboard import grids
 from rankscope.dashboard.figures import plots
 from rankscope.dashboard.page_kit import (
     HOME,
+    Children,
     Page,
     address,
     all_pages,
@@ -79,7 +81,7 @@ HATCHES
 
 
 class _App(Dash):
-    def interpolate_index(self, *args: Any, **parts: Any) -> Any:  # noqa: ANN401 - as Dash has it
+    def interpolate_index(self, *args: Children, **parts: Children) -> Children:
         page = super().interpolate_index(*args, **parts)  # type: ignore[no-untyped-call]
         return page.replace("LANGUAGE", LANGUAGES[language()], 1).replace("TEXTS_OF_SCRIPTS", words(), 1)
 
@@ -163,7 +165,7 @@ def _add_callbacks(app: Dash, runs: Runs) -> None:
     )(lambda _, search: _choose(ctx.triggered_id, ctx.triggered[0]["value"], search))
 
 
-def _frame(runs: Runs) -> Any:  # noqa: ANN401 - Dash's components are not typed
+def _frame(runs: Runs) -> Children:
     first = runs.progress("")
     header = dmc.Group(
         [
@@ -253,7 +255,7 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
     )
 
 
-def _early(progress: Progress, page: Page, key: str) -> Any:  # noqa: ANN401
+def _early(progress: Progress, page: Page, key: str) -> Children:
     """Return what a page can show of a run that is still being read."""
     if progress.scene is not None and page.early:
         return page.early(key)
@@ -262,7 +264,7 @@ def _early(progress: Progress, page: Page, key: str) -> Any:  # noqa: ANN401
     return _loading(progress)
 
 
-def _choose(select: Mapping[str, str] | None, value: str | None, search: str) -> Any:  # noqa: ANN401
+def _choose(select: Mapping[str, str] | None, value: str | None, search: str) -> Children:
     """Return the address with what was chosen; a select that has just been shown chooses nothing."""
     if not select or value in (None, select["shown"]):
         return no_update
@@ -277,7 +279,7 @@ def _navigation(current: str, run: str, opened: int) -> list[Any]:
     ]
 
 
-def _run_names(runs: Runs, page: str, current: str) -> Any:  # noqa: ANN401
+def _run_names(runs: Runs, page: str, current: str) -> Children:
     """Return the name of the run, or links to all of them; and the ranks of the one that is shown, for the palette."""
     run = runs.progress(current).run
     known: dict[str, Any] = {"data-ranks": units.ranges(run.timeline.ranks["rank"]) if run else ""}
@@ -291,7 +293,7 @@ def _run_names(runs: Runs, page: str, current: str) -> Any:  # noqa: ANN401
     return html.Div(links, className="run-names", **known)
 
 
-def _loading(progress: Progress) -> Any:  # noqa: ANN401
+def _loading(progress: Progress) -> Children:
     """Return what is being done; or, if it failed, why."""
     if progress.error:
         return dmc.Alert(
@@ -331,7 +333,7 @@ def _tick(runs: Runs, page: str, key: str, version: dict[str, str]) -> tuple[Any
     return (no_update if version == now else now), _status(progress, page), is_final
 
 
-def _status(progress: Progress, page: str) -> Any:  # noqa: ANN401
+def _status(progress: Progress, page: str) -> Children:
     run = progress.run
     if run is None:
         return None if progress.scene is None else quiet(progress.error or f"{STAGES[progress.stage]} …")
@@ -360,7 +362,7 @@ def _guard(app: Dash, token: str, hosts: set[str], usual: set[str]) -> None:
     cookie = f"rankscope-{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # servers of other ports have their own
     app.server.config["MAX_CONTENT_LENGTH"] = _MOST_BODY_BYTES
 
-    def check() -> Any:  # noqa: ANN401
+    def check() -> Answer | None:
         if not token and urlsplit(f"//{request.host}").hostname not in hosts:
             return Response("rankscope answers to its own address only\n", 403)
         works = request.method not in ("GET", "HEAD") or request.endpoint not in usual
@@ -368,7 +370,7 @@ def _guard(app: Dash, token: str, hosts: set[str], usual: set[str]) -> None:
             return Response("rankscope answers to its own pages only: enter this address by hand to open it\n", 403)
         return ask() if token else None
 
-    def ask() -> Any:  # noqa: ANN401
+    def ask() -> Answer | None:
         if hmac.compare_digest(request.args.get("token", "").encode(), token.encode()):
             answer = redirect(request.path)
             answer.set_cookie(cookie, token, httponly=True, samesite="Strict")
@@ -386,7 +388,7 @@ def _guard(app: Dash, token: str, hosts: set[str], usual: set[str]) -> None:
             return Response(f"this is no request of rankscope's own pages: {error}\n", 400, mimetype="text/plain")
         return None
 
-    def fail(error: Exception) -> Any:  # noqa: ANN401
+    def fail(error: Exception) -> Response | HTTPException:
         """One line for a request that cannot be answered; Dash and Flask would write a traceback."""
         if isinstance(error, HTTPException):
             return error

@@ -45,7 +45,7 @@ class Raster(Component):
         super().__init__(**given)  # type: ignore[no-untyped-call]
 
 
-def _declare(component: Any, *names: str) -> None:  # noqa: ANN401
+def _declare(component: Any, *names: str) -> None:  # noqa: ANN401 - attributes that Component does not declare
     """Write into the class what Dash's generator would have written."""
     component._prop_names = list(names)
     component.available_properties = list(names)

@@ -91,7 +91,7 @@ def all_pages() -> dict[str, Page]:
     return dict(sorted(found.items(), key=lambda named: named[1].order))
 
 
-def in_language(page: Any) -> Any:  # noqa: ANN401 - a component, or what holds some
+def in_language(page: Children) -> Children:
     """Return the page with its texts in the language that is spoken."""
     if isinstance(page, Component):
         for name, value in page.to_plotly_json()["props"].items():  # type: ignore[no-untyped-call]

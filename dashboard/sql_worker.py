@@ -81,7 +81,7 @@ def _different(names: list[str]) -> Iterator[str]:
         yield unlike
 
 
-def _first(found: Any, rows: int, size_bytes: int) -> Iterator[pa.RecordBatch]:  # noqa: ANN401 - a RecordBatchReader
+def _first(found: pa.RecordBatchReader, rows: int, size_bytes: int) -> Iterator[pa.RecordBatch]:
     """Yield the first rows. Raises ValueError if they are too large."""
     for batch in found:
         size_bytes -= batch.nbytes

@@ -57,6 +57,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
     explains=("slow_rank",),
+    slows_all_alike=True,
     lost_as=("idle", "wait", "compile"),
 )
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, severity, spec_of
+from rankscope.analysis.detectors import ENOUGH_STEPS, longest_rows, severity, spec_of
 from rankscope.analysis.detectors.slow_rank.wording import advice_on
 from rankscope.analysis.diagnosis.verdict import LIKELY
 from rankscope.analysis.metrics.step_matrix import StepGrid, above_peers, own_by_label, step_grid
-from rankscope.analysis.model.finding import Evidence, Finding, PredictedFix
+from rankscope.analysis.model.finding import Finding, PredictedFix
 from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
@@ -54,7 +53,7 @@ def blamed_by_replay(
         ranks=(rank,),
         fix=best.fix,
         confidence=LIKELY,
-        evidence=_longest_step(rank, tables["steps"]),
+        evidence=longest_rows(tables["steps"].filter(pl.col("rank") == rank), "steps"),
         lost_ns_per_step=best.gain_ns,
         lost_ns_total=best.gain_ns * len(grid.steps),
         lost_fraction=best.gain_fraction,
@@ -71,8 +70,9 @@ def _rank_of(fix: PredictedFix) -> int | None:
 
 
 def _explains_waits(finding: Finding) -> bool:
-    """Say whether it explains why ranks wait for each other; that all hosts are slow does not."""
-    return finding.detector != "host_bound" and "wait" in spec_of(finding.detector).lost_as
+    """Say whether it explains why ranks wait for each other."""
+    spec = spec_of(finding.detector)
+    return "wait" in spec.lost_as and not spec.slows_all_alike
 
 
 def _where(rank: int, grid: StepGrid, tables: Mapping[str, pl.DataFrame]) -> str:
@@ -84,11 +84,3 @@ def _where(rank: int, grid: StepGrid, tables: Mapping[str, pl.DataFrame]) -> str
         for label, values in own_by_label(tables["phases"], grid).items()
     }
     return max(excess, key=lambda label: excess[label], default="the step")
-
-
-def _longest_step(rank: int, steps: pl.DataFrame) -> tuple[Evidence, ...]:
-    rows = steps.filter(pl.col("rank") == rank)
-    at = int(np.argmax((rows["end_ns"] - rows["start_ns"]).to_numpy()))
-    start, end, step = rows["start_ns"][at], rows["end_ns"][at], rows["step"][at]
-    note = text("step {step}, its longest", step=step)
-    return (Evidence(table="steps", rank=rank, start_ns=start, end_ns=end, note=note),)

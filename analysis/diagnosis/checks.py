@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import polars as pl
 
@@ -26,6 +26,8 @@ from rankscope.collectors.schema import LEFT_OFF, P2P_OPS
 from rankscope.errors import NotResolvable
 
 __all__ = ["ask"]
+
+_Answer = TypeVar("_Answer")
 
 Tables = Mapping[str, pl.DataFrame]
 
@@ -109,11 +111,11 @@ def _in_order(modules: Mapping[str, ModuleType]) -> list[str]:
 
 
 def _with_tables(
-    function: Callable[..., Any],
+    function: Callable[..., _Answer],
     tables: Tables,
     reasons: Mapping[str, str],
     answers: Mapping[str, object] | None = None,
-) -> Any:  # noqa: ANN401 - whatever the function returns
+) -> _Answer:
     """Call a detector's function with the tables that its parameters name; those with a default may be missing.
 
     And with the `answers` of the detectors that they name.

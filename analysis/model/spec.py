@@ -30,6 +30,7 @@ class Detector:
         brings ("as_replayed"). The latter two need a threshold `min_fraction`.
     has_other_fixes: the fix that is replayed is one of several, so that its findings rank by what they cost.
     waited_for: other ranks wait for those that its finding names.
+    slows_all_alike: what it finds does not explain that ranks wait for each other.
     parts: parts of the step that show its finding, added up per rank. Empty: it gets no picture.
     lost_as: the kinds of loss that its findings bring about. Empty: what they cost shows nowhere in the tables as lost.
     name: its name in plain words, a `text`, where its id is not plain enough.
@@ -47,6 +48,7 @@ class Detector:
     cost: Literal["measured", "bounded", "as_replayed"] = "measured"
     has_other_fixes: bool = False
     waited_for: bool = True
+    slows_all_alike: bool = False
     parts: tuple[str, ...] = ()
     lost_as: tuple[str, ...] = ()
     name: str = ""

@@ -80,7 +80,7 @@ def _window(window: Window) -> dict[str, Any]:
     return dataclasses.asdict(window) | {"steps": list(window.steps), "ranks": list(window.ranks)}
 
 
-def _finite(value: Any) -> Any:  # noqa: ANN401
+def _finite(value: object) -> object:
     """JSON has no NaN and no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -14,12 +14,15 @@ from contextlib import suppress
 from dataclasses import asdict
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from rankscope.analysis.runs.fingerprint import code_fingerprint
 from rankscope.analysis.text.message import Text
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["FOLDER", "keep", "kept", "made_of"]
 
@@ -29,6 +32,14 @@ _FIELD = re.compile(r"\{([a-z_]\w*)(![rs])?(:[^{}]{0,6})?\}")
 _LARGEST = 100_000_000  # bytes that are read of a file
 
 _Value = TypeVar("_Value")
+
+
+class _Made(msgspec.Struct):
+    """What a text was made of."""
+
+    template: str
+    values: dict[str, object]
+    forms: tuple[str, str, int] | None
 
 
 def made_of(files: str, asked: Sequence[object]) -> str:
@@ -46,7 +57,7 @@ def kept(run: Path, name: str, of: str, kind: type[_Value]) -> _Value | None:
         return None  # none, or torn
 
 
-def keep(run: Path, name: str, of: str, value: Any) -> None:  # noqa: ANN401 - a dataclass
+def keep(run: Path, name: str, of: str, value: DataclassInstance) -> None:
     """Keep the value for the next time; a folder that cannot be written to stays as it is."""
     said = json.dumps({"made_of": of, "value": _without_texts(asdict(value))}, separators=(",", ":"))
     with suppress(OSError):
@@ -61,7 +72,7 @@ def keep(run: Path, name: str, of: str, value: Any) -> None:  # noqa: ANN401 - a
             Path(made).unlink(missing_ok=True)
 
 
-def _without_texts(value: Any) -> Any:  # noqa: ANN401 - JSON
+def _without_texts(value: object) -> object:
     """Return the value with each text as what it was made of, so that it can still be translated."""
     if isinstance(value, Text):
         return {"template": value.template, "values": _without_texts(dict(value.values)), "forms": value.forms}
@@ -74,15 +85,15 @@ def _without_texts(value: Any) -> Any:  # noqa: ANN401 - JSON
     return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else str(value)
 
 
-def _with_texts(value: Any) -> Any:  # noqa: ANN401 - JSON
+def _with_texts(value: object) -> object:
     """Return the reverse. Raises ValueError for a text that rankscope cannot have made."""
     if isinstance(value, dict):
         held = {name: _with_texts(of) for name, of in value.items()}
         if held.keys() != {"template", "values", "forms"}:
             return held
-        forms = held["forms"] and msgspec.convert(held["forms"], tuple[str, str, int])
-        for template in (held["template"], *(forms or ())[:2]):
+        made = msgspec.convert(held, _Made)
+        for template in (made.template, *(made.forms or ())[:2]):
             if set(_FIELD.sub("", template)) & set("{}"):
                 raise ValueError(template)
-        return Text(held["template"], held["values"], forms)
+        return Text(made.template, made.values, made.forms)
     return [_with_texts(of) for of in value] if isinstance(value, list) else value

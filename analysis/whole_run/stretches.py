@@ -144,6 +144,6 @@ def _summaries(
             known[cut] = StretchSummary(first=cut[0], last=cut[1], why=one.why) if isinstance(one, Lost) else one
     finally:  # after Ctrl-C too: the next report goes on from there
         if wanted:
-            made = [one for cut in cuts if (one := known.get(cut)) and one.analyzed]
-            keep(folder, _NAME, of, StretchSummaries(made))
+            there = [known[cut] for cut in cuts if cut in known and known[cut].analyzed]
+            keep(folder, _NAME, of, StretchSummaries(there))
     return [known[cut] for cut in cuts]

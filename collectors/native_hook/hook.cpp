@@ -496,6 +496,11 @@ PyObject* stop(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* resume(PyObject*, PyObject*) {
+  if (hook) hook->active = true;
+  Py_RETURN_NONE;
+}
+
 PyObject* train_on(PyObject*, PyObject* thread) {
   if (hook) hook->training_thread = PyLong_AsUnsignedLongLong(thread);
   return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
@@ -518,6 +523,7 @@ PyMethodDef functions[] = {
     {"add", add, METH_VARARGS, "Put a kernel in front of one operator of c10d."},
     {"add_wait_tensor", add_wait_tensor, METH_O, "Put a kernel in front of one waiting operator of _c10d_functional."},
     {"stop", stop, METH_NOARGS, "Make the kernels pass calls on and nothing more."},
+    {"resume", resume, METH_NOARGS, "Make them record again."},
     {"train_on", train_on, METH_O, "Set the thread whose time is the step's."},
     {"on_waits", on_waits, METH_VARARGS, "Call these around what may make the device wait; None: no longer."},
     {"pending", pending, METH_NOARGS, "Return the number of operations whose end torch will report."},

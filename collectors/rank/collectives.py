@@ -59,7 +59,7 @@ _MAX_AWAITED = 256
 _MAX_AWAITED_BYTES = 64 << 20
 _library: Any = None
 _functional_library: Any = None
-_native: Any = None
+_recorder: _Recorder | None = None
 _undo_wait: Callable[[], None] | None = None
 _active = False
 
@@ -68,19 +68,29 @@ clock = time.perf_counter_ns
 
 def start(emit: Emit) -> None:
     """Put a kernel in front of every `c10d::` operator, and time `Work.wait` and `wait_tensor`."""
-    global _library, _functional_library, _native, _undo_wait, _active
+    global _recorder, _active, _undo_wait
     torch = sys.modules["torch"]
-    if _library is not None:
+    native = emit.ring.native
+    if _recorder is None:
+        _recorder = _Recorder(emit, torch)
+        if native is not None:
+            _start_native(emit, _recorder, native)
+        _put_kernels(emit, _recorder, torch)
+    elif _active or _recorder.emit is not emit:
         raise RuntimeError("started twice")
+    elif native is not None:
+        native.resume()
     _active = True
+    _undo_wait = _time_waits(emit, _recorder, torch, native)
+
+
+def _put_kernels(emit: Emit, recorder: _Recorder, torch: Any) -> None:  # noqa: ANN401
+    """Put them where they stay: taken out, one could be missing under a thread that is in it."""
+    global _library, _functional_library
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    recorder = _Recorder(emit, torch)
+    native = emit.ring.native
     _library = torch.library.Library("c10d", "IMPL")
     unknown = []
-    native = emit.ring.native
-    if native is not None:
-        _native = native
-        _start_native(emit, recorder, native)
     for name, overload in _operators(torch):
         code = _CODES.get(name.strip("_"), _UNKNOWN)
         if code == _UNKNOWN:
@@ -108,23 +118,25 @@ def start(emit: Emit) -> None:
             kernel = _wait_kernel(emit, recorder, overload, after)
             _functional_library.impl(overload, kernel, "BackendSelect", with_keyset=True)
 
+
+def _time_waits(emit: Emit, recorder: _Recorder, torch: Any, native: Any) -> Callable[[], None]:  # noqa: ANN401
+    """Time `Work.wait`; return what undoes it."""
     work_class = torch._C._distributed_c10d.Work
     if native is None:
-        _undo_wait = emit.around("collectives", work_class, "wait", recorder.waited)
-    else:
-        forget = emit.guard("collectives", recorder.ended_by_wait)
-        original = work_class.__dict__["wait"]
-        wrapper = native.Wait(original, recorder.awaited, forget, recorder.wait_name)
-        work_class.wait = wrapper
-        _undo_wait = partial(_put_back, work_class, wrapper, original)
+        return emit.around("collectives", work_class, "wait", recorder.waited)
+    forget = emit.guard("collectives", recorder.ended_by_wait)
+    original = work_class.__dict__["wait"]
+    wrapper = native.Wait(original, recorder.awaited, forget, recorder.wait_name)
+    work_class.wait = wrapper
+    return partial(_put_back, work_class, wrapper, original)
 
 
 def stop() -> None:
-    """Make the kernels pass calls on and nothing more: taken out, one could be missing under a thread that is in it."""
+    """Make the kernels pass calls on and nothing more."""
     global _active
     _active = False
-    if _native is not None:
-        _native.stop()
+    if _recorder is not None and _recorder.emit.ring.native is not None:
+        _recorder.emit.ring.native.stop()
     if _undo_wait is not None:
         _undo_wait()
 

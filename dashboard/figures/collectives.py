@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,8 @@ from rankscope.collectors.schema import P2P_OPS
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, log_axis
 
 __all__ = ["Fit", "algorithms", "bandwidth", "by_group", "fits", "kinds", "operations", "skews"]
+
+_Numbers = Sequence[float] | np.ndarray
 
 _MANY = 7  # operations that get a colour each
 _BINS = 10  # of a decade
@@ -161,7 +164,7 @@ def algorithms(fit: Fit, moved: pl.DataFrame, interface_bytes_per_s: float | Non
     )
 
 
-def _curve(name: str, x: Any, y: Any, *, mode: str, color: str, dash: str = "solid") -> dict[str, Any]:  # noqa: ANN401
+def _curve(name: str, x: _Numbers, y: _Numbers, *, mode: str, color: str, dash: str = "solid") -> dict[str, Any]:
     said = [f"{name}: {bytes_text(size)} at {bytes_text(rate)}/s" for size, rate in zip(x, y, strict=True)]
     look = {"marker": {"color": color, "size": 9}} if mode == "markers" else {"line": {"color": color, "dash": dash}}
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dash import html
 
@@ -60,14 +59,14 @@ def from_a_to_b(step: StepChange, parts: Sequence[PartChange], names: tuple[str,
     return bars, unit
 
 
-def change_table(bars: Sequence[Bar], unit: str, names: tuple[str, str]) -> Any:  # noqa: ANN401 - Dash's are not typed
+def change_table(bars: Sequence[Bar], unit: str, names: tuple[str, str]) -> html.Table:
     """Return the bars with their numbers, as a table."""
     titles = (f"{names[0]}, {unit}", f"{names[1]}, {unit}", text("change"), "±")
     head = html.Tr([html.Th(), html.Th(), *(html.Th(title, className="number") for title in titles)])
     return html.Table([html.Thead(head), html.Tbody([_row(bar) for bar in bars])], className="waterfall")
 
 
-def _row(bar: Bar) -> Any:  # noqa: ANN401
+def _row(bar: Bar) -> html.Tr:
     place = {"left": f"{bar.start * 100:.3f}%", "width": f"{bar.length * 100:.3f}%"}
     drawn = html.Div(className=f"bar {'bar-step' if bar.kind == 'sum' else f'bar-{bar.kind}'}", style=place)
     numbers = [html.Td(text, className="number") for text in (bar.a, bar.b, bar.change, bar.error)]

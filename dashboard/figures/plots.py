@@ -36,7 +36,9 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def figure(traces: Sequence[Mapping[str, Any]], *, x: Mapping[str, Any], y: Mapping[str, Any], **layout: Any) -> Figure:  # noqa: ANN401
+def figure(
+    traces: Sequence[Mapping[str, Any]], *, x: Mapping[str, Any], y: Mapping[str, Any], **layout: object
+) -> Figure:
     """Return the traces on these axes, without colours of its own for page and text: those are the page's."""
     shown = {
         "xaxis": x,
@@ -69,7 +71,7 @@ def styles() -> str:
     return "\n".join(rules)
 
 
-def axis(title: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+def axis(title: str, **more: object) -> dict[str, Any]:
     return {
         "title": {"text": title, "font": {"size": 13}, "standoff": 14},
         "zeroline": False,

@@ -22,7 +22,7 @@ def frame_of(rows: Sequence[Any]) -> pl.DataFrame:
     return pl.DataFrame([{field.name: _plain(getattr(row, field.name)) for field in fields(row)} for row in rows])
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401
+def _plain(value: object) -> object:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, tuple):

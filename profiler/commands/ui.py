@@ -15,12 +15,16 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rankscope.errors import RankscopeError
 from rankscope.profiler.options import Dask, Lang, Price, Steps, World, part_of, takes
+
+if TYPE_CHECKING:
+    from flask import Flask
+    from werkzeug.serving import BaseWSGIServer
 
 __all__ = ["command"]
 
@@ -97,7 +101,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _listen(app: Any, host: str, port: int | None) -> Any:  # noqa: ANN401 - Flask's and werkzeug's
+def _listen(app: Flask, host: str, port: int | None) -> BaseWSGIServer:
     """Return a server that listens on the port that was asked for, else on the usual one or one of the next."""
     from werkzeug.serving import WSGIRequestHandler, make_server
 

@@ -12,7 +12,7 @@ purpose; `rankscope.errors` has them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankscope.errors import RankscopeError
 
@@ -28,7 +28,7 @@ __all__ = ["RankscopeError", "ReportOptions", "annotate", "diagnose", "open", "s
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> object:
     # Lazily, since a training script imports this package for step() and annotate() only.
     if name in ("annotate", "step"):
         from rankscope.collectors.in_rank import session
