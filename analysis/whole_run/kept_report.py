@@ -11,12 +11,11 @@ from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.readers.native.address import address_of
 from rankscope.analysis.runs.fingerprint import files_fingerprint
+from rankscope.analysis.runs.trace import PathLike
 from rankscope.analysis.whole_run.kept_values import keep, kept, made_of
 from rankscope.errors import BadInput
 
 __all__ = ["KeptReport"]
-
-PathLike = str | os.PathLike[str]
 
 
 class KeptReport:
@@ -30,14 +29,15 @@ class KeptReport:
         self._folder: Path | None = None
         try:
             where = address_of(list(self._paths))
-        except BadInput:
-            return
-        folders = [Path(folder) for folder in where.folders]
-        if where.steps or not folders or not all((folder / "run").is_dir() for folder in folders):
+            folders = [Path(folder) for folder in where.folders]
+            if where.steps or not folders or not all((folder / "run").is_dir() for folder in folders):
+                return
+            files = " ".join(map(files_fingerprint, folders))
+        except (BadInput, OSError):  # opening the run says why it cannot be read
             return
         self._folder = folders[0]
         self._name = "report" if where.world is None else f"report-{where.world}"
-        self._of = made_of(" ".join(map(files_fingerprint, folders)), [where.world, *astuple(options)])
+        self._of = made_of(files, [where.world, *astuple(options)])
 
     def load(self) -> Report | None:
         """Return the report that is kept for the run as it is now; None: there is none."""

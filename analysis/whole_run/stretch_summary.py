@@ -1,4 +1,4 @@
-"""What a stretch of a long run tells, in some hundred bytes."""
+"""What is left of a stretch of a long run, in some hundred bytes."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +33,8 @@ from rankscope.analysis.model import digest
 from rankscope.analysis.report.view import view_of
 from rankscope.analysis.text.message import speaking, spoken
 from rankscope.dashboard import sql
-from rankscope.dashboard.app import create_app
+from rankscope.dashboard import state as state_module
+from rankscope.dashboard.app import _show, create_app
 from rankscope.dashboard.figures import collectives, counters, kernels, pipeline, rank_step_heatmap
 from rankscope.dashboard.figures.waterfall import waterfall
 from rankscope.dashboard.page_kit import all_pages
@@ -406,6 +409,40 @@ def test_downloads_are_the_whole_table(state, tmp_path):
     got = client.get("/data-download?format=parquet&query=SELECT+*+FROM+collectives", headers=OWN)
     (tmp_path / "got.parquet").write_bytes(got.data)
     assert pl.read_parquet(tmp_path / "got.parquet").equals(state.ready("").timeline.collectives)
+
+
+def test_what_the_overview_lists_can_be_taken_away(state):
+    """Its findings, and the parts whose means over the ranks are the waterfall: they sum to the step."""
+    client, report = create_app(state).server.test_client(), state.report("")
+
+    def taken(query):
+        got = client.get("/data-download", query_string={"format": "csv", "query": query}, headers=OWN)
+        return pl.read_csv(io.BytesIO(got.data))
+
+    findings = taken("SELECT detector, title, lost_ns_per_step FROM report_findings")
+    assert findings.rows() == [(f.detector, f.title, f.lost_ns_per_step) for f in report.findings]
+    parts = taken("SELECT part, sum(ns_per_step) AS ns FROM report_breakdown GROUP BY part")
+    assert parts["ns"].sum() / len(report.ranks) == pytest.approx(report.steps.mean_ns, rel=1e-3)
+    reasons = taken("SELECT detector, why FROM report_not_checked")
+    assert len(reasons) == len(report.not_checked)
+
+
+def test_an_ended_run_shows_its_kept_report_while_it_is_read(run, monkeypatch):
+    """The overview needs none of the run's tables; other pages say what they wait for."""
+    first = State([run])
+    first._read("", "")
+    never = threading.Event()
+    monkeypatch.setattr(state_module.Trace, "open", lambda _: never.wait(60))
+    again = State([run])
+    reading = threading.Thread(target=again._read, args=("", ""), daemon=True)
+    reading.start()
+    while again.report("") is None:
+        time.sleep(0.01)
+    assert again.ready("") is None
+    assert again.report("").findings == first.report("").findings
+    shown = str(_show(again, "/", "", None)[0])
+    assert again.report("").verdict in shown.replace(r"\xa0", " ")
+    assert "Opening" in str(_show(again, "/ranks", "", None)[0])
 
 
 def test_the_command_says_where_it_serves_and_ends_when_interrupted(run):

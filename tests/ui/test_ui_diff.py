@@ -71,6 +71,12 @@ def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
             changed.get_by_role("link", name="download csv").click()
         taken = pl.read_csv(download.value.path())
         assert (len(taken), 2 in taken["rank"]) == (shown, True)
+        parts = page.locator(".card", has_text="From A to B").first
+        with page.expect_download() as download:
+            parts.get_by_role("link", name="download csv").click()
+        changes = pl.read_csv(download.value.path())
+        assert changes["b_ns"].sum() > changes["a_ns"].sum()
+        assert len(changes) == page.locator(".waterfall tr.longer, .waterfall tr.shorter").count()
         changed.get_by_role("link", name="as SQL").click()
         page.locator("#data-count").get_by_text(f"{shown} row").wait_for()
         page.goto(f"{address}/diff")
