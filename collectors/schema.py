@@ -472,6 +472,13 @@ TABLES: dict[str, Table] = {
                 Column("stream", "int32", "", "Stream of the device.", nullable=True),
                 Column("correlation", "int64", "", "Joins the row to `launches`.", nullable=True),
                 Column(
+                    "bytes",
+                    "int64",
+                    "bytes",
+                    "Size of a copy or fill of memory; null: neither of them, or unknown.",
+                    nullable=True,
+                ),
+                Column(
                     "clock_error_ns",
                     "int64",
                     "ns",

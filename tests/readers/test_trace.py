@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from rankscope.analysis.readers.native.arrow_files import read_rows
 from rankscope.analysis.runs.trace import Trace
+from rankscope.collectors.schema import DEVICE_WORK
 from rankscope.errors import BadInput
 from support.run_folder import COLLECTIVE, REGION, whys, write, write_rank, write_run
 
@@ -41,6 +43,25 @@ def test_an_end_that_came_late_is_joined_and_one_that_never_came_is_a_gap(tmp_pa
         (2, 50, "allreduce"),
     ]
     assert [(g.rank, g.count, g.why) for g in trace.gaps()] == [(0, 1, "the end of 1 collectives was never seen")]
+
+
+def test_a_file_that_was_written_before_a_column_was_added_opens_beside_a_new_one(tmp_path):
+    """Rank 0's kernels have no column `bytes`, as in runs that were recorded before there was one."""
+    write_run(tmp_path)
+    row = {"start_ns": 10, "end_ns": 20, "name_id": 1, "work": DEVICE_WORK.index("memory")}
+    for rank in (0, 1):
+        write_rank(tmp_path, rank)
+        path = write(tmp_path, "kernels", f"rank={rank}", [{**row, "bytes": 4096}])
+        if rank == 0:
+            old = pa.ipc.open_file(str(path)).read_all().drop_columns("bytes")
+            with pa.ipc.new_file(str(path), old.schema) as file:
+                file.write_table(old)
+    trace = Trace.open(tmp_path)
+    assert trace.table("kernels").select("rank", "work", "bytes").collect().rows() == [
+        (0, "memory", None),
+        (1, "memory", 4096),
+    ]
+    assert trace.gaps() == []
 
 
 def two_batches(root: Path) -> Path:
