@@ -23,7 +23,7 @@ typedef const uint8_t *Text;
 
 enum { NEED_MORE, FULL, CLOSED, LOST };                    /* why a scan ended */
 enum { EVENTS, MALFORMED, UNTIMED, UNNAMED, N_COUNTS };    /* what is counted */
-enum { TS, DUR, CORRELATION, N_LONG };                     /* int64 columns, then the int32 ones */
+enum { TS, DUR, CORRELATION, BYTES, N_LONG };              /* int64 columns, then the int32 ones */
 enum { CAT, NAME, PID, TID, STREAM, DEVICE, DIMS, N_SHORT };
 enum { IN_NELEMS, OUT_NELEMS, SEQ, SRC, DST, N_META_LONG };
 enum { ROW, COLLECTIVE, GROUP, RANKS, DESCRIPTION, DTYPE, N_META_SHORT };
@@ -215,7 +215,7 @@ static int32_t intern_again(Scanner *scanner, int column, Span span)
 enum { ENDS_BARE = 1, NESTS = 2, BEGINS_KEY = 4 };
 static const uint8_t kinds[256] = {
     ['C'] = BEGINS_KEY, ['I'] = BEGINS_KEY, /* those that `skim` looks for */
-    ['c'] = BEGINS_KEY, ['d'] = BEGINS_KEY, ['s'] = BEGINS_KEY,
+    ['b'] = BEGINS_KEY, ['c'] = BEGINS_KEY, ['d'] = BEGINS_KEY, ['s'] = BEGINS_KEY,
     ['\n'] = ENDS_BARE, [','] = ENDS_BARE, ['"'] = ENDS_BARE | NESTS, ['{'] = ENDS_BARE | NESTS, ['['] = ENDS_BARE | NESTS,
     ['}'] = ENDS_BARE | NESTS, [']'] = ENDS_BARE | NESTS,
 };
@@ -471,6 +471,8 @@ static inline void take_argument(Event *event, Span key, Span value, Text e)
     case 5:
         if (IS("dtype"))
             event->meta_text[DTYPE] = value;
+        else if (IS("bytes"))
+            event->number[BYTES] = number(value, 0, e);
         break;
     case 6:
         if (IS("stream"))
@@ -623,11 +625,12 @@ static int numbers_after(Text p, Text e, Span *into)
  *
  * NULL where that would not be safe, or not be right: with escapes, with a line break or a brace in a string (which
  * may be no string, but lie between two whose quotes are broken), with a collective's arguments. Of a `keys` that is
- * not NULL, the members that every kernel and launch has are taken; so are the shapes into a `shapes` that is not. */
+ * not NULL, the members that a kernel, copy or launch has are taken; so are the shapes into a `shapes` that is not. */
 static Text skim(Text p, Text e, Event *keys, Span *shapes, int is_args)
 {
     Span dims = shapes ? *shapes : (Span){0};
     int64_t depth = 1, correlation = keys ? keys->number[CORRELATION] : MISSING;
+    int64_t bytes = keys ? keys->number[BYTES] : MISSING;
     int64_t stream = keys ? keys->stream : MISSING, device = keys ? keys->device : MISSING;
     int in_string = 0;
     if (e - p > SKIM_BYTES)
@@ -660,6 +663,8 @@ static Text skim(Text p, Text e, Event *keys, Span *shapes, int is_args)
                     return NULL;
                 if (BEGINS(at, e, "\"correlation\"") && !number_after(at + 13, e, &correlation))
                     return NULL;
+                if (BEGINS(at, e, "\"bytes\"") && !number_after(at + 7, e, &bytes))
+                    return NULL;
             } else if (in_string || *at == '\\') {
                 return NULL;
             } else if (*at == '{') {
@@ -669,6 +674,7 @@ static Text skim(Text p, Text e, Event *keys, Span *shapes, int is_args)
                     keys->stream = stream;
                     keys->device = device;
                     keys->number[CORRELATION] = correlation;
+                    keys->number[BYTES] = bytes;
                 }
                 if (shapes)
                     *shapes = dims;
@@ -962,7 +968,7 @@ static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
         if (!event.is_complete || !event.wanted)
             continue;
         if (event.wanted == BRIEF && !event.has_meta)
-            event.stream = event.device = event.number[CORRELATION] = MISSING;
+            event.stream = event.device = event.number[CORRELATION] = event.number[BYTES] = MISSING;
         if (event.number[TS] == MISSING || event.number[DUR] == MISSING || event.number[DUR] < 0)
             scanner->counts[UNTIMED]++;
         else

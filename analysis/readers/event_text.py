@@ -51,6 +51,7 @@ TEXTS = {b"cat": "cat", b"name": "name", b"pid": "pid", b"tid": "tid"}
 _NUMBERS = {b"ts": ("ts", 3), b"dur": ("dur", 3)}
 _ARGUMENT_NUMBERS = {
     b"correlation": "correlation",
+    b"bytes": "bytes",
     b"stream": "stream",
     b"device": "device",
     b"Seq": "seq",
@@ -67,7 +68,7 @@ ARGUMENT_TEXTS = {
     b"dtype": "dtype",
     b"Input Dims": "dims",
 }
-ONLY_WHOLE = ("correlation", "stream", "device")
+ONLY_WHOLE = ("correlation", "bytes", "stream", "device")
 _OF_WHOLE = tuple(name.encode() for name in ONLY_WHOLE)
 _OF_SHAPED = (b"Input Dims",)
 BRIEF, WHOLE = 1, 2

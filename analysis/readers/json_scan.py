@@ -4,8 +4,9 @@ What counts as an event is defined by `PythonScanner`; `_scan.c` is its fast twi
 with it on every input. Neither makes a Python object per event: columns are filled in place, and names become codes.
 
 Most of a trace is arguments that nobody asks for, so those are skimmed: only their braces and quotes are looked at, and
-in kernels and launches three keys. Where that could go wrong (an escape, a brace or a line break in what seems to be a
-string) they are parsed with care, as are those of collectives. An event that is not wanted is left in the same way.
+in kernels, copies and launches four keys. Where that could go wrong (an escape, a brace or a line break in what seems
+to be a string) they are parsed with care, as are those of collectives. An event that is not wanted is left in the same
+way.
 
 Broken JSON does not end a scan. An event is taken if its members can be told apart (a value may be missing or be no
 JSON at all); where they cannot, the scan goes on at the next `}, {"ph"`, and the event is counted as malformed.
@@ -62,6 +63,7 @@ ROW_COLUMNS = {
     "ts": "i8",
     "dur": "i8",
     "correlation": "i8",
+    "bytes": "i8",
     "cat": "i4",
     "name": "i4",
     "pid": "i4",
@@ -170,8 +172,8 @@ def new_scanner(whole: tuple[bytes, ...], brief: tuple[bytes, ...], shaped: tupl
     """Return the fast scanner where it was built.
 
     Complete events of the categories `whole` become rows with all columns; those of `brief` without correlation,
-    stream and device, unless they are of a collective, and with dims if their name is in `shaped`. All others are
-    counted only.
+    bytes, stream and device, unless they are of a collective, and with dims if their name is in `shaped`. All others
+    are counted only.
     """
     return _FastScanner(whole, brief, shaped) if _scan is not None else PythonScanner(whole, brief, shaped)
 

@@ -79,6 +79,16 @@ def test_a_large_table_is_written_in_pieces(tmp_path, monkeypatch):
     assert answers(tmp_path / "run") == answers(tmp_path / "trace.json")
 
 
+def test_the_bytes_of_a_copy_are_written(tmp_path):
+    copied = {**TRACE, "cat": "gpu_memcpy", "name": "Memcpy HtoD", "args": {**TRACE["args"], "bytes": 1_000_000}}
+    events = [{**TRACE, "ts": 1}, copied]
+    (tmp_path / "trace.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    import_.command([tmp_path / "trace.json"], tmp_path / "run")
+    for path in (tmp_path / "trace.json", tmp_path / "run"):
+        rows = Trace.open(path).table("kernels").select("name", "bytes").collect().rows()
+        assert rows == [("k", None), ("Memcpy HtoD", 1_000_000)]
+
+
 def test_an_imported_run_is_read_as_a_whole(tmp_path):
     trace = {"schemaVersion": 1, "distributedInfo": {"rank": 3}, "traceEvents": [TRACE]}
     (tmp_path / "trace.json").write_text(json.dumps(trace))

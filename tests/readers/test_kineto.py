@@ -25,12 +25,13 @@ from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import BadInput
 from support.fuzz import scan as fuzz_scan
-from support.kineto import ALLREDUCE, event, kernel, launch, meta, opened, step, text_of, write
+from support.kineto import ALLREDUCE, copy, event, kernel, launch, meta, opened, step, text_of, write
 from support.paths import DATA
 
 KINETO = DATA / "kineto"
 
 needs_fast = pytest.mark.skipif(json_scan._scan is None, reason="the C scanner was not built")
+by_each_scanner = pytest.mark.parametrize("fast", [pytest.param(True, marks=needs_fast), False], ids=["C", "Python"])
 
 
 def rows(trace, table, *columns):
@@ -105,6 +106,52 @@ def test_what_a_kernel_says_of_its_collective(tmp_path):
     wanted = ("op", "seq", "size_bytes", "dtype", "start_ns", "issued_ns", "device_start_ns", "end_ns")
     assert rows(trace, "collectives", *wanted) == [("allreduce", 17, 2000, "bfloat16", 5_000, 7_000, 10_000, 20_000)]
     assert rows(trace, "groups", "name", "role", "members") == [("0", "default_pg", "0,1")]
+
+
+HTOD, FILL = "Memcpy HtoD (Pinned -> Device)", "Memset (Device)"
+
+
+@by_each_scanner
+def test_copies_and_fills_have_their_bytes_and_kernels_none(tmp_path, monkeypatch, fast):
+    """Copies of 1 MB and 3 MB, a fill of 4 kB, a copy that does not say how much it moved, and a kernel."""
+    if not fast:
+        monkeypatch.setattr(json_scan, "_scan", None)
+    events = [copy(HTOD, 0, 100, 1, bytes=1_000_000), copy(HTOD, 200, 100, 2, bytes=3_000_000)]
+    events += [copy(FILL, 400, 10, 3, bytes=4096), copy(HTOD, 500, 1000, 4), kernel("gemm", 2000, 50, 5, bytes=7)]
+    trace = opened(tmp_path, [*(launch(10 * n, 5, n) for n in range(1, 6)), *events])
+    assert rows(trace, "kernels", "name", "work", "bytes") == [
+        (HTOD, "memory", 1_000_000),
+        (HTOD, "memory", 3_000_000),
+        (FILL, "memory", 4096),
+        (HTOD, "memory", None),
+        ("gemm", "compute", None),
+    ]
+    assert trace.gaps() == []
+
+
+@by_each_scanner
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("65536", 65536),
+        ('"65536"', 65536),
+        ("6.5536e4", 65536),
+        ('65536, "note": "a{\\"b"', 65536),
+        ("5000000000", 5_000_000_000),
+        ("0", 0),
+        ("-1", None),
+        ("null", None),
+        ('"many"', None),
+        ('{"bytes": 5}', None),
+        ("18446744073709551615", None),
+    ],
+)
+def test_bytes_that_are_no_size_are_unknown(tmp_path, monkeypatch, fast, written, read):
+    if not fast:
+        monkeypatch.setattr(json_scan, "_scan", None)
+    text = text_of([copy(HTOD, 0, 100, bytes="BYTES"), copy(HTOD, 200, 100, bytes=9)])
+    (tmp_path / "rank0.json").write_text(text.replace('"BYTES"', written))
+    assert rows(Trace.open(tmp_path / "rank0.json"), "kernels", "bytes") == [(read,), (9,)]
 
 
 def nccl_2_15(collective, kernel_name, seq, ts, *, rank, correlation):
@@ -507,7 +554,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-@pytest.mark.parametrize("fast", [pytest.param(True, marks=needs_fast), False], ids=["C", "Python"])
+@by_each_scanner
 def test_broken_json_costs_no_more_than_the_broken_event(tmp_path, monkeypatch, kind, fast):
     was, now, names, said = BROKEN[kind]
     if not fast:
@@ -586,7 +633,7 @@ SEED = json.dumps(
         {"ph": "f", "id": 1, "pid": 1, "tid": -3, "ts": 1e15, "cat": "ac2g", "name": "ac2g", "bp": "e"},
         event("python_function", 'a "quoted" \\ name', 1.5e3, 1),
         launch(1712195495519680, 3, 7),
-        kernel("k", 1712195495519689, 2, 8, grid=[1, {"x": [2]}], text="device"),
+        kernel("k", 1712195495519689, 2, 8, grid=[1, {"x": [2]}], text="device", bytes=65536),
     ],
     indent=1,
 )[1:].encode()
@@ -608,6 +655,7 @@ PIECES = [
     b'"ph":"X",',
     b'"ts":1,',
     b'"stream": 5',
+    b'"bytes": 7',
     b'"Collective name":',
     b'"args": {',
     b'"Input Dims": [[3], 4] ]',
@@ -721,6 +769,20 @@ def test_collectives_that_are_known_of_a_real_trace():
     trace = Trace.open(KINETO / "hta/nccl_parser_config/nccl_data.json.gz")
     assert len(rows(trace, "collectives", "op")) == 21
     assert 2_049_000 * 4 in {size for (size,) in rows(trace, "collectives", "size_bytes")}
+
+
+@pytest.mark.needs_data
+@by_each_scanner
+def test_bytes_of_a_real_trace_are_all_that_it_says(monkeypatch, fast):
+    """16 copies of 244,403,360 bytes, the first of 92,928, and 3 fills of 21,760."""
+    if not fast:
+        monkeypatch.setattr(json_scan, "_scan", None)
+    trace = Trace.open(KINETO / "hta/critical_path/alexnet")
+    kernels = trace.table("kernels").collect()
+    by_name = kernels.filter(pl.col("work") == "memory").group_by("name", maintain_order=True)
+    moved = by_name.agg(pl.len(), pl.col("bytes").first().alias("first"), pl.col("bytes").sum())
+    assert moved.rows() == [("Memcpy HtoD (Pageable -> Device)", 16, 92_928, 244_403_360), (FILL, 3, 20_736, 21_760)]
+    assert kernels.filter(pl.col("work") == "compute")["bytes"].to_list() == [None] * 79
 
 
 @pytest.mark.needs_data

@@ -19,6 +19,12 @@ def kernel(name, ts, dur, correlation=None, *, stream=7, device=0, **args):
     return event("kernel", name, ts, dur, pid=device, tid=stream, device=device, stream=stream, **known, **args)
 
 
+def copy(name, ts, dur, correlation=None, **args):
+    """A copy of memory, or a fill by its name."""
+    category = "gpu_memset" if name.startswith("Memset") else "gpu_memcpy"
+    return {**kernel(name, ts, dur, correlation, **args), "cat": category}
+
+
 def launch(ts, dur, correlation, *, tid=1, name="cudaLaunchKernel"):
     return event("cuda_runtime", name, ts, dur, tid=tid, cbid=211, correlation=correlation)
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.model.kernels import device_work
+from rankscope.analysis.model.kernels import MEMORY, device_work
 from rankscope.analysis.readers.event_text import MISSING
 from rankscope.analysis.readers.json_scan import MISSING_SHORT
 from rankscope.analysis.readers.kineto.capture import Capture, Ints, or_null, span_columns
 
 __all__ = ["kernels_frames"]
+
+_MOVED = pl.when((pl.col("work") == MEMORY) & (pl.col("bytes") >= 0)).then("bytes")  # MISSING is negative
 
 
 def kernels_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]:
@@ -25,8 +27,9 @@ def kernels_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]
                 "device": or_null(rows["device"], MISSING_SHORT),
                 "stream": or_null(rows["stream"], MISSING_SHORT),
                 "correlation": or_null(rows["correlation"], MISSING),
+                "bytes": rows["bytes"],
             }
-        )
+        ).with_columns(bytes=_MOVED)
 
 
 def _work(capture: Capture, rows: Mapping[str, Ints]) -> pl.Series:

@@ -94,7 +94,7 @@ def read_file(file: Path, label: str, rows: Path, operators_from_ns: int) -> lis
 
 
 _KEPT: dict[str, tuple[str, ...]] = {
-    "device": ("ts", "dur", "correlation", "cat", "name", "stream", "device"),
+    "device": ("ts", "dur", "correlation", "bytes", "cat", "name", "stream", "device"),
     "launches": ("ts", "dur", "correlation", "name", "tid"),
     "spans": ("ts", "dur", "name", "tid"),
     "operators": ("ts", "dur", "name", "tid"),

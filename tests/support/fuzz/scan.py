@@ -24,7 +24,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[3] / "analysis" / "readers" / "_scan.c"
 FLAGS = ("-shared", "-fPIC", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 CATEGORIES = (b"kernel", b"cuda_runtime", b"gpu_memcpy"), (b"cpu_op", b"user_annotation"), (b"aten::mm", b"k")
-ROW_BYTES, META_BYTES = 52, 64
+ROW_BYTES, META_BYTES = 60, 64
 PIECES = [bytes([n]) for n in b'"\\{}[],:0123456789.eE-X \n\x00\xff']
 PIECES += [
     b'"Collective name"',
@@ -32,6 +32,7 @@ PIECES += [
     b'"args": {',
     b'}, {"ph": "X", ',
     b'"correlation":',
+    b'"bytes": 65536',
     b"9" * 20,
     b'"Input Dims": [',
     b'"cat": "cpu_op"',
@@ -44,6 +45,7 @@ EVENTS = [
 ARGUMENTS = [
     {"device": 0, "stream": 7, "correlation": 9, "grid": [1, 2, {"x": [3]}], "queued": "a{b"},
     {"Collective name": "allreduce", "In msg nelems": 8, "dtype": "Float", "Process Group Ranks": "[0, 1]", "Seq": 3},
+    {"device": 0, "stream": 7, "bytes": 65536, "memory bandwidth (GB/s)": 7.827493261455525},
     {"External id": 1, "Input Dims": [[64, 32], [32, 8], []], "Ev Idx": 3},
     {"External id": 1, "Input Dims": [[1, "a]"], []], "Concrete Inputs": ["", "[1, 2]", "\\n"]},
 ]
