@@ -390,6 +390,7 @@ class _Reading:
             device=("deviceId", pl.Int64),
             stream=("streamId", pl.Int64),
             correlation=("correlationId", pl.Int64),
+            bytes=("bytes", pl.Int64),
         )
         if kind == _GRAPH and len(rows):
             why = text("kernels inside CUDA graphs are not distinguished; record with `--cuda-graph-trace=node`")
@@ -407,6 +408,7 @@ class _Reading:
         work = {text: MEMORY if copies else device_work("kernel", text) for text in rows["name"].unique()}
         return rows.select(
             *("start_ns", "end_ns", "name", "process", "device", "stream", "correlation"),
+            pl.when(pl.col("bytes") >= 0).then("bytes").alias("bytes"),
             pl.col("name").replace_strict(work, return_dtype=pl.String).alias("work"),
         )
 

@@ -346,6 +346,22 @@ def test_export_data_under_its_other_name_and_memory_copies(tmp_path):
     assert "1 NVTX range did not end in the capture" in whys(trace)
 
 
+def test_copies_and_fills_of_an_export_have_their_bytes(tmp_path):
+    """A copy of 1 MB, two whose size is none, a fill of 4 kB, and a kernel."""
+    extra = """
+        CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER, deviceId INTEGER, copyKind INTEGER, bytes);
+        INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (20, 25, 0, 1, 1000000), (30, 35, 0, 1, 'many');
+        INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (40, 45, 0, 1, -1);
+        CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET (start INTEGER, end INTEGER, deviceId INTEGER, bytes INTEGER);
+        INSERT INTO CUPTI_ACTIVITY_KIND_MEMSET VALUES (50, 55, 0, 4096);
+    """
+    with sqlite3.connect(nsight(tmp_path / "a.sqlite", kernels=[(10, 20, 0, None, 5, 1)], extra=extra)) as database:
+        database.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid")
+    rows = Trace.open(tmp_path).table("kernels").sort("start_ns").select("name", "bytes").collect().rows()
+    copies = [("Memcpy HtoD", 1_000_000), ("Memcpy HtoD", None), ("Memcpy HtoD", None)]
+    assert rows == [("gemm", None), *copies, ("Memset", 4096)]
+
+
 def test_export_without_device_work_and_a_report_that_was_not_exported_say_what_to_do(tmp_path):
     assert "holds no device work: record with" in refused(nsight(tmp_path / "empty.sqlite", kernels=[]))
     (tmp_path / "a.nsys-rep").write_bytes(b"not to be read")
@@ -567,6 +583,15 @@ def test_real_nsight_file_of_two_gpus_says_what_it_lacks():
     assert "it has no TARGET_INFO_GPU" in said
     assert "holds 2 GPUs" in said
     assert not any("record_shapes" in check.why for check in report.not_checked)
+
+
+@pytest.mark.needs_data
+def test_bytes_of_a_real_nsight_file_are_all_that_it_says():
+    """1,020 copies of 8,046,134,544 bytes and 269 fills of 4 bytes each."""
+    kernels = Trace.open(DATA / "nsys" / "mfu_2gpu_before.sqlite").table("kernels").collect()
+    by_kind = kernels.filter(pl.col("work") == "memory").group_by(fill=pl.col("name") == "Memset")
+    moved = by_kind.agg(pl.len(), pl.col("bytes").sum()).sort("fill")
+    assert moved.rows() == [(False, 1020, 8_046_134_544), (True, 269, 1076)]
 
 
 @pytest.mark.needs_data
