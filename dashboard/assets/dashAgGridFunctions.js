@@ -13,7 +13,7 @@
   const BYTES = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]];
   functions.rankscope_time = (ns) => scaled(ns, [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]]);
   functions.rankscope_bytes = (bytes) => scaled(bytes, BYTES);
-  functions.rankscope_rate = (rate) => (rate === null ? "" : `${scaled(rate, BYTES)}/s`);
+  functions.rankscope_rate = (rate) => (rate === null || rate === undefined ? "" : `${scaled(rate, BYTES)}/s`);
   const FLOPS = [["PFLOP", 1e15], ["TFLOP", 1e12], ["GFLOP", 1e9], ["MFLOP", 1e6], ["FLOP", 1]];
   functions.rankscope_flops = (flops) => scaled(flops, FLOPS);
   functions.rankscope_flops_rate = (rate) => (rate === null || rate === undefined ? "" : `${scaled(rate, FLOPS)}/s`);
