@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-__all__ = ["by_name", "launch_delays"]
+__all__ = ["by_name", "bytes_moved", "launch_delays"]
 
 
 def by_name(kernels: pl.DataFrame) -> pl.DataFrame:
@@ -41,6 +41,18 @@ def by_name(kernels: pl.DataFrame) -> pl.DataFrame:
             pl.when(pl.lit(several) & pl.col("excess").is_finite()).then("excess").alias("excess"),
         )
         .sort("total_ns", "name", descending=[True, False])
+    )
+
+
+def bytes_moved(kernels: pl.DataFrame) -> pl.DataFrame:
+    """name, work, bytes, bytes_per_s of the copies and fills whose size is known; the others count for neither.
+
+    The rate is null where these took no time.
+    """
+    sized = kernels.drop_nulls("bytes")
+    length = (pl.col("end_ns") - pl.col("start_ns")).sum()
+    return sized.group_by("name", "work").agg(
+        pl.col("bytes").sum(), pl.when(length > 0).then(pl.col("bytes").sum() / length * 1e9).alias("bytes_per_s")
     )
 
 

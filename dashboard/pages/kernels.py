@@ -9,7 +9,7 @@ from rankscope.analysis.metrics.mfu import flops_of_kernels
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.timeline.clocks import apply_clocks
-from rankscope.dashboard.figures.kernels import by_name
+from rankscope.dashboard.figures.kernels import by_name, bytes_moved
 from rankscope.dashboard.grids import Shown, table, tables_of
 from rankscope.dashboard.page_kit import Children, Page, Query, Tables, card, empty, heading
 from rankscope.dashboard.run import Run
@@ -28,9 +28,9 @@ def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
         )
         what = text("Traces of torch.profiler and Nsight Systems hold them: rankscope ui TRACE.")
         return html.Div([heading(page.title, _MEANING), empty(text("No kernels"), why, what)])
-    lacking = set() if kernels["rank"].n_unique() > 1 else _OF_SEVERAL
-    if tables_of(run)["kernels_by_name"]["flops"].is_null().all():
-        lacking = lacking | _OF_SHAPES
+    rows = tables_of(run)["kernels_by_name"]
+    lacking = {name for name in _IF_KNOWN if rows[name].is_null().all()}
+    lacking |= set() if kernels["rank"].n_unique() > 1 else _OF_SEVERAL
     columns = {name: shown for name, shown in COLUMNS.items() if name not in lacking}
     return html.Div(
         [
@@ -57,6 +57,8 @@ COLUMNS = {
     "mean_ns": Shown(text("mean"), "time"),
     "flops": Shown(text("FLOPs, by shapes"), "flops"),
     "flops_per_s": Shown(text("FLOP/s"), "flops_rate"),
+    "bytes": Shown(text("bytes"), "bytes"),
+    "bytes_per_s": Shown(text("bytes/s"), "rate"),
     "longest_rank": Shown(text("longest one"), "moment"),
     "least_ns": Shown(text("least of a rank"), "time"),
     "most_ns": Shown(text("most of a rank"), "time"),
@@ -64,14 +66,18 @@ COLUMNS = {
     "excess": Shown(text("most above median"), "share"),
 }
 _OF_SEVERAL = {"least_ns", "most_ns", "most_rank", "excess"}
-_OF_SHAPES = {"flops", "flops_per_s"}
+_IF_KNOWN = {"flops", "flops_per_s", "bytes", "bytes_per_s"}
 
 
 def _by_name(run: Run) -> pl.DataFrame:
-    """Return the kernels with what they did, where the trace has the shapes of operators."""
+    """Return the kernels with their FLOPs, where the trace has the shapes of operators, and the bytes of copies."""
     operators = run.trace.table("operators").pipe(apply_clocks, run.timeline.clocks).collect()
-    flops = flops_of_kernels(operators, run.timeline.kernels)
-    return by_name(run.timeline.kernels).join(flops, on="name", how="left", maintain_order="left")
+    flops, moved = flops_of_kernels(operators, run.timeline.kernels), bytes_moved(run.timeline.kernels)
+    return (
+        by_name(run.timeline.kernels)
+        .join(flops, on="name", how="left", maintain_order="left")
+        .join(moved, on=["name", "work"], how="left", maintain_order="left")
+    )
 
 
 _TABLES: Tables = {"kernels_by_name": _by_name}
