@@ -27,6 +27,7 @@ enum { TS, DUR, CORRELATION, BYTES, N_LONG };              /* int64 columns, the
 enum { CAT, NAME, PID, TID, STREAM, DEVICE, DIMS, N_SHORT };
 enum { IN_NELEMS, OUT_NELEMS, SEQ, SRC, DST, N_META_LONG };
 enum { ROW, COLLECTIVE, GROUP, RANKS, DESCRIPTION, DTYPE, N_META_SHORT };
+enum { ROW_BYTES = N_LONG * 8 + N_SHORT * 4, META_BYTES = N_META_LONG * 8 + N_META_SHORT * 4 };
 enum { UNWANTED, BRIEF, WHOLE }; /* what is read of a category's events */
 
 #define MISSING INT64_MIN
@@ -918,8 +919,8 @@ static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     if (start < 0 || start > end || end > PyByteArray_Size(data))
         return PyErr_Format(PyExc_ValueError, "start and end must lie in the data");
-    Columns rows = columns_of(row_bytes, N_LONG * 8 + N_SHORT * 4, N_LONG);
-    Columns metas = columns_of(meta_bytes, N_META_LONG * 8 + N_META_SHORT * 4, N_META_LONG);
+    Columns rows = columns_of(row_bytes, ROW_BYTES, N_LONG);
+    Columns metas = columns_of(meta_bytes, META_BYTES, N_META_LONG);
     rows.rows = n_rows;
     metas.rows = n_metas;
     if (n_rows < 0 || n_rows > rows.capacity || n_metas < 0 || n_metas > metas.capacity)
@@ -1022,4 +1023,11 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_scan", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__scan(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__scan(void)
+{
+    PyObject *made = PyModule_Create(&module);
+    if (made && (PyModule_AddIntConstant(made, "ROW_BYTES", ROW_BYTES) ||
+                 PyModule_AddIntConstant(made, "META_BYTES", META_BYTES)))
+        Py_CLEAR(made);
+    return made;
+}

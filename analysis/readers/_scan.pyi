@@ -1,5 +1,8 @@
 """The compiled scanner; scan.py says what it does."""
 
+ROW_BYTES: int
+META_BYTES: int
+
 class State: ...
 
 def new(whole: tuple[bytes, ...], brief: tuple[bytes, ...], shaped: tuple[bytes, ...], /) -> State: ...

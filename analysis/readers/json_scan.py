@@ -86,6 +86,9 @@ META_COLUMNS = {
     "description": "i4",
     "dtype": "i4",
 }
+_SIZES = [sum(np.dtype(kind).itemsize for kind in columns.values()) for columns in (ROW_COLUMNS, META_COLUMNS)]
+if _scan is not None and [getattr(_scan, name, 0) for name in ("ROW_BYTES", "META_BYTES")] != _SIZES:
+    raise ImportError(f"{_scan.__file__} was built from other sources: python setup.py build_ext --inplace")
 MISSING_SHORT = -(1 << 31)
 NO_NAME, OTHER_NAME = 0, 1  # code 1 stands for all names beyond the limits
 MAX_NAMES, MAX_NAME_BYTES = 1 << 18, 32 << 20
