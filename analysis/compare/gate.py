@@ -1,4 +1,4 @@
-"""Whether a run is as fast as it should be: yes, no, or not seen well enough to say."""
+"""Whether a run is as fast as it should be: yes, no, or not enough data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gate:
 
 
 def gate(report: Report, against: Comparison | None = None, *, severity: str = "low", slower: float = 0.03) -> Gate:
-    """Judge a run by its findings of this severity and above, root causes only, and by what must have been seen.
+    """Judge a run by its findings of this severity and above, root causes only, and by the data that it must have.
 
     With a comparison, whose B is the run: findings that A has too, at no less, do not count; a mean step that is longer
     by more than the share `slower` does. Where the error of that change leaves open which, it was not seen.
@@ -95,7 +95,7 @@ def _phase(first: int, last: int) -> Text:
 
 
 def _unseen(report: Report) -> Iterator[str]:
-    """Yield what was not there to be judged."""
+    """Yield what was missing."""
     missing = missing_ranks(report)
     if missing:
         yield text("{ranks} of {world} not recorded", ranks=named("rank", missing), world=report.world_size)

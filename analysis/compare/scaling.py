@@ -76,7 +76,7 @@ class Scaling:
 
 
 def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
-    """Compare runs with the one on fewest ranks. `kind` is told from what a rank computes, unless given.
+    """Compare runs with the one on fewest ranks. `kind` is inferred from what a rank computes, unless given.
 
     Efficiency is throughput over what linear scaling of the base would give. Raises `NotComparable`.
     """
@@ -104,7 +104,7 @@ def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
 
 
 def _kind(reports: Sequence[Report]) -> tuple[str, str]:
-    """Weak or strong, by what the median rank computes; and how that shows."""
+    """Return weak or strong, by what the median rank computes, and the evidence."""
     work = [_work(report) for report in reports]
     if not all(work):
         raise NotComparable("what a rank computes is unknown for some runs: say --weak or --strong")

@@ -43,13 +43,13 @@ _OUTLYING = 5.0  # robust standard deviations from the usual change of a rank
 _WORTH = 0.01  # share of the step from which a change of a rank or of a finding's cost is one
 _LISTED_RANKS = 8
 _SCALE = 1.4826  # of a median absolute deviation
-_MATCHED = 0.99  # share of the operations below which it is said that some are left out
-_TOLD = ("command", "hostname", "rankscope", "torch", "python")
+_MATCHED = 0.99  # share of the operations below which the report says that some are left out
+_COMPARED = ("command", "hostname", "rankscope", "torch", "python")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSide:
-    """What one of the two runs is."""
+    """Facts of one of the two runs."""
 
     path: str
     verdict: str
@@ -92,7 +92,7 @@ class PartChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankChange:
-    """A rank whose busy time (all but being blocked on communication) changed otherwise than the others'."""
+    """A rank whose busy time (all but being blocked on communication) changed unlike the others'."""
 
     rank: int
     a_ns: int
@@ -141,7 +141,7 @@ class KernelChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All of it. `notes` say what differs between the runs themselves, and what was therefore left out."""
+    """The whole comparison. `notes` say what differs between the runs themselves, and what was left out for that."""
 
     a: RunSide
     b: RunSide
@@ -203,7 +203,7 @@ def _what_differs(a: Report, b: Report) -> Iterator[str]:
         yield text("A was recorded by {a}, B by {b}", a=a.source, b=b.source)
     if a.steps.source != b.steps.source:
         yield text("a step of A ends with {a}, one of B with {b}", a=a.steps.source, b=b.steps.source)
-    for name in _TOLD:
+    for name in _COMPARED:
         one, other = a.environment.get(name, ""), b.environment.get(name, "")
         if one != other and one and other:
             yield text("{name}: {one} in A, {other} in B", name=name, one=one, other=other)
@@ -301,7 +301,7 @@ def error_of_change(a: float | None, b: float | None) -> int | None:
 
 
 def _ranks(a: Report, b: Report, step: StepChange) -> tuple[RankChange, ...]:
-    """Return the ranks whose busy time changed otherwise than that of most, the furthest first."""
+    """Return the ranks whose busy time changed unlike that of most, the furthest first."""
     by_rank = [_by_rank(report) for report in (a, b)]
     parts = sorted({part for of in by_rank for row in of.values() for part in row})
     changes = np.array([[by_rank[1][r].get(p, 0) - by_rank[0][r].get(p, 0) for p in parts] for r in a.ranks])
@@ -352,8 +352,8 @@ def _about_the_same(a: Finding, b: Finding, *, same_ranks: bool) -> bool:
     if a.detector != b.detector:
         return False
     pairs = ((a.ranks, b.ranks), (a.nodes, b.nodes), (a.groups, b.groups))
-    who = [set(one) & set(other) for one, other in pairs if one and other]
-    return not same_ranks or not who or any(who)
+    common = [set(one) & set(other) for one, other in pairs if one and other]
+    return not same_ranks or not common or any(common)
 
 
 def _one_sided(finding: Finding, other: Report, name: str) -> FindingChange:
@@ -434,7 +434,7 @@ def work_per_step(kernels: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def step_change(step: StepChange) -> Text:
-    """`30.1 ± 2.0 ms longer (25 %)`; or that it is not clear of chance, or that there is no interval."""
+    """Return `30.1 ± 2.0 ms longer (25 %)`; or that it may be chance, or that there is no interval."""
     way = text("longer") if step.change_ns > 0 else text("shorter")
     share = percent(abs(step.change_ns) / step.a_ns) if step.a_ns else "?"
     if step.uncertainty_ns is None:

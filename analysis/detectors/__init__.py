@@ -2,7 +2,7 @@
 
 A detector is a module whose docstring is its manual page and which has
 
-- `detector`, a `Detector`: everything that the rest of rankscope knows about it
+- `detector`, a `Detector`: its facts for the rest of rankscope
 - `detect(<tables by name>, *, <thresholds>) -> list[Finding]`
 - `resolution_ns(<tables by name>) -> int`: a loss per step below this could not have been seen
 
@@ -56,11 +56,11 @@ __all__ = [
     "visible",
 ]
 
-FEW_STEPS = 2  # to tell a mean from chance, where it is very clear
+FEW_STEPS = 2  # least number of steps for a mean, where it is very clear
 _MOST_UNSPLIT = 0.1  # of the step: with more, transfer is not known
 _MUCH_UNSPLIT = 0.03  # of the step: neither with more than that, if it is most of what ranks are blocked
 _FOR_UNSEEN = 0.03  # of the step: so long ranks wait with others before these count
-_VISIBLE = 0.5  # share of the step from which a loss must be seen, or the steps have shown nothing
+_VISIBLE = 0.5  # share of the step: if a larger loss could be hidden, silence proves nothing
 
 
 class Price(TypedDict):
@@ -128,11 +128,11 @@ def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.
     for_unseen = grid.of("unsplit")
     if collectives is not None:
         is_known = pl.col("instance_id").is_not_null()
-        nobody = ~pl.col("is_last").any().over("instance_id")
+        no_last = ~pl.col("is_last").any().over("instance_id")
         untimed = pl.lit(None)
         if "duration_ns" in collectives.columns:  # others that were not matched are unsplit
             untimed = pl.when(pl.col("end_ns").is_null()).then("duration_ns")
-        waits = pl.when(is_known & nobody).then("wait_ns").when(~is_known).then(untimed)
+        waits = pl.when(is_known & no_last).then("wait_ns").when(~is_known).then(untimed)
         waited = sums(grid, collectives.with_columns(waits.alias("waited_ns")).drop_nulls("waited_ns"), "waited_ns")
         in_breakdown = grid.of("wait", "bubble", MIXED)
         for_unseen = for_unseen + (np.minimum(in_breakdown, waited) if in_breakdown.any() else waited)
@@ -151,7 +151,7 @@ def refuse_unseen(breakdown: pl.DataFrame, ranks: pl.DataFrame, collectives: pl.
 def transfer_grid(
     breakdown: pl.DataFrame, least: int = ENOUGH_STEPS, collectives: pl.DataFrame | None = None
 ) -> StepGrid:
-    """Return the same, for detectors that judge how long transfers take.
+    """Return the same, for detectors of slow transfers.
 
     With `collectives` also where only their durations are known, which bound what ranks wait (`held_up`).
     """
@@ -186,9 +186,9 @@ def refuse_unsized(rows: pl.DataFrame, grid: StepGrid, min_fraction: float) -> N
 
 
 def of_hosts(found: Callable[[pl.DataFrame | None], list[Finding]], waits: pl.DataFrame | None) -> list[Finding]:
-    """Return what stops of the hosts are for certain, where only hosts were seen (`waits`); else all of them.
+    """Return the stops of the hosts that certainly delay the job if only hosts were seen (`waits`); else all of them.
 
-    Not resolvable where it is something only if no device had work meanwhile.
+    Not resolvable where they matter only if no device had work meanwhile.
     """
     sure = found(waits)
     if sure or waits is None:
@@ -243,7 +243,7 @@ def as_cause(
 
 
 def severity(fraction: float) -> str:
-    """Return how much it is to lose this fraction of the step."""
+    """Return the severity of losing this fraction of the step."""
     return "high" if fraction >= 0.10 else "medium" if fraction >= 0.05 else "low"
 
 
@@ -270,7 +270,7 @@ def longest_regions(regions: pl.DataFrame, kind: str, ranks: tuple[int, ...]) ->
 def longest_rows(rows: pl.DataFrame, table: str) -> tuple[Evidence, ...]:
     """Return the longest of the rows on each of their first four ranks, to be shown in `table`."""
     length = pl.col("end_ns") - pl.col("start_ns")
-    if "duration_ns" in rows.columns:  # of an operation whose end nobody saw its call is shown
+    if "duration_ns" in rows.columns:  # an unknown end: show the operation's call
         length = pl.coalesce(length, "duration_ns")
         rows = rows.with_columns(pl.coalesce("end_ns", "issued_ns").alias("end_ns"))
     rows = rows.with_columns(length.alias("_length_ns"))

@@ -274,7 +274,7 @@ def _are_judged(
     groups: pl.DataFrame | None,
     min_fraction: float,
 ) -> bool:
-    """Say whether operations of groups answer for gradients too, which nobody could distinguish from them.
+    """Say whether operations of groups cannot be distinguished from those of gradients.
 
     Nearly all of them have ends, and those of which a step has edges only, as of one bucket, are not exposed by much.
     """

@@ -75,7 +75,7 @@ def _found(
 ) -> list[Finding]:
     longest = collecting.max(axis=0)
     shows = longest > longest.mean() / 2
-    # How sure their mean is, tell the collections themselves: one in five steps is as much a fact as one in each.
+    # The collections themselves bound the error of their mean: one in five steps is as certain as one in each.
     lost = Estimate(float(longest.mean()), over_occurrences(longest, shows).half_width_ns)
     once = longest.max() >= min_fraction_once * len(longest) * grid.step_ns
     if not (lost.clear or once) or lost.ns < least_ns:

@@ -77,7 +77,7 @@ def detect(
     def found(seen: _Seen, where: str, ranks: tuple[int, ...]) -> list[Finding]:
         line = trend(seen.lengths)
         lost = _lost(grid, line, first, ranks)
-        if seen.beyond_peers:  # who waits for it loses no more than the steps grow
+        if seen.beyond_peers:  # ranks that wait for it lose no more than the steps grow
             grown = _lost(grid, trend(_job(grid).lengths), first)
             lost = replace(lost, ns=min(lost.ns, grown.ns + grown.half_width_ns))
         if lost.ns < min_fraction * grid.step_ns or line.z < min_z:
@@ -98,21 +98,21 @@ def detect(
 
     job = _job(grid)
     where, ranks = _what_grows(job)
-    told = found(job, where, ranks) if where != "wait" else []
-    for rank in () if told else _falling_behind(grid):
-        told = found(rank, *_what_grows(rank))
-    # Else nobody who was seen holds the others up more and more; the steps may grow all the same.
-    told = told or found(job, where, ())
+    findings = found(job, where, ranks) if where != "wait" else []
+    for rank in () if findings else _falling_behind(grid):
+        findings = found(rank, *_what_grows(rank))
+    # Else no recorded rank delays the others more and more; the steps may grow all the same.
+    findings = findings or found(job, where, ())
     line = trend(job.lengths)
     lost = _lost(grid, line, first)
-    if not told and lost.ns >= min_fraction * grid.step_ns and line.z >= _MAYBE_Z:
+    if not findings and lost.ns >= min_fraction * grid.step_ns and line.z >= _MAYBE_Z:
         why = text(
             "steps seem to become longer, which costs {lost} ± {error}, but they vary too much to be sure",
             lost=duration(lost.ns),
             error=duration(lost.half_width_ns),
         )
         raise NotResolvable(why, unclear=True)
-    return told
+    return findings
 
 
 def resolution_ns(
@@ -216,7 +216,7 @@ def _what_grows(seen: _Seen) -> tuple[str, tuple[int, ...]]:
     if where not in grown or grown[where].max() < line.growth / 2:
         return "wait", seen.ranks if seen.beyond_peers else ()
     enough = line.growth / 2
-    if where == MIXED:  # what is timed beside it tells whose computation grows, by its share of the step
+    if where == MIXED:  # the parts timed beside it show whose computation grows, by their share of the step
         timed = together + parts.get("optimizer", np.zeros(1))
         whole = float(sum(values.mean() for values in seen.parts.values()))
         if not whole:  # the rank was faster than its peers at first, by as much as it is slower at last

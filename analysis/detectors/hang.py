@@ -32,8 +32,8 @@ errors, and at what RAS said (`run/ras.txt`). If the host has nothing outstandin
 an exception on one rank. If the device does not finish: hardware, or a kernel that does not end. Where ranks do
 different things: a branch that depends on the rank.
 
-**Source.** PyTorch's flight recorder analyser compares sequence numbers per group and stops there; following who waits
-for whom across groups is what spares the healthy neighbours. NCCL user guide, "RAS".
+**Source.** PyTorch's flight recorder analyser compares sequence numbers per group and stops there; following waits
+across groups spares the healthy neighbours. NCCL user guide, "RAS".
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def detect(
     ras: pl.DataFrame | None = None,
     rank_failure: list[Finding] | NotChecked | None = None,
 ) -> list[Finding]:
-    """Name the ranks that the others wait for; nothing if no rank is held by anything, or a rank failed before."""
+    """Name the ranks that the others wait for; nothing if no rank is blocked, or a rank failed before."""
     if isinstance(rank_failure, list) and rank_failure:
         return []
     state = _state(progress, groups)
@@ -151,13 +151,13 @@ def detect(
 
 
 def _explained(state: _State) -> list[Finding]:
-    """Return the findings by what was read; only where that explains nothing, those by what ranks did not leave.
+    """Return the findings by the states that were read; only if they explain nothing, those by missing states.
 
-    Raises `NotResolvable` where what could not be read may be the explanation.
+    Raises `NotResolvable` where an unreadable state may be the explanation.
     """
     waits = {rank: _waits_for(state, rank) for rank in state.held}
     unsure = {rank: unknown for rank in state.held if (unknown := _may_wait_for(state, rank, waits[rank]))}
-    findings = [*_circles(state, waits), *_culprits(state, waits, unsure.keys())]
+    findings = [*_circles(state, waits), *_root_causes(state, waits, unsure.keys())]
     if findings or not unsure:
         return findings
     damaged = sorted(
@@ -167,7 +167,7 @@ def _explained(state: _State) -> list[Finding]:
         raise NotResolvable(
             text("the state of {ranks} could not be read, and others may wait there", ranks=named("rank", damaged))
         )
-    return _culprits(state, waits | unsure, ())
+    return _root_causes(state, waits | unsure, ())
 
 
 def _is_absent_for(state: _State, other: int, rank: int) -> bool:
@@ -208,7 +208,7 @@ def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
 
 
 def _waits_for(state: _State, rank: int) -> frozenset[int]:
-    """Return the ranks that are known to keep this one from going on; empty if none is."""
+    """Return the ranks that are known to block this one; empty if none is."""
     held = state.held[rank]
     if held.op in P2P_OPS:
         known = state.is_known(held.peer, held.group.id)
@@ -218,7 +218,7 @@ def _waits_for(state: _State, rank: int) -> frozenset[int]:
 
 
 def _may_wait_for(state: _State, rank: int, away: frozenset[int]) -> frozenset[int]:
-    """Return the ranks of which nothing is known and that may keep this one from going on, where no known one does."""
+    """Return the unknown ranks that may block this one, where no known one does."""
     held = state.held[rank]
     others = {held.peer} - {NO_PEER} if held.op in P2P_OPS else {*held.group.members} - {rank}
     if away or any(_has_finished(state, other, held) for other in others):
@@ -257,8 +257,8 @@ def _peer_is_away(state: _State, rank: int, held: _Held) -> bool:
     return not (counted_alike and count is not None and count.completed >= held.seq)
 
 
-def _culprits(state: _State, waits: Mapping[int, frozenset[int]], unsure: Container[int]) -> list[Finding]:
-    """One finding for each way to be stuck, with the ranks that are and wait for nobody.
+def _root_causes(state: _State, waits: Mapping[int, frozenset[int]], unsure: Container[int]) -> list[Finding]:
+    """One finding for each way to be stuck, with the stuck ranks that wait for no other.
 
     Ranks that may wait for others (`unsure`) do not show that their operation is what does not finish.
     """
@@ -342,7 +342,7 @@ def _together(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequenc
 
 
 def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:
-    """Return sets of ranks that wait for each other, and for nobody else."""
+    """Return sets of ranks that wait only for each other."""
     reach = {rank: _reachable(waits, rank) for rank in waits}
     circles = {frozenset(r for r in reach[rank] if rank in reach.get(r, ())) for rank in waits if rank in reach[rank]}
     findings = []
@@ -445,7 +445,7 @@ def _silent(ras: pl.DataFrame) -> Finding:
 
 
 def _with_ras(finding: Finding, ras: pl.DataFrame) -> Finding:
-    """Return the finding with what RAS said of its ranks before the rest of its evidence."""
+    """Return the finding with RAS's answer on its ranks before the rest of its evidence."""
     said = _said_by_ras(ras, finding.ranks)
     silent = set(ras.filter(pl.col("state").is_in(SILENT))["rank"].to_list())
     advice = joined(" ", (_SILENT_ADVICE, finding.advice)) if silent & set(finding.ranks) else finding.advice

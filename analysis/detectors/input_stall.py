@@ -55,7 +55,7 @@ detector = Detector(
 )
 
 _ALWAYS = 0.9  # share of the steps above which a stall is there in every step
-_ALIKE = 0.5  # of the longest stall: who stalls for as long stalls for the same reason
+_ALIKE = 0.5  # of the longest stall: ranks that stall for as long stall for the same reason
 _OF_NODE = 0.1  # the same, where all ranks of a node stall
 _TURNS, _SEVERAL = 2, 3  # steps in which a rank must have waited as long, and ranks that must
 _AS_LONG = 0.2  # so much apart may hosts be that load alike; a device waits so much less than its host that is ahead
@@ -160,7 +160,7 @@ def _alike(excess: Floats, nodes: list[list[int]]) -> list[list[int]]:
     """
     means = [_seen(row) for row in excess]
     clear = {row: mean.ns for row, mean in enumerate(means) if mean.clear}
-    # What a slow disk costs each rank of its node differs: who waited longest for a batch has more in store next time.
+    # A slow disk costs each rank of its node another time: after the longest wait more batches are ready next time.
     sets = [rows for rows in nodes if min(clear.get(r, 0.0) for r in rows) > _OF_NODE * max(means[r].ns for r in rows)]
     left = sorted(clear.keys() - {row for rows in sets for row in rows}, key=lambda row: -clear[row])
     while left:

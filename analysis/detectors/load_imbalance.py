@@ -83,7 +83,7 @@ detector = Detector(
 NO_PEERS = text("each pipeline stage has one rank only, so no rank has a peer that does the same work")
 _DISAGREE = 3.0  # standard deviations between what forward and backward say: one of them was preempted
 _CLEARLY = 2.5  # half widths of a 95 % interval: a rank that is so clearly longer in all steps is slow, not unlucky
-_AT_ONCE = 0.1  # of a transfer: who waits less after it may have queued behind it
+_AT_ONCE = 0.1  # of a transfer: an operation that waits less after it may have queued behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +210,11 @@ def _by_marks(
     regions: pl.DataFrame | None,
     role: Ints,
 ) -> _Work:
-    """Return the work where backward is not told from communication: forward, and backward until its first reduction.
+    """Return the work where backward includes communication: forward, and backward until its first reduction.
 
     All ranks come out of the last reduction of a step together. What passes on a rank's own clock from there until it
-    begins the next backward, and how long the others wait for it in that one's first reduction, tell how much longer
-    than the others it computed in between. How long that part of backward is, the scatter of both tells. All of
+    begins the next backward, and how long the others wait for it in that one's first reduction, show how much longer
+    than the others it computed in between. The scatter of both gives the length of that part of backward. All of
     backward is as long as on the rank that has least of it, since that waited least, without transfers that it may not
     hide.
     """
@@ -242,9 +242,9 @@ def _by_marks(
 
 
 def _reductions(grid: StepGrid, collectives: pl.DataFrame | None, regions: pl.DataFrame | None) -> pl.DataFrame:
-    """By rank and step what it waited in the first reduction of all ranks in backward, and what transfers it stood in.
+    """By rank and step the wait in the first reduction of all ranks in backward, and the transfers that blocked it.
 
-    `exposed_ns`: the last one's. `maybe_ns`: of those after which nobody waited in the next one, so that it may have
+    `exposed_ns`: the last one's. `maybe_ns`: of those after which no rank waited in the next one, so that it may have
     queued behind them.
     """
     columns = ("wait_ns", "exposed_ns", "maybe_ns")

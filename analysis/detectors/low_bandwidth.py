@@ -67,7 +67,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("collectives",),
     explains=("exposed_communication", "step_change"),
-    explains_of_ranks=("slow_rank", "slow_link"),  # the group's ranks are late for whoever is not in it
+    explains_of_ranks=("slow_rank", "slow_link"),  # the group's ranks are late for all other ranks
     explains_share=0.5,  # seen at work: it need not explain all of what follows, only the larger part
     lost_as=AS_EXPOSED,
 )
@@ -142,7 +142,7 @@ def resolution_ns(
 
 
 def _finding(slow: _Slow, every: pl.DataFrame, grid: StepGrid, min_fraction: float) -> Finding | None:
-    """Return what these operations cost, where it is enough. Who sends goes on meanwhile."""
+    """Return what these operations cost, where it is enough. Senders go on meanwhile."""
     bounded = is_bounded(every)
     of_it = every.filter(pl.col("instance_id").is_in(slow.instances.implode()), pl.col("op") != "send")
     most, lost = (
@@ -184,7 +184,7 @@ def _refuse(unchecked: pl.DataFrame, every: pl.DataFrame, grid: StepGrid, min_fr
 def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     """Return the transfers of all-to-all-ranks operations that are bound by bandwidth.
 
-    With the number of `nodes`, and who takes part: `of` distinguishes groups.
+    With the number of `nodes`, and the members: `of` distinguishes groups.
     """
     moved = transfers(collectives).filter(pl.any_horizontal(pl.col("op").str.starts_with(op) for op in _OF_ALL))
     half = {key: line.half_bytes for key, line in lines(moved).items() if np.isfinite(line.half_bytes)}
@@ -201,7 +201,7 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
 
 
 def _large_receives(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    """Return the same of receives on devices: each from when its sender was there; `of` tells pairs of ranks apart."""
+    """Return the same of receives on devices, from the arrival of the sender; `of` distinguishes pairs of ranks."""
     node = ranks.select("rank", "node").unique("rank")
     return (
         collectives.filter(
@@ -435,7 +435,7 @@ def _against_other_steps(
 def _rate(rows: pl.DataFrame) -> float:
     """Bytes per second that a node sends while any of these transfers is under way, each by a ring.
 
-    Where nobody saw when they were, what it would be if those of all groups were at once.
+    Where their times are unknown, as if those of all groups ran at once.
     """
     if rows["end_ns"].null_count():
         return sum(_sent(of) / float(of["ns"].to_numpy().sum()) * 1e9 for _, of in rows.group_by("group_id"))

@@ -204,7 +204,7 @@ def _beyond(of: dict[int, float], nodes: set[int]) -> float:
 def _finding(hosts: _Hosts, slow: Finding, lost: dict[str, float], share: float) -> Finding:
     how = max(lost, key=lambda way: lost[way])
     nodes = sorted({hosts.node_of[rank] for rank in slow.ranks if rank in hosts.node_of})
-    what, why, advice = _told(hosts, slow.ranks, nodes, how)
+    what, why, advice = _explanation(hosts, slow.ranks, nodes, how)
     return as_cause(
         slow,
         share,
@@ -227,7 +227,7 @@ def _finding(hosts: _Hosts, slow: Finding, lost: dict[str, float], share: float)
     )
 
 
-def _told(hosts: _Hosts, ranks: tuple[int, ...], nodes: list[int], how: str) -> tuple[str, str, str]:
+def _explanation(hosts: _Hosts, ranks: tuple[int, ...], nodes: list[int], how: str) -> tuple[str, str, str]:
     """Return what is lost, why, and what to do about it."""
     if how == _STOLEN:
         stolen = np.mean([hosts.stolen[node] for node in nodes])

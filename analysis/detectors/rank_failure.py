@@ -85,7 +85,7 @@ def _follows(row: _Exit) -> bool:
 
 
 def _before(row: _Exit, other: _Exit) -> bool:
-    """Say whether it was over first; that a peer is gone is noticed before its process has ended."""
+    """Say whether it was over first; peers notice the loss before the process has ended."""
     return bool(row["failed_ns"] < other["end_ns"])
 
 
@@ -94,7 +94,7 @@ def _is_out_of_memory(row: _Exit) -> bool:
 
 
 def _is_its_own(row: _Exit) -> bool:
-    """Say whether it is no way in which a job that hangs is ended."""
+    """Say whether a hanging job does not end so."""
     raised = row["error"] is not None and not _follows(row)
     return raised or _is_out_of_memory(row) or row["signal"] in _CRASHES
 

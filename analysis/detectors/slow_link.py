@@ -58,14 +58,14 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("collectives", "tcp"),
     explains=("load_imbalance", "exposed_communication", "low_bandwidth", "pipeline_bubble"),
-    # Who waits for a neighbour's transfer is not blocked by bytes; what is left of a shorter one may be hidden.
+    # Waiting for a neighbour's transfer is not bound by bytes; what is left of a shorter one may be hidden.
     cost="as_replayed",
     waited_for=False,
     parts=("transfer",),
     lost_as=(*AS_EXPOSED, "wait", "bubble"),
 )
 
-_MANY = 16  # links tell how much healthy ones differ
+_MANY = 16  # links show how much healthy ones differ
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 
 

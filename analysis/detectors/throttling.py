@@ -46,7 +46,7 @@ _BUSY = 0.5
 _IDLE = 0x1
 _MOSTLY = 0.5
 _FEWEST = 5  # readings of a GPU at work
-# NVML's bits: what it is, and what to do about it. The most telling first.
+# NVML's bits: what it is, and what to do about it. The most specific first.
 _REASONS = {
     0x40: (text("thermal slowdown by the hardware"), text("look at its cooling")),
     0x80: (text("power brake"), text("look at the node's power supply and cabling")),

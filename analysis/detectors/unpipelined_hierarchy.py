@@ -125,11 +125,11 @@ def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl
 
 def _alone(phases: pl.DataFrame, inside: pl.DataFrame, between: pl.DataFrame) -> pl.DataFrame:
     """By (rank, step): ns in which the rank waited and only `inside`, or only `between`, was transferring."""
-    stood = phases.filter(pl.col("part") == "transfer").select("rank", "step", "start_ns", "end_ns")
-    spans = {"stood": stood, "inside": inside, "between": between}
+    blocked = phases.filter(pl.col("part") == "transfer").select("rank", "step", "start_ns", "end_ns")
+    spans = {"blocked": blocked, "inside": inside, "between": between}
     edges = []
     for name, rows in spans.items():
-        start = "start_ns" if name == "stood" else "begin_ns"
+        start = "start_ns" if name == "blocked" else "begin_ns"
         for column, change in ((start, 1), ("end_ns", -1)):
             at = rows.select("rank", "step", at_ns=column).with_columns(
                 pl.lit(change if name == each else 0).alias(each) for each in spans
@@ -137,7 +137,7 @@ def _alone(phases: pl.DataFrame, inside: pl.DataFrame, between: pl.DataFrame) ->
             edges.append(at)
     moments = pl.concat(edges).sort("rank", "at_ns").with_columns(pl.col(name).cum_sum().over("rank") for name in spans)
     moments = moments.with_columns(ns=pl.col("at_ns").shift(-1).over("rank") - pl.col("at_ns")).filter(
-        pl.col("stood") > 0
+        pl.col("blocked") > 0
     )
     one, other = pl.col("inside") > 0, pl.col("between") > 0
     return moments.group_by("rank", "step").agg(

@@ -1,4 +1,4 @@
-"""The rank that the replay blames where ranks wait, steps are few, and no check names who makes them wait.
+"""The root cause by replay where ranks wait, steps are few, and no check names the rank that they wait for.
 
 Of few steps a check must exclude chance by single operations: of a stall that comes once in each of them there are as
 many as steps. That a replay with this rank's own time like that of its peers is clearly shorter, and with no other

@@ -35,7 +35,7 @@ def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tu
 
 
 def _rank(finding: Finding) -> tuple[float, float]:
-    """Give what sorts the costliest first: its cost, and no more than its fix saves in the replay, but for its error.
+    """Give the sort key of the costliest: its cost, at most what its fix saves in the replay, but for its error.
 
     A fix may save more than its finding costs, as that of all hosts does where one of them stalls besides.
     """
@@ -82,7 +82,7 @@ def _is_in_ring(finding: Finding, causes: Mapping[int, Finding | None]) -> bool:
 
 
 def _explained(finding: Finding, cause: Finding, spec: Detector) -> tuple[str, ...]:
-    """Give the names of what it can bring about; of a finding that says who comes late and not why, more."""
+    """Give the names of its possible effects; more for a finding that names a late rank without the reason."""
     if cause.where in spec.explains_by_part:
         return spec.explains_by_part[cause.where]
     is_just_late = finding.chance is not None and set(finding.ranks) == set(cause.ranks)

@@ -1,4 +1,4 @@
-"""Ask every detector about the tables: it finds something, finds nothing, or could not be asked, and why."""
+"""Run every detector on the tables: each has findings, finds nothing, or is not checked, with the reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(
     said: pl.DataFrame,
     reasons: Mapping[str, str],
 ) -> tuple[list[Finding], list[Healthy], list[NotChecked]]:
-    """Ask every detector: each ends in findings, or in healthy, or in not checked with the reason.
+    """Run every detector: each ends in findings, or in healthy, or in not checked with the reason.
 
     `reasons` says why a table that is missing or empty is so. One whose parameter is named after another detector is
     asked after that one, and gets its findings.
@@ -131,7 +131,7 @@ def _with_tables(
 
 
 def _blind(name: str, module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) -> NotChecked | None:
-    """Why a detector may have overlooked something: a collector that it lives on was off, or the source lacks it."""
+    """Return why a detector may have overlooked something: a collector it needs was off, or the source lacks it."""
     off = said.filter(
         pl.col("source").is_in(module.detector.needs), pl.col("table") == "*", pl.col("count").is_null()
     ).unique(["rank", "node", "source", "why"])

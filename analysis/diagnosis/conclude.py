@@ -1,4 +1,4 @@
-"""From a timeline to the report: its tables are judged, and what the checks find is put in order."""
+"""From a timeline to the report: run the checks on its tables, and order their findings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ __all__ = ["conclude", "report_on"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judgement:
-    """What the checks found, what the replay says of it, and the time that it explains."""
+    """The findings of the checks, their replays, and the time that they explain."""
 
     findings: tuple[Finding, ...]
     healthy: list[Healthy]
@@ -101,7 +101,7 @@ def conclude(
 ) -> Report:
     """Return the report on a timeline.
 
-    `said` is the table `gaps`, which tells what collectors were off; `cannot` what the source does not allow; `model`
+    `said` is the table `gaps`, which names collectors that were off; `cannot` what the source does not allow; `model`
     what it needs of the devices, and how far that was counted (`utilisation.demand`, `count_flops`); `price` that of an
     hour of a rank.
     """
@@ -204,7 +204,7 @@ def _judged(
 
 
 def _unit(timeline: Timeline) -> str:
-    """Return what an hour of a rank is called.
+    """Return the unit of an hour of a rank.
 
     Ranks on devices, and those whose device's work was seen, use a GPU each.
     """

@@ -1,4 +1,4 @@
-"""The tables that detectors are asked with, judged steps only, and why those that are empty are so."""
+"""The tables for detectors, judged steps only, and the reasons of empty ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def judged_tables(
     cannot: Mapping[str, str],
     model: tuple[pl.DataFrame, float | None],
 ) -> tuple[dict[str, pl.DataFrame], dict[str, str]]:
-    """Return the tables, and why one that is missing or empty is so.
+    """Return the tables, and why one is missing or empty.
 
     `cannot` and `model` as `conclude.conclude` has them.
     """

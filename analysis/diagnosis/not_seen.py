@@ -1,4 +1,4 @@
-"""What a report leaves out, and why: steps that a rank lacks, devices, and kernels that are too many to replay."""
+"""What a report leaves out, and why: steps that a rank lacks, devices, and too many kernels for a replay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["incomplete_steps", "left_out", "not_observed"]
 
 
 def incomplete_steps(steps: pl.DataFrame) -> list[Gap]:
-    """Return the steps that were set aside because a rank lacks them."""
+    """Return the steps that were excluded because a rank lacks them."""
     count = steps.filter(pl.col("aside") == "incomplete")["step"].n_unique()
     why = text("{count} not analyzed, since not all ranks have them", count=counted(count, "step"))
     return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []
@@ -37,7 +37,7 @@ def not_observed(timeline: Timeline) -> list[NotChecked]:
 
 
 def left_out(run: Replay | Unreplayable, timeline: Timeline) -> list[Gap]:
-    """Return what a graph of all kernels and launches would take too much memory for."""
+    """Return what is left out since a graph of all kernels and launches would take too much memory."""
     rows = len(timeline.kernels) + len(timeline.launches)
     if timeline.kernels.is_empty() or rows <= MOST_ROWS:
         return []

@@ -1,4 +1,4 @@
-"""What tables of pipeline operations tell where nothing was recorded of what the hosts did: slow workers, uneven work.
+"""Slow workers and uneven work from tables of pipeline operations, without records of the hosts.
 
 The sample is the operation, not the step: a forward or backward of one microbatch against the same one of the other
 replicas. So a single step with enough microbatches is judged, and a long one widens nothing. What findings cost is what
@@ -29,7 +29,7 @@ from rankscope.errors import NotReplayable, NotResolvable
 
 __all__ = ["CHECKS", "resolution_of_slow_workers", "resolution_of_uneven_work", "slow_workers", "uneven_work"]
 
-_LEAST = 0.02  # of the step: a fix that brings less is not told
+_LEAST = 0.02  # of the step: a fix that saves less is not reported
 _MIN_Z = 5.0  # standard errors by which a worker must be longer than those that do the same
 _PERSISTENT = 0.8  # share of the samples in which it must be
 _AMONG_PEERS = 4.0  # standard deviations beyond the other workers' differences
@@ -213,7 +213,7 @@ def _workers(grid: OpGrid, durations: Floats) -> list[_Worker]:
             if len(same):
                 context[at] = np.median(beyond[same], axis=0)
         for replica in range(ranks.shape[1]):
-            # Two replicas of two stages do not tell which is slow: it is the one that is longer than its peers itself.
+            # Two replicas of two stages do not show which is slow: it is the one that is longer than its peers itself.
             alone = (beyond[place] - context)[:, :, replica]
             samples, per_step = _samples(alone, seq[place])
             own, _ = _samples(beyond[place][:, :, replica], seq[place])
@@ -396,7 +396,7 @@ def _common(grid: OpGrid, durations: Floats) -> tuple[Floats, float]:
 
 
 def _centred(logs: Floats) -> Floats:
-    """Without what is usual in the step and, with enough steps to tell, what a replica or a place in it always has."""
+    """Without what is usual in the step and, with enough steps, what a replica or a place in it always has."""
     beyond: Floats = logs - logs.mean(axis=(0, 2), keepdims=True)
     if logs.shape[1] >= _FEW:
         beyond -= np.median(beyond, axis=(1, 2), keepdims=True)

@@ -1,4 +1,4 @@
-"""What is asked of a report."""
+"""The options of a report."""
 
 from __future__ import annotations
 

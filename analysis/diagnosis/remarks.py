@@ -1,4 +1,4 @@
-"""What a headline adds about time that no check has judged: each remark is empty where there is nothing to say."""
+"""Remarks of the headline on time that no check has judged; each may be empty."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MUCH = 0.2  # share of the step from which it mentions what no check can judge
 
 
 def unclear(not_checked: Sequence[NotChecked]) -> str:
-    """Return which check could not tell, though what it looks for may be there."""
+    """Return which check was unclear, though what it looks for may be there."""
     unclear = sorted((check for check in not_checked if check.unclear), key=lambda check: check.detector != "slow_rank")
     if not unclear:
         return ""
@@ -37,7 +37,7 @@ def unclear(not_checked: Sequence[NotChecked]) -> str:
 
 
 def stopped(breakdown: pl.DataFrame) -> str:
-    """For how much of the step hosts are stopped, where it is much: nobody saw whether devices had work meanwhile."""
+    """Return the share of the step in which hosts are stopped, if large: the devices' work meanwhile is unknown."""
     grid = step_grid(breakdown)
     share = float(grid.of(*APART).mean()) / grid.step_ns
     said = text(
@@ -49,7 +49,7 @@ def stopped(breakdown: pl.DataFrame) -> str:
 
 
 def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
-    """Return what CUDA events leave open of the devices' time, where it is much."""
+    """Return the devices' time that CUDA events leave open, if much."""
     if lead is None:
         return ""
     said = []
@@ -72,7 +72,7 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
 
 
 def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
-    """Return what the steps take that were set aside, where it is much, and where in the code."""
+    """Return how long excluded steps take, if much, and where in the code."""
     if steps.outliers_fraction < LARGE:
         return ""
     outliers = timeline.steps.filter(pl.col("aside") == "outlier")
@@ -86,7 +86,7 @@ def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
 
 
 def not_read(stretch: Stretch | None) -> str:
-    """Say that steps were left out which nobody asked to leave out."""
+    """Say that steps were left out without a request."""
     if stretch is None or stretch.asked or not stretch.said:
         return ""
     if stretch.counted.is_empty():
@@ -99,7 +99,7 @@ def not_read(stretch: Stretch | None) -> str:
 
 
 def unknown(breakdown: pl.DataFrame, code: Code) -> str:
-    """Return how much of the step main threads do what no collector knows, where it is much, and where in the code."""
+    """Return the share of the step in which main threads do what no collector knows, if much, and where in the code."""
     place = code.most_of("other")
     grid = step_grid(breakdown)
     share = float(grid.of("other").mean()) / grid.step_ns if place else 0.0

@@ -1,4 +1,4 @@
-"""What the replay says of findings: what each of them costs at most, and what fixes bring."""
+"""Findings in the replay: what each of them costs at most, and what fixes save."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def replayable(timeline: Timeline, links: pl.DataFrame) -> Replay | Unreplayable
 
 
 def measure_of(run: Replay | Unreplayable, breakdown: pl.DataFrame, timeline: Timeline) -> Replay | Unreplayable:
-    """Return the run as a measure for what findings cost, or why it is none."""
+    """Return the run as a measure of the findings' costs, or why it is none."""
     return (_why_no_measure(breakdown, timeline.ranks) if timeline.marks.is_empty() else None) or run
 
 
@@ -71,7 +71,7 @@ def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> Unreplayabl
 
 
 def tried(make: Callable[[], _Made]) -> _Made | Unreplayable:
-    """Return what is made, or why it cannot be."""
+    """Return the result, or why there is none."""
     try:
         return make()
     except NotReplayable as reason:

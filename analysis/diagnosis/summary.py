@@ -1,4 +1,4 @@
-"""The tables of a report: its steps, their parts, who waited for whom, and the critical path."""
+"""The tables of a report: its steps, their parts, the waits between ranks, and the critical path."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def pipeline_of(ops: pl.DataFrame) -> Pipeline | None:
 
 
 def others_waited(costs: Delays, finding: Finding) -> OthersWaited | None:
-    """Return who waited because the finding's ranks came late; those with a hundredth of what the most had, or more.
+    """Return the ranks that waited for the finding's ranks; those with at least a hundredth of the longest wait.
 
-    Not where the job came to an end by it: what they waited before has other causes.
+    Nothing where the job came to an end by it: earlier waits have other causes.
     """
     if is_standstill(finding):
         return None
@@ -120,7 +120,7 @@ def waits(timeline: Timeline, costs: Delays) -> tuple[Wait, ...]:
 
 
 def blames(costs: Delays) -> tuple[Blame, ...]:
-    """Return the causes of most standing still, over the whole run."""
+    """Return the causes of the longest waits, over the whole run."""
     rows = costs.charges.group_by("rank", "part", "label").agg(
         (pl.col("direct_ns") + pl.col("indirect_ns")).sum().alias("waited_ns"), pl.col("blocked_ns").sum()
     )

@@ -42,7 +42,7 @@ _FEW = 20  # steps: more than that are what a profiler's schedule is asked for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a verdict rests on: the ranks, the steps, and the tables of judged steps."""
+    """The evidence of a verdict: the ranks, the steps, and the tables of judged steps."""
 
     ranks: tuple[int, ...]
     world_size: int | None
@@ -53,7 +53,7 @@ class Seen:
     hosts_only: bool
     profiled: bool  # a profiler's capture, not a run that was recorded
     code: Code
-    aside: str  # what the headline says of steps that were excluded
+    aside: str  # the headline's note on excluded steps
 
     @property
     def without_steps(self) -> list[int]:
@@ -69,7 +69,7 @@ def with_levels(findings: Sequence[Finding], steps: StepSummary, fidelity: Fidel
 
 
 def _level(finding: Finding, steps: StepSummary, fidelity: Fidelity | None) -> str:
-    if not finding.lost_ns_per_step:  # nothing is estimated: it was seen
+    if not finding.lost_ns_per_step:  # not an estimate
         return CONFIRMED
     is_sampled = steps.count >= ENOUGH_STEPS if finding.chance is None else finding.chance <= _CLEAR_CHANCE
     is_clear = is_sampled and finding.uncertainty_ns < finding.lost_ns_per_step
@@ -227,7 +227,7 @@ def _loss(loss: Loss) -> str:
 
 
 def _place(loss: Loss, ranks: int) -> str:
-    """Return who loses most of it, or who waits least, and where."""
+    """Return the rank that loses most of it or waits least, and where."""
     where = text(", most in {label}", label=loss.where) if loss.where else ""
     if ranks < 2:
         return where
@@ -271,7 +271,7 @@ def _besides(findings: Sequence[Finding], losses: Sequence[Loss]) -> str:
 
 
 def _absent(seen: Seen) -> str:
-    """Return which steps and ranks the verdict does not speak of."""
+    """Return which steps and ranks the verdict does not cover."""
     missing = sorted(set(range(seen.world_size or 0)) - set(seen.ranks))
     not_recorded = (
         plural(

@@ -1,1 +1,1 @@
-"""Pure questions to a timeline."""
+"""Metrics of a timeline: pure functions."""

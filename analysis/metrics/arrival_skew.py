@@ -1,4 +1,4 @@
-"""Who began late on the device, by how much, operation by operation: by a clock, or by how long the others waited."""
+"""Arrival skew on the device: which rank began each operation late, by a clock or by how long the others waited."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def arrivals(collectives: pl.DataFrame, grid: StepGrid) -> Arrivals | None:
 class Lateness:
     """For how long others waited for each rank, or for each node as a whole, ns per (rank or node, step).
 
-    Nobody saw when: waits may have overlapped, and others may have computed meanwhile. What it cost lies between.
+    The times are unknown: waits may have overlapped, and others may have computed meanwhile. The cost lies between.
     """
 
     least: Floats
@@ -159,12 +159,12 @@ def _with_wanted_at_once(rows: pl.DataFrame, regions: pl.DataFrame | None) -> pl
 
     Gradients are reduced in backward, which goes on meanwhile; activations are what the next operator needs.
     """
-    nobody = pl.lit(False).alias("at_once")
+    never = pl.lit(False).alias("at_once")
     if regions is None:
-        return rows.with_columns(nobody)
+        return rows.with_columns(never)
     spans = regions.filter(pl.col("kind") == "backward").select("rank", begun_ns="start_ns", until_ns="end_ns")
     if spans.is_empty():
-        return rows.with_columns(nobody)
+        return rows.with_columns(never)
     like = ["group_id", "op", "size_bytes"]
     outside = (
         rows.filter(pl.col("op").str.contains(_REDUCTIONS))

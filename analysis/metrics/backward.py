@@ -1,4 +1,4 @@
-"""When ranks compute gradients: on hosts by the regions of backward, on devices by who launched the kernels.
+"""When ranks compute gradients: on hosts by the regions of backward, on devices by the thread that launched kernels.
 
 A device is behind its host, so its backward lies where its own kernels do. PyTorch runs backward of work on a device in
 a thread of autograd's; what that thread launches is backward, recomputed activations included.

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _MODEL_ERROR = 0.05  # of a size's median: a straight line is no better than this
-_SIZES_DIFFER = 1.5  # ratio of sizes from which latency and bandwidth can be told apart
+_SIZES_DIFFER = 1.5  # ratio of sizes from which latency and bandwidth can be separated
 _ENOUGH_ALONE = 3  # transfers of one size
 _BINS = 8  # per doubling of the size: sizes that are closer count as one
 _CLEARLY_FASTER = 0.15
@@ -163,7 +163,7 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
     One row per operation: instance_id, group_id, group, group_size, op, step, size_bytes, `ns`, and `alone`: no
     earlier operation of the group was under way on any of its ranks. `ns` begins when the last rank has arrived and the
     group's earlier operations have ended; of those that are not alone it can be too short, where a backend runs several
-    at once. Operations with a root are left out: what their ranks spend in them tells no transfer. Where only the
+    at once. Operations with a root are left out: the time in them is no transfer time. Where only the
     durations on the device are known, `ns` is the least of them, which begins when the stream reaches the operation.
     """
     arrival = pl.coalesce("device_start_ns", "start_ns")
@@ -210,7 +210,7 @@ def fit_line(size_bytes: Floats, ns: Floats) -> Line | None:
 
     None where sizes hardly differ.
 
-    Weighted by how well each median is known, but none better than 5 %: so small sizes, which tell the latency, weigh
+    Weighted by how well each median is known, but none better than 5 %: so small sizes, which show the latency, weigh
     no less than large ones. Medians make single late transfers harmless.
     """
     each = np.round(np.log2(size_bytes) * _BINS).astype(np.int64)

@@ -15,7 +15,7 @@ _EMPTY_NS = 50_000  # a device comes to a mark so soon only where it had nothing
 
 
 def idle_at_most_ns(grid: StepGrid, marks: pl.DataFrame) -> float:
-    """Return what the device that idles longest for want of work does so at most, ns per step: mean over the steps.
+    """Return the most that any device idles for want of work, ns per step: mean over the steps.
 
     Without what it idles while the host's main thread is stopped; with the clock's error at each mark.
     """

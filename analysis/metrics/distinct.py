@@ -1,4 +1,4 @@
-"""Questions about columns of numbers that numpy answers with a hash or a sort of all rows."""
+"""Distinct values and membership in columns of numbers, without numpy's hash or sort of all rows."""
 
 from __future__ import annotations
 

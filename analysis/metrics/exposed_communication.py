@@ -76,7 +76,7 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
 
 
 def is_bounded(collectives: pl.DataFrame) -> bool:
-    """Say whether operations have durations and no ends, so that nobody saw what ranks did while they transferred."""
+    """Say whether operations have durations and no ends: what ranks did while they transferred is unknown."""
     if "duration_ns" not in collectives.columns:
         return False
     return bool(collectives.select((pl.col("end_ns").is_null() & pl.col("transfer_ns").is_not_null()).any()).item())

@@ -16,9 +16,9 @@ _DEFAULT = "default_pg"  # torch's description of the group of all ranks: it say
 def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
     """Return operations with `sort`, `kind`, `transfer_ns`, `exposed_ns`, `is_bound` and `is_edge`, a row per rank.
 
-    `sort` is the description that groups of one purpose share (`tp`, `mesh_dp`), else the group's name. Where nobody
-    knows when the peers came (`is_bound`), the transfer is all of the operation, with the wait for peers. The first and
-    the last of a sort and kind of operation in a step are its edges: nothing in the step lies before or after them.
+    `sort` is the description that groups of one purpose share (`tp`, `mesh_dp`), else the group's name. Where
+    arrivals of peers are unknown (`is_bound`), the transfer is all of the operation, with the wait for peers. The first
+    and the last of a sort and kind of operation in a step are its edges: nothing in the step lies before or after them.
     Sends and receives are one kind, "p2p".
     """
     known = with_exposed(collectives, phases).with_columns(is_bound=False)

@@ -1,4 +1,4 @@
-"""What of the time in which hosts were stopped held up the job, where nobody saw what their devices did meanwhile."""
+"""Host stalls that delayed the job, where the devices' work meanwhile was not recorded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rankscope.analysis.timeline.matching import MUTUAL_OPS
 
 __all__ = ["device_waits", "held_up", "only_hosts_seen"]
 
-_ALIKE = 0.5  # of the longest stop of a step: who stops for as long is taken to be late for it
-_QUIET = 5  # steps without a stop that tell how long a step usually is
+_ALIKE = 0.5  # of the longest stop of a step: ranks that stop for as long are assumed to be late for it
+_QUIET = 5  # steps without a stop that show how long a step usually is
 _CLEARLY = 2.0  # standard deviations
 
 
 def only_hosts_seen(ranks: pl.DataFrame, collectives: pl.DataFrame, kernels: pl.DataFrame, marks: pl.DataFrame) -> bool:
-    """Say whether ranks run on devices of which neither kernels nor CUDA events tell when they had work.
+    """Say whether ranks run on devices without kernels or CUDA events that show when they had work.
 
     Not where most operations end on the hosts, as gloo's do: these wait for their devices themselves.
     """
@@ -55,12 +55,12 @@ def held_up(grid: StepGrid, part: str, waits: pl.DataFrame | None) -> Floats:
     return np.asarray(np.maximum(shown, _share_in_steps(grid, stopped.max(axis=0)) * stopped))
 
 
-def _waited_for(who: NDArray[np.bool_], grid: StepGrid, waits: pl.DataFrame, ahead: int) -> Floats:
+def _waited_for(late: NDArray[np.bool_], grid: StepGrid, waits: pl.DataFrame, ahead: int) -> Floats:
     """Return the least that all others waited for them in an operation of each step, or of the `ahead`-th after it, ns.
 
     Less what they waited themselves in other groups: that is why they were late.
     """
-    row, column = np.nonzero(who)
+    row, column = np.nonzero(late)
     them = pl.DataFrame({"rank": np.array(grid.ranks)[row], "step": np.array(grid.steps)[column]})
     them = them.cast({"rank": pl.Int32, "step": pl.Int32}).with_columns(them=True)
     rows = waits.drop_nulls("instance_id").with_columns(pl.col("step") - ahead)

@@ -103,7 +103,7 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
 
 
 def links_of_sends(sends: pl.DataFrame) -> pl.DataFrame:
-    """Return the same columns from what NCCL's proxies sent (`nccl.sends`); what only TCP tells is null."""
+    """Return the same columns from what NCCL's proxies sent (`nccl.sends`); what only TCP reports is null."""
     known = (
         sends.group_by("node", "peer_node")
         .agg(pl.col("sent_bytes", "busy_s").sum(), pl.len().cast(pl.Int64).alias("pairs"))
@@ -133,7 +133,7 @@ def nic_speeds(counters: pl.DataFrame) -> dict[int, float]:
     """Bytes per second that each node's network allows: of the interfaces that carried its traffic, together.
 
     RDMA ports count where they sent more than the interfaces did. A node is left out where one of those that carried a
-    tenth of its traffic does not tell its speed.
+    tenth of its traffic does not report its speed.
 
     Source: Linux `sysfs-class-net`, `sysfs-class-infiniband`.
     """
@@ -156,7 +156,7 @@ def nic_speeds(counters: pl.DataFrame) -> dict[int, float]:
 
 
 def busy_links(links: pl.DataFrame) -> pl.DataFrame:
-    """Return the directions that sent enough to tell how fast they are."""
+    """Return the directions that sent enough to measure their bandwidth."""
     return links.filter(pl.col("sent_bytes") >= _TRAFFIC * pl.col("sent_bytes").max(), pl.col("busy_s") > 0)
 
 

@@ -1,4 +1,4 @@
-"""What a model needs of its devices: FLOPs per step against the peak of each."""
+"""MFU: a model's FLOPs per step against the peak of its devices."""
 
 from __future__ import annotations
 

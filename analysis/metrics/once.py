@@ -1,4 +1,4 @@
-"""What many ask of the same tables, made once."""
+"""A cache for results that several callers need of the same tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Made = TypeVar("_Made")
 def once(make: Callable[_Asked, _Made]) -> Callable[_Asked, _Made]:
     """Keep what `make` gives for these very tables and values, as long as all of the tables exist.
 
-    Tables are told apart by identity: nothing changes one in place. What is kept is shared, so nobody may change it.
+    Tables are distinguished by identity: nothing changes one in place. Kept results are shared: do not change them.
     """
     kept: dict[Hashable, tuple[_Made, list[weakref.ref[pl.DataFrame]]]] = {}
 

@@ -27,7 +27,7 @@ PLACES = pl.Schema(
 def rank_places(run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
     """One row per rank whose GPU is known: its address, its PCIe link, the nearest cards and their rails.
 
-    `run` has each node's JSON, as `Trace.run`. A rank without a GPU, or whose node did not tell where its devices are,
+    `run` has each node's JSON, as `Trace.run`. A rank without a GPU, or whose node did not report its devices' places,
     has no row. `collectors/topology.py` says what distances and rails are.
     """
     rows = []

@@ -1,8 +1,8 @@
 """Which rank the others wait for, from single operations: so that one step is enough where it holds many.
 
 The sample is the matched operation. What it blocked each rank for is charged to the rank that came last, or to the
-one for which that had itself waited (`wait_attribution`). If all ranks are alike, it is chance to whom each operation
-is charged: the largest sum over ranks is held against the largest sums under permuted ranks, operation by operation, so
+one for which that had itself waited (`wait_attribution`). If all ranks are alike, chance decides which one is charged:
+the largest sum over ranks is held against the largest sums under permuted ranks, operation by operation, so
 that neither the number of ranks nor one long step counts as evidence. A rank is a straggler if chance hardly ever shows
 as much, in the earlier and in the later half of the operations alike; or if it stalls for far more than any other,
 be it in one operation of one step.
@@ -31,8 +31,8 @@ _FAR = 1.5  # times what the next one costs: from there on such a stall stands o
 _SEVERAL = 4.0  # times what one of them costs: from there on several ranks are late, and not that one
 _HOLDS_UP = 3.0  # times what it waits for another of them: it is what makes that one late
 _FEWEST = 4  # operations: with fewer there is no rank to name
-_WIDE = 0.9  # half width over cost, from which a small cost is not told from chance
-_ALIKE = 0.5  # of the first one's charge: who has as much may be late with it
+_WIDE = 0.9  # half width over cost, from which a small cost may be chance
+_ALIKE = 0.5  # of the first one's charge: ranks with as much may be late with it
 _AS_LATE = 0.5  # of what the others wait for several ranks: what one of these waits for the rest of them at most
 _SHOWS = 1 / 3  # of the mean step's cost: so much, or `_LEAST`, it costs in a step that shows it
 _STALL = 0.5  # of a rank's charge: with so much in one operation it stalled once
@@ -43,7 +43,7 @@ _CANDIDATES = 16  # ranks whose charges are followed back: each takes a pass ove
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charged:
-    """ns that operations blocked ranks, by who is the root: [operation, root, waiting rank], as rows of a grid."""
+    """ns that operations blocked ranks, by root: [operation, root, waiting rank], as rows of a grid."""
 
     ns: Floats  # [operation, root, waiting]
     roots: tuple[int, ...]  # rows of the grid
@@ -66,13 +66,13 @@ class Straggler:
     chance: float
     recurs: bool
     charged: int  # operations that are charged to them …
-    operations: int  # … of those in which anybody waited
+    operations: int  # … of those in which any rank waited
 
 
 def charged(delays: Delays, collectives: pl.DataFrame, grid: StepGrid, caused: dict[int, int]) -> Charged | None:
     """Return the waits of the grid's ranks in its steps, by root; `caused` chooses the roots that are followed.
 
-    None where nobody was blocked.
+    None where no rank was blocked.
     """
     ranks = sorted((r for r in grid.ranks if caused.get(r)), key=lambda rank: -caused[rank])[:_CANDIDATES]
     frames = [blocked_by(delays, [rank]).with_columns(root=pl.lit(root)) for root, rank in enumerate(ranks)]

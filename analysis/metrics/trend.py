@@ -1,4 +1,4 @@
-"""How the steps of a run change over it: a line through them, or two levels."""
+"""How step times change over a run: a line through them, or two levels."""
 
 from __future__ import annotations
 

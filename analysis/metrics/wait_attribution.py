@@ -1,7 +1,7 @@
-"""Who made whom wait: every wait is charged to the rank that came last, and walked back to why it came late.
+"""Root causes of waits: every wait is charged to the rank that came last, and walked back to why it came late.
 
-A rank that comes last because it had itself waited for a third one is not to blame: that share goes on to whoever made
-it wait, through any number of process groups. So a rank can cost the whole job time although most ranks never meet it.
+A rank that comes last because it had itself waited for a third one is not the root cause: that share goes on to the
+third one, through any number of process groups. So a rank can delay the whole job although most ranks never meet it.
 
 Source: delay analysis of Scalasca (Böhme, Geimer, Wolf, Arnold 2010; Böhme et al. 2016): direct and indirect costs.
 """
@@ -45,7 +45,7 @@ LEFT_LATE = "left the last operation late"  # the two did the same since, and on
 BEGAN_LATE = "began later"  # the same, and the two had never met before
 OUTSIDE = "outside of steps"
 
-_WAITING = ("wait", "bubble")  # time that somebody else is to blame for
+_WAITING = ("wait", "bubble")  # time that another rank causes
 _MOST_KEYS = 64  # labels beyond the longest ones are one per part: time and memory grow with their number
 _REST = "other regions"
 _CLOSE_ENOUGH = 1e-7  # share of all waiting that may stay with the last rank found instead of going on
@@ -62,7 +62,7 @@ Bools = NDArray[np.bool_]
 class Delays:
     """The charges, and per wait (of one rank in one operation) where its cost goes.
 
-    `charges` has one row per (rank that is to blame, step, part, label): `direct_ns` was waited by ranks that met it,
+    `charges` has one row per (rank that caused it, step, part, label): `direct_ns` was waited by ranks that met it,
     `indirect_ns` by ranks that waited for those; together they sum to all waiting of the run, to the nanosecond.
     `blocked_ns` is the share in which the waiting ranks could do nothing else: operations may be waited for at once,
     or while the rank computes. Its sum is the time that `phases` has in wait and bubble for matched operations.
@@ -70,12 +70,12 @@ class Delays:
 
     charges: pl.DataFrame
     _ranks: Ints
-    _rank: Ints  # who waits, position in `_ranks`; in the order in which each rank's waits ended
+    _rank: Ints  # the waiting rank, position in `_ranks`; in the order in which each rank's waits ended
     _instance: Ints  # in which operation
     _step: Ints  # and in which step, -1: in none
-    _late: Ints  # who came last
+    _late: Ints  # the rank that came last
     _cost: Floats  # (wait, 2): waited and blocked ns
-    _passed: Floats  # share that goes on to those who made `_late` wait
+    _passed: Floats  # share that goes on to the ranks that made `_late` wait
     _first: Ints  # the waits of `_late` it goes on to, in proportion to their blocked time
     _end: Ints
 
@@ -136,27 +136,27 @@ def caused_by_rank(delays: Delays) -> dict[int, int]:
     return dict(sums.sort("rank").iter_rows())
 
 
-def victims(delays: Delays, culprits: Iterable[int]) -> pl.DataFrame:
+def victims(delays: Delays, roots: Iterable[int]) -> pl.DataFrame:
     """(rank, waited_ns, blocked_ns): what each rank waited because of these, directly or through others."""
-    share, count = _share_of(delays, culprits), len(delays._ranks)
+    share, count = _share_of(delays, roots), len(delays._ranks)
     columns = [np.bincount(delays._rank, weights=share * cost, minlength=count) for cost in delays._cost.T]
     frame = pl.DataFrame({"rank": delays._ranks, "waited_ns": columns[0], "blocked_ns": columns[1]})
     return frame.select(pl.col("rank").cast(pl.Int32), pl.col("waited_ns", "blocked_ns").round().cast(pl.Int64))
 
 
-def blocked_by(delays: Delays, culprits: Iterable[int]) -> pl.DataFrame:
+def blocked_by(delays: Delays, roots: Iterable[int]) -> pl.DataFrame:
     """Give (rank, instance_id, step, ns): how long each operation blocked each rank because of these, ns above 0."""
     rows = {"rank": delays._ranks[delays._rank], "instance_id": delays._instance, "step": delays._step}
-    frame = pl.DataFrame(rows).with_columns(ns=pl.Series(_share_of(delays, culprits) * delays._cost[:, 1]))
+    frame = pl.DataFrame(rows).with_columns(ns=pl.Series(_share_of(delays, roots) * delays._cost[:, 1]))
     return frame.filter(pl.col("ns") > 0)
 
 
-def _share_of(delays: Delays, culprits: Iterable[int]) -> Floats:
+def _share_of(delays: Delays, roots: Iterable[int]) -> Floats:
     """Return the share of each wait that goes back to these ranks, directly or through others."""
     blocked = delays._cost[:, 1]
     weight = np.concatenate([[0], np.cumsum(blocked)])
     span = np.maximum(weight[delays._end] - weight[delays._first], 1)
-    own = (1 - delays._passed) * np.isin(delays._ranks[delays._late], [*culprits])
+    own = (1 - delays._passed) * np.isin(delays._ranks[delays._late], [*roots])
     share = own
     for _ in range(_MOST_HOPS):
         sums = np.concatenate([[0], np.cumsum(share * blocked)])
@@ -253,11 +253,11 @@ def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Opera
     waited = rows["waited_ns"].to_numpy()[order]
     by_wait = np.lexsort((waited, instance))
     last = np.full(count, -1)
-    last[instance[by_wait][::-1]] = by_wait[::-1]  # who waits least is whom the others wait for
+    last[instance[by_wait][::-1]] = by_wait[::-1]  # the others wait for the rank that waits least
     end = rows["end_ns"].to_numpy()[order]
     position = np.arange(len(rank)) - bounds[segment]
-    stood = _waited(spans, rank, end)
-    met = np.where(stood, np.arange(len(rank)), -1)
+    waiting = _waited(spans, rank, end)
+    met = np.where(waiting, np.arange(len(rank)), -1)
     met = np.maximum(np.maximum.accumulate(met), bounds[segment] - 1) - bounds[segment] if len(met) else met
     assert (met <= position).all()
     return _Operations(
@@ -409,7 +409,7 @@ def _slots(segment_rank: Ints, is_pair: Bools, ranks: int) -> list[Ints]:
 def _meet(ops: _Operations, waits: _Waits, group: Ints, reached: Ints, best: Ints, best_late: Ints) -> None:
     """Move `best` and `best_late` on to the last operation of this group in which the two ranks met, if it is later."""
     here = np.flatnonzero(group >= 0)
-    codes = [who[here] * ops.groups + group[here] for who in (waits.rank, waits.late)]
+    codes = [ranks[here] * ops.groups + group[here] for ranks in (waits.rank, waits.late)]
     segments = [np.minimum(np.searchsorted(ops.code, code), len(ops.code) - 1) for code in codes]
     shared = np.logical_and(*(ops.code[s] == code for s, code in zip(segments, codes, strict=True)))
     here, (mine, theirs) = here[shared], (s[shared] for s in segments)

@@ -1,4 +1,4 @@
-"""What the forms for people read out of a Report: parts per rank, extreme ranks, grouped gaps, missing ranks."""
+"""Views of a Report for its readable forms: parts per rank, extreme ranks, grouped gaps, missing ranks."""
 
 from __future__ import annotations
 
@@ -210,6 +210,6 @@ def is_healthy(report: Report) -> bool:
 def status(report: Report) -> str:
     """Return the headline's color.
 
-    "green", "amber" or "red"; never green where other steps of the run tell something else.
+    "green", "amber" or "red"; never green where other steps of the run show something else.
     """
     return "amber" if report.status == "green" and (looks_of(report) or over_the_run(report)) else report.status

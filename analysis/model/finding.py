@@ -1,4 +1,4 @@
-"""What a detector says, and what the report says as a whole: frozen values, no behaviour."""
+"""Findings and the whole report: frozen values, no behaviour."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 REST = "rest"  # what is not listed of the critical path, or of the causes of waiting
 COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
-COUNTED = 0.9  # share of the products' time from which on the FLOPs that shapes tell are those of the step
+COUNTED = 0.9  # share of the products' time from which on the FLOPs by shapes are those of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class OthersWaited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that makes the job slow: who, where, what it costs, what a fix would bring.
+    """One thing that makes the job slow: its ranks, where, what it costs, what a fix would save.
 
     `lost_ns_per_step` is the mean over the steps judged, `uncertainty_ns` its 95 % half width;
     fractions are of the mean step, 0 to 1. A detector gives a finding its `fix`, as `rankscope whatif` takes it; the
@@ -100,14 +100,14 @@ class Finding:
     confidence: str = ""  # "confirmed" | "likely"
     chance: float | None = None
     caused_by: str | None = None
-    others_waited: OthersWaited | None = None  # None: no rank is named, or nobody waited for it
-    code: str | None = None  # where in the code its ranks are, and the others are not; None: samples do not tell
+    others_waited: OthersWaited | None = None  # None: no rank is named, or none waited for it
+    code: str | None = None  # where in the code its ranks are, and the others are not; None: unknown from samples
     evidence: tuple[Evidence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Healthy:
-    """A detector that looked and found nothing; below `resolution_ns` per step it could not have seen anything."""
+    """A detector that found nothing; `resolution_ns` per step is its detection limit."""
 
     detector: str
     resolution_ns: int | None = None
@@ -147,7 +147,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """The steps that were judged; `warmup` and `outliers` were set aside and are counted here.
+    """The steps that were judged; `warmup` and `outliers` were excluded and are counted here.
 
     `outliers_fraction` of the time of judged steps and outliers together is what outliers take beyond the mean step.
     """
@@ -181,7 +181,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What is told of a finding in steps other than those that were read."""
+    """A finding in steps other than those that were read."""
 
     detector: str
     severity: str
@@ -190,7 +190,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """A phase of a run whose steps are longer or shorter than the last ones, and what they tell.
+    """A phase of a run whose steps are longer or shorter than the last ones, and its findings.
 
     Of its steps `analyzed` were; `findings` are root causes in these, `changes` what parts take more than in the last
     steps. Where there are none, `why` may say so. As many `others` differ in the same direction.
@@ -397,7 +397,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fidelity:
-    """How well a replay of the run meets its steps, of which nothing but the ranks' own time was put in.
+    """How well a replay of the run, from the ranks' own time alone, meets its steps.
 
     Errors are fractions of the measured step: median and 90th percentile without sign; that of the mean step with it.
     """

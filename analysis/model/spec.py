@@ -1,4 +1,4 @@
-"""What a module that is found by its folder declares about itself: one frozen value each, and every fact in it."""
+"""The declarations of modules that are found by their folder: one frozen value each."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ AS_EXPOSED = ("communication", "unattributed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detector:
-    """Everything that the rest of rankscope knows about one detector.
+    """One detector as the rest of rankscope sees it.
 
-    needs: the collectors or tables that it lives on; with one of them off, silence is no proof of health.
+    needs: the collectors or tables that it needs; with one of them off, silence is no proof of health.
     per_rank: what it looks for may be on any single rank, so its silence says nothing of ranks without steps.
     judges_speed: False where finding nothing says nothing about how fast the job is.
     explains: findings that follow from its own, and are then no root causes.
     explains_of_ranks: the same, where its finding names ranks.
-    explains_late: the same, where its finding names just the ranks of one that says who comes late in few steps.
+    explains_late: the same, where its finding names just the ranks of one that names late ranks in few steps.
     explains_by_part: the same, by the part of the step that is its finding's `where`; for these parts, instead.
     explains_share: the share of what another finding costs that its own must cost to explain it.
     explains_within_error: its cost is measured otherwise than that of what follows, and may differ by the error of it.

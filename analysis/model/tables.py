@@ -20,7 +20,7 @@ from rankscope.collectors.schema import (
 
 __all__ = ["CODES", "POLARS", "in_order", "is_id", "named_as", "schema_of"]
 
-# Columns of codes: what each code stands for, and the word for one that is not known.
+# Columns of codes: the word for each code, and for an unknown one.
 CODES = {
     "kind": (REGION_KINDS, "user"),
     "op": (OPS, "unknown"),

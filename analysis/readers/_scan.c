@@ -1,6 +1,6 @@
-/* The fast twin of `PythonScanner` in scan.py: trace events from bytes straight into columns.
+/* The fast twin of `PythonScanner` in json_scan.py: trace events from bytes straight into columns.
  *
- * scan.py says what is accepted and what the columns mean; both must agree on every input, and the tests hold them
+ * json_scan.py defines what is accepted and what the columns mean; both must agree on every input, and the tests hold them
  * against each other. Limited API: one binary serves every Python from 3.10. bytearray carries the columns, since the
  * buffer protocol entered the limited API only with 3.11. */
 #define PY_SSIZE_T_CLEAN
@@ -293,7 +293,7 @@ static inline Text past_digits(Text p, Text e)
     return p;
 }
 
-/* Past the object or array at p, NULL if it does not end before e. Kinds of brackets are not told apart. */
+/* Past the object or array at p, NULL if it does not end before e. Does not distinguish kinds of brackets. */
 static Text past_nested(Text p, Text e)
 {
     for (int64_t depth = 0; p < e; p++) {
@@ -928,7 +928,7 @@ static PyObject *scan(PyObject *Py_UNUSED(module), PyObject *args)
     Text base = (Text)PyByteArray_AsString(data), p = base + start, e = base + end, done = p;
     int why = NEED_MORE;
     Event event;
-    PyThreadState *thread = PyEval_SaveThread(); /* other threads read other files: nobody else has these bytes */
+    PyThreadState *thread = PyEval_SaveThread(); /* other threads read other files: these bytes are not shared */
     while (!scanner->out_of_memory) {
         if (lost) {
             Text next = next_event(p, e);

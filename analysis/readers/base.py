@@ -71,7 +71,7 @@ class OpenRun(Protocol):
         ...
 
     def gaps(self) -> list[Gap]:
-        """Everything known to be missing, what the collectors said and what the reader found."""
+        """Everything known to be missing, by the collectors and by the reader."""
         ...
 
     def cannot(self) -> Mapping[str, str]:
@@ -87,7 +87,7 @@ class OpenRun(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Everything that the rest of rankscope knows about one format: `reader` in its module, whose name is the source's.
+    """One format as the rest of rankscope sees it: `reader` in its module, whose name is the source's.
 
     recognises: whether this file or folder is of the format. Cheap and strict: another format's must not pass.
     open_run: the run that these paths hold. Raises `BadInput`.
@@ -194,5 +194,5 @@ def by_name(path: Path) -> tuple[int | str, ...]:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return what a library said, for a message of one line."""
+    """Return a library's message as one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__

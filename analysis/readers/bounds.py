@@ -1,6 +1,6 @@
-"""What a file may claim, and what of it is decoded: small files must not take gigabytes, nor minutes.
+"""Limits on what is decoded from a file: small files must not take gigabytes, nor minutes.
 
-Every reader asks here before it decodes, so that one budget holds for all formats.
+Every reader checks them before it decodes, so that one budget holds for all formats.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PUT, _LONG_BINPUT = b"pr"
 
 
 def check_regular(path: Path) -> None:
-    """Nothing, if this is a folder or a regular file. Raises `BadInput` for what may never end, or end in nobody."""
+    """Raise `BadInput` unless this is a folder or a regular file: reading another kind may never end."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -49,7 +49,7 @@ def check_regular(path: Path) -> None:
 
 
 def check_bytes(where: object, decoded: int, size_bytes: int) -> None:
-    """Nothing, if what a file holds is no more than its size allows, and fits. Raises `BadInput`."""
+    """Raise `BadInput` if a file holds more than its size allows, or than fits into memory."""
     if decoded > max(_ALWAYS_BYTES, _MOST_TIMES * size_bytes):
         raise BadInput(
             f"{where} claims {decoded / 1e9:.1f} GB in a file of {size_bytes / 1e6:.1f} MB: it is damaged or made up"
@@ -63,14 +63,14 @@ def check_bytes(where: object, decoded: int, size_bytes: int) -> None:
 
 
 def check_ranks(where: object, numbers: Iterable[int | None]) -> None:
-    """Nothing, if these can be ranks, or their count. Raises `BadInput`."""
+    """Raise `BadInput` unless these can be ranks, or their count."""
     for number in numbers:
         if number is not None and not 0 <= number <= MOST_RANKS:
             raise BadInput(f"{where} names rank or world size {number}, and only 0 to {MOST_RANKS:,} can be: damaged")
 
 
 def check_groups(where: object, members: Iterable[str | None]) -> None:
-    """Nothing, if these texts (`0-3,8`) name ranks, and no more than jobs have. Raises `BadInput`."""
+    """Raise `BadInput` unless these texts (`0-3,8`) name ranks, and no more than jobs have."""
     count = 0
     for text in set(members):
         try:
@@ -82,7 +82,7 @@ def check_groups(where: object, members: Iterable[str | None]) -> None:
 
 
 def check_pickle(content: bytes) -> None:
-    """Nothing, if the places that a pickle gives to what it keeps are no more than it has bytes. Raises ValueError.
+    """Raise ValueError if a pickle's memo has more places than the pickle has bytes.
 
     The unpickler makes a table of as many places as the highest number: four bytes may ask for 64 GB.
     """
@@ -106,9 +106,9 @@ def check_pickle(content: bytes) -> None:
 
 
 def check_structure(loaded: object, size_bytes: int) -> None:
-    """Nothing, if lists and dicts from a file of this size hold no more than it can say. Raises ValueError.
+    """Raise ValueError if lists and dicts hold more than a file of this size can.
 
-    A pickle may say one list a million times over: who follows that needs for ever.
+    A pickle may refer to one list a million times: following all references would not end.
     """
     left = _NODES_BESIDE + _NODES_OF_A_BYTE * size_bytes
     level: list[Any] = [loaded]

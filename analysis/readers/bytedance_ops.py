@@ -76,7 +76,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
 
 
 def _check_size(path: Path) -> None:
-    """Nothing, if its rows fit once they are unpacked: equal ones take next to no room in the file."""
+    """Check that its rows fit once they are unpacked: equal ones take next to no space in the file."""
     from pyarrow import parquet
 
     rows = parquet.read_metadata(path).num_rows
@@ -101,7 +101,7 @@ def virtual_stages(ops: pl.DataFrame) -> pl.DataFrame:
     """Return the operations with each model chunk of a stage as a stage of its own, as microbatches pass through them.
 
     Chunk c of stage s is stage c × p + s of p; where the second chunk begins on the last stage (a V), odd chunks count
-    from there. Operations are counted anew within it.
+    from there. Operations are numbered from 0 within it.
     """
     if ops["chunk"].fill_null(0).max() in (None, 0):
         return ops

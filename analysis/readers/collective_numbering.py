@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 __all__ = ["Sequence", "align"]
 
 _LEAST_PAIRS = 4  # with fewer, clocks that differ prove nothing
-_EXTRA = 32  # how many more operations one rank may have at an end than its length tells
+_EXTRA = 32  # how many more operations one rank may have at an end than its length implies
 _MOST_NS = 1_000_000  # ends of one operation on two ranks differ by less, in the median of every stretch
 _STANDS_OUT = 2  # by how much a shift must be better than any other, where clocks differ
 _STRETCH = 8  # operations; a hole within the last few of a recording is not seen
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """One rank's operations in their order: a code that tells kinds apart, and the end."""
+    """One rank's operations in their order: a code per kind, and the end."""
 
     kind: Ints
     end_ns: Ints

@@ -1,4 +1,4 @@
-"""One event of a trace from the bytes of its JSON: its members, told apart also where they are broken.
+"""One event of a trace from the bytes of its JSON: its members, separated even where they are broken.
 
 What may be skimmed, and what is parsed with care, is as `json_scan` says.
 """
@@ -75,11 +75,11 @@ BRIEF, WHOLE = 1, 2
 
 
 class MalformedError(Exception):
-    """The members of an event cannot be told apart."""
+    """The members of an event cannot be separated."""
 
 
 class IncompleteError(Exception):
-    """The event goes on after the last byte."""
+    """The event is incomplete at the last byte."""
 
 
 class _DoubtError(Exception):

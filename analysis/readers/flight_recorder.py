@@ -380,7 +380,7 @@ def _frame(frames: object) -> str | None:
 def peers(title: str, members: Sequence[int], rank: int) -> int:
     """Return the global rank at the other end of `send 0->1` or `recv 1<-0`, which `rank` recorded.
 
-    -1 if it cannot be told.
+    -1 if unknown.
 
     The numbers are ranks within the group; global ones are accepted where only they make sense.
     """
@@ -406,7 +406,7 @@ def _size_bytes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
 def _status(raw: Mapping[Any, Any], groups: Sequence[Group], pg_ids: Mapping[int, Group]) -> dict[Group, _Counters]:
     """Return the counters by group. They stand under the process's own numbers of the groups, not under their names.
 
-    The entries say which number is which group. For the others the order in which groups are made tells: numbers and
+    The entries say which number is which group. The others follow from the order in which groups are made: numbers and
     names both grow with it. Where that contradicts an entry, only the entries are believed.
     """
     numbers = sorted(int(number) for number in raw)
@@ -460,7 +460,7 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
     for group in dict.fromkeys([*dump.groups, *dump.status, *(entry.group for entry in dump.entries)]):
         mine = [entry for entry in dump.entries if entry.group == group]
         p2p = [e for e in mine if e.is_p2p]
-        # The counters know of ends that the entries were not told of, if both count the same thing.
+        # The counters include ends that the entries lack, if both count the same thing.
         alike = group in dump.status and len(p2p) in (0, len(mine))
         ended = dump.status[group].completed if alike else -1
         open_entries = [e for e in mine if e.pending and e.seq > ended]

@@ -3,12 +3,12 @@
 What counts as an event is defined by `PythonScanner`; `_scan.c` is its fast twin, used where it was built, and agrees
 with it on every input. Neither makes a Python object per event: columns are filled in place, and names become codes.
 
-Most of a trace is arguments that nobody asks for, so those are skimmed: only their braces and quotes are looked at, and
+Most of a trace is arguments that are not needed, so those are skimmed: only their braces and quotes are looked at, and
 in kernels, copies and launches four keys. Where that could go wrong (an escape, a brace or a line break in what seems
 to be a string) they are parsed with care, as are those of collectives. An event that is not wanted is left in the same
 way.
 
-Broken JSON does not end a scan. An event is taken if its members can be told apart (a value may be missing or be no
+Broken JSON does not end a scan. An event is taken if its members can be separated (a value may be missing or be no
 JSON at all); where they cannot, the scan goes on at the next `}, {"ph"`, and the event is counted as malformed.
 """
 

@@ -370,7 +370,7 @@ def _frames(log: _Log) -> tuple[dict[str, pl.DataFrame], list[Gap]]:
                 "members": ranges(sorted(members[comm].values())),
             }
             for comm, process in log.places
-            # Without all its members it would look as if nobody else were waited for.
+            # Without all its members it would look as if the others were not waited for.
             if process in rank_of and len(members[comm]) == log.sizes[comm]
         ],
         "collectives": [

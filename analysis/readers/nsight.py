@@ -78,7 +78,7 @@ _LACKS = {
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """What one file holds. `process` is null where the export does not tell processes apart.
+    """What one file holds. `process` is null where the export does not distinguish processes.
 
     `frames` are the files of its device work, launches and ranges. `places` are process and device of each rank.
     """
@@ -250,7 +250,7 @@ def _is_export(path: Path) -> bool:
         with _opened(path) as database:
             names = _tables(database)
     except (OSError, *_DAMAGED):
-        # A database all the same: what is wrong with it is said when it is read.
+        # Count it as a database: reading it reports what is wrong.
         return path.suffix == ".sqlite" and path.stat().st_size > 0
     return bool(names & {*_DEVICE, *_META, _RUNTIME, _NVTX})
 
@@ -307,7 +307,7 @@ class _Reading:
         self._tables = _tables(database)
         self._problems: list[tuple[str, int | None, str]] = []
         self._strings = self._select("StringIds", "run", id=("id", pl.Int64), text=("value", pl.String))
-        self._tells_processes = _KERNEL not in self._tables or "globalPid" in self._columns(_KERNEL)
+        self._has_processes = _KERNEL not in self._tables or "globalPid" in self._columns(_KERNEL)
 
     def capture(self, into: Path) -> _Capture:
         device = pl.concat([self._device(kind) for kind in _DEVICE])
@@ -458,7 +458,7 @@ class _Reading:
 
     def _thread(self) -> tuple[pl.Expr, pl.Expr]:
         """Process and thread, 0 being the main one. Without process ids in the device's rows there is one process."""
-        if not self._tells_processes:
+        if not self._has_processes:
             return pl.lit(None, pl.Int64).alias("process"), pl.lit(0).alias("thread")
         number, tid = pl.col("tid") // _PID_STEP, pl.col("tid") % _PID_STEP
         is_main = tid == number % _PID_STEP

@@ -175,7 +175,7 @@ def _fit(one: _Stream, other: _Stream, rooted: Collection[int]) -> _Fit | None:
     here, there = slice(low, high), slice(low - shift, high - shift)
     apart = other.end_ns[there] - one.end_ns[here]
     clocks = 0.0 if one_clock else float(np.median(apart))
-    # Only the last to arrive begins after others have ended an operation that has a root: it waits for nobody.
+    # Only the last to arrive begins after others have ended an operation that has a root: it does not wait.
     mutual = ~np.isin(one.kind[here], list(rooted))
     begun = np.maximum(one.start_ns[here], other.start_ns[there] - clocks)
     over = np.minimum(one.end_ns[here], other.end_ns[there] - clocks)

@@ -61,7 +61,7 @@ def open_run(paths: Sequence[str]) -> FrameReader:
         stages.append(stage)
         before = len(missing)
         rows += [row for step, said in iterations.items() for row in _rows(stage, step, said, missing)]
-        missing[before:] = _told_once(missing[before:], path.name)
+        missing[before:] = _once_each(missing[before:], path.name)
     if not rows:
         raise BadInput(f"{', '.join(paths)}: {missing[0].why if missing else 'no pipeline operation is in it'}")
     check_ranks(paths[0], stages)
@@ -156,7 +156,7 @@ def _ns(milliseconds: float) -> int:
     return round(milliseconds * _NS_PER_MS)
 
 
-def _told_once(gaps: Sequence[Gap], name: str) -> list[Gap]:
+def _once_each(gaps: Sequence[Gap], name: str) -> list[Gap]:
     """One gap for all iterations of a file."""
     if not gaps:
         return []

@@ -86,7 +86,7 @@ class Rows:
                 self._put_block()
 
     def seal(self) -> None:
-        """No rows follow."""
+        """End the table: no rows follow."""
         if self._filled:
             self._put_block()
         self._last = {}

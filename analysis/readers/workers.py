@@ -83,7 +83,7 @@ def each(
 
     `cpu_s` is about what each of them takes: where others could take much of it over, worker processes do, one for each
     core that this process may use, else threads; or whatever `elsewhere` named. What a task raises is raised here.
-    Tasks hold `memory` bytes at most beside what each worker does. `what` names them for who watches; empty: files.
+    Tasks hold `memory` bytes at most beside what each worker does. `what` names them for progress; empty: files.
     """
     return told(what or text("files"), _results(task, arguments, cpu_s, _OF_WORKER + memory), len(arguments))
 
@@ -127,7 +127,7 @@ def _in_processes(
         with ThreadPoolExecutor(count) as pool:
             try:
                 yield from pool.map(run, arguments)
-            finally:  # also where nobody wants the rest, or after Ctrl-C
+            finally:  # also where the caller stops early, or after Ctrl-C
                 for worker in workers:
                     worker.end()
     finally:
@@ -159,7 +159,7 @@ class _Worker:
         return Lost(text("the process that read it was killed {times} times", times=_TRIES))
 
     def end(self) -> None:
-        """End the process, whatever it does; its task is lost."""
+        """Kill the process; its task is lost."""
         with self._lock:
             self._ended = True
             self._process.kill()
@@ -171,7 +171,7 @@ class _Worker:
                 self._process = self._started()
 
     def close(self) -> None:
-        """Leave nothing of an ended process."""
+        """Release everything of an ended process."""
         _close(self._process)
 
     @staticmethod
@@ -205,7 +205,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 def serve() -> None:
     """Run the tasks that come on standard input; their results go to standard output. What they print is an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
         while True:

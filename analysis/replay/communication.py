@@ -220,7 +220,7 @@ def _queue(order: list[int], wired: Wiring, edges: _Edges) -> None:
 
 
 def kept_parameters(ops: pl.DataFrame, wired: Wiring, changes: Changes) -> Changes | None:
-    """Parameters stay gathered after forward: backward does not gather them again, and nobody waits for it there."""
+    """Parameters stay gathered after forward: backward neither gathers them again nor waits for that."""
     again = ops.filter("again")["instance_id"].to_list()
     if not again:
         return None

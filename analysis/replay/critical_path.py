@@ -1,4 +1,4 @@
-"""What the end of the job waited for, moment by moment, over all ranks: the longest chain through the graph.
+"""The critical path over all ranks: the longest chain through the graph to the end of the job.
 
 Source: HTA's critical path analysis for the idea; Böhme et al. 2012 for the summary by rank and activity.
 """

@@ -1,4 +1,4 @@
-"""What waits for what on ranks whose device work was traced: host calls, kernels, and collectives across ranks.
+"""The dependency graph of ranks whose device work was traced: host calls, kernels, and collectives across ranks.
 
 A profiler's trace has the calls and the kernels, but hardly ever the events by which streams wait for each other. What
 is not written down is taken from what PyTorch always does, or inferred from the times; each rule says which.

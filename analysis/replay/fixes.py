@@ -61,7 +61,7 @@ class Fix:
 
 
 def check_form(written: str) -> None:
-    """Nothing, if some run may have such a fix. Raises `BadFix`, without a run."""
+    """Raise `BadFix`, without a run, if no run may have such a fix."""
     if not _FORM.fullmatch(written):
         kinds = f"rank:2, rank:2,5, node:1, balance, stage:3, link:node1, op:allreduce=0.5, {', '.join(VANISHING)}"
         schedules = "overlap:GROUP:OPERATION, prefetch:1, reshard:off"

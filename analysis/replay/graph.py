@@ -1,4 +1,4 @@
-"""What waits for what: one structure for every source, and the replay of it with other durations.
+"""Dependency graphs: one structure for every source, and its replay with other durations.
 
 Source: dPRO and Lumos (a job's operations as a graph that is run again), ByteDance's what-if analysis of stragglers.
 """
@@ -50,7 +50,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph(Nodes):
-    """Nodes in order, and what each waits for. `replay` says all there is to say about what that means.
+    """Nodes in order, and what each waits for; `replay` defines what that means.
 
     What node `i` waits for is `before[first[i] : first[i + 1]]`, all of them lower numbers than `i`. A node that waits
     for nothing begins at 0, which is `origin_ns` on the run's clock.

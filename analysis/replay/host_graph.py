@@ -54,7 +54,7 @@ class HostGraph:
     graph: Graph
     steps: pl.DataFrame
     cycle: Ints
-    unmatched: int  # operations that have their measured length and wait for nobody
+    unmatched: int  # operations that have their measured length and do not wait for peers
     matched: int
 
 
@@ -192,7 +192,7 @@ def graph_of(timeline: Timeline) -> HostGraph:
     keys = _Keys(ranks, origin, latest - origin + 2)
     if len(ranks) * keys.span >= 2**62:
         raise NotReplayable(text("the run is too long for so many ranks"))
-    # Operations of which not all ranks are on a main thread's chain wait for nobody.
+    # Operations of which not all ranks are on a main thread's chain do not wait for peers.
     whole = pl.col("instance_id").is_not_null() & (
         pl.len().over("instance_id") == pl.when(pl.col("op").is_in(P2P_OPS)).then(2).otherwise("group_size")
     )
@@ -203,7 +203,7 @@ def graph_of(timeline: Timeline) -> HostGraph:
 
 
 def _check_clocks(timeline: Timeline) -> None:
-    """Raise `NotReplayable` if the nodes' clocks do not tell who was last."""
+    """Raise `NotReplayable` if the nodes' clocks do not show which rank was last."""
     errors = [clock.error_ns for clock in timeline.clocks]
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
@@ -297,7 +297,7 @@ def _woken(chains: _Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, I
     np.maximum.at(last_end, span, rows.end[row])
     wakes = np.full(len(chains.start), _NONE)
     order = np.argsort(rows.end[row], kind="stable")
-    wakes[span[order]] = rows.position[row[order]]  # the last one to end tells what the span waits for
+    wakes[span[order]] = rows.position[row[order]]  # the span waits for the last one to end
     return np.where(chains.blocked, chains.end - last_end, chains.end - chains.start), wakes
 
 
@@ -315,7 +315,7 @@ def _moved(chains: _Chains, rows: _Rows, keys: _Keys, numbers: _Numbers, arrows:
     np.maximum.at(last_began, op[matched], local_began[matched])
     later, earlier_op, freed_at = _queued_operations(op, local_end, rows.mutual, rows.group, last_began)
     last_began[later] = np.maximum(last_began[later], freed_at)
-    # Whoever ended before the last one arrived did not wait for it: the root of a broadcast, a send that is buffered.
+    # A rank that ended before the last one arrived did not wait for it: the root of a broadcast, a buffered send.
     joins = np.zeros(numbers.n_rows, dtype=bool)
     joins[matched] = local_end[matched] >= last_began[op[matched]] - error_ns
     transfer_ns = np.full(numbers.n_ops, np.iinfo(np.int64).max)
@@ -470,7 +470,7 @@ def _joined_by_backward(
 ) -> tuple[Ints, Ints]:
     """Chain nodes that begin where a backward ends, and the rows that it had to wait for had they not ended before.
 
-    DDP waits at the end of backward for what was issued in it. Where a wait was seen since, somebody else did.
+    DDP waits at the end of backward for the operations issued in it, unless the script has waited for them since.
     """
     of_main = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("rank").is_in(keys.ranks.implode()))
     backward = of_main.filter(pl.col("kind") == "backward").sort("rank", "start_ns")
@@ -481,8 +481,8 @@ def _joined_by_backward(
     until = high[inside[rows]]
     at = np.searchsorted(chains.start, until)
     on_chain = (at < len(chains.start)) & (chains.place[np.minimum(at, len(chains.start) - 1)] == until // keys.span)
-    nobody = wait[np.searchsorted(wait, arrival[rows])] >= until
-    keep = (arrival[rows] < until) & (end[rows] <= until) & on_chain & nobody
+    unwaited = wait[np.searchsorted(wait, arrival[rows])] >= until
+    keep = (arrival[rows] < until) & (end[rows] <= until) & on_chain & unwaited
     return at[keep], rows[keep]
 
 

@@ -1,4 +1,4 @@
-"""Pipeline-parallel steps as operations: who waits for whom, which schedule it is, and how much of it is bubble."""
+"""Pipeline-parallel steps as operations: their dependencies, the schedule, and how much of it is bubble."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def _first_backward_transfers(
 
 
 def _groups(index: Mapping[Key, int]) -> list[Group]:
-    """Return who transfers with whom."""
+    """Return the groups of stages that transfer to each other."""
     stages = sorted({key.stage for key in index})
     groups = []
     for key, i in index.items():

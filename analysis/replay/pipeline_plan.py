@@ -1,4 +1,4 @@
-"""What a step would have taken if some operations had taken another time.
+"""Predicts a step whose operations take other times.
 
 A `Plan` says what waits for what, once for all steps; `replay` runs it on whole arrays of durations, one lane per
 step and replica. Waiting is never an input: communication enters as transfer alone, and the waits come out again.
@@ -39,7 +39,7 @@ class Group:
 class Plan:
     """What waits for what: `before[op]` must have ended before `op` starts; `order` is an order that respects it.
 
-    An operation that transfers with nobody is a group of its own.
+    An operation without a transfer is a group of its own.
     """
 
     before: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""What a run that can be replayed answers, whatever it is replayed from; and why another one cannot."""
+"""The interface of a replayable run, whatever its source; and the reason why another one cannot be replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fixes would make the step shorter: the likely ones are all tried in the replay, whether a detector asks or not.
+"""Which fixes would make the step shorter: tries all likely ones in the replay, with or without a finding.
 
 Candidates are what wait attribution charges most to (ranks, nodes, stages), where only operations were recorded what
 computes longest, and every fix without an argument that the run allows, but for `balance`. A fix is listed if it brings
@@ -45,7 +45,7 @@ _ASKED = {  # start of a fix -> the detector whose findings ask for it
 def sweep(run: Replay, findings: Sequence[Finding], charges: pl.DataFrame) -> tuple[PredictedFix, ...]:
     """Return the fixes worth trying, the largest gain first, and those of findings whose cost the replay contradicts.
 
-    `charges` say for whom ranks were blocked, as `wait_attribution.Delays` has them.
+    `charges` say which ranks blocked others, as `wait_attribution.Delays` has them.
     """
     found: dict[str, Finding] = {}
     for finding in findings:
@@ -135,7 +135,7 @@ def _largest(ns: Mapping[int, float]) -> list[int]:
 
 
 def _of_charges(run: Rerun, charges: pl.DataFrame) -> dict[int, float]:
-    """For how long others were blocked by each rank; who blocked nobody for `LEAST_GAIN` of a step brings less."""
+    """Return how long each rank blocked others, if `LEAST_GAIN` of a step or more: else its fix saves less."""
     sums = charges.group_by("rank").agg(pl.col("blocked_ns").sum()).drop_nulls().iter_rows()
     least = LEAST_GAIN * float(run.lengths_ns[run.judged].sum()) / len(run.nodes)
     return {rank: float(ns) for rank, ns in sums if rank in run.nodes and ns >= least}
@@ -182,7 +182,7 @@ def _covered(fix: str, worth: Mapping[str, Gain], run: Replay) -> bool:
 
 
 def _ranks(fix: str, run: Replay) -> frozenset[int]:
-    """Return whose own time a fix changes; empty if it is of no rank's."""
+    """Return the ranks whose own time a fix changes; empty if none."""
     parsed = Fix.parse(fix)
     if parsed.kind == "rank":
         return frozenset(parsed.numbers)

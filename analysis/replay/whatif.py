@@ -1,4 +1,4 @@
-"""What a step would take if something were repaired: fixes as the user writes them, put into the graph and replayed."""
+"""Predicts the step with fixes: fixes as the user writes them, applied to the graph and replayed."""
 
 from __future__ import annotations
 

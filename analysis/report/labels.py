@@ -1,4 +1,4 @@
-"""The report's words: everything a reader sees that the Report itself does not say."""
+"""The report's words: everything a reader sees that is not in the Report itself."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ _ENGLISH: dict[str, str] = {
     "waits.most": "most: {0}",
     "waits.hidden": "not shown: {0} ranks in between; all are in the JSON form",
     "waits.none": "No collective was matched on all its ranks, so waiting could not be measured.",
-    # whom and what ranks waited for
+    # what ranks waited for
     "blames.means": "Wait time by root cause, summed over ranks. If the last-arriving rank was itself "
     "waiting, the cost moves on to the rank it waited for.",
     "blames.time": "waited",

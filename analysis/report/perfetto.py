@@ -44,9 +44,9 @@ from rankscope.errors import NotExportable
 __all__ = ["MOST_EVENTS", "chosen", "write"]
 
 MOST_EVENTS = 3_000_000
-_MOST_ROWS = 64  # of one track; what would need more is counted and said
+_MOST_ROWS = 64  # of one track; the rest is counted and reported
 _CHUNK = 50_000  # rows that are packed at once
-_LISTED = 200  # gaps that are told one by one
+_LISTED = 200  # gaps that are written one by one
 
 
 Ints = NDArray[np.int64]
@@ -126,7 +126,7 @@ def write(
         _write_table(out, table)
     _write_counters(out, part)
     for (rank, title), events in out.hidden.items():
-        _told(
+        _add_slice(
             out, span_of(part) or span, "not seen", f"rank {rank}, {title}: {events:,} events lie too deep to be drawn"
         )
     return out.events
@@ -171,7 +171,7 @@ class _Out:
     def track(self, process: tuple[str, int], title: str, row: int = 0, more: bytes = b"") -> int:
         """Return the number of a track.
 
-        Rows of one title are drawn as one. They lie in the order in which they are told.
+        Rows of one title are drawn as one, in the order of these calls.
         """
         if process not in self._tracks:  # a node of which no rank is shown
             self.process(*process, " ".join(map(str, process)))
@@ -197,8 +197,8 @@ class _Out:
         if not len(different):
             return np.zeros(len(values), np.int64)
         numbers = pl.Series([known[text] for text in different.to_list()], dtype=pl.Int64)
-        told: Ints = values.replace_strict(different, numbers, default=0, return_dtype=pl.Int64).to_numpy()
-        return told
+        numbered: Ints = values.replace_strict(different, numbers, default=0, return_dtype=pl.Int64).to_numpy()
+        return numbered
 
     def text(self, kind: int, text: str, rows: int) -> Ints:
         """Return the number of one text, for each of so many rows."""
@@ -292,7 +292,7 @@ def _write_slices(out: _Out, rows: pl.DataFrame, table: Table) -> None:
 
 
 def _arg(out: _Out, values: pl.Series) -> Block:
-    """Return what is told of each event under the column's name; nothing where it is null."""
+    """Return each event's argument of the column's name; none where it is null."""
     name = varint(1, out.text(_ARG_NAMES, values.name, len(values)))
     if values.dtype == pl.Boolean:
         value = varint(2, values.cast(pl.Int64).fill_null(0).to_numpy())
@@ -341,22 +341,22 @@ def _write_readings(out: _Out, kind: str, readings: pl.DataFrame, title: pl.Expr
 def _write_run(out: _Out, report: Report, span: tuple[int, int], part: Timeline) -> None:
     """Write the verdict, findings and what was not seen: slices as long as what is shown, below each other."""
     out.process(_JOB, 0, _JOB)
-    _told(out, span, "verdict", report.verdict, **_about(report, part))
+    _add_slice(out, span, "verdict", report.verdict, **_about(report, part))
     for finding in report.findings:
-        _told(out, span, "findings", finding.title, **_finding(report, finding))
+        _add_slice(out, span, "findings", finding.title, **_finding(report, finding))
     missing = sorted(set(range(report.world_size or 0)) - set(report.ranks))
     if missing:
-        _told(out, span, "not seen", f"ranks {ranges(missing)} were not recorded")
+        _add_slice(out, span, "not seen", f"ranks {ranges(missing)} were not recorded")
     for gap in report.gaps[:_LISTED]:
-        who = f"rank {gap.rank}, " if gap.rank is not None else "" if gap.node is None else f"node {gap.node}, "
-        _told(out, span, "not seen", f"{who}{gap.table}: {gap.why}", count=gap.count)
+        place = f"rank {gap.rank}, " if gap.rank is not None else "" if gap.node is None else f"node {gap.node}, "
+        _add_slice(out, span, "not seen", f"{place}{gap.table}: {gap.why}", count=gap.count)
     if len(report.gaps) > _LISTED:
-        _told(out, span, "not seen", f"and {len(report.gaps) - _LISTED} more gaps, which the report lists")
+        _add_slice(out, span, "not seen", f"and {len(report.gaps) - _LISTED} more gaps, which the report lists")
     for unchecked in report.not_checked:
-        _told(out, span, "not checked", f"{detector_name(unchecked.detector)}: {unchecked.why}")
+        _add_slice(out, span, "not checked", f"{detector_name(unchecked.detector)}: {unchecked.why}")
 
 
-def _told(out: _Out, span: tuple[int, int], title: str, name: str, **args: object) -> None:
+def _add_slice(out: _Out, span: tuple[int, int], title: str, name: str, **args: object) -> None:
     """Write a slice of the run, below those of the same title."""
     first, last = span
     columns = {key: [value] for key, value in args.items() if value not in (None, "")}
@@ -382,10 +382,7 @@ def _finding(report: Report, finding: Finding) -> dict[str, object]:
 
 
 def _about(report: Report, part: Timeline) -> dict[str, str]:
-    """Return what one must know of the file.
-
-    Where it comes from, what is in it, and how far its clocks can be trusted.
-    """
+    """Return the file's metadata: its source, its content, and the error of its clocks."""
     steps, judged = part.steps["step"].unique(), part.steps.filter("judged")["step"].unique()
     return {
         "run": report.path,

@@ -1,4 +1,4 @@
-"""What a trace of Perfetto shows of a run: tables of slices, in the order of their tracks."""
+"""A run as Perfetto's slices: tables, in the order of their tracks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Pack = Callable[[Ints, Ints, int], NDArray[np.intp]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows with `rank`, `start_ns` and `end_ns`, in order of rank, and what is told of each."""
+    """Rows with `rank`, `start_ns` and `end_ns`, in order of rank, and the arguments of each."""
 
     category: str
     frame: pl.DataFrame

@@ -74,7 +74,7 @@ _MUCH_IDLE, _MOSTLY = 0.03, 0.5  # of the step, as host_bound judges
 
 
 def lead_line(lead: Lead) -> str:
-    """Return who is the limit, host or device, as far as CUDA events tell."""
+    """Return which is the limit, host or device, as far as CUDA events show."""
     ahead, idle = duration(lead.ahead_ns), percent(lead.idle_fraction)
     if lead.idle_fraction < _MUCH_IDLE:
         return say("lead.device", ahead, idle)
@@ -105,7 +105,7 @@ def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
     return rows
 
 
-_COMPARED = 50  # steps tell apart what differs little
+_COMPARED = 50  # steps suffice for small differences
 _PARTS = 3  # of a step, that say how another phase of the run differs
 _MOST_FINDINGS = 5  # over the whole run
 _CHANGED = 1.03  # a span of steps is that much longer than another
@@ -268,7 +268,7 @@ def label(said: str) -> str:
 
 
 def others_waited(report: Report, finding: Finding) -> str | None:
-    """Return who waited for the finding's ranks, and for how long."""
+    """Return which ranks waited for the finding's, and for how long."""
     found = finding.others_waited
     if found is None:
         return None

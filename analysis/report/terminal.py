@@ -94,7 +94,7 @@ def _print(blocks: Iterable[RenderableType], *, width: int, color: bool) -> str:
         emoji=False,
         markup=False,
         legacy_windows=False,
-        _environ={},  # COLUMNS and the like have no say: the caller decides
+        _environ={},  # the caller decides, not COLUMNS and the like
     )
     for block in blocks:
         console.print(block)
@@ -124,7 +124,7 @@ def _pairs(pairs: Iterable[tuple[str, Text | str]], *, most: int | None = None) 
 
 
 def _listing(rows: Sequence[Sequence[str]]) -> Table:
-    """Rows of two texts or three, as names and what is said of them."""
+    """Rows of two texts or three: a name and its text."""
     pairs = ((row[0], say("gaps.where", *row[1:]) if len(row) > 2 else row[1]) for row in rows)
     return _pairs(pairs, most=_NAME_COLUMNS)
 

@@ -1,4 +1,4 @@
-"""What a reader is shown of a report, as values: the terminal, the page and the browser draw it, and add only charts.
+"""The facts of a report as values: the terminal, the page and the browser draw them, and add only charts.
 
 Every fact has its words, its digits and its place here, once. What a form leaves out it leaves out as a whole.
 """
@@ -128,7 +128,7 @@ def view_of(report: Report) -> View:
 
 
 def facts_of(report: Report, finding: Finding) -> tuple[Fact, ...]:
-    """Of a finding who, where, since when, what it costs and what to do, as far as each is known."""
+    """Return a finding's ranks, place, start, cost and advice, as far as each is known."""
     facts = {
         "finding.who": phrases.who(finding.ranks, finding.nodes, finding.groups),
         "finding.where": phrases.label(finding.where),

@@ -1,1 +1,1 @@
-"""What is opened, and how much of it."""
+"""Opening runs, whole or in part."""

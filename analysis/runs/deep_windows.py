@@ -1,4 +1,4 @@
-"""Deep windows of a recorded run: what torch.profiler saw in a few of its steps, on the run's own clock."""
+"""Deep windows of a recorded run: torch.profiler's trace of a few of its steps, on the run's own clock."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def windows_of(trace: Trace, judge: Callable[[Trace], str]) -> tuple[Window, ...
 
 
 def with_windows(timeline: Timeline, trace: Trace) -> Timeline:
-    """Return the timeline for looking at, operators and device work of the windows included.
+    """Return the timeline to show, with operators and device work of the windows.
 
-    Nothing may be judged by it.
+    Do not run detectors on it.
     """
     seen = [Trace.open(folders) for folders in _folders(trace)]
     if not seen:

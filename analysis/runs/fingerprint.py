@@ -1,4 +1,4 @@
-"""What a run's files and this code were when something was made of them: made anew where either has changed."""
+"""What a run's files and this code were when something was made of them: remade where either has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a run fits into memory, its timeline and replay included: who takes too much is killed without a word."""
+"""What of a run fits into memory, its timeline and replay included: the OOM killer gives no message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHARE = 0.5  # of the memory that is free
 
 
 def check_memory(trace: Trace) -> None:
-    """Nothing, where the device's rows fit or nobody can tell. Raises `BadInput` with what to do."""
+    """Raise `BadInput`, with what to do, where the device's rows are known not to fit."""
     rows = {name: trace.reader.rows(name) for name in ("kernels", "launches")}
     needed, free = needed_bytes(sum(rows.values())), available_bytes()
     if free is None or needed <= free:
@@ -49,14 +49,14 @@ def check_memory(trace: Trace) -> None:
 
 
 def readable_share(reader: NativeReader) -> float:
-    """Return what share of a recorded run a report holds without being told which: 1 is all."""
+    """Return the share of a recorded run that a report holds by default: 1 is all."""
     free = available_bytes()
     most = _MOST if free is None else min(_MOST, _SHARE * free)
     return (most - _BEFORE) / max(bytes_of_rows(reader), 1)
 
 
 def check_share(reader: NativeReader, share: float, *, beside: bool = False) -> None:
-    """Nothing, where this share of a recorded run fits or nobody can tell. Raises `BadInput` with what to do.
+    """Raise `BadInput`, with what to do, where this share of a recorded run is known not to fit.
 
     `beside` says that it must fit beside what this process holds already.
     """

@@ -32,16 +32,16 @@ __all__ = ["FEWEST", "Stretch", "stretch_of"]
 FEWEST = 20  # steps that are worth a report
 _EVER = 1 << 62  # later than all there is
 _BESIDE = 2  # steps that are read before the first and after the last
-_SLACK_NS, _SLACK_UNKNOWN_NS = 1_000_000_000, 10_000_000_000  # of a node's clock; of one that nobody related to others
+_SLACK_NS, _SLACK_UNKNOWN_NS = 1_000_000_000, 10_000_000_000  # of a node's clock; of an unrelated one
 _AS_MUCH = 0.9  # as any other rank has in its files: it lost little, and did not end early
-_SPANS = 60  # of which a history tells the length of a step
+_SPANS = 60  # of which a history has the length of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """What is read of a run: steps `first` to `last`, both included, by the numbers of one rank; `said` says so.
+    """The part of a run that is read: steps `first` to `last`, both included, by the numbers of one rank.
 
-    Of the steps before `kept` the agents have removed the details; 0: of none.
+    `said` is the note on it. Of the steps before `kept` the agents have removed the details; 0: of none.
 
     `counted` are that rank's steps in the whole run, on its node's clock: (rank, node, step, start_ns, end_ns, source,
     judged, aside). Where there are none, it is the last part of the run, and no step. `spans` says from when to when
@@ -233,10 +233,7 @@ def _count_steps(reader: NativeReader, rank: int) -> pl.DataFrame:
 
 
 def _last_before(calls: pl.DataFrame, optimizers: pl.Series) -> pl.DataFrame:
-    """Return the first of the calls, and of those between two runs of optimizers the last.
-
-    It tells whether there are any.
-    """
+    """Return the last call between two runs of optimizers, and the first of all, which shows that there are any."""
     needed = last_before_each(optimizers.sort().to_numpy(), calls["start_ns"].to_numpy())
     return calls.filter(pl.Series(needed, dtype=pl.Boolean))
 

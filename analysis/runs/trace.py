@@ -105,11 +105,11 @@ class Trace:
             return self.reader.read(name).lazy()
 
     def pieces(self, name: str) -> Iterator[pl.DataFrame]:
-        """Return the rows of `table` in pieces, for those who need no more than one in memory."""
+        """Return the rows of `table` in pieces, for callers that need no more than one in memory."""
         return self.reader.pieces(name)
 
     def check_memory(self) -> None:
-        """Raise `BadInput` where its timeline does not fit into memory."""
+        """Raise `BadInput` if its timeline does not fit into memory."""
         check_memory(self)
 
     def gaps(self) -> list[Gap]:
@@ -120,7 +120,7 @@ class Trace:
 
 @contextmanager
 def _damaged(where: str) -> Iterator[None]:
-    """Raise `BadInput` in place of what a reader meets in a file in which anything may stand."""
+    """Raise `BadInput` in place of a reader's errors on an arbitrary file."""
     try:
         yield
     except OSError as error:

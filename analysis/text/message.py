@@ -1,8 +1,8 @@
-"""Texts that keep what they were made of, so that what was found in English can be put into another language.
+"""Texts that keep their template and values, so that English findings can be translated later.
 
-A finding is made long before it is known who reads it. So whatever a reader sees is a `Text`: in English a `str` like
-any other, and `spoken` translates it. The English template is its msgid, and `<language>.po` beside this file is the
-catalog, which babel reads; `tools/texts.py` keeps it in step with the code.
+A finding is made long before its reader's language is known. So all that a reader sees is a `Text`: in English a `str`
+like any other, and `spoken` translates it. The English template is its msgid, and `<language>.po` beside this file is
+the catalog, which babel reads; `tools/texts.py` keeps it in step with the code.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def counted(number: int, noun: str) -> Text:
 
 
 def as_recorded(why: str) -> Text:
-    """Give what a collector or an agent wrote in English, with what it quotes after a colon; known words translate."""
+    """Return a collector's or agent's English text, with its quote after a colon; known words translate."""
     head, _, quoted = why.partition(": ")
     return text("{file}: {why}", file=Text(head, {}), why=Text(quoted, {})) if quoted else Text(why, {})
 

@@ -1,4 +1,4 @@
-"""How far a long piece of work is, said to whoever shows it."""
+"""Progress of a long piece of work, reported to a listener."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def reached(what: str, done: int, of: int | None = None) -> None:
-    """So many of `what` are done, of so many where that is known. `what` is a text that names them: "ranks"."""
+    """Report how many of `what` are done, of how many if known. `what` is a text that names them: "ranks"."""
     for listener in _listeners:
         listener(what, done, of)
 

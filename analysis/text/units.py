@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _UNITS = (("h", 3_600_000_000_000), ("min", 60_000_000_000), ("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000))
-_LARGEST_S = 600  # longer times are told in minutes or hours
+_LARGEST_S = 600  # longer times are given in minutes or hours
 
 
 def bytes_text(size: float) -> str:

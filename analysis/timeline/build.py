@@ -61,7 +61,7 @@ class Timeline:
     | steps | rank, step, start_ns, end_ns, source, judged, aside (why not judged: "warm-up", "outlier", "incomplete",
       "lost" or "profiled"; else null) |
     | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps); where NCCL
-      was recorded `duration_ns` on the device, which tells transfer and wait of an operation without an end |
+      was recorded `duration_ns` on the device, which gives transfer and wait of an operation without an end |
     | regions | those of the schema, step (of the host) |
     | kernels | those of the schema and of `device_phases.with_launches` |
     | launches | those of the schema and of `device_phases.with_waits` |
@@ -96,7 +96,7 @@ class Timeline:
     ops: pl.DataFrame
     progress: pl.DataFrame
     clocks: list[Clock]
-    comparable: bool  # a step number means the same step on all ranks, as far as their collectives tell
+    comparable: bool  # a step number means the same step on all ranks, as far as their collectives show
     matched_fraction: float | None  # share of collective rows that are part of a whole operation; None: no rows
     gaps: list[Gap]
     memory: pl.DataFrame = field(default_factory=pl.DataFrame)
@@ -175,7 +175,7 @@ class _Cut:
 
 
 def build_timeline(trace: Trace) -> Timeline:
-    """Return the trace's timeline. What could not be seen or settled is in `gaps`; nothing raises for lack of data.
+    """Return the trace's timeline. What is missing or unclear is in `gaps`; lack of data never raises.
 
     Raises `BadInput` where the memory of this machine is not enough.
     """
@@ -355,7 +355,7 @@ def _begun_within(counted: pl.DataFrame, stretch: Stretch) -> pl.Expr:
 
 
 def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
-    """Return the nodes' clocks, from pings, else from what the operations tell, else from the hosts' unix time."""
+    """Return the nodes' clocks, from pings, else from the order of operations, else from the hosts' unix time."""
     clocks = fit_clocks(trace.table("clocks").collect(), nodes)
     if all(c.error_ns is not None for c in clocks):
         return clocks
@@ -367,7 +367,7 @@ def _clocks(trace: Trace, nodes: list[int]) -> list[Clock]:
 
 
 def _on_a_clock(collectives: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows without the waits of which only the length is known: nobody saw when they were."""
+    """Return the rows without the waits of which only the length is known."""
     if "duration_ns" not in collectives.columns:
         return collectives
     return collectives.with_columns(pl.when(pl.col("end_ns").is_not_null()).then("wait_ns").alias("wait_ns"))
@@ -384,7 +384,7 @@ def _comparable_steps(
 
     Of part of a run as `counted`.
 
-    And gaps that say how those of `lossy` ranks were numbered, who have lost records.
+    And gaps that say how those of `lossy` ranks, which lost records, were numbered.
     """
     steps = find_steps(marks, regions, collectives)
     if counted is not None and len(steps):

@@ -59,7 +59,7 @@ def fit_clocks(clocks: pl.DataFrame, nodes: Iterable[int]) -> list[Clock]:
 
 
 def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[Clock]:
-    """Return the clocks, those of unknown error placed by what can only come after something else, where that tells.
+    """Return the clocks, those of unknown error placed by causality where operations bound them.
 
     `matched` has times on the nodes' own clocks. No rank ends an operation in which all give to all before the last
     arrived, no receive ends before its send began: each such pair bounds the offset of one node's clock to another's,

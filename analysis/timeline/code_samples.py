@@ -25,14 +25,14 @@ PLACES = {"place": pl.Int64, "parent": pl.Int64, "function": pl.String, "file": 
 _LISTED, _DEEPEST = 20, 4  # calls of the tree, and of how many that call several others one is in another
 _LEAST_SHARE, _LEAST_SAMPLES = 0.04, 4  # of what is listed by itself
 _PASSED_ON = 0.9  # share of a call that one other in it must have to stand for it
-_MOSTLY = 0.75  # of a call, to be said to be in this part of the step
-_MOST = 0.7  # of a part, to be said to be where it is spent
-_FEW = 20  # samples of which nothing is said
+_MOSTLY = 0.75  # of a call, to be attributed to this part of the step
+_MOST = 0.7  # of a part, to be named as its place
+_FEW = 20  # with fewer samples nothing is reported
 _SAME_WAY = 0.7  # share of what a call has beyond the other ranks, that one call below it must have to be named instead
 _ONE_WAY = 0.1  # share of it from which a call is one of several ways to the same line
-_EXPLAINS = 0.3  # share of what a finding costs, from which a place is said beside it
+_EXPLAINS = 0.3  # share of a finding's cost from which a place is named beside it
 _SURE = 2.5  # standard deviations
-_EVERYWHERE = 0.5  # share of the others' time from which a place tells nothing about one rank
+_EVERYWHERE = 0.5  # share of the others' time from which a place says nothing about one rank
 _Z95 = 1.96
 
 Floats = NDArray[np.float64]
@@ -117,7 +117,7 @@ class Code:
         return tuple(found)
 
     def of_finding(self, finding: Finding) -> str | None:
-        """Return what the finding's ranks do that the others do not, as a sentence; None where samples do not tell."""
+        """Return what the finding's ranks do that the others do not, as a sentence; None: unknown from samples."""
         if finding.detector == "hang":
             return self._last(finding.ranks)
         found = self._beyond_others(finding)
@@ -133,7 +133,7 @@ class Code:
         )
 
     def places_of(self, finding: Finding) -> Sequence[int]:
-        """Return the places of the line that `of_finding` names; none where samples do not tell, or of a hang."""
+        """Return the places of the line that `of_finding` names; none if that is None, or of a hang."""
         found = None if finding.detector == "hang" else self._beyond_others(finding)
         return found[0] if found else ()
 

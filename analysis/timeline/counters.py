@@ -1,4 +1,4 @@
-"""What the nodes' counters say about the judged steps, and whose they are."""
+"""The nodes' counters in the judged steps, and the ranks that they belong to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["during", "gpus_of_ranks", "growth", "rates", "well_read"]
 
 
 def gpus_of_ranks(run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
-    """(rank, node, device): the GPU that each rank used, as the counters call it, where torch and the driver told.
+    """(rank, node, device): the GPU that each rank used, as the counters call it, where torch and the driver report it.
 
     `run` is the JSON of each node.
     """

@@ -1,4 +1,4 @@
-"""What CUDA events tell of the devices: where steps end, how long phases take, how far the host is ahead.
+"""What CUDA events measure on devices: where steps end, how long phases take, the depth of the launch queue.
 
 Five marks a step say nothing of single kernels: what that leaves open is a part of its own, or a bound. The meaning of
 each quantity is defined in docs/definitions.md, "On a device, by marks".
@@ -65,7 +65,7 @@ _OF_PIPELINES = (  # where forwards have marks too
 _TRUSTED = 0.1  # a clock's error that is at most this share of what is judged does not matter
 _BESIDE_NS = 10_000_000  # so far apart are at most the end of a host's step and the mark that it enqueued there
 _MOST = 0.5  # share of a rank's steps that must have ended on its device, or the hosts' steps are taken
-_LITTLE = 0.01  # share of a phase: if all its communication together takes no longer, it is not told apart
+_LITTLE = 0.01  # share of a phase: if all its communication together takes no longer, it is not separated
 _MAIN_THREAD = 0
 _STOPS = ("checkpoint", "compile", "input", "gc")  # what stops the main thread; where several are true the last counts
 
@@ -104,7 +104,7 @@ def marked_steps(
 
 
 def _useless(ended: pl.DataFrame, marks: pl.DataFrame, collectives: pl.DataFrame) -> str:
-    """Return why marks tell nothing of these steps, as the begin of a sentence; empty if they do."""
+    """Return why marks cannot be used for these steps, as the beginning of a sentence; empty if they can."""
     if 2 * collectives["end_ns"].count() > len(collectives):
         return text("most operations end on the hosts, as gloo's do")
     seen = ended.group_by("rank").agg(pl.col("_done").is_not_null().mean().alias("seen"))
@@ -180,7 +180,7 @@ def by_marks(
     On the device a phase lasts from `begin_ns` to `device_ns`, where the mark before and this one lie; the host
     enqueued the two at `host_begin_ns` and `recorded_ns`.
     `ahead_ns`: how far the host was ahead at the end, the depth of its queue.
-    `idle_ns`: what the device stood idle at most. It had work until it came to the mark before, and had all of its work
+    `idle_ns`: the most that the device was idle. It had work until it came to the mark before, and had all of its work
     when the host had enqueued this one.
     `communication_ns`: the `duration_ns` of the operations that the host enqueued meanwhile, with waiting, whatever hid
     it; null where that is not known.
@@ -278,7 +278,7 @@ def mark_phases(marks: pl.DataFrame, steps: pl.DataFrame, regions: pl.DataFrame,
 
     The rows of a step cover it without gap or overlap: those of a phase of `marks` (as `by_marks` has them) have its
     part and its name for a label, but for the time in which the host's main thread was stopped (gc, input, compile,
-    checkpoint) and the device had run dry, see `_dry`. A mixed phase whose waits are known (`waits`, as
+    checkpoint) and its launch queue was drained, see `_dry`. A mixed phase whose waits are known (`waits`, as
     `device_waits.known_waits` has them) is unsplit communication in these and its own part otherwise.
     """
     stops = regions.filter(
@@ -320,11 +320,11 @@ def _cut(
 
 
 def _dry(marks: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]) -> tuple[Spans, Ints]:
-    """Return when one rank's device stood idle because its host was stopped; and the part that each of these is.
+    """Return when one rank's device was idle because its host was stopped; and the part that each of these is.
 
-    Taken that within a phase the host enqueues work evenly over the time in which it is not stopped, the device ran dry
-    when it had done the share that was enqueued before the stop. All the phase's work is taken to be as much as there
-    can be: what was enqueued after a stop, the device did after it. So this is the least idle time that is possible.
+    Assume that within a phase the host enqueues work evenly while it is not stopped: the launch queue drained when the
+    device had done the share enqueued before the stop. All the phase's work is assumed to be as much as possible: work
+    enqueued after a stop was done after it. So this is a lower bound of the idle time.
     """
     host_begin, host_end, begin, end = (
         marks[c].to_numpy() for c in ("host_begin_ns", "recorded_ns", "begin_ns", "device_ns")
@@ -352,7 +352,7 @@ def _dry(marks: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]) -> tupl
     stop = np.minimum(stop, end[phase])
     work = (end - begin).astype(np.float64)
     np.minimum.at(work, phase[after > 0], (end[phase] - stop)[after > 0] / after[after > 0])
-    dry = begin[phase] + enqueued * work[phase]  # had the device not stood idle before
+    dry = begin[phase] + enqueued * work[phase]  # had the device not been idle before
     idle = np.zeros(len(begin))
     begins = stop.astype(np.float64)
     nth = np.arange(len(at)) - first

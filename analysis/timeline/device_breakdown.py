@@ -101,7 +101,7 @@ def device_phases(
     The rows of a step cover it without gap or overlap. Time in which a kernel computes is compute, or overlapped if one
     communicates as well; else communication (wait, bubble, transfer or unsplit), else memory. Time in which nothing
     runs is gc, input, compile or checkpoint if that stopped the host's main thread; else host, if the call that
-    launched what came next began after the device had run dry; else other. `kernels` has the columns of
+    launched what came next began after the queue was drained; else other. `kernels` has the columns of
     `with_launches`, `collectives` is the matched table.
 
     Source: HTA's idle time breakdown for the rule on the launch.
@@ -237,7 +237,7 @@ def _split(rank: _Rank, grid: Grid, communicates: Bools, part: Ints, label: Ints
 
 
 def _explain(rank: _Rank, grid: Grid, step: Ints, idle: Bools, begun: dict[str, Ints], part: Ints, label: Ints) -> None:
-    """Write host where the device had run dry before the next launch began, and what the launching thread did then.
+    """Write host where the launch queue had drained before the next launch, and what the launching thread did then.
 
     What else is idle gets the label that says of which sort it is. `begun` is how many rows of each kind of work have.
     """

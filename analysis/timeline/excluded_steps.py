@@ -1,4 +1,4 @@
-"""What was lost of ranks that are there otherwise: it would count as their own time, or as their host's fault.
+"""Exclude steps with lost records, which would otherwise count as compute time or as host-bound.
 
 The driver drops rows of a device where the profiler's buffers are full, and, in processes that have lived long, at the
 begin of a capture: the calls that launched them are there, they are not. And a rank whose operations were not recorded
@@ -22,7 +22,7 @@ from rankscope.collectors.schema import P2P_OPS
 __all__ = ["set_lost_aside", "without_lost_operations"]
 
 _MUCH = 0.1  # share of a step's launches from which it is not judged
-_TOLD = 0.01  # share of all from which it is told
+_REPORTED = 0.01  # share of all from which it is reported
 
 
 def set_lost_aside(
@@ -57,7 +57,7 @@ def set_lost_aside(
             count=count,
             why=text("what {lost} of {all:,} launched was not recorded", lost=counted(count, "call"), all=total),
         )
-        for rank, count, total in of_ranks.filter(pl.col("lost") >= _TOLD * pl.col("launched")).rows()
+        for rank, count, total in of_ranks.filter(pl.col("lost") >= _REPORTED * pl.col("launched")).rows()
     ]
     if not_judged:
         why = text(

@@ -86,14 +86,14 @@ def timing_gaps(records: pl.DataFrame) -> list[Gap]:
     return [Gap(table="flight_records", rank=None, node=None, count=len(records), why=why)]
 
 
-def step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, told: set[int | None], why_none: str) -> list[Gap]:
-    """Give what steps are lacking: all, those of some ranks (`told`: that is said elsewhere), or enough of them."""
+def step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, reported: set[int | None], why_none: str) -> list[Gap]:
+    """Give what steps are lacking: all, those of some ranks (not of `reported` ones), or enough of them."""
     if not len(steps):
         return [Gap(table="steps", rank=None, node=None, count=None, why=why_none)]
     if steps["source"][0] == CAPTURE:
         why = text("{why_none}; the whole capture is taken as one step", why_none=why_none)
         return [Gap(table="steps", rank=None, node=None, count=None, why=why)]
-    without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()) - told)
+    without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()) - reported)
     gaps = [
         Gap(table="steps", rank=rank, node=None, count=None, why=text("rank {rank} has no step", rank=rank))
         for rank in without

@@ -59,7 +59,7 @@ Bools = NDArray[np.bool_]
 
 
 class InvariantError(AssertionError):
-    """A table breaks what its function promises: a bug, never the user's data."""
+    """A table violates its function's invariant: a bug, never the user's data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
 def as_phases(cut: list[tuple[int, tuple[Ints, Ints, Ints, Ints, Ints]]], labels: list[str]) -> pl.DataFrame:
     """Return the rows of these ranks as a table.
 
-    Each has the columns of `joined`, `labels` is what their codes stand for.
+    Each has the columns of `joined`, `labels` are the words for their codes.
     """
     if not cut:
         return pl.DataFrame(schema=PHASE_COLUMNS)
@@ -231,7 +231,7 @@ def _coded(column: str, code: dict[str, int]) -> pl.Expr:
 
 
 def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, kinds: list[str]) -> _Rank:
-    """`kinds` is what the codes of the regions' kinds stand for."""
+    """`kinds` are the words for the codes of the regions' kinds."""
     spans = Spans(*(regions[c].to_numpy() for c in ("start_ns", "end_ns", "_label")))
     kind = regions["kind"].to_numpy()
     return _Rank(

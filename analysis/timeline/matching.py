@@ -1,4 +1,4 @@
-"""Which rows are one operation seen from several ranks, how long it took, and who waited for whom."""
+"""Which rows are one operation seen from several ranks, how long it took, and which ranks waited for which."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NEVER = -(1 << 62)  # a time that was not seen; differences from times still fi
 _NO_SENDER = -2
 _WIDEST = 1 << 62  # of a key
 _REASONS = (None, "group unknown", "peer missing", "operations differ", "end missing")
-_NOTHING, _BY_DURATION, _ROOTED, _BY_START = range(4)  # what a wait is told from
+_NOTHING, _BY_DURATION, _ROOTED, _BY_START = range(4)  # what a wait is measured by
 
 _CODE = {op: code for code, op in enumerate(OPS)}
 _IS_P2P, _IS_ROOTED, _IS_MUTUAL = (np.isin(OPS, ops) for ops in (P2P_OPS, ROOTED_OPS, MUTUAL_OPS))
@@ -63,19 +63,19 @@ def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: I
     - `instance_id`: shared by all rows of one operation, dense in the order of first arrival. Null unless every rank
       of the group (both sides of a point-to-point) has exactly one row, with its end, and the same operation;
       `unmatched` then says why: "group unknown", "peer missing", "end missing", "operations differ".
-    - `transfer_ns`: the least (end - start) over its ranks: the last arriver waits for nobody. Needs no common clock.
+    - `transfer_ns`: the least (end - start) over its ranks: the last arriver does not wait. Needs no common clock.
       Where no rank's end was seen, the rows' `duration_ns` (a column that may be missing) are taken for (end - start),
-      if all have one; no clock tells anything of such an operation.
+      if all have one; clocks say nothing about such an operation.
     - `wait_ns`: (end - start) - transfer_ns. For rooted operations at most the time until the last rank arrived,
       and null where the clocks leave that open by more than a tenth of (end - start).
-      Where the device's start is known on all ranks, it is the time until the last one began there, if the clocks tell
+      Where the device's start is known on all ranks, it is the time until the last one began there, if the clocks show
       that; by the devices' own clock error it can be more than the row's duration.
-    - `is_last`: this rank arrived last, or together with the last (null where rooted and the clocks do not tell).
-    - `arrival_spread_ns`: last minus first arrival; null where the clocks do not tell.
+    - `is_last`: this rank arrived last, or together with the last (null where rooted and the clocks do not show it).
+    - `arrival_spread_ns`: last minus first arrival; null where the clocks do not show it.
     - `early_ns`: by how much the row ended before its last rank arrived (a receive: before its send began), where that
       cannot be and clocks are known; else null. Such an end is moved to that arrival, unless a device gave it.
-    The clocks tell where their error is at most a tenth of the arrival spread. The error between two nodes is the sum
-    of both nodes' errors to the reference, in a group the sum of its two largest; ranks of one node share a clock.
+    The clocks show it where their error is at most a tenth of the arrival spread. The error between two nodes is the
+    sum of both nodes' errors to the reference, in a group that of its two largest; ranks of one node share a clock.
     A row's start is the one on the device where that is known: the host only enqueues.
 
     Each stream (a group, or a sender, receiver and tag in it) numbers its operations densely, so stream and ordinal
@@ -168,7 +168,7 @@ class _Places:
     error_ns: Floats
     form: NDArray[np.uint8]
     is_resolved: Bools
-    is_mended: Bools
+    is_repaired: Bools
 
 
 def _slices(rows: int) -> Iterator[slice]:
@@ -257,7 +257,7 @@ def _p2p_streams(rows: pl.DataFrame, op: NDArray[np.uint8], group: Ints) -> tupl
         only = only.filter(pl.col("only").list.len() == 1).with_columns(pl.col("only").list.first())
         found = ends.join(only, on=there, how="left", maintain_order="left")["only"].fill_null(_NO_SENDER).to_numpy()
         sender[any_source] = found[any_source]
-    key = group  # of all that tells streams apart
+    key = group  # of all that distinguishes streams
     for part in (sender, receiver, tag):
         least = int(part.min(initial=0))
         span = int(part.max(initial=0)) - least + 1
@@ -303,7 +303,7 @@ class _ClockErrors:
 
 
 def _rank_key(rank: Ints) -> NDArray[np.uint64]:
-    """64 bits that tell ranks apart even when they are added up. Source: SplitMix64."""
+    """Return 64 bits per rank whose sums differ too. Source: SplitMix64."""
     z = (rank.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -415,7 +415,7 @@ def _judge(sums: _Sums, streams: _Streams, stream: Ints) -> _Places:
         error_ns=error,
         form=form.astype(np.uint8),
         is_resolved=resolved,
-        is_mended=np.zeros(len(stream), np.bool_),
+        is_repaired=np.zeros(len(stream), np.bool_),
     )
 
 
@@ -432,17 +432,17 @@ def _without_wrong_ends(places: _Places, chunks: list[_Rows], early_ns: list[Int
     wrong = [rows.slot[(ns > places.error_ns[rows.slot]) & ~rows.by_device] for rows, ns in pairs if ns.any()]
     if not any(len(slots) for slots in wrong):
         return places
-    mended = places.is_mended.copy()
-    mended[np.concatenate(wrong)] = True
-    transfer = np.where(mended, np.iinfo(np.int64).max, places.transfer_ns)
+    repaired = places.is_repaired.copy()
+    repaired[np.concatenate(wrong)] = True
+    transfer = np.where(repaired, np.iinfo(np.int64).max, places.transfer_ns)
     for rows, ns in pairs:
-        here = np.flatnonzero(mended[rows.slot])
+        here = np.flatnonzero(repaired[rows.slot])
         own = (rows.own_ns + np.where(rows.by_device, 0, ns))[here]
         np.minimum.at(transfer, rows.slot[here], own)
     shown = places.shown.with_columns(
         transfer_ns=pl.when(pl.col("instance_id").is_not_null()).then(pl.Series(transfer))
     )
-    return replace(places, shown=shown, transfer_ns=transfer, is_mended=mended)
+    return replace(places, shown=shown, transfer_ns=transfer, is_repaired=repaired)
 
 
 def _say(rows: _Rows, places: _Places, early_ns: Ints) -> pl.DataFrame:
@@ -452,7 +452,7 @@ def _say(rows: _Rows, places: _Places, early_ns: Ints) -> pl.DataFrame:
     moved = np.where(rows.by_device, 0, early_ns) if early_ns.any() else None
     own = rows.own_ns
     if moved is not None:
-        own += np.where(places.is_mended[slot], moved, 0)
+        own += np.where(places.is_repaired[slot], moved, 0)
     wait = own - places.transfer_ns[slot]
     is_last = wait == 0
     has_wait = form != _NOTHING

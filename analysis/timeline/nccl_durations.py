@@ -1,4 +1,4 @@
-"""What NCCL itself says of torch's operations: what its proxies waited for, and how long they took on the device."""
+"""NCCL's own records of torch's operations: what its proxies waited for, and how long they took on the device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def nccl_waits(collectives: pl.DataFrame, calls: pl.DataFrame, events: pl.DataFr
     """One row per call of NCCL, with what its proxies waited for and the operation of torch that made it.
 
     The waits are sums over the call's proxies (channels, peers, both directions), so they are shares of the proxies'
-    time, not of the clock's; a wait that no proxy was told of is null. A call without proxies, which stayed within the
+    time, not of the clock's; a wait that no proxy reported is null. A call without proxies, which stayed within the
     node, has null in all of them and in `end_ns`, the end of its last proxy. `number` is that of the row in
     `collectives` during whose call NCCL began this one, if torch could have made it so; null: NCCL alone saw it, as
     with other libraries, CUDA graphs, and operations that torch collects and begins together.
@@ -148,7 +148,7 @@ def with_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.
 def proxies(calls: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     """One row per `send` and `recv` in `events`, by rank and time, with the rank and the node of the peer.
 
-    Peers are places in a communicator; null where no recorded rank had that place, or NCCL did not tell the
+    Peers are places in a communicator; null where no recorded rank had that place, or NCCL did not name the
     communicator. What a proxy did for another process is left out.
     """
     if calls.is_empty() or events.is_empty():

@@ -1,4 +1,4 @@
-"""What NCCL's RAS said of a job that hangs, by the run's own ranks."""
+"""The answer of NCCL's RAS on a job that hangs, by the run's own ranks."""
 
 from __future__ import annotations
 

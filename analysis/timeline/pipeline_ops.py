@@ -1,4 +1,4 @@
-"""What the stages of a recorded pipeline did: their microbatches, and what they sent to each other.
+"""Operations of a recorded pipeline's stages: their microbatches, and their sends and receives.
 
 This is the table `ops`, which traces of operations bring along, made from regions and point-to-point operations.
 """
@@ -51,13 +51,13 @@ def stage_ops(
 
     A computation is the innermost region of its microbatch, from the last receive in it on, with what its rank does
     until it waits or computes again: calls of sends and receives are no bubble. A receive begins where the
-    computation before it ends (before the first: with the step's first forward), since a rank that is busy waits for
-    nobody; a send ends no later than its receive. A replica is a set of ranks that send to each other; ranks of one
+    computation before it ends (before the first: with the step's first forward), since a busy rank does not
+    wait; a send ends no later than its receive. A replica is a set of ranks that send to each other; ranks of one
     stage that share its layers are in different ones.
 
     On devices a computation is what its `marks` (as `by_marks` has them) enclose. A device waits for what it receives
-    before the first of these: so the receive ends there, and so does its send, since nobody saw when the data had come
-    to a device that was busy.
+    before the first of these: so the receive ends there, and so does its send, since it is unknown when the data
+    reached a busy device.
     """
     computed = _computations(regions, collectives, phases) if marks.is_empty() else _marked(regions, marks)
     nothing = pl.DataFrame(schema=schema_of("ops"))
@@ -70,7 +70,7 @@ def stage_ops(
         _check_schedule(computed)
         _check_clocks(computed, ranks, clocks, marks["clock_error_ns"])
         sent = collectives.filter(pl.col("op").is_in(P2P_OPS), pl.col("peer").is_not_null())
-        # Of several stages on a rank, its peers do not tell which one a transfer belongs to.
+        # With several stages on a rank, its peers do not show which one a transfer belongs to.
         single = computed.group_by("rank").agg(pl.col("stage").n_unique())["stage"].max() == 1
         transferred = _transfers(sent, computed) if marks.is_empty() and single else _handed_on(sent, computed)
         ended = [] if marks.is_empty() else [_ends(marks, computed)]
@@ -324,7 +324,7 @@ def steps_of_ops(ops: pl.DataFrame) -> pl.DataFrame:
     """Each rank's steps, as `timeline.steps.judge` gives them, numbered as the source numbers them.
 
     A step lasts from the first start to the last end of its operations on any rank. One that is longer than 1.5 × the
-    median is set aside: a warm-up if no step before it is judged, else an outlier.
+    median is excluded: a warm-up if no step before it is judged, else an outlier.
     """
     spans = (
         ops.group_by("step")

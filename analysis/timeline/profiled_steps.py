@@ -1,4 +1,4 @@
-"""Steps in which a deep window's profiler was at work are longer for that: they are not judged."""
+"""Exclude steps in which a deep window's profiler was on: it makes them longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank was in when its process ended."""
+"""The last operation of each rank when its process ended."""
 
 from __future__ import annotations
 

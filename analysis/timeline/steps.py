@@ -138,12 +138,12 @@ def number_by_operations(
     is_usual = pl.col("number") == pl.col("number").mode().min().over(by)
     known = there.filter(is_usual.mean().over(by) >= _NEARLY_ALL, is_usual).unique()
     known = known.filter(pl.len().over("rank", "number") == 1)
-    mended = steps.join(known, on=by)
-    counts = steps.group_by("rank").len("steps").join(mended.group_by("rank").len("kept"), on="rank")
+    fixed = steps.join(known, on=by)
+    counts = steps.group_by("rank").len("steps").join(fixed.group_by("rank").len("kept"), on="rank")
     counts = counts.filter(pl.col("kept") >= _MOST * pl.col("steps")).sort("rank")
-    is_mended = pl.col("rank").is_in(counts["rank"].implode())
-    mended = mended.filter(is_mended).with_columns(pl.col("number").cast(STEP_COLUMNS["step"]).alias("step"))
-    numbered = pl.concat([steps.filter(~is_mended), mended.drop("number")]).sort(by)
+    is_fixed = pl.col("rank").is_in(counts["rank"].implode())
+    fixed = fixed.filter(is_fixed).with_columns(pl.col("number").cast(STEP_COLUMNS["step"]).alias("step"))
+    numbered = pl.concat([steps.filter(~is_fixed), fixed.drop("number")]).sort(by)
     return numbered, dict(counts.select("rank", pl.col("steps") - pl.col("kept")).iter_rows())
 
 

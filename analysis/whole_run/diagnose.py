@@ -19,7 +19,7 @@ _READINGS = 3
 
 
 def diagnose(trace: Trace, options: ReportOptions | None = None) -> Report:
-    """Judge a run. What was not seen is part of the report, and a detector that fails does not take the rest down."""
+    """Diagnose a run. The report lists what was not seen; a failing detector does not affect the rest."""
     timeline = build_timeline(trace)
     return with_whole_run(trace, report_on(trace, timeline, options), timeline, options)[0]
 
@@ -52,7 +52,7 @@ def read_run(
 
 
 def _read(path: PathLike | Sequence[PathLike], options: ReportOptions | None) -> tuple[Trace, Report, Timeline]:
-    """Return the report on what is held of a run; one whose older records make room meanwhile is read again."""
+    """Return the report on what is held of a run; one whose older records are evicted meanwhile is read again."""
     for _ in range(_READINGS):
         trace = Trace.open(path)
         timeline = build_timeline(trace)

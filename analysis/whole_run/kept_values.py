@@ -1,4 +1,4 @@
-"""What was made of a run, kept in its folder: read again for the very files, and by the very code, that it was made of.
+"""Results kept in a run's folder: read again only for the same files and the same code.
 
 `RUN/summary/` may be deleted. A file there that rankscope cannot have written is not used.
 """

@@ -1,4 +1,4 @@
-"""What the stretches of a long run tell together: its root causes, and phases whose steps are longer or shorter.
+"""What the stretches of a long run show together: its root causes, and phases whose steps are longer or shorter.
 
 The report holds the last steps of such a run; of all others there are summaries, and the lengths on one rank.
 """
@@ -40,7 +40,7 @@ Floats = NDArray[np.float64]
 def over_the_run(
     report: Report, stretch: Stretch, phases: Sequence[Span], last: StretchSummary, others: Sequence[StretchSummary]
 ) -> Report:
-    """Return the report on the last steps with what is said of the whole run, by summaries of them and of all others.
+    """Return the report on the last steps with findings on the whole run, by summaries of them and of all others.
 
     `phases` are as of `phases_of`.
     """
@@ -134,7 +134,7 @@ def _of_finding(found: RunFinding) -> str:
 
 
 def _of_none(history: History) -> str:
-    """Return what the verdict says where the other steps tell nothing else."""
+    """Return what the verdict says where the other steps show nothing else."""
     number = history.analyzed - (history.read.last - history.read.first + 1)
     if not number:
         return ""
@@ -191,7 +191,7 @@ def _medians(stretch: Stretch) -> Floats:
 
 
 def _look(phase: Span, last: StretchSummary, others: Sequence[StretchSummary]) -> Look:
-    """Return what the stretches of a phase tell, and how its steps differ from the last ones."""
+    """Return what the stretches of a phase show, and how its steps differ from the last ones."""
     inside = [one for one in others if phase.first <= (one.first + one.last) // 2 <= phase.last]
     analyzed = [one for one in inside if one.analyzed]
     if not analyzed:

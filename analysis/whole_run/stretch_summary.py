@@ -1,4 +1,4 @@
-"""What is left of a stretch of a long run, in some hundred bytes."""
+"""Summary of a stretch of a long run, in some hundred bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All of a run that is too long to be held at once: stretch by stretch, in this process, in others or on a cluster.
+"""Analyzes a run that is too long for memory: stretch by stretch, in this process, in others or on a cluster.
 
 The tables of a report hold the last steps of such a run. The steps before are analyzed in stretches, each exactly as
 `RUN/steps=FIRST-LAST` would be, cut where the length of a step changes and else by their number of rows. Of each a
@@ -58,7 +58,7 @@ def with_whole_run(
 
 
 def summarize(paths: tuple[str, ...], files: str, first: int, last: int, options: ReportOptions) -> StretchSummary:
-    """Analyze these steps of a run, both included. What prevents it is in the summary.
+    """Analyze these steps of a run, both included. If that fails, the summary has the reason.
 
     `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again.
     """

@@ -30,9 +30,9 @@ earlier half of the operations and in the later; if nearly each step has 2 % of 
 and if each other rank waits 2 % of the step for them, and half of them 5 %. Where each other rank waits 5 % of all
 steps for one rank, half of them 10 %, and for no other rank two thirds as much, few operations are enough, be it a
 stall in one, whose step the title names: such a finding is likely, not confirmed. A rank that is late in many
-operations, but of some steps only, may have more data there, and is not named. Where nothing says whom ranks wait for,
-a replay of two to four steps may: if these are 3 % shorter or more, clear of their scatter, with one rank at its work
-for no longer than its peers, and with no other rank so by two thirds as much, that rank is named, as likely. No common
+operations, but of some steps only, may have more data there, and is not named. Where operations do not show for which
+rank the others wait, a replay of two to four steps may: if these are 3 % shorter or more, clear of their scatter, with
+one rank as fast as its peers, and by two thirds as much with no other rank, that rank is named, as likely. No common
 clock is needed. The cost is what that rank waits for them that waits least. `where` is the region in which its device,
 compared with the others', idled or worked longest, and every region that takes its host at least half of the loss
 longer than the others in each step: that time may be hidden behind work that was queued before.
@@ -44,8 +44,8 @@ was not seen meanwhile. The lower number is reported, the title has both. If it 
 what these are longer than the others, within these bounds. If only the sum is above `min_fraction`, that rank gets no
 verdict, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late. In a
 pipeline not all that others wait makes the step longer: with CUDA events a replay says what it costs, in which the rank
-and those that share its layers compute as the other replicas do. Of one replica only who is late by most is named, and
-who is late by half as much or more.
+and those that share its layers compute as the other replicas do. Of one replica the rank that is late by most is named,
+and those that are late by half as much or more.
 
 CUDA events give compute time in phases without communication; there the costlier of the two is reported. Where forward
 and optimizer are longer by one factor (within a quarter), all that the rank computes is taken to be so, and the cost
@@ -124,7 +124,7 @@ def detect(
     persistence: float = 0.65,
     min_z: float = 5.0,
 ) -> list[Finding]:
-    """Name the ranks and nodes whose own time is longer than their peers', or who come late; the costliest first."""
+    """Name the ranks and nodes that compute longer than their peers, or arrive late; the costliest first."""
     thresholds = Thresholds(min_fraction, persistence, min_z)
     waited_for = waits_by_durations(breakdown, collectives, ranks, regions, groups, hosts_only=device_waits is not None)
     try:
@@ -135,12 +135,12 @@ def detect(
         found = []
     if waited_for is None:
         return found
-    for who in late_ranks(waited_for, thresholds):
-        same = [finding for finding in found if set(finding.ranks) & set(who.ranks)]
-        if all(who.cost.ns - who.cost.half_width_ns > finding.lost_ns_per_step for finding in same):
-            one = late_finding(waited_for, who, steps, proxies)
+    for late in late_ranks(waited_for, thresholds):
+        same = [finding for finding in found if set(finding.ranks) & set(late.ranks)]
+        if all(late.cost.ns - late.cost.half_width_ns > finding.lost_ns_per_step for finding in same):
+            one = late_finding(waited_for, late, steps, proxies)
             found = [finding for finding in found if finding not in same]
-            found.append(replace(one, where=same[0].where) if same and who.factor is None else one)
+            found.append(replace(one, where=same[0].where) if same and late.factor is None else one)
     if not found:
         refuse_hidden(waited_for, thresholds)
     return sorted(found, key=lambda finding: -finding.lost_ns_per_step)

@@ -26,7 +26,7 @@ _VAGUE = (*IDLE_LABELS, COMMUNICATION, COMPUTE, MEMORY)  # labels that name no p
 def charged_operations(
     phases: pl.DataFrame, collectives: pl.DataFrame, grid: StepGrid, ranks: pl.DataFrame
 ) -> tuple[Charged | None, list[tuple[int, ...]]]:
-    """Return who made whom wait in each operation, and the nodes of several ranks; nothing of a pipeline.
+    """Return which rank made others wait in each operation, and the nodes of several ranks; nothing of a pipeline.
 
     There ranks wait for their neighbours by design.
     """

@@ -32,7 +32,7 @@ from rankscope.errors import NotResolvable
 __all__ = ["Late", "WaitedFor", "guilty_layer", "late_ranks", "paced_ranks", "refuse_hidden", "waits_by_durations"]
 
 _LARGER_PART = 0.5
-_TIMED, _EVEN = ("compute", "optimizer"), 0.25  # parts that CUDA events tell; factors this close are one
+_TIMED, _EVEN = ("compute", "optimizer"), 0.25  # parts that CUDA events time; factors this close are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +153,10 @@ def paced_ranks(collectives: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[int,
 
 
 def guilty_layer(late: Late, grid: StepGrid, proxies: pl.DataFrame | None) -> str:
-    """Return what NCCL's proxies say of a late rank: "GPU", "host", or nothing.
+    """Return the late side of a rank by NCCL's proxies: "GPU", "host", or nothing.
 
-    Data had come and its GPU did not take them: its kernel began late. Else, those who send to it were not told where
-    to: it had not called NCCL. Each has to explain the larger part of the least that others waited.
+    GPU: its data had arrived before its kernel began. Host: its senders did not know the address, since it had not
+    called NCCL. Each has to explain the larger part of the least that others waited.
     """
     if proxies is None or late.node is not None:
         return ""
@@ -175,8 +175,8 @@ def guilty_layer(late: Late, grid: StepGrid, proxies: pl.DataFrame | None) -> st
 def _without_stops(late: Lateness, grid: StepGrid, members: list[tuple[int, ...]], *, hosts_only: bool) -> Lateness:
     """Return the lateness without what input, garbage collection and the like make of it.
 
-    CUDA events tell when the device ran dry in a stop. Without them it is taken that it did if it was late in that step
-    or in the next one: a stop may come after the step's last operation.
+    CUDA events show when the launch queue drained in a stop. Without them it is assumed to have drained if the rank was
+    late in that step or in the next one: a stop may come after the step's last operation.
     """
     if not hosts_only and not grid.of(MIXED).any():
         return late
@@ -235,7 +235,7 @@ def _mean(values: Floats, when: Steps) -> Estimate:
 def _tangled(collectives: pl.DataFrame, groups: pl.DataFrame | None, judged: set[int]) -> dict[int, int]:
     """Return the ranks that share a group with one that was not seen, and those that send to or receive from such.
 
-    What all ranks call together makes nobody late: there each is as late as it is by itself.
+    Operations of all ranks make no rank late: there each is as late as it is by itself.
     """
     seen = judged & set(collectives.drop_nulls("duration_ns")["rank"])
     found: dict[int, int] = {}
@@ -259,20 +259,20 @@ def _replica_of(collectives: pl.DataFrame) -> dict[int, int]:
 def _not_made_late(found: list[Late], waited_for: WaitedFor) -> list[Late]:
     """Without those of a pipeline's replica that are late by less than half as much as one that sends to them.
 
-    Who exchanges data with ranks that were not seen may be late since they are, but for those known to compute longer.
+    Ranks that exchange data with unrecorded ones may be late because of these, unless they are known to compute longer.
     Not resolvable if no others are left.
     """
     tangled = waited_for.tangled
     judged = [late for late in found if late.factor is not None or not set(late.ranks) & tangled.keys()]
     if found and not judged:
-        who = next(late for late in found if set(late.ranks) & tangled.keys()).ranks
+        ranks = next(late for late in found if set(late.ranks) & tangled.keys()).ranks
         raise NotResolvable(
             plural(
                 "{late} arrives late, maybe because {other}, which exchanges data with it and was not seen, did",
                 "{late} arrive late, maybe because {other}, which exchanges data with them and was not seen, did",
-                len(who),
-                late=named("rank", who),
-                other=named("rank", [min(tangled[rank] for rank in who if rank in tangled)]),
+                len(ranks),
+                late=named("rank", ranks),
+                other=named("rank", [min(tangled[rank] for rank in ranks if rank in tangled)]),
             ),
             unclear=True,
         )

@@ -50,14 +50,14 @@ from rankscope.errors import NotResolvable
 __all__ = ["by_own_time", "resolution_of_own_time"]
 
 _BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by chance
-_ALIKE = 0.5  # of the judged one's excess: who has as much counts as slow like it
+_ALIKE = 0.5  # of the judged one's excess: ranks with as much count as slow like it
 _MOST_MIXED = 0.1  # of the step: with more, silence is no proof of health
 _HOSTS_IDLE = 0.1  # share of the step: where devices idle more for hosts, some of these lag behind by chance
 
 
 @dataclass(frozen=True, slots=True)
 class _Peers:
-    """Who is compared with whom: ranks, or the mean over the ranks of each node, with those of the same role.
+    """What is compared: ranks, or the mean over the ranks of each node, with those of the same role.
 
     Arrays are of (rank or node, step) in ns; `role` is a number for each rank or node, the same for those alike.
     """
@@ -107,7 +107,7 @@ def by_own_time(
     found = [persistent(excess, by_label, persistence, min_z), at_times]
     each = [np.array([row]) for row in range(len(grid.ranks))]
     priced = [s for kind in found for s in _priced(kind, peers, peers.own, each, seen)]
-    # A rank that is always a little behind may have bursts besides: the costlier of the two is told.
+    # A rank that is always a little behind may have bursts besides: the costlier of the two is reported.
     rows = sorted({s.rows for s in priced})
     slow = [max((s for s in priced if s.rows == row), key=lambda s: s.lost.ns) for row in rows]
     if seen is not None:
@@ -153,7 +153,7 @@ def resolution_of_own_time(
 
 
 def _mixed_fraction(breakdown: pl.DataFrame) -> float:
-    """Share of the step in which CUDA events do not tell whether ranks compute or wait."""
+    """Share of the step in which CUDA events do not show whether ranks compute or wait."""
     grid = judged_grid(breakdown, 1)
     return float(grid.of(MIXED).mean()) / grid.step_ns
 
@@ -189,7 +189,7 @@ def _slow_nodes(
 ) -> tuple[list[Slow], _Peers]:
     """Return the nodes whose ranks are all slow, and the ranks as they would be if those nodes were like the others.
 
-    What all ranks of a node have in common is told from chance sooner than what one of them has.
+    Fewer steps suffice to exclude chance for all ranks of a node than for one of them.
     """
     node_of = dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
     numbers, node = np.unique([node_of.get(rank, -1) for rank in grid.ranks], return_inverse=True)
@@ -232,8 +232,8 @@ def _priced(
 
     That is by how much the longest rank of a step, whatever its role, is longer than it would be without the excess,
     and no more than its peers were blocked longer than itself, and some slack. Peers that are as slow count as fixed:
-    to fix this one alone would be of no use. Where arrivals on the devices were `seen`, these tell better who came
-    next; the cost is the excess.
+    to fix this one alone would be of no use. Where arrivals on the devices were `seen`, these show better which
+    rank came next; the cost is the excess.
     """
     waited = -above_peers(peers.blocked, peers.role)
     _, slack = least_apart(waited, _BOUND_Z)
@@ -246,9 +246,9 @@ def _priced(
         for other in found:
             if other != row and means[other] >= _ALIKE * means[row]:
                 others[ranks_of[other]] -= _steady(*found[other], usual)
-        mended = others.copy()
-        mended[ranks_of[row]] -= _steady(excess, when, usual)
-        longer = others.max(axis=0) - mended.max(axis=0) if seen is None else excess
+        fixed = others.copy()
+        fixed[ranks_of[row]] -= _steady(excess, when, usual)
+        longer = others.max(axis=0) - fixed.max(axis=0) if seen is None else excess
         if when.all():
             lost, bound = estimate(longer, TRIM), estimate(waited[row], TRIM)
         else:
@@ -261,7 +261,7 @@ def _priced(
 
 
 def _steady(excess: Floats, when: Steps, usual: Floats) -> Floats:
-    """Return what mending takes away per step.
+    """Return the time per step that a fix saves.
 
     Always the same share of what is `usual`, since scatter stays; or bursts.
     """

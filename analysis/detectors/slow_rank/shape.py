@@ -1,4 +1,4 @@
-"""How an excess over the peers shows: all the time, in bursts, or for a while; and what was found so."""
+"""The shape of an excess over the peers: all the time, in bursts, or for a while; and the slow ranks by it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Shown", "Slow", "Steps", "Thresholds", "bursts", "for_a_while", "lea
 
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
 _STRETCHES = 16  # steps from which there are four stretches of them or more
-_MIN_BURSTS = 2  # one may be anything; that two are alike tells them from chance
+_MIN_BURSTS = 2  # one may be chance; two alike are not
 _BURST_Z, _BURST_SHARE = 5, 0.8  # so far out of the noise, and so much of what all bursts of the run cost
 _DENSEST, _DENSEST_SIGMAS = 0.4, 2 * 0.5244  # share of the steps, and how wide that is where scatter is normal
 _CLEAR_Z = 3.0  # standard deviations of what lasts
@@ -96,7 +96,7 @@ def bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, Show
     if found or len(excess) != 2 or excess.shape[1] < _STRETCHES:
         return found
     # Of two ranks each is the other's peer, and one that is slow in half of the steps hides in its own scatter. The
-    # densest part of the steps tells that; and whether this is load that lasts, which comes to an end, their mean.
+    # densest part of the steps shows that; their mean, whether it is a lasting load that ends.
     ordered, part = np.sort(excess[0]), math.ceil(_DENSEST * excess.shape[1])
     scatter = float((ordered[part - 1 :] - ordered[: len(ordered) - part + 1]).min()) / _DENSEST_SIGMAS
     clear = estimates(excess)[0] >= _CLEAR_Z / 1.96 * lasting_half_widths(excess)

@@ -37,7 +37,7 @@ _CANNOT = {
 _NO_STEPS = {
     "steps": text("the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)")
 }
-_LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device stood idle, and too few to take memory
+_LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device was idle, and too few to take memory
 
 
 def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) -> FrameReader:

@@ -32,7 +32,7 @@ class Capture:
     launches: Rows
     spans: Rows
     operators: Rows  # the long ones
-    shaped: Rows  # those whose shapes tell their FLOPs
+    shaped: Rows  # those whose shapes give their FLOPs
     device_metas: dict[str, Ints]
     operator_metas: dict[str, Ints]
     devices: list[int]  # the one that most rows are of first

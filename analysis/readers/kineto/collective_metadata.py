@@ -1,4 +1,4 @@
-"""What the file says of communication, on the kernel or on the operator that launched it."""
+"""The file's metadata on communication, on the kernel or on the operator that launched it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["metadata_of"]
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What the file says of communication: row by row the position of the kernel, and columns."""
+    """The file's metadata on communication: row by row the position of the kernel, and columns."""
 
     kernel: Ints
     meta: dict[str, Ints]
@@ -30,7 +30,7 @@ def metadata_of(capture: Capture, at: Ints, launches: Mapping[str, Ints], launch
     On the kernel itself, else on the operator that launched it.
 
     A batch of sends and receives is launched where it ends, within none of their operators: its kernel has a row for
-    each that came before it. One whose operators are not in the file is a send to nobody.
+    each that came before it. One whose operators are not in the file is a send without a peer.
     """
     metas, ops = capture.device_metas, capture.operator_metas
     place, known = np.searchsorted(metas["row"], at), np.append(metas["row"], -1)

@@ -47,7 +47,7 @@ Calls = dict[str, Any]  # columns of collectives: arrays and lists
 def collective_rows(capture: Capture, groups: Groups) -> Calls:
     """One row per kernel of NCCL or RCCL, in order, of a batch of sends and receives one for each of these.
 
-    `group` and `seq` as far as the file tells (null: it does not).
+    `group` and `seq` are null where the file does not have them.
     """
     used = np.zeros(len(capture.names), bool)
     for block in capture.device.blocks("name"):

@@ -1,4 +1,4 @@
-"""What stands around the events of a file."""
+"""The header and trailer around the events of a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_header(source: Source) -> tuple[bytes, bytes] | str:
 
 
 def file_information(before: bytes, after: bytes) -> tuple[dict[str, Any], int]:
-    """Return what stands around the events, and ns to add to every time; of broken text, what can be found in it."""
+    """Return the fields around the events, and ns to add to every time; of broken text, those that can be found."""
     try:
         whole = json.loads(before + (b"]" + after if before != b"[" else b"]"), strict=False)
         info = whole if isinstance(whole, dict) else {}

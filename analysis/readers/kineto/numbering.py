@@ -1,4 +1,4 @@
-"""Numbers of collectives that the files do not say: the sequences of all ranks are aligned."""
+"""Numbers collectives whose files lack numbers: aligns the sequences of all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def number_collectives(
         _number_transfers(collectives, rows, one_clock=one_clock)
     for name, rows in sorted(by_group.items()):
         if name != _UNKNOWN_GROUP and all((collectives[rank]["seq"][at] != MISSING).all() for rank, at in rows.items()):
-            _tell_apart({rank: (collectives[rank], at) for rank, at in rows.items()})
+            _separate({rank: (collectives[rank], at) for rank, at in rows.items()})
             continue
         codes: dict[tuple[Any, ...], int] = {}
         sequences = {rank: _as_sequence(collectives[rank], at, codes) for rank, at in rows.items()}
@@ -78,7 +78,7 @@ def _number_transfers(collectives: Mapping[int, Calls], rows: Mapping[int, Ints]
         collectives[rank]["seq"][at] = numbers[rank]
 
 
-def _tell_apart(rows: Mapping[int, tuple[Calls, Ints]]) -> None:
+def _separate(rows: Mapping[int, tuple[Calls, Ints]]) -> None:
     """Kernels of one number get numbers of their own, in their order, where every rank has as many of it.
 
     torch 2.15 runs a coalesced operation as one kernel for each tensor.

@@ -115,6 +115,6 @@ def _device_name(capture: Capture) -> str:
 
 
 def all_ranks(ranks: Mapping[int, Capture]) -> str:
-    """Return the ranks of the job, as far as the files tell."""
+    """Return the ranks of the job, as far as the files name them."""
     world = max((capture.world_size or 0 for capture in ranks.values()), default=0)
     return ranges(sorted({*ranks, *range(world)}))

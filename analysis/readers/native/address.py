@@ -1,4 +1,4 @@
-"""What a path names: the folder of a run, and of it perhaps one world, and some of its steps."""
+"""Parses a path: the folder of a run, optionally one of its worlds, and some of its steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEPS = re.compile(r"steps=(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """What a path names: the folders of a run, and of it perhaps one world by its number, and steps."""
+    """A parsed path: the folders of a run, optionally one world by its number, and steps."""
 
     folders: list[str]
     world: int | None

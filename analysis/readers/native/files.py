@@ -133,7 +133,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """Of a file; None: it is none, or has made room in this moment."""
+    """Return the size of a file; None: not a file, or evicted at this moment."""
     try:
         return entry.stat().st_size if entry.is_file() else None
     except OSError:
@@ -158,5 +158,5 @@ def refuse_two_runs(parts: list[Part]) -> None:
         root = part.path.parents[2]
         first = seen.setdefault((part.table, part.rank, part.node), root)
         if first != root:
-            who = f"rank {part.rank}" if part.rank is not None else f"node {part.node}"
-            raise BadInput(f"{who} is in both {first} and {root}: these are two runs, give the folders of one")
+            owner = f"rank {part.rank}" if part.rank is not None else f"node {part.node}"
+            raise BadInput(f"{owner} is in both {first} and {root}: these are two runs, give the folders of one")

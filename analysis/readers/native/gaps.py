@@ -45,7 +45,7 @@ def silent_ranks(stored: StoredRows) -> list[Gap]:
 
 
 def removed_rows(run: Mapping[int, Mapping[str, Any]], kept_since: Mapping[int, int], *, shrunk: bool) -> Iterator[Gap]:
-    """Yield that old records made room, before the run was opened, and since; one line each for all nodes."""
+    """Yield that old records were evicted, before the run was opened, and since; one line each for all nodes."""
     since = [ns - run[node].get("start_ns", ns) for node, ns in kept_since.items()]
     sizes = [run[node].get("keep_bytes", 0) for node in kept_since]
     if since:

@@ -40,7 +40,7 @@ def with_names(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_codes(frame: pl.DataFrame) -> pl.DataFrame:
-    """Codes become what they stand for."""
+    """Replace codes by their words."""
     for column, (known, default) in CODES.items():
         if column in frame.columns:
             codes = dict(enumerate(known))
@@ -59,7 +59,7 @@ def with_peers(clocks: pl.DataFrame, run: Mapping[int, Mapping[str, Any]]) -> pl
 
 
 def with_late_ends(collectives: pl.DataFrame, completions: pl.DataFrame) -> pl.DataFrame:
-    """Put in ends that came after the row had been written."""
+    """Fill in ends that came after the row had been written."""
     keys = ["rank", "attempt", "number"]
     late = completions.select(*keys, pl.col("end_ns").alias("_late")).unique(keys)
     return (

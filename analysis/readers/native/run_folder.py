@@ -1,4 +1,4 @@
-"""A run folder as a reader: its tables, and what is missing of them."""
+"""A run folder as a reader: its tables and gaps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["NativeReader"]
 
 _ENDS_LATER = "completions"
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
-_LARGE = ("kernels", "launches")  # whoever reads them keeps what is needed of them
+_LARGE = ("kernels", "launches")  # readers keep what they need of them
 
 
 class NativeReader:
@@ -71,7 +71,7 @@ class NativeReader:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing of it has been read."""
+        """Set up the reader; nothing is read yet."""
         mine = self._worlds[self._analyzed]
         self._stored = StoredRows(self.run, self._parts, mine, [*self._of_files], self.where)
         self._tables: dict[str, pl.DataFrame] = {}
@@ -104,7 +104,7 @@ class NativeReader:
 
     @property
     def has_shrunk(self) -> bool:
-        """Whether older records have made room since it was opened, so that what was read may lack rows."""
+        """Whether older records were evicted since it was opened, so that tables already read may lack rows."""
         if self._stored.all_closed:
             return False
         run, _ = run_files(self._roots)

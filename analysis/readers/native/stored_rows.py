@@ -1,4 +1,4 @@
-"""The rows of a run's files as they were written, with ids and codes; what is wrong with them is noted once."""
+"""The rows of a run's files as they were written, with ids and codes; damage is noted once."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def worlds_in(run: Mapping[int, Mapping[str, Any]], parts: list[Part]) -> list[W
             of.setdefault((part.world, part.attempt), []).append(part)
     if len(of) < 2:
         name, attempt = next(iter(of), ("", 0))
-        nobody: dict[str, Any] = {"ranks": [], "nodes": frozenset(), "start_ns": 0, "end_ns": 0}
-        return [World(name=name, attempt=attempt, trains=True, **nobody)]
+        empty: dict[str, Any] = {"ranks": [], "nodes": frozenset(), "start_ns": 0, "end_ns": 0}
+        return [World(name=name, attempt=attempt, trains=True, **empty)]
     worlds = [_world(run, name, attempt, of_world) for (name, attempt), of_world in of.items()]
     return sorted(worlds, key=lambda world: (world.attempt, min(world.nodes, default=0), world.start_ns, world.name))
 
