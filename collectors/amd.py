@@ -1,4 +1,4 @@
-"""AMD GPUs for the collector `gpu`: the same counters as NVIDIA's have, by the same names.
+"""AMD GPUs for the collector `gpu`: the same counters as NVIDIA's, with the same names.
 
 Most come from one reading of the driver's table of metrics per GPU. `clock_event_reasons` has NVML's bits: 0x4 power
 cap (package power tracking), 0x40 thermal (socket, memory, voltage regulators), 0x8 slowdown by the hardware (PROCHOT;
@@ -82,7 +82,7 @@ class _Gpu:
         self.handle = handle
         self._smi = smi
         self._before: Mapping[str, Any] = {}
-        self._told = False
+        self._reported = False
         self._others = {name: ask for name, ask in _OTHERS.items() if self._offers(ask)}
 
     def sample(self, node: Node) -> Iterator[Sample]:
@@ -116,18 +116,18 @@ class _Gpu:
         return getattr(self._smi, f"amdsmi_get_{function}")(self.handle, *constants)
 
     def _metrics(self, node: Node) -> Mapping[str, Any]:
-        """Empty while the driver gives none, which is told once."""
+        """Return the metrics; empty while the driver gives none, which is reported once."""
         try:
             found: Mapping[str, Any] = self.of("gpu_metrics_info")
         except self._smi.AmdSmiException as error:
-            if not self._told:
+            if not self._reported:
                 node.gap("gpu", f"the metrics of gpu{self.index} cannot be read: {_line(error)}")
-            self._told = True
+            self._reported = True
             return {}
         return found
 
     def _reasons(self, metrics: Mapping[str, Any]) -> int | None:
-        """Return why the clock was held down since the last reading; None where the driver does not tell."""
+        """Return why the clock was held down since the last reading; None where the driver does not report it."""
         before, self._before = self._before, metrics
         if isinstance(metrics.get("accumulation_counter"), int):
             if not before:

@@ -1,7 +1,7 @@
 """A checksum inside each sealed Arrow file, so that a bit that flips later is noticed and no wrong number is read.
 
 The schema's metadata hold it, so any Arrow reader reads the file. They are in the file twice, in front and in the
-footer; where the digits stand counts as zeros. A file without it was not sealed, or by an older version.
+footer, and their digits count as zeros. A file without it was not sealed, or by an older version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def with_checksum(file: bytes) -> bytes:
 
 
 def is_intact(file: bytes) -> bool:
-    """Say whether it is as it was written, as far as it says how it was."""
+    """Say whether it is as it was written, if it has a checksum."""
     first, last = _places(file)
     if first < 0:
         return True

@@ -10,9 +10,9 @@ _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.u
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return what this process may hold: what it holds already, and what is free here and within its control groups.
+    """Return how much this process may hold: what it holds already, and what is free here and in its control groups.
 
-    None where the system does not say.
+    None if unknown.
     """
     try:
         system = _fields(proc / "meminfo")
@@ -46,7 +46,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _left(folder: Path, limit: str, usage: str) -> int:
-    """Return what a control group may take more; what its files hold in memory is given up when that is needed."""
+    """Return how much more a control group may take; its page cache is freed when needed."""
     try:
         allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -25,7 +25,7 @@ _CONNECT_S, _SILENT_S = 10, 20
 
 
 class Location(NamedTuple):
-    """What a URL says; the path begins with the bucket."""
+    """The parts of a URL; the path begins with the bucket."""
 
     scheme: str
     path: str
@@ -33,15 +33,15 @@ class Location(NamedTuple):
 
 
 def location(url: str) -> Location | None:
-    """Return what the URL says, whatever its scheme; None for a path."""
+    """Return the parts of the URL, whatever its scheme; None for a path."""
     found = _URL.fullmatch(url)
     return Location(found[1].lower(), found[2].rstrip("/"), found[3] or "") if found else None
 
 
 def spool_url(out: str) -> Location | None:
-    """Return where in object storage a run goes that is recorded with this `--out`; None for a folder of this machine.
+    """Return the place in object storage for this `--out`; None for a folder of this machine.
 
-    Raises BadInput where nothing can go there, as far as can be said without asking the storage.
+    Raises BadInput for an unusable URL, without a request to the storage.
     """
     at = location(out)
     if at is None or at.scheme == "file":

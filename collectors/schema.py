@@ -79,7 +79,7 @@ REGION_KINDS = (
     "operator",  # a long operator in a profiler's trace: read from such traces, not recorded
 )
 WINDOW_STEP = "rankscope step #"  # and its number: what a deep window calls the span of a step
-# Of these steps are made, and set aside: they stay where a long recording is reduced.
+# Steps are counted, and excluded, by these kinds: they stay when a long recording is reduced.
 COUNTS_STEPS = ("optimizer", "backward", "compile", "checkpoint")
 
 OPS = (
@@ -134,7 +134,7 @@ DTYPES = (
     "float8_e5m2",
 )
 
-# NCCL's own words, as its profiler plugin is told them.
+# NCCL's own words, as its profiler plugin gets them.
 NCCL_ALGORITHMS = (
     "unknown",
     "tree",
@@ -702,12 +702,12 @@ class RecordType:
 # MARK        a mark · c device · q0 recorded · q1 device time (0 not seen) · q2 clock error (-1 not known)
 # SAMPLE      c frame · q0 time
 # The plugin in nccl_profiler/ writes these, to a ring of its own:
-# NCCL_CALL   a op · b channels | algorithm << 8 | protocol << 12 · c call · q0 start · q1 communicator (0 not told)
-#             · q2 rank << 32 | size (0 not told) · q3 size_bytes (-1 not known) · q4 seq << 32 | peer + 1
-# NCCL_PROXY  a is_send | peer wait told << 1 · b channel · c call (0 not known) · q0 start · q1 gpu wait << 24 | peer
+# NCCL_CALL   a op · b channels | algorithm << 8 | protocol << 12 · c call · q0 start · q1 communicator (0 not known)
+#             · q2 rank << 32 | size (0 not known) · q3 size_bytes (-1 not known) · q4 seq << 32 | peer + 1
+# NCCL_PROXY  a is_send | peer wait known << 1 · b channel · c call (0 not known) · q0 start · q1 gpu wait << 24 | peer
 #             · q2 (send: peer wait, receive: flush wait) << 24 | steps · q3 network wait << 24 · q4 size_bytes (-1 …)
 # NCCL_STEP   as NCCL_PROXY, with the step's number for the count of steps
-# NCCL_SPAN   a kind · b channel · c call · q0 start · q1 end · q2 device_ns (-1 not told)
+# NCCL_SPAN   a kind · b channel · c call · q0 start · q1 end · q2 device_ns (-1 not known)
 RECORD = struct.Struct("<QBBHIqqqqqQ")
 RECORD_FIELDS = ("number", "type", "a", "b", "c", "q0", "q1", "q2", "q3", "q4", "check")
 RING_SLOTS = 1 << 16

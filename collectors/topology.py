@@ -1,4 +1,4 @@
-"""What stands where in a node: GPUs, network cards, how near they are to each other, and which cards are one rail.
+"""The topology of a node: GPUs, network cards, their distances, and which cards are one rail.
 
 Source: Linux `sysfs-bus-pci`, `sysfs-class-infiniband`, `sysfs-class-net`; NVML for NVLink (nvidia-ml-py).
 """
@@ -128,7 +128,7 @@ def _pci_device(path: Path) -> Device:
     return {
         "pci": real.name or None,
         "vendor": _VENDORS.get(_text(real / "vendor") or ""),
-        "numa_node": int(numa) if numa.isdigit() else None,  # -1: the machine does not tell
+        "numa_node": int(numa) if numa.isdigit() else None,  # -1: unknown to the machine
         "pcie": _link(real, "current"),
         "pcie_max": _link(real, "max"),
         "_path": tuple(part for part in real.parts if _ADDRESS.fullmatch(part) or _ROOT.fullmatch(part)),

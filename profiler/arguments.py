@@ -1,4 +1,4 @@
-"""What arguments mean. Of `run` and `exec` rankscope's own options come first, the rest belongs to another program."""
+"""Parses arguments. For `run` and `exec` rankscope's own options come first, the rest is another program's."""
 
 from __future__ import annotations
 
@@ -157,13 +157,13 @@ def torchrun_program(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def node_rank(torchrun_options: list[str], environment: Mapping[str, str]) -> int:
-    """Give the node's rank if torchrun was told one, else 0."""
-    told = environment.get("PET_NODE_RANK", "0")
+    """Give the node's rank if torchrun has one, else 0."""
+    given = environment.get("PET_NODE_RANK", "0")
     for option, following in pairwise([*torchrun_options, ""]):
         name, equals, value = option.replace("_", "-").partition("=")
         if name == "--node-rank":
-            told = value if equals else following
-    return int(told) if told.isdecimal() else 0
+            given = value if equals else following
+    return int(given) if given.isdecimal() else 0
 
 
 def _stands_alone(option: str) -> bool:

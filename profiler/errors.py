@@ -1,4 +1,4 @@
-"""How the command line says what goes wrong."""
+"""Error messages of the command line."""
 
 from __future__ import annotations
 

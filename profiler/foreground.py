@@ -58,7 +58,7 @@ def run_to_end(command: list[str], environment: Mapping[str, str]) -> int:
 def exit_like(code: int) -> None:
     """Exit with the code, or for -N die of signal N, without a core file of our own."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # it has no reader
             stream.flush()
     if code >= 0:
         os._exit(code)

@@ -65,7 +65,7 @@ class Agent:
                     raise NotRecorded(_last_line(errors))
 
     def end(self) -> str | None:
-        """Let it write what it has and end; gives one line if it did not end well, else None."""
+        """Let it write what it has and end; give one line if it did not end well, else None."""
         early = self._process.poll()
         self._stdin.close()
         try:
@@ -141,7 +141,7 @@ def _command(name: str, out: Path, hz: float, launch: Mapping[str, Any]) -> list
 
 
 def _shortened(command: Sequence[str]) -> list[str]:
-    """Return what of a command the run keeps: one argument of the agent's takes no more than 128 KiB."""
+    """Return the part of a command that the run keeps: an argument of the agent takes no more than 128 KiB."""
     words = [word.encode(errors="replace").decode()[:_WORD] for word in command[:_WORDS]]
     return words if len(command) <= _WORDS else [*words, f"… and {len(command) - _WORDS} more"]
 

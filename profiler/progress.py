@@ -1,4 +1,4 @@
-"""A line on the terminal that says how far a command is."""
+"""A progress line on the terminal."""
 
 from __future__ import annotations
 

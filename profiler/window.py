@@ -76,7 +76,7 @@ def convert(folder: Path, described: Mapping[str, Any]) -> int:
 
 
 def _copy_clocks(folder: Path, node: int) -> None:
-    """Copy what relates the nodes' clocks so far to the window, where there are several."""
+    """Copy the clock relations so far to the window, if there are several nodes."""
     if len(list(folder.parent.glob("run/node=*.json"))) < 2:
         return
     place = Path("clocks") / f"node={node:05d}"

@@ -1,7 +1,7 @@
 """Keep the catalogs of `analysis/text/` in step with the code: `make texts`, or with --check only say what is missing.
 
-New texts get an empty entry; a text that was reworded keeps its translation, marked fuzzy until somebody has looked at
-it and taken the mark away; what is no longer said goes.
+New texts get an empty entry; a text that was reworded keeps its translation, marked fuzzy until a translator
+removes the mark; texts that the code no longer has are removed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def read(language: str) -> Catalog:
 
 
 def update(language: str) -> None:
-    """Write the catalog with what is said now, in the order of the English."""
+    """Write the catalog with the current texts, in the order of the English."""
     held, recorded, now = read(language), plain(), Catalog(locale=language)
     for message in messages():
         now.add(message)

@@ -53,7 +53,7 @@ class RunFolder:
         self._is_spent = False
 
     def reserve(self) -> None:
-        """Space for what a full disk must not cost. Raises OSError where nothing can be written at all."""
+        """Reserve space for rows that a full disk must not cost. Raises OSError if nothing can be written at all."""
         folder = self.path / "run"
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=".reserve-", dir=folder)
@@ -62,12 +62,12 @@ class RunFolder:
             file.write(os.urandom(RESERVE_BYTES))
 
     def spend_reserve(self) -> None:
-        """Its space is free, for what must be written now. Raises OSError."""
+        """Free the reserved space for what must be written now. Raises OSError."""
         os.truncate(self.path / "run" / self._reserve, 0)
         self._is_spent = True
 
     def refill_reserve(self) -> None:
-        """Its space is reserved again, if there is any."""
+        """Reserve the space again, if there is any."""
         if self._is_spent:
             path = self.path / "run" / self._reserve
             try:
@@ -79,7 +79,7 @@ class RunFolder:
 
     @property
     def gone(self) -> bool:
-        """Whether somebody has removed the folder; what is under its name now is another run's."""
+        """Whether the folder was removed: one under its name now belongs to another run."""
         try:
             os.stat(self.path / "run" / self._reserve)
         except FileNotFoundError:
@@ -104,12 +104,12 @@ class RunFolder:
             os.rename(path, path.with_name(path.name.replace(old, new)))
 
     def move(self, name: str) -> None:
-        """Every file lies under `name` beside the old folder, which is gone if it is empty. Raises OSError."""
+        """Move all files to `name` beside the old folder, which is removed if it is empty. Raises OSError."""
         old, new = self.path, self.path.parent / name
         if old == new:
             return
         new.mkdir(exist_ok=True)
-        folders, reserve, self._reserve = [], self._reserve, ""  # should it end halfway, it is not known where that is
+        folders, reserve, self._reserve = [], self._reserve, ""  # if this fails halfway, its place is unknown
         for folder, _, files in os.walk(old):
             target = new / Path(folder).relative_to(old)
             target.mkdir(exist_ok=True)
@@ -121,7 +121,7 @@ class RunFolder:
             try:
                 os.rmdir(folder)
             except OSError:
-                break  # somebody else put something there
+                break  # it is not empty
 
 
 def batch_of(table: str, columns: Mapping[str, Any]) -> pa.RecordBatch:
@@ -184,9 +184,9 @@ def _write_file(path: Path, rows: pa.Table) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A file that is not written any more: its number, its size, and of what its rows are ordered by the first.
+    """A finished file: its number, its size, and the first value of the column that orders its rows.
 
-    `last` is the last of it and of the files before. `reduced` tells that it had other rows, which were removed.
+    `last` is the last value in it and the files before. `reduced`: some of its rows were removed.
     """
 
     number: int
@@ -197,7 +197,7 @@ class Sealed:
 
 
 def _replace_file(path: Path, number: int, rows: pa.Table, order: str, *, reduced: bool = False) -> Sealed:
-    """Replace the file's rows by these, in the order they have. Raises OSError, and then it is as it was."""
+    """Replace the file's rows by these, in the order they have. On OSError it is unchanged."""
     unfinished = path.with_name(f".{path.name}.sealing")
     try:
         _write_file(unfinished, rows.combine_chunks())
@@ -228,7 +228,7 @@ class _Part:
         self.rows = 0
         self.whole_bytes = 0
         self._times: list[int] = []  # the first and the last of each batch, as far as known
-        self._sink = pa.OSFile(str(folder / self.name), "wb")  # unbuffered: what is written is with the system
+        self._sink = pa.OSFile(str(folder / self.name), "wb")  # unbuffered: written bytes are in the kernel
         self._writer = pa.ipc.new_file(self._sink, schema, options=_LIVE)
 
     def write(self, batch: pa.RecordBatch, order: str) -> None:
@@ -290,11 +290,11 @@ class _TableWriter:
 
     @property
     def waiting(self) -> bool:
-        """Rows were kept that the disk did not take."""
+        """Whether rows are kept that the disk did not take."""
         return bool(self._pending)
 
     def flush(self, folder: Path, *, at_any_rate: bool = False) -> None:
-        """Give what was added to the system; if the disk refuses, keep it (small tables) or count it in `lost`."""
+        """Write the added rows; if the disk refuses, keep them (small tables) or count them in `lost`."""
         if not self._pending:
             return
         (batch,) = pa.Table.from_batches(self._pending).combine_chunks().to_batches()
@@ -321,7 +321,7 @@ class _TableWriter:
 
     @property
     def size_bytes(self) -> int:
-        """What its files take."""
+        """Size of its files."""
         return sum(part.size_bytes for part in self.sealed) + (self._part.whole_bytes if self._part else 0)
 
     def name_of(self, part: Sealed) -> str:
@@ -346,7 +346,7 @@ class _TableWriter:
         return read_live(folder / self._part.name) if self._part else _SCHEMAS[self.table.name].empty_table()
 
     def reduce(self, folder: Path, parts: Sequence[Sealed], rows: pa.Table) -> None:
-        """In the place of sealed parts that follow each other are these rows of theirs. Raises OSError."""
+        """Replace consecutive sealed parts by these of their rows. Raises OSError."""
         rows, left = rows.sort_by(self.table.order), []
         numbers = iter([part.number for part in parts])
         for begin in range(0, rows.num_rows, SEAL_ROWS):
@@ -415,21 +415,21 @@ class Partition:
         self.add_row("gaps", row)
 
     def flush(self) -> None:
-        """All rows so far are with the system (or kept, or counted as lost)."""
+        """Write all rows so far (or keep them, or count them as lost)."""
         for writer in self._in_order():
             lost_before = writer.lost
             writer.flush(self._folder(writer))
             if lost_before and writer.lost == lost_before:
-                self._tell_loss(writer)
+                self._report_loss(writer)
 
     def close(self) -> None:
-        """All rows are written and all parts sealed, as far as the disk takes them; its folder has the rest."""
+        """Write all rows and seal all parts, as far as the disk takes them; `RunFolder` keeps the rest."""
         self.closed = True
         for writer in self._in_order():
             writer.flush(self._folder(writer), at_any_rate=True)
             writer.seal(self._folder(writer))
             if writer.lost:
-                self._tell_loss(writer)
+                self._report_loss(writer)
         gaps = self._writers.get("gaps")
         if gaps:
             gaps.flush(self._folder(gaps), at_any_rate=True)
@@ -438,11 +438,11 @@ class Partition:
 
     @property
     def size_bytes(self) -> int:
-        """What its files take."""
+        """Size of its files."""
         return sum(writer.size_bytes for writer in self._writers.values())
 
     def sealed(self, table: str) -> Sequence[Sealed]:
-        """Return the table's files that are not written any more, in the order in which they were."""
+        """Return the table's finished files, in the order in which they were written."""
         return self._writers[table].sealed if table in self._writers else ()
 
     def path(self, table: str, part: Sealed) -> Path:
@@ -461,7 +461,7 @@ class Partition:
         return writer.live_rows(self._folder(writer)) if writer else _SCHEMAS[table].empty_table()
 
     def reduce(self, table: str, parts: Sequence[Sealed], rows: pa.Table | None = None) -> None:
-        """In the place of these files, which follow each other, are files of these rows or none. Raises OSError."""
+        """Replace these consecutive files by files of these rows, or by none. Raises OSError."""
         writer = self._writers[table]
         none = _SCHEMAS[table].empty_table()
         writer.reduce(self._folder(writer), parts, none if rows is None else rows)
@@ -473,7 +473,7 @@ class Partition:
     def _folder(self, writer: _TableWriter) -> Path:
         return self._run.path / writer.table.name / self.key
 
-    def _tell_loss(self, writer: _TableWriter) -> None:
+    def _report_loss(self, writer: _TableWriter) -> None:
         now_ns = time.perf_counter_ns()
         why = f"the rows could not be written: {writer.why}"
         self.gap(writer.table.name, why, start_ns=writer.lost_since_ns, end_ns=now_ns, count=writer.lost)

@@ -32,7 +32,7 @@ _NODES_A_SECOND = 25  # 3 % of a core of the node that answers
 _WAIT_S = 2.0
 _BURST_S = 5.0  # a node that takes longer keeps others waiting
 _TURN_S = 15.0  # until a node's turn comes
-_STRANGERS = 1024  # who may connect at once and not show the key yet; then the oldest is turned away
+_STRANGERS = 1024  # connections that have not sent the key yet; with more, the oldest is closed
 _KEY_S = 2.0  # in which it must be shown
 
 clock = time.perf_counter_ns
@@ -54,7 +54,7 @@ def _round_trip_ns(exchange: Exchange) -> int:
 
 
 class Server:
-    """Answers the pings of the job's other nodes, which send `key` first; who does not have it gets nothing.
+    """Answers the pings of the job's other nodes, which send `key` first. Without it there is no answer.
 
     The key travels by the job's store, which its processes trust.
     """
@@ -65,13 +65,13 @@ class Server:
         self._listener = _listener(host)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._callers: SimpleQueue[socket.socket] = SimpleQueue()  # who have shown the key
+        self._callers: SimpleQueue[socket.socket] = SimpleQueue()  # they have sent the key
         threading.Thread(target=self._let_in, daemon=True).start()
         for _ in range(_AT_ONCE):
             threading.Thread(target=self._answer, daemon=True).start()
 
     def _let_in(self) -> None:
-        """Hand on who shows the key in time. Others wait here, not where nodes are answered: few, and not for long."""
+        """Hand on connections that send the key in time. Others wait here, not in the threads that answer nodes."""
         strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         with selectors.DefaultSelector() as ready:
             ready.register(self._listener, selectors.EVENT_READ)
@@ -129,13 +129,13 @@ class Server:
 
 @dataclass(slots=True)
 class _Stranger:
-    """Somebody who has connected and not shown the key yet, and until when it may."""
+    """A connection that has not sent the key yet, and its deadline."""
 
     until: float
     said: bytes = b""
 
     def shows(self, channel: socket.socket, key: str) -> bool | None:
-        """Say whether it has the key, None while it has not said enough."""
+        """Say whether it has the key; None until it has sent enough bytes."""
         try:
             came = channel.recv(len(key) - len(self.said))
         except BlockingIOError:
@@ -223,7 +223,7 @@ class Pinger(threading.Thread):
         self._wake.set()
 
     def finish(self) -> None:
-        """Make the last burst, or fail to."""
+        """Try to make the last burst."""
         self._ending = True
         self._wake.set()
         self.join(2 * _WAIT_S)

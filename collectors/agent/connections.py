@@ -53,7 +53,7 @@ Gap = Callable[[str, int | None], None]
 
 
 class Connections:
-    """Who is connected; `handle` gets each message, with its file descriptors, and `over` who has gone."""
+    """The open connections; `handle` gets each message, with its file descriptors, and `over` each closed one."""
 
     def __init__(
         self, selector: selectors.BaseSelector, handle: Handle, over: Callable[[Connection], None], gap: Gap
@@ -76,7 +76,7 @@ class Connections:
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
-        """All who wait are let in or turned away at once, so that another user's connections keep nobody out."""
+        """Accept or reject all pending connections at once, so that another user's connections block no rank."""
         for _ in range(BACKLOG):
             try:
                 channel, _ = listener.accept()
@@ -94,7 +94,7 @@ class Connections:
         self._all.add(connection)
         self._selector.register(channel, selectors.EVENT_READ, lambda: self.receive(connection))
         with contextlib.suppress(OSError):
-            # A forked child may hold the rank's socket open after the rank has died; its pidfd tells all the same.
+            # A forked child may hold the rank's socket open after the rank has died; its pidfd shows the death.
             connection.pidfd = os.pidfd_open(pid)
             self._selector.register(connection.pidfd, selectors.EVENT_READ, lambda: self.receive(connection, gone=True))
 

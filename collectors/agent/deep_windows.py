@@ -28,19 +28,19 @@ import msgspec
 from rankscope.collectors.agent.json_files import replace_json
 from rankscope.collectors.agent.messages import Slow, Stacks, Step, Window
 
-if TYPE_CHECKING:  # `rankscope trigger` asks without what writes
+if TYPE_CHECKING:  # `rankscope trigger` asks without importing the writer
     from rankscope.collectors.agent.arrow_writer import RunFolder
 
 __all__ = ["ENDED", "Windows", "ask", "folder_of"]
 
-ENDED = ("recorded", "refused", "failed", "discarded", "gone", "told")  # nothing more comes of it
+ENDED = ("recorded", "refused", "failed", "discarded", "gone", "told")  # final states
 
 _REQUEST = re.compile(r"window=(\d+)\.json")
 _NODE = re.compile(r"node=(\d+)\.json")
 _NOTICE_NS, _NOTICE_OTHERS_NS = 500_000_000, 4_000_000_000  # until every rank has heard of it; with other nodes
 _NOTICE_STEPS = 2
 _CHOOSE_S = 15.0  # for a first rank to end a step, or the first node to name the steps
-_ANSWER_S, _PY_SPY_S = 3.0, 10.0  # for a rank to tell its stacks; for py-spy
+_ANSWER_S, _PY_SPY_S = 3.0, 10.0  # for a rank to send its stacks; for py-spy
 _CONVERT_S, _CONVERT_AT_END_S = 600.0, 15.0
 _COOL_DOWN_S = 300.0
 
@@ -81,7 +81,7 @@ def ask(run: Path, request: Mapping[str, Any]) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A rank of this node that runs."""
+    """A running rank of this node."""
 
     send: Send
     pid: int
@@ -108,14 +108,14 @@ class _Request:
     converter: subprocess.Popen[bytes] | None = None
     errors: IO[bytes] | None = None
     over: bool = False
-    is_answered: bool = True  # what came of it so far is on the disk
+    is_answered: bool = True  # its answer is on the disk
 
     def wants(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
 
 
 def _overwrite(path: Path, answer: object) -> bool:
-    """Put the answer where the last one lies, which takes no more of a full disk; return whether that could be done."""
+    """Overwrite the last answer, which takes no more of a full disk; return whether that succeeded."""
     content = json.dumps(answer).encode()
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
         return file.write(content) == len(content) == file.truncate(len(content))
@@ -126,13 +126,12 @@ class Windows:
     """The windows and stacks of one node. Raises nothing: what fails is in the answer, and in `gaps`."""
 
     def __init__(self, run: RunFolder, gap: Gap, row: Row, *, fixed: tuple[int, int] | None, slow: int) -> None:
-        """Take what may be opened.
+        """Set up which windows may be opened.
 
-        `fixed` are the first and last step of a window that is wanted in any case, `slow` how many slow steps may open
-        one.
+        `fixed` are the first and last step of a requested window, `slow` how many slow steps may open one.
         """
         self._run = run
-        self._told_path = run.path  # it may be moved when ranks have been told where to save
+        self._sent_path = run.path  # where ranks save; the run may be moved since
         self._gap = gap
         self._row = row
         self._fixed = fixed
@@ -144,10 +143,10 @@ class Windows:
         # Where a thousand nodes look every second, they look for one name: the folder has more entries than nodes.
         self._next = 1
 
-    # ---- what the agent hears
+    # ---- messages of ranks
 
     def join(self, rank: int, send: Send, pid: int, world_size: int) -> None:
-        """Take up a rank that runs; it hears what is still to come."""
+        """Add a running rank, and send it the open requests."""
         self._members[rank] = _Member(send, pid, world_size)
         if self._slow_left:
             send({"type": "watch"})
@@ -161,7 +160,7 @@ class Windows:
         return max((member.step_ns for member in self._members.values()), default=0)
 
     def forget(self) -> None:
-        """Those who joined are not who steps: others will join, and are asked for what is still open."""
+        """Forget the ranks that joined: others will train, and are asked for what is still open."""
         self._members.clear()
         for request in self._requests.values():
             if not request.over:
@@ -197,16 +196,16 @@ class Windows:
             request.saved[rank] = {"marks": message.marks or [], "path": str(self._raw(request, rank))}
         self._note(request, rank, message.state, message.why)
 
-    # ---- what the agent does once a second
+    # ---- once a second
 
     def work(self, node: int) -> None:
-        """Take up requests, and bring them as far as they can be now."""
+        """Take up requests, and advance them as far as possible now."""
         if self._node is None and self._fixed:
             self._ask_fixed(*self._fixed)
         self._node = node
-        if self._told_path != self._run.path:
-            self._told_path = self._run.path
-            self._tell_new_paths()
+        if self._sent_path != self._run.path:
+            self._sent_path = self._run.path
+            self._send_new_paths()
         number = self._next
         while os.path.exists(path := _path_of(self._run.path, number)):
             if number not in self._requests:
@@ -221,7 +220,7 @@ class Windows:
                 self._answer(request)
 
     def close(self) -> None:
-        """End with the job: what is being converted may be finished."""
+        """End with the job: conversions under way may finish."""
         deadline = time.monotonic() + _CONVERT_AT_END_S
         for request in self._requests.values():
             if not request.over:
@@ -247,7 +246,7 @@ class Windows:
         self._requests[number] = _Request(number, kind, ranks, steps, first, reason)
 
     def _ask_fixed(self, first: int, last: int) -> None:
-        """Each node is told the steps at its start, and asks for them under the same number."""
+        """Ask for the steps from the command line, under the same number on each node."""
         path = _path_of(self._run.path, 1)
         request = {"id": 1, "kind": "window", "ranks": None, "first": first, "steps": last - first + 1}
         with contextlib.suppress(OSError):
@@ -323,7 +322,7 @@ class Windows:
         return request.first is not None
 
     def _choose(self) -> int | None:
-        """Return a step that no rank has reached when the last one hears of it."""
+        """Return a step that no rank has reached when the last one gets the message."""
         now_ns = time.perf_counter_ns()
         known = [member for member in self._members.values() if member.done and member.step_ns]
         if not known:
@@ -346,7 +345,7 @@ class Windows:
     def _is_first_node(self) -> bool:
         return self._node is not None and self._node <= min(self._nodes(), default=self._node)
 
-    def _tell_new_paths(self) -> None:
+    def _send_new_paths(self) -> None:
         for request in self._requests.values():
             for rank in request.states if request.kind == "window" else ():
                 if rank in self._members and request.states[rank]["state"] == "asked":
@@ -403,13 +402,13 @@ class Windows:
         for rank in request.saved:
             self._note(request, rank, "converting")
         try:
-            with TemporaryFile() as told:  # more than an argument may be, where there are many steps
-                told.write(json.dumps(described).encode())
-                told.seek(0)
+            with TemporaryFile() as stdin:  # too long for an argument, where there are many steps
+                stdin.write(json.dumps(described).encode())
+                stdin.seek(0)
                 request.converter = subprocess.Popen(
                     [sys.executable, "-m", "rankscope.profiler.window", str(folder)],
                     cwd="/",
-                    stdin=told,
+                    stdin=stdin,
                     stdout=subprocess.DEVNULL,
                     stderr=request.errors,
                 )
@@ -457,7 +456,7 @@ class Windows:
         self._answer(request)
 
     def _answer(self, request: _Request) -> None:
-        """Answer what came of the request so far; what a full disk does not take is tried again each second."""
+        """Write the request's answer so far; what a full disk does not take is tried again each second."""
         answer = {"first": request.first, "over": request.over, "ranks": request.states}
         path = _answer_of(self._run.path, request.number, self._node or 0)
         try:

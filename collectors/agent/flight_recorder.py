@@ -21,7 +21,7 @@ from rankscope.collectors.agent.clock_ping import unix_anchor
 
 __all__ = ["GATE", "LAST", "SOCKET", "FlightRecorder", "fetch"]
 
-# In the rank's folder: torch's socket, what the rank leaves behind, and the file that is locked while somebody asks, or
+# In the rank's folder: torch's socket, what the rank leaves behind, and the file that is locked during a query, or
 # while the rank captures a CUDA graph: an answer looks at events, which breaks a capture under way in another thread.
 SOCKET, LAST, GATE = "rank", "last.json", "gate"
 SHORTEST_S, LONGEST_S = 1.0, 30.0
@@ -147,7 +147,7 @@ def _has_ended(entry: dict[str, Any]) -> bool:
 
 
 def _ends(entry: dict[str, Any]) -> bool:
-    """Return whether a group of coalesced operations has ended; its parts, which come before it, are never said to."""
+    """Return whether a group of coalesced operations has ended; its parts, which come before it, have no such state."""
     return str(entry["profiling_name"]).endswith(":coalesced") and _has_ended(entry)
 
 

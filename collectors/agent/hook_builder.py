@@ -26,14 +26,14 @@ clock = time.perf_counter_ns
 
 
 class HookBuilder:
-    """Looks once a flush whether to begin, and what came of it; one build in the agent's life."""
+    """Checks at each flush whether to begin, and for the result; one build in the agent's life."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._is_off = "build" in environment.get("RANKSCOPE_DISABLE", "").split(",")
         self._process: subprocess.Popen[str] | None = None
 
     def look(self, first_rank_ns: int | None, torch_version: str) -> str | None:
-        """Begin where it is time to; return what came of the build, once, as a line for the run's JSON."""
+        """Begin when it is time; return the result of the build, once, as a line for the run's JSON."""
         if self._process is not None:
             return self._result()
         if self._is_off or first_rank_ns is None or clock() - first_rank_ns < BUILD_AFTER_NS:
@@ -50,7 +50,7 @@ class HookBuilder:
         return None
 
     def finish(self) -> None:
-        """Nothing of a build that is under way remains."""
+        """End a build that is under way, and remove its files."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGTERM)

@@ -11,7 +11,7 @@ __all__ = ["replace_json"]
 
 
 def replace_json(path: Path, content: object) -> None:
-    """Replace the file's content. Raises OSError, and then it is as it was."""
+    """Replace the file's content. On OSError it is unchanged."""
     unfinished = path.with_name(f".{path.name}.new")
     try:
         unfinished.write_text(json.dumps(content, indent=1))

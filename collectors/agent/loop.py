@@ -1,4 +1,4 @@
-"""The node's agent: one process per node that turns what the ranks of the node leave in their rings into files.
+"""The node's agent: one process per node that writes the records in the ranks' rings to files.
 
 It outlives a rank that crashes or hangs, samples the collectors of `node/`, and relates the clocks of the nodes.
 """
@@ -62,7 +62,7 @@ clock = time.perf_counter_ns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the agent is told on its command line."""
+    """The agent's command line."""
 
     out: Path
     hz: float
@@ -101,7 +101,7 @@ class Agent:
         self._hook_builder = HookBuilder(os.environ)
         self._upload = Upload(options.upload) if options.upload else None
         self._retention = Retention(keep_bytes, self._upload.has) if self._upload else Retention(keep_bytes)
-        self._told_of_retention = False
+        self._has_retention_gap = False
         fixed, slow = options.profile_steps, options.profile_slow
         self._windows = Windows(self._run, self._gap_of_rank, self._add_window, fixed=fixed, slow=slow)
         self._windows_of: str | None = None  # the world whose ranks it knows
@@ -116,14 +116,14 @@ class Agent:
     # ---- the loop
 
     def run(self) -> None:
-        """Everything the ranks left is on disk, sealed, and the run's state is `closed`."""
+        """Serve until the job is over; then all records are on disk, sealed, and the run's state is `closed`."""
         try:
             while not self._over():
                 for key, _ in self._selector.select(self._pause_s()):
                     key.data()
                 self._work()
         except Exception as error:
-            # Nobody would see a traceback here; the run must say it itself, and keep what there is.
+            # A traceback here would not be seen; the run must say it itself, and keep what there is.
             self._begin(None)
             self._node.gap("*", f"the agent failed: {type(error).__name__}: {error}")
         self._close()
@@ -178,20 +178,20 @@ class Agent:
         self._build_hook()
         self._node.tables.flush()
         if self._is_due("retain", RETAIN_NS) and self._retention.decide():
-            self._state.tell(kept_since_ns=self._retention.since_ns)
+            self._state.publish(kept_since_ns=self._retention.since_ns)
         if self._state.changed:
             self._state.write()
         self._send()
         self._retain()
 
     def _send(self) -> None:
-        """Files go to object storage once it is certain which run's they are: rank 0 is here, or its node was met."""
+        """Upload files once their run is certain: rank 0 is here, or its node was met."""
         is_certain = self._peers.is_met or any(report["rank"] == 0 for report in self._state.ranks)
         if self._upload and is_certain:
             self._upload.look(self._run.path)
 
     def _retain(self) -> None:
-        """Remove a little of what is too much, once the run's JSON says since when all is there."""
+        """Evict a little of the excess, once `kept_since_ns` is in the run's JSON."""
         if self._state.kept_since_ns != self._retention.since_ns:
             try:  # the disk is full
                 self._run.spend_reserve()
@@ -202,8 +202,8 @@ class Agent:
             try:
                 self._retention.work()
             except (OSError, pa.ArrowInvalid) as error:
-                if not self._told_of_retention:
-                    self._told_of_retention = True
+                if not self._has_retention_gap:
+                    self._has_retention_gap = True
                     self._node.gap("*", f"some older records could not be removed, which is tried again: {error}")
         self._run.refill_reserve()
 
@@ -223,7 +223,7 @@ class Agent:
         elif isinstance(message, messages.TrainingThread):
             rank.train_on(message.thread)
             connection.tid = message.tid
-            self._tell_pids()
+            self._share_pids()
         elif isinstance(message, messages.FlightRecorder):
             if connection.flight:
                 raise BadInput("it named its Flight Recorder before")
@@ -266,7 +266,7 @@ class Agent:
             connection.channel.send(json.dumps(known).encode())
         connection.report = self._state.add_rank(hello, attempt)
         connection.oom_kills = OomKills(connection.pid)
-        self._tell_pids()
+        self._share_pids()
         self._sampler.start()
         self._windows.work(node.index)
         if hello.world == self._windows_of or not self._of_world(self._windows_of):
@@ -277,13 +277,13 @@ class Agent:
             node.gap("clocks", f"{why}: {SET_NODE_RANK}")
 
     def _of_world(self, world: str | None) -> list[tuple[Connection, RankTables]]:
-        """Return the ranks of one world. Deep windows and stacks are of those of `_windows_of`, see `_hear`."""
+        """Return the ranks of one world. Deep windows and stacks are of the world `_windows_of`, see `_hear`."""
         return [(connection, rank) for connection, rank in self._connections.ranks() if rank.world == world]
 
     def _hear(
         self, rank: RankTables, message: messages.Step | messages.Slow | messages.Window | messages.Stacks
     ) -> None:
-        """Windows are of the world that steps first: of a job's trainers, not of what generates for them."""
+        """Give windows to the world that steps first: a job's trainers, not the engines beside them."""
         if rank.world != self._windows_of:
             if self._windows.step_ns:
                 return
@@ -300,7 +300,7 @@ class Agent:
         self._connections.end(connection)
 
     def _wait_for(self, pid: int, pidfd: int) -> None:
-        """Stay until this process ends, `rankscope exec` or what it has become, which may start ranks."""
+        """Keep the agent until this process ends: `rankscope exec` or its command, which may start ranks."""
 
         def gone() -> None:
             self._selector.unregister(pidfd)
@@ -313,7 +313,7 @@ class Agent:
         self._selector.register(pidfd, selectors.EVENT_READ, gone)
 
     def _end(self, connection: Connection) -> None:
-        """Read to its end what a process that has gone left, if it was a rank."""
+        """Read the rest of the records of a process that has ended, if it was a rank."""
         rank = connection.rank
         if rank is None:
             if connection.pidfd >= 0 and not self._until_stdin_closes and connection.pid not in self._callers:
@@ -336,7 +336,7 @@ class Agent:
         connection.report |= {"ended": True, "end_ns": clock()}
         self._state.changed = True
         self._last_rank_ns = clock()
-        self._tell_pids()
+        self._share_pids()
         self._peers.ping_now()  # node 0's agent may be gone soon
 
     # ---- the node
@@ -351,17 +351,17 @@ class Agent:
             node.renumber(said)
         node.is_said |= said is not None
 
-    def _tell_pids(self) -> None:
+    def _share_pids(self) -> None:
         ranks = [(rank.device, c.pid, c.tid or c.pid) for c, rank in self._connections.ranks()]
         self._sampler.node.pids = {device: pid for device, pid, _ in ranks}
         self._sampler.node.main_tids = {device: tid for device, _, tid in ranks}
 
     def _take_samples(self) -> None:
         if self._sampler.topology and "topology" not in self._state.said:
-            self._state.tell(topology=self._sampler.topology)
+            self._state.publish(topology=self._sampler.topology)
         while not self._sampler.readings.empty():
             self._node.add_samples(*self._sampler.readings.get())
-        self._sampler.tell_hanging()
+        self._sampler.report_hanging()
         while not self._sampler.gaps.empty():
             source, why, time_ns = self._sampler.gaps.get()
             self._node.tables.gap("counters", why, source=source, start_ns=time_ns)
@@ -370,10 +370,10 @@ class Agent:
         """Build the collectives hook in C++ for the next job, if this one lasts and the node can spare it."""
         came = self._hook_builder.look(self._node.since_ns, self._state.said["versions"].get("torch", ""))
         if came is not None:
-            self._state.tell(collectives_hook=came)
+            self._state.publish(collectives_hook=came)
 
     def _take_ras(self) -> None:
-        """Where the job hangs NCCL's RAS is asked, by the agent of a rank 0: it speaks for all processes."""
+        """Query NCCL's RAS if the job hangs, from the agent of rank 0: it answers for all processes."""
         ranks = [rank for _, rank in self._connections.ranks()]
         heard = [rank.heard_ns for rank in ranks if rank.heard_ns]
         if any(rank.rank == 0 for rank in ranks) and self._uses_nccl and heard:
@@ -421,16 +421,16 @@ class Agent:
         self._windows.close()
         self._close_node()
         self._run.close()
-        self._state.tell(state="closed", closed_ns=clock(), closed_unix_ns=time.time_ns())
+        self._state.publish(state="closed", closed_ns=clock(), closed_unix_ns=time.time_ns())
         self._state.write()
         if self._upload:
             self._finish_upload(self._upload)
 
     def _finish_upload(self, upload: Upload) -> None:
-        """All has arrived in object storage; or what has not is in `gaps`, and still here."""
+        """Complete the upload; files that did not arrive stay here, with a row of `gaps`."""
         here = self._run.path
         came = upload.finish(here, UPLOAD_S)
-        self._state.tell(upload=came)
+        self._state.publish(upload=came)
         self._state.write()
         if came["missing"] != 0:
             late = Partition(self._run, self._node.tables.key)
@@ -439,7 +439,7 @@ class Agent:
             late.close()
             upload.finish(here, LATE_S)
         upload.close()
-        if came["missing"] == 0 and not self._until_stdin_closes:  # nobody reads it here
+        if came["missing"] == 0 and not self._until_stdin_closes:  # it is not read here
             remove_spool(here)
 
     def _close_node(self) -> None:

@@ -1,6 +1,6 @@
-"""What ranks may say to the agent: each message's fields, with the ranges that the tables take.
+"""The ranks' messages to the agent: each one's fields, with the ranges that the tables take.
 
-A rank's messages are untrusted: what does not fit is refused here, before anything is kept of it.
+A rank's messages are untrusted: invalid ones are refused here, before anything of them is kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NCCL's RAS, asked when a job hangs: who has launched fewer operations than others, and who does not answer.
+"""NCCL's RAS, asked when a job hangs: which ranks launched fewer operations than others, and which do not answer.
 
 Every process of a NCCL job (2.24 or later) has a RAS thread; together they are a network of their own, and one of them
 answers for all. So only node 0's agent asks. The answer is JSON where NCCL offers it, else a text for people; the text
@@ -58,7 +58,7 @@ class Ras:
         self._thread.start()
 
     def finish(self) -> None:
-        """Nothing comes any more; a question that is still open is told."""
+        """Wait for an open query, and report it if it does not end."""
         if self._thread:
             self._thread.join(_GREETING_S)
             if self._thread.is_alive():
@@ -104,7 +104,7 @@ def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 def ask(host: str, port: int) -> str:
     """Return what RAS answers. Raises OSError or ValueError."""
     for _ in range(_ATTEMPTS):
-        # All processes of a node listen on one port, and the system chooses who gets a connection: it may be stopped.
+        # All processes of a node listen on one port, and the system chooses which gets a connection: it may be stopped.
         with socket.create_connection((host, port), _GREETING_S) as channel, channel.makefile("rb") as lines:
             try:
                 greeting = _say(channel, lines, "CLIENT PROTOCOL 2")
@@ -149,16 +149,16 @@ def _of_json(said: Mapping[str, Any]) -> Iterator[Row]:
     communicator, size = str(said["hash"]).removeprefix("0x"), int(said["size"])
     ops = sorted({op for rank in said["ranks"] for op, count in rank["collective_counts"].items() if count})
     for rank in said["ranks"]:
-        who = {"comm_rank": int(rank["rank"]), "pid": int(rank["pid"]), "host": str(rank["host"])}
+        process = {"comm_rank": int(rank["rank"]), "pid": int(rank["pid"]), "host": str(rank["host"])}
         state = _state_of(rank["status"])
         for op in ops or [""]:
             launched = int(rank["collective_counts"].get(op, 0))
-            yield _row(communicator, size, **who, operation=op, launched=launched, state=state)
+            yield _row(communicator, size, **process, operation=op, launched=launched, state=state)
     for rank in said["missing_ranks"]:
         status = rank["status"]
         missing = "unresponsive" if status["unresponsive"] else "not a member"
-        who = {"comm_rank": int(rank["rank"]), "pid": int(rank["pid"]), "host": str(rank["host"])}
-        yield _row(communicator, size, **who, state="dead" if status["considered_dead"] else missing)
+        process = {"comm_rank": int(rank["rank"]), "pid": int(rank["pid"]), "host": str(rank["host"])}
+        yield _row(communicator, size, **process, state="dead" if status["considered_dead"] else missing)
 
 
 def _state_of(status: Mapping[str, Any]) -> str:
@@ -203,7 +203,7 @@ def _of_text(text: str) -> Iterator[Row]:
             yield _row(communicator, size, operation=op, launched=launched)
         elif (found := _RANK.fullmatch(line)) and state:
             own = int(found[2]) if found[2] else 0 if found[3] else launched
-            who = {"pid": int(found[4]), "host": found[5]} if found[4] else {}
-            yield _row(communicator, size, comm_rank=int(found[1]), **who, operation=op, launched=own, state=state)
+            process = {"pid": int(found[4]), "host": found[5]} if found[4] else {}
+            yield _row(communicator, size, comm_rank=int(found[1]), **process, operation=op, launched=own, state=state)
         elif found := _PROCESS.fullmatch(line):
             yield _row("", None, pid=int(found[1]), host=found[2], state=state)

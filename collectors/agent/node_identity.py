@@ -35,7 +35,7 @@ def own_addresses() -> set[str]:
 def index_beside(index: int, peer: int, lowest_rank: int, taken: Callable[[int], bool]) -> int:
     """Give this node's number beside node `peer`.
 
-    Where both have the same number, since no launcher said one, it is that of the first rank here that nobody has.
+    Where both have the same number, since no launcher set one, it is the lowest rank here or the next free number.
     """
     index = lowest_rank if index == peer else index
     while index == peer or taken(index):
@@ -44,7 +44,7 @@ def index_beside(index: int, peer: int, lowest_rank: int, taken: Callable[[int],
 
 
 def index_alone(ranks: Iterable[Mapping[str, Any]]) -> int | None:
-    """Give the number of a node that meets no other though it lacks ranks of a world: its lowest rank, if not 0."""
+    """Give the number of a node that meets no other but lacks ranks of a world: its lowest rank, if not 0."""
     here: dict[tuple[str | None, int], list[int]] = {}
     for report in ranks:
         here.setdefault((report["world"], report["world_size"]), []).append(report["rank"])
@@ -63,14 +63,14 @@ class Peers:
         self._server: clock_ping.Server | None = None
         self._pinger: clock_ping.Pinger | None = None
         self._peer = 0  # the node that it pings
-        self._trouble_told = False
+        self._has_ping_gap = False
 
     @property
     def is_met(self) -> bool:
         return self._pinger is not None
 
     def listen(self, host: str | None) -> dict[str, Any]:
-        """Return where the other nodes may ask for this one's time, and with what key, for rank 0 to tell them."""
+        """Return the address and key by which other nodes ask for this one's time, for rank 0 to pass on."""
         if host is not None and self._server is None:
             try:
                 self._server = clock_ping.Server(host)
@@ -84,7 +84,7 @@ class Peers:
         """Move the run into the folder that rank 0's node named, mostly node 0, whose agent is pinged."""
         name, agent = message.name, message.agent
         if not self._node.has_begun or agent == self.id or self._pinger:
-            return  # after an elastic restart it may be told of another node 0; ours is the first
+            return  # after an elastic restart there may be another node 0; ours is the first
         here, there = self._run.path, self._run.path.parent / name
 
         def taken(index: int) -> bool:
@@ -104,7 +104,7 @@ class Peers:
             self._node.renumber(index)
             if self._node.index != index:
                 return  # that node's files must not be written over
-        self._state.tell(peer=agent)
+        self._state.publish(peer=agent)
         try:
             self._run.move(name)
         except OSError as error:
@@ -115,7 +115,7 @@ class Peers:
             self._pinger.start()
 
     def number_alone(self) -> None:
-        """Where rank 0's node was not met, since it records nothing, this one has the number of its lowest rank."""
+        """Give the node the number of its lowest rank, if rank 0's node was not met since it records nothing."""
         node = self._node
         if node.index or node.is_said or self._pinger or clock() - node.since_ns < MEET_NS:
             return
@@ -124,15 +124,15 @@ class Peers:
             node.renumber(index)
 
     def take(self, *, ending: bool = False) -> None:
-        """Add what the pings have answered to the node's rows, or that they have not."""
+        """Add the answers of the pings to the node's rows, or a gap if there are none."""
         pinger = self._pinger
         if pinger is None:
             return
         while pinger.exchanges:
             self._node.add_exchange(self._peer, pinger.exchanges.popleft())
         lasting = pinger.failures >= PING_FAILURES or (ending and not pinger.succeeded)
-        if lasting and not self._trouble_told:
-            self._trouble_told = True
+        if lasting and not self._has_ping_gap:
+            self._has_ping_gap = True
             why = f"node {self._peer}'s agent does not answer pings at {pinger.why}; is a firewall between?"
             self._node.gap("clocks", why)
 

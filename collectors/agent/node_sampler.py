@@ -36,8 +36,8 @@ class Sampler:
         self.topology: dict[str, list[topology.Device]] | None = None
         self._every_s = 1 / hz
         self._ending = threading.Event()
-        self._began_ns: dict[str, int] = {}  # by collector: when it was asked for what it has not answered yet
-        self._told_ns: dict[str, int] = {}  # those of them of which a gap says that they hang
+        self._began_ns: dict[str, int] = {}  # by collector: when its unanswered reading began
+        self._reported_ns: dict[str, int] = {}  # those of them with a gap that they hang
         self._unknown: set[tuple[str, str]] = set()
         self._threads: list[threading.Thread] = []
         for module in pkgutil.iter_modules(node_collectors.__path__):
@@ -64,14 +64,14 @@ class Sampler:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, until_s - time.monotonic()))
-        self.tell_hanging(0)
+        self.report_hanging(0)
 
-    def tell_hanging(self, after_s: float = _HANGS_S) -> None:
-        """There is a gap for each collector that has not answered for so long, once."""
+    def report_hanging(self, after_s: float = _HANGS_S) -> None:
+        """Add a gap for each collector that has not answered for so long, once."""
         now_ns = time.perf_counter_ns()
         for name, began_ns in self._began_ns.copy().items():
-            if now_ns - began_ns >= after_s * 1e9 and self._told_ns.get(name) != began_ns:
-                self._told_ns[name] = began_ns
+            if now_ns - began_ns >= after_s * 1e9 and self._reported_ns.get(name) != began_ns:
+                self._reported_ns[name] = began_ns
                 self.gaps.put((name, "the collector hangs: until it answers, nothing of its source is seen", began_ns))
 
     def _gap(self, source: str, why: str) -> None:
@@ -112,7 +112,7 @@ class Sampler:
             self._gap(name, f"the collector did not stop: {type(error).__name__}: {error}")
 
     def _known(self, samples: Iterable[Sample]) -> Iterator[Sample]:
-        """Give what the list of counters has, and say of each other counter once that it is not recorded."""
+        """Yield counters that the list has, and report each other counter once as not recorded."""
         for source, name, device, value in samples:
             if (source, name) in _KNOWN:
                 yield source, name, device, float(value)

@@ -1,4 +1,4 @@
-"""The node's own rows (readings of its collectors, relations of clocks, gaps), and the number that it has."""
+"""The node's own rows (readings of its collectors, relations of clocks, gaps), and its number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ clock = time.perf_counter_ns
 
 
 class Node:
-    """It begins with the first rank; before that it has no number, and nothing is written."""
+    """The node's tables, from its first rank on; before that it has no number, and nothing is written."""
 
     def __init__(self, run: RunFolder, state: RunState) -> None:
         self.index = 0
@@ -39,15 +39,15 @@ class Node:
         return self._tables is not None
 
     def begin(self, said: int | None) -> None:
-        """Give the node the number that a launcher said, else 0 at first. Raises OSError."""
+        """Give the node the launcher's number, else 0 at first. Raises OSError."""
         if self._run.gone:  # nothing was in it yet
             self._run.reserve()
         self.index, self.is_said, self.since_ns = said or 0, said is not None, clock()
         self._tables = Partition(self._run, f"node={self.index:05d}")
-        self._state.tell(node=self.index)
+        self._state.publish(node=self.index)
 
     def renumber(self, index: int) -> None:
-        """All that the node has written is of node `index`; readers take a rank's node from its entry in the JSON."""
+        """Rename all that the node has written to `index`; readers take a rank's node from its entry in the JSON."""
         key = f"node={index:05d}"
         if index == self.index or os.path.exists(file_of(index, self._run.path)):  # of a node that has joined this run
             return
@@ -57,7 +57,7 @@ class Node:
             self.gap("*", f"the node's files could not be renamed to {key}: {error}")
             return
         self.index, self.tables.key = index, key
-        self._state.tell(node=index)
+        self._state.publish(node=index)
         self._state.write()
 
     def gap(self, table: str, why: str, *, source: str = "agent", count: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Whether the kernel killed processes for want of memory."""
+"""Counts processes that the OOM killer killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent as a process: its socket, its limits, and what it lets go of."""
+"""The agent as a process: its socket, its limits, and its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WithoutPandas", "bind", "let_go_of_output", "take_room"]
 
 
 class WithoutPandas:
-    """pyarrow imports pandas where it is installed, for nearly a second and 50 MB, only to ask it about types."""
+    """Keep pyarrow from importing pandas only to check types, which takes nearly a second and 50 MB."""
 
     def find_spec(self, name: str, _path: object, _target: object = None) -> None:
         if name == "pandas":
@@ -21,7 +21,7 @@ class WithoutPandas:
 
 
 def bind(name: str) -> socket.socket | None:
-    """Bind the node's abstract socket, which nobody can connect to yet; None if another agent has it."""
+    """Bind the node's abstract socket, which accepts no connections yet; None if another agent has it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind("\0" + name)
@@ -33,7 +33,7 @@ def bind(name: str) -> socket.socket | None:
 
 
 def take_room(*, shares: bool) -> None:
-    """Descriptors for as many ranks as there may be; where the first rank has started it, not only its processor."""
+    """Allow descriptors for the most ranks there may be; if the first rank started it, use all its processors."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -45,7 +45,7 @@ def take_room(*, shares: bool) -> None:
 
 
 def let_go_of_output() -> None:
-    """Whoever reads the launcher's output to its end need not wait for the agent."""
+    """Let readers of the launcher's output reach its end without waiting for the agent."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)

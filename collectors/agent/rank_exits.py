@@ -41,7 +41,7 @@ class Exits:
         self._selector.register(connection.pidfd, selectors.EVENT_READ, lambda: self._ended(connection))
 
     def finish(self) -> None:
-        """All tables are sealed, also those of processes that still run."""
+        """Seal all tables, also those of processes that still run."""
         for connection in list(self._ending):
             if select.select([connection.pidfd], [], [], 0)[0]:
                 self._ended(connection)

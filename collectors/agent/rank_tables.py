@@ -1,4 +1,4 @@
-"""What one rank of one attempt leaves: its rings, read as far as they go, and the tables that its rows go to."""
+"""The rings of one rank of one attempt, and the tables that its rows go to."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RankTables:
             self.flush()
 
     def _guard(self, read: Callable[[], None]) -> None:
-        """Call `read`; what the rank wrote may be anything, and an exception costs only this rank its records."""
+        """Call `read`; the ring is untrusted, and an exception costs only this rank its records."""
         try:
             read()
         except Exception as error:
@@ -108,7 +108,7 @@ class RankTables:
             self.tables.gap("flight_records", why, source="flight_recorder", start_ns=clock(), count=count)
 
     def flush(self) -> None:
-        """Give what was read to the system, and note what was lost in `gaps`."""
+        """Write what was read, and note what was lost in `gaps`."""
         self._guard(self._take_records)
         self.tables.flush()
 
@@ -117,11 +117,11 @@ class RankTables:
         if self._records:
             records = np.concatenate(self._records)
             unknown = int((~np.isin(records["type"], KNOWN_TYPES)).sum())
-            self._tell_refused("*", "records of a type that this version does not know", now_ns, unknown)
+            self._report_refused("*", "records of a type that this version does not know", now_ns, unknown)
             for table, columns in columns_by_table(records, self._threads).items():
                 fit, refused = fitting(table, columns)
                 self.tables.add(table, fit)
-                self._tell_refused(table, "records with a value out of range, which were left out", now_ns, refused)
+                self._report_refused(table, "records with a value out of range, which were left out", now_ns, refused)
             self._records = []
         for ring, lacking in self._rings:
             for count, why in (
@@ -133,6 +133,6 @@ class RankTables:
             ring.overwritten = ring.unfinished = 0
         self._flushed_ns = now_ns
 
-    def _tell_refused(self, table: str, why: str, now_ns: int, count: int) -> None:
+    def _report_refused(self, table: str, why: str, now_ns: int, count: int) -> None:
         if count:
             self.tables.gap(table, why, start_ns=self._flushed_ns, end_ns=now_ns, count=count)

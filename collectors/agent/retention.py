@@ -1,8 +1,8 @@
-"""What of a long recording stays: the newest rows, as many as fit, and of older ones what its steps are counted by.
+"""Retention: a long recording keeps the newest rows, as many as fit, and of older ones those that count its steps.
 
-A node's files take no more than they may: where they do, the oldest of every rank and of the node go, all up to one
-time. Of regions and collectives so few stay that a step costs some 20 bytes: the analysis counts the same steps as
-before, and still has their lengths.
+A node's files stay below a limit: above it, the oldest of every rank and of the node are evicted, all up to one time.
+Of older regions and collectives about 20 bytes per step stay: the analysis counts the same steps as before, and still
+has their lengths.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Retention:
     """
 
     def __init__(self, most_bytes: int, has_arrived: Callable[[Path], bool] = lambda _: True) -> None:
-        """0: everything stays, as do files that have not arrived where they are also kept."""
+        """Keep at most so many bytes (0: all), and every file that has not arrived in its second place."""
         self.since_ns: int | None = None
         self._has_arrived = has_arrived
         self._most_bytes = most_bytes
         self._partitions: list[Partition] = []
         self._to_do: deque[tuple[Partition, str]] = deque()
-        self._resting: dict[tuple[Partition, str], float] = {}  # until when: something of it could not be removed
+        self._resting: dict[tuple[Partition, str], float] = {}  # until when to pause: a file could not be removed
 
     def watch(self, partition: Partition) -> None:
         self._partitions.append(partition)
 
     def decide(self) -> bool:
-        """Say whether `since_ns` is another now, since there is too much."""
+        """Move `since_ns` if there is too much; return whether it moved."""
         if not self._most_bytes or self._to_do:
             return False
         excess = sum(partition.size_bytes for partition in self._partitions) - self._most_bytes
@@ -82,7 +82,7 @@ class Retention:
         return True
 
     def work(self) -> None:
-        """Remove a little of what is to go. Raises OSError or ArrowInvalid: that is tried again in a minute."""
+        """Evict a little. On OSError or ArrowInvalid, try again in a minute."""
         deadline = time.monotonic() + _WORK_S
         while self._to_do and time.monotonic() < deadline:
             partition, table = self._to_do[0]
@@ -99,7 +99,7 @@ class Retention:
                 raise
 
     def _removable(self) -> Iterator[tuple[Partition, str, Sealed]]:
-        """Yield the files that may go. The newest one of a table that goes on is not among them."""
+        """Yield the files that may be evicted, without the newest one of a table that goes on."""
         for partition, table in itertools.product(self._partitions, (*_REMOVED, *_REDUCED)):
             if self._resting.get((partition, table), 0.0) < time.monotonic():
                 newest = [] if partition.closed else partition.sealed(table)[-1:]
@@ -108,7 +108,7 @@ class Retention:
                         yield partition, table, part
 
     def _arrived(self, partition: Partition, table: str) -> list[Sealed]:
-        """Return the files with all their rows, up to the first that is nowhere but here."""
+        """Return the files with all their rows, up to the first that has no copy elsewhere."""
         whole = [part for part in partition.sealed(table) if not part.reduced]
         return list(itertools.takewhile(lambda part: self._has_arrived(partition.path(table, part)), whole))
 
@@ -117,7 +117,7 @@ class Retention:
 
 
 def _reduce(partition: Partition, table: str, old: Sequence[Sealed]) -> None:
-    """In the place of these parts, and of the last that was reduced, are the rows by which steps are counted."""
+    """Replace these parts, and the last that was reduced, by the rows by which steps are counted."""
     before = [part for part in partition.sealed(table) if part.reduced][-1:]
     if table == "collectives":
         while len(old) > 1 and len(_beside(partition, old)) > _PARTS_BESIDE:
@@ -137,13 +137,13 @@ def _reduce(partition: Partition, table: str, old: Sequence[Sealed]) -> None:
 
 
 def _beside(partition: Partition, parts: Sequence[Sealed]) -> list[Sealed]:
-    """Return the files of regions of the time of these parts."""
+    """Return the files of regions that overlap these parts in time."""
     first, last = parts[0].first, parts[-1].last
     return [part for part in partition.sealed("regions") if part.first <= last and part.last >= first]
 
 
 def _optimizers(partition: Partition, files: Iterable[Sealed], until_ns: int) -> npt.NDArray[np.int64]:
-    """When those in these files began, in order; with the file that is being written, where that is not later."""
+    """Return the starts of optimizers in these files, in order; with the file being written, if that is not later."""
     tables = (partition.rows("regions", [file]) for file in files)
     starts = [_starts(rows.filter(pc.equal(rows["kind"], _OPTIMIZER))) for rows in tables]
     sealed = partition.sealed("regions")
@@ -154,9 +154,9 @@ def _optimizers(partition: Partition, files: Iterable[Sealed], until_ns: int) ->
 
 
 def last_before_each(marks: npt.NDArray[np.int64], times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of the times, in order, are needed to say between which two marks there is any: the last before each mark.
+    """Return which of the ordered times show between which two marks there is any: the last before each mark.
 
-    The first and the last of all are among them, as other times may come before and after.
+    With the first and the last of all, as other times may come before and after.
     """
     between = np.searchsorted(marks, times)
     kept = np.append(between[1:] != between[:-1], True) if len(times) else np.zeros(0, bool)

@@ -1,4 +1,4 @@
-"""From a rank's ring to columns: which records are whole, which were lost, and which table each belongs to."""
+"""Reads a rank's ring into columns: which records are whole, which were lost, and which table each belongs to."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Ring:
 
     def __init__(self, fd: int) -> None:
         """Map the ring; `fd` may be closed afterwards. Raises OSError or ValueError if it is not a ring."""
-        # Sealed first, so that the size stays: memory that is cut while it is mapped would end this process.
+        # Sealed first: truncating memory that is mapped would crash this process.
         if fd < 0:
             raise ValueError("there is no ring")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
@@ -78,10 +78,10 @@ class Ring:
         self.unfinished = 0
 
     def read(self, now_ns: int, *, last: bool = False) -> Records:
-        """All whole records that were not read before, in order.
+        """Return all whole records that were not read before, in order.
 
-        Waits, over several calls, up to 1 s for a record that others have overtaken. With `last`, when nobody writes
-        any more, it waits for none, and counts what is missing up to the highest number seen.
+        Waits, over several calls, up to 1 s for a record that others have overtaken. With `last`, when writers
+        have ended, it waits for none, and counts what is missing up to the highest number seen.
         """
         chunks: list[Records] = []
         for _ in range(2 * RING_SLOTS // _CHUNK):  # bounded, however fast the rank writes
@@ -99,7 +99,7 @@ class Ring:
         copy = self._slots[start : start + _CHUNK].copy()
         expected = np.arange(self._next, self._next + len(copy), dtype=np.uint64)
         count = _leading((copy["number"] == expected) & (copy["check"] == expected))
-        # The first number is written first: where it still stands, the whole copy is of that record.
+        # The first number is written first: if it is unchanged, the whole copy is of that record.
         count = _leading(self._numbers[start : start + count] == expected[:count])
         self._next += count
         whole: Records = copy[:count]
@@ -132,7 +132,7 @@ class Ring:
         return True
 
     def _highest(self) -> int:
-        """Return the newest record's number. Raises ValueError where no rank can have come so far: it is no ring."""
+        """Return the newest record's number. Raises ValueError if it is too large for a ring."""
         highest = int(self._numbers.max())
         if highest > _MOST_RECORDS:
             raise ValueError(f"record number {highest}")
@@ -152,7 +152,7 @@ class Threads:
         self._following = itertools.count(1).__next__
 
     def train(self, ident: int) -> None:
-        """Take the thread that trains for the main thread from now on."""
+        """Treat the training thread as the main thread from now on."""
         self._index = {known: index for known, index in self._index.items() if index} | {ident: 0}
 
     def index(self, idents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
@@ -311,7 +311,7 @@ def _nccl_events(by_type: dict[int, Records]) -> Columns:
     is_span = np.arange(len(both)) >= len(waits)
     is_send = (both["a"] & 1 == 1) & ~is_span
     is_step = both["type"] == RecordType.NCCL_STEP
-    told = both["a"] & 2 == 2
+    has_peer_wait = both["a"] & 2 == 2
     gpu, middle, network = (both[name].view(np.uint64) >> np.uint64(24) for name in ("q1", "q2", "q3"))
     beside = (both[name] & 0xFFFFFF for name in ("q1", "q2"))
     peer, step = (np.ma.MaskedArray(values, mask=is_span) for values in beside)
@@ -328,7 +328,7 @@ def _nccl_events(by_type: dict[int, Records]) -> Columns:
         "step": step,
         "size_bytes": np.ma.MaskedArray(both["q4"], mask=is_span | (both["q4"] < 0)),
         "gpu_wait_ns": np.ma.MaskedArray(gpu.astype(np.int64), mask=is_span),
-        "peer_wait_ns": np.ma.MaskedArray(middle.astype(np.int64), mask=~(is_send & told)),
+        "peer_wait_ns": np.ma.MaskedArray(middle.astype(np.int64), mask=~(is_send & has_peer_wait)),
         "network_wait_ns": np.ma.MaskedArray(network.astype(np.int64), mask=is_span),
         "flush_wait_ns": np.ma.MaskedArray(middle.astype(np.int64), mask=is_span | is_send),
         "device_ns": np.ma.MaskedArray(both["q2"], mask=~is_span | (both["q2"] < 0)),

@@ -1,4 +1,4 @@
-"""`run/node=….json`: what was launched on a node, which ranks it had, and how things stand."""
+"""`run/node=….json`: what was launched on a node, its ranks, and its state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["RunState", "file_of", "is_run_of", "versions"]
 
 
 class RunState:
-    """What the run's JSON says of this node; `changed` since it was written."""
+    """The run's JSON about this node; `changed` since it was written."""
 
     def __init__(self, run: RunFolder, said: dict[str, Any]) -> None:
         self.said = said
@@ -29,8 +29,8 @@ class RunState:
         self._run = run
         said["ranks"] = self.ranks
 
-    def tell(self, **said: Any) -> None:  # noqa: ANN401
-        """Say this too, with the next flush."""
+    def publish(self, **said: Any) -> None:  # noqa: ANN401
+        """Add these fields; the next flush writes them."""
         self.said |= said
         self.changed = True
 
@@ -52,7 +52,7 @@ class RunState:
         return attempt
 
     def write(self) -> None:
-        """Write the JSON to the disk; if that is full it stays as it was."""
+        """Write the JSON to the disk; if that is full it is unchanged."""
         self.said["name"] = self._run.path.name
         with contextlib.suppress(OSError):
             replace_json(file_of(self.said["node"], self._run.path), self.said)
@@ -65,7 +65,7 @@ def file_of(node: int, run: Path) -> Path:
 
 
 def is_run_of(folder: Path, agent: str) -> bool:
-    """Say whether this agent of node 0, or one that has met it, writes there, or nobody yet."""
+    """Say whether this agent of node 0, or one that has met it, writes there, or none yet."""
     said = []
     for path in folder.glob("run/node=*.json"):
         with contextlib.suppress(OSError, ValueError):

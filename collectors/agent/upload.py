@@ -1,4 +1,4 @@
-"""The agent's side of recording into object storage: a process that sends the run's files, and what it says."""
+"""The agent's side of recording into object storage: the process that sends the run's files, and its answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def missed(came: Mapping[str, Any], folder: Path) -> str:
 
 
 def upload_rest(folder: Path, url: str) -> dict[str, Any]:
-    """Send what the folder holds and has not sent, after the agent; what came of it is as `finish` says."""
+    """Send the folder's remaining files, after the agent; the result is that of `finish`."""
     command = [*_COMMAND, str(folder), url, "--within", str(LATE_S)]
     try:
         done = subprocess.run(command, cwd="/", capture_output=True, timeout=LATE_S + _GRACE_S, check=True)
@@ -66,7 +66,7 @@ def _no_answer(url: str) -> dict[str, Any]:
 
 
 class Upload:
-    """The files of a run go to `url`. Nothing here waits for the storage, but for `finish`."""
+    """Sends a run's files to `url`. Only `finish` waits for the storage."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -78,7 +78,7 @@ class Upload:
         self._result: dict[str, Any] | None = None
 
     def look(self, folder: Path) -> None:
-        """Keep the process running, and read what it has said."""
+        """Keep the process running, and read its answers."""
         self._folder = folder
         self._hear()
         if self._process is None and time.monotonic() - self._started_s > _RESTART_S:
@@ -89,7 +89,7 @@ class Upload:
         return path.relative_to(self._folder).as_posix() in self._arrived
 
     def finish(self, folder: Path, within_s: float) -> dict[str, Any]:
-        """Everything has arrived, or the time is over: `url`, how many files are `missing` (None: unknown), `why`."""
+        """Wait for the upload: `url`, how many files are `missing` at the deadline (None: unknown), `why`."""
         self._folder, self._result = folder, None
         deadline = time.monotonic() + within_s
         for _ in range(2):  # again, where it has died

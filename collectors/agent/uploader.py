@@ -36,7 +36,7 @@ _POLL_S = 4.0
 _GROWING_S = 60.0
 _AT_ONCE = 4
 _LONGEST_PAUSE_S = 30.0
-_ENDING_S = 60.0  # where the agent has died and cannot say
+_ENDING_S = 60.0  # if the agent has died
 _GROWING = ("ranks", "groups", "strings", "gaps")  # small, and nothing can be read without them
 _SEAL = b"ARROW1"
 _DONE = ".uploaded.json"
@@ -66,7 +66,7 @@ class Uploader:
         return [name for name, (_, _, whole) in dict(self._sent).items() if whole]
 
     def send(self, *, last: bool = False, until: Callable[[], bool]) -> float:
-        """Send what the storage takes, or until `until` says to stop; return how long to pause, in s."""
+        """Send files until the storage refuses or `until` is true; return how long to pause, in s."""
         before = dict(self._sent)
         failed = False
         if self._system is None:
@@ -82,7 +82,7 @@ class Uploader:
         return random.uniform(longest / 2, longest) if failed else _POLL_S
 
     def finish(self, deadline: float) -> dict[str, Any]:
-        """Everything is there, or the time has come: `url`, how many files are `missing`, and `why`."""
+        """Send until all has arrived or the deadline: `url`, how many files are `missing`, and `why`."""
         self._failures = 0
         while self._missing() and time.monotonic() < deadline:
             pause_s = self.send(last=True, until=lambda: time.monotonic() >= deadline)
@@ -98,7 +98,7 @@ class Uploader:
         return list(self._to_send(last=True))
 
     def _to_send(self, last: bool) -> Iterator[str]:
-        """Yield the files that are not there as they are, what says whose run it is first."""
+        """Yield the files that have changed since they were sent, the run's JSON first."""
         grows = last or time.monotonic() - self._grown_at > _GROWING_S
         if grows:
             self._grown_at = time.monotonic()
@@ -115,7 +115,7 @@ class Uploader:
                     yield name
 
     def _files(self, last: bool) -> Iterator[Path]:
-        """All of the folder but what is not finished yet, and what the UI or the agent make for themselves."""
+        """All files of the folder but unfinished ones and those that the UI or the agent keep for themselves."""
         for folder, folders, files in os.walk(self._folder):
             here = Path(folder)
             folders[:] = [name for name in folders if name != "lanes"]
@@ -125,7 +125,7 @@ class Uploader:
     # ---- how
 
     def _finish(self, futures: dict[Future[None], str], until: Callable[[], bool]) -> bool:
-        """Say whether all of it came to a good end. Where the storage takes nothing the rest is left for later."""
+        """Say whether all were sent. If the storage refuses, the rest is left for later."""
         pending, failures = set(futures), 0
         while pending and not until():
             done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
@@ -201,7 +201,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _serve(uploader: Uploader) -> None:
-    """Until the agent is gone; each line of its gives a deadline, by which all is there, and is answered."""
+    """Serve until the agent is gone: each of its lines is a deadline for the upload, and is answered."""
     deadlines: SimpleQueue[float | None] = SimpleQueue()
 
     def listen() -> None:
@@ -210,14 +210,14 @@ def _serve(uploader: Uploader) -> None:
         deadlines.put(None)
 
     threading.Thread(target=listen, daemon=True).start()
-    pause_s, told, has_finished = 0.0, set[str](), False
+    pause_s, announced, has_finished = 0.0, set[str](), False
     while True:
         try:
             deadline = deadlines.get(timeout=pause_s)
         except Empty:
             pause_s = uploader.send(until=lambda: not deadlines.empty())
-            new = set(uploader.arrived) - told
-            told |= new
+            new = set(uploader.arrived) - announced
+            announced |= new
             if new:
                 print(json.dumps({"arrived": sorted(new)}), flush=True)
             continue

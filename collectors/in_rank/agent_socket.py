@@ -1,4 +1,4 @@
-"""The way to the node's agent, whose socket's name anybody on the node can know and take."""
+"""Connect to the node's agent, whose socket's name any user of the node can know and take."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WAIT = struct.Struct("@ll")
 def connect(name: str, wait_s: float) -> socket.socket:
     """Connect to the agent of this name, which must be this user's own.
 
-    The kernel tells who listens, so that neither a name that another user took first nor one that was left by an agent
-    that has died leads to someone else. While the agent's queue is full the kernel waits, at most `wait_s`.
+    The kernel names the listening user, so a name taken by another user, before the agent or after its death, is
+    recognized. While the agent's queue is full the kernel waits, at most `wait_s`.
 
     Raises:
-        NotRecorded: another user listens there, to whom nothing may be sent.
+        NotRecorded: another user listens there, and must get no data.
         OSError: there is no agent, or it does not take this connection in time.
     """
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

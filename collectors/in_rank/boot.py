@@ -26,7 +26,7 @@ def autoload() -> None:
 
 def _may_be_recorded() -> bool:
     env = os.environ
-    # Subprocesses and spawned workers of a rank inherit the claim and stay out.
+    # Subprocesses and spawned workers of a rank inherit the claim and are not recorded.
     is_claimed = env.get("RANKSCOPE_CLAIM", str(os.getpid())) != str(os.getpid())  # not by what execs itself
     return bool(env.get("RANKSCOPE_AGENT")) and env.get("RANKSCOPE_DISABLE") != "all" and not is_claimed
 
@@ -45,14 +45,14 @@ def _arm() -> None:
 
     make_group, agent_name = c10d._new_process_group_helper, os.environ["RANKSCOPE_AGENT"]
 
-    def make_group_and_tell(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def make_group_and_record(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         made = make_group(*args, **kwargs)
         _claim()
         session.on_group(agent_name, made[0], args, kwargs)
         return made
 
-    make_group_and_tell.__wrapped__ = make_group  # type: ignore[attr-defined]
-    c10d._new_process_group_helper = make_group_and_tell
+    make_group_and_record.__wrapped__ = make_group  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = make_group_and_record
 
 
 def _claim() -> None:

@@ -13,7 +13,7 @@ __all__ = ["after_import"]
 
 
 def after_import(name: str, then: Callable[[ModuleType], Any]) -> Callable[[], None]:
-    """Call `then` with the module `name` once it has been imported, now if it is; return what calls that off."""
+    """Call `then` with the module `name` once it is imported, now if it is already; return a function that cancels."""
     if name in sys.modules:
         then(sys.modules[name])
         return lambda: None
@@ -23,7 +23,7 @@ def after_import(name: str, then: Callable[[ModuleType], Any]) -> Callable[[], N
 
 
 class _Finder:
-    """A finder that lets the others find, and adds `then` to the module's execution."""
+    """A finder that delegates to the others, and calls `then` after the module's execution."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], Any]) -> None:
         self._name = name
@@ -43,11 +43,11 @@ class _Finder:
             return None
         execute = spec.loader.exec_module
 
-        def execute_and_tell(module: ModuleType) -> None:
+        def execute_and_call(module: ModuleType) -> None:
             execute(module)
             self._then(module)
 
-        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
 
     def leave(self) -> None:

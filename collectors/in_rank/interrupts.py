@@ -1,4 +1,4 @@
-"""What the script's signal handlers raise while a hook runs: it is the training's, and reaches it.
+"""Exceptions of the script's signal handlers that are raised while a hook runs: they must reach the training.
 
 Python runs a signal's handler between two steps of the main thread, which may be in a hook. What the handler raises
 passes through the hook. Where C calls the hook and takes no exception (the garbage collector, the hook in C++), Python
@@ -42,7 +42,7 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def _start(emit: Emit) -> None:
-    """Take from `sys.unraisablehook` what comes out of a hook: a hook's own errors never do."""
+    """Take a hook's exceptions from `sys.unraisablehook`: a hook's own errors never get there."""
     global _before, _hook
     before = _before = sys.unraisablehook
 
@@ -70,7 +70,7 @@ def _is_own(function: object) -> bool:
 
 def _raise_in_main_thread(error: BaseException) -> None:
     _sleep(_AWAY_S)
-    # Python takes a class, and makes an instance of it: this very one.
+    # Python takes a class and instantiates it: `__new__` returns this instance.
     again = type(type(error).__name__, (BaseException,), {"__new__": lambda _: error})
     main = threading.main_thread().ident or 0
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(again))

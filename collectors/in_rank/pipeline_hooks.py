@@ -49,9 +49,9 @@ class Microbatches:
         kind: str,
         which: Callable[[tuple[Any, ...]], tuple[int, int]],
     ) -> Callable[[], None]:
-        """Write down each call of `owner.method`, of whose arguments `which` makes (microbatch, stage).
+        """Record each call of `owner.method`; `which` makes (microbatch, stage) from its arguments.
 
-        Returns what undoes it.
+        Returns a function that undoes it.
         """
 
         def record(start_ns: int, end_ns: int, args: tuple[Any, ...], *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Where a rank is: its world, its node, and the host of rank 0. By the launcher's environment and the group's store."""
+"""The place of a rank: its world, its node, and rank 0's host, by the launcher's environment and the group's store."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _WORLD_KEY = "rankscope/world"
 
 
 def host_of(store: Any) -> str:  # noqa: ANN401
-    """Where rank 0 is by the store, as after `init_process_group(init_method="tcp://…")`; else this very host."""
+    """Return rank 0's host by the store, as after `init_process_group(init_method="tcp://…")`; else this host."""
     while inner := getattr(store, "underlying_store", None):
         store = inner
     return getattr(store, "host", "")
 
 
 def address_towards(master: str) -> str | None:
-    """Which of this node's addresses leads to the host of rank 0, where it runs: at that one other nodes reach it.
+    """Return the address of this node at which other nodes reach it, if rank 0 runs here.
 
-    Empty where they may reach it at another one, as a host's name may stand for a loopback address on the host itself;
-    None where nobody says the host.
+    Empty where they may reach it at another one, as a host's name may be a loopback address on the host itself;
+    None where the host is unknown.
     """
     if not master:
         return None
@@ -39,7 +39,7 @@ def address_towards(master: str) -> str | None:
 
 
 def world_of(store: Any) -> str | None:  # noqa: ANN401
-    """Return what this job's ranks call their world: the first to ask decides. None where the store cannot.
+    """Return the name of this job's world, which the first rank to ask decides. None where the store cannot.
 
     A job of several worlds (trainers, and engines that generate for them) has every rank several times.
     """
@@ -52,8 +52,8 @@ def world_of(store: Any) -> str | None:  # noqa: ANN401
 def place(rank: int, world_size: int) -> tuple[int, int, int | None]:
     """Local rank, ranks on this node, and node, as torchrun, `rankscope exec`, Lightning or DeepSpeed say it.
 
-    Where nobody says how many ranks a node has, all are on this one if they meet at its loopback address; else one.
-    Where nobody says which node it is the agent numbers it, when it meets another one.
+    If the number of ranks on a node is unknown, all are on this one if they meet at its loopback address; else one.
+    If the node's number is unknown, the agent numbers it when it meets another one.
     """
 
     def said(*names: str) -> int | None:

@@ -1,7 +1,7 @@
-"""The rank's end of the ring: fixed-size records in memory that outlives the rank in the agent's hands.
+"""The rank's end of the ring: fixed-size records in memory that the agent holds, so that it outlives the rank.
 
-What each record holds is packed here and unpacked in `agent/ring_reader.py`. Only collectives and their ends are packed
-where they are seen: a call more costs 70 ns, on the path of every collective.
+Records are packed here and unpacked in `agent/ring_reader.py`. Only collectives and their ends are packed by their
+collector: another call costs 70 ns, on the path of every collective.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Ring:
     that the oldest record is overwritten; the agent counts what it missed.
 
     Raises:
-        OSError: the memory is not to be had. It is reserved at once, since a page that is missing later would be a
-            SIGBUS in the training process.
+        OSError: not enough memory. It is reserved at once, since a page that is missing later would be a SIGBUS in
+            the training process.
     """
 
     def __init__(self, native: Any = None) -> None:  # noqa: ANN401
         size = RECORD.size * RING_SLOTS
         self.fd = os.memfd_create("rankscope-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self.fd, 0, size)
-        # The agent maps it only if nobody can cut it any more, which would end the agent for all ranks.
+        # The agent maps it only if it cannot be truncated any more, which would crash the agent for all ranks.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._memory = mmap.mmap(self.fd, size)
         self.native = native

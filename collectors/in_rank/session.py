@@ -1,7 +1,7 @@
 """One rank's recording: it starts the collectors, guards them, and is the only place that catches broadly.
 
-What a collector may do goes through `Emit`. A hook that fails switches its collector off, leaves one row in `gaps`, and
-the training goes on. When the agent is gone, all hooks fall silent.
+Collectors write through `Emit`. A hook that fails switches its collector off and leaves one row in `gaps`; the
+training goes on. When the agent is gone, all hooks become no-ops.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Emit:
         self.on_backward: Callable[[Any], None] = lambda _: None  # called with the tensors that it begins with
         # Called at each mark, once there are any, with the device's.
         self.has_marks: Callable[[Any], None] = lambda _: None
-        # What to call before what may make the device wait for communication and, if that says so, after it.
+        # Called before what may make the device wait for communication and, if that returns true, after it.
         self.waits: tuple[Callable[[], bool], Callable[[], None]] | None = None
         self.on_waits: Callable[..., object] = lambda *_: None  # called with them when they change
         self.groups: dict[str, Group] = {}
@@ -104,12 +104,12 @@ class Emit:
                     self._names_full = True
                     self.gap("regions", "names", f"more than {_MAX_NAMES} names; further ones share one")
                 return 0
-            name_id = self._names[text] = self._next_name()  # two threads may each give a new name an id: both are told
+            name_id = self._names[text] = self._next_name()  # two threads may each give a new name an id: both are sent
             self.send({"type": "string", "id": name_id, "name": text[:500].encode(errors="replace").decode()})
         return name_id
 
     def gap(self, table: str, source: str, why: str, *, start_ns: int | None = None, count: int | None = None) -> None:
-        """Write down that `table` lacks rows from `start_ns` (default: now) on."""
+        """Record that `table` lacks rows from `start_ns` (default: now) on."""
         start_ns = clock() if start_ns is None else start_ns
         self.send(
             {"type": "gap", "table": table, "source": source, "start_ns": start_ns, "end_ns": None, "count": count}
@@ -117,7 +117,7 @@ class Emit:
         )
 
     def gap_once(self, table: str, source: str, why: str) -> None:
-        """Write it down the first time only."""
+        """Record it the first time only."""
         if (source, why) not in self._said:
             self._said.add((source, why))
             self.gap(table, source, why)
@@ -151,8 +151,8 @@ class Emit:
     ) -> Callable[[], None]:
         """Replace `owner.attribute` by `before(args)`, itself and `record(start_ns, end_ns, args, kwargs, result)`.
 
-        Returns what undoes it. A call that raises has the result None.
-        Once undone, a wrapper that somebody else has wrapped in turn only passes calls on.
+        Returns a function that undoes it. A call that raises has the result None.
+        Once undone, a wrapper that other code has wrapped in turn only passes calls on.
         """
         original = owner.__dict__[attribute]
         record, before = self.guard(collector, record), self.guard(collector, before)
@@ -189,7 +189,7 @@ class Emit:
         self.on_waits(begins, ends)
 
     def backward_begins(self) -> None:
-        """Count it. The thread of the first one is the one whose time is the step's."""
+        """Count a backward. The thread of the first one is the one that trains."""
         self.backwards += 1
         if self.backwards == 1 and threading.get_ident() != self.training_thread:
             self.training_thread = threading.get_ident()
@@ -198,9 +198,9 @@ class Emit:
             self.send({"type": "training_thread"} | ids)
 
     def learn_device(self, tensor: Any) -> None:  # noqa: ANN401
-        """Which device the training uses: that of the first operation or weight which is on one.
+        """Learn the training's device from the first operation or weight on one.
 
-        torch's current device is another where a script never sets it, and moves its model by number.
+        torch's current device differs where a script never sets it, and moves its model by number.
         """
         if self.device is None:
             with sys.modules["torch"]._C.DisableTorchFunction():  # a script may count what is done to its tensors
@@ -211,7 +211,7 @@ class Emit:
         self._on_tick.append(read)
 
     def tick(self, now_ns: int) -> None:
-        """Do what is due once a second. To be called after a step or a collective, with its end."""
+        """Run what is due once a second. Call it after a step or a collective, with its end."""
         if now_ns < self._next_tick_ns:
             return
         self._next_tick_ns = now_ns + _TICK_NS
@@ -233,13 +233,13 @@ class Emit:
         self._on_message[kind] = call
 
     def receive(self, message: dict[str, Any]) -> None:
-        """Hand a message of the agent to the collector that waits for it; others are for newer versions."""
+        """Pass a message of the agent to the collector that waits for it; others are for newer versions."""
         call = self._on_message.get(message["type"])
         if call is not None and self.live:
             call(message)
 
     def switch_off(self, collector: str, why: str) -> None:
-        """Take one collector's hooks out and write down why."""
+        """Remove one collector's hooks and record why."""
         if collector in self._off:
             return
         self._off.add(collector)
@@ -257,7 +257,7 @@ class Emit:
         self.guard(name, collector.start)(self)
 
     def stop(self) -> None:
-        """Fall silent and take every hook out."""
+        """Stop recording and remove every hook."""
         self.live = False
         for collector, stop in self._stops.items():
             if collector not in self._off:
@@ -283,7 +283,7 @@ class Emit:
         self.flush()
 
     def may_write(self, path: str) -> bool:
-        """Say whether the agent may have this file written: below the folder of its runs, by way of no link."""
+        """Say whether the agent may have this file written: below the folder of its runs, without links on the way."""
         folder = os.path.realpath(os.path.dirname(path))
         return bool(self.runs) and folder.startswith(os.path.join(self.runs, "")) and not os.path.islink(path)
 
@@ -315,12 +315,12 @@ class Emit:
         self.flush()
         self.send({"type": "bye", "dropped": self._lost + len(self._backlog)})
         with contextlib.suppress(OSError):
-            self.channel().shutdown(socket.SHUT_RDWR)  # wakes who listens
+            self.channel().shutdown(socket.SHUT_RDWR)  # wakes the listening thread
             self.channel().close()
 
 
 class Group:
-    """A process group as this rank counts it: the ordinals make collectives comparable across ranks."""
+    """A process group with this rank's counts: the ordinals make collectives comparable across ranks."""
 
     __slots__ = ("id", "p2p_seq", "ranks", "seq")
 
@@ -368,7 +368,7 @@ class _Session:
             kept.set(_STORE_KEY, _as_json(agent))
 
     def _hello(self) -> dict[str, Any]:
-        # What the job can use beside the CPU, the collector `device` tells when it does.
+        # Devices the job may use beside the CPU; the collector `device` reports the one in use.
         devices = [pair.partition(":")[0] for pair in self.backend.split(",")]
         return {
             "type": "hello",
@@ -393,7 +393,7 @@ class _Session:
         switched_off = set(os.environ.get("RANKSCOPE_DISABLE", "").split(","))
         self.emit.on_tick(self.emit.guard("session", self._tick))
         self.emit.start("interrupts", interrupts.collector)
-        # Dynamo compiles every Python frame that runs below a compiled function, unless it is told to leave it alone.
+        # Dynamo compiles every Python frame that runs below a compiled function, unless it is set to leave it alone.
         after_import("torch._dynamo.trace_rules", self.emit.guard("session", lambda rules: rules.add("rankscope")))
         for module in pkgutil.iter_modules(rank_collectors.__path__):
             if module.name in switched_off:
@@ -445,11 +445,11 @@ class _Session:
         return store
 
     def close(self) -> None:
-        """End the recording: no hook is left, and no thread of torch's is about to call into a dying interpreter.
+        """End the recording: remove all hooks, and wait until no thread of torch can call into the ending interpreter.
 
-        A thread of gloo's whose operation ends, and that our callback has held up, still has tensors to let go of, for
-        which it takes Python's lock; it would abort the process if the interpreter died meanwhile. So this ends when
-        nothing is in flight and none of these threads has moved while the lock was free, after 0.5 s at the latest.
+        A gloo thread whose operation ended, and which our callback delayed, takes Python's lock to release tensors; it
+        would abort the process if the interpreter ended meanwhile. So this returns when nothing is in flight and none
+        of these threads has moved while the lock was free, after 0.5 s at the latest.
         """
         if os.getpid() != self.pid:
             return
@@ -522,10 +522,10 @@ def on_group(agent_name: str, group: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _numbered(size: int, name: str, first: bool) -> list[int]:
-    """Return the global ranks of a group that was made without saying them.
+    """Return the global ranks of a group that was made without a list of them.
 
-    torch makes its default group so, and calls it by a number. Others make groups across worlds, as for the weights
-    that trainers send to engines: its ranks are none of this world's, and not known.
+    torch makes its default group so, and names it by a number. Others make groups across worlds, as for the weights
+    that trainers send to engines: their ranks are unknown here.
     """
     return list(range(size)) if first or name.isdecimal() else [NO_PEER] * size
 
@@ -584,7 +584,7 @@ class annotate:  # noqa: N801  (reads as a function, like torch's record_functio
 
 
 def _index(emit: Emit, value: Any) -> int:  # noqa: ANN401
-    """Return a microbatch or stage as the ring takes it; what is none is not known."""
+    """Return a microbatch or stage as the ring takes it; unknown if invalid."""
     if value is None:
         return -1
     with contextlib.suppress(Exception):

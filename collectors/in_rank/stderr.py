@@ -1,4 +1,4 @@
-"""What a training process is told: lines on its standard error."""
+"""Messages to the user on a training process's standard error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["say", "text_of"]
 
 
 def say(line: str) -> None:
-    """One line on standard error, if that is there and takes it: the script may have replaced it, and `print`."""
+    """Print a line on standard error, if possible: the script may have replaced it, and `print`."""
     with contextlib.suppress(Exception):
         sys.stderr.write(f"rankscope: {line}\n")
         sys.stderr.flush()
 
 
 def text_of(error: BaseException) -> str:
-    """Return the kind of an error and what it says, which may be nothing or fail."""
+    """Return the type and text of an error, whose `__str__` may be empty or fail."""
     said = ""
     with contextlib.suppress(Exception):
         said = str(error).strip()

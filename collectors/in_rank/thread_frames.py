@@ -18,7 +18,7 @@ _LOOK: tuple[Callable[[], object], ...] = (gc.isenabled, gc.disable, sys._curren
 
 
 def current_frames() -> Mapping[int, FrameType]:
-    """Return the innermost frame of each thread, by ident. Who keeps a frame keeps what its function holds.
+    """Return the innermost frame of each thread, by ident. Keeping a frame keeps its function's objects.
 
     Before Python 3.11.12 a garbage collection inside `sys._current_frames` can stop the process for good (gh-106883),
     so there is none: `map` calls these functions one after the other, and no other thread can run between.

@@ -1,4 +1,4 @@
-"""The collectives hook in C++: where it lies, how it is built, and loading it. Standard library only.
+"""The collectives hook in C++: finding, building and loading it. Standard library only.
 
 It is built for the torch, Python and source that are installed; a rank that finds none records by the hook in Python.
 """
@@ -56,9 +56,9 @@ def is_wanted(torch_version: str) -> bool:
 
 
 def build_quietly() -> str:
-    """Build as `build` does, where nothing else needs the machine; return in a line what came of it.
+    """Build as `build` does, if the machine is idle; return the result in a line.
 
-    Of all processes of this user one builds. What failed is kept beside the hook, so that no later job tries again.
+    One process of this user builds. A failure is kept beside the hook, so that no later job tries again.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -122,7 +122,7 @@ def _imported(path: Path) -> Any:  # noqa: ANN401
 
 
 def _trusted(path: Path) -> bool:
-    """Say whether nobody but this user (or root) can have written the file or put another in its place."""
+    """Say whether only this user (or root) can have written or replaced the file."""
 
     def kept(one: Path) -> bool:
         state = one.stat()

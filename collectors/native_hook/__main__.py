@@ -1,4 +1,4 @@
-"""Builds the hook where nothing else needs the machine, and prints in a line what came of it; the agent runs this."""
+"""Builds the hook if the machine is idle, and prints the result in a line; the agent runs this."""
 
 import signal
 import sys

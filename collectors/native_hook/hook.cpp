@@ -63,7 +63,7 @@ struct RingObject {
   uint64_t mask;
 };
 
-/* The number goes in first and the check last, so that a reader sees whether the record was whole when it was copied. */
+/* The number is written first and the check last, so that a reader sees whether its copy is whole. */
 uint64_t put(RingObject* ring, uint8_t type, uint8_t a, uint16_t b, uint32_t c, int64_t q0, int64_t q1, int64_t q2,
              int64_t q3, int64_t q4) {
   uint64_t number = ring->head.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -127,7 +127,7 @@ PyMethodDef ring_methods[] = {
     {}};
 PyTypeObject RingType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-/* ---- what a recording knows ---- */
+/* ---- state of a recording ---- */
 
 struct Group {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> alive;  // so that nothing else gets its address
@@ -319,7 +319,7 @@ struct Operator final : c10::OperatorKernel {
         without_future = true;
       }
     }
-    if (!future) {  // it ends when somebody waits for it
+    if (!future) {  // it ends when a thread waits for it
       Interpreter locked;
       PyObject* work_object = torch::jit::toPyObject(boxed).release().ptr();
       call(hook->await_work, Py_BuildValue("(NKLL)", work_object, (unsigned long long)number, (long long)size,
@@ -359,7 +359,7 @@ struct WaitTensor final : c10::OperatorKernel {
   }
 };
 
-/* ---- `Work.wait`: the method as it is, between two looks at the clock ---- */
+/* ---- `Work.wait`: the original method, timed ---- */
 
 struct WaitObject {
   PyObject_HEAD

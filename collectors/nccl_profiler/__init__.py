@@ -1,4 +1,4 @@
-"""NCCL's profiler plugin: building it, and where it lies.
+"""NCCL's profiler plugin: building and finding it.
 
 Standard library only: the rank's collector `nccl` imports this.
 """
@@ -58,7 +58,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def installed_elsewhere(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return where the user has a profiler plugin of their own, which NCCL must find; None if nowhere."""
+    """Return the user's own profiler plugin, which NCCL must find; None if there is none."""
     if environment.get(VARIABLE):
         return f"{VARIABLE}={environment[VARIABLE]}"
     own = environment.get("NCCL_CONF_FILE") or f"{environment.get('HOME', '')}/.nccl.conf"
@@ -70,7 +70,7 @@ def installed_elsewhere(environment: Mapping[str, str], root: Path = Path("/")) 
         if any(line.strip().startswith(f"{VARIABLE}=") for line in lines):
             return str(path)
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
-        path = Path(folder, "libnccl-profiler.so")  # what NCCL looks for where nobody says anything
+        path = Path(folder, "libnccl-profiler.so")  # what NCCL looks for by default
         if path.exists():
             return str(path)
     return None

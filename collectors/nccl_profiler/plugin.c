@@ -159,7 +159,7 @@ static int64_t now_ns(void) {
   return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-/* The first number goes first and the check goes last, so that a reader sees a record that is being written over. */
+/* The number is written first and the check last, so that a reader recognizes a record that is being overwritten. */
 static void write_record(Record record) {
   Record *slots = atomic_load_explicit(&ring, memory_order_acquire);
   if (!slots) return;
@@ -171,7 +171,7 @@ static void write_record(Record record) {
   atomic_store_explicit(&slot->check, number, memory_order_release);
 }
 
-/* The ring's file descriptor, made at the first call by whoever is first, NCCL or Python; -errno where there is none. */
+/* The ring's file descriptor, made at the first call, by NCCL or Python; -errno where there is none. */
 EXPORT int rankscope_nccl_ring(void) {
   pthread_mutex_lock(&setup);
   int answer = ring_fd;
@@ -199,7 +199,7 @@ EXPORT uint64_t rankscope_nccl_lost(void) { return atomic_load_explicit(&lost, m
 /* How many operations were begun and never ended nor went a step, so far: their memory was taken back. */
 EXPORT uint64_t rankscope_nccl_never_ended(void) { return atomic_load_explicit(&never_ended, memory_order_relaxed); }
 
-/* ---- what is remembered between start and stop */
+/* ---- state between start and stop */
 
 enum { STEPS = 8, POOL = 16384, COMMS = 4096, NEVER_ENDS_NS = 2000000000 };
 
@@ -221,7 +221,7 @@ struct Operation {
   uint32_t call;
   int peer, steps;
   int64_t start, until, gpu, middle, network; /* `until`: the steps before this are accounted for */
-  int64_t bytes; /* -1: not told */
+  int64_t bytes; /* -1: unknown */
   /* of a span: */
   uint8_t kind;
   uint64_t timer;
@@ -234,7 +234,7 @@ static _Atomic uint32_t after[POOL]; /* in the free list: what follows, index + 
 static _Atomic uint64_t free_list; /* tag in the upper half, index + 1 in the lower, 0: never used */
 static _Atomic uint32_t never_used;
 
-/* A new tag with every change, so that a thread that was asleep does not take an old head for the present one. */
+/* A new tag with every change, so that a preempted thread does not take an old head for the current one (ABA). */
 static uint64_t next_tag(uint64_t head) { return (head & ~0xFFFFFFFFull) + (1ull << 32); }
 
 /* NCCL begins an operation for each proxy, but only those of networks end it: CollNet's and others' never do, nor do they
@@ -292,7 +292,7 @@ static void *call_handle(uint32_t call) { return (void *)((uintptr_t)call << 3 |
 static unsigned kind_of(const void *handle) { return (uintptr_t)handle & KIND_BITS; }
 static void *untagged(void *handle) { return (void *)((uintptr_t)handle & ~(uintptr_t)KIND_BITS); }
 
-/* What has no place in the pool is not ours, and is not looked at. */
+/* A handle outside of the pool is not ours, and is not dereferenced. */
 static bool is_ours(void *handle) {
   uintptr_t at = (uintptr_t)handle;
   return at >= (uintptr_t)pool && at < (uintptr_t)(pool + POOL);
@@ -391,7 +391,7 @@ static void *start_step(const Description *event) {
   Step *step = &operation->step[(unsigned)event->proxy_step.step % STEPS];
   void *handle = (void *)((uintptr_t)step | IS_STEP);
   if (step->live && step->index == event->proxy_step.step) return handle; /* at every poll until the network takes it */
-  if (step->live) atomic_fetch_add_explicit(&lost, 1, memory_order_relaxed); /* NCCL has forgotten the one before */
+  if (step->live) atomic_fetch_add_explicit(&lost, 1, memory_order_relaxed); /* NCCL never ended the one before */
   *step = (Step){.operation = operation,
                  .index = event->proxy_step.step,
                  .live = true,
@@ -441,7 +441,7 @@ static void stop_step(Step *step) {
   Operation *operation = step->operation;
   int64_t end = now_ns();
   bool is_send = operation->is_send;
-  /* what was not told takes no time of its own: the wait before it lasts until the next that was */
+  /* a missing state takes no time of its own: the wait before it lasts until the next one */
   int64_t third = step->third ? step->third : end;
   int64_t second = step->second ? step->second : third;
   if (wanted_steps) {
@@ -505,7 +505,7 @@ static void *start_event(int version, uintptr_t context, const Description *even
   case EVENT_KERNEL:
     return start_span(event, SPAN_KERNEL, event->kernel.channel, is_v3 ? 0 : event->kernel.timer);
   case EVENT_NET_PLUGIN: return start_span(event, SPAN_NETWORK, 0, 0);
-  case EVENT_GROUP: return call_handle(0); /* without a handle for it, NCCL 2.26 and 2.27 do not tell its calls */
+  case EVENT_GROUP: return call_handle(0); /* without a handle for it, NCCL 2.26 and 2.27 do not report its calls */
   default: return NULL; /* what the caller asked for: torch's own records say it */
   }
 }
@@ -515,7 +515,7 @@ static void record_state(int version, void *handle, int state, const StateArgume
     Step *step = untagged(handle);
     if (!step->live) return;
     switch (state) {
-    case STATE_SEND_PEER_WAIT: /* told again at every poll: the first counts */
+    case STATE_SEND_PEER_WAIT: /* repeated at every poll: the first counts */
       if (!step->second) step->second = now_ns();
       step->has_peer = true;
       return;
@@ -553,7 +553,7 @@ static bool has_word(const char *list, const char *word) {
   return false;
 }
 
-/* What RANKSCOPE_NCCL_EVENTS asks for: calls and proxies, unless it says otherwise; nothing where nobody records. */
+/* What RANKSCOPE_NCCL_EVENTS asks for: calls and proxies, unless it says otherwise; nothing without a recorder. */
 static int mask_from_environment(void) {
   const char *disabled = getenv("RANKSCOPE_DISABLE"), *list = getenv("RANKSCOPE_NCCL_EVENTS");
   if (!getenv("RANKSCOPE_AGENT")) return 0;

@@ -29,11 +29,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """Everything that the agent knows about one collector, which fills `counters`.
+    """One collector as the agent sees it, which fills `counters`.
 
     start: opens the source, or raises Unavailable.
     sample: reads everything once. An exception switches it off.
-    stop: lets go of the source.
+    stop: releases the source.
     """
 
     start: Callable[[Node], None]

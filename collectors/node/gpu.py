@@ -92,7 +92,7 @@ def stop() -> None:
 
 
 def add_driver_facts(gpus: Iterable[topology.Device]) -> None:
-    """Add what the driver knows of these. The collector must have started."""
+    """Add the driver's facts on these GPUs. The collector must have started."""
     if _amd:
         _amd.add_driver_facts(gpus)
     else:
@@ -124,7 +124,7 @@ class _XidWatch:
         return cls(events, devices)
 
     def read(self, node: Node) -> dict[str, int]:
-        """Return how many there were of each GPU since the start; each new one is told once."""
+        """Return how many there were of each GPU since the start; each new one is reported once."""
         for _ in range(_XIDS_AT_ONCE):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
@@ -143,7 +143,7 @@ class _XidWatch:
 
 
 def _pointer(handle: Any) -> int | None:  # noqa: ANN401
-    """Return what identifies a device: a GPU that has fallen off the bus does not even give its index any more."""
+    """Return what identifies a device: a GPU that has fallen off the bus does not even give its index."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 

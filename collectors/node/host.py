@@ -3,7 +3,7 @@
 Device "" is the node: cumulative `cpu_busy_s`, `cpu_steal_s`, `cpu_idle_s` (over all processors; stolen is what the
 hypervisor gave away), `swap_in_bytes`, `swap_out_bytes`, `page_faults`, `major_page_faults`; momentary
 `cpu_busy_fraction` (since the last reading), `load_1min`, `memory_available_bytes`, `swap_used_bytes`. Where the kernel
-tells, cumulative `memory_stalled_s`: the time in which all that could run waited for memory. Where a control group
+has it, cumulative `memory_stalled_s`: the time in which all that could run waited for memory. Where a control group
 limits the processors: `cgroup_cpus` (the limit), `cgroup_periods`, `cgroup_throttled_periods`, `cgroup_throttled_s`.
 
 Device `rank3` is a rank's process: `cpu_s`, `rss_bytes`, `major_page_faults`, `main_thread_involuntary_switches`,
@@ -103,7 +103,7 @@ def _memory(node: Node) -> Iterator[tuple[str, float]]:
     try:
         pressure = (node.proc / "pressure" / "memory").read_text()
     except OSError:
-        return  # not every kernel tells
+        return  # not every kernel has it
     _, found, rest = pressure.partition("full ")
     if found:
         yield "memory_stalled_s", float(rest.rpartition("total=")[2]) * 1e-6
@@ -126,7 +126,7 @@ def _process(node: Node, pid: int, main_tid: int) -> Iterator[tuple[str, float]]
 
 
 def _scheduling(node: Node, pid: int, main: Path) -> Iterator[tuple[str, float]]:
-    """How long the process's main thread waited for a processor, and its group was throttled, where that is told."""
+    """How long the process's main thread waited for a processor, and its group was throttled, where known."""
     try:
         yield "main_thread_queued_s", int((main / "schedstat").read_text().split()[1]) * 1e-9
         if pid not in _limit_of:

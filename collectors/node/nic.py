@@ -27,19 +27,19 @@ _COLUMNS = {
     "tx_drops": 11,
 }
 
-_told = False
+_reported = False
 
 
 def start(node: Node) -> None:
-    global _told
-    _told = False
+    global _reported
+    _reported = False
     if not (node.proc / "net" / "dev").exists():
         raise Unavailable("there is no /proc/net/dev")
 
 
 def sample(node: Node) -> Iterator[Sample]:
     interfaces = list(_interfaces(node))
-    _tell_if_too_many(node, len(interfaces))
+    _report_if_too_many(node, len(interfaces))
     for interface, numbers in interfaces[:MAX_INTERFACES]:
         for name, column in _COLUMNS.items():
             yield "nic", name, interface, float(numbers[column])
@@ -72,10 +72,10 @@ def _speed_bytes_per_s(node: Node, interface: str) -> float | None:
     return megabits * 1e6 / 8 if megabits > 0 else None
 
 
-def _tell_if_too_many(node: Node, count: int) -> None:
-    global _told
-    if count > MAX_INTERFACES and not _told:
-        _told = True
+def _report_if_too_many(node: Node, count: int) -> None:
+    global _reported
+    if count > MAX_INTERFACES and not _reported:
+        _reported = True
         node.gap("nic", f"{count} interfaces; only the first {MAX_INTERFACES} are read")
 
 

@@ -3,7 +3,7 @@
 Device: `mlx5_0/1` (device/port). Every driver has names of its own; `COUNTERS` below says which of them become which of
 ours. A port has those that its driver offers. `rate_bytes_per_s` is the port's speed.
 
-A counter that begins anew at 32 bits goes on growing here, and so does one that somebody sets back (`perfquery -R`).
+A counter that wraps at 32 bits goes on growing here, and so does one that is reset (`perfquery -R`).
 Those of InfiniBand's port management that stop at their highest value are left out from there on; `gaps` says so.
 
 Source: `/sys/class/infiniband/*/ports/*/`; Linux `sysfs-class-infiniband` and the drivers mlx5, bnxt_re (Broadcom),
@@ -106,12 +106,12 @@ class _Counter:
     total: int
 
     def read(self) -> int:
-        """Return what has been counted so far, without steps back."""
+        """Return the count so far, which never decreases."""
         for place, fd in enumerate(self.fds):
             value = int(os.pread(fd, 64, 0))
             before, self.before[place] = self.before[place], value
             grown = value - before
-            if grown < 0:  # it has begun anew: at 32 bits if it was near there, else somebody has set it to 0
+            if grown < 0:  # it has wrapped at 32 bits if it was near there, else it was reset to 0
                 grown = grown + _WRAP if before < _WRAP <= before + _WRAP // 4 else value
             self.total += grown
         return self.total * self.unit_bytes
@@ -144,7 +144,7 @@ def sample(node: Node) -> Iterator[Sample]:
             continue
         try:
             value = counter.read()
-        except (OSError, ValueError) as error:  # its driver was taken out, say
+        except (OSError, ValueError) as error:  # for instance, its driver was removed
             gone.add(counter.device)
             _rates[:] = [rate for rate in _rates if rate[0] != counter.device]
             _drop(counter)

@@ -64,7 +64,7 @@ class _Connections:
     foreign: set[int] = field(default_factory=set)  # inodes that belong to no rank
     owners_of: dict[str, int] = field(default_factory=dict)  # the pids that `owners` was made from
     owners_at: float = float("-inf")
-    told: bool = False
+    said_limit: bool = False
 
 
 _state: _Connections | None = None
@@ -110,12 +110,12 @@ def stop() -> None:
 
 
 def _limit(state: _Connections, node: Node, by_pair: dict[Pair, list[int]]) -> None:
-    """Every pair has totals, up to the limit; the first that goes beyond is told once."""
+    """Give every pair totals, up to the limit; report the first beyond it, once."""
     new = [pair for pair in by_pair if pair not in state.totals]
     for pair in islice(new, max(0, MAX_PAIRS - len(state.totals))):
         state.totals[pair] = dict.fromkeys(_COUNTED, 0.0)
-    if len(state.totals) == MAX_PAIRS and any(pair not in state.totals for pair in new) and not state.told:
-        state.told = True
+    if len(state.totals) == MAX_PAIRS and any(pair not in state.totals for pair in new) and not state.said_limit:
+        state.said_limit = True
         node.gap("tcp", f"the ranks talk to more than {MAX_PAIRS} addresses; further ones are not read")
 
 

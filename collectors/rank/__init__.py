@@ -14,11 +14,11 @@ __all__ = ["Collector"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """Everything that the session knows about one collector.
+    """One collector as the session sees it.
 
-    tables: what it writes rows of.
-    start: puts its hooks in. An exception switches it off.
-    stop: takes them out, and leaves nothing behind.
+    tables: the tables it writes rows of.
+    start: installs its hooks. An exception switches it off.
+    stop: removes them without a trace.
     """
 
     tables: tuple[str, ...]

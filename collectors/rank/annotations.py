@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
 
 _LEFT_OUT = ("Optimizer.", "enumerate(DataLoader)", "FSDP::")
-_MAX_KNOWN = 10_000  # names that a script makes anew every step must not grow without bound
+_MAX_KNOWN = 10_000  # names that a script makes in every step must not grow without bound
 _USER = REGION_KINDS.index("user")
 _FORWARD = REGION_KINDS.index("forward")
 _BACKWARD = REGION_KINDS.index("backward")

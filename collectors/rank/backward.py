@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _BACKWARD = REGION_KINDS.index("backward")
 _MARKS = DEVICE_MARKS.index("backward_start"), DEVICE_MARKS.index("backward_end")
-_ACCUMULATES = 6  # where the engine's argument `accumulate_grad` stands
+_ACCUMULATES = 6  # position of the engine's argument `accumulate_grad`
 _undos: list[Callable[[], None]] = []
 
 
@@ -28,7 +28,7 @@ def start(emit: Emit) -> None:
     original = variable._execution_engine
 
     class Engine(type(original)):  # type: ignore[misc]
-        """The engine that all instances stand for, with a call of its own for what is a backward pass."""
+        """The engine class, with a recording call for backward passes."""
 
         def run_backward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             accumulates = kwargs.get("accumulate_grad", args[_ACCUMULATES] if len(args) > _ACCUMULATES else False)

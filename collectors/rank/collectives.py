@@ -4,7 +4,7 @@ All ways lead through the `c10d::` operators: Python calls, DDP's reducer in C++
 DTensor, pipeline schedules, compiled graphs. A kernel at the key BackendSelect sees them, times them and passes them on
 with the interpreter's lock released. (Overriding the CPU key instead would keep the lock and deadlock.)
 
-The end comes from the work's future. Operations without one (`send`, `recv`, …) end when somebody waits for them. On an
+The end comes from the work's future. Operations without one (`send`, `recv`, …) end when a thread waits for them. On an
 accelerator neither says when the device is done, so the end stays empty there.
 
 Where `rankscope doctor --build` has built the hook in C++ (`collectors/native_hook`), its kernels take the place of
@@ -54,7 +54,7 @@ _SCALAR_TYPES = {
     "float8_e4m3fnuz": "Float8_e4m3fnuz",
     "float8_e5m2fnuz": "Float8_e5m2fnuz",
 }
-# Works that nobody waits for must not pile up, nor keep much memory.
+# Works that are not waited for must not pile up, nor keep much memory.
 _MAX_AWAITED = 256
 _MAX_AWAITED_BYTES = 64 << 20
 _library: Any = None
@@ -104,7 +104,7 @@ def _put_kernels(emit: Emit, recorder: _Recorder, torch: Any) -> None:  # noqa: 
     if unknown:
         why = f"torch {torch.__version__} has operations that rankscope does not know and records as 'unknown'"
         emit.gap("collectives", "collectives", f"{why}: {', '.join(unknown)}")
-    if recorder.untold:
+    if recorder.lacks_async:
         why = f"torch {torch.__version__} does not say of most operations whether they are async: is_async is null"
         emit.gap("collectives", "collectives", why)
 
@@ -142,7 +142,7 @@ def stop() -> None:
 
 
 def _put_back(owner: Any, wrapper: Any, original: Any) -> None:  # noqa: ANN401
-    """Undo `owner.wait = wrapper`, unless somebody else has wrapped it since: then it only passes calls on."""
+    """Undo `owner.wait = wrapper`, unless other code has wrapped it since: then it only passes calls on."""
     if owner.__dict__["wait"] is wrapper:
         owner.wait = original
 
@@ -199,12 +199,12 @@ def _wait_kernel(emit: Emit, recorder: _Recorder, overload: Any, after: Any) -> 
 
 
 def _start_native(emit: Emit, recorder: _Recorder, native: Any) -> None:  # noqa: ANN401
-    """Hand the hook in C++ what it needs; what is rare it asks of Python."""
+    """Give the hook in C++ what it needs; rare cases call Python."""
 
     def on_device(index: int) -> None:
         if emit.device is None and index >= 0:
             emit.device = index
-        recorder.tell_device_gap()
+        recorder.report_device_gap()
 
     def group_of(name: str) -> int:
         known = emit.groups.get(name)
@@ -232,7 +232,7 @@ def _start_native(emit: Emit, recorder: _Recorder, native: Any) -> None:  # noqa
 
 
 class _Shape(NamedTuple):
-    """Where an operator has what is recorded of it, as positions of its arguments."""
+    """The positions of an operator's arguments that are recorded."""
 
     tensors_at: tuple[int, ...]
     group_at: int
@@ -254,14 +254,14 @@ class _Recorder:
         self.group_ranks = sys.modules["torch.distributed.distributed_c10d"].get_process_group_ranks
         self.dtypes = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
         self.without_future: set[int] = set()
-        self.untold = False  # a collective's operator does not say whether it is asynchronous
+        self.lacks_async = False  # a collective's operator does not say whether it is asynchronous
         # Works without a future, and their record's number, bytes and output. Kept alive until waited for, since only
         # so is the object that `wait` gets this one. `wait_tensor` gets the output instead.
         self.awaited: dict[Any, tuple[int, int, int]] = {}
         self.awaited_bytes = 0
         self.awaited_outputs: dict[int, Any] = {}
         self.wait_name, self.wait_tensor_name = emit.name("Work.wait"), emit.name("wait_tensor")
-        self.device_gap_told = False
+        self.has_device_gap = False
 
     def shape_of(self, overload: Any, code: int) -> _Shape:  # noqa: ANN401
         """Return the places of an operator's arguments, looked up once."""
@@ -278,7 +278,7 @@ class _Recorder:
             tag_at=names.index("tag") if "tag" in names else None,
             returns_work=bool(returns) and str(returns[-1].type).endswith(".Work"),
         )
-        self.untold |= shape.returns_work and OPS[code] not in P2P_OPS and async_at is None
+        self.lacks_async |= shape.returns_work and OPS[code] not in P2P_OPS and async_at is None
         return shape
 
     def recorder_of(self, overload: Any, code: int) -> Callable[..., None]:  # noqa: ANN401
@@ -337,12 +337,12 @@ class _Recorder:
     def on_device(self, tensor: Any) -> None:  # noqa: ANN401
         """Note what is known of an operation on a device."""
         self.emit.learn_device(tensor)
-        self.tell_device_gap()
+        self.report_device_gap()
 
-    def tell_device_gap(self) -> None:
+    def report_device_gap(self) -> None:
         """Say once that ends on a device are not seen."""
-        if not self.device_gap_told:
-            self.device_gap_told = True
+        if not self.has_device_gap:
+            self.has_device_gap = True
             self.emit.gap("collectives", "collectives", "when collectives end on the device is not seen")
 
     def group_of(self, boxed: Any) -> Group:  # noqa: ANN401
@@ -393,7 +393,7 @@ class _Recorder:
         self.await_wait(self.unbox_work(work), number, size, output_at)
 
     def await_wait(self, work: Any, number: int, size: int, output_at: int) -> None:  # noqa: ANN401
-        """Keep a work without a future until somebody waits for it or for its output."""
+        """Keep a work without a future until a thread waits for it or for its output."""
         while self.awaited and (len(self.awaited) >= _MAX_AWAITED or self.awaited_bytes + size > _MAX_AWAITED_BYTES):
             self.forget(next(iter(self.awaited)))
         self.awaited[work] = (number, size, output_at)

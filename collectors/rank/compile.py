@@ -1,4 +1,4 @@
-"""Records the compilations of torch.compile, and of a compilation that is not the first of its code why it was needed.
+"""Records the compilations of torch.compile, and the reason for each recompilation.
 
 torch imports its compiler late, often between the first process group and the first step, and it takes seconds: this
 collector waits for the job to do it.
@@ -44,10 +44,10 @@ def _install(emit: Emit, module: ModuleType) -> None:
         nonlocal started
         started = clock()
 
-    def after(*told: Any) -> None:  # noqa: ANN401
+    def after(*given: Any) -> None:  # noqa: ANN401
         nonlocal seen
         if emit.live:
-            number = _number(told)
+            number = _number(given)
             emit.region(_COMPILE, emit.name(f"compile {number}{_reason(number, seen)}"), started, clock())
         seen = _seen()
 
@@ -58,9 +58,9 @@ def _install(emit: Emit, module: ModuleType) -> None:
     _removes.append(partial(handler.remove_end_callback, after))
 
 
-def _number(told: tuple[Any, ...]) -> str:
+def _number(given: tuple[Any, ...]) -> str:
     """Dynamo's `frame/compilation`; older torch (2.5) does not hand it to a callback."""
-    return str(told[0].compile_id if told else sys.modules["torch._guards"].CompileContext.current_compile_id())
+    return str(given[0].compile_id if given else sys.modules["torch._guards"].CompileContext.current_compile_id())
 
 
 def _failures() -> dict[CodeType, list[str]]:

@@ -46,9 +46,9 @@ def _install(emit: Emit, module: ModuleType) -> None:
     for kind, instruction in _INSTRUCTIONS.items():
         method = f"_exec_{kind}_pass"
         undo = microbatches.around("deepspeed", engine, method, kind, partial(which, kind))
-        told = getattr(module.schedule, instruction)
-        engine._INSTRUCTION_MAP[told] = engine.__dict__[method]  # the engine calls what stands there
-        _undos.append(partial(_restore, engine, told, method, undo))
+        key = getattr(module.schedule, instruction)
+        engine._INSTRUCTION_MAP[key] = engine.__dict__[method]  # the engine calls this entry
+        _undos.append(partial(_restore, engine, key, method, undo))
 
 
 def _restore(engine: Any, instruction: Any, method: str, undo: Callable[[], None]) -> None:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""Which GPU the rank uses, once the job has initialised CUDA: its name, and what joins it to the node's topology."""
+"""Records the rank's GPU, once the job has initialised CUDA: its name, and its key in the node's topology."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _PATIENCE = 10  # seconds
 
 
 def start(emit: Emit) -> None:
-    """Say it once, within a second of the first operation or optimizer on it."""
+    """Send it once, within a second of the first operation or optimizer on it."""
     torch = sys.modules["torch"]
     cuda = torch.cuda
-    told, ticks = False, 0
+    sent, ticks = False, 0
 
-    def tell() -> None:
-        nonlocal told, ticks
-        if told or not cuda.is_initialized():
+    def report() -> None:
+        nonlocal sent, ticks
+        if sent or not cuda.is_initialized():
             return
         ticks += 1
         if emit.device is None and ticks >= _PATIENCE:  # no optimizer of torch's, no operation on a device
             emit.device = cuda.current_device()
         if emit.device is None:
             return
-        told = True
+        sent = True
         device = cuda.get_device_properties(emit.device)
         uuid = None
         if torch.version.hip and hasattr(device, "pci_bus_id"):  # HIP's UUID is not that of AMD SMI in all versions
@@ -40,7 +40,7 @@ def start(emit: Emit) -> None:
                 emit.gap("counters", "device", f"{why}: the GPU of this rank may not be known")
         emit.send({"type": "gpu", "name": device.name, "uuid": uuid})
 
-    emit.on_tick(emit.guard("device", tell))
+    emit.on_tick(emit.guard("device", report))
 
 
 def stop() -> None:

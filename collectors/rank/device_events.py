@@ -1,7 +1,7 @@
-"""When the device comes to the ends of the step's phases: one CUDA event per mark, without a profiler.
+"""Records when the device reaches the ends of the step's phases: one CUDA event per mark, without a profiler.
 
 `device_waits` puts further ones around the waits for communication. `emit.mark` puts an event into the main thread's
-current stream; nobody waits for it there. A thread of its own looks every `PERIOD_S` at what the device has come to.
+current stream, which blocks no thread. A thread of its own polls every `PERIOD_S` which events the device reached.
 The functions are the driver's, which every process that uses CUDA has loaded; CUDA is never initialised, no context
 made, and a stream that is being captured gets no marks.
 
@@ -64,7 +64,7 @@ def stop() -> None:
 
 @dataclass(slots=True)
 class _Anchor:
-    """An event, and between which times of the host's clock the device came to it."""
+    """An event, and the times of the host's clock between which the device reached it."""
 
     event: int
     low_ns: int
@@ -79,7 +79,7 @@ class _Anchor:
         return (self.high_ns - self.low_ns + 1) // 2
 
     def narrow(self, low_ns: int, high_ns: int) -> None:
-        """Use that it also lies between these; two that contradict each other are not joined."""
+        """Intersect with these bounds, unless they contradict."""
         low_ns, high_ns = max(low_ns, self.low_ns), min(high_ns, self.high_ns)
         if low_ns <= high_ns:
             self.low_ns, self.high_ns = low_ns, high_ns
@@ -104,7 +104,7 @@ class _Driver:
         self.check(function, self._library[function](*arguments))
 
     def made(self, function: str, kind: Any, *arguments: Any) -> Any:  # noqa: ANN401
-        """Return what the function puts where its first argument points."""
+        """Return the value that the function writes to its first argument."""
         value = kind()
         self.call(function, ctypes.byref(value), *arguments)
         return value.value
@@ -116,7 +116,7 @@ class _Driver:
             raise RuntimeError(f"{function}: {(text.value or b'').decode() or 'error'} ({error})")
 
     def between(self, first: int, second: int) -> int | None:
-        """Nanoseconds on the device from one event, which is over, to another; None: the device has not come to it."""
+        """Nanoseconds on the device from one completed event to another; None: the device has not reached it."""
         error = self._query(second)
         if error == _NOT_READY:
             return None
@@ -142,7 +142,7 @@ class _Marks:
         self._free: list[int] = []
         self._under_way: deque[tuple[int, int, int]] = deque()  # event, when it was recorded, what it marks
         self._elsewhere: set[int] = set()
-        self._lost = self._told = 0
+        self._lost = self._reported = 0
 
     @cached_property
     def _driver(self) -> _Driver:
@@ -160,7 +160,7 @@ class _Marks:
             return
         device = self._get_device()
         if device != self._device:
-            self._tell_elsewhere(device, f"only marks of device {self._device}, the first one used, are kept")
+            self._report_elsewhere(device, f"only marks of device {self._device}, the first one used, are kept")
             return
         if self._is_capturing():
             return
@@ -210,7 +210,7 @@ class _Marks:
         module = self._torch._C
         self._get_device: Callable[[], int] = module._cuda_getDevice
         if not self._device == self._get_device() == self._emit.device:
-            self._tell_elsewhere(self._emit.device, "no marks there without torch.cuda.set_device")
+            self._report_elsewhere(self._emit.device, "no marks there without torch.cuda.set_device")
             return
         self._get_stream: Callable[[int], int] = module._cuda_getCurrentRawStream
         self._is_capturing: Callable[[], bool] = module._cuda_isCurrentStreamCapturing
@@ -219,13 +219,13 @@ class _Marks:
         self._thread = threading.Thread(target=work, name="rankscope-device", daemon=True)
         self._thread.start()
 
-    def _tell_elsewhere(self, device: int, what: str) -> None:
+    def _report_elsewhere(self, device: int, what: str) -> None:
         if device not in self._elsewhere:
             self._elsewhere.add(device)
             self._emit.gap("device_marks", "device_events", f"the main thread computes on device {device}: {what}")
 
     def close(self) -> None:
-        """No mark is put any more; those that the device has not come to are written as such."""
+        """Stop putting marks; those that the device has not reached are written as such."""
         self._emit.mark = lambda _: None
         self._emit.mark_waits(None, None)
         self._stopping.set()
@@ -234,7 +234,7 @@ class _Marks:
         while self._under_way:
             _, recorded_ns, mark = self._under_way.popleft()
             self._write(mark, recorded_ns, 0, -1)
-        self._tell_lost()
+        self._report_lost()
 
     # ---- on a thread of its own
 
@@ -248,8 +248,8 @@ class _Marks:
         self._ready = True
         while not self._stopping.wait(PERIOD_S):
             spare, anchor = anchor.event, self._look(anchor, spare)
-            if self._lost > 2 * self._told:  # few rows, however long it goes on
-                self._tell_lost()
+            if self._lost > 2 * self._reported:  # few rows, however long it goes on
+                self._report_lost()
         deadline = clock() + int(_LAST_S * 1e9)
         while self._under_way and clock() < deadline:
             spare, anchor = anchor.event, self._look(anchor, spare)
@@ -266,7 +266,7 @@ class _Marks:
         return _Anchor(event, low_ns, clock())
 
     def _look(self, base: _Anchor, spare: int) -> _Anchor:
-        """Write what the device came to since `base`; return the next anchor."""
+        """Write the marks that the device reached since `base`; return the next anchor."""
         driver, under_way = self._driver, self._under_way
         after = self._anchor(spare)
         span = driver.between(base.event, after.event)
@@ -295,8 +295,8 @@ class _Marks:
     def _write(self, mark: int, recorded_ns: int, device_ns: int, error_ns: int) -> None:
         self._emit.ring.mark(mark, self._device, recorded_ns, device_ns, error_ns)
 
-    def _tell_lost(self) -> None:
-        lost, self._told = self._lost - self._told, self._lost
+    def _report_lost(self) -> None:
+        lost, self._reported = self._lost - self._reported, self._lost
         if lost:
             why = f"the device had not come to {EVENTS} marks, and there is no place for more"
             self._emit.gap("device_marks", "device_events", why, count=lost)

@@ -1,4 +1,4 @@
-"""How long the device waits for communication: marks around each wait of the compute stream, without a profiler.
+"""Records how long the device waits for communication: marks around each wait of the compute stream, no profiler.
 
 A wait is `Work.wait`, `wait_tensor`, a collective that is not async (from torch 2.8 on it runs in the current stream),
 `Event.wait` and what leads there (`Stream.wait_event`, `wait_stream`) for an event behind a collective in another
@@ -69,7 +69,7 @@ def _put_in(emit: Emit, waits: _Waits, torch: Any) -> None:  # noqa: ANN401
             queue(ends)
 
     def on_backward(roots: Any) -> None:  # noqa: ANN401
-        """Be the first and the last that the engine calls at the end of this backward: DDP waits for buckets there."""
+        """Register the first and the last callback at the end of this backward: DDP waits for buckets there."""
         if emit.in_microbatch:  # the schedule does its own communication
             return
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")

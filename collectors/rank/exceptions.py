@@ -29,12 +29,12 @@ def start(emit: Emit) -> None:
     global _before, _hook
     before = _before = sys.excepthook
 
-    def tell(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if emit.live:
             said = text_of(error).splitlines()[0]
             emit.send({"type": "raised", "time_ns": clock(), "error": _fitting(said), "place": _fitting(_place(trace))})
 
-    guarded = emit.guard("exceptions", tell)
+    guarded = emit.guard("exceptions", report)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         guarded(kind, error, trace)

@@ -1,4 +1,4 @@
-"""How long NCCL's operations took on the device: torch's Flight Recorder, with timing, for the agent to ask.
+"""Records how long NCCL's operations took on the device: torch's Flight Recorder, with timing, for the agent to query.
 
 The rank opens torch's worker server on a unix socket that only its user can reach. Timing makes NCCL record two events
 around each operation. With `CUDA_DEVICE_MAX_CONNECTIONS=1` that would keep communication from overlapping, so there it
@@ -8,7 +8,7 @@ Torch's first NCCL backend keeps a recorder of its own; others, which torch 2.15
 have one each by their name.
 
 An answer looks at the events of what has not ended, from a thread of torch's. That would break the capture of a CUDA
-graph under way in another thread, so nobody asks from `capture_begin` to `capture_end`.
+graph under way in another thread, so there are no queries from `capture_begin` to `capture_end`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def start(emit: Emit) -> None:
     cuda = sys.modules["torch"].cuda
 
     def begun(*_: object) -> None:
-        if not cuda.is_current_stream_capturing():  # it was refused, and nobody will end it
+        if not cuda.is_current_stream_capturing():  # it was refused, and will not be ended
             _gate.open()
 
     graph = cuda.CUDAGraph
@@ -104,7 +104,7 @@ def serve(emit: Emit, handler: str) -> None:
 
 
 def stop() -> None:
-    """Leave what the recorder holds in the folder, and end the server."""
+    """Write the recorder's content into the folder, and end the server."""
     global _server, _folder
     while _undos:
         _undos.pop()()
@@ -112,14 +112,14 @@ def stop() -> None:
     if server is None or folder is None:
         return
     try:
-        if _emit is not None and _emit.exiting:  # else the agent is gone, or has been told that this is off
+        if _emit is not None and _emit.exiting:  # else the agent is gone, or this collector is off
             (folder / LAST).write_bytes(fetch(str(folder / SOCKET), _handler))
     finally:
         server.shutdown()
 
 
 class _Gate:
-    """A lock on a file: shared by who asks, ours alone while graphs are captured."""
+    """A lock on a file: shared by queries, exclusive while graphs are captured."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -133,7 +133,7 @@ class _Gate:
                 fcntl.flock(self._fd, fcntl.LOCK_EX)  # the file is not known to others yet
 
     def shut(self) -> None:
-        """Nobody asks any more. An answer that is under way has ended, or has taken `_LONGEST_S`."""
+        """Stop queries. An answer that is under way has ended, or has taken `_LONGEST_S`."""
         with self._lock:
             self._captures += 1
             if self._captures > 1 or self._fd < 0:

@@ -1,4 +1,4 @@
-"""NCCL's calls, and what its proxies waited for, from the NCCL profiler plugin.
+"""Records NCCL's calls, and what its proxies waited for, from the NCCL profiler plugin.
 
 The plugin writes to a ring of its own; this hands the ring to the agent. It does nothing where the launcher has not
 set the plugin up, or where NCCL is not used.
@@ -43,18 +43,18 @@ def start(emit: Emit) -> None:
     if ring < 0:
         raise OSError(-ring, os.strerror(-ring))
     emit.hand_over(ring)
-    told = dict.fromkeys(_LOSSES, 0)
+    reported = dict.fromkeys(_LOSSES, 0)
 
-    def tell_losses() -> None:
+    def report_losses() -> None:
         for counter, why in _LOSSES.items():
             so_far = getattr(plugin, counter)
             so_far.restype = ctypes.c_uint64
             count = so_far()
-            if count > told[counter]:
-                emit.gap("nccl_events", "nccl", why, count=count - told[counter])
-                told[counter] = count
+            if count > reported[counter]:
+                emit.gap("nccl_events", "nccl", why, count=count - reported[counter])
+                reported[counter] = count
 
-    emit.on_tick(emit.guard("nccl", tell_losses))
+    emit.on_tick(emit.guard("nccl", report_losses))
 
 
 def stop() -> None:

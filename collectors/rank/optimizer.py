@@ -1,4 +1,4 @@
-"""Records every optimizer step; the analysis takes its end for the end of the training step.
+"""Records every optimizer step, whose end is the end of the training step to the analysis.
 
 torch calls these hooks for every optimizer of `torch.optim` and its subclasses. An optimizer that is none is not seen:
 such a script can say `rankscope.step()`. An optimizer that is given a closure (Lightning's always are) runs forward and

@@ -29,7 +29,7 @@ _undos: list[Callable[[], None]] = []
 def start(emit: Emit) -> None:
     _undos.append(after_import("torch.distributed.pipelining.stage", emit.guard("pipeline", partial(_install, emit))))
     schedules = "torch.distributed.pipelining.schedules"
-    _undos.append(after_import(schedules, emit.guard("pipeline", partial(_tell_unwaited, emit))))
+    _undos.append(after_import(schedules, emit.guard("pipeline", partial(_report_unwaited, emit))))
 
 
 def stop() -> None:
@@ -48,7 +48,7 @@ def _which(args: tuple[Any, ...]) -> tuple[int, int]:
     return args[1], args[0].stage_index
 
 
-def _tell_unwaited(emit: Emit, module: ModuleType) -> None:
+def _report_unwaited(emit: Emit, module: ModuleType) -> None:
     if not hasattr(module, "_wait_batch_p2p"):  # torch 2.5
         why = f"torch {sys.modules['torch'].__version__} waits for one of several transfers of a pipeline begun at once"
         emit.gap("collectives", "pipeline", f"{why}: gloo's others have no end, and are not matched")

@@ -1,7 +1,7 @@
-"""Samples what the training thread does: a few times a second the chain of calls in which it is.
+"""Samples the call stack of the training thread a few times a second.
 
-Frames of torch, of Python's own library and of rankscope are left out: the line that called them stays. A chain is a
-path in a tree that grows by what was not seen before, so a sample is the number of a node.
+Frames of torch, of Python's own library and of rankscope are left out: the line that called them stays. A stack is a
+path in a tree of all stacks so far, so a sample is the number of a node.
 
 A sample is taken when this thread gets Python's lock: a call in C that holds it is seen at its end.
 """
@@ -66,7 +66,7 @@ class Chains:
     """The tree of all chains of calls seen so far, by the place of each call; 0 is the empty chain."""
 
     def __init__(self) -> None:
-        self.new: list[tuple[int, int, str, str, int]] = []  # node, parent, function, file, line: not yet told
+        self.new: list[tuple[int, int, str, str, int]] = []  # node, parent, function, file, line: not yet sent
         self._nodes: dict[tuple[int, CodeType, int], int] = {}
         self._shown: dict[CodeType, bool] = {}
 

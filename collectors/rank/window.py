@@ -1,6 +1,6 @@
 """The deep window: torch.profiler is on for a few steps that all chosen ranks agree on, when the agent asks for it.
 
-The agent names the steps; each rank starts and stops at their ends, on the thread that trains, and waits for nobody.
+The agent names the steps; each rank starts and stops at their ends, on the thread that trains, without waiting.
 The trace is saved in a thread of its own, without Python's lock, and converted by the agent. A profiler of the script's
 own, or one that watches the process from outside, is left alone: then there is no window. Also answers, from the
 session's thread, what the rank's Python threads are doing, for a rank that waits.
@@ -115,7 +115,7 @@ class _Steps:
 
 
 class _Usual:
-    """How long steps usually take, and which is much longer than that."""
+    """The usual length of steps, and which step is much longer."""
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=_HISTORY)
@@ -184,7 +184,7 @@ class _Profile:
             self._span = None
 
     def device_ends(self) -> bool:
-        """Say whether the device comes to the end of what the job has enqueued, within a while."""
+        """Say whether the device completes all enqueued work, within a while."""
         if not self._device:
             return True
         end = self._torch.cuda.Event()
@@ -206,7 +206,7 @@ class _Profile:
     def save(self, path: str) -> None:
         """Save the trace to this file; takes 2 to 13 µs per event, without Python's lock. Raises OSError."""
         unfinished = f"{path}.part"
-        self._result.save(unfinished)  # says what went wrong to nobody
+        self._result.save(unfinished)  # does not report errors
         self._result = None
         if not os.path.isfile(unfinished):
             for rest in glob.glob(f"{glob.escape(unfinished)}*"):  # of a disk that is full now
@@ -250,7 +250,7 @@ class _Windows:
     # ---- from the session's thread
 
     def ask(self, window: dict[str, Any]) -> None:
-        """Take the agent's request for a window, or where its trace is to lie; the next end of a step sees it."""
+        """Take the agent's request for a window, or the path of its trace; the next end of a step handles it."""
         if self._why_closed:
             self._say(window, "refused", why=self._why_closed)
         else:
@@ -260,7 +260,7 @@ class _Windows:
         self._watching = True
 
     def stacks(self, message: dict[str, Any]) -> None:
-        """Tell the agent where each Python thread is, the innermost call first."""
+        """Send the agent the stack of each Python thread, the innermost call first."""
         if UNSAFE:
             return  # the agent asks py-spy
         own = threading.get_ident()
@@ -286,13 +286,13 @@ class _Windows:
     # ---- from the thread that trains
 
     def progress(self) -> None:
-        """Tell the agent how far this rank is, to name a step that is still to come; close a window that lasts."""
+        """Send the agent this rank's step, so that it can name a later one; close a window that takes too long."""
         if self._recording and time.monotonic() > self._until_s and self._may_act():
             self._finish("its steps took too long, and a profiler takes more memory the longer it is on")
         self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
 
     def step(self, end_ns: int, optimizer: int | None) -> None:
-        """Where a step has ended: a window may begin, go on or end."""
+        """Begin, continue or end a window at the end of a step."""
         if self._why_closed or self._emit.in_backward or self._is_capturing():
             return  # torch's profiler can neither begin nor end within a backward or a capture of a CUDA graph
         if not self._steps.ended(optimizer, self._emit.backwards):
@@ -319,7 +319,7 @@ class _Windows:
         return device is not None and device == self._cuda.current_device() and self._cuda.is_current_stream_capturing()
 
     def _take_in(self) -> None:
-        """Add what was heard from the agent to what is asked, or change it."""
+        """Add the agent's requests to the open ones, or change those."""
         while self._heard:
             heard = self._heard.popleft()
             if self._window is not None and self._window["id"] == heard["id"]:
@@ -374,7 +374,7 @@ class _Windows:
         self._profile.next_step(done)
 
     def _finish(self, why: str = "", *, at_exit: bool = False, stop: bool = True) -> None:
-        """End the recording; save what there is of it, or throw it away for this reason."""
+        """End the recording; save it, or discard it for this reason."""
         assert self._window is not None
         assert self._profile is not None
         window, profile = self._window, self._profile
@@ -455,7 +455,7 @@ class _Windows:
     # ---- other profilers
 
     def _other_profiler(self) -> str:
-        """Return what else profiles this process, or would be disturbed; empty: nothing."""
+        """Return what else profiles this process, or would be disturbed; empty if none."""
         for variable, tool in _WATCHED_BY.items():
             if os.environ.get(variable):
                 return f"{tool} ({variable} is set)"
@@ -474,7 +474,7 @@ class _Windows:
             self._own_call = False
 
     def watch_others(self) -> None:
-        """Give way to a profiler that the script prepares or starts while ours is on: torch refuses two at once."""
+        """Stop for a profiler that the script prepares or starts while ours is on: torch refuses two at once."""
         profiler = sys.modules["torch.autograd.profiler"]
         for name, prepares in (("_prepare_profiler", True), ("_enable_profiler", False)):
             original = getattr(profiler, name)

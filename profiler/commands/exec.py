@@ -40,7 +40,7 @@ from rankscope.profiler.node_agent import answers, await_answer, start_detached
 
 __all__ = ["agent_name", "main", "place"]
 
-# What the job is called by those who start it; the first of which all are set counts.
+# Schedulers' names of the job; the first entry whose variables are all set counts.
 _JOB = (
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ("PMIX_NAMESPACE",),
@@ -109,7 +109,7 @@ def _process() -> Iterator[str]:
 
 
 def place(environment: Mapping[str, str]) -> dict[str, str]:
-    """Give the rank's place on its node under rankscope's own names, as far as the environment tells it.
+    """Give the rank's place on its node under rankscope's own names, as far as the environment has it.
 
     A rank without a local rank is alone on its node, as under an operator that makes a pod per rank.
     """
@@ -123,7 +123,7 @@ def _ensure_agent(name: str, options: Options, command: list[str]) -> None:
     """Wait until an agent answers on the socket. Raises NotRecorded."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as starting:
         try:
-            # Whoever has this name starts the agent; the name is free again when this process is the command.
+            # The process that gets this name starts the agent; it is free again when this process is the command.
             starting.bind(f"\0{name}-starts")
         except OSError:
             if not await_answer(name):

@@ -101,7 +101,7 @@ def write(trace: Trace, folder: Path) -> int:
     for node, launch in (trace.run or {0: {}}).items():
         path = folder / "run" / f"node={node:05d}.json"
         path.write_text(json.dumps(known | launch, indent=1), encoding="utf-8")
-        known |= {"cannot": {}, "gaps": []}  # they are told once
+        known |= {"cannot": {}, "gaps": []}  # once for all nodes
     return rows
 
 

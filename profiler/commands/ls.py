@@ -49,7 +49,7 @@ def command(
         count = plural("{number} gap", "{number} gaps", len(gaps), number=len(gaps)) if gaps else text("no gaps")
         print(f"\n{spoken(count)}")
         for gap in gaps:
-            print(f"  {spoken(text('{who}, {table}: {why}', who=_who(gap), table=gap.table, why=gap.why))}")
+            print(f"  {spoken(text('{who}, {table}: {why}', who=_place(gap), table=gap.table, why=gap.why))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def _seconds(extent: pl.DataFrame) -> float | None:
     return max(spans) / 1e9 if len(spans) else None
 
 
-def _who(gap: Gap) -> Text:
+def _place(gap: Gap) -> Text:
     if gap.rank is not None:
         return text("rank {rank}", rank=gap.rank)
     return text("run") if gap.node is None else text("node {node}", node=gap.node)

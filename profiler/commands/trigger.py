@@ -24,7 +24,7 @@ from rankscope.profiler.options import Ranks
 
 __all__ = ["command"]
 
-_SILENT_S = 15.0  # after which nobody is there
+_SILENT_S = 15.0  # after which no agent is there
 _POLL_S = 0.2
 _STILL_S = 120.0  # without a new reading of its counters an agent is gone; shared folders may show them a minute late
 
@@ -40,7 +40,7 @@ def command(
 ) -> None:
     running = _running(run)
     _check_running(ranks or (), running)
-    _tell_unreached(running, ranks)
+    _report_unreached(running, ranks)
     request = {"kind": "stacks" if stacks else "window", "ranks": ranks, "first": at, "steps": count}
     try:
         number = ask(run, request | {"reason": "rankscope trigger"})
@@ -95,7 +95,7 @@ def _check_running(ranks: Sequence[int], running: Mapping[int, int | None]) -> N
         )
 
 
-def _tell_unreached(running: Mapping[int, int | None], wanted: Sequence[int] | None) -> None:
+def _report_unreached(running: Mapping[int, int | None], wanted: Sequence[int] | None) -> None:
     from rankscope.analysis.text.units import ranges
 
     world = max((size or 0 for size in running.values()), default=0)
@@ -107,7 +107,7 @@ def _tell_unreached(running: Mapping[int, int | None], wanted: Sequence[int] | N
 def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answers:
     """Wait for what each rank made of the request. Ctrl-C leaves the request as it is."""
     begun = checked = time.monotonic()
-    told = False
+    announced = False
     given_up: Answers = {}
     last_seen: dict[int, tuple[float, float]] = {}
     while True:
@@ -115,8 +115,8 @@ def _await(run: Path, number: int, expected: set[int], *, is_far: bool) -> Answe
         if not answers and time.monotonic() - begun > _SILENT_S:
             why = "the job was killed, its disk is full, or its nodes write to another folder"
             raise RankscopeError(f"no agent of {run} has answered within {_SILENT_S:.0f} s: {why}")
-        if first is not None and answers and not told:
-            told = True
+        if first is not None and answers and not announced:
+            announced = True
             where = f", in {run / folder_of(number)}" if os.isatty(2) else ""
             typer.echo(f"window {number} begins with step {first}{where}", err=True)
         answers |= given_up

@@ -76,7 +76,7 @@ def command(options: Options) -> None:
     finally:
         state.stop()
         server.server_close()
-    # Threads may be deep in an analysis of which nobody will see the end.
+    # Threads may be in an analysis whose result is not needed any more.
     sys.stdout.flush()
     os._exit(0)
 
