@@ -1,4 +1,4 @@
-"""The Dash app: its frame around the pages, which run and page are shown, and who may look."""
+"""The Dash app: its frame around the pages, the run and page that are shown, and access control."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _App(Dash):
 def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: str = "en") -> Dash:
     """Return the app on these runs.
 
-    With a token, only who has it sees anything; without, only this machine's browsers do.
+    With a token, only browsers that have it get an answer; without, only this machine's do.
 
     A browser that asked for `?lang=zh` is answered in it from then on, the others in `lang`.
     """
@@ -358,7 +358,7 @@ class _Callback(msgspec.Struct):
 
 
 def _guard(app: Dash, token: str, hosts: set[str], usual: set[str]) -> None:
-    """Refuse other sites' pages and whoever has no token; a body that is not one of ours is one line, no traceback."""
+    """Refuse other sites' pages and requests without the token; an invalid body gets one line, no traceback."""
     cookie = f"rankscope-{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # servers of other ports have their own
     app.server.config["MAX_CONTENT_LENGTH"] = _MOST_BODY_BYTES
 

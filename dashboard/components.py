@@ -1,4 +1,4 @@
-"""Two components of our own: a chart made on the server, and a raster of cells that is drawn as it is looked at.
+"""Two Dash components: a chart made on the server, and a raster of cells that is drawn as it is viewed.
 
 Their code is `assets/components.js`; Dash needs nothing but these names.
 """

@@ -1,4 +1,4 @@
-"""Tables on pages: of the run, or made of it. What a grid shows can be filtered, asked again in SQL, and taken away.
+"""Tables on pages: of the run, or made of it. A grid can be filtered, queried in SQL, and downloaded.
 
 A page names the tables that it makes of a run (`Page.tables`), a function of the run each; they are made when they are
 asked for, and SQL knows them like the run's own.
@@ -154,7 +154,7 @@ def answered(run: Run, query: str) -> pl.DataFrame:
 
 
 def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "auto") -> Children:
-    """Return a table of the run in a grid, with what takes it away: a file, or SQL."""
+    """Return a table of the run in a grid, with its downloads: a file, or SQL."""
     frame, query = tables_of(run)[name], everything(name)
     definitions = _definitions(frame, columns, run.key)
     if len(frame) > _SENT_ROWS:
@@ -168,7 +168,7 @@ def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "a
 
 
 def plain_table(run: str, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> Children:
-    """Return a grid of rows that are no table of one run, on a page of this one, with what takes them away."""
+    """Return a grid of rows that are no table of one run, on a page of this one, with their downloads."""
     query = everything(_PAGES.keep(frame.select(list(columns))))
     grid = _grid(frame, columns, _definitions(frame, columns, ""), "auto", id=_known("grid", run, query))
     return html.Div([away(run, query), grid])
@@ -220,7 +220,7 @@ def _look() -> dict[str, Any]:
 
 
 def _known(kind: str, run: str, query: str) -> dict[str, str]:
-    """By what the callbacks know a grid, and what takes its rows away."""
+    """Ids of a grid and its downloads, for the callbacks."""
     return {"kind": kind, "run": run, "query": query}
 
 
@@ -268,16 +268,16 @@ def _as_json(frame: pl.DataFrame) -> list[pl.Expr]:
     return exact
 
 
-# ---------------------------------------------------------------- to take away
+# ---------------------------------------------------------------- downloads
 
 
 def away(run: str, query: str) -> Children:
-    """Return what takes away the rows of a grid of the run with this key, as it filters and sorts them."""
+    """Return the downloads of a grid's rows of the run with this key, as it filters and sorts them."""
     return html.Div(_taken_away(run, query), id=_known("away", run, query), className="controls small")
 
 
 def plainly_away(run: str, frame: pl.DataFrame) -> Children:
-    """Return what takes away rows that a page shows in no grid, and that are no table of one run."""
+    """Return the downloads of rows that a page shows in no grid, and that are no table of one run."""
     return away(run, everything(_PAGES.keep(frame)))
 
 
@@ -316,7 +316,7 @@ def _away(known: Mapping[str, str], filters: dict[str, Any] | None, order: list[
 
 
 def _rows(state: State, known: Mapping[str, str], wanted: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return the block of rows that the grid asks for, and how many there are; and what takes all of them away."""
+    """Return the block of rows that the grid asks for, how many there are, and the downloads of all."""
     run = state.ready(known["run"])
     filters, order = wanted.get("filterModel") or {}, wanted.get("sortModel") or []
     try:

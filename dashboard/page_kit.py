@@ -1,4 +1,4 @@
-"""What pages are made of: the pieces that all of them use, and the list of pages.
+"""Building blocks of pages, and the list of pages.
 
 A page is a module of `pages/` with `page`, a `Page`; being in that folder is the registration. Its address is `/` and
 the module's name.
@@ -60,7 +60,7 @@ _SELECT_PX = 230
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Everything that the app knows about one page.
+    """One page as the app sees it.
 
     order: its place in the navigation.
     layout: what it shows of a run that is ready.
@@ -68,7 +68,7 @@ class Page:
     early: what it shows of the run with this key as soon as its lanes are there.
     of_report: the same as soon as its report is there.
     tables: the tables that it makes of a run, by name; they are made when they are asked for.
-    keeps: what is on screen stays when the run is renewed.
+    keeps: the screen stays as it is when the run is refreshed.
     of_two: it is in the navigation where two runs are open only.
     """
 
@@ -148,7 +148,7 @@ def card(title: str, *children: Children, note: str = "", className: str = "") -
 
 
 def choice(name: str, label: str, options: Sequence[Any], value: str, *, drops: str = "") -> Children:
-    """Return a select whose value is this word of the address, so that the page is shown anew with it.
+    """Return a select whose value is this word of the address; a choice reloads the page.
 
     `drops` are words of the address that mean nothing any more once another is chosen.
     """

@@ -1,4 +1,4 @@
-"""The texts of the browser's scripts: they say `text("…")` as Python does, and the page brings the translations."""
+"""The texts of the browser's scripts: they call `text("…")` as Python does, and the page has the translations."""
 
 from __future__ import annotations
 

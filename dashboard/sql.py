@@ -1,7 +1,7 @@
-"""Questions to a run in SQL: they read the run's tables and nothing else.
+"""SQL queries on a run: they read the run's tables and nothing else.
 
-DuckDB answers them, in a process of its own (`sql_worker`) that is ended when it takes too long: nothing that is asked
-can end the server.
+DuckDB runs them, in a process of its own (`sql_worker`) that is ended when it takes too long: no query can crash the
+server.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _in_worker(tables: Mapping[str, pl.DataFrame], query: str, files: ExitStack)
 
 
 def _run(asked: str, descriptors: Sequence[int]) -> dict[str, str]:
-    """Return what the worker says.
+    """Return the worker's answer.
 
     It starts in the root folder, so that no module of the current one is taken for its own.
     """
@@ -121,7 +121,7 @@ def _with_usual_numbers(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _one_line(said: str) -> str:
-    """Return what DuckDB says, without its picture of where in the question."""
+    """Return DuckDB's message, without its marker in the query."""
     first = said.split("\n\n")[0]
     return " ".join(first.split("\nLINE ")[0].split())[:300] or _DIED
 

@@ -1,4 +1,4 @@
-"""Answers one question in SQL in a process of its own, which may be ended at any time: `sql` starts it.
+"""Runs one SQL query in a process of its own, which may be ended at any time: `sql` starts it.
 
 The tables come as files of Arrow's stream format that are open already, the answer goes to such a file. DuckDB may open
 no file and load no extension; memory, threads, time and the size of the answer are limited.

@@ -1,4 +1,4 @@
-"""What the server holds: the runs that were opened, read and judged in threads, and renewed while a job still goes on.
+"""The server's state: the runs that were opened, read and analyzed in threads, and refreshed while a job goes on.
 
 This is the app's only state. Browsers hold keys: a run is "" (the first one given) or "2".
 """
@@ -47,7 +47,7 @@ _REST = 3.0  # times the last analysis took, between two of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run has come. `version` counts up whenever there is something new to show; `error` is one line."""
+    """The progress of a run. `version` counts up whenever there is something new to show; `error` is one line."""
 
     name: str
     stage: int = 0
@@ -91,7 +91,7 @@ class State:
         return progress.report if progress.run is None else progress.run.report
 
     def critical_path(self, run: str) -> pl.DataFrame | None:
-        """rank, start_ns, end_ns of what the steps could not do without; None where the run cannot be replayed."""
+        """rank, start_ns, end_ns of the critical path; None where the run cannot be replayed."""
         loaded = self._progress[run].run
         return None if loaded is None else critical_path(loaded)
 
@@ -109,7 +109,7 @@ class State:
         self._ended.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Until every run is ready or has failed. Raises TimeoutError."""
+        """Wait until every run is ready or has failed. Raises TimeoutError."""
         with self._changed:
             done = self._changed.wait_for(
                 lambda: all(p.run is not None or p.error for p in self._progress.values()), timeout_s

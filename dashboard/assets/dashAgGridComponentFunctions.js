@@ -1,8 +1,8 @@
-/* What tables show that is more than a text. */
+/* Table cells that are more than a text. */
 "use strict";
 (() => {
   const components = (window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {});
-  /* A link to the row's moment in the timeline, on the rank in this column; followed without loading the page anew. */
+  /* A link to the row's moment in the timeline, on the rank in this column; followed without reloading the page. */
   components.RankscopeMoment = ({ value, data, run, label }) => {
     if (!data || value === null || value === undefined || data.start_ns === null || data.end_ns === null) return null;
     const query = new URLSearchParams({ t0: data.start_ns, t1: data.end_ns, rank: value, ...(run ? { run } : {}) });

@@ -51,7 +51,7 @@
       .map((button) => ({ name: button.getAttribute("aria-label") || button.title || button.innerText, run: () => button.click() }));
   }
 
-  /* What all of the typed words are in; ranks first, and last the search for events. */
+  /* Entries that contain all typed words; ranks first, and last the search for events. */
   function matching(typed) {
     const words = typed.toLowerCase().split(/\s+/).filter(Boolean);
     const ofTimeline = onTimeline() ? COMMANDS.map((one) => ({ name: one.name, keys: signs(one), run: () => one.run(onTimeline()) })) : [];

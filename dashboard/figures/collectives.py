@@ -1,4 +1,4 @@
-"""Operations by group, kind and size: how fast, how far apart their ranks arrived, and who came last."""
+"""Operations by group, kind and size: how fast, the arrival skew of their ranks, and which came last."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fit:
 
 
 def operations(collectives: pl.DataFrame) -> pl.DataFrame:
-    """One row per whole operation, the longest first: whose and when, how long, who came last, and its bandwidth.
+    """One row per whole operation, the longest first: group, time, length, the last rank, and its bandwidth.
 
     `duration_ns` is that of its longest rank, `wait_ns` the mean over its ranks, `skew_ns` from the first to the last
     arrival. The size is the largest tensor of any rank.
@@ -222,7 +222,7 @@ def skews(operations: pl.DataFrame) -> Figure | None:
 
 
 def by_group(collectives: pl.DataFrame) -> pl.DataFrame:
-    """One row per group: its operations, their transfers, its ranks' waits in all, and who came last how often."""
+    """One row per group: its operations, their transfers, its ranks' waits in all, and how often each came last."""
     whole = collectives.filter(pl.col("instance_id").is_not_null() & ~pl.col("op").is_in(P2P_OPS))
     last = (
         whole.filter("is_last")

@@ -1,4 +1,4 @@
-"""Where main threads were, from samples: calls, each below the one that it is in, as wide as its time."""
+"""Flame graphs of main threads, from samples: calls, each below its caller, as wide as its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps the host from its work, over the steps and by rank."""
+"""Host stalls, over the steps and by rank."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ __all__ = ["by_name", "bytes_moved", "launch_delays"]
 
 
 def by_name(kernels: pl.DataFrame) -> pl.DataFrame:
-    """One row per kernel: count, time in all and its share, mean; per rank the least, the most and who has the most.
+    """One row per kernel: count, time in all and its share, mean; per rank the least, the most and its rank.
 
     `longest_rank`, `start_ns` and `end_ns` are the longest one's.
     `excess` is the most of any rank over the median of the ranks, minus 1; null on one rank.

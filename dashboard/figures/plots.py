@@ -1,4 +1,4 @@
-"""What all plotly figures share. A figure is the plain mapping that plotly draws in the browser."""
+"""Shared by all plotly figures. A figure is the plain mapping that plotly draws in the browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 Figure = dict[str, Any]
 
-# For lines and points that stand for no part of a step: told apart by the colour-blind, and on light and dark.
+# For lines and points that are no part of a step: distinct for the colour-blind, and on light and dark.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a929c", "#882255")
 _TICKS = 6
 _LEAST = 1e-3

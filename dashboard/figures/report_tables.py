@@ -1,4 +1,4 @@
-"""What the report lists, as tables: so that what pages show of it can be taken away, and asked for in SQL."""
+"""The report's lists as tables, so that they can be downloaded and queried in SQL."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def waterfall(report: Report, split: Breakdown, shown: ShownTable) -> list[Bar]:
         label = text("finding {number} fixed", number=report.findings.index(best) + 1)
         said = text("predicted: {gained} less", gained=duration(gained_ns))
         time = scale.row([round(left_ns)])[1]
-        bars.append(_bar("ideal", "mended", label, said, left_ns * ranks / total, time))
+        bars.append(_bar("ideal", "fixed", label, said, left_ns * ranks / total, time))
     return bars
 
 

@@ -1,4 +1,4 @@
-"""Every table of the run, to look at, ask in SQL, and take away."""
+"""Every table of the run, to view, query in SQL, and download."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def register(app: Dash, state: State) -> None:  # noqa: ARG001
 
 
 def _asked(_: object, table: str, query: str, search: str) -> str:
-    """Return the address with the question; a table that was chosen replaces what stands in the box."""
+    """Return the address with the question; a table that was chosen replaces the text in the box."""
     return with_choice(search, sql=grids.everything(table) if ctx.triggered_id == "data-table" else query)
 
 

@@ -64,7 +64,7 @@ _TABLES: Tables = {
 
 
 def _of_devices(run: Run, marks: pl.DataFrame) -> list[Children]:
-    """Return what CUDA events tell: how far the host is ahead, and what the devices' phases took."""
+    """Return what CUDA events measure: the depth of the launch queue, and the length of the devices' phases."""
     if run.report.lead is None:
         return []
     return [

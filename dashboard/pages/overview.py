@@ -115,7 +115,7 @@ def _picture(split: digest.Breakdown, finding: Finding) -> Children:
 
 
 def _evidence(run: str, evidence: Sequence[Evidence]) -> list[Children]:
-    """Links to the moments in the timeline. Each says whose it is, and when, where others would bear the same name."""
+    """Links to the moments in the timeline, each with rank and time if others would have the same name."""
     names = [_name(seen) for seen in evidence]
     links = []
     for name, seen in zip(names, evidence, strict=True):
@@ -147,7 +147,7 @@ def _name(seen: Evidence) -> str:
 
 
 def _away(run: str, listed: str) -> Children:
-    """Return what takes away this list of the report."""
+    """Return the downloads of this list of the report."""
     return away(run, everything(f"report_{listed}"))
 
 

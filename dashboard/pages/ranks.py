@@ -67,7 +67,7 @@ def layout(run: Run, query: Query) -> Children:
 
 
 def _order(name: str) -> dict[str, str]:
-    """One way to order the ranks, as a select shows it; its name stands in addresses."""
+    """One way to order the ranks, as a select shows it; its name is used in addresses."""
     own = {_SLOWEST: text("largest first"), _BY_RANK: text("rank")}
     return {"value": name, "label": own.get(name) or spoken_title(name)}
 

@@ -27,13 +27,13 @@ _SCRIPTS = (
     *("input.js", "timeline.js"),
 )
 
-__version__ = "1"  # Dash asks for one where a script comes from; what it serves is told apart by the file's time
+__version__ = "1"  # Dash asks for one where a script comes from; the file's time distinguishes versions
 
 
 class Source(Protocol):
     """What the page needs of the app's state. Each may be None while the run is still being read or analyzed.
 
-    `run` is the key that stands in the address; "" is the first run. KeyError: there is no such run.
+    `run` is the key in the address; "" is the first run. KeyError: there is no such run.
     """
 
     def scene(self, run: str) -> Scene | None: ...
@@ -41,7 +41,7 @@ class Source(Protocol):
     def report(self, run: str) -> Report | None: ...
 
     def critical_path(self, run: str) -> pl.DataFrame | None:
-        """rank, start_ns, end_ns of what the steps could not do without, where that is known."""
+        """rank, start_ns, end_ns of the critical path, where that is known."""
         ...
 
     def counters(self, run: str) -> Sequence[CounterLane] | None:

@@ -1,4 +1,4 @@
-// What the canvas's scripts share: measures, words and numbers. Loaded first; each of the others adds its part to the
+// Shared by the canvas's scripts: measures, words and numbers. Loaded first; each of the others adds its part to the
 // class in timeline.js. Times are ns since the start of the run's picture, as plain numbers. On the run's own clock they
 // are beyond what a number counts exactly, so only the address, which holds such times, is read and written with BigInt.
 (function () {

@@ -10,7 +10,7 @@
   const HIGHEST = 254;
 
   const Counters = (Base) => class extends Base {
-    /** Asks until the run has been read: its lanes may have been there before. */
+    /** Polls until the run has been read: its lanes may have been there before. */
     async pollCounters() {
       let said = { waiting: true };
       while (said.waiting && !this.stopped) {

@@ -1,4 +1,4 @@
-"""What is known of one event, of a selection and of a name: the texts and tables beside the picture."""
+"""Facts of one event, a selection or a search: the texts and tables beside the picture."""
 
 from __future__ import annotations
 

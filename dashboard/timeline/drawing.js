@@ -159,7 +159,7 @@
         const b = a + rects.length[i] * head.tick * scale;
         if (b < LABELS * dpr || a > end) continue;
         const shared = data.places.has(rects.lane[i]);
-        // Where others lie in the same lane, a rectangle takes whole pixels only: the raster shows who shares the rest.
+        // Where others lie in the same lane, a rectangle takes whole pixels only: the raster shows the rest.
         const x0 = shared ? Math.ceil(a) : Math.round(a);
         const x1 = shared ? Math.floor(b) : Math.max(Math.round(b), x0 + 1);
         if (x1 <= x0) continue;

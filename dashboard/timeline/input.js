@@ -117,7 +117,7 @@
       this.selection = null;
       this.found = null;
       this.chosen = await this.eventAt(line, x).catch(() => null);
-      if (this.chosen) this.tellEvent(this.chosen);
+      if (this.chosen) this.showEvent(this.chosen);
       else this.hint();
       this.redraw();
     }

@@ -1,7 +1,7 @@
 """Lanes of a large run in files beside its tables, mapped into memory: made once, and opened at once from then on.
 
 `RUN/lanes/` holds the arrays of `lanes.py`, one file each, and `lanes.json` with the rest. They are used only for the
-very tables and by the very code that they were made of; anything else is made anew. The folder may be deleted.
+very tables and by the very code that they were made of; otherwise they are rebuilt. The folder may be deleted.
 """
 
 from __future__ import annotations

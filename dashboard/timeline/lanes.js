@@ -1,4 +1,4 @@
-// Which lines stand below which, what part of them and of the run is in view, and the address that says so.
+// The order of lines, the part of them and of the run in view, and the address of that.
 (function () {
   "use strict";
 
@@ -66,7 +66,7 @@
       return worst > 0 ? text("clock ± {error}", { error: duration(worst) }) : "";
     }
 
-    /** ± ns of this rank's clock against node 0's; null: nobody knows. */
+    /** ± ns of this rank's clock against node 0's; null: unknown. */
     clockError(rank) {
       const error = this.clockOf.get(this.nodeOf.get(rank));
       return error === undefined ? null : error;
@@ -211,7 +211,7 @@
       this.asked = undefined;
       if (rank !== null) this.scrollTo(this.lineOfRank.get(rank));
       this.fetch();
-      this.tellEvidence();
+      this.showEvidence();
       if (query.get("find")) this.look(query.get("find"));
     }
 

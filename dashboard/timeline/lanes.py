@@ -37,7 +37,7 @@ _MOST_ROWS = 16  # of one track; what would need more is counted, not drawn
 _NOT_DRAWN = -1
 _NO_MIDDLE = -1
 _CHUNK = 2_000_000  # rows of a table that are laid out together, or one rank's
-_FACTS = (  # what is told of an event, beside its name and times, where its table has it
+_FACTS = (  # what is shown of an event, beside its name and times, where its table has it
     *("step", "group", "seq", "peer", "tag", "dtype", "stream", "device", "thread", "stage", "replica", "microbatch"),
     *("unmatched", "size_bytes", "wait_ns", "transfer_ns", "arrival_spread_ns", "instance_id", "is_last"),
 )

@@ -1,4 +1,4 @@
-"""What one view of the timeline shows, at the level of detail that its pixels allow: pure functions over sorted arrays.
+"""One view of the timeline at the level of detail that its pixels allow: pure functions over sorted arrays.
 
 A row of a lane holds events that do not overlap. Its strips hold the events of one kind each, with the time that they
 cover so far, so that what a kind covers of a pixel is two binary searches and a difference, however many events lie
@@ -247,11 +247,11 @@ def view(
     """Return what [t0, t1) of these lanes looks like on `pixels` columns: a JSON header, then typed arrays.
 
     A lane of several rows is their mean. `names(lane, sources)` names the events that become rectangles: those of a
-    single row that are wide enough to be told apart. Each lane with an event that is no rectangle has a raster:
+    single row that are wide enough to be distinct. Each lane with an event that is no rectangle has a raster:
     for each of its kinds one byte per bin, its height. A bin is one pixel, or some where the view would be too large,
     and `coarser` more where it still is. The header says where everything lies: `rects` many of u32 start and u32
     duration in units of `tick` ns from t0, u16 name (in `names`), u16 lane, u8 kind; then per entry of `rasters` (lane,
-    kinds, levels) `bins` bytes for each kind. So that they pack well, starts are told as differences, modulo 2^32, and
+    kinds, levels) `bins` bytes for each kind. So that they pack well, starts are differences, modulo 2^32, and
     of each array the low bytes of all values come first, then the next ones.
     """
     visible = [[_visible(events, t0, t1) for row in rows for events in row] for rows in lanes]

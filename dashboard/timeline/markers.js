@@ -14,7 +14,7 @@
   }
 
   const Markers = (Base) => class extends Base {
-    /** Puts a marker at the pointer, on the nearest edge of what lies there. A third one begins anew. */
+    /** Puts a marker at the pointer, on the nearest edge of what lies there. A third one starts over. */
     async putMarker() {
       const { pointer } = this;
       if (!pointer || pointer.x < LABELS) return;

@@ -1,4 +1,4 @@
-// What is told about events, selections, searches and findings, at the pointer and beside the picture.
+// Facts about events, selections, searches and findings, at the pointer and beside the picture.
 (function () {
   "use strict";
 
@@ -12,12 +12,12 @@
       this.side.replaceChildren(make("p", { class: "rst-quiet", role: "status" }, what));
     }
 
-    tell(...parts) {
+    showFacts(...parts) {
       this.side.replaceChildren(...parts);
       this.openDrawer(true);
     }
 
-    /** On narrow screens what is told lies over the picture, and can be put away. */
+    /** On narrow screens the facts lie over the picture, and can be hidden. */
     openDrawer(open) {
       this.drawer.classList.toggle("rst-open", open);
       this.drawerSwitch.setAttribute("aria-expanded", String(open));
@@ -81,7 +81,7 @@
       this.tip.style.top = `${Math.max(4, Math.min(clientY + 16, window.innerHeight - h - 8))}px`;
     }
 
-    tellEvent(event) {
+    showEvent(event) {
       const rows = event.facts.map(([word, value]) => make("tr", {}, make("th", {}, word), make("td", {}, value)));
       const parts = [make("h3", {}, event.name), make("table", {}, make("tr", {}, make("th", {}, text("rank")), make("td", {}, String(event.rank))), ...rows)];
       if (event.peers.length) {
@@ -96,7 +96,7 @@
         else if (Math.max(...errors) > 0) parts.push(make("p", { class: "rst-quiet" }, text("Arrivals on different nodes: ± {error}.", { error: duration(Math.max(...errors)) })));
       }
       const button = make("button", { type: "button", onclick: () => this.zoomTo(event) }, text("zoom to it (F)"));
-      this.tell(...parts, make("p", {}, button));
+      this.showFacts(...parts, make("p", {}, button));
     }
 
     async askSpent() {
@@ -118,7 +118,7 @@
         if (table.more) parts.push(make("p", { class: "rst-quiet" }, text("and {more} names with less time", { more: table.more })));
       }
       if (!tables.length) parts.push(make("p", { class: "rst-quiet" }, text("No lane was selected.")));
-      this.tell(...parts);
+      this.showFacts(...parts);
     }
 
     /** Searches for events of this name. */
@@ -157,13 +157,13 @@
       const tiny = ((end - start) / span) * this.plot < 4;
       if (tiny || end - start > span) this.zoomTo({ start: start - 2 * (end - start), end: end + 2 * (end - start) });
       else if (start < this.t0 || end > this.t1) this.show((start + end - span) / 2, (start + end + span) / 2);
-      this.tellEvent(said.event);
-      this.tellLongest(said);
+      this.showEvent(said.event);
+      this.showLongest(said);
       this.redraw();
     }
 
     /** The matches of a search by duration; a click goes there. */
-    tellLongest({ count, number, longest }) {
+    showLongest({ count, number, longest }) {
       const rows = longest.map((one) => make("tr", one.number === number ? { "aria-current": "true" } : {},
         make("td", {}, make("button", { type: "button", title: one.name, onclick: () => this.find(one.number) }, text("rank {rank}", { rank: one.rank })), ` ${one.name}`),
         make("td", { class: "n" }, one.duration)));
@@ -184,25 +184,25 @@
       this.selection = { t0: mark.t0, t1: mark.t1, rank: mark.rank };
       const room = (mark.t1 - mark.t0) * 0.5 || this.end * 0.01;
       this.show(mark.t0 - room, mark.t1 + room);
-      this.tellMark(mark);
+      this.showMark(mark);
     }
 
-    /** What was found, what to see of it here, and the way to the evidence before and after. */
-    tellMark(mark) {
+    /** The finding, its evidence here, and links to the evidence before and after. */
+    showMark(mark) {
       const number = this.marks.indexOf(mark);
       const at = (by) => this.marks[(number + by + this.marks.length) % this.marks.length];
       const to = (label, by) => make("button", { type: "button", onclick: () => this.openMark(at(by)) }, label);
       const facts = this.findings[mark.finding].facts.map(([name, value]) => make("tr", {}, make("th", {}, name), make("td", {}, value)));
       const turn = make("p", { class: "rst-turn" }, to(text("‹ previous"), -1), text("evidence {number} of {count}", { number: number + 1, count: this.marks.length }), to(text("next ›"), 1));
-      this.tell(make("h3", {}, mark.title), make("p", {}, mark.note),
+      this.showFacts(make("h3", {}, mark.title), make("p", {}, mark.note),
         make("p", { class: "rst-quiet" }, text("The evidence is framed in the picture.")), turn, make("table", {}, ...facts));
     }
 
     /** If the address names the evidence of a finding: the finding. */
-    tellEvidence() {
+    showEvidence() {
       const seen = this.selection;
       const mark = seen && this.marks.find(({ t0, t1, rank }) => t0 === seen.t0 && t1 === seen.t1 && rank === seen.rank);
-      if (mark) this.tellMark(mark);
+      if (mark) this.showMark(mark);
     }
 
     hint() {

@@ -1,4 +1,4 @@
-// What the canvas asks of the server, and how the answers are read; the layout of a picture is that of lod.view.
+// The canvas's requests to the server, and how the answers are read; the layout of a picture is that of lod.view.
 (function () {
   "use strict";
 
@@ -49,7 +49,7 @@
       return (await this.ask(what, question)).json();
     }
 
-    /** Asks for what is in view, one question at a time: the newest one counts. */
+    /** Requests what is in view, one request at a time: the newest one counts. */
     async fetch() {
       if (this.fetching) {
         this.again = true;
@@ -90,7 +90,7 @@
       }
     }
 
-    /** From the question to the painted frame, for anybody who measures: `performance.getEntriesByName`. */
+    /** From the question to the painted frame, for measurements: `performance.getEntriesByName`. */
     measure(asked, bytes, events) {
       requestAnimationFrame(() => setTimeout(() => {
         this.root.dataset.painted = String(Number(this.root.dataset.painted || 0) + 1);
@@ -120,7 +120,7 @@
         if (!said.waiting) {
           this.marks = said.marks.map((mark) => ({ ...mark, title: said.findings[mark.finding].title }));
           this.findings = said.findings;
-          this.tellEvidence();
+          this.showEvidence();
           this.redraw();
           return;
         }

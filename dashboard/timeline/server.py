@@ -31,7 +31,7 @@ _MOST_BYTES, _COARSEST = 100_000, 4
 
 
 class _Searches:
-    """What was looked for last."""
+    """The last search."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class _Searches:
 
 
 class _BadRequest(Exception):  # noqa: N818
-    """The question makes no sense; the message says why."""
+    """The query is invalid; the message says why."""
 
 
 def register_routes(
