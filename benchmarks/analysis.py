@@ -1,11 +1,11 @@
-"""What commands of the analysis take: CPU time, memory, and how many rows a CPU second judges.
+"""Cost of the analysis commands: CPU time, memory, and rows per CPU second.
 
     python benchmarks/analysis.py startup [--before CHECKOUT]
     python benchmarks/analysis.py rows --ranks 64 --steps 600 [--before CHECKOUT]
     python benchmarks/analysis.py trace TRACE.json.gz --size-mb 606 [--before CHECKOUT]
     python benchmarks/analysis.py files FOLDER --ranks 4 --size-mb 150 [--before CHECKOUT]
 
-`startup` is what a command takes that has nearly nothing to do: 4 ranks, 40 steps. `rows` is a report on a simulated
+`startup` is a command with nearly nothing to do: 4 ranks, 40 steps. `rows` is a report on a simulated
 FSDP job; where its run is too long to be held at once, also one that finds the summaries of the one before. `trace` is
 a report on a profiler's trace that is repeated up to the size, `files` one on those of several ranks (the first in the
 folder), after which one and two workers of a Dask cluster on this machine scan them.

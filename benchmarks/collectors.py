@@ -1,4 +1,4 @@
-"""What each hook costs per call: the same small loops under torchrun and under `rankscope run`, in turns.
+"""Cost of each hook per call: the same small loops under torchrun and under `rankscope run`, in alternation.
 
     python benchmarks/collectors.py --rounds 5
 

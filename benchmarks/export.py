@@ -1,4 +1,4 @@
-"""What `rankscope export` takes for a large run, beyond reading it: CPU time, memory and size, beside Python's json.
+"""Cost of `rankscope export` for a large run, beyond reading it: CPU time, memory and size, beside Python's json.
 
     python benchmarks/export.py TRACE.json.gz --size-mb 1500
 

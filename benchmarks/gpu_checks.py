@@ -127,7 +127,7 @@ def begun(command: list[str], name: str, env: dict[str, str] | None = None) -> I
 
 
 def end(process: psutil.Popen) -> None:
-    """torchrun's ranks have sessions of their own: whoever is not gone 5 s after the launcher was asked is killed."""
+    """Kill what is left 5 s after the launcher was asked to end: torchrun's ranks have sessions of their own."""
     with contextlib.suppress(psutil.NoSuchProcess):
         everyone = [process, *process.children(recursive=True)]
         process.terminate()

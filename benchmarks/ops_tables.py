@@ -1,8 +1,8 @@
-"""Operation tables with a known fault: what is found, and what it is said to cost, against the truth.
+"""Operation tables with a known fault: what is found, and its estimated cost, against the truth.
 
     python benchmarks/ops_tables.py ../shared/data/ops/derived-st
 
-The folder has a `truth.json` that names, for each file, the loss as a share of the step and who is to blame.
+The folder has a `truth.json` that names, for each file, the loss as a share of the step and the root cause.
 """
 
 from __future__ import annotations

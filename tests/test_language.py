@@ -33,7 +33,7 @@ def test_every_text_is_translated_and_nothing_else_is():
 
 
 def test_a_sentence_of_a_detector_is_a_text():
-    """What is three words long in a detector and no docstring goes through `text`, or nobody could translate it."""
+    """What is three words long in a detector and no docstring goes through `text`, or it could not be translated."""
     plain = []
     for path in sorted((ROOT / "analysis" / "detectors").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """Ranks with a host and a device in virtual time: what a profiler on each of them would have seen.
 
 A rank's program is a generator. Its host launches kernels ahead of its device, one stream computes, others communicate.
-A transfer begins when its last rank has come and takes what its group's link takes; who came before waits inside its
-kernel, as NCCL's kernels do. A program gives way where it needs the end of a transfer that is not known yet.
+A transfer begins when its last rank has come and takes what its group's link takes; earlier ranks wait inside their
+kernels, as NCCL's do. A program gives way where it needs the end of a transfer that is not known yet.
 
 Faults change `Resources` and nothing else. Random numbers are the same with a fault as without, so that the difference
 of two runs is what the fault costs. Nothing is shared with `rankscope.analysis`. Times are float ns of true time.
@@ -101,7 +101,7 @@ Program = Iterator[_Transfer]
 
 
 class World:
-    """What ranks share: groups, and transfers under way."""
+    """Shared by ranks: groups, and transfers under way."""
 
     def __init__(self, job: Job, can: Resources) -> None:
         self.job, self.can = job, can
@@ -139,7 +139,7 @@ class Rank:
         self.host = 0.0
         self.free: dict[int, float] = {}
         self.last: dict[int, _Transfer | None] = {}  # of each stream, as long as its end is not known
-        self.pending = 0  # transfers that nobody has joined
+        self.pending = 0  # transfers that no rank has joined
         self.begun: deque[float] = deque()
         self.numbers: dict[tuple, int] = {}
         # name, start, end and what else is known of it; a transfer's end is looked up in the end

@@ -6,8 +6,8 @@ A stall of a host, a class of kernels that one device runs slowly, or a kind of 
 on a random rank and at a random place of a real capture of several ranks, re-timed by `retime.py`. Half of the stalls
 are in each step, half in one. What was launched before the capture is as it was: its collectives cannot be matched.
 Captures that have a straggler of their own get a fault that is twice as large. Where the steps of the others became
-longer by 5 % at least, the first root finding must be of the kind and name the rank. What is said of the original too,
-with the same ranks, is true of the mutant still and is passed over; where that is the answer itself, it must cost more
+longer by 5 % at least, the first root finding must be of the kind and name the rank. Findings of the original, with
+the same ranks, are true of the mutant too and are passed over; where one is the answer itself, it must cost more
 by half of what was put in. So are late hosts, but for those of the stalled rank alone, if devices of the original idle
 for their hosts as long, be it unexplained there. A stall in the middle of a call that asks the driver for memory looks
 as if that call took long, and may be called so. The originals are judged too.
@@ -62,7 +62,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """What is said of a set as it is, and for how long its devices idle for their hosts at most, ns per step."""
+    """Findings on an unchanged set, and for how long its devices idle for their hosts at most, ns per step."""
 
     said: list[Row]
     idle_ns: int
@@ -103,7 +103,7 @@ def judged(mutant: Mutant) -> Row:
         what = _slow_kernels(real, rank, share * step_us, rng)
     else:
         what = _slow_transfers(real, share * step_us, rng)
-    # A rank that nobody waits for before the capture ends makes its own steps longer, and the job's not yet.
+    # If no rank waits for it before the capture ends, it makes its own steps longer, and the job's not yet.
     longer = retimed(real, change)
     cost = float(np.mean([share for of, share in longer.items() if kind == "link" or of != rank]))
     with tempfile.TemporaryDirectory(prefix="rankscope-inject-") as folder:

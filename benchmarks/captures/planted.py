@@ -162,7 +162,7 @@ def _job(case: Case, rng: np.random.Generator) -> Job:
 
 
 def _choose(kind: str, job: Job, rng: np.random.Generator) -> _Fault:
-    """Who has it."""
+    """Choose the ranks that have it."""
     one, every = int(rng.integers(job.ranks)), tuple(range(job.ranks))
     node = tuple(r for r in every if job.nodes[r] == job.nodes[one])
     alone = rng.random() < 0.5

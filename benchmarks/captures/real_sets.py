@@ -1,4 +1,4 @@
-"""What is said of every real set in ../shared/data, and whether that is right.
+"""Check the findings on every real set in ../shared/data.
 
     python benchmarks/captures/real_sets.py [--data ../shared/data]
 
@@ -31,7 +31,7 @@ class Set:
     path: str
     truth: str
     detectors: tuple[str, ...] = ()  # none: no finding is right, "*": any report is
-    ranks: tuple[int, ...] = ()  # none: whoever is named
+    ranks: tuple[int, ...] = ()  # none: any
     anywhere: bool = False  # the finding need not be the first, nor a root: nothing was injected
 
 

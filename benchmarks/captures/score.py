@@ -2,11 +2,11 @@
 
     python benchmarks/captures/score.py --quick                # two minutes
     python benchmarks/captures/score.py --half report          # 20 seeds of each kind, dose and number of steps
-    python benchmarks/captures/score.py --case slow_rank/loud/3/tuning/0   # one capture, and what is said of it
+    python benchmarks/captures/score.py --case slow_rank/loud/3/tuning/0   # one capture and its report
 
 Kinds and doses are in `planted.py`, noise and files in `variants.py`, verdicts are those of `rankscope.diagnose` on the
-folder of JSON files. A verdict is right if the first root finding is of the planted kind and names exactly those whose
-fault it is. Thresholds are set on the half "tuning" and reported on "report", whose noise they have never met.
+folder of JSON files. A verdict is right if the first root finding is of the planted kind and names exactly the ranks of
+the fault. Thresholds are set on the half "tuning" and reported on "report", whose noise they have never met.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 
 def judged(case: Case) -> Row:
-    """What is true of the capture, and what was said of it."""
+    """The truth of the capture, and the findings on it."""
     capture = simulated(case)
     with tempfile.TemporaryDirectory(prefix="rankscope-capture-") as folder:
         path = write(capture, Path(folder) / "capture")
@@ -89,7 +89,7 @@ def told(finding: Finding) -> Row:
 
 
 def is_right(said: Row, truth: Truth, capture: Capture) -> bool:
-    """Whether a finding has the kind that was planted, and names those whose fault it is."""
+    """Whether a finding has the planted kind, and names its ranks."""
     job, kind = capture.job, truth.kind
     detectors = _ANSWERS.get(kind, (kind,))
     if job.parallel == "pp" and job.ranks == job.split:
@@ -199,7 +199,7 @@ def results(wanted: Iterable[Case], processes: int, path: Path | None) -> list[R
 
 
 def one(name: str, folder: Path | None) -> None:
-    """A single capture, and what is said of it; `folder` keeps its files."""
+    """Print the report on a single capture; `folder` keeps its files."""
     kind, dose, steps, half, seed = name.split("/")
     case = Case(kind, dose, int(steps), int(seed), half)
     if folder:

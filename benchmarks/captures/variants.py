@@ -79,7 +79,7 @@ def clock(nodes: list[int], rng: np.random.Generator) -> Clock:
 def files(rng: np.random.Generator, *, one_group: bool) -> Files:
     """A third of the captures have all that a file can have. Without metadata only those with one group of ranks:
 
-    of several groups it would not say who is in which.
+    of several groups it would not name the members.
     """
     whole = rng.random() < 1 / 3
     draw = rng.random(8)

@@ -72,7 +72,7 @@ def _document(capture: Capture, rank: Rank) -> dict:
         document.add("overhead", "Activity Buffer Request", -1, 0, first, first + 2e6, {})
         document.add("kernel", "empty", 0, 7, first, first, {"device": 0, "stream": 7})
     comms = {row[6]["comm"].name: row[6]["comm"] for row in rank.rows if row[6]}
-    told: dict[str, object] = {"schemaVersion": 1}
+    head: dict[str, object] = {"schemaVersion": 1}
     whole: dict[str, object] = {"backend": "nccl", "rank": rank.number, "world_size": job.ranks}
     whole["pg_config"] = [
         {"pg_name": c.name, "pg_desc": c.role, "backend_config": "cuda:nccl", "ranks": list(c.members)}
@@ -80,12 +80,12 @@ def _document(capture: Capture, rank: Rank) -> dict:
     ]
     kept = {"all": tuple(whole), "rank only": ("rank",), "backend only": ("backend",), "none": ()}[files.information]
     if kept:
-        told["distributedInfo"] = {name: whole[name] for name in kept}
-    told["deviceProperties"] = [{"id": 0, "name": "" if files.vendor == "amd" else "NVIDIA H100 80GB HBM3"}]
+        head["distributedInfo"] = {name: whole[name] for name in kept}
+    head["deviceProperties"] = [{"id": 0, "name": "" if files.vendor == "amd" else "NVIDIA H100 80GB HBM3"}]
     if files.unit == "base":
-        told["baseTimeNanoseconds"] = _BASE
-    told["displayTimeUnit"] = "ms"
-    return told | {"traceEvents": document.events}
+        head["baseTimeNanoseconds"] = _BASE
+    head["displayTimeUnit"] = "ms"
+    return head | {"traceEvents": document.events}
 
 
 def _host(document: _Document) -> None:
@@ -140,7 +140,7 @@ def _device(document: _Document) -> None:
 def _metadata(meta: dict, seq: int | None) -> dict:
     comm, elements = meta["comm"], round(meta["size"] / _BYTES)
     out = elements if meta["received"] is None else round(meta["received"] / _BYTES)
-    told = {
+    fields = {
         "Collective name": meta["op"],
         "In msg nelems": elements // len(comm.members) if meta["op"] == "_allgather_base" else elements,
         "Out msg nelems": out // len(comm.members) if meta["op"] == "_reduce_scatter_base" else out,
@@ -151,5 +151,5 @@ def _metadata(meta: dict, seq: int | None) -> dict:
         "Process Group Ranks": str(list(comm.members)),
     }
     if meta["peer"] is not None:
-        told |= {"Src Rank" if meta["op"] == "recv" else "Dst Rank": meta["peer"]}
-    return told | ({"Seq": seq} if seq is not None else {})
+        fields |= {"Src Rank" if meta["op"] == "recv" else "Dst Rank": meta["peer"]}
+    return fields | ({"Seq": seq} if seq is not None else {})

@@ -1,4 +1,4 @@
-"""The matrix: which jobs are simulated, what is planted in them, how strongly, and what that truly costs.
+"""The matrix: the simulated jobs, their planted faults and doses, and the true costs.
 
 A dose is the share of the step that the fault makes up. How strong a fault must be for it follows from simulating the
 job with and without: what a slow link costs depends on how much of its traffic is hidden behind computation.
@@ -100,10 +100,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """One planted fault: who is to blame, and what the same job with the same seed takes less per step without it."""
+    """One planted fault: its ranks, and what the same job with the same seed takes less per step without it."""
 
     kind: str
-    ranks: tuple[int, ...]  # empty: nobody in particular
+    ranks: tuple[int, ...]  # empty: none in particular
     nodes: tuple[int, ...]
     cost_ns: float  # per step; of a hang 0
     cost_fraction: float  # of the step with all faults
@@ -132,7 +132,7 @@ def simulated(case: Case, *, small: bool = False, parallel: str = "") -> tuple[R
     job = _job(case, kinds, rng, small, (parallel,) if parallel else _PARALLELS)
     faults: list[_Fault] = []
     for kind in kinds:
-        # Two faults on one node could not be told apart by anybody.
+        # Two faults on one node could not be distinguished.
         taken = {
             rank for fault in faults for rank in range(job.ranks) if rank // GPUS in {r // GPUS for r in fault.ranks}
         }
@@ -210,7 +210,7 @@ def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool, pa
 
 
 def _choose(kind: str, job: Job, rng: np.random.Generator, taken: set[int]) -> _Fault:
-    """Who is to blame, and when it shows."""
+    """Choose the ranks that have it, and when it shows."""
     free = [r for r in range(job.ranks) if r not in taken] or list(range(job.ranks))
     one = int(rng.choice(free))
     node = one // GPUS
@@ -258,7 +258,7 @@ def _without(job: Job, fault: _Fault) -> Job:
 
 
 def _left_of(fault: _Fault) -> list[_Fault]:
-    """What a mended fault leaves: work that lay where it should not does not go away, it is spread evenly."""
+    """What a fixed fault leaves: misplaced work does not go away, it is spread evenly."""
     if fault.kind == "stage_imbalance":
         return [replace(fault, where=np.ones_like(fault.where), strength=fault.strength / len(fault.where))]
     return [replace(fault, kind="even work")] if fault.kind == "load_imbalance" else []

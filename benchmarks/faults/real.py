@@ -5,7 +5,7 @@
 
 Jobs of gloo on CPU ranks of this machine. Every faulty job is followed by the same job with the fault really removed;
 the difference of their mean steps, by the job's own clock, is what the fault costs. Nodes are network namespaces, slow
-links are shaped by `tc tbf`. Nothing else may run on the machine meanwhile. What was recorded is kept, and judged anew
+links are shaped by `tc tbf`. Nothing else may run on the machine meanwhile. Recordings are kept, and analyzed again
 by each `score`.
 """
 
@@ -46,7 +46,7 @@ class Job:
 
     kind: str
     parallel: str
-    ranks: tuple[int, ...] = ()  # who has it
+    ranks: tuple[int, ...] = ()  # which have it
     blamed: tuple[int, ...] | None = None  # if not the same
     nodes: int = 1  # of two ranks each, one alone has four, or two with tensor parallelism, which keeps a core busy
 
@@ -160,7 +160,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def judged(folder: Path) -> Iterator[dict]:
-    """Each recorded job, as `score` has them: what is true, what was said; the repaired jobs are healthy ones."""
+    """Each recorded job, as `score` has them: truth and findings; the repaired jobs are healthy ones."""
     for path in sorted(folder.glob("*/truth.json")):
         truth = json.loads(path.read_text())
         job, steps_ns = truth["job"], truth["steps_ns"]
@@ -219,8 +219,8 @@ def score(folder: Path) -> None:
     for dose in ODDS:
         some = [r for r in with_fault if r["case"]["dose"] == dose]
         right = [r for r in some if answer(r) == r["truth"][0]["kind"]]
-        who = sum(is_culprit(r["found"][0], r["truth"][0]) for r in right)
-        print(f"{dose}: {len(right)} of {len(some)} found, {who} with exactly those to blame")
+        exact = sum(is_culprit(r["found"][0], r["truth"][0]) for r in right)
+        print(f"{dose}: {len(right)} of {len(some)} found, {exact} with exactly those to blame")
     print(f"false alarms in {sum(bool(r['found']) for r in clean)} of {len(clean)} healthy jobs")
     if off:
         size = np.abs(off)

@@ -30,7 +30,7 @@ _UNIX_NS = 1_790_000_000_000_000_000
 _PING_EVERY_NS, _PINGS = 10e9, 10
 _SAMPLED_NS = 1e9
 _MARK, _MARK_ERROR_NS = ("rank", "recorded_ns", "device_ns", "mark"), 30_000
-_AFTER_A_HANG_NS = 40e9  # the recording goes on until somebody ends the job
+_AFTER_A_HANG_NS = 40e9  # the recording goes on until the job is ended
 
 
 class _Clocks:

@@ -2,7 +2,7 @@
 
     python benchmarks/faults/score.py --quick
 
-Prints precision, recall, F1 and the culprit per kind of fault and dose, what was taken for what, how wrong the costs
+Prints precision, recall, F1 and the root cause per kind of fault and dose, what was taken for what, how wrong the costs
 are, every false alarm on healthy jobs, and the same for two published rules. A run whose detector said "not checked"
 is an abstention, not a healthy job. Half of the seeds are for setting thresholds ("tune"); the figures are those of
 the other half ("report").
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 def judged(case: Case, *, delays: bool = False, small: bool = False, parallel: str = "") -> Row:
-    """What is true of the case, and what was said: one row of the results, as JSON has it."""
+    """The truth of the case, and the findings: one row of the results, as JSON has it."""
     log, truths = simulated(case, small=small, parallel=parallel)
     began = time.process_time()
     report = _report(log)
@@ -122,7 +122,7 @@ def nvrx(log: Recording) -> list[int]:
 
 
 def hta(log: Recording) -> list[int]:
-    """The two ranks that start a step's last long collective latest most often; this rule cannot say "nobody".
+    """The two ranks that start a step's last long collective latest most often; this rule always names two.
 
     The operation is that whose duration differs most between ranks. Starts are compared on a common, true clock.
 
@@ -137,11 +137,11 @@ def hta(log: Recording) -> list[int]:
         start, end = row["start_ns"], row["end_ns"]
         length = np.where(np.isfinite(end), end, 0.0) - np.where(np.isfinite(start), start, np.inf)
         long = length >= 0.01 * step_ns
-        who = row["rank"][long]
-        step = (ends[:, who] < start[long]).sum(axis=0)
+        ranks = row["rank"][long]
+        step = (ends[:, ranks] < start[long]).sum(axis=0)
         kept = step < len(ends)
         table = last.setdefault(row["op"], np.full((2, *ends.shape), np.nan))
-        table[:, step[kept], who[kept]] = np.stack([start[long], length[long]])[:, kept]
+        table[:, step[kept], ranks[kept]] = np.stack([start[long], length[long]])[:, kept]
     if not last:
         return []
     with np.errstate(invalid="ignore"):
@@ -166,7 +166,7 @@ def answer(row: Row) -> str:
 
 
 def is_culprit(found: Row, truth: Row) -> bool:
-    """Whether a finding names exactly those to blame; where nobody in particular is, all are right."""
+    """Whether a finding names exactly the ranks of the fault; where it has none in particular, all are right."""
     if not truth["ranks"]:
         return True
     if truth["nodes"]:
@@ -175,7 +175,7 @@ def is_culprit(found: Row, truth: Row) -> bool:
 
 
 def scores(rows: list[Row], kind: str) -> tuple[int, float, float, float, float]:
-    """Runs with this kind, precision, recall, F1, and the share of the found ones whose culprit is right."""
+    """Runs with this kind, precision, recall, F1, and the share of the found ones whose root cause is right."""
     with_kind = [r for r in rows if any(t["kind"] == kind for t in r["truth"])]
     hits = [(f, t) for r in with_kind for t in r["truth"] if t["kind"] == kind if (f := _match(r, kind))]
     said = sum(f["kind"] == kind for r in rows for f in r["found"])
@@ -239,9 +239,9 @@ def _table(rows: list[Row], dose: str, out: Callable[[str], None]) -> None:
 def _confusion(rows: list[Row], out: Callable[[str], None]) -> None:
     out("\nplanted -> first finding (all doses)")
     for kind in KINDS:
-        told = Counter(answer(r) for r in rows if r["truth"][0]["kind"] == kind)
-        if told:
-            out(f"{kind:24}" + ", ".join(f"{name} {n}" for name, n in told.most_common()))
+        named = Counter(answer(r) for r in rows if r["truth"][0]["kind"] == kind)
+        if named:
+            out(f"{kind:24}" + ", ".join(f"{name} {n}" for name, n in named.most_common()))
 
 
 def _costs(rows: list[Row], out: Callable[[str], None]) -> None:
@@ -269,8 +269,8 @@ def _delays(rows: list[Row], out: Callable[[str], None]) -> None:
         seen = np.array([delay for delay in delays if delay is not None])
         if len(seen):
             median, p90 = np.median(seen, axis=0), np.quantile(seen, 0.9, axis=0)
-            told = f"{median[0]:8.0f}{p90[0]:7.1f}{median[1]:15.0f}{p90[1]:7.1f}"
-            out(f"{kind or 'all':24}{len(delays):5}{told}{len(delays) - len(seen):7}")
+            numbers = f"{median[0]:8.0f}{p90[0]:7.1f}{median[1]:15.0f}{p90[1]:7.1f}"
+            out(f"{kind or 'all':24}{len(delays):5}{numbers}{len(delays) - len(seen):7}")
 
 
 def _two(rows: list[Row], out: Callable[[str], None]) -> None:
@@ -304,7 +304,7 @@ def _clean(rows: list[Row], out: Callable[[str], None]) -> None:
 
 
 def _baselines(rows: list[Row], clean: list[Row], out: Callable[[str], None]) -> None:
-    """How often the published rules name who is to blame, and how often they blame somebody on healthy jobs."""
+    """How often the published rules name the root cause, and how often they name one on healthy jobs."""
     out(f"\n{'names who is to blame':24}{'runs':>5}{'rankscope':>11}{'NVRx < 0.75':>13}{'HTA, 2 ranks':>14}")
     for kind in KINDS:
         mine = [r for r in rows if r["truth"][0]["kind"] == kind and r["truth"][0]["ranks"] and kind != "hang"]
@@ -387,15 +387,15 @@ def _listed(text: str) -> list[str]:
 
 
 def one(name: str, folder: Path, **how: bool | str) -> None:
-    """Everything about one case: the run folder, what is true, what was said."""
+    """Everything about one case: the run folder, the truth, the report."""
     kind, dose, seed = name.split("/")
     log, truths = simulated(Case(kind, dose, int(seed)), **how)
     path = write(log, folder / name.replace("/", "-"))
     report: Report = rankscope.diagnose(rankscope.open(path))
     print(f"{path}: {log.job}")
     for truth in truths:
-        who = f"ranks {truth.ranks} nodes {truth.nodes}"
-        print(f"true: {truth.kind} {who} {truth.cost_ns / 1e6:.2f} ms {truth.cost_fraction:.1%}")
+        place = f"ranks {truth.ranks} nodes {truth.nodes}"
+        print(f"true: {truth.kind} {place} {truth.cost_ns / 1e6:.2f} ms {truth.cost_fraction:.1%}")
     print(f"said: {report.verdict}")
     for finding in report.findings:
         print(f"  {finding.detector} {finding.lost_fraction:.1%} {finding.title} (caused by {finding.caused_by})")

@@ -6,11 +6,11 @@ furthest behind goes on. Inside a team ranks are the elements of numpy arrays, e
 
 What a rank does takes its processor; what a collective moves takes the slowest link that it uses, after the last rank
 has come and the group's earlier transfers are done. `Resources` say how fast these are, step by step. **Faults change
-resources and nothing else**: who waits for whom, and what it costs, comes out of the scheduler. Random numbers are
+resources and nothing else**: the scheduler decides which ranks wait, and what that costs. Random numbers are
 drawn in the same order with a fault as without, so the difference of two runs with one seed is what the fault costs.
 
 Nothing here is shared with `rankscope.analysis`. Times are float ns of true time; `record.py` gives every node its own
-clock. `inf` is "never": a rank that hangs is at `inf`, and so is whoever waits for it.
+clock. `inf` is "never": a rank that hangs is at `inf`, and so are those that wait for it.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def healthy_resources(job: Job) -> Resources:
     tokens *= 1 + job.common_lengths * (2 * rng.random((job.steps, 1)) - 1)
     compile_ns = np.zeros(shape)
     compile_ns[0] = rng.uniform(0.4, 0.8, job.ranks) * 1e9
-    # Now and then somebody collects, however many ranks there are.
+    # Now and then one rank collects, however many ranks there are.
     gc_ns = np.where(rng.random(shape) < 0.2 / job.ranks, rng.lognormal(np.log(1.5 * _MS), 0.3, shape), 0.0)
     return Resources(
         slowness=slowness,
@@ -275,7 +275,7 @@ class _Team:
         ready: np.ndarray | None = None,
         received: np.ndarray | float = np.nan,
     ) -> _Pending:
-        """All ranks of each group enter `op` with `size` bytes, a device when it is `ready`; nobody is blocked yet.
+        """All ranks of each group enter `op` with `size` bytes, a device when it is `ready`; no rank is blocked yet.
 
         `received` is what an all-to-all gives to each rank.
         """
@@ -428,7 +428,7 @@ class _Scheduler:
 
 
 def run(job: Job, can: Resources) -> Recording:
-    """The job from its start to its last step, or until nobody gets any further."""
+    """The job from its start to its last step, or until no rank gets any further."""
     scheduler = _Scheduler(job, can)
     stages = stages_of(job)
     per_stage = job.ranks // stages
@@ -447,7 +447,7 @@ def run(job: Job, can: Resources) -> Recording:
             at = 0.0
         elif at != np.inf:
             heapq.heappush(queue, (at, i))
-        if at == np.inf:  # it needs a message: somebody else must go on first
+        if at == np.inf:  # it needs a message: another rank must go on first
             parked.append(i)
             continue
         for other in parked:

@@ -32,7 +32,7 @@ def test_an_end_before_the_last_arrival_is_moved_there_and_the_rest_stays():
     assert got.select(said).rows() == [(100, 300, 50, 100, 100), (300, 400, None, 100, 0)]
 
 
-def test_within_the_clocks_error_the_durations_are_right_and_only_the_order_is_mended():
+def test_within_the_clocks_error_the_durations_are_right_and_only_the_order_is_repaired():
     """Node 1's clock is 60 ahead: rank 1 came at 240, and ended at 340. Local durations say so, 240 and 100."""
     got = matched(on_two_nodes((0, 0, 40, 280), (1, 0, 300, 400)), clocks=two_nodes(60))
     assert got.select("end_ns", "early_ns", "transfer_ns", "wait_ns").rows() == [
@@ -60,14 +60,14 @@ def test_nothing_is_moved_where_clocks_are_unknown():
     ]
 
 
-def test_the_arrival_spread_is_said_where_the_error_is_a_tenth_of_it():
+def test_the_arrival_spread_is_known_where_the_error_is_a_tenth_of_it():
     rows = on_two_nodes((0, 0, 100, 500), (1, 0, 300, 500))
     assert matched(rows, clocks=two_nodes(20))["arrival_spread_ns"].to_list() == [200, 200]
     assert matched(rows, clocks=two_nodes(21))["arrival_spread_ns"].to_list() == [None, None]
 
 
-def test_a_broadcasts_wait_is_said_where_the_error_leaves_a_tenth_of_the_call_open():
-    """The receiver's call lasts 500, the root arrived 300 after it began; who was last needs 10 % of those 300."""
+def test_a_broadcasts_wait_is_known_where_the_error_leaves_a_tenth_of_the_call_open():
+    """The receiver's call lasts 500, the root arrived 300 after it began; naming the last needs 10 % of those 300."""
     rows = on_two_nodes((0, 0, 400, 410, "broadcast"), (1, 0, 100, 600, "broadcast"))
 
     def said(error_ns):
@@ -79,7 +79,7 @@ def test_a_broadcasts_wait_is_said_where_the_error_leaves_a_tenth_of_the_call_op
     assert said(None) == [(None, None), (None, None)]
 
 
-def test_of_a_wait_on_the_device_the_clock_free_form_is_taken_where_clocks_do_not_tell():
+def test_a_wait_on_the_device_has_the_clock_free_form_where_clocks_do_not_show_it():
     """They began on the device at 110 and 310, and ended together: by the clocks 200 of waiting, by durations 190."""
     rows = on_two_nodes((0, 0, 100, 510), (1, 0, 100, 520))
     rows = rows.with_columns(device_start_ns=pl.Series([110, 310]))
@@ -160,7 +160,7 @@ def test_offset_and_drift_are_recovered_within_the_bound_without_pings(offset_ns
     assert clock.drift_ppm == pytest.approx(drift_ppm, abs=2)
 
 
-def test_two_percent_of_wrong_ends_do_not_move_the_clock_and_are_mended_and_counted():
+def test_two_percent_of_wrong_ends_do_not_move_the_clock_and_are_repaired_and_counted():
     """120 of 6,000 operations end on rank 1 by 2 to 50 ms too early."""
     start, end = true_operations(600)
     rng = np.random.default_rng(2)
@@ -171,11 +171,11 @@ def test_two_percent_of_wrong_ends_do_not_move_the_clock_and_are_mended_and_coun
     clock = placed(rows)
     assert furthest(clock, 7 * MS, 20, 599) <= clock.error_ns < 1 * MS
     clocks = [ONE_NODE[0], clock]
-    mended = matched(apply_clocks(rows.lazy(), clocks).collect(), clocks=clocks)
-    early = mended.filter(pl.col("early_ns") > 0)
+    repaired = matched(apply_clocks(rows.lazy(), clocks).collect(), clocks=clocks)
+    early = repaired.filter(pl.col("early_ns") > 0)
     assert set(early["seq"]) == set(wrong.tolist())
     assert early["early_ns"].max() < 50 * MS + clock.error_ns
-    assert mended.filter(pl.col("transfer_ns") < 0).is_empty()
+    assert repaired.filter(pl.col("transfer_ns") < 0).is_empty()
 
 
 def test_a_clock_that_is_no_line_stays_unknown():

@@ -108,7 +108,7 @@ def test_latency_and_bandwidth_come_from_the_median_of_each_size():
     assert line.error < 0.05
 
 
-def test_sizes_that_hardly_differ_tell_no_latency():
+def test_sizes_that_hardly_differ_give_no_latency():
     assert fit_line(np.array([1e6, 1.1e6, 1.2e6]), np.array([1e6, 1.1e6, 1.2e6])) is None
 
 
@@ -132,13 +132,13 @@ def test_a_transfer_begins_when_all_are_there_and_the_one_before_has_ended():
     assert moved["alone"].to_list() == [True, False, True]
 
 
-def test_broadcasts_and_unmatched_rows_tell_no_transfer():
+def test_broadcasts_and_unmatched_rows_give_no_transfer():
     assert transfers(rows((0, 100), op="broadcast")).is_empty()
     assert transfers(rows((0, 100)).with_columns(instance_id=pl.lit(None, pl.UInt32))).is_empty()
     assert lines(transfers(rows((0, 100), (200, 300)))) == {}
 
 
-def test_only_what_a_rank_stands_still_for_is_exposed():
+def test_only_what_blocks_a_rank_is_exposed():
     """Two operations overlap from 50 to 100; the rank is blocked from 80 to 150. Rank 1 is never blocked."""
     calls = rows((0, 100), (50, 150))
     phases = pl.DataFrame(

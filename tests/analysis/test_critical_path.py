@@ -169,7 +169,7 @@ def test_a_graph_that_would_be_too_large_is_of_the_first_steps(monkeypatch):
 
 
 def test_path_changes_to_the_rank_that_others_wait_for():
-    """Rank 1 launches its all-reduce 50 µs late; rank 0's kernel waits for it, and its waiting is in nobody's time."""
+    """Rank 1 launches its all-reduce 50 µs late; rank 0's kernel waits for it, and its waiting is in no rank's time."""
     host = device_graph(
         timeline(
             kernels=[(0, 20, 12, 75, 1, "communication"), (1, 20, 65, 76, 1, "communication")],
@@ -345,8 +345,8 @@ def test_report_says_of_how_many_steps_the_path_is(monkeypatch):
 
 
 @pytest.mark.needs_data
-def test_report_on_torchrec_says_what_its_steps_wait_for_and_who_is_to_blame():
-    """Rank 2 sleeps 1,001 ms per step: on the critical path, and nobody waits for anybody else."""
+def test_report_on_torchrec_says_what_its_steps_wait_for_and_the_root_cause():
+    """Rank 2 sleeps 1,001 ms per step: on the critical path, and no rank waits for another."""
     path = DATA / "kineto" / "torchrec/sst_long_a2a_optimizer"
     report = diagnose(Trace.open(path))
     first = report.critical_path[0]

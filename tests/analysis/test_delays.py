@@ -1,4 +1,4 @@
-"""Who made whom wait: small jobs that wait for one another, and real traces with a known culprit."""
+"""Root causes of waits: small jobs whose ranks wait for one another, and real traces with a known root cause."""
 
 from __future__ import annotations
 
@@ -149,9 +149,9 @@ def test_comparison_begins_where_both_last_met():
     assert charged(delays(phases, collectives)) == {(0, "a"): (270, 0), (1, "b"): (150, 0)}
 
 
-def test_operations_that_block_nobody_do_not_hide_where_the_time_went():
+def test_operations_that_block_no_rank_do_not_hide_where_the_time_went():
     """Two buckets are reduced while backward runs; only the end of the second blocks. Rank 1's forward is 40 longer:
-    it, not backward, is to blame for both buckets, and the rank was blocked for 40 in all, not for 80."""
+    it, not backward, delays both buckets, and the rank was blocked for 40 in all, not for 80."""
     rows = []
     for rank, late in ((0, 0), (1, 40)):
         for seq in (0, 1):
@@ -237,7 +237,7 @@ def test_without_phases_the_last_rank_is_charged():
     assert caused_by_rank(delays(phases.clear(), collectives)) == {1: 40}
 
 
-def test_nobody_waits():
+def test_no_rank_waits():
     phases, collectives = run({0: [work("a", 10), together(0, 1)], 1: [work("a", 10), together(0, 1)]})
     assert delays(phases, collectives).charges.is_empty()
     assert delays(phases, collectives.clear()).charges.is_empty()

@@ -121,7 +121,7 @@ def test_what_runs_on_a_device_is_named_by_what_it_hides():
     ]
 
 
-def test_waiting_on_a_device_is_a_bubble_for_a_neighbour_and_unsplit_where_nobody_knows():
+def test_waiting_on_a_device_is_a_bubble_for_a_neighbour_and_unsplit_where_unknown():
     received = launched(("communication", 0, 100, 0))
     calls = pl.concat([on_devices((0, 0, 0, 100, "recv")), on_devices((1, 0, 70, 100, "send"))])
     calls = calls.with_columns(peer=1 - pl.col("rank"))
@@ -166,7 +166,7 @@ def test_idle_time_goes_to_what_stopped_the_main_thread():
 
 
 def test_device_work_bears_the_region_in_which_it_was_launched():
-    """The second is launched by autograd's thread while the main one is in `backward`; the third by nobody known."""
+    """The second is launched by autograd's thread while the main one is in `backward`; the third by an unknown one."""
     rows = launched(("compute", 0, 30, 5), ("compute", 30, 60, 25, 1), ("compute", 60, 100, None))
     places = regions((0, "user", 0, 20, "forward"), (0, "user", 2, 8, "attention"), (0, "user", 20, 50, "backward"))
     assert [label for _, label, _, _ in cut(rows, places)] == ["attention", "backward", "compute"]

@@ -72,7 +72,7 @@ def test_healthy_run_says_so_and_says_what_it_could_have_seen():
     assert {h.detector: h.resolution_ns for h in report.healthy}["slow_rank"] == round(0.03 * 120 * MS)
 
 
-def test_a_run_too_noisy_to_tell_says_so_in_the_verdict():
+def test_a_run_too_noisy_for_a_finding_says_so_in_the_verdict():
     """Both backwards jump between 10 and 130 ms, each in its own rhythm: a mean excess must be large to stand out."""
     report = diagnose(run({0: [10, 130, 130, 10], 1: [130, 10, 130, 10, 10]}))
     assert report.findings == ()
@@ -124,11 +124,11 @@ def test_what_cannot_be_judged_is_not_called_healthy():
     assert (none.healthy, none.findings, none.breakdown) == ((), (), ())
 
 
-def test_without_communication_nobody_can_be_blamed():
+def test_without_communication_no_rank_can_be_named():
     assert not_checked(diagnose(run({0: 40, 1: 70}, recorded=False)))["slow_rank"] == "no communication was recorded"
 
 
-def test_accelerators_are_said_to_be_unobserved():
+def test_accelerators_are_reported_as_unobserved():
     assert "H100" in not_checked(diagnose(run({0: 40, 1: 40}, device="NVIDIA H100")))["device_time"]
 
 
@@ -159,7 +159,7 @@ def test_detector_that_fails_is_loud_and_does_not_take_the_others_down(capsys):
     assert "detector 'a'" in capsys.readouterr().err
 
 
-def test_detector_that_takes_anothers_findings_is_asked_after_it_and_told_why_there_are_none():
+def test_detector_that_takes_anothers_findings_runs_after_it_and_gets_the_reason_for_none():
     def slow(steps):
         if len(steps) > 1:
             raise NotResolvable("it is foggy")
@@ -167,7 +167,7 @@ def test_detector_that_takes_anothers_findings_is_asked_after_it_and_told_why_th
 
     def cause(slow):
         if isinstance(slow, NotChecked):
-            raise NotResolvable(f"it is not known who is slow: {slow.why}")
+            raise NotResolvable(f"the slow rank is not known: {slow.why}")
         return [finding("cause", one.lost_ns_per_step) for one in slow]
 
     modules = {
@@ -179,7 +179,7 @@ def test_detector_that_takes_anothers_findings_is_asked_after_it_and_told_why_th
     _, _, unchecked = ask(modules, {"steps": pl.DataFrame({"step": [1, 2]})}, said, {})
     assert {one.detector: one.why for one in unchecked} == {
         "slow": "it is foggy",
-        "cause": "it is not known who is slow: it is foggy",
+        "cause": "the slow rank is not known: it is foggy",
     }
 
 

@@ -99,7 +99,7 @@ def test_products_without_an_operator_make_it_a_lower_bound_that_nothing_rests_o
     assert "HFU at least 30.3 % of 989.4 TFLOP/s: shapes cover 75.0 % of the time of matrix products" in said
 
 
-def test_below_half_nothing_is_said(tmp_path):
+def test_below_half_nothing_is_reported(tmp_path):
     assert rankscope.diagnose(rankscope.open(trace_of(tmp_path, in_graph=(1, 2, 3)))).utilisation is None
 
 

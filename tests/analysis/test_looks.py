@@ -71,7 +71,7 @@ def test_a_rank_that_was_slow_for_a_while_is_named_though_other_steps_were_read(
     assert report.verdict.endswith(f" longer than these: {look.findings[0].title}.")
 
 
-def test_that_all_became_slower_is_said_with_the_part_that_did(slower_since):
+def test_a_slowdown_of_all_ranks_is_reported_with_the_part_that_grew(slower_since):
     """A step's 111 ms of compute, of 130, have become 133."""
     (look,) = slower_since.history.looks
     assert (look.phase.first, look.phase.last) == (0, 399)

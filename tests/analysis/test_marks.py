@@ -290,7 +290,7 @@ def test_input_costs_as_much_as_the_device_runs_dry_in_it(tmp_path):
 
 @pytest.mark.parametrize(("others", "named"), [(400, (0, 1, 2, 3)), (150, (3,))])
 def test_ranks_that_load_as_long_as_the_one_behind_stall_for_the_same_reason(tmp_path, others, named):
-    """Rank 3 loads for 440 ms, so that the job's steps take 482. Who loads for 400 gets ahead by 40 ms in each."""
+    """Rank 3 loads for 440 ms, so that the job's steps take 482. Ranks that load for 400 get ahead by 40 ms in each."""
     report = diagnosed(tmp_path, input={0: others, 1: others, 2: others, 3: 440})
     assert costs_of(report) == [("input_stall", named, 162)]
 
@@ -323,7 +323,7 @@ def test_marks_of_nodes_with_other_clocks_are_brought_to_that_of_the_run(tmp_pat
     ],
     ids=["clock", "no clock", "gloo", "not seen"],
 )
-def test_marks_that_tell_nothing_are_not_used_and_that_is_said(tmp_path, job, why):
+def test_marks_that_show_nothing_are_not_used_and_reported(tmp_path, job, why):
     report = diagnosed(tmp_path, **job)
     assert f"{why}: its marks are not used, and steps are those of the hosts" in [gap.why for gap in report.gaps]
     assert report.lead is None
@@ -344,7 +344,7 @@ def test_steps_without_an_end_on_the_device_are_left_out_and_a_lost_mark_joins_t
 
 
 def test_what_a_graph_holds_is_one_phase_that_may_be_anything(tmp_path):
-    """A captured backward puts no marks, and nobody sees what it reduces: 310 ms of computing, waiting or transfer."""
+    """A captured backward has no marks and hides its reductions: 310 ms of computing, waiting or transfer."""
     graph = tuple((rank, step, mark) for rank in range(4) for step in range(STEPS) for mark in DEVICE_MARKS[:2])
     report = diagnosed(tmp_path, lost=graph, no_calls=True)
     assert parts_of(report, 2) == {"mixed": 310, "optimizer": 10}
@@ -359,7 +359,7 @@ def test_steps_of_a_deep_window_are_not_judged(tmp_path):
     assert any("profiled window" in gap.why for gap in report.gaps)
 
 
-# ---------------------------------------------------------------- who is to blame
+# ---------------------------------------------------------------- root causes
 
 
 @pytest.mark.parametrize("durations", [True, False], ids=["NCCL's durations", "marks only"])
@@ -443,7 +443,7 @@ def test_device_that_is_never_waited_for_by_its_host_is_the_limit(tmp_path):
     assert "forward 100 ms 100 ms (0) 100 ms (0) 0 ns 400 ms" in shown
 
 
-def test_host_that_sets_the_pace_is_said_with_what_it_may_cost_and_how_to_know(tmp_path):
+def test_host_that_sets_the_pace_is_named_with_its_possible_cost_and_how_to_know(tmp_path):
     """A host that needs 250 ms each for forward and backward, and waits for its device at the end of each step."""
     report = diagnosed(tmp_path, host=250, waits=True)
     assert report.findings == ()

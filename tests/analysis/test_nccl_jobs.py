@@ -98,7 +98,7 @@ class Job:
         self.rows["flight_records"].append(self.by(rank) | record)
 
     def proxies(self, rank, group, at, begin, lasts):
-        """One channel: a ring, of which the plugin tells what goes to other nodes and comes from there."""
+        """One channel: a ring, of which the plugin records what goes to other nodes and comes from there."""
         if self.wire is None:
             return
         _, members = self.groups[group]
@@ -152,7 +152,7 @@ def found(report):
 
 
 def test_wait_and_transfer_of_an_operation_come_from_durations():
-    """Rank 1 begins its one bucket 20 ms late and waits for nobody; 6 ms are transfer. When that was is not known."""
+    """Rank 1 begins its one bucket 20 ms late and does not wait; 6 ms are transfer. When that was is not known."""
     job = Job(4, buckets=1, late=late_by(20 * MS, 1))
     rows = build_timeline(job.trace()).collectives
     assert rows["instance_id"].null_count() == 0
@@ -217,7 +217,7 @@ def test_rank_that_is_late_because_others_are_is_not_named():
     assert found(report) == [("slow_rank", (5,), ())]
 
 
-def test_rank_that_is_late_now_and_then_is_told_with_its_steps():
+def test_rank_that_is_late_now_and_then_is_named_with_its_steps():
     job = Job(8, buckets=1, late=lambda rank, step: 60 * MS if rank == 2 and step % 3 == 0 else 0)
     (finding,) = job.report().findings
     assert (finding.ranks, finding.steps) == ((2,), (3, 6, 9, 12))
@@ -298,7 +298,7 @@ def test_stop_that_no_device_is_known_to_wait_for_is_neither_priced_nor_called_h
 
 @pytest.mark.parametrize("longer", [200 * MS, 0], ids=["held up", "hidden"])
 def test_stop_of_all_ranks_in_the_same_steps_costs_what_these_are_longer(longer):
-    """Nobody waits for anybody. Hosts compile for 100 ms in every fourth step."""
+    """No rank waits. Hosts compile for 100 ms in every fourth step."""
     job = Job(8, late=lambda rank, step: longer if step % 4 == 0 else 0)
     report = stopped(job, "compile", 100 * MS, ranks=range(8), every=4).report()
     if longer:
@@ -377,7 +377,7 @@ def test_one_card_of_eight_is_named_by_the_way_that_is_slow():
     assert found(report) == [("slow_link", (11, 3), (0, 1))]
 
 
-def test_without_the_plugin_the_slow_rail_is_told_by_its_group():
+def test_without_the_plugin_the_slow_rail_is_found_by_its_group():
     slow = lambda group: 18 * MS if group == "rail3" else 6 * MS  # noqa: E731
     report = Job(16, groups=rails(), takes=slow).report()
     (finding,) = report.findings

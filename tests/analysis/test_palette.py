@@ -1,4 +1,4 @@
-"""The parts of a step are told apart by color-blind readers, on light and dark pages.
+"""Color-blind readers can distinguish the parts of a step, on light and dark pages.
 
 Colors are seen through the matrices of Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation
 of Color Vision Deficiency" (IEEE TVCG 15(6), 2009), severity 1.0, on linear RGB. Distances are CIE76, in CIELAB.
@@ -45,7 +45,7 @@ def test_distances_are_those_of_known_colors():
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
-def test_parts_of_a_step_are_told_apart(palette):
+def test_parts_of_a_step_are_distinct(palette):
     assert apart(palette["host"], palette["wait"]) > 30
     close = [pair for pair in itertools.combinations(OFTEN, 2) if apart(*(palette[part] for part in pair)) < 14]
     assert close == []

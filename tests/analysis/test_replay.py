@@ -170,7 +170,7 @@ def test_a_rank_of_which_all_stages_are_long_may_be_slow_itself():
     ]
 
 
-def test_schedules_are_told_apart_by_the_order_of_their_computations():
+def test_schedules_are_distinguished_by_the_order_of_their_computations():
     assert schedule({0: "FFBFBB", 1: "FBFBFB"}) == "1F1B"
     assert schedule({0: "FFFBBB", 1: "FFFBBB"}) == "GPipe"
     assert schedule({0: "FFBBFB", 1: "FBFBFB"}) == "unknown"
@@ -203,7 +203,7 @@ def test_equal_stages_are_healthy_and_a_small_difference_stays_below_the_thresho
     assert stage_imbalance.resolution_ns(run([2, 2, 2], [4, 4, 4])) == pytest.approx(0.03 * 6 * 6 * MS)
 
 
-def test_nothing_is_said_of_one_stage_of_a_missing_stage_or_of_time_that_is_not_recorded():
+def test_no_result_for_one_stage_a_missing_stage_or_time_that_is_not_recorded():
     ops = run([2, 2, 2], [4, 4, 4])
     with pytest.raises(NotResolvable, match="only one pipeline stage"):
         stage_imbalance.detect(run([2], [4]))

@@ -337,7 +337,7 @@ def test_terminal_and_page_say_what_a_step_waits_for():
     assert "<td>allreduce</td>" in page
 
 
-def test_the_causes_of_standing_still_that_are_shown_add_up_to_all_of_them():
+def test_the_causes_of_waits_that_are_shown_add_up_to_all_of_them():
     """Of 100, 50, 2 and 1 ms on a rank each and 3 on others, the small ones are the rest."""
     causes = {0: 100, 1: 50, 2: 2, 3: 1, None: 3}
     blames = [
@@ -368,7 +368,7 @@ def test_terminal_says_who_what_cost_gain_and_what_to_do(render):
         assert expected in text
 
 
-def test_a_job_that_stands_still_has_no_cost_per_step():
+def test_a_job_that_hangs_has_no_cost_per_step():
     standing = slow_rank(2, detector="hang", lost_fraction=1.0, lost_ns_per_step=0, lost_ns_total=0, gain_fraction=1.0)
     report = job(findings=(standing,), fixes=(), fidelity=None)
     for text in (terminal.render_short(report), html.render(report)):
@@ -377,7 +377,7 @@ def test_a_job_that_stands_still_has_no_cost_per_step():
         assert "0 ± " not in text
 
 
-def test_short_form_tells_where_the_step_goes():
+def test_short_form_shows_where_the_step_goes():
     # mean over 4 ranks: compute (3 × 100 + 140) / 4, wait (3 × 50 + 10) / 4
     line = "200.0 ms = compute 55.0 % + transfer 20.0 % + wait 20.0 % + input 5.0 %"
     assert line in one_line(terminal.render_short(job()))

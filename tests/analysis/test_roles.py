@@ -1,4 +1,4 @@
-"""Which ranks do the same work: pipeline stages by the schedule's names, by groups, and by who sends to whom."""
+"""Which ranks do the same work: pipeline stages by the schedule's names, by groups, and by sends and receives."""
 
 from __future__ import annotations
 

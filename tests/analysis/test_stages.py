@@ -80,7 +80,7 @@ def test_operations_of_two_stages_can_be_followed_by_hand():
     found = {(row[0], row[1]): row[2:] for row in ops.select("stage", "name", "start_ns", "end_ns").iter_rows()}
     assert found == {
         (0, FORWARD): (0, 12),  # with the call of the send
-        (0, "forward-send"): (10, 13),  # over when it was received, whenever somebody looked
+        (0, "forward-send"): (10, 13),  # over when it was received, whenever that was polled
         (1, "forward-recv"): (0, 13),
         (1, FORWARD): (13, 23),  # not while it received
         (1, BACKWARD): (23, 42),
@@ -100,7 +100,7 @@ def test_operations_of_two_stages_can_be_followed_by_hand():
         (lambda t: {"regions": t["regions"].filter(pl.col("kind") == "forward")}, "one backward for each forward"),
     ],
 )
-def test_what_does_not_allow_operations_is_said(change, why):
+def test_what_does_not_allow_operations_is_reported(change, why):
     tables = two_stages()
     ops, (gap,) = stage_ops(**(tables | change(tables)))
     assert ops.is_empty()
@@ -246,7 +246,7 @@ def test_slow_rank_of_one_replica_is_no_long_stage(parallel, tmp_path):
 def test_slow_rank_of_a_split_stage_on_devices_costs_what_its_replica_makes_the_steps_longer(tmp_path):
     """Rank 4 shares the layers of stage 1 with rank 5, which waits for it in the middle and at the end of each pass.
 
-    No mark tells the two apart, but NCCL's durations do. What the other replica, ranks 6 and 7, takes says what it
+    Marks do not distinguish the two, but NCCL's durations do. What the other replica, ranks 6 and 7, takes says what it
     costs: less than others wait for it, since not all that a stage is late makes the step longer.
     """
     job = replace(JOB, parallel="3d-nccl", ranks=16, microbatches=4)

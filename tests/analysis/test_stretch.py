@@ -47,7 +47,7 @@ def written(parallel: str, folder: Path) -> Path:
         return write(run(job, can), folder)
 
 
-def told(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def cli(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RANKSCOPE, *map(str, arguments)], capture_output=True, text=True, timeout=100)
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_becomes_slow_is_no_slowdown_of_all(fsdp):
     assert report.history is None
 
 
-def test_of_a_run_that_is_too_large_the_last_steps_are_judged_and_how_the_others_were_is_said(fsdp, monkeypatch):
+def test_of_a_run_that_is_too_large_the_last_steps_are_analyzed_and_the_others_summarized(fsdp, monkeypatch):
     """By steps of 130 ms before step 60 and 190 ms after it."""
     rows = sum(Trace.open(fsdp).reader.estimated_rows().values())
     monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 1300 // 4)
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_one_line(fsdp, monkeypatch):
 )
 @pytest.mark.parametrize("command", ["report", "export"])
 def test_steps_that_are_not_there_are_one_line(fsdp, command, steps, why):
-    done = told(command, fsdp / steps)
+    done = cli(command, fsdp / steps)
     assert (done.returncode, done.stdout) == (2, "")
     assert why in done.stderr
     assert done.stderr.count("\n") == 1
@@ -119,17 +119,17 @@ def test_steps_that_are_not_there_are_one_line(fsdp, command, steps, why):
 
 def test_every_command_takes_steps_of_a_run(fsdp, tmp_path):
     before, after = fsdp / "steps=20-49", fsdp / "steps=70-99"
-    changed = json.loads(told("diff", before, after, "--json").stdout)
+    changed = json.loads(cli("diff", before, after, "--json").stdout)
     assert changed["step"]["change_ns"] > 50e6
-    assert told("check", after, "--against", before).returncode == 1
-    assert told("export", after, "--out", tmp_path / "part.pftrace.gz").returncode == 0
-    assert "rank:5" in told("whatif", after, "--fix", "rank:5").stdout
-    assert told("report", after).returncode == 0
+    assert cli("check", after, "--against", before).returncode == 1
+    assert cli("export", after, "--out", tmp_path / "part.pftrace.gz").returncode == 0
+    assert "rank:5" in cli("whatif", after, "--fix", "rank:5").stdout
+    assert cli("report", after).returncode == 0
     assert (after / "report.html").exists()
 
 
 def test_ls_counts_what_the_files_hold(fsdp):
-    lines = {line.split()[0]: line.split() for line in told("ls", fsdp / "steps=20-49").stdout.splitlines() if line}
+    lines = {line.split()[0]: line.split() for line in cli("ls", fsdp / "steps=20-49").stdout.splitlines() if line}
     rows = len(Trace.open(fsdp).table("collectives").collect())
     assert lines["collectives"][1:3] == [f"{rows:,}", "16"]
 
@@ -176,7 +176,7 @@ def ends_ns(run: Path) -> list[int]:
 
 
 def test_a_job_of_whose_steps_nothing_is_left_is_judged_by_what_came_after(fsdp, tmp_path):
-    """One that hangs or evaluates for long, until its last steps have made room too."""
+    """One that hangs or evaluates for long, until its last steps are evicted too."""
     report, _ = read_run(kept(fsdp, tmp_path / "run", ends_ns(fsdp)[-1] + 10**9, 0, 1))
     assert "no verdict: no step was seen; only the last" in report.verdict
     assert report.verdict.endswith("were read (older records were evicted).")
@@ -198,7 +198,7 @@ def test_a_run_whose_last_attempt_came_no_further_than_its_first_word_is_read(fs
     assert report.verdict == "No verdict: no step was seen."
 
 
-def test_records_that_make_room_while_they_are_read_are_read_again(fsdp, tmp_path, monkeypatch):
+def test_records_that_are_evicted_while_they_are_read_are_read_again(fsdp, tmp_path, monkeypatch):
     """The agents of a running job write down that steps before 40 go, just as the run has been opened."""
     ends = ends_ns(fsdp)
     folder = kept(fsdp, tmp_path / "run", ends[20], 0, 1)

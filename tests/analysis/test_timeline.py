@@ -108,7 +108,7 @@ def test_members_are_ranges():
     assert members_of("0-2,8") == [0, 1, 2, 8]
 
 
-def test_the_last_arriver_waits_for_nobody():
+def test_the_last_arriver_does_not_wait():
     """Rank 1 comes 200 late: the transfer is its 100, rank 0 waits 200."""
     got = matched(collectives((0, 0, 100, 400), (1, 0, 300, 400)))
     assert got.select("rank", "transfer_ns", "wait_ns", "is_last", "arrival_spread_ns").rows() == [
@@ -326,13 +326,13 @@ def test_blocked_time_is_wait_until_the_last_rank_arrives_and_transfer_after():
     assert parts_of(step_spans((0, 0, 0, 100)), rows, calls) == {"wait": 30, "transfer": 11, "other": 59}
 
 
-def test_blocked_time_with_an_unmatched_operation_is_blamed_on_nobody():
+def test_blocked_time_with_an_unmatched_operation_is_charged_to_no_rank():
     calls = matched(collectives((0, 0, 20, 60)))
     rows = regions((0, "wait", 20, 60), (0, "wait", 70, 85))
     assert parts_of(step_spans((0, 0, 0, 100)), rows, calls) == {"unsplit": 55, "other": 45}
 
 
-def test_ddp_waits_at_the_end_of_backward_without_telling():
+def test_ddp_waits_at_the_end_of_backward_without_a_call():
     """The last bucket is issued at 60, the buckets are done at 90, backward ends at 92. Rank 1 issues it at 80."""
     step = step_spans((0, 0, 0, 100))
     rows = regions((0, "backward", 10, 92))
@@ -368,7 +368,7 @@ def test_time_before_a_forward_that_was_seen_is_not_compute():
     ("is_async", "end", "blocked"),
     [
         (False, 30, 15),
-        (True, 30, 0),  # the thread had no CPU: an asynchronous call waits for nobody
+        (True, 30, 0),  # the thread had no CPU: an asynchronous call does not wait
         (None, 30, 0),
         (None, 25, 15),  # done when it returned
     ],
@@ -458,7 +458,7 @@ def test_a_run_of_two_nodes_from_its_folder_to_the_timeline(tmp_path):
     ]
 
 
-def test_what_a_run_lacks_is_told_and_blamed_on_nobody(tmp_path):
+def test_what_a_run_lacks_is_reported_and_charged_to_no_rank(tmp_path):
     write_two_nodes(tmp_path, end_1=False)
     timeline = build_timeline(Trace.open(tmp_path))
     assert timeline.matched_fraction == 0

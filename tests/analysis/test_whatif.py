@@ -1,4 +1,4 @@
-"""What a step would take if something were mended: against runs whose every millisecond is known."""
+"""What a step would take with a fix: against runs whose every millisecond is known."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nothing_is_predicted_where_the_replay_misses_the_steps(tmp_path):
 # ---- fixes
 
 
-def test_mended_rank_takes_what_its_peers_take(tmp_path):
+def test_fixed_rank_takes_what_its_peers_take(tmp_path):
     """Rank 1 needs 70 ms where the others need 40: without that, steps of 60 instead of 90 ms."""
     run = run_of(record(tmp_path, {0: 40, 1: 70, 2: 40}))
     assert run.step_ns == 90 * MS
@@ -82,8 +82,8 @@ def test_gain_ends_at_the_next_slowest_and_fixes_add_up(tmp_path):
     assert [step_ms(run.gain(*fixes)) for fixes in (("rank:1",), ("rank:2",), ("rank:1", "rank:2"))] == [80, 110, 60]
 
 
-def test_mended_node_takes_what_the_other_nodes_take(tmp_path):
-    """Both ranks of node 1 need 70 ms; mending one of them brings nothing."""
+def test_fixed_node_takes_what_the_other_nodes_take(tmp_path):
+    """Both ranks of node 1 need 70 ms; fixing one of them saves nothing."""
     run = run_of(record(tmp_path, {0: 40, 1: 40, 2: 70, 3: 70}, ranks_per_node=2))
     assert [step_ms(run.gain(fix)) for fix in ("rank:2", "node:1")] == [90, 60]
 
@@ -96,8 +96,8 @@ def test_nothing_is_predicted_across_nodes_whose_clocks_are_too_uncertain(tmp_pa
         run_of(folder)
 
 
-def test_mended_rank_takes_what_its_peers_take_between_the_same_operations(tmp_path):
-    """Of two spans of forward rank 1 needs 30 ms more in the second one only; in the first nobody waits."""
+def test_fixed_rank_takes_what_its_peers_take_between_the_same_operations(tmp_path):
+    """Of two spans of forward rank 1 needs 30 ms more in the second one only; in the first no rank waits."""
     (tmp_path / "run").mkdir(parents=True)
     said = {"schema_version": SCHEMA_VERSION, "node": 0, "state": "closed", "launch": {}}
     (tmp_path / "run/node=00000.json").write_text(json.dumps(said))
@@ -125,13 +125,13 @@ def test_faster_operation_gains_what_was_not_hidden(tmp_path):
 
 
 def test_operation_that_was_hidden_shows_when_compute_shrinks(tmp_path):
-    """Rank 1 computes 50 ms after its call and hides the 30 ms that the operation takes. Mended it has to wait."""
+    """Rank 1 computes 50 ms after its call and hides the 30 ms that the operation takes. Fixed, it has to wait."""
     run = run_of(record(tmp_path, {0: 20, 1: 20}, {0: 10, 1: 50}, transfer=30))
     assert (run.step_ns, step_ms(run.gain("rank:1"))) == (80 * MS, 60)
 
 
 def test_collection_on_the_slowest_rank_is_gained_and_on_another_is_not(tmp_path):
-    """30 of rank 1's 70 ms are garbage collection, and 20 of rank 0's 40, which nobody waits for."""
+    """30 of rank 1's 70 ms are garbage collection, and 20 of rank 0's 40, which no rank waits for."""
     run = run_of(record(tmp_path, {0: 40, 1: 70}, gc={0: 20, 1: 30}))
     assert step_ms(run.gain("gc")) == 60
 

@@ -114,10 +114,10 @@ def test_every_kind_of_record_and_message_becomes_rows(agent, rank):
     ]
     assert {peer for peer, *_ in table(run, "clocks").rows()} == {-1}
     assert state(run)["state"] == "closed"
-    (told,) = state(run)["ranks"]
-    assert 0 < told.pop("end_ns") - told.pop("start_ns") < 10e9
-    who = {"rank": 0, "world": None, "attempt": 0, "pid": rank.process.pid}
-    assert told == who | {"bye": True, "ended": True, "world_size": 1}
+    (known,) = state(run)["ranks"]
+    assert 0 < known.pop("end_ns") - heard.pop("start_ns") < 10e9
+    rank_0 = {"rank": 0, "world": None, "attempt": 0, "pid": rank.process.pid}
+    assert known == rank_0 | {"bye": True, "ended": True, "world_size": 1}
 
 
 def test_run_says_where_devices_are_and_which_gpu_a_rank_has(agent, rank):
@@ -305,7 +305,7 @@ def test_node_0_that_does_not_answer_pings_is_a_gap(agent, started):
     assert text.startswith(f"node 0's agent does not answer pings at 127.0.0.1:{closed_port}: Connection refused")
 
 
-def test_no_rank_at_all_is_said(agent):
+def test_no_rank_at_all_is_reported(agent):
     agent.end()
     assert any(text.startswith("no rank reported") for text in why(agent.out, "node=00000"))
     assert state(agent.out)["state"] == "closed"
@@ -318,7 +318,7 @@ def test_second_agent_of_a_node_leaves_quietly(agent, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
+def test_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     command = [*AGENT, "--socket", uuid.uuid4().hex, "--out", str(tmp_path / "file" / "run")]
     failed = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -447,9 +447,9 @@ def test_writing_goes_on_in_a_new_part_once_there_is_space_again(small_disk, mon
         tables.flush()
 
     write(1)  # 310 kB
-    (small_disk / "somebody else's").write_bytes(bytes(500_000))
+    (small_disk / "another user's").write_bytes(bytes(500_000))
     write(2)
-    (small_disk / "somebody else's").unlink()
+    (small_disk / "another user's").unlink()
     write(3)
     tables.close()
     assert {path.name: read_live(path).num_rows for path in (small_disk / "completions/rank=00000").iterdir()} == {
@@ -537,7 +537,7 @@ def test_a_node_finds_rank_0_where_only_the_script_says_it(two_nodes, tmp_path):
 
 
 def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path, started):
-    """Both were told of steps 900 and 901, rank 1 again when its run has moved. Rank 0 is in step 100, rank 1 in 101,
+    """Both got steps 900 and 901, rank 1 again when its run has moved. Rank 0 is in step 100, rank 1 in 101,
     of 10 ms: the first step of the other window is one that neither can have reached in 4 s."""
     fixed = ("--profile-steps", "[900, 901]")
     first, second = Agent(tmp_path / "first", *fixed), Agent(tmp_path / "second", *fixed)
@@ -549,10 +549,10 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
         rank.do(f"open({str(tmp_path / 'heard')!r}, 'w').write(agent.recv(4096).decode())")
         return json.loads((tmp_path / "heard").read_text())
 
-    told = [hears(zero), hears(one)]
+    heard = [hears(zero), hears(one)]
     one.do(f"say(type='peer', **{zero.reply})")
-    told.append(hears(one))
-    assert [(message["first"], Path(message["path"]).parents[1].name) for message in told] == [
+    heard.append(hears(one))
+    assert [(message["first"], Path(message["path"]).parents[1].name) for message in heard] == [
         (900, "first"),
         (900, "second"),
         (900, "first"),
@@ -603,7 +603,7 @@ def test_trigger_ends_where_the_disk_is_full_of_others_files(small_disk, started
 
     def fill_and_fail() -> None:
         wait_for((agent.out / "run/window=0001.node=00000.json").exists)
-        with contextlib.suppress(OSError), open(small_disk / "somebody else's", "wb", buffering=0) as file:
+        with contextlib.suppress(OSError), open(small_disk / "another user's", "wb", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass
         rank.do("say(type='window', id=1, state='failed', why='the trace could not be saved')")
@@ -635,7 +635,7 @@ def assert_answered(node: socket.socket) -> None:
     assert before < received <= answered < time.perf_counter_ns()
 
 
-def test_who_does_not_have_the_jobs_key_gets_no_time_and_keeps_nobody_out(monkeypatch):
+def test_without_the_jobs_key_there_is_no_answer_and_no_denial_of_service(monkeypatch):
     """300 say nothing and 300 a part of a wrong key; one has a wrong key, and one the right one, in two pieces."""
     monkeypatch.setattr(clock_ping, "_STRANGERS", 256)
     server = clock_ping.Server("127.0.0.1")
@@ -659,7 +659,7 @@ def test_who_does_not_have_the_jobs_key_gets_no_time_and_keeps_nobody_out(monkey
 
 
 def test_nodes_that_are_slow_to_ask_are_given_up(monkeypatch):
-    """As many as are answered at once ask a little now and then; who comes after them is answered all the same."""
+    """As many as are answered at once ask a little now and then; later ones are answered all the same."""
     monkeypatch.setattr(clock_ping, "_BURST_S", 0.5)
     server = clock_ping.Server("127.0.0.1")
     slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(clock_ping._AT_ONCE)]

@@ -164,7 +164,7 @@ def test_what_held_the_clock_down_since_the_last_reading_has_nvmls_bits(node, ga
 
 
 def test_rank_finds_its_gpu_by_the_pci_address(node, amdsmi, monkeypatch):
-    """Torch on ROCm tells domain, bus and device; the node's topology has the same address as the GPU's identity."""
+    """Torch on ROCm gives domain, bus and device; the node's topology has the same address as the GPU's identity."""
     amdsmi(AMDSMI)
     gpu.start(node)
     try:
@@ -217,7 +217,7 @@ def test_amd_gpus_that_cannot_be_read_are_one_line(node, amdsmi, body, why):
     assert "\n" not in str(caught.value)
 
 
-def test_node_without_any_gpu_says_what_it_said_before(node, tmp_path):
+def test_node_without_any_gpu_reports_what_it_did_before(node, tmp_path):
     node.sys = tmp_path / "empty"
     with pytest.raises(Unavailable, match="no NVIDIA GPU can be read: Driver Not Loaded"):
         gpu.start(node)

@@ -129,7 +129,7 @@ def test_parts_of_a_coalesced_operation_end_with_it(asked):
     assert recorder.gaps.empty()
 
 
-def test_nobody_asks_while_the_rank_captures_a_cuda_graph(asked):
+def test_no_query_while_the_rank_captures_a_cuda_graph(asked):
     server, recorder, folder = asked
     server.entries = (entry(0, duration_ms=1.0),)
     with (folder / flight_recorder.GATE).open() as gate:
@@ -154,7 +154,7 @@ def test_what_was_overwritten_is_counted(asked):
     assert count == 10
 
 
-def test_server_without_a_recorder_is_said(asked, monkeypatch):
+def test_server_without_a_recorder_is_reported(asked, monkeypatch):
     monkeypatch.setattr(flight_recorder, "_GOING_S", 0)
     server, recorder, _ = asked
     server.handler = "fr_trace_json"
@@ -164,7 +164,7 @@ def test_server_without_a_recorder_is_said(asked, monkeypatch):
     assert count is None
 
 
-def test_recorder_that_is_off_is_said(asked):
+def test_recorder_that_is_off_is_reported(asked):
     _, recorder, _ = asked
     recorder.start()
     time.sleep(0.2)
@@ -226,7 +226,7 @@ def test_jobs_recorder_is_in_its_run(tmp_path):
     torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
     handlers = getattr(torch._C._distributed_c10d, "_get_handler_names", list)()
     if "fr_trace_json" not in handlers:
-        pytest.skip("this torch does not tell of gloo's operations: 2.5 to 2.8")
+        pytest.skip("this torch does not record gloo's operations: 2.5 to 2.8")
     records, dispatched, groups = recorded(tmp_path, SCRIPT)
     assert records.select("group", "seq", "name", "duration_ns").rows() == [
         ("0", seq, "gloo:all_reduce", None) for seq in range(1, 5)
@@ -295,7 +295,7 @@ def test_recorder_of_a_backend_is_asked_for_by_its_name(tmp_path):
 
 def test_duration_is_that_of_the_operation_that_was_enqueued_then():
     """Torch's operation 7 in group "0" is under way on the host from 1000 to 1050 µs, and 8 follows at 1060; the
-    recorder took one at 1020 µs in that group, one at 1030 µs in another, and one at 2000 µs, which is nobody's."""
+    recorder took one at 1020 µs in that group, one at 1030 µs in another, and one at 2000 µs, which belongs to none."""
     us = 1000
     dispatched = pl.DataFrame(
         {

@@ -47,7 +47,7 @@ def play(plugin, tmp_path_factory):
     subprocess.run(["gcc", "-O1", "-rdynamic", "-pthread", str(DRIVER), "-o", str(driver), "-ldl"], check=True)
 
     def play(version=NEWEST, threads=1, calls=1, **environment):
-        environment = {"RANKSCOPE_AGENT": "somebody records", **environment}
+        environment = {"RANKSCOPE_AGENT": "recorded", **environment}
         command = [str(driver), str(plugin), str(version), str(threads), str(calls)]
         done = subprocess.run(command, env=environment, capture_output=True, check=True)
         assert done.stderr.decode().splitlines()[-1] == "lost 0"
@@ -74,8 +74,8 @@ def named(events):
 @pytest.mark.parametrize("version", range(3, NEWEST + 1))
 def test_every_version_of_the_interface_gives_the_same_call_and_waits(play, version):
     """The driver's send, from 9: GPU until 20, credit until 50, network until 80 and, for the second transfer, until
-    100; for the third, whose data were ready by then, credit until 130 and network until 140. Version 3 is not told of
-    credits, which it counts as waiting for the GPU, nor of sizes, nor of the communicator's size."""
+    100; for the third, whose data were ready by then, credit until 130 and network until 140. Version 3 has no
+    credits, which it counts as waiting for the GPU, no sizes, and no size of the communicator."""
     calls, events = play(version)
     call = calls.row(0, named=True)
     assert (call["start_ns"], OPS[call["op"]], call["seq"], call["size_bytes"]) == (1005, "allreduce", 0, 4000)
@@ -86,8 +86,8 @@ def test_every_version_of_the_interface_gives_the_same_call_and_waits(play, vers
     )
     assert call["communicator"] == 0xF000000000000001 - (1 << 64)  # as int64
     assert (call["nccl_rank"], call["nccl_size"]) == (1, 2 if version > 3 else None)
-    told = ["start_ns", "end_ns", "gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns", "size_bytes"]
-    by_event = {row["event"]: tuple(row[c] for c in told) for row in events.filter(call=1).iter_rows(named=True)}
+    columns = ["start_ns", "end_ns", "gpu_wait_ns", "peer_wait_ns", "network_wait_ns", "flush_wait_ns", "size_bytes"]
+    by_event = {row["event"]: tuple(row[c] for c in columns) for row in events.filter(call=1).iter_rows(named=True)}
     size = 1500 if version > 3 else None
     send = (11, 60, 60) if version > 3 else (71, None, 60)
     assert by_event == {"send": (1009, 1140, *send, None, size), "recv": (1009, 1110, 39, None, 56, 6, size)}
@@ -206,7 +206,7 @@ def test_doctor_builds_the_plugin_and_says_where_it_is(compiled_hook, tmp_path):
     assert refused.stderr.startswith("rankscope: the NCCL plugin was not built: false refused")
 
 
-def test_missing_compiler_is_said_in_one_line(monkeypatch, tmp_path):
+def test_missing_compiler_is_reported_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(NotBuilt, match="no C compiler"):
@@ -303,7 +303,7 @@ def test_waits_are_those_of_the_operation_that_torch_made():
     assert found["flush_wait_ns"].to_list() == [None, None]
 
 
-def test_call_that_torchs_operation_cannot_be_is_nobodys():
+def test_call_that_torchs_operation_cannot_be_has_no_number():
     """While torch broadcasts, another library of the process begins an all-gather."""
     collectives = table("collectives", {"number": 7, "start_ns": 100, "issued_ns": 120, "op": "broadcast"})
     calls = table("nccl_calls", {"call": 1, "start_ns": 110, "op": "allgather"})

@@ -110,7 +110,7 @@ def test_every_drivers_names_become_ours(node, read, tmp_path, driver, files, ex
     assert read(rdma) == {(f"{driver}/1", name): value for name, value in expected.items()}
 
 
-def test_rdma_device_that_goes_is_told_once_and_the_others_stay(node, read, tmp_path, gaps):
+def test_rdma_device_that_goes_is_reported_once_and_the_others_stay(node, read, tmp_path, gaps):
     node.sys = tmp_path
     ports = [tmp_path / f"class/infiniband/mlx5_{card}/ports/1" for card in range(2)]
     for port in ports:
@@ -129,7 +129,7 @@ def test_rdma_device_that_goes_is_told_once_and_the_others_stay(node, read, tmp_
 
 
 def test_rdma_counters_never_fall(node, read, tmp_path, gaps):
-    """One counter begins anew at 32 bits, another is set back by somebody; a third stops where InfiniBand's do."""
+    """One counter wraps at 32 bits, another is reset; a third stops where InfiniBand's do."""
     node.sys = tmp_path
     counters = tmp_path / "class/infiniband/mlx5_0/ports/1/counters"
     for waits, packets, downed in ((2**32 - 10, 1000, 254), (5, 20, 255)):
@@ -268,15 +268,15 @@ def test_group_of_a_rank_that_is_not_the_nodes_is_read_for_the_rank(node, read, 
     }
 
 
-def test_standing_still_for_memory_is_read_where_the_kernel_tells(node, read, tmp_path):
+def test_memory_stalls_are_read_where_the_kernel_has_them(node, read, tmp_path):
     cgroup(node, tmp_path, "0::/\n")
     assert ("", "memory_stalled_s") not in read(host)
-    told = "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=2500000\n"
-    put(node.proc / "pressure/memory", told)
+    text = "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=2500000\n"
+    put(node.proc / "pressure/memory", text)
     assert read(host)["", "memory_stalled_s"] == 2.5
 
 
-def test_no_limit_is_nothing_to_tell(node, read, tmp_path):
+def test_no_limit_is_no_reading(node, read, tmp_path):
     cgroup(node, tmp_path, "0::/\n")
     assert throttling(read(host)) == {}
 
@@ -404,10 +404,10 @@ def test_gpu_units_and_what_a_gpu_does_not_offer(read, monkeypatch):
     }
 
 
-def test_gpu_tells_links_errors_and_what_held_its_clock_down(node, read, gaps, monkeypatch):
+def test_gpu_has_links_errors_and_reasons_of_low_clocks(node, read, gaps, monkeypatch):
     """NVLink counts in KiB, slowdowns in ns, one of two links is up; an Xid 79 comes, then energy and events are gone.
 
-    A GPU that has fallen off the bus (79) does not tell its index.
+    A GPU that has fallen off the bus (79) does not give its index.
     """
     fields = {1: 2048, 2: 4096, 3: 5, 4: 1, 5: 2_500_000_000, 6: 1}
     xids = [SimpleNamespace(device=0, eventData=79)]
@@ -494,8 +494,8 @@ def test_collector_that_fails_is_switched_off_alone(monkeypatch):
     assert "host" in sources
     assert "nic" not in sources
     sampler.finish()
-    told = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
-    assert [why for source, why, _ in told if source == "nic"] == ["the collector was switched off: RuntimeError: no"]
+    gaps = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
+    assert [why for source, why, _ in gaps if source == "nic"] == ["the collector was switched off: RuntimeError: no"]
 
 
 def test_counter_that_the_list_lacks_is_not_recorded_and_a_gap_says_so_once(monkeypatch):
@@ -508,12 +508,12 @@ def test_counter_that_the_list_lacks_is_not_recorded_and_a_gap_says_so_once(monk
     read = [sampler.readings.get(timeout=10)[1] for _ in range(100)]
     sampler.finish()
     assert {sample for samples in read for sample in samples if sample[0] == "nic"} == {("nic", "rx_bytes", "a", 1.0)}
-    told = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
+    gaps = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
     lacking = "rx_colours is not recorded: collectors/counters.py lacks it"
-    assert [why for source, why, _ in told if source == "nic"] == [lacking]
+    assert [why for source, why, _ in gaps if source == "nic"] == [lacking]
 
 
-def test_every_counter_has_a_unit_and_a_kind_and_means_the_same_whoever_reads_it():
+def test_every_counter_has_a_unit_and_a_kind_and_means_the_same_in_each_collector():
     assert len({(one.source, one.name) for one in COUNTERS}) == len(COUNTERS)
     assert all(one.unit and one.kind in ("gauge", "counter") and one.doc.endswith(".") for one in COUNTERS)
     assert len({(one.name, one.unit, one.kind) for one in COUNTERS}) == len({one.name for one in COUNTERS})
@@ -539,7 +539,7 @@ def test_links_that_go_and_links_that_slow_down_stay_visible():
     assert (figures.title_of("gpu", "nvlinks_up"), figures.written("nvlinks_up", 16.0)) == ("gpu: nvlinks up", "16")
 
 
-def test_collector_that_hangs_costs_its_own_source_and_is_told_once(monkeypatch):
+def test_collector_that_hangs_costs_its_own_source_and_is_reported_once(monkeypatch):
     """A driver does not answer the second question; host and the others are read on meanwhile."""
     asked, answer = [], threading.Event()
 
@@ -556,11 +556,11 @@ def test_collector_that_hangs_costs_its_own_source_and_is_told_once(monkeypatch)
     while from_hosts < 10:
         _, samples = sampler.readings.get(timeout=10)
         from_hosts += len(asked) > 1 and any(source == "host" for source, *_ in samples)
-        sampler.tell_hanging(0.1)
-    sampler.tell_hanging(0.1)
+        sampler.report_hanging(0.1)
+    sampler.report_hanging(0.1)
     sampler.finish()
     answer.set()
-    told = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
-    ((why, since_ns),) = [(why, time_ns) for source, why, time_ns in told if source == "nic"]
+    gaps = [sampler.gaps.get() for _ in range(sampler.gaps.qsize())]
+    ((why, since_ns),) = [(why, time_ns) for source, why, time_ns in gaps if source == "nic"]
     assert why == "the collector hangs: until it answers, nothing of its source is seen"
     assert abs(since_ns - asked[1]) < 50e6

@@ -205,7 +205,7 @@ def test_every_kind_of_collective_is_seen_with_its_end(tmp_path, hook):
         "allreduce",
         "reduce_scatter_tensor_coalesced",
     ]
-    if rows["is_async"][0] is None:  # torch before 2.8 tells it of few operations
+    if rows["is_async"][0] is None:  # torch before 2.8 has it for few operations
         assert table(run, "gaps").filter(table="collectives")["why"].str.contains("is_async is null").all()
     else:
         assert rows["is_async"].to_list()[:2] == [False, True]
@@ -375,7 +375,7 @@ def test_a_collector_fails_quietly_in_a_script_that_breaks_what_it_needs(tmp_pat
 
 
 def test_a_collectives_hook_that_fails_costs_itself_only(tmp_path, hook):
-    """A group that nobody can number: the collective ends as it would, the gap is named, nothing more is recorded."""
+    """A group without a number: the collective ends as it would, the gap is named, nothing more is recorded."""
     done, run = record(
         tmp_path,
         """
@@ -400,7 +400,7 @@ def test_a_collectives_hook_that_fails_costs_itself_only(tmp_path, hook):
 
 
 def test_without_an_agent_the_script_runs_unrecorded(tmp_path):
-    done = run_script(tmp_path, "print(dist.get_world_size())", RANKSCOPE_AGENT="nobody-listens-here")
+    done = run_script(tmp_path, "print(dist.get_world_size())", RANKSCOPE_AGENT="without-a-listener")
     assert (done.returncode, done.stdout) == (0, "1\n")
     assert "this rank is not recorded: ConnectionRefusedError" in done.stderr
 
@@ -413,7 +413,7 @@ def test_a_collector_can_be_left_off(tmp_path):
 
 
 def test_an_agent_that_does_not_read_never_blocks_the_rank():
-    """4,000 messages of 1 kB do not fit into a socket nobody reads; sending returns, and they are still owed."""
+    """4,000 messages of 1 kB do not fit into a socket without a reader; sending returns, and they are still owed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     emit = Emit(Ring(), ours)

@@ -179,7 +179,7 @@ def test_late_are_those_that_launched_less_or_do_not_answer():
     assert late(as_json(four, [17] * 4)) == []
 
 
-def test_an_old_answer_another_jobs_and_a_rank_that_said_goodbye_say_nothing():
+def test_an_old_answer_another_jobs_and_that_of_a_rank_that_left_do_not_count():
     assert late(text(BEHIND), since_ns=100) == []  # rank 2 began something after it
     assert late(as_json([7, 8], [17, 16])) == []
     assert late(as_json([1000, 1001], [17, 16], host="10.0.0.2")) == []
@@ -256,7 +256,7 @@ def test_json_is_asked_for_and_text_is_taken_from_older_versions(server, monkeyp
     assert ask(*server.server_address) == text(BEHIND)
 
 
-def test_a_job_that_moves_is_not_asked_about_and_one_that_stands_still_once(server):
+def test_a_job_that_moves_is_not_asked_about_and_one_that_hangs_once(server):
     server.answer = lambda: as_json([1, 2], [5, 5])
     assert asked(server, still_s=9.0) == ([], [])
     assert server.heard == ()
@@ -288,7 +288,7 @@ def test_garbage_and_silence_are_one_line(server, monkeypatch, greeting, silent,
     assert "\n" not in gap
 
 
-def test_nobody_who_listens_is_a_nccl_that_is_too_old():
+def test_without_a_listener_nccl_is_too_old():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         question = Ras({"NCCL_RAS_ADDR": f"127.0.0.1:{free.getsockname()[1]}"})
@@ -317,7 +317,7 @@ for step in range(6):
 
 
 @pytest.mark.real_job
-def test_a_job_that_hangs_is_asked_about_and_the_report_has_what_ras_said(server, tmp_path):
+def test_a_job_that_hangs_is_asked_about_and_the_report_has_the_answer_of_ras(server, tmp_path):
     """A real gloo job whose rank 1 does not come to the sixth all-reduce; RAS says that it has launched five."""
     pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
     run, script = tmp_path / "run", tmp_path / "train.py"
@@ -338,8 +338,8 @@ def test_a_job_that_hangs_is_asked_about_and_the_report_has_what_ras_said(server
     assert server.heard.count("VERBOSE STATUS") == 1
     assert json.loads((run / "run" / "ras.txt").read_text())["nccl_version"] == "2.29.2"
     assert rankscope.open(run).table("ras").collect()["launched"].drop_nulls().max() == 6
-    told = subprocess.run([tool, "report", str(run), "--json", "-"], capture_output=True, check=True, timeout=120)
-    (finding,) = json.loads(told.stdout)["findings"]
+    done = subprocess.run([tool, "report", str(run), "--json", "-"], capture_output=True, check=True, timeout=120)
+    (finding,) = json.loads(done.stdout)["findings"]
     assert (finding["detector"], finding["ranks"]) == ("hang", [1])
     first, *others = finding["evidence"]
     assert (first["table"], first["rank"]) == ("ras", 1)

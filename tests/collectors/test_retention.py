@@ -112,7 +112,7 @@ def test_kept_steps_are_those_of_the_whole_run_and_older_ones_have_their_lengths
     assert len(part.stretch.counted) == len(counted) == 120
 
 
-def test_it_is_said_what_is_left(both):
+def test_the_report_says_what_is_left(both):
     _, kept, report, _ = both
     first = report.history.kept
     assert report.findings == () or report.findings[0].ranks == (SLOW,)
@@ -132,7 +132,7 @@ def test_it_is_said_what_is_left(both):
     assert Trace.open(kept / f"steps={first}-{first + 3}").stretch.kept == first
 
 
-def told(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def cli(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RANKSCOPE, *map(str, arguments)], capture_output=True, text=True, timeout=200)
 
 
@@ -141,14 +141,14 @@ def told(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_a_job_that_may_keep_3_mb_has_its_last_steps_and_the_lengths_of_all(tmp_path):
     """Its 2,000 spans a step take 14 kB, so that it would write 28 MB."""
     out = tmp_path / "run"
-    done = told("run", "--out", out, "--keep", "3M", "--standalone", "--nproc-per-node", "2", JOB)
+    done = cli("run", "--out", out, "--keep", "3M", "--standalone", "--nproc-per-node", "2", JOB)
     assert done.returncode == 0, done.stderr
     (steps,) = map(int, re.findall(r"JOB (\d+) steps", done.stdout))
     state = json.loads((out / "run" / "node=00000.json").read_text())
     assert state["keep_bytes"] == 3_000_000
     assert state["kept_since_ns"] > state["start_ns"]
     assert size_of(out) < 6e6
-    told("report", out, "--json", tmp_path / "report.json")
+    cli("report", out, "--json", tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["history"]["count"] == steps
     assert steps > report["history"]["kept"] > steps / 4
@@ -158,7 +158,7 @@ def test_a_job_that_may_keep_3_mb_has_its_last_steps_and_the_lengths_of_all(tmp_
 
 @pytest.mark.parametrize("size", ["20", "0G", "-1G", "some"])
 def test_a_size_that_is_none_is_one_line(tmp_path, size):
-    done = told("run", "--keep", size, "--nproc-per-node", "1", JOB)
+    done = cli("run", "--keep", size, "--nproc-per-node", "1", JOB)
     assert done.returncode == 2
     assert f"--keep is what a node's files may take, as in 500M, 20G or 1T, or all; got {size}" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -232,7 +232,7 @@ def test_files_that_the_disk_did_not_let_seal_are_counted_and_removed(tmp_path, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_on_a_full_disk_older_records_still_make_room(tmp_path, monkeypatch):
+def test_on_a_full_disk_older_records_are_still_evicted(tmp_path, monkeypatch):
     """Another job fills the disk in the moment in which there is too much: the run's JSON takes what was reserved."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -243,8 +243,8 @@ def test_on_a_full_disk_older_records_still_make_room(tmp_path, monkeypatch):
     try:
         out = disk / "run"
         out.mkdir()
-        told = {"hz": 1.0, "until_stdin_closes": False, "launch": {}, "profile_steps": None, "profile_slow": 0}
-        running = loop.Agent(bind("test-full"), loop.Options(out=out, keep_bytes=200_000, **told))
+        options = {"hz": 1.0, "until_stdin_closes": False, "launch": {}, "profile_steps": None, "profile_slow": 0}
+        running = loop.Agent(bind("test-full"), loop.Options(out=out, keep_bytes=200_000, **options))
         running._begin(0)
         partition = Partition(running._run, "rank=00000", "a0-")
         running._retention.watch(partition)

@@ -80,7 +80,7 @@ def test_cards_of_one_kind_are_rails_in_their_order(node):
     ]
 
 
-def test_places_beyond_the_host_bridge_are_told_by_numa_nodes(tmp_path):
+def test_places_beyond_the_host_bridge_are_known_by_numa_nodes(tmp_path):
     pci(tmp_path, "pci0000:10/0000:10:01.0/0000:10:04.0", 0, GPU)
     rdma(tmp_path, "mlx5_0", pci(tmp_path, "pci0000:20/0000:20:01.0/0000:20:04.0", 0, NIC))
     pci(tmp_path, "pci0000:80/0000:80:01.0/0000:80:04.0", 1, GPU)
@@ -90,7 +90,7 @@ def test_places_beyond_the_host_bridge_are_told_by_numa_nodes(tmp_path):
 
 
 def test_nvlinks_are_counted_by_where_they_lead(node):
-    """GPU 0 has two links to GPU 1 and one to a switch, of which one is down; GPU 1's driver tells nothing of links."""
+    """GPU 0 has two links to GPU 1 and one to a switch, of which one is down; GPU 1's driver reports no links."""
 
     class NVMLError(Exception):
         pass
@@ -135,7 +135,7 @@ def test_nvlinks_are_counted_by_where_they_lead(node):
 
 
 def test_rank_is_joined_to_its_gpu_and_its_card(node):
-    """Rank 5's second attempt is on the GPU behind the slower link; rank 6 uses none, and node 1 told nothing."""
+    """Rank 5's second attempt is on the GPU behind the slower link; rank 6 uses none, and node 1 reported nothing."""
     found = topology.read(node)
     for gpu, uuid in zip(found["gpus"], ("GPU-a", "GPU-b", "GPU-c"), strict=True):
         gpu["uuid"] = uuid

@@ -91,7 +91,7 @@ def test_a_step_may_be_longer_by_the_share_that_is_allowed(runs):
     ],
 )
 def test_what_was_not_seen_does_not_pass(runs, arguments, unseen):
-    """Of two analyzed steps nobody can tell whether they became longer by 3 %.
+    """Two analyzed steps do not show whether they became longer by 3 %.
 
     The work of `unsteady` is uneven, which costs less than what counts; a slow rank that costs more would be hidden.
     """

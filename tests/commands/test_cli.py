@@ -36,7 +36,7 @@ def run(tmp_path) -> Path:
         end_ns = (step + 1) * 100 * MS
         region = {"start_ns": end_ns - 10 * MS, "end_ns": end_ns, "kind": REGION_KINDS.index("optimizer")}
         rank.add_row("regions", {**region, "name_id": 0, "thread": 0, "microbatch": None, "stage": None})
-    rank.gap("memory", "nobody looked", count=3)
+    rank.gap("memory", "not read", count=3)
     rank.flush()
     rank.close()
     return folder
@@ -83,7 +83,7 @@ def test_ls_shows_rows_ranks_seconds_and_gaps(run):
     done = rankscope_("ls", run)
     rows = {line.split()[0]: line.split()[1:4] for line in done.stdout.splitlines() if line.startswith("re")}
     assert rows == {"regions": ["10", "1", "0.9"]}
-    assert done.stdout.endswith("1 gap\n  rank 0, memory: nobody looked\n")
+    assert done.stdout.endswith("1 gap\n  rank 0, memory: not read\n")
 
 
 def test_report_prints_and_leaves_both_forms_in_the_run_folder(run):
@@ -121,7 +121,7 @@ def test_report_leaves_its_files_though_the_reader_of_what_it_prints_is_gone(sho
     assert "<html" in (run / "report.html").read_text()
 
 
-def test_report_goes_where_it_is_told(run, tmp_path):
+def test_report_goes_to_the_given_file(run, tmp_path):
     done = rankscope_("report", run, "-o", tmp_path / "r.html", "--json", tmp_path / "r.json")
     assert done.returncode == 0
     assert (tmp_path / "r.html").exists()

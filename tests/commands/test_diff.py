@@ -1,4 +1,4 @@
-"""Two runs side by side: what changed adds up, and what cannot be compared is said."""
+"""Two runs side by side: what changed adds up, and what cannot be compared is reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_same_job_once_more_is_not_clear_of_chance(healthy, tmp_path):
     assert "which is not clear of chance" in diff(healthy, again).stdout
 
 
-def test_a_job_on_more_ranks_is_compared_as_a_whole_and_that_is_said(healthy, tmp_path):
+def test_a_job_on_more_ranks_is_compared_as_a_whole_with_a_note(healthy, tmp_path):
     wide = recorded(tmp_path / "wide", job=Job(parallel="ddp", ranks=8, steps=20, compute_ns=90e6))
     found = json.loads(diff(healthy, wide, "--json").stdout)
     assert found["ranks"] == []
@@ -87,8 +87,8 @@ def test_a_job_on_more_ranks_is_compared_as_a_whole_and_that_is_said(healthy, tm
     assert found["notes"][-1].startswith("ranks are not compared one by one")
 
 
-def test_communication_whose_peers_were_not_recorded_is_not_said_to_be_gone(healthy, tmp_path):
-    """Of B only rank 0 is there: it still reduces, but it is not known with whom."""
+def test_communication_whose_peers_were_not_recorded_is_not_reported_as_gone(healthy, tmp_path):
+    """Of B only rank 0 is there: it still reduces, but its peers are unknown."""
     alone = tmp_path / "alone"
     shutil.copytree(healthy, alone)
     for folder in alone.glob("*/rank=0000[123]"):

@@ -175,11 +175,11 @@ def test_parts_of_the_judged_steps_sum_to_the_breakdown(late, opened):
 def test_operations_are_those_of_the_table_each_with_its_wait(late, opened):
     timeline = build_timeline(Trace.open(late))
     origin = timeline.phases["start_ns"].min()
-    told = ("rank", "start_ns", "end_ns", "seq", "wait_ns", "transfer_ns", "size_bytes", "instance_id")
-    table = {(r, a - origin, z - origin, *more) for r, a, z, *more in timeline.collectives.select(told).iter_rows()}
+    facts = ("rank", "start_ns", "end_ns", "seq", "wait_ns", "transfer_ns", "size_bytes", "instance_id")
+    table = {(r, a - origin, z - origin, *more) for r, a, z, *more in timeline.collectives.select(facts).iter_rows()}
     operations = [one for one in opened.of("collectives") if one["name"] == "allreduce"]
     drawn = [
-        (int(one["group"].split()[1]), one["start"], one["end"], *(one["args"][name] for name in told[3:]))
+        (int(one["group"].split()[1]), one["start"], one["end"], *(one["args"][name] for name in facts[3:]))
         for one in operations
     ]
     assert len(drawn) == len(table) == 3 * 14
@@ -191,7 +191,7 @@ def test_operations_are_those_of_the_table_each_with_its_wait(late, opened):
 
 
 def test_arrows_lead_from_the_last_rank_to_the_others_of_the_same_operation(opened):
-    assert len(opened.arrows) == 2 * 14  # from rank 2 to ranks 0 and 1, and to nobody else
+    assert len(opened.arrows) == 2 * 14  # from rank 2 to ranks 0 and 1, and to no other
     for begin, end in opened.arrows:
         assert begin["args"]["instance_id"] == end["in"]["args"]["instance_id"]
         assert begin["group"] == "rank 2 (node 0)" != end["group"]
@@ -231,9 +231,9 @@ def test_what_was_not_seen_is_there(tmp_path):
     lost = {"table": "regions", "source": "ring", "count": 3, "why": "the ring was full"}
     also(run, 1, gaps=[lost | {"start_ns": 200 * MS, "end_ns": 250 * MS}])
     opened = export(run, tmp_path / "out.pftrace.gz")
-    told = [one["name"] for one in opened.of("job") if one["track"] == "not seen"]
-    assert told[0] == "ranks 2 were not recorded"
-    assert "rank 1, regions: the ring was full" in told
+    labels = [one["name"] for one in opened.of("job") if one["track"] == "not seen"]
+    assert labels[0] == "ranks 2 were not recorded"
+    assert "rank 1, regions: the ring was full" in labels
     (gap,) = opened.of("gaps")
     assert (gap["group"], gap["track"], gap["name"]) == ("rank 1 (node 0)", "not seen", "regions: the ring was full")
     assert (gap["start"], gap["end"], gap["args"]["count"]) == (100 * MS, 150 * MS, 3)
@@ -290,7 +290,7 @@ def test_ranks_and_steps_are_chosen_and_times_stay_those_of_the_run(late, opened
     for category in ("steps", "phases", "collectives"):
         assert drawn(part, category) == drawn(opened, category) != []
     last = {one["args"]["last_rank"] for one in part.of("collectives") if one["args"]}
-    assert last == {2}, "who was last is told, also where that rank is not in the file"
+    assert last == {2}, "the last rank is named, also where it is not in the file"
     assert not part.arrows
 
 

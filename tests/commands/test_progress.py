@@ -65,14 +65,14 @@ def test_a_file_gets_nothing(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_items_are_told_one_by_one():
+def test_items_are_reported_one_by_one():
     heard = []
     with heard_by(lambda *said: heard.append(said)):
         assert list(told("ranks", "ab", 2)) == ["a", "b"]
     assert heard == [("ranks", 0, 2), ("ranks", 1, 2), ("ranks", 2, 2)]
 
 
-def test_a_report_tells_of_files_and_checks(tmp_path):
+def test_a_report_reports_files_and_checks(tmp_path):
     kernel = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1, "pid": 0, "tid": 7, "args": {"device": 0}}
     (tmp_path / "rank0.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": [kernel]}))
     heard = []

@@ -74,7 +74,7 @@ def test_the_printed_form_adds_up_and_says_what_it_is(weak):
     assert [sum(column) for column in zip(*parts, strict=True)] == pytest.approx(whole, abs=1e-9)
 
 
-def test_runs_of_other_work_are_refused_unless_told_what_they_are(weak, folder):
+def test_runs_of_other_work_are_refused_unless_the_kind_is_given(weak, folder):
     """10 ms on 8 ranks are neither the 60 of 4 ranks nor half of them."""
     other = recorded(folder, 8, compute_ns=10e6)
     done = scaling(weak[0], other)

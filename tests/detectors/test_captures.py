@@ -108,8 +108,8 @@ def test_few_steps_are_enough_for_what_each_operation_shows(kind, steps, seed, t
     assert first["fraction"] > 2 / 3 * capture.truth.cost_fraction
 
 
-def test_a_rank_that_the_replay_blames_is_likely_though_operations_do_not_show_it(tmp_path):
-    """One of eight ranks costs 7.0 % of three steps; whom its peers wait for changes by chance as well."""
+def test_a_rank_that_the_replay_names_is_likely_though_operations_do_not_show_it(tmp_path):
+    """One of eight ranks costs 7.0 % of three steps; the rank its peers wait for changes by chance as well."""
     slow = simulated(Case("slow_rank", "masked", 3, 1, "tuning"))
     (finding,) = rankscope.diagnose(rankscope.open(write(slow, tmp_path / "slow"))).findings
     assert (finding.detector, finding.ranks, finding.confidence) == ("slow_rank", slow.truth.ranks, "likely")
@@ -130,7 +130,7 @@ PREDICTED = PredictedFix(fix="rank:0", step_ns=90, gain_ns=10, gain_fraction=0.1
         (None, 5, False),  # enough steps to compare them with each other
     ],
 )
-def test_a_rank_is_blamed_by_the_replay_if_no_other_brings_as_much(other, steps, blamed):
+def test_a_rank_is_named_by_the_replay_if_no_other_brings_as_much(other, steps, blamed):
     spans = [(rank, step, 100 * step, 100 * step + 100) for rank in range(2) for step in range(steps)]
     span = pl.DataFrame(spans, ["rank", "step", "start_ns", "end_ns"], orient="row")
     phases = span.with_columns(part=pl.lit("compute"), label=pl.lit("mm"))
@@ -142,7 +142,7 @@ def test_a_rank_is_blamed_by_the_replay_if_no_other_brings_as_much(other, steps,
 
 
 def test_a_slow_rank_and_healthy_ranks_are_no_uneven_work(tmp_path):
-    """What a device takes longer in all steps is its own; what kernels scatter by chance is nobody's."""
+    """What a device takes longer in all steps is its own; what kernels scatter by chance is no rank's."""
     slow, healthy = (
         rankscope.diagnose(rankscope.open(write(simulated(case), tmp_path / case.kind)))
         for case in (Case("slow_rank", "loud", 3, 0, "tuning"), Case(CLEAN, "", 3, 2, "tuning"))
@@ -199,7 +199,7 @@ def test_files_hold_what_they_are_to_lack(tmp_path):
     assert np.all([event["dur"] >= 0 for event in document["traceEvents"]])
 
 
-def test_real_sets_that_are_absent_are_said_so_and_are_not_counted(tmp_path):
+def test_real_sets_that_are_absent_are_reported_and_not_counted(tmp_path):
     lines = []
     assert show(tmp_path, lines.append) == 0
     assert len(lines) == len(SETS) + 1

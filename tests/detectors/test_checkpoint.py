@@ -102,7 +102,7 @@ def test_rare_long_checkpoints_count_although_they_are_as_long_as_twenty_steps(t
     ],
     ids=["cheap", "none", "a single one"],
 )
-def test_cheap_checkpoints_are_healthy_and_what_is_not_known_is_said(tmp_path, save_ms, why):
+def test_cheap_checkpoints_are_healthy_and_what_is_not_known_is_reported(tmp_path, save_ms, why):
     report = job(tmp_path / "run", save_ms)
     assert report.findings == ()
     healthy = {check.detector: check.resolution_ns for check in report.healthy}

@@ -19,7 +19,7 @@ STEPS = 12  # the first 2 are warm-up
 class Job:
     """Ranks that do one thing after the other; times are ns, an operation begins when the last of its group is there.
 
-    `groups` are lists of ranks by name. Whoever is in several groups of a kind calls them by its own.
+    `groups` are lists of ranks by name. A rank in several groups of a kind calls them by its own.
     """
 
     def __init__(self, ranks, *, per_node=None, groups=None, speed=None, seed=0):
@@ -195,7 +195,7 @@ TENSOR = {f"tp{node}": [2 * node, 2 * node + 1] for node in range(4)}
 
 
 def split_layers(slow=None, *, factor=1.0, groups=TENSOR):
-    """Four nodes of two ranks; in each step four all-reduces of 8 MB on every node, of 8 ms, where nobody computes."""
+    """Four nodes of two ranks; in each step four all-reduces of 8 MB on every node, of 8 ms, where no rank computes."""
     job = Job(2 * len(groups), per_node=2, groups=groups)
     for _ in range(STEPS):
         for _ in range(4):
@@ -241,7 +241,7 @@ def between_nodes(rate, *, speed=12.5e9):
     return job.report()
 
 
-def test_network_that_is_far_below_its_interfaces_is_told_with_both_speeds():
+def test_network_that_is_far_below_its_interfaces_is_reported_with_both_speeds():
     """1.5 × 75 MB in 90 ms are 1.25 GB/s of 12.5: at 80 % of that it would be 11.25 ms."""
     (finding,) = of(between_nodes(1.25e9), "low_bandwidth")
     assert finding.title.startswith("Collectives between nodes (allreduce) send 1.25 GB/s, 10.0 % of the 12.5 GB/s of ")
@@ -360,7 +360,7 @@ def hybrid(*, size=64 * MB, left=32 * MB, at_once=False):
     return job.report()
 
 
-def test_levels_that_take_turns_are_told_what_pieces_would_hide():
+def test_levels_that_are_not_pipelined_get_what_pieces_would_hide():
     """Of 20 + 30 ms, four pieces would hide 15."""
     (finding,) = of(hybrid(), "unpipelined_hierarchy")
     assert re.sub(r"\d\d\.\d ms", "x", finding.title) == (
@@ -413,7 +413,7 @@ def test_transfers_of_unknown_size_are_not_judged_where_they_cost_time(checked):
 
 
 def test_the_groups_table_holds_what_each_group_exposes():
-    """Per step 5 ms of transfers in the group `mesh_tp`, 1 ms in `dp`, each 3 % more or less; nobody is late."""
+    """Per step 5 ms of transfers in the group `mesh_tp`, 1 ms in `dp`, each 3 % more or less; no rank is late."""
     job = Job(2, groups={"mesh_tp": [0, 1], "dp": [0, 1]})
     for _ in range(STEPS):
         job.work("forward", 3 * MS)

@@ -26,7 +26,7 @@ def job(own, *, forward=None, transfer=10, **parts):
     """Tables of a synchronous job; everything is ms by rank and step.
 
     `own` is a rank's own work, a third of it forward unless `forward` says otherwise, the rest backward. `parts` are
-    further parts of the same shape. Who is done early waits for the last, then all transfer.
+    further parts of the same shape. A rank that is done early waits for the last, then all transfer.
     """
     forward = forward or {rank: [ms / 3 for ms in values] for rank, values in own.items()}
     busy = {r: [sum(p[r][s] for p in (own, *parts.values()) if r in p) for s in range(len(own[r]))] for r in own}
@@ -141,7 +141,7 @@ def test_slow_rank_works_with_one_peer_and_with_a_rank_missing():
         assert [f.ranks for f in slow(job({rank: own[rank] for rank in seen}))] == [(2,)]
 
 
-def test_excess_for_which_nobody_waits_is_no_finding():
+def test_excess_that_no_rank_waits_for_is_no_finding():
     """Rank 0 computes 30 ms longer and transfers 30 ms less: its peers were not blocked any longer for it."""
     own = {rank: [130 if rank == 0 else 100] * STEPS for rank in range(4)}
     tables = job(own)
@@ -162,7 +162,7 @@ def test_bursts_of_one_rank_are_found_and_their_steps_named():
 
 
 @pytest.mark.parametrize(("bursts_ms", "found"), [([300, 310], 1), ([300], 0), ([300, 80], 0)])
-def test_two_bursts_that_are_alike_tell_a_rank_from_chance(bursts_ms, found):
+def test_two_bursts_that_are_alike_exclude_chance(bursts_ms, found):
     at = dict(zip((2, 7), bursts_ms, strict=False))
     own = {rank: [180] * 10 for rank in range(3)} | {3: [180 + at.get(step, 0) for step in range(10)]}
     assert [(f.ranks, f.steps) for f in slow(job(own))] == [((3,), (2, 7))] * found
@@ -218,7 +218,7 @@ def test_one_long_hiccup_is_not_a_slow_rank():
 
 
 def test_all_ranks_of_a_node_are_one_finding():
-    """Ranks 2 and 3 are all of node 1: the node is to be mended, since either rank alone would gain nothing."""
+    """Ranks 2 and 3 are all of node 1: the node is to be fixed, since fixing either rank alone would save nothing."""
     own = {rank: [150 if rank in (2, 3) else 100] * STEPS for rank in range(8)}
     (finding,) = slow(job(own))
     assert (finding.ranks, finding.nodes) == ((2, 3), (1,))
@@ -241,7 +241,7 @@ def test_slow_rank_on_a_slow_node_is_a_finding_besides_the_node():
 
 
 def test_rank_costs_what_it_takes_longer_than_the_next_and_alike_ones_cost_as_much_each():
-    """Mended, rank 2 would leave the job to rank 0, which takes 10 ms longer than the rest."""
+    """Fixed, rank 2 would leave the job to rank 0, which takes 10 ms longer than the rest."""
     own = {rank: [100 + {0: 10, 2: 30}.get(rank, 0)] * STEPS for rank in range(8)}
     assert {f.ranks: f.lost_ns_per_step / MS for f in slow(job(own))} == {(2,): 20, (0,): 10}
     own[5] = own[2]
@@ -412,7 +412,7 @@ def test_collections_every_fifth_step_are_found_with_rank_and_period():
 
 
 @pytest.mark.parametrize(("pauses_ms", "found"), [([200, 210], 1), ([200], 0), ([200, 40], 0)])
-def test_two_collections_that_are_alike_tell_more_than_one(pauses_ms, found):
+def test_two_collections_that_are_alike_show_more_than_one(pauses_ms, found):
     at = dict(zip((7, 29), pauses_ms, strict=False))
     gc = {3: [at.get(step, 0) for step in range(STEPS)]}
     assert len(collecting(job({rank: [100] * STEPS for rank in range(4)}, gc=gc))) == found
@@ -452,7 +452,7 @@ def lengths(seed, low=0.25, ranks=range(4)):
     return {"own": own, "forward": forward}
 
 
-def test_uneven_sequences_are_uneven_work_and_nobody_is_slow():
+def test_uneven_sequences_are_uneven_work_and_no_rank_is_slow():
     tables = job(**lengths(seed=1))
     (finding,) = uneven(tables)
     longest = tables["breakdown"].filter(pl.col("part") == "compute").group_by("step")
@@ -593,7 +593,7 @@ def test_links_are_rates_while_busy_and_round_trips_under_traffic():
     for second, (sent, busy, rtt) in enumerate([(0, 0, 0.1), (1e6, 0.1, 0.002), (0, 0, 0.1), (2e6, 0.2, 0.002)]):
         values = {"bytes_sent": sent, "busy_s": busy, "rtt_s": rtt, "retransmits": 0}
         rows += [(0, second, "tcp", name, device, float(value)) for name, value in values.items()]
-    rows.append((0, 1, "tcp", "bytes_sent", "rank0>192.0.2.9", 5.0))  # nobody's address
+    rows.append((0, 1, "tcp", "bytes_sent", "rank0>192.0.2.9", 5.0))  # an unknown address
     counters = pl.DataFrame(rows, ["node", "time_ns", "source", "name", "device", "value"], orient="row")
     (row,) = links(counters, {0: ["10.0.0.1"], 1: ["10.0.0.2"]}, 0, 10).iter_rows(named=True)
     assert (row["node"], row["peer_node"], row["sent_bytes"], row["busy_s"]) == (0, 1, 3e6, pytest.approx(0.3))

@@ -128,7 +128,7 @@ def test_one_operation_per_step_does_not_show_that_nothing_could_be_hidden():
     [([(80, 100)], 1), ([(20, 45), (45, 70), (70, 100)], 0)],
     ids=["nothing hidden", "most hidden"],
 )
-def test_4_percent_of_the_step_are_told_where_hardly_anything_is_hidden(buckets, found):
+def test_4_percent_of_the_step_are_found_where_hardly_anything_is_hidden(buckets, found):
     """20 of 400 ms come after backward both times; 16 of them would be hidden in 5 buckets."""
     assert len(exposed_communication.detect(*tables(*buckets, step_ms=400))) == found
 
@@ -211,7 +211,7 @@ def test_on_devices_backward_is_what_autograds_thread_has_launched(tmp_path, beg
 @pytest.mark.alone
 @pytest.mark.real_job
 @pytest.mark.parametrize("late", [False, True], ids=["DDP", "by hand after backward"])
-def test_real_job_that_reduces_after_backward_is_told_so(late, tmp_path):
+def test_real_job_that_reduces_after_backward_gets_that_advice(late, tmp_path):
     launcher = [
         RANKSCOPE,
         "run",

@@ -49,7 +49,7 @@ def test_loader_with_workers_costs_nothing_until_it_is_slower_than_the_step():
 
 @pytest.mark.parametrize("parallel", PARALLELS)
 def test_recorded_job_is_whole_and_healthy(parallel, tmp_path):
-    """Every record can be read and matched, clocks of both nodes fit, and nobody is blamed."""
+    """Every record can be read and matched, clocks of both nodes fit, and no rank is named."""
     log = run(replace(JOB, parallel=parallel), healthy_resources(replace(JOB, parallel=parallel)))
     report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
     assert (report.ranks, report.nodes) == (tuple(range(16)), (0, 1))
@@ -60,14 +60,14 @@ def test_recorded_job_is_whole_and_healthy(parallel, tmp_path):
     assert report.findings == ()
 
 
-def test_lost_records_are_told(tmp_path):
+def test_lost_records_are_reported(tmp_path):
     job = replace(JOB, lost=0.1)
     report = rankscope.diagnose(rankscope.open(write(run(job, healthy_resources(job)), tmp_path / "run")))
     assert any("overwritten" in gap.why and gap.count for gap in report.gaps)
     assert report.findings == ()
 
 
-def test_fault_has_the_dose_and_the_cost_that_it_is_said_to_have(tmp_path):
+def test_fault_has_its_nominal_dose_and_cost(tmp_path):
     log, (truth,) = simulated(Case("slow_rank", "loud", 0))
     low, high = DOSES["loud"]
     assert low * 0.9 < truth.cost_fraction < high * 1.1
@@ -102,7 +102,7 @@ def test_slow_rank_of_one_stage_is_found_among_those_of_all_stages(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "dose", "seed", "close"),
     [
-        ("slow_rank", "quiet", 3, 0.05),  # of 109 ms, while later stages compute, nobody waits for most of it
+        ("slow_rank", "quiet", 3, 0.05),  # of 109 ms, while later stages compute, no rank waits for most of it
         ("slow_node", "masked", 0, 0.10),
         ("stage_imbalance", "masked", 0, 0.10),
         ("load_imbalance", "quiet", 0, 0.10),
@@ -132,7 +132,7 @@ def test_communication_that_a_slow_link_exposes_is_no_finding_of_its_own(tmp_pat
 
 
 def test_slow_link_of_a_pipeline_costs_what_its_stages_idle_for_and_the_bubble_follows(tmp_path):
-    """Each stage is a node. A thirtieth of the bandwidth of node 1: its neighbours mostly wait for nobody's bytes."""
+    """Each stage is a node. A thirtieth of the bandwidth of node 1: its neighbours mostly wait for other things."""
     job = replace(JOB, parallel="pp-1f1b", ranks=32)
     healthy, slow = healthy_resources(job), healthy_resources(job)
     slow.nic = np.where(np.arange(4) == 1, slow.nic / 30, slow.nic)
@@ -143,7 +143,7 @@ def test_slow_link_of_a_pipeline_costs_what_its_stages_idle_for_and_the_bubble_f
     assert [(f.detector, f.caused_by) for f in others] == [("pipeline_bubble", "slow_link")]
 
 
-def test_of_two_slow_ranks_each_costs_what_it_does_when_the_other_is_mended(tmp_path):
+def test_of_two_slow_ranks_each_costs_what_it_does_when_the_other_is_fixed(tmp_path):
     """Ranks of the first and of the third stage: much of what each takes longer is hidden behind other stages."""
     job = replace(JOB, parallel="pp-1f1b")
 
@@ -178,7 +178,7 @@ def _row(truth, *found, not_checked=()):
 
 
 def test_verdicts_are_counted_as_a_classifiers():
-    """Of 4 slow ranks 2 are named, one of them rightly blamed; 3 findings say "slow rank"."""
+    """Of 4 slow ranks 2 are named, one of them rightly; 3 findings say "slow rank"."""
     rows = [
         _row(["slow_rank"], ("slow_rank", 1)),
         _row(["slow_rank"], ("slow_rank", 2)),

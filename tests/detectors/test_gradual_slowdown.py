@@ -18,7 +18,7 @@ MS = 1_000_000
 
 
 def tables(parts_ms, *, ranks=4):
-    """A synchronous job: `parts_ms` maps a part to a function of (rank, step), ms; who is done early waits."""
+    """A synchronous job: `parts_ms` maps a part to a function of (rank, step), ms; ranks that are done early wait."""
     steps = 60
     busy = [[sum(ms(rank, step) for ms in parts_ms.values()) for step in range(steps)] for rank in range(ranks)]
     rows, spans, at = [], [], 0

@@ -1,4 +1,4 @@
-"""Who is to blame when a job hangs: states of a few ranks, written down, and two real hangs."""
+"""Root causes of hangs: states of a few ranks, written down, and two real hangs."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def state(*rows, groups=((ALL, "all", "0-3"),)):
     }
 
 
-def blamed(tables):
+def named(tables):
     return [(finding.ranks, finding.title) for finding in hang.detect(**tables)]
 
 
-def test_rank_that_does_not_come_to_an_operation_is_blamed():
+def test_rank_that_does_not_come_to_an_operation_is_named():
     """Ranks 0, 1 and 3 are in all-reduce 5; rank 2 has finished 4 and enqueued no more."""
     tables = state((0, ALL, 5, 4), (1, ALL, 5, 4), (2, ALL, 4, 4), (3, ALL, 5, 4))
-    assert blamed(tables) == [((2,), "Rank 2 does not reach allreduce number 5 of all")]
+    assert named(tables) == [((2,), "Rank 2 does not reach allreduce number 5 of all")]
 
 
 def test_nothing_outstanding_is_no_hang():
@@ -64,7 +64,7 @@ def test_a_rank_that_waits_itself_is_not_blamed_though_it_is_behind():
     """Rank 0 waits for rank 1 in the first pair, which waits for rank 2 in the last: rank 1 is a healthy neighbour."""
     groups = ((FIRST, "first", "0-1"), (LAST, "last", "1-2"))
     tables = state((0, FIRST, 8, 7), (1, FIRST, 7, 7), (1, LAST, 3, 2), (2, LAST, 2, 2), groups=groups)
-    assert [ranks for ranks, _ in blamed(tables)] == [(2,)]
+    assert [ranks for ranks, _ in named(tables)] == [(2,)]
 
 
 def test_the_oldest_operation_is_what_holds_a_rank():
@@ -76,30 +76,30 @@ def test_the_oldest_operation_is_what_holds_a_rank():
         (1, LAST, 3, 2, {"start_ns": 60}),
         (2, LAST, 2, 2),
     )
-    assert [ranks for ranks, _ in blamed(state(*rows, groups=groups))] == [(2,)]
+    assert [ranks for ranks, _ in named(state(*rows, groups=groups))] == [(2,)]
 
 
 def test_rank_whose_peers_finished_what_it_is_in_is_stuck_on_its_device():
     """Rank 2 enqueued 5 and 6 and finished 4; the others finished 5 and wait in 7, which rank 2 did not enqueue."""
     tables = state((0, ALL, 7, 6), (1, ALL, 7, 6), (2, ALL, 6, 4), (3, ALL, 7, 6))
-    assert blamed(tables) == [((2,), "Rank 2 does not finish allreduce, which its peers finished")]
+    assert named(tables) == [((2,), "Rank 2 does not finish allreduce, which its peers finished")]
 
 
 def test_all_in_the_same_operation_is_the_transport():
     tables = state(*((rank, ALL, 5, 4) for rank in range(4)))
-    assert blamed(tables) == [((0, 1, 2, 3), "All of ranks 0-3 are in allreduce number 5 of all, and none finishes")]
+    assert named(tables) == [((0, 1, 2, 3), "All of ranks 0-3 are in allreduce number 5 of all, and none finishes")]
 
 
 def test_different_operations_under_one_number_are_a_desync():
     tables = state((0, ALL, 5, 4), (1, ALL, 5, 4, {"op": "broadcast"}), (2, ALL, 5, 4), (3, ALL, 5, 4))
-    assert blamed(tables) == [((1,), "Rank 1 does broadcast where the others do allreduce: desynchronized")]
+    assert named(tables) == [((1,), "Rank 1 does broadcast where the others do allreduce: desynchronized")]
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_a_deadlock():
     """Rank 0 is in the first group's operation 1, rank 1 in the last one's: neither enqueued the other's."""
     groups = ((FIRST, "first", "0-1"), (LAST, "last", "0-1"))
     rows = ((0, FIRST, 1, 0), (0, LAST, 0, 0), (1, FIRST, 0, 0), (1, LAST, 1, 0))
-    assert blamed(state(*rows, groups=groups)) == [((0, 1), "Ranks 0,1 wait for each other: deadlock")]
+    assert named(state(*rows, groups=groups)) == [((0, 1), "Ranks 0,1 wait for each other: deadlock")]
 
 
 def test_receive_without_its_send_waits_for_the_sender():
@@ -107,27 +107,27 @@ def test_receive_without_its_send_waits_for_the_sender():
     groups = ((FIRST, "pipeline", "0-1"),)
     receives = {"op": "recv", "peer": 0, "is_p2p": True}
     tables = state((0, FIRST, 3, 3, {"is_p2p": True}), (1, FIRST, 4, 3, receives), groups=groups)
-    assert blamed(tables) == [((0,), "Rank 0 does not reach recv number 4 of pipeline")]
+    assert named(tables) == [((0,), "Rank 0 does not reach recv number 4 of pipeline")]
 
 
-def test_rank_without_a_state_is_blamed_only_where_nobody_else_can_be():
-    """Rank 3 left nothing: it is blamed if the others are all in the operation, not if rank 2 is known to be away."""
+def test_rank_without_a_state_is_named_only_where_no_other_can_be():
+    """Rank 3 left nothing: it is named if the others are all in the operation, not if rank 2 is known to be away."""
     there = [(0, ALL, 5, 4), (1, ALL, 5, 4)]
-    assert blamed(state(*there, (2, ALL, 5, 4))) == [((3,), "Rank 3 left no state, and the others wait for it")]
-    assert [ranks for ranks, _ in blamed(state(*there, (2, ALL, 4, 4)))] == [(2,)]
+    assert named(state(*there, (2, ALL, 5, 4))) == [((3,), "Rank 3 left no state, and the others wait for it")]
+    assert [ranks for ranks, _ in named(state(*there, (2, ALL, 4, 4)))] == [(2,)]
 
 
 def test_state_that_cannot_be_read_is_no_evidence():
-    """Rank 3 left a state that is damaged (a row without values): rank 2 is away, or nobody can be named."""
+    """Rank 3 left a state that is damaged (a row without values): rank 2 is away, or no rank can be named."""
     damaged = (3, ALL, 0, 0, {"enqueued": None, "completed": None})
     there = [(0, ALL, 5, 4), (1, ALL, 5, 4)]
-    assert [ranks for ranks, _ in blamed(state(*there, (2, ALL, 4, 4), damaged))] == [(2,)]
+    assert [ranks for ranks, _ in named(state(*there, (2, ALL, 4, 4), damaged))] == [(2,)]
     with pytest.raises(NotResolvable, match="the state of rank 3 could not be read, and others may wait there"):
         hang.detect(**state(*there, (2, ALL, 5, 4), damaged))
 
 
-def test_transfer_with_an_unknown_peer_blames_nobody_for_being_away():
-    """Rank 0 is in a transfer, and it is not known with whom: it is named as being in it."""
+def test_transfer_with_an_unknown_peer_names_no_rank_as_away():
+    """Rank 0 is in a transfer with an unknown peer: it is named as being in it."""
     held = {"op": "recv", "peer": -1, "is_p2p": True}
     found = hang.detect(**state((0, FIRST, 4, 3, held), groups=((FIRST, "pipeline", "0-2"),)))
     assert [(f.ranks, f.where) for f in found] == [((0,), "recv number 4 of pipeline")]
@@ -182,7 +182,7 @@ def test_recorded_run_that_waited_for_10_seconds_was_hung():
     progress = recorded(*STUCK, until=14.5)
     assert held(progress) == [(0, 2, 1, 2), (1, 2, 1, 2), (2, 1, 1, None)]
     groups = state(groups=((ALL, "all", "0-2"),))["groups"]
-    assert blamed({"progress": progress, "groups": groups}) == [
+    assert named({"progress": progress, "groups": groups}) == [
         ((2,), "Rank 2 does not reach allreduce number 2 of all")
     ]
 
@@ -235,7 +235,7 @@ def test_first_operation_of_its_kind_was_hung_where_the_groups_others_have_ends(
     assert held(recorded(*unseen, *barrier, until=14.5))[0] == (0, 2, None, None)
 
 
-NCCL = [(rank, seq, start, None, whole) for rank, seq, start, _, whole in STUCK]  # whose ends nobody sees
+NCCL = [(rank, seq, start, None, whole) for rank, seq, start, _, whole in STUCK]  # without ends
 
 
 def said_by_ras(*rows):
@@ -264,7 +264,7 @@ def test_nccl_job_that_ended_soon_was_not_hung():
     assert hang.detect(progress, state(groups=((ALL, "all", "0-2"),))["groups"]) == []
 
 
-def test_process_that_does_not_answer_is_blamed_where_operations_tell_nothing():
+def test_process_that_does_not_answer_is_named_where_operations_show_nothing():
     """All ranks have called operation 5. RAS has given rank 3 up."""
     tables = state(*((rank, ALL, 5, 5) for rank in range(4)))
     (found,) = hang.detect(**tables, ras=said_by_ras((3, None, None, "dead")))

@@ -1,4 +1,4 @@
-"""A device that stands idle because its host is late: how much, where, and what the host did instead."""
+"""A device that is idle because its host is late: how much, where, and what the host did instead."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def beside_communication(over_ms):
 
 
 def test_a_collective_that_still_runs_when_late_work_begins_does_not_hide_the_host():
-    """Between 50 and 80 nothing computes. Who began before the collective was over did not wait for it: 30 ms."""
+    """Between 50 and 80 nothing computes. Work that began before the collective was over did not wait for it: 30 ms."""
     (finding,) = host_bound.detect(*beside_communication(over_ms=90))
     assert (finding.ranks, finding.lost_ns_per_step) == ((0, 1), 30 * MS)
     (finding,) = host_bound.detect(*beside_communication(over_ms=75))  # what came next may have waited until 75
@@ -103,7 +103,7 @@ def test_healthy_or_one_ranks_own_is_silent(host_ms):
 
 
 def test_hosts_that_are_late_in_turn_cost_the_job_each_time():
-    """Each of 10 devices idles 2 ms per step, and the job waits for one in each: mending one host brings a tenth."""
+    """Each of 10 devices idles 2 ms per step, and the job waits for one in each: fixing one host saves a tenth."""
     (finding,) = host_bound.detect(*tables([20] * 10, in_turn=True))
     assert (len(finding.ranks), finding.lost_ns_per_step, finding.fix) == (10, 20 * MS, "host")
 

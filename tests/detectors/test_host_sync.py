@@ -42,7 +42,7 @@ def test_a_wait_of_70_ms_costs_the_20_that_the_device_then_idles_and_is_named():
         (("cudaStreamSynchronize", 73, 80), 7 - OWN_MS),  # it would have been 7 ms ahead, no more
         (("hipMemcpyWithStream", 60, 80), 20 - OWN_MS),
         (("cudaStreamSynchronize_v3020", 60, 80), 20 - OWN_MS),
-        (("cudaMemcpy", 10, 30), 20 - OWN_MS),  # the lead of 20 ms was lost long before the device ran dry
+        (("cudaMemcpy", 10, 30), 20 - OWN_MS),  # the lead of 20 ms was lost long before the queue drained
     ],
 )
 def test_it_costs_no_more_than_the_host_waited(call, lost_ms):

@@ -79,7 +79,7 @@ def test_allocators_that_do_not_retry_or_lose_nothing_by_it_are_healthy():
         assert memory_pressure.resolution_ns(**tables_of) >= 3 * MS
 
 
-def test_what_retries_in_every_step_cost_is_not_known_and_what_was_seen_is_said():
+def test_what_retries_in_every_step_cost_is_not_known_and_what_was_seen_is_reported():
     with pytest.raises(NotResolvable, match=r"allocator of rank 1 retried 78 times in total \(70.0 GiB reserved\)"):
         memory_pressure.detect(**recorded(range(STEPS), state={"cuda_reserved_bytes": 70 * GIB}))
 

@@ -1,4 +1,4 @@
-"""Why a rank or a node is slow, where the nodes' counters tell: runs whose clocks and counters are written down."""
+"""Why a rank or a node is slow, where the nodes' counters show it: runs whose clocks and counters are written down."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_node_whose_gpus_are_all_throttled_is_one_cause(tmp_path):
         (SLOW, gpus([1.8, 1.8, 1.8, 1.75], {3: POWER_CAP})),
         (dict.fromkeys(range(4), 40), gpus([1.8, 1.8, 1.8, 1.2], {3: THERMAL})),
     ],
-    ids=["idle", "idle between", "no reason", "all alike", "by 3 %", "nobody is slow"],
+    ids=["idle", "idle between", "no reason", "all alike", "by 3 %", "none is slow"],
 )
 def test_low_clocks_without_a_loss_or_a_reason_are_silent(before, readings, tmp_path):
     report = sampled(record(tmp_path, before), readings)
@@ -91,7 +91,7 @@ def test_slow_ranks_host_that_was_not_read_is_not_healthy(tmp_path):
     assert "noisy_host" in {check.detector for check in healthy.healthy}
 
 
-def test_what_was_not_read_is_said(tmp_path):
+def test_what_was_not_read_is_reported(tmp_path):
     assert "no counters of the nodes were recorded" in reasons_of(_plain(tmp_path / "none"))["throttling"]
     on_cpu = sampled(record(tmp_path / "cpu", SLOW), {(0, "host", "load_1min", ""): 1})
     assert "not recorded which GPU a rank uses" in reasons_of(on_cpu)["throttling"]
@@ -170,7 +170,7 @@ def test_what_a_node_takes_from_its_ranks_explains_why_it_is_slow(rates, lost_ms
         (SLOW, hosts(dict.fromkeys(range(4), 0.02), cpu_steal_s={0: 2.0}, memory_stalled_s={0: 0.5})),
         (dict.fromkeys(range(4), 40), hosts({0: 0.0, 1: 0.0, 2: 0.0, 3: 0.4})),
     ],
-    ids=["all alike", "as much as it computes more", "13.5 of 30 ms", "the only node", "nobody is slow"],
+    ids=["all alike", "as much as it computes more", "13.5 of 30 ms", "the only node", "none is slow"],
 )
 def test_host_that_does_not_explain_a_slow_rank_is_silent(before, readings, tmp_path):
     report = sampled(record(tmp_path, before), readings)

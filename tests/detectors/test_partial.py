@@ -103,7 +103,7 @@ def test_no_check_of_ranks_calls_those_healthy_that_were_not_seen(tmp_path, kind
 
 
 @pytest.mark.parametrize("parallel", ["ddp-nccl", "ddp-rccl", "3d-nccl"])
-def test_one_rank_is_compared_with_nobody(tmp_path, parallel):
+def test_one_rank_is_not_compared(tmp_path, parallel):
     """NCCL's durations of the others are there, their steps are not."""
     log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel=parallel)
     run = write(log, tmp_path / "run")
@@ -122,8 +122,8 @@ def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
     shutil.rmtree(run / "collectives/rank=00000")
     report = rankscope.diagnose(rankscope.open(run))
     assert {finding.ranks for finding in report.findings} == {(SLOW,)}
-    told = [gap.why for gap in report.gaps if gap.rank == 0]
-    assert told == ["rank 0 called nothing in 40 steps in which others did: they are not analyzed"]
+    whys = [gap.why for gap in report.gaps if gap.rank == 0]
+    assert whys == ["rank 0 called nothing in 40 steps in which others did: they are not analyzed"]
     assert "rank 0 has no steps and was not analyzed" in report.verdict
 
 

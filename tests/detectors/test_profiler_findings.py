@@ -36,7 +36,7 @@ def parts(of):
 
 
 def only_root(name):
-    """The one finding that blames a rank and follows from no other, unless from hosts that are slow alike."""
+    """The one finding that names a rank and follows from no other, unless from hosts that are slow alike."""
     roots = [finding for finding in report(name).findings if finding.caused_by in (None, *HOST_SIDE)]
     (root,) = [finding for finding in roots if finding.detector not in HOST_SIDE]
     return root
@@ -55,7 +55,7 @@ def test_a_rank_that_sleeps_a_second_is_the_one_root_and_the_region_is_named():
 
 
 def test_a_rank_that_sleeps_20_ms_costs_what_its_device_then_lacks():
-    """Rank 2 sleeps 20 ms in forward, where its device runs dry, and 20 ms in backward, where work is queued."""
+    """Rank 2 sleeps 20 ms in forward, where its launch queue drains, and 20 ms in backward, where work is queued."""
     found = only_root("kineto/torchrec/sst_long_a2a_optimizer_5")
     assert (found.detector, found.ranks) == ("slow_rank", (2,))
     assert found.lost_ns_per_step == pytest.approx(20 * MS, rel=0.2)

@@ -65,13 +65,13 @@ def test_without_a_recorded_reason_it_is_a_finding_all_the_same():
 
 @pytest.mark.alone
 @pytest.mark.real_job
-def test_job_whose_batch_size_changes_is_told_so(tmp_path):
+def test_job_whose_batch_size_changes_gets_that_advice(tmp_path):
     launcher = [RANKSCOPE, "run", "--out", tmp_path / "run", "--standalone", "--nproc-per-node", "2", JOB]
     subprocess.run([str(word) for word in launcher], check=True, capture_output=True, timeout=200)
     report = json.loads((tmp_path / "run/report.json").read_text())
     finding, steps = report["findings"][0], report["findings"][0]["steps"]
     assert (finding["detector"], finding["ranks"]) == ("recompile", [0, 1])
-    # On a busy machine one of them may be set aside as an outlier.
+    # On a busy machine one of them may be excluded as an outlier.
     assert set(steps) <= {15, 20, 25, 30, 35}
     assert len(steps) >= 4
     assert finding["where"] in ("tensor 'x' size mismatch at index 0", "tensor 'L['x']' size mismatch at index 0")

@@ -100,7 +100,7 @@ def test_what_cannot_be_seen_is_not_checked():
     with pytest.raises(NotResolvable, match="no backward pass"):
         repeated_reduction.detect(breakdown, phases, regions.filter(kind="forward"), collectives, groups)
     unknown = breakdown.with_columns(part=pl.col("part").replace("transfer", "unsplit"))
-    with pytest.raises(NotResolvable, match="cannot be split"):  # a rank is missing: who came last is not known
+    with pytest.raises(NotResolvable, match="cannot be split"):  # a rank is missing: the last one is not known
         repeated_reduction.detect(unknown, phases, regions, collectives, groups)
 
 

@@ -1,4 +1,4 @@
-"""A job that slows down as a whole: only its own other steps can tell."""
+"""A job that slows down as a whole: only its own other steps show it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_one_long_step_widens_nothing():
 def test_the_cost_is_no_more_than_any_other_rank_waits():
     work = noisy(2, 10, 4)
     work[:, :, 1] += 6
-    work[:, :, 3] += 4  # who is fixed next
+    work[:, :, 3] += 4  # fixed next
     assert found(work).cost.ns <= 10 * 2.5 * MS
 
 
@@ -134,7 +134,7 @@ def test_a_stall_in_the_only_step_is_one_that_chance_may_make():
     assert late.chance > MOST_CHANCE
 
 
-def test_of_three_operations_nobody_is_named():
+def test_of_three_operations_no_rank_is_named():
     work = noisy(1, 3, 4)
     work[:, :, 2] += 50
     assert found(work) is None

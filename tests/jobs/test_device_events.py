@@ -124,7 +124,7 @@ def test_another_device_and_an_error_cost_marks_and_nothing_else(job):
     assert failed.endswith(": unspecified launch failure (719)")
 
 
-def test_a_device_that_hangs_costs_marks_and_holds_up_nobody(job):
+def test_a_device_that_hangs_costs_marks_and_blocks_no_rank(job):
     """5,000 marks after the hang: as many as there are events stay under way, the others are counted."""
     marks = job.of_phases(2)
     assert marks["device_ns"].is_null().sum() == marks["clock_error_ns"].is_null().sum() == EVENTS

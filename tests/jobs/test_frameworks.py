@@ -29,8 +29,8 @@ def train(folder: Path, framework: str, job: str, *arguments: str, launch: tuple
     command = [*RANKSCOPE, launch[0], "--out", str(folder / "run"), *launch[1:], str(SCRIPTS / job), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = subprocess.run([*RANKSCOPE, "report", str(folder / "run"), "--json", "-"], capture_output=True, timeout=100)
-    report = json.loads(told.stdout)
+    made = subprocess.run([*RANKSCOPE, "report", str(folder / "run"), "--json", "-"], capture_output=True, timeout=100)
+    report = json.loads(made.stdout)
     assert not [gap for gap in report["gaps"] if "switched off" in gap["why"]]
     assert report["ranks"] == [0, 1]
     return report

@@ -221,9 +221,9 @@ def test_slow_link_is_named_though_a_clock_is_5_s_off(tmp_path):
     clock = next(clock for clock in job.report["clocks"] if clock["node"] == 2)
     assert abs(clock["offset_ns"] + 5_000 * MS) <= clock["error_ns"] < MS
     shutil.rmtree(job.run / "clocks")
-    told = next(clock for clock in rankscope.diagnose(rankscope.open(job.run)).clocks if clock.node == 2)
-    assert told.source == "causality"
-    assert abs(told.offset_ns + 5_000 * MS) <= told.error_ns
+    clock = next(clock for clock in rankscope.diagnose(rankscope.open(job.run)).clocks if clock.node == 2)
+    assert clock.source == "causality"
+    assert abs(clock.offset_ns + 5_000 * MS) <= clock.error_ns
 
 
 # ---- the job is left alone
@@ -265,8 +265,8 @@ works = [dist.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(3)]
 
 
 def test_ranks_that_end_while_operations_are_in_flight_end_well(tmp_path, hook):
-    """Nobody waits for the operations, and Python's lock goes to others only when its thread waits: gloo's threads come
-    to our callbacks, and let go of the tensors, when the script has ended.
+    """The operations are not waited for, and Python's lock goes to others only when its thread waits: gloo's threads
+    come to our callbacks, and let go of the tensors, when the script has ended.
     """
     (tmp_path / "script.py").write_text(IN_FLIGHT)
     command = [sys.executable, "-m", "rankscope", "run", "--no-report", "--out", "run", "--standalone"]

@@ -240,7 +240,7 @@ def test_exec_records_ranks_that_only_slurm_has_numbered(tmp_path, job):
 
 @pytest.mark.real_job
 def test_exec_records_ranks_that_the_script_starts_itself(tmp_path, job):
-    """By torch.multiprocessing, which tells them nothing by the environment. What a rank starts is no rank."""
+    """By torch.multiprocessing, which sets no environment variables. What a rank starts is no rank."""
     (tmp_path / "train.py").write_text(
         "import os, subprocess, sys, torch, torch.distributed as dist, torch.multiprocessing as mp\n"
         "def group(store, **place):\n"
@@ -436,7 +436,7 @@ def test_the_script_is_found_among_torchruns_arguments(arguments, name):
     assert program_name(torchrun_program(arguments)[1]) == name
 
 
-def test_the_rank_of_a_node_is_what_torchrun_was_told():
+def test_the_rank_of_a_node_is_that_of_torchruns_options():
     assert node_rank(["--nnodes=3", "--node-rank", "2"], {}) == 2
     assert node_rank(["--node_rank=1"], {"PET_NODE_RANK": "2"}) == 1
     assert node_rank([], {"PET_NODE_RANK": "2"}) == 2

@@ -25,8 +25,8 @@ def failing(folder: Path, how: str) -> tuple[pl.DataFrame, dict]:
     """`exits` and the report of a job of three ranks, of which rank 2 ends at step 12."""
     command = [*RANKSCOPE, "run", "--out", "run", "--no-report", "--standalone", "--nproc-per-node", "3", str(JOB), how]
     subprocess.run(command, cwd=folder, timeout=100, check=False, capture_output=True)
-    told = subprocess.run([*RANKSCOPE, "report", "run", "--json", "-"], cwd=folder, capture_output=True, timeout=100)
-    return rankscope.open(folder / "run").table("exits").sort("rank").collect(), json.loads(told.stdout)
+    done = subprocess.run([*RANKSCOPE, "report", "run", "--json", "-"], cwd=folder, capture_output=True, timeout=100)
+    return rankscope.open(folder / "run").table("exits").sort("rank").collect(), json.loads(done.stdout)
 
 
 @pytest.mark.skipif(not KERNEL_KEEPS_STATUS, reason="torchrun may have waited for the rank before its status is read")

@@ -39,8 +39,8 @@ def line_of(text: str) -> int:
 
 
 def report(run: Path) -> dict:
-    told = subprocess.run([*RANKSCOPE, "report", str(run), "--json", "-"], capture_output=True, timeout=100, check=True)
-    return json.loads(told.stdout)
+    done = subprocess.run([*RANKSCOPE, "report", str(run), "--json", "-"], capture_output=True, timeout=100, check=True)
+    return json.loads(done.stdout)
 
 
 @pytest.mark.alone
@@ -48,8 +48,8 @@ def report(run: Path) -> dict:
 def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tmp_path):
     command = [*RANKSCOPE, "run", "--out", "run", "--no-report", "--nproc-per-node", "2", str(JOB), "200"]
     subprocess.run(command, cwd=tmp_path, timeout=100, check=True, capture_output=True)
-    told = report(tmp_path / "run")
-    (finding,) = told["findings"]
+    shown = report(tmp_path / "run")
+    (finding,) = shown["findings"]
     assert (finding["detector"], finding["ranks"]) == ("slow_rank", [1])
     augment = f"where_in_the_code.py:{line_of('time.sleep(AUGMENT_S)')} (augment)"
     place, _, rest = finding["code"].partition(": ")
@@ -58,14 +58,14 @@ def test_report_says_where_in_the_code_a_rank_is_late_and_where_the_step_goes(tm
 
     evaluate = f"where_in_the_code.py:{line_of('time.sleep(seconds)')} (evaluate)"
     said = f"; steps excluded as outliers (2) take {{}} % of the time, mostly at {evaluate}"
-    fraction = told["steps"]["outliers_fraction"]
-    assert said.format(f"{100 * fraction:.1f}") in told["verdict"]
+    fraction = shown["steps"]["outliers_fraction"]
+    assert said.format(f"{100 * fraction:.1f}") in shown["verdict"]
     assert fraction == pytest.approx(4 / (200 * 0.0625 + 4), abs=0.02)
 
-    calls = {(call["function"], call["line"]): call for call in told["code"]}
+    calls = {(call["function"], call["line"]): call for call in shown["code"]}
     main = calls["main", line_of("model(load(rank))")]
     assert (main["depth"], main["fraction"] > 0.9) == (0, True)
-    of_package = next(call for call in told["code"] if call["function"] == "tokenize")
+    of_package = next(call for call in shown["code"] if call["function"] == "tokenize")
     assert of_package["file"] == str(tmp_path / "site-packages/tokens/__init__.py")
     assert of_package["part"] in ("compute", "other")
     assert of_package["ns_per_step"] == pytest.approx(20e6, abs=11e6)
@@ -83,11 +83,11 @@ def test_a_job_that_hangs_says_where_its_rank_was_seen_last(tmp_path):
         command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert any("HANGS" in line for line in job.stdout)
-    time.sleep(15)  # who has done nothing for 10 s hangs
+    time.sleep(15)  # a rank without progress for 10 s hangs
     os.killpg(job.pid, signal.SIGTERM)
     job.wait(60)
-    told = report(tmp_path / "run")
-    hang = next(finding for finding in told["findings"] if finding["detector"] == "hang")
+    shown = report(tmp_path / "run")
+    hang = next(finding for finding in shown["findings"] if finding["detector"] == "hang")
     line = line_of("time.sleep(seconds)")
     assert (hang["ranks"], hang["code"]) == ([0], f"rank 0 last seen at where_in_the_code.py:{line} (evaluate)")
 
@@ -99,22 +99,22 @@ def chain(chains: samples.Chains, depth: int, keep: list[int]) -> None:
         keep.append(chains.node(inspect.currentframe()))
 
 
-def test_a_chain_of_calls_is_told_once_and_the_tree_is_bounded(monkeypatch):
+def test_a_chain_of_calls_is_sent_once_and_the_tree_is_bounded(monkeypatch):
     chains, nodes = samples.Chains(), []
     for _ in range(2):
         chain(chains, 3, nodes)
     first, second = nodes
-    told = {node: (parent, function, line) for node, parent, function, _, line in chains.new}
-    assert len(chains.new) == len(told)
+    shown = {node: (parent, function, line) for node, parent, function, _, line in chains.new}
+    assert len(chains.new) == len(shown)
     names = []
     node = first
     while node:
-        node, function, _ = told[node]
+        node, function, _ = shown[node]
         names.append(function)
     assert names[:4] == ["chain"] * 4
-    assert "test_a_chain_of_calls_is_told_once_and_the_tree_is_bounded" in names
+    assert "test_a_chain_of_calls_is_sent_once_and_the_tree_is_bounded" in names
     assert first == second, "the same lines called it"
-    monkeypatch.setattr(samples, "_MOST_NODES", len(told) + 2)
+    monkeypatch.setattr(samples, "_MOST_NODES", len(shown) + 2)
     chains.new = []
     chain(chains, 10, nodes)
     assert chains.is_full
@@ -173,14 +173,14 @@ def test_looking_leaves_the_garbage_collector_as_it_is_and_keeps_nothing_alive()
     class Held:
         pass
 
-    def hold(until: threading.Event, told: list[weakref.ref[Held]]) -> None:
+    def hold(until: threading.Event, shown: list[weakref.ref[Held]]) -> None:
         held = Held()
-        told.append(weakref.ref(held))
+        shown.append(weakref.ref(held))
         until.wait()
 
     for enabled in (True, False):
-        until, told = threading.Event(), []
-        thread = threading.Thread(target=hold, args=(until, told))
+        until, shown = threading.Event(), []
+        thread = threading.Thread(target=hold, args=(until, shown))
         thread.start()
         (gc.enable if enabled else gc.disable)()
         try:
@@ -189,7 +189,7 @@ def test_looking_leaves_the_garbage_collector_as_it_is_and_keeps_nothing_alive()
             gc.disable()
             until.set()
             thread.join()
-            assert told[0]() is None, "no collection was needed to let go of it"
+            assert shown[0]() is None, "no collection was needed to let go of it"
         finally:
             gc.enable()
 
@@ -230,16 +230,16 @@ def test_trees_of_ranks_become_one():
 
 def test_calls_have_what_they_call_and_pass_on():
     """Of 100 samples 60 are in load, 50 of them in read; 38 in step; 2 in main itself."""
-    told = code(
+    shown = code(
         *((0, "load", "other", 10), (0, "read", "other", 50), (1, "step", "compute", 38), (1, "main", "other", 2))
     ).shares()
-    assert [(c.depth, c.function, round(c.fraction, 2), c.part, c.ns_per_step) for c in told] == [
+    assert [(c.depth, c.function, round(c.fraction, 2), c.part, c.ns_per_step) for c in shown] == [
         (0, "main", 1.0, None, 1_000_000),
         (1, "load", 0.6, "other", 600_000),
         (2, "read", 0.5, "other", 500_000),
         (1, "step", 0.38, "compute", 380_000),
     ]
-    assert told[1].uncertainty == pytest.approx(1.96 * (0.6 * 0.4 / 100) ** 0.5)
+    assert shown[1].uncertainty == pytest.approx(1.96 * (0.6 * 0.4 / 100) ** 0.5)
     passed_on = code((0, "load", "other", 2), (0, "read", "other", 58), (1, "step", "compute", 40)).shares()
     assert [call.function for call in passed_on] == ["main", "read", "step"]
     assert code((0, "read", "other", 19)).shares() == ()
@@ -284,18 +284,18 @@ def test_a_finding_has_the_place_where_its_ranks_are_and_the_others_are_not():
 def test_a_rank_beside_the_others_has_what_they_have_of_each_call():
     """Rank 0 reads half of its 100 samples, the others a tenth of theirs: 40 % more, ± 1.96 √(0.25 + 0.09) / 10."""
     seen = [(0, "read", "other", 50), (0, "step", "compute", 50), (1, "read", "other", 10), (1, "step", "compute", 90)]
-    told = code(*seen)
-    rows = {row["function"]: row for row in told.difference(0, 0.002).iter_rows(named=True)}
+    shown = code(*seen)
+    rows = {row["function"]: row for row in shown.difference(0, 0.002).iter_rows(named=True)}
     assert (rows["read"]["share"], rows["read"]["usual"]) == (0.5, 0.1)
     assert rows["read"]["error"] == pytest.approx(1.96 * ((0.25 + 0.09) / 100) ** 0.5)
     assert rows["main"]["usual"] == rows["main"]["share"] == 1
-    assert told.of_ranks([1]).tree(0.2)["function"].to_list() == ["main", "step"]
-    (read,) = told.places_of(slow_rank())
-    drawn = flame.flame(told.difference(0, 0.002), 1e6, lambda place: f"/flame?root={place}", cause={read})
+    assert shown.of_ranks([1]).tree(0.2)["function"].to_list() == ["main", "step"]
+    (read,) = shown.places_of(slow_rank())
+    drawn = flame.flame(shown.difference(0, 0.002), 1e6, lambda place: f"/flame?root={place}", cause={read})
     looks = re.findall(r'class="([^"]*)" aria-label="(?:▶ root cause: )?(\w+)  train.py:\d', drawn)
     assert set(looks) == {("unclear", "main"), ("longer", "load"), ("longer cause", "read"), ("shorter", "step")}
     assert re.search(r"500 µs of the step \(50.*%\), \+400 µs ± 114 µs against the others", drawn)
-    part = flame.flame(told.difference(0, 0.002), 1e6, str, root=read)
+    part = flame.flame(shown.difference(0, 0.002), 1e6, str, root=read)
     assert ("train.py:3" in part, "train.py:4" in part) == (True, False)
 
 
@@ -320,8 +320,8 @@ def test_a_line_that_is_reached_in_two_ways_is_one():
     seen = [(0, place[4], 22), (0, place[6], 20), (0, place[3], 3), (0, step, 55), (1, step, 55)]
     rows = [(rank, 0, "compute", 0, at) for rank, at, count in seen for _ in range(count)]
     rows += [(1, 0, "wait", 0, step)] * 45
-    told = Code(pl.DataFrame(rows, SAMPLES, orient="row"), places, 1e6, {}).of_finding(slow_rank())
-    assert told == "train.py:4 (layer): 420 ± 97 µs of the step on rank 0, 0 ns on the others"
+    shown = Code(pl.DataFrame(rows, SAMPLES, orient="row"), places, 1e6, {}).of_finding(slow_rank())
+    assert shown == "train.py:4 (layer): 420 ± 97 µs of the step on rank 0, 0 ns on the others"
 
 
 def test_samples_outside_of_steps_are_kept_without_one():

@@ -84,7 +84,7 @@ def script(tmp_path: Path, body: str) -> Path:
 
 @pytest.mark.alone
 @pytest.mark.real_job
-def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
+def test_a_running_job_is_sampled_and_its_report_has_the_windows(tmp_path):
     """Two ranks: steps 3 and 4, a window of both, one of rank 1 alone, stacks; the report has it on the run's clock."""
     train = script(
         tmp_path,
@@ -115,9 +115,9 @@ def test_a_running_job_is_looked_into_and_its_report_tells(tmp_path):
         hang.touch()
         wait_for(lambda: standing_still(run) == {1})
         hang.unlink()
-        nobody = trigger(run, "--ranks", "7")
-        assert (nobody.returncode, nobody.stderr.count("\n")) == (2, 1)
-        assert "rank 7 does not write to this folder (ranks 0,1 do)" in nobody.stderr
+        refused = trigger(run, "--ranks", "7")
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert "rank 7 does not write to this folder (ranks 0,1 do)" in refused.stderr
     finally:
         stop.touch()
         _, errors = job.communicate(timeout=60)

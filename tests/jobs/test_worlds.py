@@ -35,8 +35,8 @@ def free_ports(count: int) -> list[str]:
 
 
 def report(run: Path | str) -> dict:
-    told = subprocess.run([*RANKSCOPE, "report", str(run), "--json", "-"], capture_output=True, timeout=100, check=True)
-    return json.loads(told.stdout)
+    done = subprocess.run([*RANKSCOPE, "report", str(run), "--json", "-"], capture_output=True, timeout=100, check=True)
+    return json.loads(done.stdout)
 
 
 @pytest.mark.alone
@@ -65,8 +65,8 @@ def test_trainers_are_judged_alone_beside_what_generates_for_them(tmp_path):
         counters = tables[name].table("counters").collect()
         assert set(counters.filter(source="host")["device"]) == {"", "rank0", "rank1"}
         assert tables[name].table("ranks").collect()["pid"].n_unique() == pids
-    told = subprocess.run([*RANKSCOPE, "report", engines], cwd=tmp_path, capture_output=True, timeout=100)
-    assert told.returncode == 0
+    done = subprocess.run([*RANKSCOPE, "report", engines], cwd=tmp_path, capture_output=True, timeout=100)
+    assert done.returncode == 0
     assert (tmp_path / engines / "report.html").exists()
 
 
@@ -99,7 +99,7 @@ class Run:
         write_run(self.root, ranks=self.reports)
 
     def judged(self) -> tuple[int, list[str]]:
-        """How many ranks are, and what is said of the others."""
+        """How many ranks are, and the gaps on the others."""
         trace = Trace.open(self.root)
         said = [why.replace(str(self.root), "RUN") for why in whys(trace)]
         return trace.table("ranks").collect().height, [why for why in said if "analyzed" in why]
@@ -235,7 +235,7 @@ def test_a_node_that_meets_no_other_has_the_number_of_its_lowest_rank(tmp_path):
     assert [path.name for path in (agent.out / "run").glob("node=*")] == ["node=00004.json"]
 
 
-def test_two_nodes_that_were_given_one_number_are_told_apart_and_it_is_said(tmp_path):
+def test_two_nodes_with_one_number_are_distinguished_and_a_gap_names_them(tmp_path):
     first, second = agents = [Agent(tmp_path / name) for name in ("first", "second")]
     ranks = [Rank(agent.name, rank=r, node=3, world_size=2) for r, agent in enumerate(agents)]
     try:
@@ -252,7 +252,7 @@ def test_two_nodes_that_were_given_one_number_are_told_apart_and_it_is_said(tmp_
     assert [(gap.table, gap.node) for gap in run.gaps() if gap.why == said] == [("clocks", 1)]
 
 
-def test_a_world_without_steps_tells_what_its_main_threads_did(tmp_path):
+def test_a_world_without_steps_reports_its_main_threads(tmp_path):
     """An engine that generates in 30 of its 40 samples, and waits for requests in the others."""
     write_run(tmp_path)
     write(tmp_path, "ranks", "rank=0", [RANK_ROW | {"world_size": 1}])
@@ -262,13 +262,13 @@ def test_a_world_without_steps_tells_what_its_main_threads_did(tmp_path):
     ]
     write(tmp_path, "frames", "rank=0", rows)
     write(tmp_path, "samples", "rank=0", [{"time_ns": i, "frame": 2 if i % 4 else 3} for i in range(40)])
-    told = report(tmp_path)
-    assert [(c["function"], c["fraction"], c["ns_per_step"]) for c in told["code"]] == [
+    done = report(tmp_path)
+    assert [(c["function"], c["fraction"], c["ns_per_step"]) for c in done["code"]] == [
         ("serve", 1.0, None),
         ("generate", 0.75, None),
         ("next_request", 0.25, None),
     ]
-    assert told["verdict"] == "No verdict: no step was seen; main threads were mostly at engine.py:8 (generate)."
+    assert done["verdict"] == "No verdict: no step was seen; main threads were mostly at engine.py:8 (generate)."
     text = subprocess.run([*RANKSCOPE, "report", str(tmp_path)], capture_output=True, text=True, timeout=100).stdout
     for said in (text, (tmp_path / "report.html").read_text()):
         assert "these are shares of the whole run." in " ".join(said.split())

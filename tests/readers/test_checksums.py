@@ -58,8 +58,8 @@ def test_the_report_names_the_damaged_file(slow_rank_1, tmp_path):
     run = shutil.copytree(slow_rank_1, tmp_path / "run")
     (part,) = run.glob("collectives/rank=00001/*.arrow")
     flipped(part, 8 * (part.stat().st_size // 2))
-    told = subprocess.run([*RANKSCOPE, "report", str(run)], capture_output=True, text=True, timeout=100, check=True)
-    said = " ".join(told.stdout.split())
+    printed = subprocess.run([*RANKSCOPE, "report", str(run)], capture_output=True, text=True, timeout=100, check=True)
+    said = " ".join(printed.stdout.split())
     assert f"{part.name} was damaged after it was written: its checksum is wrong; nothing of it is good" in said
 
 

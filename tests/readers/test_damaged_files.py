@@ -138,7 +138,7 @@ def test_pickles_of_all_protocols_may_keep_what_they_hold():
         check_pickle(pickle.dumps(said, protocol))
 
 
-def test_what_is_said_once_may_be_nested_and_long():
+def test_a_list_that_is_written_once_may_be_nested_and_long():
     check_structure({"a": [[1, 2], {"b": ()}] * 100}, 0)
     with pytest.raises(ValueError, match="many times"):
         check_structure([[0] * 1000] * 1000, 2_000)

@@ -116,7 +116,7 @@ def test_the_source_and_what_it_cannot_show_survive(tmp_path):
     assert not (tmp_path / "traces" / "report.json").exists()
 
 
-def test_what_is_good_of_several_files_stays_and_the_rest_is_said(tmp_path):
+def test_what_is_good_of_several_files_stays_and_the_rest_is_reported(tmp_path):
     write(tmp_path / "rank0.json")
     (tmp_path / "rank1.pt.trace.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [')[:15])
     done = rankscope("import", tmp_path, "-o", tmp_path / "run")

@@ -83,7 +83,7 @@ def test_a_kernel_that_precedes_its_launch_and_one_of_no_length_are_kept(tmp_pat
 # ---------------------------------------------------------------- links
 
 
-def test_device_rows_without_a_launch_are_busy_time_and_are_told(tmp_path):
+def test_device_rows_without_a_launch_are_busy_time_and_reported(tmp_path):
     """10 µs with a launch, 20 µs without: 30 µs busy."""
     trace = opened(tmp_path, [launch(0, 5, 1), kernel("a", 10, 10, 1), kernel(ALLREDUCE, 30, 20, 99)])
     assert diagnose(trace).device[0].busy_ns == 30_000
@@ -258,11 +258,11 @@ def test_a_device_whose_clock_is_off_does_not_change_who_was_last(tmp_path, ahea
     waits = timeline.collectives.group_by("rank").agg(pl.col("wait_ns").mean(), pl.col("is_last").all()).sort("rank")
     expected = 500_000 if ahead != 80 else 420_000  # so little is within what ends differ by anyway
     assert waits.rows() == [(0, 0, True), (1, expected, False)]
-    told = [gap.why for gap in timeline.gaps if "clock" in gap.why]
-    assert told == ["its device's clock was 300 µs off the others' and was set right"] * (2 if ahead == 600 else 0)
+    gaps = [gap.why for gap in timeline.gaps if "clock" in gap.why]
+    assert gaps == ["its device's clock was 300 µs off the others' and was set right"] * (2 if ahead == 600 else 0)
 
 
-def test_what_the_profiler_lost_is_told_and_such_steps_are_not_judged(tmp_path):
+def test_what_the_profiler_lost_is_reported_and_such_steps_are_excluded(tmp_path):
     """20 kernels of 480 µs in each of 6 steps of 10 ms; the driver dropped all of the last three steps but one."""
     events = []
     for number in range(6):
@@ -275,13 +275,13 @@ def test_what_the_profiler_lost_is_told_and_such_steps_are_not_judged(tmp_path):
     trace = opened(tmp_path, events)
     report = diagnose(trace)
     assert report.steps.count == 3
-    told = [gap.why for gap in report.gaps]
-    assert "what 59 calls of 120 launched was not recorded" in told
-    assert "3 steps not analyzed, since much of what was launched in them was not recorded" in told
+    gaps = [gap.why for gap in report.gaps]
+    assert "what 59 calls of 120 launched was not recorded" in gaps
+    assert "3 steps not analyzed, since much of what was launched in them was not recorded" in gaps
     assert {part.part for part in report.breakdown if part.ns_per_step > 1_000_000} == {"compute"}
 
 
-def test_rows_without_a_time_and_several_devices_are_told(tmp_path):
+def test_rows_without_a_time_and_several_devices_are_reported(tmp_path):
     base = 1_735_632_360_000_000_000
     events = [launch(10 * n, 5, n) for n in range(4)]
     events += [kernel("a", 10, 10, 0), kernel("b", 20, 10, 1, device=1), kernel("c", -base / 1000, 0, 2)]
@@ -354,7 +354,7 @@ def test_one_kernel_without_a_duration_does_not_take_the_others_away(tmp_path):
     assert build_timeline(Trace.open(tmp_path)).matched_fraction == pytest.approx(62 / 63)
 
 
-def test_evenly_spaced_operations_do_not_tell_the_difference_of_two_clocks():
+def test_evenly_spaced_operations_do_not_give_the_offset_of_two_clocks():
     even = Sequence(kind=array([1] * 40), end_ns=array(range(40)) * 1_000_000)
     assert align({0: even, 1: Sequence(kind=even.kind, end_ns=even.end_ns + 7)}, one_clock=False) is None
     holed = Sequence(kind=even.kind[:39], end_ns=np.delete(even.end_ns, 20))
@@ -474,7 +474,7 @@ def test_an_unknown_rank_is_taken_to_be_0_if_it_is_alone_and_asked_for_otherwise
         Trace.open(tmp_path / "one")
 
 
-def test_two_captures_in_one_folder_are_told_apart(tmp_path):
+def test_two_captures_in_one_folder_are_distinguished(tmp_path):
     for name in ("before-rank0.json", "before-rank1.json", "after-rank0.json"):
         write(tmp_path / name, [kernel("k", 0, 1)])
     with pytest.raises(BadInput, match=r"rank 0 is in both after-rank0.json and before-rank0.json: these are two"):

@@ -48,7 +48,7 @@ def test_dumps_as_pickles_and_as_json_say_the_same(tmp_path, suffix):
     assert report.findings[0].title == "Rank 1 does not reach allreduce number 5 of default_pg"
 
 
-def test_parts_of_a_coalesced_operation_that_has_ended_hold_nobody(tmp_path):
+def test_parts_of_a_coalesced_operation_that_has_ended_block_no_rank(tmp_path):
     """The recorder says "scheduled" of a batch's send for good; what rank 0 waits in is the all-reduce after it."""
     content = dump(0)
     (pending,) = content["entries"]
@@ -75,8 +75,8 @@ def test_dump_that_wants_to_load_a_class_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kept", [-40, 0])
-def test_damaged_dump_is_a_gap_and_accuses_nobody(tmp_path, kept):
-    """Cut or empty, it says nothing of rank 1: whether rank 0 waits for it cannot be told."""
+def test_damaged_dump_is_a_gap_and_names_no_rank(tmp_path, kept):
+    """Cut or empty, it says nothing about rank 1: whether rank 0 waits for it is unknown."""
     write_dumps(tmp_path, dump(0), dump(1))
     file = tmp_path / "nccl_trace_rank_1"
     file.write_bytes(file.read_bytes()[:kept])
@@ -124,7 +124,7 @@ def test_folder_of_several_runs_names_them(tmp_path):
     assert "is no run, but these in it can be read: first, second; give one" in refused(tmp_path)
 
 
-def test_counters_know_of_ends_that_the_entries_were_not_told_of(tmp_path):
+def test_counters_include_ends_that_the_entries_lack(tmp_path):
     trace = Trace.open(write_dumps(tmp_path, dump(0, enqueued=5, completed=5), dump(1, enqueued=5, completed=5)))
     assert trace.table("progress").collect()["seq"].null_count() == 2
     assert [healthy.detector for healthy in diagnose(trace).healthy] == ["hang"]
@@ -194,7 +194,7 @@ def stage(start_ms):
     return {"total": 9.0, "fwd_start": [start_ms], "fwd_end": [start_ms + 1], "bwd_start": [5.0], "bwd_end": [7.5]}
 
 
-def test_pipeline_files_are_read_and_what_is_broken_is_said(tmp_path):
+def test_pipeline_files_are_read_and_what_is_broken_is_reported(tmp_path):
     (tmp_path / "pp_rank_0.json").write_text(json.dumps({"1": stage(0.0), "2": stage(0.5)}))
     (tmp_path / "pp_rank_1.json").write_text(json.dumps({"1": stage(1.0), "2": stage(1.5) | {"bwd_end": []}}))
     (tmp_path / "pp_rank_2.json").write_text(json.dumps({"1": stage(2.0)})[:-9])
@@ -428,7 +428,7 @@ def write_lines(path, *records):
     return path
 
 
-def test_inspector_with_times_tells_who_waited(tmp_path):
+def test_inspector_with_times_shows_which_ranks_waited(tmp_path):
     """Rank 0 starts at 100 µs, rank 1 at 400; both end at 500: rank 0 waited 300 µs."""
     for rank, start in ((0, 100), (1, 400)):
         write_lines(tmp_path / f"{rank}.log", inspector(rank, start=start), "{broken")
@@ -595,8 +595,8 @@ def test_bytes_of_a_real_nsight_file_are_all_that_it_says():
 
 
 @pytest.mark.needs_data
-def test_real_nccl_logs_tell_who_waited_where_they_have_ends():
-    """Four GPUs of one process, launched one after the other from 3 to 0: rank 0's kernel waits for nobody."""
+def test_real_nccl_logs_show_which_ranks_waited_where_they_have_ends():
+    """Four GPUs of one process, launched one after the other from 3 to 0: rank 0's kernel does not wait."""
     waits = diagnose(Trace.open(DATA / "nccl_profiler" / "minimal-profiler-allreduce++.jsonl")).waits
     assert [round(w.waited_ns / 1e6) for w in waits] == [0, 5, 9, 14]
     example = Trace.open(DATA / "nccl_profiler" / "nccl-example-profiler-p2p.json")

@@ -43,12 +43,12 @@ def test_what_the_server_refuses_or_leaves_unanswered_is_asked_for_again(server,
 def test_a_server_that_refuses_for_good_is_one_line(server, monkeypatch):
     monkeypatch.setattr(storage, "_ATTEMPTS", 2)
     server.refused = 10_000
-    with pytest.raises(BadInput, match=r"^cannot read s3://bucket/jobs/run: .*") as told:
+    with pytest.raises(BadInput, match=r"^cannot read s3://bucket/jobs/run: .*") as raised:
         read_run("s3://bucket/jobs/run")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
-def test_what_is_not_there_is_said(server):
+def test_a_missing_object_is_reported(server):
     with pytest.raises(BadInput, match=r"^s3://bucket/jobs/other does not exist$"):
         read_run("s3://bucket/jobs/other")
 

@@ -160,7 +160,7 @@ def test_folders_of_two_nodes_are_one_run(tmp_path):
         Trace.open([tmp_path / "a", tmp_path / "b"])
 
 
-def test_what_the_recorder_said_is_passed_on_and_nulls_that_may_not_be_are_left_out(tmp_path):
+def test_the_recorders_gaps_are_passed_on_and_forbidden_nulls_are_left_out(tmp_path):
     write_run(tmp_path)
     write_rank(tmp_path, 0, world=1)
     write(tmp_path, "gaps", "rank=0", [{"table": "memory", "source": "memory", "count": 3, "why": "no /proc"}])

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 AGENT = [sys.executable, "-m", "rankscope.collectors.agent.loop"]
-# A rank that does what it is told, line by line, and answers each line when it has done it.
+# A rank that executes commands, line by line, and answers each line when it is done.
 RANK = """
 import json, os, signal, socket, sys, threading, time
 from rankscope.collectors.in_rank.ring_writer import Ring

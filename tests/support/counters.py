@@ -30,11 +30,11 @@ def sampled(folder, readings):
         part.flush()
         part.close()
         known = sorted({device for source, _, device in own if source == "gpu"})
-        tell(folder / f"run/node={node:05}.json", node, known)
+        _set_gpus(folder / f"run/node={node:05}.json", node, known)
     return rankscope.diagnose(rankscope.open(folder))
 
 
-def tell(file, node, known):
+def _set_gpus(file, node, known):
     """Write down that the node's ranks use these GPUs, in their order."""
     said = json.loads(file.read_text())
     said["topology"] = {"gpus": [{"index": int(gpu[3:]), "uuid": f"GPU-{gpu}"} for gpu in known]}

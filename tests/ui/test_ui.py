@@ -1,4 +1,4 @@
-"""`rankscope ui`: figures on rows a reader can check in the head, who may look, and every page in a real browser."""
+"""`rankscope ui`: figures on rows a reader can check in the head, access, and every page in a real browser."""
 
 from __future__ import annotations
 
@@ -553,7 +553,7 @@ def test_every_page_of_512_ranks_loads(served, screen, tmp_path):
                 continue
             wide.open(f"/{'' if name == 'overview' else name}")
             page.locator(f"a.nav-link[data-active]:has-text('{of_name.title}')").wait_for()
-            if name not in ("timeline", "memory"):  # nobody recorded the ranks' memory
+            if name not in ("timeline", "memory"):  # the ranks' memory was not recorded
                 wide.wait_for_text(SHOWN[name][0])
         page.wait_for_load_state("networkidle")
         page.close()  # while the server answers

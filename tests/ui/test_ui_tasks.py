@@ -103,7 +103,7 @@ def test_a_share_is_the_same_number_in_headline_finding_table_and_what_if(state,
     assert f"{cost.split()[0]} ± " in said
     assert share in said
     whole = screen.page.locator(".waterfall tr.sum td.number").all_inner_texts()
-    left = screen.page.locator(".waterfall .bar-mended").locator("xpath=ancestor::tr").locator("td.number").nth(1)
+    left = screen.page.locator(".waterfall .bar-fixed").locator("xpath=ancestor::tr").locator("td.number").nth(1)
     screen.open("/what_if?run=2")
     gain = screen.page.locator(".fix", has_text=f"rank {SLOW} as fast").locator(".number").nth(1).inner_text()
     assert gain == f"{finding.gain_fraction * 100:.1f} %"

@@ -253,7 +253,7 @@ def client(timelines: dict[str, Timeline | None]) -> Any:
     return ask
 
 
-def test_a_run_without_anything_and_one_that_is_still_read_are_told_apart():
+def test_an_empty_run_and_one_that_is_still_read_are_distinguished():
     ask = client({"": timeline_of(), "2": None})
     status, empty = ask("scene", {"run": ""})
     assert (status, empty["present"], empty["tracks"]) == (200, [], [])
@@ -431,7 +431,7 @@ def test_a_run_that_grew_while_it_was_read_is_not_stored(large):
     assert sorted(path.name for path in large.iterdir()) == ["phases", "run"]
 
 
-def test_where_nothing_can_be_written_lanes_stay_in_memory_and_it_is_said(large, caplog):
+def test_where_nothing_can_be_written_lanes_stay_in_memory_with_a_warning(large, caplog):
     (large / lane_cache.FOLDER).write_text("in the way")
     made = lane_cache.build_or_store(large, files_fingerprint(large), many_phases())
     assert sorted(made.tracks) == [0, 1]
@@ -669,11 +669,11 @@ def test_a_selection_is_summed_up(screen, truth):
     own_ns = computed.select(pl.col("end_ns") - pl.col("start_ns")).sum().item()
     said = " ".join(screen.beside().split())
     found = re.search(r" compute ([\d,.]+) (m?s) ", said)
-    told_ns = float(found[1].replace(",", "")) * {"s": 1e9, "ms": 1e6}[found[2]]
-    assert own_ns - 0.002 * (t1 - t0) <= told_ns <= own_ns + 1e6  # no more is outside than the selection leaves out
+    shown_ns = float(found[1].replace(",", "")) * {"s": 1e9, "ms": 1e6}[found[2]]
+    assert own_ns - 0.002 * (t1 - t0) <= shown_ns <= own_ns + 1e6  # no more is outside than the selection leaves out
     backwards = computed.filter(pl.col("label") == "backward").height
-    told = int(re.search(r" backward (\d+) ", said)[1])
-    assert backwards - 2 <= told <= backwards  # a piece at either end may lie outside the selection
+    shown = int(re.search(r" backward (\d+) ", said)[1])
+    assert backwards - 2 <= shown <= backwards  # a piece at either end may lie outside the selection
 
 
 def lines_of(made: scene.Scene, rank: int) -> list[int]:
@@ -716,7 +716,7 @@ def test_an_arrow_leads_from_the_late_rank_to_the_one_that_waited(screen, truth)
 
 
 @pytest.mark.browser
-def test_findings_are_marked_above_the_lanes_and_a_click_tells_what_was_found(screen, state):
+def test_findings_are_marked_above_the_lanes_and_a_click_shows_the_finding(screen, state):
     finding = state.report("").findings[-1]
     evidence = finding.evidence[-1]  # nothing is drawn over it
     x, y = screen.spot(-1, evidence.start_ns)

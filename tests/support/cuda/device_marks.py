@@ -48,7 +48,7 @@ if rank == 3:
 
 device = pretend(Path(sys.argv[1]), drift_ppm=40, connections=8 if rank == 0 else 1)
 compute = on_device(device, 20 * MS, 40 * MS)
-rankscope.step()  # the first only tells the collector that CUDA is there
+rankscope.step()  # the first only shows the collector that CUDA is there
 wait_for_anchors(device, 2)
 train(STEPS)
 if rank == 0:

@@ -32,7 +32,7 @@ class Layers(torch.nn.Module):
 dist.init_process_group("gloo")
 device = pretend(Path(sys.argv[1]))
 compute = on_device(device, 20 * MS, 40 * MS)
-rankscope.step()  # the first only tells the collector that CUDA is there
+rankscope.step()  # the first only shows the collector that CUDA is there
 wait_for_anchors(device, 2)
 model = torch.nn.parallel.DistributedDataParallel(Layers())
 parameters = torch.ones(8)

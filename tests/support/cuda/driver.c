@@ -1,4 +1,4 @@
-/* A CUDA driver with one device, which is a queue in order on a clock of its own: work takes as long as it is told to.
+/* A CUDA driver with one device, which is a queue in order on a clock of its own: work takes a given time.
 
    The functions of `cuda.h` are as strict as the real ones: a thread needs a context, and what is unsafe while a stream
    is captured breaks the capture. Those that begin with `fake_` are for the job that plays with it. */

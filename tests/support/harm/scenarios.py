@@ -252,7 +252,7 @@ def closes_unix_sockets_and_takes_their_numbers():
         for end in (near, far):
             end.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                print("came from nobody:", end.recv(1 << 16))
+                print("came without a sender:", end.recv(1 << 16))
 
 
 @harm

@@ -1,4 +1,4 @@
-"""Trainers and what generates for them, as in RL: two worlds of two ranks each in one job, who meet in a store only."""
+"""Trainers and generators for them, as in RL: two worlds of two ranks each in one job, which meet in a store only."""
 
 import datetime
 import os
