@@ -1,1 +1,1 @@
-"""What runs inside and beside the job."""
+"""Recording, inside and beside the job."""

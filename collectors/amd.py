@@ -111,7 +111,7 @@ class _Gpu:
         return True
 
     def of(self, function: str, *arguments: str) -> Any:  # noqa: ANN401
-        """Return what AMD SMI's function answers for this GPU; an argument `Enum.MEMBER` is one of its constants."""
+        """Return the result of AMD SMI's function for this GPU; an argument `Enum.MEMBER` is one of its constants."""
         constants = [getattr(getattr(self._smi, enum), member) for enum, member in (a.split(".") for a in arguments)]
         return getattr(self._smi, f"amdsmi_get_{function}")(self.handle, *constants)
 

@@ -35,6 +35,6 @@ def is_intact(file: bytes) -> bool:
 
 
 def _places(file: bytes) -> tuple[int, int]:
-    """Return where the digits begin, in front and in the footer; -1: nowhere."""
+    """Return the positions of the digits, in front and in the footer; -1: none."""
     first, last = file.find(_MARK), file.rfind(_MARK)
     return (first + len(_MARK), last + len(_MARK)) if first >= 0 else (-1, -1)

@@ -15,7 +15,7 @@ __all__ = ["cache_folder", "compile_to", "compiler"]
 
 
 def cache_folder() -> Path:
-    """Return where rankscope keeps what it builds: `$XDG_CACHE_HOME/rankscope` or `~/.cache/rankscope`."""
+    """Return the folder of rankscope's builds: `$XDG_CACHE_HOME/rankscope` or `~/.cache/rankscope`."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rankscope")
     except RuntimeError:  # a user without a home

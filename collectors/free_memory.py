@@ -32,7 +32,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def own_bytes(proc: Path) -> int:
-    """Return what this process holds; 0 where it is not known."""
+    """Return the memory of this process; 0 if unknown."""
     try:
         return _fields(proc / "self" / "status").get("VmRSS", 0)
     except (OSError, ValueError):

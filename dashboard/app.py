@@ -119,7 +119,7 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
 
 
 def _add_callbacks(app: Dash, runs: Runs) -> None:
-    """Those of the frame around the pages."""
+    """Add the callbacks of the frame around the pages."""
     app.callback(
         Output("page", "children"),
         Output("navigation", "children"),
@@ -256,7 +256,7 @@ def _show(runs: Runs, path: str | None, search: str | None, shown: list[str] | N
 
 
 def _early(progress: Progress, page: Page, key: str) -> Children:
-    """Return what a page can show of a run that is still being read."""
+    """Return a page's content for a run that is still being read."""
     if progress.scene is not None and page.early:
         return page.early(key)
     if progress.report is not None and page.of_report:
@@ -294,7 +294,7 @@ def _run_names(runs: Runs, page: str, current: str) -> Children:
 
 
 def _loading(progress: Progress) -> Children:
-    """Return what is being done; or, if it failed, why."""
+    """Return the progress; or, if it failed, why."""
     if progress.error:
         return dmc.Alert(
             progress.error,
@@ -349,7 +349,7 @@ def _status(progress: Progress, page: str) -> Children:
 
 
 class _Callback(msgspec.Struct):
-    """What Dash's own page sends; a body without this is refused before Dash works on it."""
+    """The fields of requests of Dash's own page; a body without them is refused before Dash works on it."""
 
     output: str
     inputs: list[Any]

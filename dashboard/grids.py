@@ -148,7 +148,7 @@ _PAGES = _Pages()
 
 @lru_cache(maxsize=8)
 def answered(run: Run, query: str) -> pl.DataFrame:
-    """Return what the query asks of the run's tables, and of what pages show. Raises BadQuery."""
+    """Return the answer to a query on the run's tables and the rows of pages. Raises BadQuery."""
     tables, name = ChainMap(_PAGES.named_in(query), tables_of(run)), query.rpartition(" ")[2]  # type: ignore[arg-type]
     return tables[name] if query == everything(name) and name in tables else answer(tables, query)
 
@@ -254,7 +254,7 @@ def _width(title: str, letters: int, *, filtered: bool) -> int:
 
 
 def _as_json(frame: pl.DataFrame) -> list[pl.Expr]:
-    """Return what JSON cannot hold exactly, as text: long numbers, infinities, and what is made of several values."""
+    """Return values that JSON cannot hold exactly as text: long numbers, infinities, and nested values."""
     exact = []
     for name, dtype in frame.schema.items():
         column = pl.col(name)

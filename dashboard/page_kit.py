@@ -180,7 +180,7 @@ def quiet(text: Children) -> Children:
 
 
 def section_body(section: Section) -> list[Children]:
-    """Return what a section of the report has below its title."""
+    """Return the body of a section of the report."""
     shown = [html.P(line) for line in section.lines]
     if section.means:
         shown.append(quiet(section.means))

@@ -197,7 +197,7 @@ def _counters(run: Run) -> list[CounterLane]:
 
 
 def _lanes(path: Path, files: str, timeline: Timeline, running: bool) -> Scene:
-    """Those of a run that goes on would be of other tables when they are next looked for."""
+    """Return the lanes; those of a running job are not stored, as its tables change."""
     return build_scene(timeline) if running else build_or_store(path, files, timeline)
 
 

@@ -90,7 +90,7 @@ def path(run: Run) -> pl.DataFrame | None:
 
 
 def gain(run: Run, keys: Sequence[str]) -> Gain | None:
-    """Return what these fixes bring together; None where nothing can be predicted."""
+    """Return the gain of these fixes together; None where nothing can be predicted."""
     ready = replayable(run)
     if isinstance(ready, Unreplayable):
         return None

@@ -56,11 +56,11 @@ class Options:
 
     @property
     def url(self) -> str | None:
-        """Where in object storage the run goes."""
+        """The run's place in object storage."""
         return self.out if self.out and spool_url(self.out) else None
 
     def for_agent(self) -> list[str]:
-        """Return what the agent needs to know to open windows by itself, and what it may keep."""
+        """Return the agent's options on windows and retention."""
         steps = ["--profile-steps", json.dumps(self.profile_steps)] if self.profile_steps else []
         keep = [] if self.keep_bytes is None else ["--keep-bytes", str(self.keep_bytes)]
         upload = ["--upload", self.url] if self.url else []

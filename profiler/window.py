@@ -1,4 +1,4 @@
-"""From the traces of a deep window to its tables, in a process that the agent starts.
+"""Converts the traces of a deep window to its tables, in a process that the agent starts.
 
 A window's folder is a run folder inside the run's. It holds what torch.profiler saw, every operator included, on the
 run's clock.
@@ -87,7 +87,7 @@ def _copy_clocks(folder: Path, node: int) -> None:
 
 
 def place(begins_ns: Sequence[int], marks: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return what to add to a trace's times to have them on the run's clock, and the error of that, ns.
+    """Return the offset from a trace's times to the run's clock, and its error, ns.
 
     Each span of a step began between two readings of the run's clock: so each bounds the offset from both sides. It is
     the middle of what all of them allow, and the error half of that, or how far they disagree. Raises `BadInput`.

@@ -116,7 +116,7 @@ def _speed_was_judged(report: Report) -> bool:
 
 
 def _hidden(report: Report) -> Iterator[str]:
-    """Yield what the steps' own scatter, or a collector that failed, may hide.
+    """Yield checks whose loss the steps' scatter, or a failed collector, may hide.
 
     A finding may cause such scatter itself.
     """

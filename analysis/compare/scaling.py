@@ -138,7 +138,7 @@ def _work(report: Report) -> float:
 
 
 def _what_differs(runs: Sequence[tuple[Report, Timeline]]) -> Iterator[str]:
-    """Yield what makes runs hard to compare: other devices, other amounts of communication, ranks not recorded."""
+    """Yield notes on limited comparability: other devices, other amounts of communication, ranks not recorded."""
     devices = {tuple(timeline.ranks["device"].unique().sort().to_list()) for _, timeline in runs}
     if len(devices) > 1:
         yield text(

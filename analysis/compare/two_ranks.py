@@ -71,7 +71,7 @@ def median_rank(report: Report, but: int | None = None) -> int | None:
 
 
 def part_changes(a: RankSide, b: RankSide) -> tuple[StepChange, tuple[PartChange, ...]]:
-    """From A's mean step to B's, whole and by part; no parts where one side has none."""
+    """Return the change from A's mean step to B's, whole and by part; no parts where one side has none."""
     means, errors, wholes = [], [], []
     for side in (a, b):
         of_rank: dict[str, int] = {}

@@ -210,7 +210,7 @@ def _what_differs(a: Report, b: Report) -> Iterator[str]:
 
 
 def _unmatched(a: Report, b: Report) -> Iterator[str]:
-    """Yield what is left out of the communication, since its peers were not seen."""
+    """Yield notes on communication that is left out, since its peers were not seen."""
     for name, report in (("A", a), ("B", b)):
         matched = report.matched_fraction
         if matched == 0:

@@ -83,12 +83,12 @@ def detectors() -> Mapping[str, ModuleType]:
 
 @cache
 def specs() -> Mapping[str, Detector]:
-    """Give what each detector declares about itself."""
+    """Give each detector's declaration."""
     return {name: module.detector for name, module in detectors().items()}
 
 
 def spec_of(detector: str) -> Detector:
-    """Give what a detector declares; nothing in particular for checks that are none, such as "device_time"."""
+    """Give a detector's declaration; the default for other checks, such as "device_time"."""
     return specs().get(detector, Detector())
 
 
@@ -206,7 +206,7 @@ def of_hosts(found: Callable[[pl.DataFrame | None], list[Finding]], waits: pl.Da
 
 
 def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price:
-    """Return what a finding costs that loses `lost` per step.
+    """Return the cost fields of a finding that loses `lost` per step.
 
     `gain_ns` per step is for those that have no fix to replay.
 
@@ -226,7 +226,7 @@ def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price
 def as_cause(
     slow: Finding, share: float, *, detector: str, title: str, where: str, advice: str, evidence: tuple[Evidence, ...]
 ) -> Finding:
-    """Return what makes a finding's ranks slow as a finding of its own, with its fix, that costs this share of it."""
+    """Return the cause of a finding as a finding of its own, with the same fix, that costs this share of it."""
     fraction = share * slow.lost_fraction
     return replace(
         slow,

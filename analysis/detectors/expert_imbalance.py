@@ -177,7 +177,7 @@ def _lost(groups: list[_Group]) -> Estimate:
 
 
 def _groups(collectives: pl.DataFrame, steps: tuple[int, ...], min_uneven: float) -> list[_Group]:
-    """Return what the all-to-alls of each group make it wait for. Raises NotResolvable where none can be judged."""
+    """Return the loss by the all-to-alls of each group. Raises NotResolvable where none can be judged."""
     if "received_bytes" not in collectives.columns or collectives["received_bytes"].null_count() == len(collectives):
         raise NotResolvable(text("no all-to-all was recorded, or not how many bytes each rank received"))
     rows = _stretches(collectives).filter(pl.col("step").is_in(steps))

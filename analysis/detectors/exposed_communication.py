@@ -219,7 +219,7 @@ class _Operations:
         return coarse if self.kind in _INLINE or self.is_bound else usual
 
     def lost(self, elsewhere_ns: float) -> Estimate:
-        """Return what it costs without what other findings already account for.
+        """Return its cost without that of other findings.
 
         Of few steps its operations are the sample.
 
@@ -240,7 +240,7 @@ class _Operations:
 def _operations(
     grid: StepGrid, phases: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
 ) -> Iterator[_Operations]:
-    """Yield what is exposed, by purpose of the group and kind of operation."""
+    """Yield exposed transfers, by purpose of the group and kind of operation."""
     every = exposed_operations(collectives, phases, groups)
     computing = sums(grid, computed(phases), "ns")
     for (sort, kind, op), rows in every.group_by(BY_SORT, maintain_order=True):

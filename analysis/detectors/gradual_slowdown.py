@@ -123,7 +123,7 @@ def resolution_ns(
     min_steps: int = 30,
     min_z: float = 5.0,
 ) -> int:
-    """Return what a drift costs per step that would just have been reported."""
+    """Return the smallest cost per step of a drift that would have been reported."""
     grid = judged_grid(breakdown, min_steps)
     scatter = _lost(grid, trend(_job(grid).lengths), _first(all_steps)).half_width_ns
     return round(max(min_fraction * grid.step_ns, min_z / 1.96 * scatter))
@@ -163,7 +163,7 @@ def _first(all_steps: pl.DataFrame | None) -> int:
 
 
 def _lost(grid: StepGrid, line: Trend, first: int, ranks: tuple[int, ...] = ()) -> Estimate:
-    """Return what the mean judged step takes longer than the first did.
+    """Return how much longer the mean judged step is than the first.
 
     It grew through the warm-up too, which is not judged.
 
@@ -253,7 +253,7 @@ def _title(seen: _Seen, line: Trend, where: str, ranks: tuple[int, ...]) -> str:
 
 
 def _growth(values: Floats) -> Floats:
-    """By how much each rank's values grow over the run, by the medians of its first and last third."""
+    """Return the growth of each rank's values over the run, by the medians of its first and last third."""
     count = values.shape[1]
     third = count // 3
     apart = np.median(values[:, -third:], axis=1) - np.median(values[:, :third], axis=1)

@@ -102,7 +102,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """All that was saved and could be read."""
+    """All states that were saved and could be read."""
 
     members: Mapping[int, tuple[int, ...]]  # by group
     held: Mapping[int, _Held]

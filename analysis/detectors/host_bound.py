@@ -95,7 +95,7 @@ def detect(
     *,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
-    """Return what the job loses because the hosts of at least half of the ranks are late, as one finding."""
+    """Return the loss by late hosts, of at least half of the ranks, as one finding."""
     if kernels is None:
         _check_lead(breakdown, marks, min_fraction)
         return []
@@ -158,7 +158,7 @@ def resolution_ns(
 
 
 def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fraction: float) -> int:
-    """Return what a device idles for want of work at most, ns per step. Not resolvable if that is much."""
+    """Return an upper bound of a device's idle time for want of work, ns per step. Not resolvable if that is large."""
     if marks is None:
         raise NotResolvable(text("no work of a device was recorded"))
     grid = judged_grid(breakdown)
@@ -193,7 +193,7 @@ def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
 
 
 def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[Estimate, float]:
-    """Return what the busiest rank would be shorter per step with quick hosts.
+    """Return how much shorter the busiest rank's step would be with quick hosts.
 
     The share that stays if only one gets quick.
 
@@ -316,7 +316,7 @@ def _drained(start: Floats, end: Floats, calls: Mapping[str, pl.DataFrame]) -> N
 
 
 def _advice(causes: Mapping[str, float]) -> str:
-    """Return what to do about each cause that matters, the greatest first."""
+    """Return advice for each cause that matters, the greatest first."""
     ordered = sorted(causes, key=lambda cause: -causes[cause])
     said = [
         text("{share} {cause}", share=percent(causes[c]), cause=_ADVICE[c]) for c in ordered if causes[c] >= _MUCH

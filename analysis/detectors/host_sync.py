@@ -74,7 +74,7 @@ def detect(
     min_fraction: float = 0.03,
     min_ns: int = 20_000,
 ) -> list[Finding]:
-    """Return what the job loses because its hosts wait for their devices, as one finding."""
+    """Return the loss by hosts that wait for their devices, as one finding."""
     grid, costly, cost = _costs(breakdown, phases, kernels, launches, min_ns)
     lost = loss_of_gaps(grid, costly, cost)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:

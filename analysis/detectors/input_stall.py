@@ -160,7 +160,7 @@ def _alike(excess: Floats, nodes: list[list[int]]) -> list[list[int]]:
     """
     means = [_seen(row) for row in excess]
     clear = {row: mean.ns for row, mean in enumerate(means) if mean.clear}
-    # A slow disk costs each rank of its node another time: after the longest wait more batches are ready next time.
+    # A slow disk delays the ranks of its node unequally: after the longest wait more batches are ready next time.
     sets = [rows for rows in nodes if min(clear.get(r, 0.0) for r in rows) > _OF_NODE * max(means[r].ns for r in rows)]
     left = sorted(clear.keys() - {row for rows in sets for row in rows}, key=lambda row: -clear[row])
     while left:

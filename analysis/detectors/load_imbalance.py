@@ -88,7 +88,7 @@ _AT_ONCE = 0.1  # of a transfer: an operation that waits less after it may have 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What ranks compute, arrays of (rank, step) in ns: own time, and two parts of it that the data lengthen alike.
+    """The ranks' computation, arrays of (rank, step) in ns: own time, and two parts of it that the data lengthen alike.
 
     `whole_ns` is the mean of all of forward and backward, of which the two parts may be less; of that `open_fraction`,
     more or less, may be no computation.
@@ -280,7 +280,7 @@ def _at(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:
 
 
 def _halves(work: _Work) -> tuple[list[Floats], float]:
-    """Return what either says of how far the data are from the mean, ns of both together.
+    """Return the data's distance from the mean by either part, ns of both together.
 
     And the noise of both together.
 

@@ -142,7 +142,7 @@ def resolution_ns(
 
 
 def _finding(slow: _Slow, every: pl.DataFrame, grid: StepGrid, min_fraction: float) -> Finding | None:
-    """Return what these operations cost, where it is enough. Senders go on meanwhile."""
+    """Return the finding on these operations, if they cost enough. Senders go on meanwhile."""
     bounded = is_bounded(every)
     of_it = every.filter(pl.col("instance_id").is_in(slow.instances.implode()), pl.col("op") != "send")
     most, lost = (
@@ -232,7 +232,7 @@ def _loss(
     column: str = "exposed_ns",
     error: float | None = None,
 ) -> Estimate:
-    """Return what the median of these ranks waits for per step, times the share; of `steps` alone where given.
+    """Return the wait of these ranks' median per step, times the share; of `steps` alone where given.
 
     Of few steps the operations are the samples: of how long they take, where it is known to this `error`; else of how
     long each is waited for.

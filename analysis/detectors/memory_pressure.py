@@ -72,7 +72,7 @@ def detect(
     *,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
-    """Return what asking for memory costs the job, from the devices' idle time or from the steps with retries."""
+    """Return the cost of calls for memory, from the devices' idle time or from the steps with retries."""
     if kernels is not None and launches is not None:
         return _of_calls(breakdown, phases, kernels, launches, min_fraction)
     return _of_retries(breakdown, steps, _readings(memory), min_fraction)

@@ -62,7 +62,7 @@ _RANK = r"^rank(\d+)$"
 
 @dataclass(frozen=True, slots=True)
 class _Hosts:
-    """What the counters say of the judged steps, as shares of the time, by rank or by node; where unknown not there."""
+    """The counters in the judged steps, as shares of the time, by rank or by node; unknown ones are absent."""
 
     queued: dict[int, float]  # of a rank's main thread
     used: dict[int, float]  # processors that the rank's process used
@@ -112,7 +112,7 @@ def resolution_ns(
     *,
     min_fraction: float = 0.03,
 ) -> int:
-    """Return what a slow rank must cost to be seen: what makes none slow costs nothing."""
+    """Return the least visible cost of a slow rank: a host that slows no rank costs nothing."""
     _hosts(counters, steps, ranks)
     return resolution_of_slow_rank_ns(breakdown, collectives, regions, groups, ranks, min_fraction=min_fraction)
 
@@ -228,7 +228,7 @@ def _finding(hosts: _Hosts, slow: Finding, lost: dict[str, float], share: float)
 
 
 def _explanation(hosts: _Hosts, ranks: tuple[int, ...], nodes: list[int], how: str) -> tuple[str, str, str]:
-    """Return what is lost, why, and what to do about it."""
+    """Return the loss, its cause, and the advice."""
     if how == _STOLEN:
         stolen = np.mean([hosts.stolen[node] for node in nodes])
         why = text("the hypervisor gives {stolen} of its processors' time to others", stolen=percent(float(stolen)))

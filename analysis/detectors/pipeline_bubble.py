@@ -91,7 +91,7 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
 
 
 def resolution_ns(ops: pl.DataFrame, *, max_excess: float = 0.03) -> int:
-    """Return what the largest excess that is let pass costs per step."""
+    """Return the cost per step of the largest excess that is not reported."""
     steps = steps_of_ops(ops).unique("step")
     return round(max_excess * float(np.mean((steps["end_ns"] - steps["start_ns"]).to_numpy())))
 

@@ -112,7 +112,7 @@ def _numbered(rows: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _repeated(rows: pl.DataFrame, groups: pl.DataFrame, min_bytes: int) -> pl.DataFrame:
-    """Those of all passes but the last that reduce about as much as the last, with its number as `last`."""
+    """Return the reductions of all passes but the last that move about as much as its, with its number as `last`."""
     named = groups.select("group_id", about=pl.concat_str("name", "role", separator=" ", ignore_nulls=True))
     rows = rows.join(named.unique("group_id"), on="group_id", how="left").filter(kind_of_group() == "data")
     in_step = ["rank", "step", "group_id"]

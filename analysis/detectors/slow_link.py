@@ -84,7 +84,7 @@ class _Slow:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """What transfers hold a rank up per step (median over ranks), and at most, where that was not recorded."""
+    """Time per step for which transfers block a rank (median over ranks); an upper bound if it was not recorded."""
 
     grid: StepGrid
     ns: Estimate

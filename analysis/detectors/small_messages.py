@@ -57,7 +57,7 @@ _DIRECTED = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """What fusing the small operations of one kind would bring; arrays are by step, of the median rank."""
+    """The saving of fusing the small operations of one kind; arrays are by step, of the median rank."""
 
     op: str
     groups: tuple[str, ...]
@@ -79,7 +79,7 @@ def detect(
     min_fraction: float = 0.05,
     min_count: int = 8,
 ) -> list[Finding]:
-    """Return what fusing would save, one finding per kind of operation."""
+    """Return the saving of fusing, one finding per kind of operation."""
     grid = transfer_grid(breakdown)
     known = _small_sizes(collectives)
     rows = with_exposed(collectives, phases)
@@ -151,7 +151,7 @@ def _outermost(regions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _savings(runs: pl.DataFrame, known: pl.DataFrame, grid: StepGrid) -> list[_Saving]:
-    """Per kind of operation what fusing the small ones of every run into one would bring."""
+    """Return the saving per kind of operation if the small ones of every run were fused."""
     small = runs.join(known, on=["op", "group_id"]).filter(
         pl.col("size_bytes") <= pl.col("most_bytes"), pl.col("size_bytes") > 0
     )

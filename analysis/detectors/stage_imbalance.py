@@ -87,7 +87,7 @@ def detect(
 
 
 def resolution_ns(ops: pl.DataFrame, *, min_saved: float = 0.03, max_error: float = 0.05) -> int:
-    """Return what the shortest stage that is named would save per step."""
+    """Return the saving per step of the shortest stage that is named."""
     _, whatif = _replayed(ops, max_error)
     return round(min_saved * whatif.ideal_step_ns)
 
@@ -176,7 +176,7 @@ def _each_ns(grid: OpGrid, stages: Sequence[int]) -> Floats:
 
 
 def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...], even_ns: float) -> str:
-    """Return where all stages of a rank are long, the rank itself is what they have in common."""
+    """Return the advice; if all stages of a rank are long, the rank itself may be slow."""
     held = {key.stage for i, key in enumerate(grid.keys) if set(grid.ranks[i].tolist()) <= set(ranks)}
     if len(held) > 1 and held <= set(long):
         return text(

@@ -94,7 +94,7 @@ def detect(
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_ratio: float = 1.1, min_steps: int = 10, min_z: float = 5.0) -> int:
-    """Return what a shift of half of the steps costs per step that would just have been reported."""
+    """Return the smallest cost per step of a shift of half of the steps that would have been reported."""
     grid = _enough(breakdown, min_steps, min_z)
     return round((min_ratio - 1) * grid.step_ns / 2)
 

@@ -104,7 +104,7 @@ def resolution_ns(
     min_drop: float = 0.05,
     min_fraction: float = 0.03,
 ) -> int:
-    """Return what a GPU that is just not throttled may cost, or the least that is reported."""
+    """Return the cost of a GPU that is just not throttled, or the least that is reported."""
     _clocks(counters, gpus, steps)
     grid = judged_grid(breakdown, 1)
     return round(max(min_drop * float(grid.own.mean()), min_fraction * grid.step_ns))

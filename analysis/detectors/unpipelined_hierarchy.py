@@ -55,7 +55,7 @@ def detect(
     min_bytes: int = 4_000_000,
     pieces: int = 4,
 ) -> list[Finding]:
-    """Return what doing both levels at once would hide."""
+    """Return the time that pipelining both levels would hide."""
     grid = transfer_grid(breakdown)
     inside, between = _levels(with_exposed(collectives, phases), nodes_of_groups(collectives, ranks), min_bytes)
     if between.is_empty():

@@ -149,7 +149,7 @@ def conclude(
 
 
 def _seen(timeline: Timeline, tables: Mapping[str, pl.DataFrame], price: float | None) -> Seen:
-    """Return what the verdict rests on."""
+    """Return the evidence of the verdict."""
     ranks = tuple(timeline.ranks["rank"].unique().sort().to_list())
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
     steps, code = step_summary(timeline.steps), code_of(timeline)
@@ -174,7 +174,7 @@ def _judged(
     costs: Delays,
     seen: Seen,
 ) -> _Judgement:
-    """From the answers of the checks: costs as replayed, root causes first, and what nothing explains."""
+    """Return the checks' answers with replayed costs, root causes first, and the unexplained losses."""
     found, healthy, not_checked = checked
     found, hidden = as_replayed(found, measure)
     healthy = with_hidden(healthy, hidden, found, not_checked)
@@ -213,7 +213,7 @@ def _unit(timeline: Timeline) -> str:
 
 
 def _environment(run: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """Return what the first node's agent wrote about the launch: command, host, versions, settings."""
+    """Return the first node's facts on the launch: command, host, versions, settings."""
     first = run.get(min(run, default=0), {})
     command = " ".join(first.get("launch", {}).get("command", ()))
     said = {"command": command, "hostname": first.get("hostname", ""), **first.get("versions", {})}

@@ -71,7 +71,7 @@ def _state() -> pl.Expr:
 
 
 def _last_places(timeline: Timeline) -> dict[int, str]:
-    """Return where each rank's training thread was sampled last."""
+    """Return the place of each rank's training thread in its last sample."""
     last = timeline.samples.filter(pl.col("time_ns") == pl.col("time_ns").max().over("rank")).unique("rank")
     found = last.join(timeline.places, on="place").select("rank", "function", "file", "line")
     return {rank: place_in_code(function, file, line) for rank, function, file, line in found.iter_rows()}

@@ -90,7 +90,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
 
 
 def code_of(timeline: Timeline) -> Code:
-    """Return where main threads are in the judged steps, or if there are none in the recording; and were at the end."""
+    """Return the main threads' samples in the judged steps, or, without such, in the recording; and the last ones."""
     judged = timeline.steps.filter("judged")
     step_ns = judged.select((pl.col("end_ns") - pl.col("start_ns")).mean()).item()
     samples = timeline.samples

@@ -79,7 +79,7 @@ def slow_workers(ops: pl.DataFrame, *, min_fraction: float = _LEAST) -> list[Fin
 
 
 def resolution_of_slow_workers(ops: pl.DataFrame) -> int:
-    """Return what the largest slowness that would have been overlooked costs.
+    """Return the cost of the largest slowness that would have been overlooked.
 
     Of the worker whose samples scatter most.
     """
@@ -245,7 +245,7 @@ def _samples(beyond: Floats, seq: np.ndarray[tuple[int, ...], np.dtype[np.int64]
 
 
 def _stretch(samples: Floats) -> tuple[int, int]:
-    """From which sample until which a worker is slow: all, or those before or after a clear change."""
+    """Return the samples in which a worker is slow: all, or those before or after a clear change."""
     size = len(samples)
     whole = (0, size - 1)
     if size < _MANY:
@@ -368,7 +368,7 @@ def _longest(grid: OpGrid, worker: _Worker) -> tuple[Evidence, ...]:
 
 
 def _common(grid: OpGrid, durations: Floats) -> tuple[Floats, float]:
-    """By how much each microbatch (microbatch, step, replica) is longer on all stages alike, as a logarithm.
+    """Return the excess of each microbatch (microbatch, step, replica) on all stages alike, as a logarithm.
 
     And how forward and backward of a microbatch go together: data lengthens both, noise does not.
     """

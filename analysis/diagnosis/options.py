@@ -9,7 +9,7 @@ __all__ = ["ReportOptions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """What a report takes into account beyond what was recorded.
+    """Inputs of a report that are not recorded.
 
     `flops_per_step` are those that the model needs, on all ranks together; `peak_tflops` those of one device per second
     (None: by its name). `price` is that of an hour of one GPU, for ranks on CPUs of one rank.

@@ -128,7 +128,7 @@ def with_hidden(
 
 
 def _brings(fixes: Sequence[str], run: Replay) -> dict[str, tuple[float, float]]:
-    """Return what each fix brings beside the others, ns per step, and its uncertainty.
+    """Return the gain of each fix beside the others, ns per step, and its uncertainty.
 
     Empty where they cannot be replayed.
     """

@@ -82,7 +82,7 @@ def mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
 
 
 def group_times(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> tuple[GroupTime, ...]:
-    """Return where the communication of each group goes."""
+    """Return the time of each group's communication by what it is."""
     if collectives.is_empty() or phases.is_empty():
         return ()
     return tuple(GroupTime(**row) for row in by_group(collectives, phases, groups).iter_rows(named=True))

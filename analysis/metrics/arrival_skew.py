@@ -69,7 +69,7 @@ def arrivals(collectives: pl.DataFrame, grid: StepGrid) -> Arrivals | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lateness:
-    """For how long others waited for each rank, or for each node as a whole, ns per (rank or node, step).
+    """The time that others waited for each rank, or for each node as a whole, ns per (rank or node, step).
 
     The times are unknown: waits may have overlapped, and others may have computed meanwhile. The cost lies between.
     """
@@ -179,7 +179,7 @@ def _with_wanted_at_once(rows: pl.DataFrame, regions: pl.DataFrame | None) -> pl
 
 
 def charged_to_last(collectives: pl.DataFrame) -> dict[int, int]:
-    """Return what all ranks waited in operations without ends, by the rank that each of these waited for."""
+    """Return the waits of all ranks in operations without ends, by the rank that each waited for."""
     rows = collectives.filter(pl.col("end_ns").is_null(), pl.col("wait_ns").is_not_null())
     of_operation = rows.group_by("instance_id").agg(pl.col("rank").filter("is_last").min(), pl.col("wait_ns").sum())
     return dict(of_operation.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())

@@ -54,7 +54,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an algorithm does one after the other: messages, and bytes sent and reduced as shares of the whole array."""
+    """The serial cost of an algorithm: messages, and bytes sent and reduced as shares of the whole array."""
 
     hops: float
     sent: float
@@ -90,15 +90,15 @@ class Line:
 
 
 def kind_of(op: str) -> str | None:
-    """Return what an operation of OPS does.
+    """Return the kind of an operation of OPS.
 
-    Allreduce, allgather, reduce_scatter, alltoall, broadcast; None: another thing.
+    Allreduce, allgather, reduce_scatter, alltoall, broadcast; None: another one.
     """
     return next((kind for kind in _KINDS if op.startswith(kind)), None)
 
 
 def costs(op: str, ranks: int) -> dict[str, Cost]:
-    """Return what each algorithm for `op` costs among so many ranks, by its name.
+    """Return the cost of each algorithm for `op` among so many ranks, by its name.
 
     Empty for other operations or one rank.
     """

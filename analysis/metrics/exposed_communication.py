@@ -98,7 +98,7 @@ def held_up(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
 
 
 def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """Return where each group's communication goes, ns per step and rank that was seen in it; the largest first.
+    """Return the time of each group's communication, ns per step and rank that was seen in it; the largest first.
 
     Columns `group`, `group_size`, `kind`, `op` (of its longest phase), `exposed_ns` (transfers that nothing hides),
     `wait_ns` (for late peers), `unattributed_ns` (either: not matched), `overlapped_ns`, and `hidden_by`.
@@ -141,7 +141,7 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
 
 
 def kind_of_group() -> pl.Expr:
-    """Return what the group is for: the first that its name says, or what it does most."""
+    """Return the group's purpose: by its name, or by its most frequent operation."""
     kind = pl.lit(None, pl.String)
     for column, patterns in (("about", _KINDS_BY_NAME), ("op", _KINDS_BY_OP)):
         for name, pattern in patterns.items():

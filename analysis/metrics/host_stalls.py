@@ -27,7 +27,7 @@ def only_hosts_seen(ranks: pl.DataFrame, collectives: pl.DataFrame, kernels: pl.
 
 
 def device_waits(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
-    """Return what devices waited in each operation of all its ranks, by NCCL's durations.
+    """Return the devices' waits in each operation of all its ranks, by NCCL's durations.
 
     Columns rank, step, group_id, instance_id, wait_ns; a step without any has a row with nulls.
     """
@@ -86,7 +86,7 @@ def _waited_for(late: NDArray[np.bool_], grid: StepGrid, waits: pl.DataFrame, ah
 
 
 def _share_in_steps(grid: StepGrid, stopped: Floats) -> float:
-    """By how much steps with a stop and those after them are longer than the others, over the stops; 0 if by chance.
+    """Return the excess of steps with a stop, and of those after them, over the stops; 0 if it may be chance.
 
     A host that was ahead of its device catches up in the next steps.
     """

@@ -73,7 +73,7 @@ def _job_loses(grid: StepGrid, cost: Floats) -> Floats:
 
 
 def loss_of_gaps(grid: StepGrid, costly: pl.DataFrame, cost: Floats) -> Estimate:
-    """Return what the job is longer per step because of these gaps, which cost this much by rank and step.
+    """Return the job's loss per step by these gaps, which cost this much by rank and step.
 
     Of few steps the sample are the gaps of the rank that loses most, as those of the others come at the same time; of
     one step those of all ranks, the only repetition that there is.

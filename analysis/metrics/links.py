@@ -47,7 +47,7 @@ _READ = (*_COUNTED, "rtt_s", "min_rtt_s", "window_bytes")
 
 
 def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_ns: int, end_ns: int) -> pl.DataFrame:
-    """Return what each node sent to each other node between `start_ns` and `end_ns`: one row per direction.
+    """Return the traffic of each node to each other node between `start_ns` and `end_ns`: one row per direction.
 
     Counters are read now and then: the first reading before and the first one after belong to it. Each begins at 0.
     `busy_s` is the time in which sockets had data under way, summed over sockets, so `rate_bytes_per_s` =

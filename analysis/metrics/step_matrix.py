@@ -120,7 +120,7 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
 
 
 def places(values: pl.Series, among: pl.Series) -> Ints:
-    """Return where each value stands `among` all that there are, sorted; none may be missing."""
+    """Return the position of each value `among` all sorted ones; none may be missing."""
     if among.is_empty():
         return np.zeros(0, dtype=np.int64)
     first, last = int(among[0]), int(among[-1])
@@ -156,7 +156,7 @@ def by_rank_and_step(rows: pl.DataFrame, column: str, ranks: Sequence[int], step
 
 
 def _known_places(values: pl.Series, among: Sequence[int]) -> Ints:
-    """Return where each value stands among these, which are sorted; -1 where it is none of them, or missing."""
+    """Return the position of each value among these sorted ones; -1 if it is none of them, or null."""
     numbers = values.fill_null(-1).to_numpy()
     if not among:
         return np.full(len(numbers), -1)

@@ -121,7 +121,7 @@ def stragglers(
 
 
 def _costs(charged: Charged, rows: tuple[int, ...]) -> Floats:
-    """Return what each operation blocks each other rank for because of these rows: [operation, other rank]."""
+    """Return how long each operation blocks each other rank because of these rows: [operation, other rank]."""
     of_rows = [charged.roots.index(row) for row in rows if row in charged.roots]
     others = [row for row in range(len(charged.grid.ranks)) if row not in rows]
     return np.asarray(charged.ns[:, of_rows].sum(axis=1)[:, others])

@@ -92,7 +92,7 @@ def _drawn_together(values: Floats) -> Floats:
 
 
 def _resemblance(residual: Floats) -> float:
-    """By how much the variance of Kendall's S is larger because values resemble those before them; at least 1."""
+    """Return the factor of the variance of Kendall's S by autocorrelation; at least 1."""
     count = len(residual)
     _, place = np.unique(np.rint(residual), return_inverse=True)  # whole ns: what is less is arithmetic
     ranks = place - place.mean()

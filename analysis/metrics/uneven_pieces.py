@@ -26,7 +26,7 @@ _OF_MEDIAN = 1.2533  # the standard error of a median in those of a mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uneven:
-    """Return what a rank computes, ns, by what factor longer than its peers, and the error of that.
+    """Return each rank's computation, ns, its factor over the peers, and the error of that.
 
     Arrays of (rank, step); the factor is a logarithm. `pieces` (rank, step, piece), ns.
     """
@@ -38,7 +38,7 @@ class Uneven:
 
     @property
     def moving(self) -> Floats:
-        """What changes from step to step of how much longer a rank computes."""
+        """The part of a rank's excess that changes from step to step."""
         return np.asarray(self.longer - self.longer.mean(axis=1, keepdims=True))
 
     @property
@@ -49,12 +49,12 @@ class Uneven:
         return float(np.sqrt(np.mean((self.moving / self.error) ** 2) / free))
 
     def of_uneven_work(self, role: Ints) -> Floats:
-        """By how much the longest rank of each step is longer than with as much work on all ranks of a role, ns."""
+        """The excess of each step's longest rank over equal work on all ranks of a role, ns."""
         even = [self.own[role == each].mean(axis=0) for each in np.unique(role)]
         return np.asarray(self.own.max(axis=0) - np.max(even, axis=0))
 
     def of_slow_ranks(self) -> Floats:
-        """By how much it is longer than if no rank were slow, ns: by the least factor that a rank has in all steps."""
+        """The part of that by slow ranks, ns: by the least factor that a rank has in all steps."""
         always = np.maximum(self.longer.min(axis=1, keepdims=True), 0.0)
         return np.asarray(self.own.max(axis=0) - (self.own * np.exp(-always)).max(axis=0))
 
@@ -72,7 +72,7 @@ def uneven_pieces(kernels: pl.DataFrame, steps: pl.DataFrame, grid: StepGrid, ro
 
 
 def pieces_of_steps(kernels: pl.DataFrame, steps: pl.DataFrame, grid: StepGrid) -> Floats:
-    """Return what ranks compute in each piece, (rank, step, piece) in ns.
+    """Return the ranks' computation in each piece, (rank, step, piece) in ns.
 
     Raises NotResolvable where kernels are too few.
     """

@@ -438,7 +438,7 @@ def _meet(ops: _Operations, waits: _Waits, group: Ints, reached: Ints, best: Int
 
 @dataclass(frozen=True, slots=True)
 class _Sections:
-    """Where in the phases each section begins and ends: of the late rank (0 to 1) and of the waiting one (2 to 3)."""
+    """The bounds of each section in the phases: of the late rank (0 to 1) and of the waiting one (2 to 3)."""
 
     row: list[Ints]
     into: list[Ints]  # ns into that row

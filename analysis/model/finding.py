@@ -58,7 +58,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OthersWaited:
-    """For how long other ranks waited because the ranks of a finding came late, over the whole run.
+    """The time that other ranks waited for the late ranks of a finding, over the whole run.
 
     Directly or through others, whatever the late ranks did meanwhile; `ns` is added over the ranks.
     """
@@ -269,7 +269,7 @@ class DevicePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTime:
-    """Where a process group's communication goes, mean per judged step of its ranks.
+    """The time of a process group's communication, mean per judged step of its ranks.
 
     `kind` is what it is for: "data", "sharded", "tensor", "pipeline" or "expert". `exposed_ns` are transfers that no
     computation hides, `wait_ns` is for late peers, `unattributed_ns` either of them: not matched; `hidden_by` is where
@@ -349,7 +349,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """What ranks waited, over the whole run, because one rank took longer over something than they did.
+    """Wait time by one root cause, over the whole run: one rank took longer over something than the others.
 
     Operations may be waited for at once, or while a rank works: `blocked_ns` counts each moment of a rank once, and
     only where it waited. The last one of a report is the rest, of no rank, if there is any.
@@ -410,7 +410,7 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedFix:
-    """What a fix brings in a replay, as `rankscope whatif --fix` takes it; mean over the judged steps, never negative.
+    """The gain of a fix in a replay, as `rankscope whatif --fix` takes it; mean over the judged steps, never negative.
 
     `uncertainty_ns` is a 95 % half width. `finding` is the detector whose finding has this fix; where the gain is less
     than half of its cost, or more than it by more than the error, `finding_lost_ns` is that cost, ns per step.
@@ -512,7 +512,7 @@ class Utilisation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """What an hour of the job uses: as many `unit` ("GPU-hours" or "rank-hours") as the job has `ranks`.
+    """The hourly use of the job: as many `unit` ("GPU-hours" or "rank-hours") as the job has `ranks`.
 
     `price` is that of one of them, in whatever the user counts in; None: not given.
     """

@@ -1,4 +1,4 @@
-"""What a device does: compute, communication or memory. The one place that decides it, and that knows kernels' names.
+"""Classifies device work as compute, communication or memory, by kernels' names, which only this module knows.
 
 Communication is what a communication library runs on the device, whatever the profiler calls its row: NCCL (the old
 `ncclKernel_AllReduce_RING_LL_Sum_float` and the new `ncclDevKernel_AllReduce_Sum_f32_RING_LL`), RCCL (which may name
@@ -99,7 +99,7 @@ OPS_BY_NAME = {
 
 
 def device_work(category: str, name: str) -> str | None:
-    """Return what a profiler's row stands for on the device; None if it is none of the device's work."""
+    """Return the kind of device work of a profiler's row; None if it is none."""
     if category in _KERNELS:
         return COMMUNICATION if _COMMUNICATION.search(name) else MEMORY if _BLIT.match(name) else COMPUTE
     return MEMORY if category in _COPIES else None

@@ -1,4 +1,4 @@
-"""What a finding costs besides time: hours of the ranks, and money where the price of such an hour is known."""
+"""The cost of a finding in hours of the ranks, and in money where the price of such an hour is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations of a pipeline stage are called, in the table `ops`."""
+"""Names of a pipeline stage's operations in the table `ops`."""
 
 from __future__ import annotations
 

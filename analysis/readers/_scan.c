@@ -1,7 +1,7 @@
 /* The fast twin of `PythonScanner` in json_scan.py: trace events from bytes straight into columns.
  *
- * json_scan.py defines what is accepted and what the columns mean; both must agree on every input, and the tests hold them
- * against each other. Limited API: one binary serves every Python from 3.10. bytearray carries the columns, since the
+ * json_scan.py defines valid input and the columns; both must agree on every input, and the tests compare them.
+ * Limited API: one binary serves every Python from 3.10. bytearray carries the columns, since the
  * buffer protocol entered the limited API only with 3.11. */
 #define PY_SSIZE_T_CLEAN
 #ifndef Py_LIMITED_API

@@ -1,4 +1,4 @@
-"""What the readers of foreign formats share: rows to tables of the schema, and a reader that holds them all."""
+"""Shared by the readers of foreign formats: rows to tables of the schema, and a reader that holds them all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OpenRun(Protocol):
 
     @property
     def run(self) -> dict[int, dict[str, Any]]:
-        """What each node's agent wrote about the launch, by node."""
+        """The launch as each node's agent wrote it, by node."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class OpenRun(Protocol):
         ...
 
     def cannot(self) -> Mapping[str, str]:
-        """Return what no trace of this format allows, by name of the timeline's table or of a collector.
+        """Return what traces of this format cannot show, by name of the timeline's table or of a collector.
 
         Why, as a clause.
 

@@ -92,7 +92,7 @@ def end_to_end(ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def _world_size(ranks: Sequence[int]) -> int:
-    """Where one rank of each tensor-parallel group was recorded, ranks are as far apart as such a group is large."""
+    """Return the world size; if one rank of each tensor-parallel group was recorded, by the distance of ranks."""
     apart = math.gcd(*(rank - ranks[0] for rank in ranks)) or 1
     return ranks[-1] + (apart if ranks[0] == 0 else 1)
 

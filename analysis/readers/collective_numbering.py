@@ -78,7 +78,7 @@ def _by_ends(reference: Sequence, rows: Sequence, one_clock: bool) -> Ints | Non
 
 
 def _differences(reference: Sequence, rows: Sequence) -> Floats:
-    """By how much two clocks may differ: what the ends of half of the operations say at each shift."""
+    """Return possible differences of two clocks: medians over each half of the operations' ends, at each shift."""
     n, m = len(reference.kind), len(rows.kind)
     reach, found = n - m + _EXTRA, []
     for shift in range(-min(reach, m - 1), min(reach, n - 1) + 1):

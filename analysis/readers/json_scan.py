@@ -104,7 +104,7 @@ Ints = NDArray[Any]
 
 
 class Source(Protocol):
-    """Where bytes come from: a file, or what unpacks one. `read1` may give less than is there, nothing at the end."""
+    """A source of bytes: a file, or its decompressor. `read1` may give less than is there, nothing at the end."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -126,7 +126,7 @@ class Filled:
             at += np.dtype(kind).itemsize * capacity
 
     def taken(self) -> dict[str, Ints]:
-        """Give what is filled; the next rows overwrite it."""
+        """Give the filled rows; the next ones overwrite them."""
         found = {name: values[: self.count] for name, values in self.columns.items()}
         self.count = 0
         return found
@@ -164,7 +164,7 @@ class Events:
 
 @dataclass(slots=True)
 class Scan:
-    """What a whole scan saw; `trailer` is the text after the events."""
+    """The result of a whole scan; `trailer` is the text after the events."""
 
     trailer: bytes = b""
     cut: bool = False  # the file ended before the list of events did

@@ -81,7 +81,7 @@ class _Op:
 
 @dataclass(slots=True)
 class _Log:
-    """What the files hold, as they are read."""
+    """The content of the files, as they are read."""
 
     ops: list[_Op] = field(default_factory=list)
     kernels: list[tuple[str, tuple[str, ...], Row]] = field(default_factory=list)  # communicator, process, row

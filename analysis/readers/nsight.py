@@ -78,7 +78,7 @@ _LACKS = {
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """What one file holds. `process` is null where the export does not distinguish processes.
+    """The content of one file. `process` is null where the export does not distinguish processes.
 
     `frames` are the files of its device work, launches and ranges. `places` are process and device of each rank.
     """
@@ -104,7 +104,7 @@ def recognises(path: Path) -> bool:
 
 
 def open_run(paths: Sequence[str]) -> FrameReader:
-    """Return what these exports hold of one run. Raises `BadInput`."""
+    """Return the run in these exports. Raises `BadInput`."""
     files = sorted((f for f in files_in(paths) if _is_export(f)), key=by_name)
     if not files:
         raise BadInput(f"{paths[0]} is no SQLite export: make one with `nsys export --type sqlite {paths[0]}`")
@@ -194,7 +194,7 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
 
 
 def _of_capture(capture: _Capture, kernels: int) -> list[Gap]:
-    """Return what is not certain about one file's ranks, and what could not be read of it."""
+    """Return gaps on one file: uncertain ranks, and tables that could not be read."""
     missing, ranks = [], len(capture.places)
     if kernels < capture.device_rows:
         why = text("{file}: copies on GPUs on which their process computes nothing", file=capture.name)
@@ -213,7 +213,7 @@ def _of_capture(capture: _Capture, kernels: int) -> list[Gap]:
 
 
 def _of_groups(inferred: Inferred) -> list[Gap]:
-    """Return what is not certain about the process groups, and what is not known."""
+    """Return gaps on the process groups: uncertain and unknown ones."""
     missing = []
     if len(inferred.groups):
         why = text(

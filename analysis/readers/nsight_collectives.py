@@ -67,7 +67,7 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """What to add to a position on a stream to get that on another, and how far apart their ends are, ns."""
+    """The offset from a position on a stream to that on another, and the distance of their ends, ns."""
 
     shift: int
     apart_ns: float

@@ -30,7 +30,7 @@ class Spill:
     _end: int = 0
 
     def put(self, values: Ints) -> int:
-        """Return where the values lie in the file. Raises `BadInput` where there is no room for them."""
+        """Write the values; return their place in the file. Raises `BadInput` if the disk is full."""
         try:
             with self.path.open("ab", buffering=0) as file:
                 left = values.data.cast("B")
@@ -116,7 +116,7 @@ class Rows:
         return joined(parts)
 
     def without(self, name: str, wanted: Ints) -> Ints:
-        """Those of these sorted values that no row has in this column."""
+        """Return those of these sorted values that no row has in this column."""
         for number in self._numbers():
             least, most = self._bounds_of(number, name)
             begin, end = np.searchsorted(wanted, [least, most + 1])

@@ -57,7 +57,7 @@ class _Gap(TypedDict):
 
 
 class _Launch(TypedDict, total=False):
-    """What is used of `run/node=*.json`; it may say more."""
+    """The fields that are used of `run/node=*.json`; it may have more."""
 
     state: str
     source: str

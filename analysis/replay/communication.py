@@ -99,7 +99,7 @@ class Wiring:
 
 
 def wiring(graph: Graph, instances: Ints) -> Wiring:
-    """Those of these instances."""
+    """Return the entries of these instances."""
     waits = np.repeat(np.arange(len(graph)), np.diff(graph.first))
     waited_for = graph.before.astype(np.int64)
     wanted = np.isin(graph.instance, instances)
@@ -285,7 +285,7 @@ def split(pieces: Pieces, wired: Wiring, changes: Changes, ends: Floats) -> Chan
 
 
 def _ready(wired: Wiring, place: tuple[int, int]) -> list[int]:
-    """Return what the rank had done when the operation's data were there, without communication."""
+    """Return the nodes whose ends made the operation's data ready, without communication."""
     graph = wired.graph
     found: list[int] = []
     for node in wired.waited_for[wired.enters[place]].tolist() if place in wired.enters else ():

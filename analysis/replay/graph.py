@@ -155,7 +155,7 @@ def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer
 
 
 def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Ints, Shorts]:
-    """Return what each node waits for, one after the other."""
+    """Return each node's dependencies, one after the other."""
     first = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(np.bincount(waits, minlength=n), out=first[1:])
     return first, waited_for.astype(np.int32, copy=False)[np.argsort(waits, kind="stable")]
@@ -181,5 +181,5 @@ def _topological(first: Ints, before: Shorts) -> Ints:
 
 
 def _at(array: NDArray[np.generic]) -> int:
-    """Return where the array lies in memory: the limited API that serves every Python has no buffers before 3.11."""
+    """Return the array's address: the limited API that serves every Python has no buffers before 3.11."""
     return int(array.__array_interface__["data"][0])

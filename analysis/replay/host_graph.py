@@ -156,7 +156,7 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class _Arrows:
-    """What waits for what, pair by pair."""
+    """Dependencies, pair by pair."""
 
     waits: list[Ints] = field(default_factory=list)
     waited_for: list[Ints] = field(default_factory=list)
@@ -302,7 +302,7 @@ def _woken(chains: _Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, I
 
 
 def _moved(chains: _Chains, rows: _Rows, keys: _Keys, numbers: _Numbers, arrows: _Arrows, error_ns: int) -> _Moved:
-    """Return what operations wait for, and how long their transfers and ends take without waiting."""
+    """Return the operations' dependencies, and the lengths of their transfers and ends without waiting."""
     before = chains.node_before(rows.arrival)
     transfers, ends, op, matched = numbers.transfers, numbers.ends, rows.op, rows.matched
     began, freed = _begins(rows.arrival, rows.end, rows.queue)
@@ -351,7 +351,7 @@ def _nodes(
     span_ns: Ints,
     labels: Sequence[str],
 ) -> Nodes:
-    """Return what each node is, in the order of `_Numbers`."""
+    """Return the columns of the nodes, in the order of `_Numbers`."""
     in_phase = chains.phase >= 0
 
     def of_phase(column: NDArray[np.integer]) -> Ints:

@@ -1,4 +1,4 @@
-"""Which kernels a kernel waits for: the one before on its stream, and those that its times give away."""
+"""Dependencies between kernels: the one before on the stream, and those inferred from times."""
 
 from __future__ import annotations
 

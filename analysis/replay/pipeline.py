@@ -234,7 +234,7 @@ def compute_order(keys: Sequence[Key], places: Sequence[int], start_ns: Floats) 
 
 
 def _plan(keys: tuple[Key, ...], places: Sequence[int], start_ns: Floats, end_ns: Floats) -> Plan:
-    """Return what waits for what in a step.
+    """Return the dependencies of a step's operations.
 
     Computations of a rank run one after the other, and so do a stage's sends and receives of one direction. A
     computation waits for what it receives, a send for what it sends; where nothing is sent (a trace of computations
@@ -485,7 +485,7 @@ def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Fl
 def _explanation(
     name: str, theory: float | None, bubble: Mapping[int, float], busiest: int, excess: Mapping[str, float]
 ) -> str:
-    """Return what the bubble is made of, in a sentence or two."""
+    """Return the parts of the bubble, in a sentence or two."""
     share = bubble[busiest]
     others = sum(idle for stage, idle in bubble.items() if stage != busiest) / (len(bubble) - 1)
     more = text(

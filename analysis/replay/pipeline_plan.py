@@ -37,7 +37,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What waits for what: `before[op]` must have ended before `op` starts; `order` is an order that respects it.
+    """Dependencies: `before[op]` must have ended before `op` starts; `order` is a topological order.
 
     An operation without a transfer is a group of its own.
     """

@@ -14,7 +14,7 @@ __all__ = ["Gain", "Replay", "Unreplayable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """What fixes bring, mean over the ranks' judged steps; `uncertainty_ns` is a 95 % half width."""
+    """The gain of fixes, mean over the ranks' judged steps; `uncertainty_ns` is a 95 % half width."""
 
     fixes: tuple[str, ...]
     step_ns: float  # with them
@@ -45,7 +45,7 @@ class Replay(Protocol):
         ...
 
     def gain(self, *fixes: str) -> Gain:
-        """Return what these fixes bring together. Raises `BadFix`."""
+        """Return the gain of these fixes together. Raises `BadFix`."""
         ...
 
     def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ def _of_charges(run: Rerun, charges: pl.DataFrame) -> dict[int, float]:
 
 
 def _summed(ns: Mapping[int, float], places: Mapping[int, Iterable[int]]) -> dict[int, float]:
-    """Return what ranks have, by their places."""
+    """Return the values of ranks, by their places."""
     sums: dict[int, float] = {}
     for rank, of_rank in ns.items():
         for place in places.get(rank, ()):
@@ -151,7 +151,7 @@ def _summed(ns: Mapping[int, float], places: Mapping[int, Iterable[int]]) -> dic
 
 
 def _longest(run: PipelineRerun) -> tuple[dict[int, float], dict[int, float]]:
-    """Return what each rank computes in all beyond its peers in the other replicas, and what each stage computes."""
+    """Return each rank's computation beyond its peers in the other replicas, and each stage's computation."""
     grid = run.grid
     computes = np.isin(grid.kinds, COMPUTES)
     spent = grid.duration_ns[computes].sum(axis=1)  # [op, replica]

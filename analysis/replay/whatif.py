@@ -85,7 +85,7 @@ class Rerun:
         return {rank: (place,) for rank, place in places.get(kind, {}).items()}
 
     def gain(self, *fixes: str) -> Gain:
-        """Return what these fixes bring together. Raises `BadFix`."""
+        """Return the gain of these fixes together. Raises `BadFix`."""
         saved_ns = self._saved(fixes)
         gain = _gain(fixes, self.step_ns, saved_ns, self.fidelity)
         if not any(self._pieces(Fix.parse(fix)) for fix in fixes):
@@ -94,7 +94,7 @@ class Rerun:
         return replace(gain, uncertainty_ns=gain.uncertainty_ns + abs(float((saved_ns - least_ns).mean())) / 2)
 
     def _saved(self, fixes: Sequence[str], *, at_end: bool = False) -> Floats:
-        """Return what each step becomes shorter; `at_end`: the gradients of a bucket are all ready when its last is."""
+        """Return the gain in each step; `at_end`: the gradients of a bucket are all ready when its last is."""
         graph, duration = self.host.graph, self.host.graph.duration_ns
         parsed = [Fix.parse(fix) for fix in fixes]
         waiting = [fix for fix in parsed if fix.kind in SCHEDULES or self._pieces(fix)]
@@ -417,7 +417,7 @@ class PipelineRerun:
         return float(self.grid.measured_ns.mean())
 
     def gain(self, *fixes: str) -> Gain:
-        """Return what these fixes bring together. Raises `BadFix`."""
+        """Return the gain of these fixes together. Raises `BadFix`."""
         duration = self.whatif.actual_ns
         for fix in fixes:
             fixed = self._fixed(Fix.parse(fix), duration)
@@ -578,7 +578,7 @@ def _latency_and_rate(size: Floats, ns: Floats) -> tuple[float, float]:
 
 
 def _gain(fixes: tuple[str, ...], step_ns: float, saved_ns: Floats, fidelity: Fidelity) -> Gain:
-    """From what each step becomes shorter."""
+    """Return the gain, from that in each step."""
     gain_ns = float(saved_ns.mean())
     scatter = 1.96 * float(saved_ns.std(ddof=1)) / len(saved_ns) ** 0.5 if len(saved_ns) > 1 else abs(gain_ns)
     return Gain(

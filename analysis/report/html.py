@@ -29,7 +29,7 @@ def render(report: Report, *, language: str = "en") -> str:
 
 
 def chart_styles() -> tuple[str, str]:
-    """Return what a page needs to show these charts elsewhere: rules for its style sheet, and markup for its body."""
+    """Return the parts that another page needs for these charts: rules for its style sheet, and markup for its body."""
     environment = _environment()
     return environment.get_template("charts.css.j2").render(), environment.get_template("hatches.svg.j2").render()
 

@@ -337,7 +337,7 @@ def say(key: str, *values: object) -> str:
 
 
 def together(separator: str, said: Iterable[str]) -> str:
-    """Return what `separator.join` gives, with the separator of the language that is spoken."""
+    """Return the joined text, with the separator of the language that is spoken."""
     return spoken(joined(separator, said))
 
 

@@ -53,7 +53,7 @@ Ints = NDArray[np.int64]
 
 
 def chosen(timeline: Timeline, ranks: Sequence[int] | None, steps: tuple[int, int] | None) -> Timeline:
-    """Return what these ranks did in these steps, first and last included.
+    """Return the part of these ranks and steps, first and last included.
 
     None: all. What lasts beyond them is not cut.
 
@@ -304,7 +304,7 @@ def _arg(out: _Out, values: pl.Series) -> Block:
 
 
 def _write_arrivals(out: _Out, rows: pl.DataFrame) -> None:
-    """Where a rank stopped waiting since the last one had come: there an arrow ends."""
+    """Return the time at which a rank stopped waiting for the last one: there an arrow ends."""
     if len(rows):
         names = rows.select(pl.format("rank {} has come", "last_rank")).to_series()
         fields = [
@@ -420,5 +420,5 @@ def _name_ranks(out: _Out, report: Report, part: Timeline) -> None:
 
 
 def _group_of(number: int) -> tuple[str, int]:
-    """Return whose rows these are: below 0 they are the job's, or a node's."""
+    """Return the group of the rows' owner: a rank; below 0 the job, or a node."""
     return (_RANK, number) if number >= 0 else (_JOB, 0) if number == OF_JOB else (_NODE, OF_NODE - number)

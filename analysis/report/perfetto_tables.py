@@ -105,7 +105,7 @@ def _of_steps(part: Timeline, report: Report) -> Iterator[Table]:
 
 
 def _of_work(part: Timeline, operations: pl.DataFrame) -> Iterator[Table]:
-    """Yield what devices and threads did."""
+    """Yield the work of devices and threads."""
     yield Table(
         category="kernels",
         frame=part.kernels,
@@ -135,7 +135,7 @@ def _of_work(part: Timeline, operations: pl.DataFrame) -> Iterator[Table]:
 
 
 def _evidence(report: Report, part: Timeline) -> pl.DataFrame:
-    """Return where findings show; what is of no rank is the run's."""
+    """Return the evidence of findings; rows without a rank are the run's."""
     schema = {"rank": pl.Int32, "node": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64}
     rows = [
         (OF_JOB if e.rank is None else e.rank, e.node, e.start_ns, e.end_ns, finding.title, e.note)
@@ -174,7 +174,7 @@ def _stream(kernels: pl.DataFrame) -> pl.Expr:
 
 
 def operations_of(rows: pl.DataFrame, of_all_ranks: pl.DataFrame, last_ns: int) -> pl.DataFrame:
-    """From the arrival to the end; of one whose end was not seen its call, and what hangs until the end of the run.
+    """Return operations from arrival to end; without an end, their call, or until the end of the run if they hang.
 
     `_waited`: the wait is long enough to be drawn. `_flow` is the number of the arrow that ends in a row, at
     `_over_ns`; `_flows` and `_first_flow` are how many begin there, at its start, and their first number.
@@ -226,7 +226,7 @@ def _with_arrows(drawn: pl.DataFrame) -> pl.DataFrame:
 
 
 def span_of(timeline: Timeline) -> tuple[int, int] | None:
-    """From the first start to the last thing that is known; None: nothing has a time."""
+    """Return the first start and the last known time; None: nothing has a time."""
     ends = [
         frame.select(first=pl.col(start).min(), last=pl.max_horizontal(start, end).max())
         for name, (start, end) in TIMED.items()

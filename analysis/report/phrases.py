@@ -180,7 +180,7 @@ def history_lines(report: Report) -> list[str]:
 
 
 def _over_the_run(found: RunFinding, history: History) -> str:
-    """Return what a root cause costs over the whole run, and where it shows."""
+    """Return the cost of a root cause over the whole run, and its steps."""
     steps = ranges(range(found.steps[0], found.steps[1] + 1))
     lost = duration_with_error(found.lost_ns_total, found.uncertainty_ns)
     share = percent(found.lost_fraction)
@@ -188,7 +188,7 @@ def _over_the_run(found: RunFinding, history: History) -> str:
 
 
 def _looked(look: Look, read: Span) -> str:
-    """Return what a phase of the run is like, beside the steps that were read."""
+    """Return how a phase of the run differs from the steps that were read."""
     length, steps = _span_facts(look.phase)
     if look.others:
         steps = text("{steps}, and {others},", steps=steps, others=counted(look.others, "other phase"))
@@ -246,7 +246,7 @@ def path_row(part: PathPart | Blame) -> tuple[str, str, str]:
 
 
 def code_means(code: Sequence[CodeShare]) -> str:
-    """Return what the rows of what main threads did mean."""
+    """Return the explanation of the table of main threads."""
     return say("code.means") if code[0].ns_per_step is not None else f"{say('code.means')} {say('code.whole')}"
 
 
@@ -260,7 +260,7 @@ def code_row(share: CodeShare) -> tuple[str, str, str, str]:
 
 
 def label(said: str) -> str:
-    """Return what a rank did, as the record calls it.
+    """Return a rank's activity, as the record calls it.
 
     In the language that is spoken where the words are rankscope's own.
     """
@@ -314,7 +314,7 @@ def fix_row(report: Report, fix: PredictedFix) -> tuple[str, str, str, str, str]
 
 
 def fixes_mean(report: Report) -> str:
-    """Return what the rows of the predicted fixes mean, with the replay's error."""
+    """Return the explanation of the table of predicted fixes, with the replay's error."""
     error = percent(report.fidelity.median_error) if report.fidelity else "?"
     return say("fixes.means", error, percent(LEAST_GAIN))
 
@@ -338,7 +338,7 @@ def _wait_items(waits: Iterable[Wait]) -> str:
 
 
 def resolution(report: Report, resolution_ns: int | None) -> str:
-    """From which loss on a healthy check would have shown something."""
+    """Return the detection limit of a healthy check."""
     if resolution_ns is None:
         return say("healthy.resolution.unknown")
     if not report.steps.mean_ns:
@@ -372,7 +372,7 @@ def level(finding: Finding) -> str:
 
 
 def evidence(seen: Evidence) -> str:
-    """Return which table, whose, and when: what to open in the timeline."""
+    """Return table, rank and time of the evidence: what to open in the timeline."""
     concerned = who(
         () if seen.rank is None else (seen.rank,),
         () if seen.node is None else (seen.node,),
@@ -382,7 +382,7 @@ def evidence(seen: Evidence) -> str:
 
 
 def gap_extent(group: GapGroup) -> str:
-    """Return where and, if that is known, how many rows, in words."""
+    """Return the place and, if known, the number of rows, in words."""
     concerned = who(group.ranks, group.nodes) if group.ranks or group.nodes else say("gaps.everywhere")
     return concerned if group.count is None else together(", ", (concerned, say("gaps.rows", group.count)))
 
@@ -398,7 +398,7 @@ def state_row(state: GroupState) -> tuple[str, ...]:
 
 
 def known_columns(states: Sequence[GroupState]) -> tuple[str, ...]:
-    """Those of STATE_COLUMNS that any of these states has."""
+    """Return those of STATE_COLUMNS that any of these states has."""
     rows = [state_row(state) for state in states]
     return tuple(name for at, name in enumerate(STATE_COLUMNS) if any(row[at] for row in rows))
 
@@ -412,7 +412,7 @@ def clock_error(clock: Clock) -> str:
 
 
 def window_lines(report: Report, window: Window) -> list[str]:
-    """Return what a deep window is, and where to look on."""
+    """Return the description of a deep window, and the command to go on with."""
     steps = f"{'step' if len(window.steps) == 1 else 'steps'} {ranges(window.steps)}"
     lines = [say("windows.what", window.number, steps, who(window.ranks), window.reason)]
     if window.start_stall_ns is not None and window.stop_stall_ns is not None:

@@ -1,4 +1,4 @@
-"""What a run's files and this code were when something was made of them: remade where either has changed."""
+"""Fingerprints of a run's files and of this code: results are remade where either has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a run fits into memory, its timeline and replay included: the OOM killer gives no message."""
+"""How much of a run fits into memory, timeline and replay included: the OOM killer gives no message."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def bytes_of_rows(reader: NativeReader) -> float:
 
 
 def needed_bytes(rows: int) -> int:
-    """Return what a report on so many kernels and launches takes at most, this process included."""
+    """Return the most memory for a report on so many kernels and launches, this process included."""
     return _BEFORE + rows * _OF_TIMELINE + min(rows, MOST_ROWS) * _OF_GRAPH

@@ -57,7 +57,7 @@ class Stretch:
     spans: Mapping[int, tuple[int, int]]
 
     def span_on(self, node: int | None) -> tuple[int, int]:
-        """From when to when rows of this node are read; of an unknown one, as long as any other's."""
+        """Return the time span that is read of this node; of an unknown one, the union of the others'."""
         if node is not None and node in self.spans:
             return self.spans[node]
         return min(begin for begin, _ in self.spans.values()), max(end for _, end in self.spans.values())
@@ -180,7 +180,7 @@ def _first_kept(reader: NativeReader, counted: pl.DataFrame) -> int:
 
 
 def _kept_since(reader: NativeReader, node: int | None) -> int | None:
-    """From when on no node has removed anything, on the clock of `node`, with time to spare; None: none ever has."""
+    """Return when the records of all nodes begin, on the clock of `node`, with slack; None: nothing was removed."""
     if not reader.kept_since:
         return None
     clocks = _clocks(reader)
@@ -239,7 +239,7 @@ def _last_before(calls: pl.DataFrame, optimizers: pl.Series) -> pl.DataFrame:
 
 
 def _spans(reader: NativeReader, node: int | None, since_ns: int, until_ns: int | None) -> dict[int, tuple[int, int]]:
-    """From when to when each node's rows are read, on its clock; what is given is on that of `node`."""
+    """Return the time span that is read of each node, on its clock; the given one is on that of `node`."""
     clocks = _clocks(reader)
     own = _of(clocks, node)
 

@@ -1,4 +1,4 @@
-"""What lies in object storage, as files on this machine: s3://, gs://, hdfs://, az:// and file://.
+"""Files of object storage on this machine: s3://, gs://, hdfs://, az:// and file://.
 
 A run is read more than once and in any order, so it is copied first, into a temporary folder that this process removes
 when it ends. Credentials, region and endpoint are those that the storage's own tools take from the environment.
@@ -32,7 +32,7 @@ def scheme_of(name: str) -> str | None:
 
 
 def local_path(name: str) -> str:
-    """Return where this lies on this machine: the path itself, or that of a copy. Raises `BadInput`."""
+    """Return the path on this machine: itself, or that of a copy. Raises `BadInput`."""
     at = location(name)
     if at is None or scheme_of(name) is None:
         return name
@@ -74,7 +74,7 @@ def _copy(at: Location) -> Path:
 
 
 def _below(target: Path, path: str, root: str) -> Path:
-    """Return where a file of the storage goes; keys may hold anything, also what leads out of a folder."""
+    """Return the path for a file of the storage; keys are untrusted, and may lead out of a folder."""
     below = PurePosixPath(path).relative_to(root)
     if ".." in below.parts or below.is_absolute():
         raise BadInput(f"{path} is no path that can be copied here: it holds '..'")

@@ -113,7 +113,7 @@ class Trace:
         check_memory(self)
 
     def gaps(self) -> list[Gap]:
-        """Return what was not seen: reads every table, since a cut file shows only then."""
+        """Return the gaps: reads every table, since a cut file shows only then."""
         with _damaged(self.path):
             return self.reader.gaps()
 

@@ -63,16 +63,16 @@ def plural(one: str, several: str, number: int, /, **values: object) -> Text:
 
 
 def joined(separator: str, texts: Iterable[str]) -> str:
-    """Return what `separator.join(texts)` gives, as a text.
+    """Join texts into one.
 
-    The separator is one of those that languages have their own of.
+    The separator is one of those that each language has its own form of.
     """
     template, pieces = _SEPARATORS[separator], list(texts)
     return reduce(lambda one, other: Text(template, {"one": one, "other": other}), pieces) if pieces else ""
 
 
 def speak(language: str) -> None:
-    """From here on, in this thread."""
+    """Set the language from here on, in this thread."""
     _language.set(language)
 
 

@@ -345,7 +345,7 @@ def _samples(source: _Source) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def _begun_within(counted: pl.DataFrame, stretch: Stretch) -> pl.Expr:
-    """Return what began in these steps of one rank: what began earlier or later lacks ranks that are ahead or behind.
+    """Return rows that began in these steps of one rank: earlier or later ones lack ranks that are ahead or behind.
 
     Where the run begins or ends with them no rank is lacking.
     """

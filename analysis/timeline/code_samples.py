@@ -1,4 +1,4 @@
-"""Where in the job's code its main threads are, from samples of their calls."""
+"""Time of main threads by place in the job's code, from samples of their calls."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Code:
     last: Mapping[int, int]
 
     def shares(self) -> tuple[CodeShare, ...]:
-        """Return where main threads are: the tree of calls, each with what it calls, as far as that is 4 % of the time.
+        """Return the main threads' tree of calls, each with those below it, down to 4 % of the time.
 
         Of calls that do nothing but call one other the last is listed. Empty with fewer than 20 samples.
         """
@@ -117,7 +117,7 @@ class Code:
         return tuple(found)
 
     def of_finding(self, finding: Finding) -> str | None:
-        """Return what the finding's ranks do that the others do not, as a sentence; None: unknown from samples."""
+        """Return the place where the finding's ranks spend more time, as a sentence; None: unknown from samples."""
         if finding.detector == "hang":
             return self._last(finding.ranks)
         found = self._beyond_others(finding)
@@ -208,7 +208,7 @@ class Code:
         return self._called(place) if place else None
 
     def _last(self, ranks: Sequence[int]) -> str | None:
-        """Return where these ranks were seen last."""
+        """Return the last place of these ranks."""
         places = Counter(place for rank in ranks if (place := self.last.get(rank, 0)))
         if not places:
             return None
@@ -240,7 +240,7 @@ class Code:
         return children
 
     def _large(self, children: Mapping[int, list[int]], counts: Floats, place: int, least: float) -> list[int]:
-        """Return what the place calls for so long, the longest last."""
+        """Return the calls of the place that last so long, the longest last."""
         return sorted((c for c in children.get(place, ()) if counts[c] >= least), key=lambda child: counts[child])
 
     def _one_line(self, children: Mapping[int, list[int]], beyond: Floats, place: int) -> list[int]:
@@ -297,7 +297,7 @@ class Code:
 
 
 def _way_down(children: Mapping[int, list[int]], beyond: Floats) -> int:
-    """From the outermost call to the one below which what is beyond spreads over several."""
+    """Return the innermost call that holds the excess, before it spreads over several."""
     place = 0
     while following := children.get(place):
         largest = max(following, key=lambda child: beyond[child])

@@ -1,4 +1,4 @@
-"""What each rank's device did in each step, cut into parts that add up to the step to the nanosecond.
+"""The breakdown of each rank's device time per step, in parts that add up to the step to the nanosecond.
 
 The meaning of each part is defined in docs/definitions.md.
 """

@@ -1,4 +1,4 @@
-"""What each rank's devices did over the whole capture, to the nanosecond."""
+"""Device time of each rank over the whole capture, to the nanosecond."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def timing_gaps(records: pl.DataFrame) -> list[Gap]:
 
 
 def step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, reported: set[int | None], why_none: str) -> list[Gap]:
-    """Give what steps are lacking: all, those of some ranks (not of `reported` ones), or enough of them."""
+    """Give gaps of missing steps: all, those of some ranks (not of `reported` ones), or too few."""
     if not len(steps):
         return [Gap(table="steps", rank=None, node=None, count=None, why=why_none)]
     if steps["source"][0] == CAPTURE:
@@ -110,7 +110,7 @@ def step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, reported: set[int | None
 
 
 def early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
-    """Return what ended before its last rank arrived.
+    """Return the gap of operations that ended before their last rank arrived.
 
     How many, by how much at most, why, and what was done about it.
     """
@@ -145,7 +145,7 @@ def early_gaps(collectives: pl.DataFrame, steps: pl.DataFrame) -> list[Gap]:
 
 
 def broken(table: str, check: Callable[[], None]) -> list[Gap]:
-    """Give what the check of a table raises, as a gap."""
+    """Give a failed check of a table as a gap."""
     try:
         check()
     except InvariantError as error:

@@ -1,4 +1,4 @@
-"""What each rank's main thread did in each step, cut into parts that add up to the step to the nanosecond.
+"""The breakdown of each rank's main thread per step, in parts that add up to the step to the nanosecond.
 
 The meaning of each part is defined in docs/definitions.md.
 """
@@ -339,7 +339,7 @@ def _merged(spans: list[Spans]) -> Spans:
 
 
 def _blocked(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
-    """Return where the main thread waited for communication.
+    """Return the spans in which the main thread waited for communication.
 
     Seen: regions of kind wait, and calls that were not asynchronous, or may not have been and returned only when the
     operation was done. (An asynchronous call that takes long was not waiting: its thread had no CPU.)

@@ -99,7 +99,7 @@ def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: I
 
 @dataclass(frozen=True, slots=True)
 class _Streams:
-    """What one stream of operations says of all its operations; arrays are by stream."""
+    """Facts of each stream of operations; arrays are by stream."""
 
     named: pl.DataFrame  # group, group_size
     is_p2p: Bools
@@ -134,7 +134,7 @@ class _Rows:
 
     @property
     def own_ns(self) -> Ints:
-        """From the arrival to the end, far below 0 where that is not known."""
+        """Time from the arrival to the end, far below 0 if unknown."""
         own, by_duration = self.end_ns - self.arrival_ns, self.by_duration
         if by_duration is None or self.duration_ns is None:
             return own
@@ -143,7 +143,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """What the rows of each operation add up to."""
+    """Sums over the rows of each operation."""
 
     rows: Ints
     code: Ints  # the operation, or for point-to-point the number of receives
@@ -159,7 +159,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """What is known of each operation."""
+    """Facts of each operation."""
 
     shown: pl.DataFrame  # those of MATCHED_COLUMNS that are the same for all rows
     transfer_ns: Ints
@@ -230,7 +230,7 @@ def _streams(
 
 
 def _positions(sorted_ids: pl.Series, ids: pl.Series) -> NDArray[np.int32] | None:
-    """Return where each id is among the sorted ones; None if one is not there."""
+    """Return the position of each id among the sorted ones; None if one is missing."""
     known, wanted = sorted_ids.to_numpy(), ids.to_numpy()
     found = np.empty(len(wanted), np.int32)
     for here in _slices(len(wanted)):
@@ -378,7 +378,7 @@ def _sum(chunks: list[_Rows], count: int) -> _Sums:
 
 
 def _judge(sums: _Sums, streams: _Streams, stream: Ints) -> _Places:
-    """Return which operations are whole, and what the clocks allow to say of each."""
+    """Return which operations are whole, and the facts of each that the clocks allow."""
     is_p2p, sides, error = streams.is_p2p[stream], streams.sides[stream], streams.error_ns[stream]
     named = streams.named[stream]
     no_group = ~is_p2p & named["group_size"].is_null().to_numpy()
@@ -420,7 +420,7 @@ def _judge(sums: _Sums, streams: _Streams, stream: Ints) -> _Places:
 
 
 def _early_ns(rows: _Rows, cause_ns: Ints) -> Ints:
-    """By how much each row ended before what must come first; 0: it did not."""
+    """Return how much too early each row ended, before its cause; 0: it did not."""
     early: Ints = np.maximum(cause_ns[rows.slot] - rows.end_ns, 0)
     early[rows.op == _CODE["send"]] = 0
     return early

@@ -168,7 +168,7 @@ def proxies(calls: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
 
 
 def sends(proxies: pl.DataFrame) -> pl.DataFrame:
-    """Return what each rank sent to each rank of another node.
+    """Return the traffic of each rank to each rank of another node.
 
     Columns: rank, node, peer_rank, peer_node, sent_bytes, busy_s, and rate_bytes_per_s. `busy_s` is the time in which
     the network had data, summed over the channels, so that the rate is what one channel gets through. Rows without a

@@ -109,7 +109,7 @@ def _marked(regions: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
 
 
 def _ends(marks: pl.DataFrame, computed: pl.DataFrame) -> pl.DataFrame:
-    """Return what devices do after a step's last backward.
+    """Return the devices' operations after a step's last backward.
 
     They meet in the reduction of gradients, and the optimizer runs.
     """

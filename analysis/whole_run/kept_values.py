@@ -43,7 +43,7 @@ class _Made(msgspec.Struct):
 
 
 def made_of(files: str, asked: Sequence[object]) -> str:
-    """Return what values depend on: the run's files by their fingerprint, this code, and what was asked for."""
+    """Return the key of values: the run's files by their fingerprint, this code, and the options."""
     return json.dumps([files, code_fingerprint(*_CODE), *asked])
 
 

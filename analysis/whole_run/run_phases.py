@@ -113,7 +113,7 @@ def _together(every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
 
 
 def _of_phase(look: Look, read: Span) -> str:
-    """Return what the verdict says of the phase that differs most."""
+    """Return the verdict's sentence on the phase that differs most."""
     more = look.phase.median_ns / read.median_ns - 1
     what = next(iter((*(found.title for found in look.findings), *map(part_change, look.changes))), "")
     steps = ranges(range(look.phase.first, look.phase.last + 1))
@@ -127,14 +127,14 @@ def _of_phase(look: Look, read: Span) -> str:
 
 
 def _of_finding(found: RunFinding) -> str:
-    """Return what the verdict says of a root cause that the last steps do not have."""
+    """Return the verdict's sentence on a root cause that the last steps do not have."""
     steps = ranges(range(found.steps[0], found.steps[1] + 1))
     share = percent(found.lost_fraction)
     return text("Steps {steps}: {what} ({share} of the whole run).", steps=steps, what=found.title, share=share)
 
 
 def _of_none(history: History) -> str:
-    """Return what the verdict says where the other steps show nothing else."""
+    """Return the verdict's sentence if the other steps show nothing else."""
     number = history.analyzed - (history.read.last - history.read.first + 1)
     if not number:
         return ""
@@ -167,7 +167,7 @@ def phases_of(stretch: Stretch, history: History) -> list[Span]:
 
 
 def _lasting(ratio: Floats) -> NDArray[np.bool_]:
-    """Return where it is above `_DIFFERENT`, and from there on, both ways, as long as it is above `_STILL`."""
+    """Return the blocks above `_DIFFERENT`, extended both ways while above `_STILL`."""
     above = ratio > _STILL
     piece = np.cumsum(np.diff(above, prepend=False))
     lasting: NDArray[np.bool_] = above & np.isin(piece, piece[ratio > _DIFFERENT])
@@ -191,7 +191,7 @@ def _medians(stretch: Stretch) -> Floats:
 
 
 def _look(phase: Span, last: StretchSummary, others: Sequence[StretchSummary]) -> Look:
-    """Return what the stretches of a phase show, and how its steps differ from the last ones."""
+    """Return the findings of a phase's stretches, and how its steps differ from the last ones."""
     inside = [one for one in others if phase.first <= (one.first + one.last) // 2 <= phase.last]
     analyzed = [one for one in inside if one.analyzed]
     if not analyzed:
@@ -209,7 +209,7 @@ def _look(phase: Span, last: StretchSummary, others: Sequence[StretchSummary]) -
 
 
 def _changes(analyzed: Sequence[StretchSummary], last: StretchSummary) -> list[Change]:
-    """Return what parts take more than in the last steps, or less, where it is clear of chance.
+    """Return the parts that take more or less time than in the last steps, clear of chance.
 
     The largest change first.
     """

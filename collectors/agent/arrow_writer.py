@@ -446,7 +446,7 @@ class Partition:
         return self._writers[table].sealed if table in self._writers else ()
 
     def path(self, table: str, part: Sealed) -> Path:
-        """Return where this file of the table is now."""
+        """Return the current path of this file of the table."""
         writer = self._writers[table]
         return self._folder(writer) / writer.name_of(part)
 

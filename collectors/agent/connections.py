@@ -68,7 +68,7 @@ class Connections:
         return iter(list(self._all))
 
     def ranks(self) -> list[tuple[Connection, RankTables]]:
-        """Those that have said hello."""
+        """Return the connections that have said hello."""
         return [(connection, connection.rank) for connection in self._all if connection.rank]
 
     def listen(self, listener: socket.socket) -> None:

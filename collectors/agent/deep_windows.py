@@ -50,7 +50,7 @@ Row = Callable[[int, Mapping[str, Any]], None]
 
 
 def folder_of(number: int) -> str:
-    """Return where in the run's folder a window's tables lie."""
+    """Return the folder of a window's tables in the run's folder."""
     return f"window-{number:04d}"
 
 

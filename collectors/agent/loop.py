@@ -476,7 +476,7 @@ class Agent:
 
 
 def _said(options: Options, addresses: set[str]) -> dict[str, Any]:
-    """Return what the run's JSON says from the start."""
+    """Return the initial fields of the run's JSON."""
     return {
         "schema_version": SCHEMA_VERSION,
         "state": "running",

@@ -94,7 +94,7 @@ class Ras:
 
 
 def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where the RAS threads of this node listen; None where they are switched off. Raises ValueError."""
+    """Return the address of this node's RAS threads; None if they are switched off. Raises ValueError."""
     if environ.get("NCCL_RAS_ENABLE") == "0":
         return None
     host, _, port = environ.get("NCCL_RAS_ADDR", f"localhost:{PORT}").rpartition(":")
@@ -102,7 +102,7 @@ def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def ask(host: str, port: int) -> str:
-    """Return what RAS answers. Raises OSError or ValueError."""
+    """Return the answer of RAS. Raises OSError or ValueError."""
     for _ in range(_ATTEMPTS):
         # All processes of a node listen on one port, and the system chooses which gets a connection: it may be stopped.
         with socket.create_connection((host, port), _GREETING_S) as channel, channel.makefile("rb") as lines:

@@ -1,4 +1,4 @@
-"""Which of several nodes this one is, in which folder its files lie, and how far its clock is from node 0's."""
+"""The node's number, the folder of its files, and the offset of its clock from node 0's."""
 
 from __future__ import annotations
 

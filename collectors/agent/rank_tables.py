@@ -44,7 +44,7 @@ class RankTables:
 
     @property
     def device(self) -> str:
-        """What its readings are called among the node's counters."""
+        """The device name of its readings among the node's counters."""
         return f"rank{self.rank}@{self.world}" if self.world else f"rank{self.rank}"
 
     def train_on(self, thread: int) -> None:

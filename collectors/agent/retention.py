@@ -40,7 +40,7 @@ _COUNTS_STEPS = pa.array([REGION_KINDS.index(kind) for kind in COUNTS_STEPS if k
 
 
 def usual_bytes(folder: Path) -> int:
-    """Return what a node's files may take by default, above 0. Raises OSError."""
+    """Return the default limit on a node's files, above 0. Raises OSError."""
     return max(1, min(_USUAL_BYTES, int(_USUAL_SHARE * shutil.disk_usage(folder).free)))
 
 

@@ -98,7 +98,7 @@ class Uploader:
         return list(self._to_send(last=True))
 
     def _to_send(self, last: bool) -> Iterator[str]:
-        """Yield the files that have changed since they were sent, the run's JSON first."""
+        """Yield the files that are new or have changed since they were sent, the run's JSON first."""
         grows = last or time.monotonic() - self._grown_at > _GROWING_S
         if grows:
             self._grown_at = time.monotonic()

@@ -1,1 +1,1 @@
-"""What runs inside every training process: standard library and torch only."""
+"""The part inside every training process: standard library and torch only."""

@@ -1,4 +1,4 @@
-"""Which code is the job's: not torch, Python's own library, nor rankscope."""
+"""Recognizes the job's own code: not torch, Python's own library, nor rankscope."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _as_json, _of_json = json.JSONEncoder().encode, json.JSONDecoder().decode  # not
 
 
 class Emit:
-    """What collectors write to. Every method is cheap, never blocks, and may be called from any thread."""
+    """The collectors' output. Every method is cheap, never blocks, and may be called from any thread."""
 
     def __init__(self, ring: Ring, channel: socket.socket) -> None:
         self.live = True

@@ -1,4 +1,4 @@
-"""What every Python thread of this process runs at this moment, without harm to the process."""
+"""The current frame of every Python thread of this process, read safely."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def build(chosen: str | None = None, extra: tuple[str, ...] = ()) -> Path:
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a job needs in its environment for NCCL to find the plugin; nothing if not built or wanted."""
+    """Return the environment variables by which NCCL finds the plugin; none if not built or wanted."""
     path = built()
     return {} if path is None or installed_elsewhere(environment) else {VARIABLE: str(path)}
 

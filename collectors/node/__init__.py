@@ -17,7 +17,7 @@ Sample = tuple[str, str, str, float]  # source, name with its unit, device, valu
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """What a collector may know of its node, and of the job on it."""
+    """A collector's view of its node, and of the job on it."""
 
     addresses: frozenset[str]  # all of this node's, loopback too
     gap: Callable[[str, str], None]  # source, why

@@ -55,7 +55,7 @@ Pair = tuple[str, str]  # device of the rank, address
 
 @dataclass(slots=True)
 class _Connections:
-    """What is known of the ranks' sockets between two readings."""
+    """State of the ranks' sockets between two readings."""
 
     channel: socket.socket
     before: dict[int, Info] = field(default_factory=dict)  # by inode

@@ -32,7 +32,7 @@ _DASHES = ("dot", "dash", "dashdot", "longdash")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What the times of one operation in one group by size say: latency and bandwidth."""
+    """Latency and bandwidth of one operation in one group, from its times by size."""
 
     op: str
     group_id: int

@@ -131,7 +131,7 @@ def cell(found: Grid, order: NDArray[np.intp], view: View, row: int, column: int
 
 
 def _edges(start: int, end: int, pixels: int) -> NDArray[np.int64]:
-    """Where each cell of the picture begins: one per row or column of the grid, or as many as there are pixels."""
+    """Return the start of each cell of the picture: one per row or column of the grid, or per pixel."""
     count = max(1, min(end - start, pixels))
     return start + (np.arange(count) * (end - start)) // count
 

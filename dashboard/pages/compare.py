@@ -82,7 +82,7 @@ class _Pair:
 
     @property
     def sides(self) -> tuple[RankSide, RankSide]:
-        """What is compared with, then what is compared."""
+        """The reference side, then the compared one."""
         a, b = (
             RankSide(rank=rank, report=run.report, timeline=run.timeline)
             for rank, run in ((self.against, self.other), (self.rank, self.run))
@@ -153,7 +153,7 @@ def _controls(pair: _Pair, runs: Mapping[str, str], query: Query) -> Children:
 
 
 def _of_runs(runs: Mapping[str, str], key: str) -> Children:
-    """Return whose rank to compare with, where several runs are open."""
+    """Return the choice of the other run, if several are open."""
     names = [{"value": key, "label": name} for key, name in runs.items()]
     return choice("other", text("of run"), names, key or _FIRST) if len(runs) > 1 else None
 

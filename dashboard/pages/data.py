@@ -99,7 +99,7 @@ def _shown(run: Run, query: str) -> Children:
 
 
 def _about(query: str) -> Children:
-    """Return what the table holds, if a whole table is asked for."""
+    """Return the table's description, if a whole table is asked for."""
     name = query.rpartition(" ")[2]
     if grids.everything(name) != query:
         return None

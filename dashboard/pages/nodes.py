@@ -1,4 +1,4 @@
-"""What the nodes' counters say while the job runs."""
+"""The nodes' counters over the run."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _row(run: Run, fix: TriedFix, step_ns: float, best: TriedFix) -> Children:
 
 
 def _costs_other(run: Run, fix: TriedFix) -> str | None:
-    """Return what the finding with this fix costs, where that is another time than the fix brings."""
+    """Return the cost of the finding with this fix, if it differs from the fix's gain."""
     for number, finding in enumerate(run.report.findings, 1):
         lost = duration(finding.lost_ns_per_step)
         if finding.fix == fix.key and finding.lost_ns_per_step and lost != duration(round(fix.gain.gain_ns)):

@@ -31,7 +31,7 @@ __version__ = "1"  # Dash asks for one where a script comes from; the file's tim
 
 
 class Source(Protocol):
-    """What the page needs of the app's state. Each may be None while the run is still being read or analyzed.
+    """The page's view of the app's state. Each may be None while the run is still being read or analyzed.
 
     `run` is the key in the address; "" is the first run. KeyError: there is no such run.
     """

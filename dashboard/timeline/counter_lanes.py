@@ -47,7 +47,7 @@ class CounterLane:
 
 
 def counter_lanes(timeline: Timeline) -> list[CounterLane]:
-    """Those of the counters that a user looks at first and that changed, by node, then rank."""
+    """Return the headline counters that changed, by node, then rank."""
     counters = timeline.counters
     changed = [name for name in changing(counters)[0] if name in HEADLINES]
     if not changed:

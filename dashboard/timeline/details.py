@@ -148,7 +148,7 @@ def _peers(scene: Scene, operation: int) -> list[dict[str, Any]]:
 
 
 def spent(scene: Scene, lanes: Iterable[int], t0: int, t1: int) -> list[dict[str, Any]]:
-    """Return what [t0, t1) of these lanes was spent on, by kind and by name, one entry per table; longest first."""
+    """Return the time in [t0, t1) of these lanes by kind and by name, one entry per table; longest first."""
     by_table: dict[str, list[int]] = {}
     for lane in lanes:
         if 0 <= lane < len(scene.lanes):
@@ -236,7 +236,7 @@ def matches(scene: Scene, wanted: str) -> Matches:
 
 
 def _not_within(scene: Scene, rows: Mapping[str, Ints]) -> Ints:
-    """Those of the derived rows that do not lie within another table's row of the same rank and name."""
+    """Return the derived rows that do not lie within another table's row of the same rank and name."""
     spans: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for name, found in rows.items():
         if name != _DERIVED:

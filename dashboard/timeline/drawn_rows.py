@@ -14,7 +14,7 @@ __all__ = ["DRAWN", "Drawn"]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What is drawn of a frame, row by row. An event is `kind` up to its middle and `then` from there on."""
+    """The drawn rows of a frame. An event is `kind` up to its middle and `then` from there on."""
 
     track: pl.Expr
     kind: pl.Expr

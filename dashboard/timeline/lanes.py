@@ -78,7 +78,7 @@ def build_scene(timeline: Timeline) -> Scene:
 
 
 def lay_out(timeline: Timeline, arrays: Arrays) -> tuple[dict[str, Any], Mapping[str, Array]]:
-    """Return what `assemble` makes a scene of: a JSON object and the arrays."""
+    """Return the input of `assemble`: a JSON object and the arrays."""
     frames = {name: frame for name in DRAWN if len(frame := getattr(timeline, name))}
     if "collectives" in frames:
         titles = {name: group_title(name, role) for name, role in timeline.groups.select("name", "role").iter_rows()}
@@ -116,7 +116,7 @@ def lay_out(timeline: Timeline, arrays: Arrays) -> tuple[dict[str, Any], Mapping
 
 
 def _span(times: Sequence[pl.DataFrame]) -> tuple[int, int]:
-    """From the first start to the last thing that is known, which is where what has no end is cut."""
+    """Return the first start and the last known time, at which events without an end are cut."""
     if not times:
         return 0, 1
     ends = [
@@ -189,7 +189,7 @@ class _Codes:
         self.texts: dict[str, int] = {}
 
     def of(self, texts: pl.Series) -> Indices:
-        """Return what is null has the code for what is not known."""
+        """Return the texts' numbers; null has the code for unknown."""
         different = texts.drop_nulls().unique().sort()
         mine = [self.texts.setdefault(text, len(self.texts)) for text in different.to_list()]
         codes = np.array([*mine, code_of_unknown(np.dtype(np.uint32))], np.uint32)

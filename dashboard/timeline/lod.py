@@ -51,7 +51,7 @@ _BINS_OF_PIXEL = 4  # at least: so no edge of a pixel moves by more than an eigh
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a strip covers up to every multiple of `bin_ns`; each level has every fourth sample of the one before.
+    """A strip's covered time up to every multiple of `bin_ns`; each level has every fourth sample of the one before.
 
     `begun` is the number of events that have started before these instants; without levels where each takes time.
     """
@@ -101,7 +101,7 @@ def strip(kind: int, start: Ints, end: Ints, source: NDArray[np.integer]) -> Str
 
 
 def occupancy(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return what each strip covers between neighbouring edges, in ns, and whether any of its events is there."""
+    """Return the time that each strip covers between neighbouring edges, in ns, and whether it has an event there."""
     covered = np.empty((len(row), len(edges)), np.int64)
     instants = []
     for i, events in enumerate(row):
@@ -116,7 +116,7 @@ def occupancy(row: Row, edges: Ints) -> tuple[Ints, NDArray[np.bool_]]:
 
 
 def _covered(events: Strip, edges: Ints) -> tuple[Ints, Ints]:
-    """Return what the strip covers before each edge, and how many of its events start before it."""
+    """Return the time that the strip covers before each edge, and how many of its events start before it."""
     # "left": an event that starts on an edge belongs to the pixel that follows.
     after = events.start.searchsorted(edges, "left")
     last = after - 1
@@ -244,7 +244,7 @@ def view(
     names: Callable[[int, Indices], Sequence[str]],
     coarser: int = 0,
 ) -> bytes:
-    """Return what [t0, t1) of these lanes looks like on `pixels` columns: a JSON header, then typed arrays.
+    """Return the view of [t0, t1) of these lanes on `pixels` columns: a JSON header, then typed arrays.
 
     A lane of several rows is their mean. `names(lane, sources)` names the events that become rectangles: those of a
     single row that are wide enough to be distinct. Each lane with an event that is no rectangle has a raster:

@@ -42,7 +42,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What an event is: its place in KINDS is its code."""
+    """A kind of event: its place in KINDS is its code."""
 
     key: str
     label: str
@@ -145,7 +145,7 @@ class Lanes:
         return self._made[number]
 
     def kinds(self) -> list[int]:
-        """All that are drawn somewhere."""
+        """All kinds that are drawn."""
         return [int(kind) for kind in np.unique(self._arrays["strip.kind"])]
 
     def _make(self, number: int) -> Lane:

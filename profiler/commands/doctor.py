@@ -146,7 +146,7 @@ def _clock() -> Iterator[Check]:
 
 
 def _collectors() -> Iterator[Check]:
-    """Those of the node are started, read once and stopped, as the agent does it."""
+    """Start, read once and stop the node's collectors, as the agent does."""
     from rankscope.collectors import node, rank
     from rankscope.collectors.agent.node_sampler import Sampler
     from rankscope.collectors.topology import described

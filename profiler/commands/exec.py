@@ -102,7 +102,7 @@ def agent_name(environment: Mapping[str, str]) -> str:
 
 
 def _process() -> Iterator[str]:
-    """Yield what distinguishes this process from one of another container with its number on the same network."""
+    """Yield facts that distinguish this process from one of another container with the same pid and network."""
     with contextlib.suppress(OSError):
         yield str(os.stat("/proc/self/ns/pid").st_ino)
         yield Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # when it began

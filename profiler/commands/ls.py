@@ -54,7 +54,7 @@ def command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What a run holds of a table; `seconds` from the first to the last row, on the node where that is longest."""
+    """A table's content in a run; `seconds` from the first to the last row, on the node where that is longest."""
 
     table: str
     rows: int

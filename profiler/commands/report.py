@@ -40,7 +40,7 @@ __all__ = ["command"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is read, and how the report on it is written."""
+    """The input, and the forms of the report on it."""
 
     run: Runs
     steps: Steps = None

@@ -57,7 +57,7 @@ def command(
 
 
 def _nodes(run: Path) -> list[dict[str, Any]]:
-    """Return what each node's agent says of itself and of its ranks."""
+    """Return each node's JSON, about its agent and ranks."""
     nodes = []
     for path in sorted((run / "run").glob("node=*.json")):
         try:

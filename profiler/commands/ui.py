@@ -34,7 +34,7 @@ _NEXT_PORTS = 20  # tried when the usual one is taken
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is shown, and where it is served."""
+    """The runs that are shown, and the address of the server."""
 
     run: Annotated[
         list[Path], typer.Argument(metavar="RUN", help="The run, or two of them; any trace that rankscope reads.")

@@ -77,7 +77,7 @@ def nodes_by_rank(ranks: pl.DataFrame) -> dict[int, int]:
 
 
 def places_of(slow: Slow, grid: StepGrid, role: Ints, regions: pl.DataFrame | None) -> str:
-    """Where the device shows it and, besides, the regions that take the host much longer than its peers each step."""
+    """Return the place on the device, and the regions that take the host much longer than its peers each step."""
     if regions is None:
         return slow.where
     row = slow.rows[0]

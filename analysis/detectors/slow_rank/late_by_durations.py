@@ -223,7 +223,7 @@ def _if_evenly_slow(late: Late, waited_for: WaitedFor) -> Late:
 
 
 def _longer(grid: StepGrid, when: Steps) -> float:
-    """By how much these steps are longer than the others, as a mean over all."""
+    """Return how much longer these steps are than the others, as a mean over all."""
     length = np.sum(list(grid.parts.values()), axis=0).max(axis=0)
     return float((np.median(length[when]) - np.median(length[~when])) * when.mean())
 

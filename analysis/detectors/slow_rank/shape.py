@@ -36,7 +36,7 @@ Shown = tuple[Floats, Steps]  # the excess per step, 0 where it does not show, a
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Those of `detect`: a share of the step, a share of the steps, and robust standard deviations."""
+    """The thresholds of `detect`: a share of the step, a share of the steps, and robust standard deviations."""
 
     min_fraction: float
     persistence: float
@@ -131,6 +131,6 @@ def _beyond(grid: StepGrid, excess: Floats, scatter: float, persistence: float) 
 
 
 def _of_stretches(values: Floats) -> Floats:
-    """Return what the means of eight stretches of steps differ from the mean of all."""
+    """Return how far the means of eight stretches of steps differ from the mean of all."""
     means = np.array([stretch.mean() for stretch in np.array_split(values, 8)])
     return np.asarray(means - means.mean())

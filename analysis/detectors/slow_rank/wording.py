@@ -39,7 +39,7 @@ def finding_of(grid: StepGrid, slow: Slow, steps: pl.DataFrame) -> Finding:
 
 
 def advice_on(ranks: tuple[int, ...]) -> Text:
-    """Return what to try where these ranks are longer and nothing says whether their host or their GPU is slow."""
+    """Return the advice on these ranks, if it is unknown whether their host or their GPU is slow."""
     return text(
         "See what only {ranks} does there. Compare the host with the others: clock speed, "
         "temperature, other processes, CPU pinning.",

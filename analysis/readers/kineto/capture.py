@@ -1,4 +1,4 @@
-"""What one file holds, and its rows as columns of tables."""
+"""The content of one file: its metadata, and its rows as columns of tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Ints = NDArray[Any]
 
 @dataclass(slots=True)
 class Capture:
-    """What one file holds: its own words, the names behind the codes, and the rows that are kept."""
+    """The content of one file: its metadata, the names behind the codes, and the rows that are kept."""
 
     label: str
     info: dict[str, Any]

@@ -25,7 +25,7 @@ class Metadata:
 
 
 def metadata_of(capture: Capture, at: Ints, launches: Mapping[str, Ints], launch: Ints, is_batch: Ints) -> Metadata:
-    """Return what the file says about each of these kernels.
+    """Return the file's metadata on each of these kernels.
 
     On the kernel itself, else on the operator that launched it.
 

@@ -33,7 +33,7 @@ def kernels_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]
 
 
 def _work(capture: Capture, rows: Mapping[str, Ints]) -> pl.Series:
-    """Return what each device row is: decided once for each category and name."""
+    """Return the kind of each device row: decided once for each category and name."""
     pairs, which = np.unique(rows["cat"].astype(np.int64) << 32 | rows["name"], return_inverse=True)
     kinds = [device_work(capture.names[int(p) >> 32], capture.names[int(p) & 0xFFFFFFFF]) for p in pairs]
     return pl.Series(kinds, dtype=pl.String).gather(which)

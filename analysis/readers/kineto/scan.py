@@ -52,7 +52,7 @@ _NO_TIME_NS = -(10**15)  # before the trace's base: what is left of a time of 0
 
 
 def read_captures(paths: Sequence[str], folder: Path, operators_from_ns: int) -> Iterator[Capture | str]:
-    """Yield what each file holds, or one line that says what is wrong with it, in the order of the files.
+    """Yield the content of each file, or one line on its error, in the order of the files.
 
     Their rows lie in files in this folder. Large files are read by several processes at once.
     """
@@ -76,7 +76,7 @@ def _cpu_s(file: Path) -> float:
 
 
 def read_file(file: Path, label: str, rows: Path, operators_from_ns: int) -> list[Capture | str]:
-    """Return what the file holds; its rows lie in `rows`."""
+    """Return the content of the file; its rows lie in `rows`."""
     spill = Spill(rows)
     if not TAR_NAME.search(file.name):
         with file.open("rb") as opened:

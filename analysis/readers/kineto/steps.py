@@ -18,7 +18,7 @@ _STEP_NAME = re.compile(r"ProfilerStep#(\d+)")
 
 
 def announces_step(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Which of the names say that a step begins: in a deep window those of rankscope, and none of the script's own."""
+    """Return which names begin a step: in a deep window those of rankscope, and none of the script's own."""
     of_window = np.array([name.startswith(WINDOW_STEP) for name in names], bool)
     return of_window if of_window.any() else np.array([bool(_STEP_NAME.search(name)) for name in names], bool)
 

@@ -71,7 +71,7 @@ class _Gunzip:
 
 
 class _ZlibMember:
-    """What `igzip_lib.IgzipDecompressor` is, for one member of a gzip file."""
+    """A stand-in for `igzip_lib.IgzipDecompressor`, for one member of a gzip file."""
 
     def __init__(self) -> None:
         self._member = zlib.decompressobj(wbits=_GZIP)

@@ -82,16 +82,13 @@ def time_in_the_middle(path: Path, order: str) -> int:
 
 
 def order_of(path: Path, order: str) -> pa.ChunkedArray:
-    """Return what a file's rows are ordered by.
-
-    Nothing where it has none that are good. The part being written has some.
-    """
+    """Return the column that orders a file's good rows; empty without such. The part being written may have some."""
     table, _ = read_rows(path, closed=False, columns=[order])
     return table[order] if table is not None and order in table.column_names else pa.chunked_array([], pa.int64())
 
 
 def count_rows(path: Path) -> int:
-    """Return what the file's footer says; 0 where it has none."""
+    """Return the number of rows by the file's footer; 0 where it has none."""
     from pyarrow import dataset  # 3 MB
 
     try:
@@ -101,7 +98,7 @@ def count_rows(path: Path) -> int:
 
 
 def at_once(do: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
-    """Return what it does with each item, in their order.
+    """Return the results for all items, in their order.
 
     On shared storage most of the time is spent waiting for files.
     """

@@ -125,7 +125,7 @@ def parts_in(partition: Path) -> list[Part]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder; nothing where it is not there, or is being moved by its agent."""
+    """Return the entries of a folder; none if it is missing, or is being moved by its agent."""
     try:
         return list(os.scandir(folder))
     except OSError:

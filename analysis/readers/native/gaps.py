@@ -137,6 +137,6 @@ def open_ends(collectives: pl.DataFrame, flight_records: pl.DataFrame) -> list[G
 
 
 def recorded_gaps(stored: StoredRows) -> list[Gap]:
-    """Return what collectors, session and agent recorded themselves."""
+    """Return the gaps that collectors, session and agent recorded."""
     said = stored.read("gaps").select("table", "rank", "node", "count", "why")
     return [replace(Gap(**row), why=as_recorded(row["why"])) for row in said.iter_rows(named=True)]

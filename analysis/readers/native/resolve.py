@@ -1,4 +1,4 @@
-"""From rows as they were written to those of a table: ids become names, codes words, late ends are filled in."""
+"""Resolves rows as they were written: ids become names, codes words, late ends are filled in."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_codes(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_peers(clocks: pl.DataFrame, run: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
-    """Return which node each one pinged: that may have got another number since it was asked for it."""
+    """Replace the number of each pinged node by its current one, which may have changed since."""
     number = {launch["agent"]: node for node, launch in run.items() if "agent" in launch}
     pinged = {node: number[launch["peer"]] for node, launch in run.items() if launch.get("peer") in number}
     peer = pl.col("node").replace_strict(pinged, default=pl.col("peer"), return_dtype=pl.Int32)

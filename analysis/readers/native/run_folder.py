@@ -90,7 +90,7 @@ class NativeReader:
 
     @property
     def stretch(self) -> Stretch | None:
-        """What is read of the run; None: all."""
+        """The part of the run that is read; None: all."""
         return self._stored.stretch
 
     @stretch.setter
@@ -99,7 +99,7 @@ class NativeReader:
 
     @cached_property
     def kept_since(self) -> dict[int, int]:
-        """From when on all is there, by node, of those of this world's nodes that have removed rows."""
+        """When complete records begin, by node, of this world's nodes that have removed rows."""
         return _kept_since(self.run, self._stored.read("ranks")["node"].to_list())
 
     @property
@@ -186,7 +186,7 @@ class NativeReader:
         return pl.DataFrame(at_once(held, parts), schema=names | {"first": pl.Int64, "last": pl.Int64}, orient="row")
 
     def sizes_of_ranks(self) -> dict[int, int]:
-        """Return what each rank's files take on the disk."""
+        """Return the size of each rank's files."""
         sizes: dict[int, int] = {}
         for part in self._parts:
             if part.rank is not None:
@@ -236,12 +236,12 @@ class NativeReader:
         return cannot
 
     def why_no_rank(self) -> str:
-        """Return what the agent wrote about the ranks that never came, as the end of a sentence."""
+        """Return the agent's reason for ranks that never came, as the end of a sentence."""
         said = [gap.why for gap in recorded_gaps(self._stored) if gap.table == "ranks"]
         return f": {said[0]}" if said else ": the job made no process group, or ended before it"
 
 
 def _kept_since(run: Mapping[int, Mapping[str, Any]], nodes: Container[int]) -> dict[int, int]:
-    """From when on all is there, by node, of those of them that have removed rows."""
+    """Return when complete records begin, by node, of those that have removed rows."""
     since = {node: launch.get("kept_since_ns") for node, launch in run.items() if node in nodes}
     return {node: ns for node, ns in since.items() if isinstance(ns, int)}

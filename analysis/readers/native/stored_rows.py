@@ -211,7 +211,7 @@ class StoredRows:
         return frame.filter(~lacking)
 
     def _good_until(self, part: Part, table: pa.Table | None) -> str:
-        """Return where the good rows of a cut file end, as the end of a sentence."""
+        """Return the place where the good rows of a cut file end, as the end of a sentence."""
         order = TABLES[part.table].order
         if table is None or order not in table.column_names or part.table == "ranks":
             return text("; nothing of it is good") if table is None else ""
