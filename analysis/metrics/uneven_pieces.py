@@ -49,12 +49,12 @@ class Uneven:
         return float(np.sqrt(np.mean((self.moving / self.error) ** 2) / free))
 
     def of_uneven_work(self, role: Ints) -> Floats:
-        """The excess of each step's longest rank over equal work on all ranks of a role, ns."""
+        """Return the excess of each step's longest rank over equal work on all ranks of a role, ns."""
         even = [self.own[role == each].mean(axis=0) for each in np.unique(role)]
         return np.asarray(self.own.max(axis=0) - np.max(even, axis=0))
 
     def of_slow_ranks(self) -> Floats:
-        """The part of that by slow ranks, ns: by the least factor that a rank has in all steps."""
+        """Return the part of that by slow ranks, ns: by the least factor that a rank has in all steps."""
         always = np.maximum(self.longer.min(axis=1, keepdims=True), 0.0)
         return np.asarray(self.own.max(axis=0) - (self.own * np.exp(-always)).max(axis=0))
 

@@ -65,7 +65,7 @@ def number_collectives(
 
 
 def _number_transfers(collectives: Mapping[int, Calls], rows: Mapping[int, Ints], *, one_clock: bool) -> None:
-    """Number sends and receives alike on both ranks: torch's own numbers count all exchanges of a rank."""
+    """Give sends and receives the same number on both ranks: torch's own numbers count all exchanges of a rank."""
     codes: dict[tuple[Any, ...], int] = {}
     sequences = {rank: _as_sequence(collectives[rank], at, codes, ("dtype", "size_bytes")) for rank, at in rows.items()}
     numbers = collective_numbering.align(sequences, one_clock=one_clock)
