@@ -2,7 +2,7 @@
 
 Imported inside the training process: the standard library only.
 """
-# ruff: noqa: N818 - the names are what the user is told
+# ruff: noqa: N818 - users read these names
 
 from __future__ import annotations
 
