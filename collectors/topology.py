@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rankscope.collectors.untyped import Foreign
+
 __all__ = ["DISTANCES", "add_driver_facts", "described", "read"]
 
 # From near to far, in the words of `nvidia-smi topo`: behind one PCIe switch, behind several, behind one host bridge,
@@ -48,7 +50,7 @@ def read(sys: Path = Path("/sys")) -> dict[str, list[Device]]:
     return {"gpus": found, "nics": nics}
 
 
-def add_driver_facts(gpus: Iterable[Device], nvml: Any) -> None:  # noqa: ANN401  (the module pynvml)
+def add_driver_facts(gpus: Iterable[Device], nvml: Foreign) -> None:  # the module pynvml
     """Give each NVIDIA GPU its `index`, `uuid` and `name`, and how many of its NVLinks are up, by where they lead.
 
     `nvlinks` has another GPU's PCI address, or `switch`, for a key. NVML must have been initialised. Raises NVMLError.
@@ -83,7 +85,7 @@ def _where(device: Device) -> Iterator[str]:
         yield f"PCIe {device['pcie']}" + (f" of {most}" if most and most != device["pcie"] else "")
 
 
-def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:  # noqa: ANN401
+def _nvlinks(nvml: Foreign, handle: Foreign) -> dict[str, int]:
     ends: Counter[str] = Counter()
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:

@@ -15,7 +15,7 @@ from support.paths import ROOT
 
 # From the lowest floor up. A room imports from rooms below it only.
 FLOORS = (
-    *("errors", "collectors.schema", "collectors.counters", "collectors.rank_ranges"),
+    *("errors", "collectors"),
     *("analysis.text", "analysis.model", "analysis.readers", "analysis.timeline", "analysis.runs", "analysis.metrics"),
     *("analysis.replay", "analysis.detectors", "analysis.compare", "analysis.diagnosis"),
     *("analysis.whole_run", "analysis.report"),
@@ -26,7 +26,7 @@ FLOORS = (
 OF_ONE_FILE = ("analysis.readers.kineto.scan", "analysis.readers.native.arrow_files")
 OF_ALL_RANKS = {"collective_numbering", "kineto.numbering", "kineto.tables", "native.worlds"}
 # Collectors have floors of their own.
-OF_COLLECTORS = ("collectors.topology", "collectors.node", "collectors.agent")
+OF_COLLECTORS = ("collectors", "collectors.node", "collectors.agent")
 IN_A_RANK = (
     "collectors/in_rank",
     "collectors/rank",
@@ -98,7 +98,8 @@ def graph() -> dict[str, set[str]]:
 def room(module: str) -> str:
     """The folder that a module is in; above the collectors and the analysis there are two rooms only."""
     parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] in ("analysis", "collectors") else parts[0]
+    is_inner = parts[0] in ("analysis", "collectors") and (ROOT / parts[0] / "/".join(parts[1:2])).is_dir()
+    return ".".join(parts[:2]) if is_inner else parts[0]
 
 
 def upward() -> set[tuple[str, str]]:

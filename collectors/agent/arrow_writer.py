@@ -23,6 +23,7 @@ import pyarrow.ipc
 
 from rankscope.collectors.checksum import METADATA, is_intact, with_checksum
 from rankscope.collectors.schema import TABLES, Table
+from rankscope.collectors.untyped import Foreign
 
 __all__ = ["SEAL_ROWS", "Partition", "RunFolder", "Sealed", "batch_of", "read_live", "write_sealed"]
 
@@ -143,7 +144,7 @@ def batch_of(table: str, columns: Mapping[str, Any]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _array(values: Any, kind: pa.DataType) -> pa.Array:  # noqa: ANN401  (whatever pyarrow takes)
+def _array(values: Foreign, kind: pa.DataType) -> pa.Array:  # whatever pyarrow takes
     if isinstance(values, np.ma.MaskedArray):
         return pa.array(values.data, type=kind, mask=np.ma.getmaskarray(values))
     return pa.array(values, type=kind)

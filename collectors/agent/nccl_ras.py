@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rankscope.collectors.schema import STILL_NS, STILL_STEPS
+from rankscope.collectors.untyped import Foreign
 
 __all__ = ["Ras", "address", "ask", "understood"]
 
@@ -121,7 +122,7 @@ def ask(host: str, port: int) -> str:
     raise TimeoutError
 
 
-def _say(channel: socket.socket, lines: Any, command: str) -> str:  # noqa: ANN401 - a buffered reader of the channel
+def _say(channel: socket.socket, lines: Foreign, command: str) -> str:  # a buffered reader of the channel
     channel.sendall(command.encode() + b"\n")
     return str(lines.readline(_LINE_BYTES).decode(errors="replace")).strip()
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 from rankscope.collectors.agent.arrow_writer import RunFolder
 from rankscope.collectors.agent.json_files import replace_json
 from rankscope.collectors.agent.messages import Hello
+from rankscope.collectors.untyped import Foreign
 
 __all__ = ["RunState", "file_of", "is_run_of", "versions"]
 
@@ -29,7 +30,7 @@ class RunState:
         self._run = run
         said["ranks"] = self.ranks
 
-    def publish(self, **said: Any) -> None:  # noqa: ANN401
+    def publish(self, **said: Foreign) -> None:
         """Add these fields; the next flush writes them."""
         self.said |= said
         self.changed = True

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from rankscope.collectors.in_rank.stderr import say, text_of
+from rankscope.collectors.untyped import Foreign
 
 __all__ = ["autoload"]
 
@@ -45,7 +46,7 @@ def _arm() -> None:
 
     make_group, agent_name = c10d._new_process_group_helper, os.environ["RANKSCOPE_AGENT"]
 
-    def make_group_and_record(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def make_group_and_record(*args: Foreign, **kwargs: Foreign) -> Foreign:
         made = make_group(*args, **kwargs)
         _claim()
         session.on_group(agent_name, made[0], args, kwargs)

@@ -18,6 +18,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.rank import Collector
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -46,7 +47,7 @@ def _start(emit: Emit) -> None:
     global _before, _hook
     before = _before = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:  # noqa: ANN401
+    def hook(unraisable: Foreign) -> None:
         error = unraisable.exc_value
         if emit.live and error is not None and _is_own(unraisable.object):
             _thread.start_new_thread(_raise_in_main_thread, (error,))
@@ -76,7 +77,7 @@ def _raise_in_main_thread(error: BaseException) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(again))
 
 
-def _code_of(handler: Any) -> CodeType | None:  # noqa: ANN401
+def _code_of(handler: Foreign) -> CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func
     for function in (handler, getattr(handler, "__func__", None), type(handler).__dict__.get("__call__")):

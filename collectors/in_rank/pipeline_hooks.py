@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -44,7 +45,7 @@ class Microbatches:
     def around(
         self,
         collector: str,
-        owner: Any,  # noqa: ANN401
+        owner: Foreign,
         method: str,
         kind: str,
         which: Callable[[tuple[Any, ...]], tuple[int, int]],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from typing import Any
+
+from rankscope.collectors.untyped import Foreign
 
 __all__ = ["address_towards", "host_of", "place", "world_of"]
 
@@ -13,7 +14,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _WORLD_KEY = "rankscope/world"
 
 
-def host_of(store: Any) -> str:  # noqa: ANN401
+def host_of(store: Foreign) -> str:
     """Return rank 0's host by the store, as after `init_process_group(init_method="tcp://…")`; else this host."""
     while inner := getattr(store, "underlying_store", None):
         store = inner
@@ -38,7 +39,7 @@ def address_towards(master: str) -> str | None:
     return ""
 
 
-def world_of(store: Any) -> str | None:  # noqa: ANN401
+def world_of(store: Foreign) -> str | None:
     """Return the name of this job's world, which the first rank to ask decides. None where the store cannot.
 
     A job of several worlds (trainers, and engines that generate for them) has every rank several times.

@@ -12,9 +12,9 @@ import mmap
 import os
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
 
 from rankscope.collectors.schema import RECORD, RING_SLOTS, RecordType
+from rankscope.collectors.untyped import Foreign
 
 __all__ = ["Ring"]
 
@@ -31,7 +31,7 @@ class Ring:
             the training process.
     """
 
-    def __init__(self, native: Any = None) -> None:  # noqa: ANN401
+    def __init__(self, native: Foreign = None) -> None:
         size = RECORD.size * RING_SLOTS
         self.fd = os.memfd_create("rankscope-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self.fd, 0, size)

@@ -35,6 +35,7 @@ from rankscope.collectors.in_rank.stderr import say, text_of
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.rank_ranges import as_ranges
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS
+from rankscope.collectors.untyped import Foreign
 
 __all__ = ["Emit", "annotate", "on_group", "step"]
 
@@ -128,7 +129,7 @@ class Emit:
         An exception that comes from a signal handler of the script's is the training's, and passes.
         """
 
-        def guarded(*args: Any) -> Any:  # noqa: ANN401
+        def guarded(*args: Foreign) -> Foreign:
             try:
                 return function(*args)
             except Exception as error:
@@ -144,7 +145,7 @@ class Emit:
     def around(
         self,
         collector: str,
-        owner: Any,  # noqa: ANN401
+        owner: Foreign,
         attribute: str,
         record: Callable[..., None],
         before: Callable[[tuple[Any, ...]], None] = lambda _: None,
@@ -158,7 +159,7 @@ class Emit:
         record, before = self.guard(collector, record), self.guard(collector, before)
         active = True
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def wrapper(*args: Foreign, **kwargs: Foreign) -> Foreign:
             if not (active and self.live):
                 return original(*args, **kwargs)
             start, result = clock(), None
@@ -197,7 +198,7 @@ class Emit:
             ids = {"thread": self.training_thread, "tid": threading.get_native_id()}
             self.send({"type": "training_thread"} | ids)
 
-    def learn_device(self, tensor: Any) -> None:  # noqa: ANN401
+    def learn_device(self, tensor: Foreign) -> None:
         """Learn the training's device from the first operation or weight on one.
 
         torch's current device differs where a script never sets it, and moves its model by number.
@@ -339,7 +340,9 @@ def _collector_of(name: str) -> Collector:
 class _Session:
     """The recording of this process, from its first process group on."""
 
-    def __init__(self, agent_name: str, group: Any, rank: int, world_size: int, backend: str, store: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self, agent_name: str, group: Foreign, rank: int, world_size: int, backend: str, store: Foreign
+    ) -> None:
         """`backend` is by devices, as in `cpu:gloo,cuda:nccl`. Neither the group nor its store is kept alive."""
         self.rank = rank
         self.world_size = world_size
@@ -439,7 +442,7 @@ class _Session:
             peer["host"] = peer["host"] or self._master
             self.emit.send({"type": "peer"} | peer)
 
-    def _store(self) -> Any:  # noqa: ANN401
+    def _store(self) -> Foreign:
         """Return the group's store as torch keeps it; None where the group is gone. It ends with the group."""
         _, store = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map.get(self._group(), (None, None))
         return store
@@ -463,7 +466,7 @@ class _Session:
         self.emit.bye()
 
 
-def _native_hook(backend: str) -> Any:  # noqa: ANN401
+def _native_hook(backend: str) -> Foreign:
     """Return the hook in C++ where it is built, and where each operation of the backends has a future; else None."""
     if not {pair.partition(":")[2] for pair in backend.split(",")} <= {"gloo", "nccl"}:
         return None
@@ -490,7 +493,7 @@ _session: _Session | None = None
 _failed = False
 
 
-def on_group(agent_name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+def on_group(agent_name: str, group: Foreign, args: tuple[Foreign, ...], kwargs: dict[str, Foreign]) -> None:
     """Take note of a new process group; the first one starts the recording by the agent of this name.
 
     `args` and `kwargs` are those of torch's `_new_process_group_helper(group_size, group_rank, global_ranks_in_group,
@@ -583,7 +586,7 @@ class annotate:  # noqa: N801  (reads as a function, like torch's record_functio
             emit.region(kind, emit.name(self._name), self._start, clock(), microbatch, stage)
 
 
-def _index(emit: Emit, value: Any) -> int:  # noqa: ANN401
+def _index(emit: Emit, value: Foreign) -> int:
     """Return a microbatch or stage as the ring takes it; unknown if invalid."""
     if value is None:
         return -1

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.collectors.compiling import cache_folder, compile_to, compiler
+from rankscope.collectors.untyped import Foreign
 from rankscope.errors import NotBuilt
 
 __all__ = ["build", "build_quietly", "built", "failure", "is_wanted", "load"]
@@ -100,7 +101,7 @@ def build(limit_s: float = _LIMIT_S) -> Path:
     return path
 
 
-def load() -> Any:  # noqa: ANN401
+def load() -> Foreign:
     """Return the hook's module in a process that has imported torch, None where it is not built or not to be trusted.
 
     Raises ImportError where it is there and does not load.
@@ -112,7 +113,7 @@ def load() -> Any:  # noqa: ANN401
     return _loaded[0]
 
 
-def _imported(path: Path) -> Any:  # noqa: ANN401
+def _imported(path: Path) -> Foreign:
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
     spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
     assert spec is not None

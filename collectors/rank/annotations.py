@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import REGION_KINDS
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -38,7 +39,7 @@ def start(emit: Emit) -> None:
     known: dict[str, tuple[int, int, int, int] | None] = {}
     is_compiling = sys.modules["torch"].compiler.is_compiling
 
-    def record(span: Any) -> None:  # noqa: ANN401
+    def record(span: Foreign) -> None:
         start_ns = span.__dict__.pop("_rankscope_start_ns", None)
         if start_ns is None or not emit.live:
             return
@@ -55,13 +56,13 @@ def start(emit: Emit) -> None:
     record = emit.guard("annotations", record)
 
     @wraps(enter)
-    def enter_and_note(self: Any) -> Any:  # noqa: ANN401
+    def enter_and_note(self: Foreign) -> Foreign:
         if not is_compiling():
             self._rankscope_start_ns = clock()
         return enter(self)
 
     @wraps(leave)
-    def leave_and_record(self: Any, *exc: Any) -> Any:  # noqa: ANN401
+    def leave_and_record(self: Foreign, *exc: Foreign) -> Foreign:
         try:
             return leave(self, *exc)
         finally:

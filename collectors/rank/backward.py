@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -30,11 +31,11 @@ def start(emit: Emit) -> None:
     class Engine(type(original)):  # type: ignore[misc]
         """The engine class, with a recording call for backward passes."""
 
-        def run_backward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def run_backward(self, *args: Foreign, **kwargs: Foreign) -> Foreign:
             accumulates = kwargs.get("accumulate_grad", args[_ACCUMULATES] if len(args) > _ACCUMULATES else False)
             return (self.accumulate_gradients if accumulates else super().run_backward)(*args, **kwargs)
 
-        def accumulate_gradients(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def accumulate_gradients(self, *args: Foreign, **kwargs: Foreign) -> Foreign:
             return super().run_backward(*args, **kwargs)
 
     def record(start_ns: int, end_ns: int, *_: object) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, DTYPES, NO_PEER, OPS, P2P_OPS, REGION_KINDS, RecordType
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit, Group
@@ -84,7 +85,7 @@ def start(emit: Emit) -> None:
     _undo_wait = _time_waits(emit, _recorder, torch, native)
 
 
-def _put_kernels(emit: Emit, recorder: _Recorder, torch: Any) -> None:  # noqa: ANN401
+def _put_kernels(emit: Emit, recorder: _Recorder, torch: Foreign) -> None:
     """Put them where they stay: taken out, one could be missing under a thread that is in it."""
     global _library, _functional_library
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -119,7 +120,7 @@ def _put_kernels(emit: Emit, recorder: _Recorder, torch: Any) -> None:  # noqa: 
             _functional_library.impl(overload, kernel, "BackendSelect", with_keyset=True)
 
 
-def _time_waits(emit: Emit, recorder: _Recorder, torch: Any, native: Any) -> Callable[[], None]:  # noqa: ANN401
+def _time_waits(emit: Emit, recorder: _Recorder, torch: Foreign, native: Foreign) -> Callable[[], None]:
     """Time `Work.wait`; return what undoes it."""
     work_class = torch._C._distributed_c10d.Work
     if native is None:
@@ -141,13 +142,13 @@ def stop() -> None:
         _undo_wait()
 
 
-def _put_back(owner: Any, wrapper: Any, original: Any) -> None:  # noqa: ANN401
+def _put_back(owner: Foreign, wrapper: Foreign, original: Foreign) -> None:
     """Undo `owner.wait = wrapper`, unless other code has wrapped it since: then it only passes calls on."""
     if owner.__dict__["wait"] is wrapper:
         owner.wait = original
 
 
-def _operators(torch: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+def _operators(torch: Foreign) -> Iterator[tuple[str, Foreign]]:
     """Name and operator of all that a process group does; torch writes them with underscores that vary."""
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         if name.startswith("c10d::") and "." not in name:
@@ -156,13 +157,13 @@ def _operators(torch: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
                 yield name.removeprefix("c10d::"), overload
 
 
-def _kernel(emit: Emit, recorder: _Recorder, overload: Any, code: int, after: Any) -> Callable[..., Any]:  # noqa: ANN401
+def _kernel(emit: Emit, recorder: _Recorder, overload: Foreign, code: int, after: Foreign) -> Callable[..., Foreign]:
     redispatch = overload._handle.redispatch_boxed
     record = emit.guard("collectives", recorder.recorder_of(overload, code))
     async_at = recorder.shape_of(overload, code).async_at
     async_at = -1 if async_at is None else async_at
 
-    def kernel(keyset: Any, *args: Any) -> Any:  # noqa: ANN401
+    def kernel(keyset: Foreign, *args: Foreign) -> Foreign:
         if not (_active and emit.live):
             return redispatch(keyset & after, *args)
         start_ns = clock()
@@ -178,11 +179,11 @@ def _kernel(emit: Emit, recorder: _Recorder, overload: Any, code: int, after: An
     return kernel
 
 
-def _wait_kernel(emit: Emit, recorder: _Recorder, overload: Any, after: Any) -> Callable[..., Any]:  # noqa: ANN401
+def _wait_kernel(emit: Emit, recorder: _Recorder, overload: Foreign, after: Foreign) -> Callable[..., Foreign]:
     redispatch = overload._handle.redispatch_boxed
     record = emit.guard("collectives", recorder.waited_for_output)
 
-    def kernel(keyset: Any, *args: Any) -> Any:  # noqa: ANN401
+    def kernel(keyset: Foreign, *args: Foreign) -> Foreign:
         if not (_active and emit.live):
             return redispatch(keyset & after, *args)
         start_ns = clock()
@@ -198,7 +199,7 @@ def _wait_kernel(emit: Emit, recorder: _Recorder, overload: Any, after: Any) -> 
     return kernel
 
 
-def _start_native(emit: Emit, recorder: _Recorder, native: Any) -> None:  # noqa: ANN401
+def _start_native(emit: Emit, recorder: _Recorder, native: Foreign) -> None:
     """Give the hook in C++ what it needs; rare cases call Python."""
 
     def on_device(index: int) -> None:
@@ -246,7 +247,7 @@ class _Shape(NamedTuple):
 class _Recorder:
     """Turns one call of an operator into one COLLECTIVE record, and its completion into a DONE record."""
 
-    def __init__(self, emit: Emit, torch: Any) -> None:  # noqa: ANN401
+    def __init__(self, emit: Emit, torch: Foreign) -> None:
         self.emit = emit
         self.tensor = torch.Tensor
         self.unbox_group = torch._C._distributed_c10d.ProcessGroup.unbox
@@ -263,7 +264,7 @@ class _Recorder:
         self.wait_name, self.wait_tensor_name = emit.name("Work.wait"), emit.name("wait_tensor")
         self.has_device_gap = False
 
-    def shape_of(self, overload: Any, code: int) -> _Shape:  # noqa: ANN401
+    def shape_of(self, overload: Foreign, code: int) -> _Shape:
         """Return the places of an operator's arguments, looked up once."""
         arguments, returns = overload._schema.arguments, overload._schema.returns
         names = [argument.name for argument in arguments]
@@ -281,13 +282,13 @@ class _Recorder:
         self.lacks_async |= shape.returns_work and OPS[code] not in P2P_OPS and async_at is None
         return shape
 
-    def recorder_of(self, overload: Any, code: int) -> Callable[..., None]:  # noqa: ANN401
+    def recorder_of(self, overload: Foreign, code: int) -> Callable[..., None]:
         """Return the function that records one call of this operator."""
         tensors, group_at, async_at, async_default, peer_at, tag_at, returns_work = self.shape_of(overload, code)
         op = OPS[code]
         is_p2p, is_send, is_to_all = op in P2P_OPS, op == "send", op in ALL_TO_ALL_OPS
 
-        def record(start_ns: int, issued_ns: int, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
+        def record(start_ns: int, issued_ns: int, args: tuple[Foreign, ...], result: Foreign) -> None:
             group = self.group_of(args[group_at])
             size, first = 0, None
             for i in tensors:
@@ -334,7 +335,7 @@ class _Recorder:
 
         return record
 
-    def on_device(self, tensor: Any) -> None:  # noqa: ANN401
+    def on_device(self, tensor: Foreign) -> None:
         """Note what is known of an operation on a device."""
         self.emit.learn_device(tensor)
         self.report_device_gap()
@@ -345,7 +346,7 @@ class _Recorder:
             self.has_device_gap = True
             self.emit.gap("collectives", "collectives", "when collectives end on the device is not seen")
 
-    def group_of(self, boxed: Any) -> Group:  # noqa: ANN401
+    def group_of(self, boxed: Foreign) -> Group:
         group = self.unbox_group(boxed)
         known = self.emit.groups.get(group.group_name)
         if known is None:  # made by a way that torch's helper does not see
@@ -354,7 +355,7 @@ class _Recorder:
             )
         return known
 
-    def bytes_of(self, value: Any) -> int:  # noqa: ANN401
+    def bytes_of(self, value: Foreign) -> int:
         """Return the bytes of a tensor, of a list of them (of lists), or of nothing; of a sparse one, of its parts."""
         if isinstance(value, self.tensor):
             if value.is_sparse:
@@ -362,13 +363,13 @@ class _Recorder:
             return int(value.nbytes)
         return sum(map(self.bytes_of, value)) if value else 0
 
-    def first_tensor(self, value: Any) -> Any:  # noqa: ANN401
+    def first_tensor(self, value: Foreign) -> Foreign:
         """Return the first tensor in a tensor or list (of lists), None if there is none."""
         while isinstance(value, list) and value:
             value = value[0]
         return value if isinstance(value, self.tensor) else None
 
-    def watch(self, work: Any, code: int, number: int, size: int, output: Any) -> None:  # noqa: ANN401
+    def watch(self, work: Foreign, code: int, number: int, size: int, output: Foreign) -> None:
         """Have a DONE record written when the work is complete."""
         if code not in self.without_future:
             try:
@@ -378,7 +379,7 @@ class _Recorder:
             else:
                 emit = self.emit
 
-                def done(_: Any) -> None:  # noqa: ANN401
+                def done(_: Foreign) -> None:
                     emit.ring.write(_DONE, 0, 0, 0, clock(), number, 0, 0, 0)
                     emit.in_flight.discard(number)
 
@@ -388,11 +389,11 @@ class _Recorder:
         first = self.first_tensor(output)
         self.await_wait(work, number, size, 0 if first is None or first.is_sparse else first.data_ptr())
 
-    def await_boxed(self, work: Any, number: int, size: int, output_at: int) -> None:  # noqa: ANN401
+    def await_boxed(self, work: Foreign, number: int, size: int, output_at: int) -> None:
         """Keep a work that the hook in C++ has recorded, and that has no future."""
         self.await_wait(self.unbox_work(work), number, size, output_at)
 
-    def await_wait(self, work: Any, number: int, size: int, output_at: int) -> None:  # noqa: ANN401
+    def await_wait(self, work: Foreign, number: int, size: int, output_at: int) -> None:
         """Keep a work without a future until a thread waits for it or for its output."""
         while self.awaited and (len(self.awaited) >= _MAX_AWAITED or self.awaited_bytes + size > _MAX_AWAITED_BYTES):
             self.forget(next(iter(self.awaited)))
@@ -400,7 +401,7 @@ class _Recorder:
         self.awaited_bytes += size
         self.awaited_outputs[output_at] = work
 
-    def forget(self, work: Any) -> int | None:  # noqa: ANN401
+    def forget(self, work: Foreign) -> int | None:
         """Let go of a work; return its record's number, None if it is not awaited."""
         number, size, at = self.awaited.pop(work, (None, 0, 0))
         self.awaited_bytes -= size
@@ -413,13 +414,13 @@ class _Recorder:
         self.emit.region(_WAIT, self.wait_name, start_ns, end_ns)
         self.ended_by_wait(args[0], end_ns)
 
-    def ended_by_wait(self, work: Any, end_ns: int) -> None:  # noqa: ANN401
+    def ended_by_wait(self, work: Foreign, end_ns: int) -> None:
         """Write the end of an operation that has no future, and that a thread has waited for."""
         number = self.forget(work)
         if number is not None:
             self.emit.ring.write(_DONE, 0, 0, 0, end_ns, number, 0, 0, 0)
 
-    def waited_for_output(self, start_ns: int, end_ns: int, output: Any) -> None:  # noqa: ANN401
+    def waited_for_output(self, start_ns: int, end_ns: int, output: Foreign) -> None:
         """Note that a thread waited for the works that make a tensor or a list of them."""
         self.emit.region(_WAIT, self.wait_tensor_name, start_ns, end_ns)
         for tensor in output if isinstance(output, list) else (output,):

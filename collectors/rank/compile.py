@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import REGION_KINDS
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -40,11 +41,11 @@ def _install(emit: Emit, module: ModuleType) -> None:
     handler = module.callback_handler
     started, seen = 0, _seen()
 
-    def before(*_: Any) -> None:  # noqa: ANN401
+    def before(*_: Foreign) -> None:
         nonlocal started
         started = clock()
 
-    def after(*given: Any) -> None:  # noqa: ANN401
+    def after(*given: Foreign) -> None:
         nonlocal seen
         if emit.live:
             number = _number(given)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.pipeline_hooks import Microbatches
 from rankscope.collectors.rank import Collector
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -51,7 +52,7 @@ def _install(emit: Emit, module: ModuleType) -> None:
         _undos.append(partial(_restore, engine, key, method, undo))
 
 
-def _restore(engine: Any, instruction: Any, method: str, undo: Callable[[], None]) -> None:  # noqa: ANN401
+def _restore(engine: Foreign, instruction: Foreign, method: str, undo: Callable[[], None]) -> None:
     undo()
     engine._INSTRUCTION_MAP[instruction] = engine.__dict__[method]
 

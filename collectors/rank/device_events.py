@@ -25,9 +25,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankscope.collectors.rank import Collector
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -100,10 +101,10 @@ class _Driver:
         self._elapsed = self._library.cuEventElapsedTime
         self._elapsed.argtypes = (ctypes.POINTER(ctypes.c_float), ctypes.c_void_p, ctypes.c_void_p)
 
-    def call(self, function: str, *arguments: Any) -> None:  # noqa: ANN401
+    def call(self, function: str, *arguments: Foreign) -> None:
         self.check(function, self._library[function](*arguments))
 
-    def made(self, function: str, kind: Any, *arguments: Any) -> Any:  # noqa: ANN401
+    def made(self, function: str, kind: Foreign, *arguments: Foreign) -> Foreign:
         """Return the value that the function writes to its first argument."""
         value = kind()
         self.call(function, ctypes.byref(value), *arguments)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import DEVICE_MARKS
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -41,7 +42,7 @@ def start(emit: Emit) -> None:
         emit.gap("device_marks", "device_waits", why)
         return
 
-    def begin(marks: Any) -> None:  # noqa: ANN401
+    def begin(marks: Foreign) -> None:
         emit.has_marks = lambda _: None
         _put_in(emit, _Waits(marks), sys.modules["torch"])
 
@@ -53,7 +54,7 @@ def stop() -> None:
         _undos.pop()()
 
 
-def _put_in(emit: Emit, waits: _Waits, torch: Any) -> None:  # noqa: ANN401
+def _put_in(emit: Emit, waits: _Waits, torch: Foreign) -> None:
     begins, ends = emit.guard("device_waits", waits.begins), emit.guard("device_waits", waits.ends)
     emit.mark_waits(begins, ends)
     _undos.append(lambda: emit.mark_waits(None, None))
@@ -68,7 +69,7 @@ def _put_in(emit: Emit, waits: _Waits, torch: Any) -> None:  # noqa: ANN401
         if begins():
             queue(ends)
 
-    def on_backward(roots: Any) -> None:  # noqa: ANN401
+    def on_backward(roots: Foreign) -> None:
         """Register the first and the last callback at the end of this backward: DDP waits for buckets there."""
         if emit.in_microbatch:  # the schedule does its own communication
             return
@@ -88,13 +89,13 @@ def _put_in(emit: Emit, waits: _Waits, torch: Any) -> None:  # noqa: ANN401
     _undos.append(lambda: setattr(emit, "on_backward", lambda _: None))
 
 
-def _around(owner: Any, name: str, begins: Callable[..., bool], ends: Callable[[], None]) -> Callable[[], None]:  # noqa: ANN401
+def _around(owner: Foreign, name: str, begins: Callable[..., bool], ends: Callable[[], None]) -> Callable[[], None]:
     """Call `begins` with the arguments of `owner.name` before each call, and `ends` after it if that was true."""
     original = owner.__dict__[name]
     active = True
 
     @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def wrapper(*args: Foreign, **kwargs: Foreign) -> Foreign:
         waited = active and begins(*args, **kwargs)
         try:
             return original(*args, **kwargs)
@@ -115,7 +116,7 @@ def _around(owner: Any, name: str, begins: Callable[..., bool], ends: Callable[[
 class _Waits:
     """The waits of one compute stream, whichever of the job's threads makes them."""
 
-    def __init__(self, marks: Any) -> None:  # noqa: ANN401
+    def __init__(self, marks: Foreign) -> None:
         self._marks = marks
         self._of_communication: set[int] = set()  # streams in which collectives run, or are waited for
         self._is_on, self._missed = True, True  # the first step's waits before now have no marks
@@ -152,13 +153,13 @@ class _Waits:
         stream = self._stream_of(*args, **kwargs)
         args[0]._rankscope_of_communication = stream in self._of_communication
 
-    def begins_for(self, event: Any, stream: Any = None) -> bool:  # noqa: ANN401
+    def begins_for(self, event: Foreign, stream: Foreign = None) -> bool:
         """Like `begins`, for a wait for an event."""
         if not getattr(event, "_rankscope_of_communication", False):
             return False
         return self.begins(self._stream_of(event, stream))
 
-    def _stream_of(self, _event: object, stream: Any = None) -> int | None:  # noqa: ANN401
+    def _stream_of(self, _event: object, stream: Foreign = None) -> int | None:
         current: int | None = self._marks.current_stream()  # None while it is captured
         return current if stream is None or current is None else int(stream.cuda_stream)
 

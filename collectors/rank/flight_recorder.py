@@ -27,6 +27,7 @@ from weakref import WeakSet
 
 from rankscope.collectors.agent.flight_recorder import GATE, LAST, SOCKET, fetch
 from rankscope.collectors.rank import Collector
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -82,7 +83,7 @@ def start(emit: Emit) -> None:
     _undos.append(emit.around("flight_recorder", graph, "capture_end", lambda *_: _gate.open()))
 
 
-def recorder_of(torch: Any, group: Any) -> str | None:  # noqa: ANN401
+def recorder_of(torch: Foreign, group: Foreign) -> str | None:
     """Return the worker server's handler for the recorder of this group's operations on CUDA; None if it has none."""
     try:
         name = group._get_backend(torch.device("cuda")).name()

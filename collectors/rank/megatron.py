@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.pipeline_hooks import Microbatches
 from rankscope.collectors.rank import Collector
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -42,7 +43,7 @@ def _install(emit: Emit, schedules: ModuleType) -> None:
         if parallel.get_pipeline_model_parallel_world_size() > 1:
             microbatches.begin("forward")
 
-    def forward(start_ns: int, end_ns: int, _: object, kwargs: dict[str, Any], result: Any) -> None:  # noqa: ANN401
+    def forward(start_ns: int, end_ns: int, _: object, kwargs: dict[str, Foreign], result: Foreign) -> None:
         stages = parallel.get_pipeline_model_parallel_world_size()
         if stages < 2:
             return
@@ -68,7 +69,7 @@ def _install(emit: Emit, schedules: ModuleType) -> None:
     _undos.append(emit.around("megatron", schedules, "backward_step", backward, before_backward))
 
 
-def _first(output: Any) -> Any:  # noqa: ANN401
+def _first(output: Foreign) -> Foreign:
     return output[0] if isinstance(output, list) else output
 
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -32,21 +33,21 @@ def start(emit: Emit) -> None:
     names: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     started: dict[int, int] = {}  # by id: it lives while it steps; putting in and out of a weak dictionary takes 2 µs
 
-    def begin(optimizer: Any) -> None:  # noqa: ANN401
+    def begin(optimizer: Foreign) -> None:
         if emit.live:
             started[id(optimizer)] = clock()
             emit.mark(_MARKS[0])
 
     begin_safely = emit.guard("optimizer", begin)
 
-    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def before(optimizer: Foreign, args: tuple[Foreign, ...], kwargs: dict[str, Foreign]) -> Foreign:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not emit.live or not callable(closure):
             begin(optimizer)
             return None
 
         @functools.wraps(closure)
-        def ending(*given: Any, **named: Any) -> Any:  # noqa: ANN401
+        def ending(*given: Foreign, **named: Foreign) -> Foreign:
             try:
                 return closure(*given, **named)
             finally:
@@ -56,7 +57,7 @@ def start(emit: Emit) -> None:
             return args, kwargs | {"closure": ending}
         return (args[0], ending, *args[2:]), kwargs
 
-    def after(optimizer: Any, *_: Any) -> None:  # noqa: ANN401
+    def after(optimizer: Foreign, *_: Foreign) -> None:
         start_ns = started.pop(id(optimizer), None)
         if start_ns is None or not emit.live:
             return

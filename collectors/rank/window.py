@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import WINDOW_STEP
+from rankscope.collectors.untyped import Foreign
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
@@ -215,7 +216,7 @@ class _Profile:
         os.replace(unfinished, path)
 
 
-def _without_events(torch: Any) -> Any:  # noqa: ANN401
+def _without_events(torch: Foreign) -> Foreign:
     """Leave out the events in this process, which are not read: a fifth less to do at the end, as of torch 2.13."""
     try:
         return torch._C._profiler._ExperimentalConfig(trace_only=True)
@@ -481,11 +482,11 @@ class _Windows:
             hears = self._emit.guard("window", functools.partial(self._hear_of_other, prepares=prepares))
 
             def wrapper(
-                *args: Any,  # noqa: ANN401
+                *args: Foreign,
                 _original: Callable[..., Any] = original,
                 _hears: Callable[[], None] = hears,
-                **kwargs: Any,  # noqa: ANN401
-            ) -> Any:  # noqa: ANN401
+                **kwargs: Foreign,
+            ) -> Foreign:
                 _hears()
                 return _original(*args, **kwargs)
 

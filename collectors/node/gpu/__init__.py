@@ -1,4 +1,4 @@
-"""GPUs: how busy, how fast, how hot, and why the clocks are not at their highest. For AMD's see `collectors/amd.py`.
+"""GPUs: how busy, how fast, how hot, and why the clocks are not at their highest. For AMD's see `amd.py`.
 
 Device: `gpu0`, the driver's order. Momentary: `busy_fraction`, `memory_used_bytes`, `sm_clock_hz`, `sm_clock_max_hz`,
 `memory_clock_hz`, `power_w`, `power_limit_w`, `temperature_c`, `clock_event_reasons` (NVML's bit mask: 0x4 power cap,
@@ -22,8 +22,9 @@ from typing import Any
 import pynvml
 
 from rankscope.collectors import topology
-from rankscope.collectors.amd import AmdGpus
 from rankscope.collectors.node import Collector, Node, Sample
+from rankscope.collectors.node.gpu.amd import AmdGpus
+from rankscope.collectors.untyped import Foreign
 from rankscope.errors import Unavailable
 
 _KIB = 1024
@@ -102,7 +103,7 @@ def add_driver_facts(gpus: Iterable[topology.Device]) -> None:
 class _XidWatch:
     """The driver's error events (Xid) of all GPUs, as they come."""
 
-    def __init__(self, events: Any, devices: dict[int | None, str]) -> None:  # noqa: ANN401
+    def __init__(self, events: Foreign, devices: dict[int | None, str]) -> None:
         self._events = events
         self._devices = devices
         self._counts = dict.fromkeys(devices.values(), 0)
@@ -142,12 +143,12 @@ class _XidWatch:
         pynvml.nvmlEventSetFree(self._events)
 
 
-def _pointer(handle: Any) -> int | None:  # noqa: ANN401
+def _pointer(handle: Foreign) -> int | None:
     """Return what identifies a device: a GPU that has fallen off the bus does not even give its index."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _field(handle: Any, field: int, link: int = 0) -> float:  # noqa: ANN401  (an opaque handle of NVML's)
+def _field(handle: Foreign, field: int, link: int = 0) -> float:  # an opaque handle of NVML's
     (answer,) = pynvml.nvmlDeviceGetFieldValues(handle, [(field, link)])
     if answer.nvmlReturn != pynvml.NVML_SUCCESS:
         raise pynvml.NVMLError(answer.nvmlReturn)
@@ -155,7 +156,7 @@ def _field(handle: Any, field: int, link: int = 0) -> float:  # noqa: ANN401  (a
     return float(value.uiVal if answer.valueType == pynvml.NVML_VALUE_TYPE_UNSIGNED_INT else value.ullVal)
 
 
-def _total(handle: Any, *fields: int) -> float:  # noqa: ANN401
+def _total(handle: Foreign, *fields: int) -> float:
     """Return the sum of those that the driver offers. Raises NVMLError if it offers none."""
     values = []
     for field in fields:
@@ -168,7 +169,7 @@ def _total(handle: Any, *fields: int) -> float:  # noqa: ANN401
     return sum(values)
 
 
-def _links_up(handle: Any) -> float:  # noqa: ANN401
+def _links_up(handle: Foreign) -> float:
     states = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -180,11 +181,11 @@ def _links_up(handle: Any) -> float:  # noqa: ANN401
     return float(sum(states))
 
 
-def _all_links(handle: Any, field: int) -> float:  # noqa: ANN401
+def _all_links(handle: Foreign, field: int) -> float:
     return _field(handle, field, _ALL_LINKS) * _KIB
 
 
-def _ecc(handle: Any, kind: int) -> float:  # noqa: ANN401
+def _ecc(handle: Foreign, kind: int) -> float:
     return float(pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, pynvml.NVML_VOLATILE_ECC))
 
 

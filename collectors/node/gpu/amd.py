@@ -19,6 +19,7 @@ from typing import Any
 from rankscope.collectors.node import Node, Sample
 from rankscope.collectors.topology import Device
 from rankscope.collectors.topology import read as read_topology
+from rankscope.collectors.untyped import Foreign
 from rankscope.errors import Unavailable
 
 __all__ = ["AmdGpus"]
@@ -39,7 +40,7 @@ _NOT_OFFERED = (KeyError, TypeError, ValueError, AttributeError)  # "N/A", or a 
 class AmdGpus:
     """All AMD GPUs of this node, in AMD SMI's order."""
 
-    def __init__(self, smi: Any) -> None:  # noqa: ANN401  (the module amdsmi)
+    def __init__(self, smi: Foreign) -> None:  # the module amdsmi
         """Open the library. Raises AmdSmiException."""
         self._smi = smi
         self._gpus = [_Gpu(smi, index, handle) for index, handle in enumerate(smi.amdsmi_get_processor_handles())]
@@ -77,7 +78,7 @@ class AmdGpus:
 
 
 class _Gpu:
-    def __init__(self, smi: Any, index: int, handle: Any) -> None:  # noqa: ANN401
+    def __init__(self, smi: Foreign, index: int, handle: Foreign) -> None:
         self.index = index
         self.handle = handle
         self._smi = smi
@@ -110,7 +111,7 @@ class _Gpu:
             return False
         return True
 
-    def of(self, function: str, *arguments: str) -> Any:  # noqa: ANN401
+    def of(self, function: str, *arguments: str) -> Foreign:
         """Return the result of AMD SMI's function for this GPU; an argument `Enum.MEMBER` is one of its constants."""
         constants = [getattr(getattr(self._smi, enum), member) for enum, member in (a.split(".") for a in arguments)]
         return getattr(self._smi, f"amdsmi_get_{function}")(self.handle, *constants)
