@@ -11,7 +11,6 @@ import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -59,7 +58,8 @@ def kept(run: Path, name: str, of: str, kind: type[_Value]) -> _Value | None:
 
 def keep(run: Path, name: str, of: str, value: DataclassInstance) -> None:
     """Keep the value for the next time; a folder that cannot be written to stays as it is."""
-    said = json.dumps({"made_of": of, "value": _without_texts(asdict(value))}, separators=(",", ":"))
+    plain = msgspec.to_builtins(value, enc_hook=_plain)  # the lengths of all steps of all ranks are in it
+    said = json.dumps({"made_of": of, "value": plain}, separators=(",", ":"))
     with suppress(OSError):
         (run / FOLDER).mkdir(exist_ok=True)
         file, made = tempfile.mkstemp(dir=run / FOLDER)
@@ -72,21 +72,15 @@ def keep(run: Path, name: str, of: str, value: DataclassInstance) -> None:
             Path(made).unlink(missing_ok=True)
 
 
-def _without_texts(value: object) -> object:
-    """Return the value with each text as what it was made of, so that it can still be translated."""
+def _plain(value: object) -> object:
+    """Return a text as what it was made of, so that it can still be translated, and numbers of numpy as Python's."""
     if isinstance(value, Text):
-        return {"template": value.template, "values": _without_texts(dict(value.values)), "forms": value.forms}
-    if isinstance(value, dict):
-        return {name: _without_texts(held) for name, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_texts(held) for held in value]
-    if value is None or isinstance(value, (str, bool)):
-        return value
+        return {"template": value.template, "values": dict(value.values), "forms": value.forms}
     return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else str(value)
 
 
 def _with_texts(value: object) -> object:
-    """Return the reverse. Raises ValueError for a text that rankscope cannot have made."""
+    """Return the value with its texts. Raises ValueError for a text that rankscope cannot have made."""
     if isinstance(value, dict):
         held = {name: _with_texts(of) for name, of in value.items()}
         if held.keys() != {"template", "values", "forms"}:

@@ -133,7 +133,7 @@ def resolution_of_own_time(
 ) -> int:
     """Return the smallest excess of own time that would have been reported of any rank."""
     grid, role, seen, few = _seen(breakdown, collectives, regions, groups)
-    alone = sorted(set(breakdown["rank"]) - set(grid.ranks))
+    alone = sorted({*breakdown["rank"].unique()} - {*grid.ranks})
     if alone:
         raise NotResolvable(
             text("no other rank does the same work as {alone}: a pipeline stage of its own", alone=named("rank", alone))
