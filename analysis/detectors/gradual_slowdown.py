@@ -76,11 +76,13 @@ def detect(
 
     def found(seen: _Seen, where: str, ranks: tuple[int, ...]) -> list[Finding]:
         line = trend(seen.lengths)
+        if line.z < min_z:
+            return []
         lost = _lost(grid, line, first, ranks)
         if seen.beyond_peers:  # ranks that wait for it lose no more than the steps grow
             grown = _lost(grid, trend(_job(grid).lengths), first)
             lost = replace(lost, ns=min(lost.ns, grown.ns + grown.half_width_ns))
-        if lost.ns < min_fraction * grid.step_ns or line.z < min_z:
+        if lost.ns < min_fraction * grid.step_ns:
             return []
         if not follows_line(seen.lengths, longest_stretch(seen.lengths, 1 + min_fraction)):
             return []

@@ -87,7 +87,7 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.03) -> int
 
 
 def _numbered(rows: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
-    """All-reduces with `nth`: of the backward pass in its step in which each was called, null outside of all.
+    """All-reduces of steps with several backward passes, with `nth`: the one in which each was called, null: in none.
 
     A pass that no forward pass precedes is part of the one before.
     """
@@ -100,11 +100,13 @@ def _numbered(rows: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
         main.sort("rank", "start_ns")
         .with_columns(nth=follows.cum_sum().over(by_step))
         .filter(pl.col("kind") == "backward")
+        .filter(pl.col("nth").n_unique().over(by_step) > 1)
         .select(*by_step, "nth", begin="start_ns", until="end_ns")
     )
     within = pl.col("start_ns") < pl.col("until")
     return (
-        rows.filter(pl.col("op").is_in(_REDUCTIONS))
+        rows.join(passes, on=by_step, how="semi", maintain_order="left")
+        .filter(pl.col("op").is_in(_REDUCTIONS))
         .sort("start_ns")
         .join_asof(passes.sort("begin"), left_on="start_ns", right_on="begin", by=by_step, check_sortedness=False)
         .with_columns(nth=pl.when(within).then("nth"))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Floats, robust_deviation
 from rankscope.collectors.schema import OPS
 
@@ -157,6 +158,7 @@ def faster_than_ring(op: str, ranks: int, line: Line, size_bytes: float) -> tupl
     return (best, share) if share <= 1 - _CLEARLY_FASTER else None
 
 
+@once
 def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
     """Each whole operation among all ranks of a group that moves bytes, with the time that these bytes took.
 

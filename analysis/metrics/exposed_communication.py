@@ -7,6 +7,7 @@ from collections.abc import Collection
 import numpy as np
 import polars as pl
 
+from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 
 __all__ = ["by_group", "held_up", "is_bounded", "kind_of_group", "spent", "with_exposed"]
@@ -57,6 +58,7 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
     return np.asarray(np.maximum(until(placed(spans, "end_ns")) - until(placed(spans, "start_ns")), 0), np.int64)
 
 
+@once
 def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of `collectives` that have a wait, by rank and by when their transfer begins, with two columns.
 

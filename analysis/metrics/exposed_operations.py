@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from rankscope.analysis.metrics.exposed_communication import kind_of_group, spent, with_exposed
+from rankscope.analysis.metrics.once import once
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["BY_SORT", "computed", "exposed_operations"]
@@ -13,6 +14,7 @@ BY_SORT = ["sort", "kind", "op"]
 _DEFAULT = "default_pg"  # torch's description of the group of all ranks: it says nothing
 
 
+@once
 def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
     """Return operations with `sort`, `kind`, `transfer_ns`, `exposed_ns`, `is_bound` and `is_edge`, a row per rank.
 

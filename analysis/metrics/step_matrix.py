@@ -133,9 +133,15 @@ def places(values: pl.Series, among: pl.Series) -> Ints:
 
 def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:
     """Own time by label of the phases, arrays of (rank, step) in ns; together they are the grid's own time."""
-    own = phases.filter(pl.col("part").is_in(OWN)).sort("label")
-    own = own.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
-    return {str(label): sums(grid, rows, "ns") for (label,), rows in own.group_by("label", maintain_order=True)}
+    own = phases.filter(pl.col("part").is_in(OWN))
+    labels = own["label"].unique().sort()
+    label = own["label"].cast(pl.Enum(labels)).to_physical().to_numpy().astype(np.int64)
+    rank, step = _known_places(own["rank"], grid.ranks), _known_places(own["step"], grid.steps)
+    shape = (len(labels), len(grid.ranks), len(grid.steps))
+    cell = np.where((rank >= 0) & (step >= 0), (label * shape[1] + rank) * shape[2] + step, math.prod(shape))
+    length = (own["end_ns"] - own["start_ns"]).to_numpy()
+    values = np.bincount(cell, length, math.prod(shape) + 1)[:-1].reshape(shape)
+    return dict(zip(labels.to_list(), values, strict=True))
 
 
 def sums(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:

@@ -42,7 +42,8 @@ def clock_gaps(clocks: list[Clock]) -> list[Gap]:
 
 def unmatched_gaps(collectives: pl.DataFrame) -> list[Gap]:
     """One gap per reason; where operations differ also which."""
-    reasons = collectives.group_by("unmatched").len().drop_nulls().sort("unmatched")
+    unmatched = collectives.filter(pl.col("unmatched").is_not_null())
+    reasons = unmatched.group_by("unmatched").len().sort("unmatched")
     gaps = [
         Gap(
             table="collectives",
@@ -58,7 +59,7 @@ def unmatched_gaps(collectives: pl.DataFrame) -> list[Gap]:
         )
         for reason, count in reasons.iter_rows()
     ]
-    differing = collectives.filter(pl.col("unmatched") == "operations differ").sort("start_ns")
+    differing = unmatched.filter(pl.col("unmatched") == "operations differ").sort("start_ns")
     if len(differing):
         first = differing.row(0, named=True)
         same_key = (pl.col("group_id") == first["group_id"]) & (pl.col("seq") == first["seq"])

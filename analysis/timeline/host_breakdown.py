@@ -44,6 +44,7 @@ PHASE_COLUMNS = {
     "end_ns": pl.Int64,
 }
 
+_NOBODY = -1
 _MAIN_THREAD = 0
 _IMMEDIATE_NS = 10_000  # a wait that is over sooner found its operation done: it has not blocked
 _TAIL_BLOCKED = 0.75  # least share of the end of backward in which collectives are in flight, if it waits for them
@@ -192,38 +193,42 @@ def as_phases(cut: list[tuple[int, tuple[Ints, Ints, Ints, Ints, Ints]]], labels
 
 def breakdown(phases: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """(rank, step, part, ns): one row for each part of each step, zeros included; they sum to the step."""
-    spent = phases.group_by("rank", "step", "part").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
-    order = pl.DataFrame({"part": PARTS})
-    return (
-        steps.select("rank", "step")
-        .join(order, how="cross", maintain_order="left_right")
-        .join(spent, on=["rank", "step", "part"], how="left", maintain_order="left")
-        .with_columns(pl.col("ns").fill_null(0))
-    )
+    first, row = _runs_of_steps(phases, steps)
+    row = np.repeat(row, np.diff(first, append=len(phases)))
+    part = phases["part"].cast(pl.Enum(PARTS)).to_physical().to_numpy()
+    length = (phases["end_ns"] - phases["start_ns"]).to_numpy()
+    spent = np.bincount((row + 1) * len(PARTS) + part, length, (len(steps) + 1) * len(PARTS))[len(PARTS) :]
+    each = np.repeat(np.arange(len(steps)), len(PARTS))
+    part_of_each = pl.Series("part", PARTS, pl.String).gather(np.tile(np.arange(len(PARTS)), len(steps)))
+    of_steps = steps.select("rank", "step")[each]
+    return of_steps.with_columns(part_of_each, pl.Series("ns", spent.astype(np.int64)))
 
 
 def check_phases(phases: pl.DataFrame, steps: pl.DataFrame) -> None:
     """Raise `InvariantError` unless the rows of every step come one after the other and cover it exactly."""
-    start, end = pl.col("start_ns"), pl.col("end_ns")
-    begins = ((pl.col("rank") != pl.col("rank").shift(1)) | (pl.col("step") != pl.col("step").shift(1))).fill_null(True)
-    seamless = (end > start) & (begins | (start == end.shift(1)))
-    covered = (
-        phases.with_columns(begins.alias("_begins"), seamless.alias("seamless"))
-        .group_by("rank", "step")
-        .agg(
-            start.min().alias("first"),
-            end.max().alias("last"),
-            pl.col("seamless").all() & (pl.col("_begins").sum() == 1),
-        )
-    )
-    wrong = steps.join(covered, on=["rank", "step"], how="left").filter(
-        ~(
-            (pl.col("first") == pl.col("start_ns")) & (pl.col("last") == pl.col("end_ns")) & pl.col("seamless")
-        ).fill_null(False)
-    )
+    first, row = _runs_of_steps(phases, steps)
+    start, end = phases["start_ns"].to_numpy(), phases["end_ns"].to_numpy()
+    seamless = np.append(True, start[1:] == end[:-1])[: len(start)]
+    seamless[first] = True
+    whole = np.logical_and.reduceat(seamless & (end > start), first) if len(first) else np.zeros(0, bool)
+    last = np.append(first[1:], len(phases))[: len(first)] - 1
+    begin, until = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
+    covers = whole & (row >= 0) & (start[first] == begin[row]) & (end[last] == until[row]) if len(steps) else whole
+    times = np.bincount(row + 1, minlength=len(steps) + 1)[1:]
+    covered = np.bincount(row[covers] + 1, minlength=len(steps) + 1)[1:]
+    wrong = np.flatnonzero((times != 1) | (covered != 1))
     if len(wrong):
-        row = wrong.row(0, named=True)
-        raise InvariantError(f"the parts of step {row['step']} of rank {row['rank']} do not cover it")
+        one = steps.row(int(wrong[0]), named=True)
+        raise InvariantError(f"the parts of step {one['step']} of rank {one['rank']} do not cover it")
+
+
+def _runs_of_steps(phases: pl.DataFrame, steps: pl.DataFrame) -> tuple[Ints, Ints]:
+    """Return where rows of another step begin, and the row of that step in `steps`; -1: it is none of them."""
+    rank, step = phases["rank"].to_numpy(), phases["step"].to_numpy()
+    first = np.flatnonzero((np.diff(rank, prepend=_NOBODY) != 0) | (np.diff(step, prepend=_NOBODY) != 0))
+    numbered = steps.select("rank", "step").with_row_index("_row")
+    runs = phases.select("rank", "step")[first].join(numbered, on=["rank", "step"], how="left", maintain_order="left")
+    return first, runs["_row"].cast(pl.Int64).fill_null(-1).to_numpy()
 
 
 def _coded(column: str, code: dict[str, int]) -> pl.Expr:

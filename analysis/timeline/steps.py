@@ -20,6 +20,7 @@ __all__ = [
     "find_steps",
     "in_steps",
     "judge",
+    "last_begun",
     "number_by_operations",
     "number_by_time",
     "on_device",
@@ -42,6 +43,7 @@ STEP_COLUMNS = {
 
 _IDLE_NS = 100_000  # work that is queued begins sooner after what was before it
 _NEVER, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+_NOBODY = -1
 _MAIN_THREAD = 0
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
 _RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one does not make steps
@@ -86,14 +88,15 @@ def agreement(steps: pl.DataFrame, collectives: pl.DataFrame) -> float | None:
     Ranks number their steps on their own: this is the proof that equal numbers are the same step.
     `collectives` has `instance_id`.
     """
-    spread = (
-        in_steps(collectives, steps)
-        .filter(pl.col("instance_id").is_not_null())
-        .group_by("instance_id")
-        .agg((pl.col("step").n_unique() == 1).alias("same"), pl.col("step").has_nulls().alias("outside"), pl.len())
-        .filter((pl.col("len") > 1) & ~pl.col("outside"))
-    )
-    return float(spread["same"].sum() / len(spread)) if len(spread) else None
+    placed = in_steps(collectives.select("rank", "start_ns", "instance_id"), steps).drop_nulls("instance_id")
+    instance = placed["instance_id"].to_numpy()
+    step = placed["step"].cast(pl.Int64).fill_null(_NEVER).to_numpy()
+    count = np.bincount(instance)
+    low, high = np.full(len(count), _AFTER_ALL), np.full(len(count), _NEVER)
+    np.minimum.at(low, instance, step)
+    np.maximum.at(high, instance, step)
+    inside = (count > 1) & (low > _NEVER)
+    return float((low == high)[inside].mean()) if inside.any() else None
 
 
 def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
@@ -240,15 +243,29 @@ def _idle_from(begin: int, start: NDArray[np.int64], end: NDArray[np.int64]) -> 
 
 def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> pl.DataFrame:
     """Return the rows, in their order, with the `step` for which start_ns ≤ `at` < end_ns; null outside."""
-    spans = steps.select("rank", "step", pl.col("start_ns").alias(at), pl.col("end_ns").alias("_step_end"))
-    return (
-        rows.with_row_index("_row")
-        .sort(at)
-        .join_asof(spans.sort(at), on=at, by="rank", strategy="backward", check_sortedness=False)
-        .with_columns(pl.when(pl.col(at) < pl.col("_step_end")).then("step").alias("step"))
-        .sort("_row")
-        .drop("_row", "_step_end")
-    )
+    begun = last_begun(steps, rows["rank"], rows[at])
+    end = np.append(steps["end_ns"].to_numpy(), _NEVER)[begun]
+    inside = pl.Series(rows[at].fill_null(_AFTER_ALL).to_numpy() < end)
+    step = steps["step"].extend_constant(None, 1).gather(np.where(begun < 0, len(steps), begun))
+    return rows.with_columns(pl.when(inside).then(step).alias("step"))
+
+
+def last_begun(spans: pl.DataFrame, rank: pl.Series, at: pl.Series) -> NDArray[np.int64]:
+    """Return for each time the row of `spans` (rank, start_ns) that began last on its rank by then; -1: none had."""
+    begin, of = spans["start_ns"].to_numpy(), spans["rank"].to_numpy()
+    order = np.lexsort((begin, of))
+    begin, of = begin[order], of[order]
+    times, asked = at.fill_null(_NEVER).to_numpy(), rank.fill_null(_NOBODY).to_numpy()
+    by_rank = None if rank.is_sorted() else np.argsort(asked, kind="stable")
+    in_order = asked if by_rank is None else asked[by_rank]
+    found = np.full(len(times), -1)
+    for one in np.unique(of):
+        low, high = np.searchsorted(in_order, (one, one + 1))
+        mine = slice(low, high) if by_rank is None else by_rank[low:high]
+        first, end = np.searchsorted(of, (one, one + 1))
+        latest = np.searchsorted(begin[first:end], times[mine], side="right") - 1
+        found[mine] = np.where(latest >= 0, order[np.maximum(first + latest, 0)], -1)
+    return found
 
 
 def judge(
