@@ -91,7 +91,7 @@ def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
     notes = list(_what_differs(runs))
     kind, why = (kind, text("as given")) if kind else _kind(reports)
     same_clock = len({timeline.kernels.is_empty() for _, timeline in runs}) == 1
-    parts = [mean_parts(report) for report in reports] if same_clock else []
+    parts = [mean_parts(report.breakdown) for report in reports] if same_clock else []
     if not all(parts) or not parts:
         parts = []
         notes.append(text("the steps of these runs are not cut into the same parts, so which part grew is unknown"))

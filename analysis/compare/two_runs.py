@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import polars as pl
 
 from rankscope.analysis.metrics.step_matrix import estimate, step_grid
 from rankscope.analysis.model import digest
-from rankscope.analysis.model.finding import Finding, Report
+from rankscope.analysis.model.finding import Finding, Part, Report
 from rankscope.analysis.model.parts import MAYBE_BLOCKED, PART_ORDER
 from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.phrases import counted
@@ -232,7 +232,7 @@ def _parts(
         b_ns=b.steps.mean_ns or 0,
         uncertainty_ns=error_of_change(step_error(a), step_error(b)),
     )
-    means = {"A": mean_parts(a), "B": mean_parts(b)}
+    means = {"A": mean_parts(a.breakdown), "B": mean_parts(b.breakdown)}
     uncut = [name for name, of in means.items() if not of]
     why = text("the steps of run {name} could not be cut into parts", name=uncut[0]) if uncut else None
     if of_a.kernels.is_empty() != of_b.kernels.is_empty():
@@ -260,12 +260,12 @@ def _parts(
     return exact, parts, []
 
 
-def mean_parts(report: Report) -> dict[str, int]:
+def mean_parts(parts: Iterable[Part]) -> dict[str, int]:
     """Return ns of the mean judged step by part, over ranks, in the order in which parts are shown; empty: not cut up.
 
     They sum to the mean step.
     """
-    split = digest.breakdown(report)
+    split = digest.breakdown(parts)
     return dict(zip(split.parts, rounded(split.sums, len(split.rows)), strict=True)) if split.rows else {}
 
 

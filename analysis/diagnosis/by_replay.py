@@ -7,7 +7,7 @@ rank's nearly as much, is evidence of another sort.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import polars as pl
 
@@ -28,12 +28,14 @@ _STANDS_OUT = 1.5  # times what any other rank would bring
 
 
 def blamed_by_replay(
-    fixes: Sequence[PredictedFix], findings: Sequence[Finding], tables: Mapping[str, pl.DataFrame]
+    fixes: Callable[[], Sequence[PredictedFix]], findings: Sequence[Finding], tables: Mapping[str, pl.DataFrame]
 ) -> Finding | None:
     """Return the finding of the rank whose fix brings most, as likely; None where there is none, or one is known."""
     grid = step_grid(tables["breakdown"])
-    of_ranks = sorted((fix for fix in fixes if _rank_of(fix) is not None), key=lambda fix: -fix.gain_ns)
-    if not of_ranks or not 1 < len(grid.steps) < ENOUGH_STEPS or any(_explains_waits(finding) for finding in findings):
+    if not 1 < len(grid.steps) < ENOUGH_STEPS or any(_explains_waits(finding) for finding in findings):
+        return None
+    of_ranks = sorted((fix for fix in fixes() if _rank_of(fix) is not None), key=lambda fix: -fix.gain_ns)
+    if not of_ranks:
         return None
     best, rank = of_ranks[0], _rank_of(of_ranks[0])
     is_alone = all(best.gain_ns >= _STANDS_OUT * other.gain_ns for other in of_ranks[1:])

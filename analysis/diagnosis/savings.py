@@ -30,9 +30,19 @@ from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.errors import BadFix, NotReplayable
 
-__all__ = ["as_replayed", "measure_of", "predicted_fixes", "replayable", "tried", "with_gains", "with_hidden"]
+__all__ = [
+    "Measure",
+    "as_replayed",
+    "measure_of",
+    "predicted_fixes",
+    "replayable",
+    "tried",
+    "with_gains",
+    "with_hidden",
+]
 
 _Made = TypeVar("_Made")
+Measure = Callable[[], Replay | Unreplayable]  # the run is replayed where something asks for it
 _UNMATCHED = 0.03  # share of the step that a rank waits in unmatched operations, from which no replay counts
 _REPLAYED = 8  # of one kind; each takes a replay
 
@@ -42,9 +52,9 @@ def replayable(timeline: Timeline, links: pl.DataFrame) -> Replay | Unreplayable
     return tried(lambda: rerun(timeline, links))
 
 
-def measure_of(run: Replay | Unreplayable, breakdown: pl.DataFrame, timeline: Timeline) -> Replay | Unreplayable:
+def measure_of(run: Measure, breakdown: pl.DataFrame, timeline: Timeline) -> Replay | Unreplayable:
     """Return the run as a measure of the findings' costs, or why it is none."""
-    return (_why_no_measure(breakdown, timeline.ranks) if timeline.marks.is_empty() else None) or run
+    return (_why_no_measure(breakdown, timeline.ranks) if timeline.marks.is_empty() else None) or run()
 
 
 def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> Unreplayable | None:
@@ -82,7 +92,7 @@ def tried(make: Callable[[], _Made]) -> _Made | Unreplayable:
         return Unreplayable(why)
 
 
-def as_replayed(findings: Sequence[Finding], run: Replay | Unreplayable) -> tuple[list[Finding], list[Healthy]]:
+def as_replayed(findings: Sequence[Finding], measure: Measure) -> tuple[list[Finding], list[Healthy]]:
     """Return the findings: those that can be replayed, and what makes them so, at no more than their fix brings.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
@@ -92,14 +102,15 @@ def as_replayed(findings: Sequence[Finding], run: Replay | Unreplayable) -> tupl
     """
     bounded: list[Finding] = list(findings)
     hidden: list[Healthy] = []
-    if isinstance(run, Unreplayable):
-        return bounded, hidden
     for kind in [name for name, spec in specs().items() if spec.cost != "measured"]:
         of_kind = [f for f in findings if f.detector == kind and f.fix and f.chance is None]
         fixes = list(dict.fromkeys(one.fix for one in of_kind if one.fix))
-        if len(fixes) != len(of_kind) or len(fixes) > _REPLAYED:
+        if not fixes or len(fixes) != len(of_kind) or len(fixes) > _REPLAYED:
             continue
-        gains = _brings(fixes, run) if fixes else {}
+        run = measure()
+        if isinstance(run, Unreplayable):
+            break
+        gains = _brings(fixes, run)
         for one in of_kind:
             if one.fix not in gains or not one.lost_ns_per_step:
                 continue
@@ -159,15 +170,14 @@ def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertai
     ]
 
 
-def with_gains(
-    findings: tuple[Finding, ...], run: Replay | Unreplayable
-) -> tuple[tuple[Finding, ...], Fidelity | None]:
+def with_gains(findings: tuple[Finding, ...], measure: Measure) -> tuple[tuple[Finding, ...], Fidelity | None]:
     """Return the findings with what their fixes bring in a replay, and how far the replay can be trusted.
 
     A finding without a fix keeps what its detector says.
     """
     if not any(finding.fix for finding in findings):
         return findings, None
+    run = measure()
     if isinstance(run, Unreplayable):
         return tuple(replace(f, gain_why=run.reason) if f.fix else f for f in findings), None
     return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity

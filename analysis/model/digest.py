@@ -15,6 +15,7 @@ from rankscope.analysis.model.finding import (
     GroupState,
     Look,
     NotChecked,
+    Part,
     PathPart,
     Report,
     RunFinding,
@@ -62,9 +63,9 @@ class Breakdown:
         return max((sum(row) for row in self.rows.values()), default=0)
 
 
-def breakdown(report: Report) -> Breakdown:
+def breakdown(parts: Iterable[Part]) -> Breakdown:
     by_rank: dict[int, dict[str, int]] = {}
-    for part in report.breakdown:
+    for part in parts:
         parts_of_rank = by_rank.setdefault(part.rank, {})
         parts_of_rank[part.part] = parts_of_rank.get(part.part, 0) + part.ns_per_step
     used = {name for parts in by_rank.values() for name, ns in parts.items() if ns}

@@ -55,7 +55,7 @@ def _environment() -> Environment:
 
 
 def _page(report: Report) -> dict[str, Any]:
-    split = digest.breakdown(report)
+    split = digest.breakdown(report.breakdown)
     view = view_of(report)
     steps = charts.lengths_of_steps(report), charts.strip_of_steps(report)
     return {

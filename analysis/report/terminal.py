@@ -198,7 +198,7 @@ def _finding_title(shown: FindingView) -> Text:
 
 
 def _time_in_a_line(report: Report) -> str:
-    split = digest.breakdown(report)
+    split = digest.breakdown(report.breakdown)
     if not split.rows:
         return say("time.none")
     scale = scale_for(split.longest_ns)
@@ -224,7 +224,7 @@ def _checked_in_lines(report: Report) -> list[tuple[str, str]]:
 
 
 def _per_rank(report: Report) -> list[RenderableType]:
-    split = digest.breakdown(report)
+    split = digest.breakdown(report.breakdown)
     if not split.rows:
         return []
     scale = scale_for(split.longest_ns)

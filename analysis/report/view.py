@@ -172,7 +172,7 @@ def _table(key: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numb
 
 
 def _time(report: Report) -> Section:
-    split = digest.breakdown(report)
+    split = digest.breakdown(report.breakdown)
     if not split.rows:
         return Section(key="time", title=say("time"), lines=(say("time.none"),))
     scale = scale_for(split.longest_ns)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rankscope.analysis.compare.two_runs import judged_breakdown, mean_parts, part_errors
-from rankscope.analysis.diagnosis.conclude import report_on
+from rankscope.analysis.diagnosis.judgement import Judgement, judge
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model.finding import Report, Span
 from rankscope.analysis.readers.native.address import address_of
@@ -65,13 +65,13 @@ def summarize(paths: tuple[str, ...], files: str, first: int, last: int, options
     try:
         trace = _opened(paths, files).part(first, last)
         timeline = build_timeline(trace)
-        report = report_on(trace, timeline, options)
+        judged = judge(trace, timeline, options)
     except BadInput as error:
         return StretchSummary(first=first, last=last, why=str(error))
     except Exception as error:  # the report on other steps is done, and must not be lost for this
         why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
         return StretchSummary(first=first, last=last, why=why)
-    return _summary(first, last, report, timeline)
+    return _summary(first, last, judged, timeline)
 
 
 @lru_cache(maxsize=1)
@@ -79,13 +79,13 @@ def _opened(paths: tuple[str, ...], files: str) -> Trace:  # noqa: ARG001 - part
     return Trace.open(paths)
 
 
-def _summary(first: int, last: int, report: Report, timeline: Timeline) -> StretchSummary:
+def _summary(first: int, last: int, judged: Report | Judgement, timeline: Timeline) -> StretchSummary:
     return StretchSummary(
         first=first,
         last=last,
-        analyzed=report.steps.count,
-        step_ns=report.steps.mean_ns or 0,
-        parts=mean_parts(report),
+        analyzed=judged.steps.count,
+        step_ns=judged.steps.mean_ns or 0,
+        parts=mean_parts(judged.breakdown),
         errors={part: round(ns) for part, ns in part_errors(judged_breakdown(timeline)).items()},
         findings=tuple(
             StretchFinding(
@@ -99,7 +99,7 @@ def _summary(first: int, last: int, report: Report, timeline: Timeline) -> Stret
                 lost_ns_total=finding.lost_ns_total,
                 uncertainty_ns=finding.uncertainty_ns,
             )
-            for finding in report.findings
+            for finding in judged.findings
             if not finding.caused_by
         ),
     )

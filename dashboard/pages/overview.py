@@ -33,7 +33,7 @@ def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
 def of_report(report: Report, run: str) -> Children:
     """Return the page of the run with this key; nothing but its report is needed."""
     view = view_of(report)
-    split = digest.breakdown(report)
+    split = digest.breakdown(report.breakdown)
     findings = card(say("findings"), *_findings(run, view, split))
     return html.Div(
         [

@@ -135,7 +135,7 @@ def test_a_rank_is_named_by_the_replay_if_no_other_brings_as_much(other, steps, 
     span = pl.DataFrame(spans, ["rank", "step", "start_ns", "end_ns"], orient="row")
     phases = span.with_columns(part=pl.lit("compute"), label=pl.lit("mm"))
     tables = {"breakdown": phases.with_columns(ns=100), "phases": phases, "steps": span}
-    found = blamed_by_replay([PREDICTED, *([other] if other else [])], [], tables)
+    found = blamed_by_replay(lambda: [PREDICTED, *([other] if other else [])], [], tables)
     assert (found is not None) is blamed
     if found is not None:
         assert (found.ranks, found.lost_fraction, found.where) == ((0,), 0.1, "mm")

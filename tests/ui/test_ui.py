@@ -324,7 +324,7 @@ def server(state: State, served: Any) -> Iterator[str]:
 def test_the_waterfall_adds_up_to_the_step_and_each_bar_begins_where_the_last_one_ended(state):
     report = state.report("")
     (shown,) = view_of(report).of("time")
-    bars = waterfall(report, digest.breakdown(report), shown.table)
+    bars = waterfall(report, digest.breakdown(report.breakdown), shown.table)
     parts = [bar for bar in bars if bar.kind == "part"]
     (step,) = [bar for bar in bars if bar.kind == "sum"]
     assert sum(float(bar.time) for bar in parts) == pytest.approx(float(step.time), abs=1e-9)
