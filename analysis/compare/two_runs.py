@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from rankscope.analysis.metrics.judged import in_judged_steps
 from rankscope.analysis.metrics.step_matrix import estimate, step_grid
 from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, Part, Report
@@ -284,7 +285,7 @@ def step_error(report: Report) -> float | None:
 
 def judged_breakdown(timeline: Timeline) -> pl.DataFrame:
     """Return the breakdown of judged steps."""
-    return timeline.breakdown.join(timeline.steps.filter("judged"), on=["rank", "step"], how="semi")
+    return in_judged_steps(timeline.breakdown, timeline.steps)
 
 
 def part_errors(breakdown: pl.DataFrame) -> dict[str, float]:

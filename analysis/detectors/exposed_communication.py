@@ -38,7 +38,6 @@ Prefetch and reshard: Zhao et al. 2023, PyTorch FSDP. Tensor parallelism: Wang e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,7 +140,7 @@ def detect(
             judged = [("data", *_REDUCTIONS), *([("sharded", *_REDUCTIONS)] if findings else [])]
         slow = [f for found in (slow_link, low_bandwidth) if isinstance(found, list) for f in found]
         grid, costly = judged_grid(breakdown, 1), []
-        for one in _operations(grid, phases, collectives, groups):
+        for one in _operations(breakdown, phases, collectives, groups):
             if any(one.kind == kind and one.op in ops for kind, *ops in judged):
                 continue
             least_ns = one.least_fraction(min_fraction, min_fraction_coarse) * grid.step_ns
@@ -237,11 +236,12 @@ class _Operations:
         return Estimate(mean, half_width_ns)
 
 
+@once
 def _operations(
-    grid: StepGrid, phases: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
-) -> Iterator[_Operations]:
-    """Yield exposed transfers, by purpose of the group and kind of operation."""
-    every = exposed_operations(collectives, phases, groups)
+    breakdown: pl.DataFrame, phases: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame
+) -> list[_Operations]:
+    """Return exposed transfers, by purpose of the group and kind of operation."""
+    grid, every, found = judged_grid(breakdown, 1), exposed_operations(collectives, phases, groups), []
     computing = sums(grid, computed(phases), "ns")
     for (sort, kind, op), rows in every.group_by(BY_SORT, maintain_order=True):
         inner = rows.filter(~pl.col("is_edge"))
@@ -253,7 +253,7 @@ def _operations(
         median_rank = np.asarray(grid.ranks)[members][np.argsort(of_rank)[len(of_rank) // 2]]
         whole, shown = (sums(grid, rows, c)[members] for c in ("transfer_ns", "exposed_ns"))
         unknown_ns = inner.filter("is_bound")["exposed_ns"].sum()
-        yield _Operations(
+        one = _Operations(
             sort=str(sort),
             kind=str(kind),
             op=str(op),
@@ -265,6 +265,8 @@ def _operations(
             computed_ns=np.median(computing[members], axis=0),
             pieces_ns=inner.filter(rank=int(median_rank))["exposed_ns"].to_numpy().astype(np.float64),
         )
+        found.append(one)
+    return found
 
 
 def _are_judged(
@@ -341,7 +343,7 @@ def resolution_ns(
     except NotResolvable:
         if not _are_judged(breakdown, phases, collectives, groups, min_fraction):
             raise
-    seen = [] if groups is None else _operations(grid, phases, collectives, groups)
+    seen = [] if groups is None else _operations(breakdown, phases, collectives, groups)
     limits = [one.least_fraction(min_fraction, min_fraction_coarse) for one in seen]
     return round(max([min_fraction, *limits]) * grid.step_ns)
 

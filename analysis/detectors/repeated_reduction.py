@@ -91,10 +91,12 @@ def _numbered(rows: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
 
     A pass that no forward pass precedes is part of the one before.
     """
-    main = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("kind").is_in(["forward", "backward"]))
-    if main.filter(pl.col("kind") == "backward").is_empty():
+    main, by_step = regions.filter(pl.col("thread") == _MAIN_THREAD), ["rank", "step"]
+    backward = main.filter(pl.col("kind") == "backward").group_by(by_step).len()
+    if backward.is_empty():
         raise NotResolvable(text("no backward pass was recorded"))
-    by_step = ["rank", "step"]
+    several = backward.filter(pl.col("len") > 1)
+    main = main.join(several, on=by_step, how="semi").filter(pl.col("kind").is_in(["forward", "backward"]))
     follows = (pl.col("kind") == "backward") & (pl.col("kind").shift(1).over(by_step) == "forward")
     passes = (
         main.sort("rank", "start_ns")

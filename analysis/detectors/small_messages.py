@@ -83,7 +83,7 @@ def detect(
     grid = transfer_grid(breakdown)
     known = _small_sizes(collectives)
     rows = with_exposed(collectives, phases)
-    runs = _runs(rows, phases, regions)
+    runs = _runs(_frequent(rows, min_count * len(grid.steps)), phases, regions)
     findings = []
     for saving in _savings(runs, known, grid):
         lost = estimate(saving.ns, TRIM)
@@ -119,6 +119,12 @@ def _small_sizes(collectives: pl.DataFrame) -> pl.DataFrame:
 
 def _trusted(line: Line) -> bool:
     return line.error <= _WORST_FIT and line.latency_ns > 2 * line.latency_error_ns
+
+
+def _frequent(rows: pl.DataFrame, more_than: int) -> pl.DataFrame:
+    """Return the rows of kinds of operations of which some rank has more than that: of others no more can be saved."""
+    most = rows.group_by("op", "rank").len().group_by("op").agg(pl.col("len").max())
+    return rows.filter(pl.col("op").is_in(most.filter(pl.col("len") > more_than)["op"].implode()))
 
 
 def _runs(rows: pl.DataFrame, phases: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:

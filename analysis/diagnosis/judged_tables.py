@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import polars as pl
 
 from rankscope.analysis.metrics.host_stalls import device_waits, only_hosts_seen
+from rankscope.analysis.metrics.judged import in_judged_steps
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.model.finding import (
     COUNTED,
@@ -70,10 +71,8 @@ def judged_tables(
 def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> dict[str, pl.DataFrame]:
     """Return the tables for the detectors, rows of judged steps only."""
     steps = timeline.steps.filter("judged")
-    judged = steps.select("rank", "step")
-    every = ("phases", "breakdown") if len(steps) == len(timeline.steps) else ()  # large, and of steps only: no copies
     tables = {
-        name: frame if name in every else frame.join(judged, on=["rank", "step"], how="semi")
+        name: in_judged_steps(frame, timeline.steps)
         for name in ("collectives", "regions", "phases", "breakdown", "proxies")
         if (frame := getattr(timeline, name)) is not None
     }
@@ -81,9 +80,9 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     tables |= {"groups": timeline.groups, "progress": timeline.progress, "ras": timeline.ras, "exits": timeline.exits}
     tables |= {"kernels": timeline.kernels, "launches": timeline.launches, "memory": timeline.memory}
     tables["gpus"] = timeline.gpus
-    tables["ops"] = timeline.ops.join(judged, on=["rank", "step"], how="semi")
+    tables["ops"] = in_judged_steps(timeline.ops, timeline.steps)
     tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
-    tables["marks"] = timeline.marks.join(judged, on=["rank", "step"], how="semi")
+    tables["marks"] = in_judged_steps(timeline.marks, timeline.steps)
     if only_hosts_seen(timeline.ranks, timeline.collectives, timeline.kernels, timeline.marks):
         tables["device_waits"] = device_waits(steps, tables["collectives"])
     return tables

@@ -166,9 +166,13 @@ def _known_places(values: pl.Series, among: Sequence[int]) -> Ints:
     numbers = values.fill_null(-1).to_numpy()
     if not among:
         return np.full(len(numbers), -1)
-    ordered = np.asarray(among)
-    at = np.minimum(np.searchsorted(ordered, numbers), len(ordered) - 1)
-    return np.where(ordered[at] == numbers, at, -1)
+    ordered, first, last = np.asarray(among), among[0], among[-1]
+    if last - first > len(numbers) + len(ordered):
+        at = np.minimum(np.searchsorted(ordered, numbers), len(ordered) - 1)
+        return np.where(ordered[at] == numbers, at, -1)
+    place = np.full(last - first + 3, -1)  # one more at both ends for all beyond them
+    place[ordered - first + 1] = np.arange(len(ordered))
+    return np.asarray(place[np.clip(numbers, first - 1, last + 1) - (first - 1)])
 
 
 @dataclass(frozen=True, slots=True)

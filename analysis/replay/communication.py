@@ -13,6 +13,7 @@ import polars as pl
 
 from rankscope.analysis.metrics.backward import last_backwards
 from rankscope.analysis.metrics.exposed_operations import computed, exposed_operations
+from rankscope.analysis.metrics.judged import in_judged_steps
 from rankscope.analysis.replay.device_graph import BETWEEN
 from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints
 from rankscope.analysis.timeline.build import Timeline
@@ -31,10 +32,7 @@ def operations(timeline: Timeline) -> pl.DataFrame:
     gradients are ready: one in as many as there are reductions. `is_edge` as `exposed_operations` has it; `again` says
     whether it gathers in backward what had been gathered in forward.
     """
-    judged = timeline.steps.filter("judged").select("rank", "step")
-    phases, collectives = (
-        table.join(judged, on=["rank", "step"], how="semi") for table in (timeline.phases, timeline.collectives)
-    )
+    phases, collectives = (in_judged_steps(table, timeline.steps) for table in (timeline.phases, timeline.collectives))
     rows = exposed_operations(collectives, phases, timeline.groups).drop_nulls("instance_id")
     known = collectives.drop_nulls("instance_id").unique("instance_id").select("instance_id", "group_id", "size_bytes")
     window = last_backwards(timeline.regions, phases, timeline.kernels).select("rank", "step", "backward_ns")

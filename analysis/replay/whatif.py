@@ -261,13 +261,7 @@ class Rerun:
         many in the step. What a rank has no time of stays away. How late kernels begin depends on what else the device
         does and stays; calls that may hold a wait for others become shorter only.
         """
-        graph = self.host.graph
-        in_step = np.isin(graph.part, [graph.parts.index(part) for part in OWN]) & (graph.step >= 0)
-        late = np.isin(graph.label, [code for code, name in enumerate(graph.labels) if name in (BETWEEN, LAUNCH)])
-        own = np.flatnonzero(in_step & ~late)
-        row = np.searchsorted(sorted(self.nodes), graph.rank[own])
-        calls = np.zeros((len(self.nodes), int(graph.step.max()) + 1), np.int64)
-        np.maximum.at(calls, (row, graph.step[own]), self.section[own])
+        graph, (own, row, calls) = self.host.graph, self._own_work
         scaled = duration.copy()
         for some in peers:
             ranks = np.flatnonzero(some.chosen | some.others)
@@ -279,13 +273,25 @@ class Rerun:
                 of_label = labels == label
                 some_nodes, step = nodes[of_label], graph.step[nodes[of_label]]
                 sections, span = distinct(self.section[some_nodes] * comparable[step])
-                at = place[of_label], step, span
-                spent = np.zeros((len(ranks), calls.shape[1], len(sections)))
-                np.add.at(spent, at, duration[some_nodes])
-                factor = _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical)[at]
+                shape = (len(ranks), calls.shape[1], len(sections))
+                at = (place[of_label] * shape[1] + step) * shape[2] + span
+                spent = np.bincount(at, duration[some_nodes], math.prod(shape)).reshape(shape).astype(np.float64)
+                factor = _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical).ravel()[at]
                 waits = label >= 0 and may_wait(graph.labels[label])
                 scaled[some_nodes] *= np.minimum(factor, 1.0) if waits else factor
         return np.asarray(scaled)
+
+    @cached_property
+    def _own_work(self) -> tuple[Ints, Ints, Ints]:
+        """The nodes of own time that is the rank's work, the row of each in the ranks, and calls by (rank, step)."""
+        graph = self.host.graph
+        in_step = np.isin(graph.part, [graph.parts.index(part) for part in OWN]) & (graph.step >= 0)
+        late = np.isin(graph.label, [code for code, name in enumerate(graph.labels) if name in (BETWEEN, LAUNCH)])
+        own = np.flatnonzero(in_step & ~late)
+        row = np.searchsorted(sorted(self.nodes), graph.rank[own])
+        calls = np.zeros((len(self.nodes), int(graph.step.max()) + 1), np.int64)
+        np.maximum.at(calls, (row, graph.step[own]), self.section[own])
+        return own, row, calls
 
     # ---- what takes no time or less
 
