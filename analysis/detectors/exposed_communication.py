@@ -369,30 +369,30 @@ def _spans(
     window = last_backwards(regions, phases, kernels)
     if window.is_empty():
         raise NotResolvable(text("no backward was recorded that an optimizer follows"))
+    is_work = pl.col("part").is_in(["compute", "overlapped"])
     inside = (
-        phases.join(window, on=["rank", "step"])
+        phases.filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(_REDUCTIONS)))
+        .join(window, on=["rank", "step"])
         .filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
         .with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
     )
-    worked = inside.filter(pl.col("part").is_in(["compute", "overlapped"]), pl.col("start_ns") < pl.col("returned_ns"))
+    worked = inside.filter(is_work, pl.col("start_ns") < pl.col("returned_ns"))
     # What little comes after the last transfer (copies into the gradients) is not what buckets could hide behind.
     length, by_step = pl.col("end_ns") - pl.col("start_ns"), ["rank", "step"]
     nearly_all = length.cum_sum().over(by_step) >= _NEARLY_ALL * length.sum().over(by_step)
     computed = worked.sort("start_ns").filter(nearly_all).group_by(by_step).agg(computed_ns=pl.col("end_ns").min())
     window = window.join(computed, on=by_step)
     exposed = inside.join(window.select("rank", "step", "computed_ns"), on=["rank", "step"]).filter(
-        pl.col("part") == "transfer", pl.col("start_ns") >= pl.col("computed_ns"), pl.col("label").is_in(_REDUCTIONS)
+        ~is_work, pl.col("start_ns") >= pl.col("computed_ns")
     )
     began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
     reductions = (
-        collectives.with_columns(start_ns=began)
-        .join(window, on=["rank", "step"])
-        .filter(
-            pl.col("op").is_in(_REDUCTIONS),
-            pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"),
-            pl.col("wait_ns").is_not_null(),
-            pl.col("end_ns").is_not_null(),
+        collectives.filter(
+            pl.col("op").is_in(_REDUCTIONS), pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null()
         )
+        .with_columns(start_ns=began)
+        .join(window, on=["rank", "step"])
+        .filter(pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"))
     )
     begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))
     hidden = reductions.sort("rank", "start_ns").with_columns(

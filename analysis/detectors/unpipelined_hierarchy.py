@@ -101,7 +101,8 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int
 
 def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return reduce-scatters within nodes, and the operations between nodes that follow them with what they left."""
-    rows = rows.join(nodes, on="group_id").sort("begin_ns")
+    reducing = rows.filter(pl.col("op").str.contains("^(allreduce|reduce_scatter)"))
+    rows = reducing.join(nodes, on="group_id").sort("begin_ns")
     scatters = rows.filter(
         pl.col("op").str.starts_with("reduce_scatter"),
         pl.col("nodes") == 1,
@@ -109,7 +110,6 @@ def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl
         pl.col("size_bytes") >= min_bytes,
     )
     reduces = rows.filter(
-        pl.col("op").str.contains("^(allreduce|reduce_scatter)"),
         pl.col("nodes") > 1,
         pl.col("nodes") == pl.col("group_size"),
     )

@@ -74,10 +74,11 @@ def step_lengths(steps: pl.DataFrame) -> dict[int, tuple[int, ...]]:
 def mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
     """Mean ns per judged step; a rank's parts sum exactly to its mean step, itself rounded to whole ns."""
     parts: list[Part] = []
-    for (rank,), rows in breakdown.sort("rank").group_by("rank", maintain_order=True):
-        sums = rows.group_by("part", maintain_order=True).agg(pl.col("ns").sum())
-        means = rounded(sums["ns"].to_list(), rows["step"].n_unique())
-        parts += [Part(rank=rank, part=part, ns_per_step=ns) for part, ns in zip(sums["part"], means, strict=True)]
+    sums = breakdown.group_by("rank", "part", maintain_order=True).agg(pl.col("ns").sum())
+    steps = dict(breakdown.group_by("rank").agg(pl.col("step").n_unique()).iter_rows())
+    for (rank,), rows in sums.sort("rank", maintain_order=True).group_by("rank", maintain_order=True):
+        means = rounded(rows["ns"].to_list(), steps[rank])
+        parts += [Part(rank=rank, part=part, ns_per_step=ns) for part, ns in zip(rows["part"], means, strict=True)]
     return tuple(parts)
 
 

@@ -34,8 +34,8 @@ def last_backwards(regions: pl.DataFrame, phases: pl.DataFrame, kernels: pl.Data
 
 
 def _by_regions(regions: pl.DataFrame) -> pl.DataFrame:
-    main = regions.filter(pl.col("thread") == _MAIN_THREAD).sort("start_ns")
-    by_step = ["rank", "step"]
+    main = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("kind").is_in(["backward", "optimizer"]))
+    main, by_step = main.sort("start_ns"), ["rank", "step"]
     backward = main.filter(pl.col("kind") == "backward").group_by(by_step)
     update = main.filter(pl.col("kind") == "optimizer").group_by(by_step)
     last = backward.agg(backward_ns=pl.col("start_ns").last(), returned_ns=pl.col("end_ns").last(), alone=pl.len() == 1)

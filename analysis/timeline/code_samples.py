@@ -16,6 +16,7 @@ from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import is_installed, named, place_in_code
 from rankscope.analysis.text.units import duration, duration_with_error
+from rankscope.analysis.timeline.steps import last_begun
 
 __all__ = ["PLACES", "SAMPLES", "Code", "merged_places", "sampled_in"]
 
@@ -70,11 +71,12 @@ def sampled_in(samples: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     Spans are disjoint on each rank: step, start_ns, end_ns and, if they have one, part.
     """
     part = pl.col("part") if "part" in spans.columns else pl.lit(None, pl.String).alias("part")
-    of_spans = spans.select("rank", "step", part, "end_ns", time_ns="start_ns").sort("time_ns")
-    inside = pl.col("time_ns") < pl.col("end_ns")
+    begun = last_begun(spans, samples["rank"], samples["time_ns"])
+    of_spans = spans.select("step", part, _end="end_ns")
+    around = pl.concat([of_spans, of_spans.clear(1)])[begun]  # its last row is for those before all spans
+    inside = pl.col("time_ns") < pl.col("_end")
     return (
-        samples.sort("time_ns")
-        .join_asof(of_spans, on="time_ns", by="rank", check_sortedness=False)
+        samples.hstack(around)
         .with_columns(pl.when(inside).then("step").alias("step"), pl.when(inside).then("part").alias("part"))
         .select(*SAMPLES)
         .sort("rank", "time_ns")

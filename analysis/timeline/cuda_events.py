@@ -190,6 +190,8 @@ def by_marks(
     `apart`: what a mixed phase is beside the device's waits for communication, where these are known
     (`device_waits.known_waits`); else null.
     """
+    if marks.is_empty():
+        return pl.DataFrame(schema=MARK_COLUMNS)
     index = pl.int_range(pl.len()).over("rank")
     begun = hosts.group_by("rank").agg(pl.col("start_ns").min().alias("_begun"))
     seen = (

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
 from rankscope.collectors.schema import P2P_OPS
@@ -146,7 +147,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
         & pl.col("end_ns").is_not_null()
         & (~pl.col("is_async")).fill_null(pl.col("end_ns") <= pl.col("issued_ns"))
     )
-    collectives = collectives.sort("start_ns").select(
+    collectives = in_order(collectives, "rank", "start_ns").select(
         *("rank", "start_ns", "issued_ns", _coded("op", code)),
         pl.coalesce("end_ns", "start_ns").alias("end_ns"),
         pl.col("end_ns").is_not_null().alias("ended"),

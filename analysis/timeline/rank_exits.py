@@ -24,7 +24,8 @@ def rank_exits(
     done = steps.select("rank", "step", pl.col("end_ns").alias("_at")).sort("_at")
     rows = rows.join_asof(done, left_on="failed_ns", right_on="_at", by="rank", check_sortedness=False)
     last = (
-        collectives.sort("start_ns")
+        collectives.filter(pl.col("rank").is_in(rows["rank"].implode()))
+        .sort("start_ns")
         .unique("rank", keep="last")
         .select("rank", "op", op_end_ns="end_ns", op_is_whole=pl.col("instance_id").is_not_null())
     )

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.timeline.device_time import by_rank
 
 __all__ = [
@@ -246,25 +247,24 @@ def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> p
     begun = last_begun(steps, rows["rank"], rows[at])
     end = np.append(steps["end_ns"].to_numpy(), _NEVER)[begun]
     inside = pl.Series(rows[at].fill_null(_AFTER_ALL).to_numpy() < end)
-    step = steps["step"].extend_constant(None, 1).gather(np.where(begun < 0, len(steps), begun))
+    step = steps["step"].extend_constant(None, 1)[begun]
     return rows.with_columns(pl.when(inside).then(step).alias("step"))
 
 
 def last_begun(spans: pl.DataFrame, rank: pl.Series, at: pl.Series) -> NDArray[np.int64]:
     """Return for each time the row of `spans` (rank, start_ns) that began last on its rank by then; -1: none had."""
-    begin, of = spans["start_ns"].to_numpy(), spans["rank"].to_numpy()
-    order = np.lexsort((begin, of))
-    begin, of = begin[order], of[order]
+    ordered = in_order(spans.select("rank", "start_ns", row=pl.int_range(pl.len())), "rank", "start_ns")
+    of, begin, row = (ordered[column].to_numpy() for column in ("rank", "start_ns", "row"))
     times, asked = at.fill_null(_NEVER).to_numpy(), rank.fill_null(_NOBODY).to_numpy()
-    by_rank = None if rank.is_sorted() else np.argsort(asked, kind="stable")
-    in_order = asked if by_rank is None else asked[by_rank]
+    order = None if rank.is_sorted() else np.argsort(asked, kind="stable")
+    asked = asked if order is None else asked[order]
     found = np.full(len(times), -1)
     for one in np.unique(of):
-        low, high = np.searchsorted(in_order, (one, one + 1))
-        mine = slice(low, high) if by_rank is None else by_rank[low:high]
+        low, high = np.searchsorted(asked, (one, one + 1))
+        mine = slice(low, high) if order is None else order[low:high]
         first, end = np.searchsorted(of, (one, one + 1))
         latest = np.searchsorted(begin[first:end], times[mine], side="right") - 1
-        found[mine] = np.where(latest >= 0, order[np.maximum(first + latest, 0)], -1)
+        found[mine] = np.where(latest >= 0, row[np.maximum(first + latest, 0)], -1)
     return found
 
 
