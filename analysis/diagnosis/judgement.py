@@ -44,8 +44,8 @@ Model = tuple[pl.DataFrame, float | None]
 class Judgement:
     """The findings of a timeline, root causes first, and the tables that detectors read.
 
-    `model` is the model's demand on the devices, and the share of it that was counted (`mfu.demand`, `mfu.count_flops`).
-    `run`, `costs` and `fixes` (with the replay's fidelity) are made at their first call.
+    `model` is the model's demand on the devices, and its counted share (`mfu.demand`, `mfu.count_flops`). `run`,
+    `costs` and `fixes` (with the replay's fidelity) are made at their first call.
     """
 
     tables: dict[str, pl.DataFrame]
