@@ -6,7 +6,7 @@
     python benchmarks/analysis.py files FOLDER --ranks 4 --size-mb 150 [--before CHECKOUT]
 
 `startup` is a command with nearly nothing to do: 4 ranks, 40 steps. `rows` is a report on a simulated
-FSDP job; where its run is too long to be held at once, also one that finds the summaries of the one before. `trace` is
+FSDP job. Of both reports, also one that finds the one before in the run's folder. `trace` is
 a report on a profiler's trace that is repeated up to the size, `files` one on those of several ranks (the first in the
 folder), after which one and two workers of a Dask cluster on this machine scan them.
 
@@ -81,6 +81,13 @@ def compare(
                 )
 
 
+def again(command: list[str], checkouts: list[Path], rounds: int, rows: int | None = None) -> None:
+    """Print the same for each checkout where the run's folder has the report that it made before."""
+    print("with the report that was made before:")
+    for checkout in checkouts:  # one after the other: what one has kept is of no use to the other
+        compare([command], [checkout], rounds + 1, rows)
+
+
 def simulated(folder: Path, ranks: int, steps: int) -> Path:
     """The run folder of a simulated FSDP job."""
     from record import write
@@ -138,17 +145,17 @@ def main() -> None:
     checkouts = [*([asked.before.resolve()] if asked.before else []), HERE.resolve()]
     with tempfile.TemporaryDirectory() as folder:
         if asked.part == "startup":
-            run = str(simulated(Path(folder, "run"), 4, 40))
-            compare([["--help"], ["ls", run], ["report", run]], checkouts, asked.rounds + 1)  # the first one compiles
+            run = simulated(Path(folder, "run"), 4, 40)
+            commands = [["--help"], ["ls", str(run)], ["report", str(run)]]
+            compare(commands, checkouts, asked.rounds + 1, forget=run / "summary")  # the first one compiles
+            again(commands[-1], checkouts, asked.rounds)
         elif asked.part == "rows":
             run = simulated(Path(folder, "run"), asked.ranks, asked.steps)
             rows = rows_of(run)
             print(f"{rows:,} rows")
-            commands, summary = [["report", str(run), "--json", os.devnull]], run / "summary"
-            compare(commands, checkouts, asked.rounds, rows, forget=summary)
-            if summary.exists():
-                print("with the summaries that a report before has left:")
-                compare(commands, checkouts, asked.rounds, rows)
+            command = ["report", str(run), "--json", os.devnull]
+            compare([command], checkouts, asked.rounds, rows, forget=run / "summary")
+            again(command, checkouts, asked.rounds, rows)
         elif asked.part == "files":
             files = large_files(asked.trace, Path(folder, "traces"), asked.ranks, asked.size_mb)
             compare([["report", str(files), "--json", os.devnull]], checkouts, asked.rounds)
