@@ -48,8 +48,9 @@ _BLOCK_ROWS = 200
 _KEPT = 64  # tables of pages
 _SENT_ROWS = 100  # a longer table is sent as it is scrolled, and has fields to filter by
 _ROWS_AT_ONCE = 12  # longer tables scroll
-_LETTER_PX, _PADDING_PX, _FILTER_PX = 7.2, 24, 26
+_LETTER_PX, _PADDING_PX, _FILTER_PX = 8.0, 24, 26
 _LEAST_LETTERS, _MOST_LETTERS = 8, 60  # of a column
+_WRITTEN_LETTERS = {"flops": 10, "flops_rate": 12, "rate": 10}  # of values of these kinds, as `Shown` has them
 
 _HEADS: Mapping[str, Any] = {"wrapHeaderText": True, "autoHeaderHeight": True}
 _LOOK: Mapping[str, Any] = {"rowHeight": 30, "tooltipShowDelay": 300, "enableCellTextSelection": True}
@@ -226,7 +227,8 @@ def _known(kind: str, run: str, query: str) -> dict[str, str]:
 
 def _definitions(frame: pl.DataFrame, columns: Mapping[str, Shown], run: str) -> list[dict[str, Any]]:
     texts = {name for name in columns if frame.schema[name] == pl.String}
-    longest = {name: min(max(map(len, frame[name].drop_nulls().unique()), default=0), _MOST_LETTERS) for name in texts}
+    longest = {name: _WRITTEN_LETTERS.get(shown.kind, 0) for name, shown in columns.items()}
+    longest |= {name: min(max(map(len, frame[name].drop_nulls().unique()), default=0), _MOST_LETTERS) for name in texts}
     definitions = []
     for name, shown in columns.items():
         definition: dict[str, Any] = {
