@@ -48,7 +48,7 @@ __all__ = ["create_app"]
 _COOKIE = "rankscope-language"
 _TICK_MS = 700
 _GZIP_LEVEL = 1
-_GZIP_LEVEL_ONCE = _BROTLI_LEVEL_ONCE = 9  # of what is compressed once
+_GZIP_LEVEL_ONCE, _BROTLI_LEVEL_ONCE = 9, 5  # of what is compressed once; the first page waits for it
 _HAS_BROTLI = pa.Codec.is_available("brotli")
 _SCRIPTS = ("text/javascript", "application/javascript", "text/css")
 _KEEP = "max-age=31536000, immutable"

@@ -11,18 +11,24 @@ from rankscope.analysis.model.spec import Detector
 
 __all__ = ["root_causes_first"]
 
+_SMALL = 0.1  # share of what all ranks lose alike: so much of it may fall on some of them by chance
+
 
 def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tuple[Finding, ...]:
     """Put the costliest first, as far as the replay agrees, and after each the findings that follow from it.
 
-    What all `ranks` of the job do alike does not explain that some of them are slower than the others.
+    What all `ranks` of the job do alike does not explain that some of them are clearly slower than the others.
     """
     ordered = sorted(findings, key=_rank)
     everyone = frozenset(ranks)
     causes: dict[int, Finding | None] = {}
     for finding in ordered:
         is_of_some = 0 < len(finding.ranks) < len(everyone)
-        able = [cause for cause in ordered if not (is_of_some and everyone.issubset(cause.ranks))]
+        able = [
+            cause
+            for cause in ordered
+            if not (is_of_some and everyone.issubset(cause.ranks) and not _is_small_beside(finding, cause))
+        ]
         causes[id(finding)] = next((c for c in able if _follows(finding, c) and not _reversed(finding, c)), None)
     for finding in ordered:  # of findings that explain each other in a ring the costliest is the root
         if _is_in_ring(finding, causes):
@@ -32,6 +38,11 @@ def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tu
         if causes[id(root)] is None:
             placed += [root, *_following(root, ordered, causes)]
     return tuple(placed)
+
+
+def _is_small_beside(finding: Finding, cause: Finding) -> bool:
+    """Say whether a finding costs so much less that a cause of all ranks alike, which scatters, may bring it about."""
+    return finding.lost_ns_per_step < _SMALL * cause.lost_ns_per_step
 
 
 def _rank(finding: Finding) -> tuple[float, float]:

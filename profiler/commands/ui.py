@@ -7,6 +7,7 @@ Example: rankscope ui runs/NAME
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import secrets
@@ -51,6 +52,7 @@ class Options:
 
 @takes(Options)
 def command(options: Options) -> None:
+    gc.disable()  # what imports make stays
     from rankscope.analysis.readers.dask_cluster import on_cluster
 
     run = _checked(options)
@@ -59,6 +61,7 @@ def command(options: Options) -> None:
         from rankscope.dashboard.state import State
     except ImportError as error:
         raise RankscopeError(f"the UI needs {error.name}: pip install 'rankscope[ui]'") from None
+    gc.enable()
     host, token = options.host, options.token
     if not token and not _is_local(host):
         token = secrets.token_urlsafe(16)
