@@ -41,7 +41,6 @@ from rankscope.errors import BadInput
 __all__ = ["STAGES", "Progress", "State"]
 
 STAGES = (text("Reading the run"), text("Matching operations and cutting up the steps"), text("Running the detectors"))
-_FIRST_PAGE_S = 2.0  # in which a browser shows the kept report, before reading the run keeps the interpreter busy
 _POLL_S = 2.0  # how often a run that goes on is looked at
 _REST = 3.0  # times the last analysis took, between two of them
 
@@ -143,7 +142,6 @@ class State:
             known = place.load()
             if known:
                 self._set(key, report=known)
-                self._ended.wait(_FIRST_PAGE_S)
             trace = Trace.open(path)
             if trace.stretch:  # which steps are read of a large run depends on the memory that is free
                 files += f" {trace.stretch.first}-{trace.stretch.last}"
