@@ -25,6 +25,7 @@ from rankscope.analysis.report.html import chart_styles
 from rankscope.analysis.text import units
 from rankscope.analysis.text.message import LANGUAGES, language, speak, spoken, text
 from rankscope.dashboard import grids
+from rankscope.dashboard.at_once import at_once
 from rankscope.dashboard.figures import plots
 from rankscope.dashboard.page_kit import (
     HOME,
@@ -60,6 +61,11 @@ _INDEX = """<!DOCTYPE html>
 <html lang="LANGUAGE">
 <head>
 {%metas%}
+<script>
+const scheme = localStorage.getItem("mantine-color-scheme-value");  // what Mantine will do once it is there
+const isDark = scheme === "dark" || (scheme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
+document.documentElement.dataset.mantineColorScheme = isDark ? "dark" : "light";
+</script>
 <script>window.rankscope_words = TEXTS_OF_SCRIPTS;</script>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{%title%}</title>
@@ -75,15 +81,21 @@ PLOTS
 <body>
 HATCHES
 {%app_entry%}
+AT_ONCE
 <footer>{%config%}{%scripts%}{%renderer%}</footer>
 </body>
 </html>"""
 
 
 class _App(Dash):
+    runs: Runs
+
     def interpolate_index(self, *args: Children, **parts: Children) -> Children:
         page = super().interpolate_index(*args, **parts)  # type: ignore[no-untyped-call]
-        return page.replace("LANGUAGE", LANGUAGES[language()], 1).replace("TEXTS_OF_SCRIPTS", words(), 1)
+        beginning = at_once(self.runs, _page_name(request.path), request.args.get("run", ""))
+        for name, said in (("LANGUAGE", LANGUAGES[language()]), ("TEXTS_OF_SCRIPTS", words()), ("AT_ONCE", beginning)):
+            page = page.replace(name, said, 1)
+        return page
 
 
 def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: str = "en") -> Dash:
@@ -96,6 +108,7 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
     app = _App(
         __name__, title="rankscope", update_title="", suppress_callback_exceptions=True, include_pages_meta=False
     )
+    app.runs = runs
     app.scripts.config.serve_locally = True
     app.css.config.serve_locally = True
     styles, hatches = chart_styles()

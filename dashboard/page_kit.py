@@ -67,6 +67,7 @@ class Page:
     register: adds callbacks or routes of its own.
     early: what it shows of the run with this key as soon as its lanes are there.
     of_report: the same as soon as its report is there.
+    at_once: the beginning of that in elements of `dash.html`, shown until the scripts have arrived.
     tables: the tables that it makes of a run, by name; they are made when they are asked for.
     keeps: the screen stays as it is when the run is refreshed.
     of_two: it is in the navigation where two runs are open only.
@@ -78,6 +79,7 @@ class Page:
     register: Callable[[Dash, State], None] | None = None
     early: Callable[[str], Children] | None = None
     of_report: Callable[[Report, str], Children] | None = None
+    at_once: Callable[[Report], Children] | None = None
     tables: Tables = field(default_factory=dict)
     keeps: bool = False
     of_two: bool = False

@@ -54,6 +54,7 @@ class Progress:
     version: int = 0
     error: str = ""
     report: Report | None = None  # kept of an earlier time, while the run is read
+    sought: bool = False  # whether one was looked for
     run: Run | None = None
     scene: Scene | None = None  # made while the run is judged, it may come later
 
@@ -89,6 +90,12 @@ class State:
     def report(self, run: str) -> Report | None:
         progress = self._progress[run]
         return progress.report if progress.run is None else progress.run.report
+
+    def kept_report(self, run: str, timeout_s: float) -> Report | None:
+        """Return the run's report, or the one kept of an earlier time, as soon as it is known whether there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._progress[run].sought or self._progress[run].error, timeout_s)
+        return self.report(run)
 
     def critical_path(self, run: str) -> pl.DataFrame | None:
         """rank, start_ns, end_ns of the critical path; None where the run cannot be replayed."""
@@ -140,8 +147,7 @@ class State:
             self._set(key, stage=0)
             place = KeptReport([path], options)
             known = place.load()
-            if known:
-                self._set(key, report=known)
+            self._set(key, report=known, sought=True)
             trace = Trace.open(path)
             if trace.stretch:  # which steps are read of a large run depends on the memory that is free
                 files += f" {trace.stretch.first}-{trace.stretch.last}"

@@ -53,6 +53,12 @@ def of_report(report: Report, run: str) -> Children:
     )
 
 
+def at_once(report: Report) -> Children:
+    """Return its beginning: the verdict, and the findings without pictures and links."""
+    view = view_of(report)
+    return html.Div([_verdict(view), *(html.Article(_said(shown), className="finding") for shown in view.findings)])
+
+
 def _verdict(view: View) -> Children:
     mean_ns = view.report.steps.mean_ns
     rate = text("{rate:.3g} steps per second", rate=1000000000.0 / mean_ns) if mean_ns else ""
@@ -80,23 +86,9 @@ def _findings(run: str, view: View, split: digest.Breakdown) -> list[Children]:
 
 def _finding(run: str, report: Report, split: digest.Breakdown, shown: FindingView) -> Children:
     finding = shown.finding
-    facts_ = [
-        part
-        for fact in shown.facts
-        for part in (html.Dt(fact.name), html.Dd(html.Strong(fact.value) if fact.key == COST else fact.value))
-    ]
-    severity = html.Span(shown.severity, className=f"severity {finding.severity}")
-    title: list[Children] = [
-        severity,
-        f"{shown.number}. ",
-        finding.title,
-        " ",
-        html.Span(shown.check, className="check"),
-    ]
     return html.Article(
         [
-            html.H3(title),
-            html.Dl(facts_),
+            *_said(shown),
             _picture(split, finding) if shown.number == 1 else None,
             dmc.Group(
                 [*_evidence(run, finding.evidence[:_EVIDENCE]), *_comparison(run, report, finding)], gap="xs", mt=6
@@ -105,6 +97,24 @@ def _finding(run: str, report: Report, split: digest.Breakdown, shown: FindingVi
         id=f"finding-{shown.number}",
         className=f"finding{' follows' if finding.caused_by else ''}",
     )
+
+
+def _said(shown: FindingView) -> list[Children]:
+    """Return a finding's title and facts."""
+    facts_ = [
+        part
+        for fact in shown.facts
+        for part in (html.Dt(fact.name), html.Dd(html.Strong(fact.value) if fact.key == COST else fact.value))
+    ]
+    severity = html.Span(shown.severity, className=f"severity {shown.finding.severity}")
+    title: list[Children] = [
+        severity,
+        f"{shown.number}. ",
+        shown.finding.title,
+        " ",
+        html.Span(shown.check, className="check"),
+    ]
+    return [html.H3(title), html.Dl(facts_)]
 
 
 def _picture(split: digest.Breakdown, finding: Finding) -> Children:
@@ -234,4 +244,4 @@ def _legend(split: digest.Breakdown) -> Children:
     )
 
 
-page = Page(title=text("Overview"), order=0, layout=layout, of_report=of_report, tables=REPORT_TABLES)
+page = Page(title=text("Overview"), order=0, layout=layout, of_report=of_report, at_once=at_once, tables=REPORT_TABLES)

@@ -36,6 +36,7 @@ class Screen:
             )
         else:
             self.page.goto(self.base + path)
+            self.page.wait_for_selector("#at-once", state="detached")  # the page is drawn, and keys are heard
 
     def wait_for_text(self, text: str) -> None:
         self.page.get_by_text(text).first.wait_for(timeout=60_000)

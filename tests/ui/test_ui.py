@@ -571,6 +571,20 @@ def test_each_browser_has_its_language(state):
 
 
 @pytest.mark.browser
+def test_the_verdict_can_be_read_before_the_scripts_have_arrived(screen):
+    context = screen.page.context.browser.new_context(java_script_enabled=False, color_scheme="dark")
+    page = context.new_page()
+    page.goto(f"{screen.base}/?lang=zh")
+    assert "Rank 1 偏慢" in page.locator(".verdict h1").inner_text()
+    assert page.locator(".finding h3").count() == page.locator(".finding dl").count() >= 1
+    page.goto(f"{screen.base}/ranks?lang=en")
+    assert page.locator(".verdict").count() == 0
+    context.close()
+    screen.open("/")
+    assert screen.page.locator(".verdict").count() == 1
+
+
+@pytest.mark.browser
 def test_pages_are_light_and_their_scripts_are_sent_once(screen):
     """Bytes on the wire of the first visit; of the second, what is not a script."""
     sent: list[int] = []
