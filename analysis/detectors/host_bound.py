@@ -5,10 +5,11 @@ kernel that only communicates meanwhile does not change that, if it still runs w
 for it; but no more of this time counts than there is work that could begin earlier. What the busiest rank would be
 shorter without this time is the loss, reported above `min_fraction` of the step if it is not one rank's: half of it
 would stay with that rank's host quick, or at least half of the ranks would hold the job up next, for a quarter of it or
-more: their devices idle as well, or their hosts launch for so long. If less than half of it is there without the ranks
-that `slow_rank` found, or only what may be chance, it is analyzed without these ranks. What the host did in these gaps
-is split into: asking the driver for memory, having just waited for the device (a synchronisation drains the queue), the
-launch calls themselves, and all else.
+more: their devices idle as well, or their hosts launch for so long. It is analyzed without the ranks that `slow_rank`
+found if without them only what may be chance is left, or less than half where most is theirs alone: of hosts that are
+slow alike one has to be last, and lets the others run ahead. What the host did in these gaps is split into: asking the
+driver for memory, having just waited for the device (a synchronisation drains the queue), the launch calls themselves,
+and all else.
 
 Without a profiler, CUDA events give the host run-ahead. While the device has work that was enqueued before, it
 does not wait for the host; so what it can idle at most in a phase is the time from its coming to the mark before until
@@ -34,6 +35,7 @@ sizes that repeat.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -101,15 +103,14 @@ def detect(
         return []
     if launches is None:
         raise NotResolvable(text("the calls that launch the device's work were not recorded"))
-    grid = _launched(breakdown, kernels)
     beside = _late_beside_communication(phases, kernels)
-    grid = _without_stragglers(grid, phases, beside, slow_rank)
-    lost, stays = _lost(grid, phases, beside)
-    late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
-    quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
-    holds_up_ns = np.maximum(late_ns, launching(grid, phases, launches) - quick_ns)
-    enough = stays >= _STAYS or 2 * (holds_up_ns >= _AS_LATE * lost.ns).sum() >= len(holds_up_ns)
-    if not lost.clear or lost.ns < min_fraction * grid.step_ns or not enough:
+    grid = _launched(breakdown, kernels)
+    loss = _loss(grid, phases, beside, launches)
+    rest = _loss(_without_stragglers(grid, slow_rank), phases, beside, launches)
+    if not (rest.lost.clear and (loss.is_shared or rest.lost.ns >= _REMAINS * loss.lost.ns)):
+        loss = rest
+    grid, lost, holds_up_ns = loss.grid, loss.lost, loss.holds_up_ns
+    if not loss.is_shared or lost.ns < min_fraction * grid.step_ns:
         return []
     ranks = grid.only(holds_up_ns > 0).ranks
     idle = phases.filter(pl.col("part") == "host")
@@ -192,6 +193,25 @@ def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
     return judged_grid(breakdown, _LEAST_STEPS)
 
 
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """What quick hosts save, whether that is clearly more than one rank's, and how long each rank holds the job up."""
+
+    grid: StepGrid
+    lost: Estimate
+    is_shared: bool
+    holds_up_ns: Floats
+
+
+def _loss(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame, launches: pl.DataFrame) -> _Loss:
+    lost, stays = _lost(grid, phases, beside)
+    late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
+    quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
+    holds_up_ns = np.maximum(late_ns, launching(grid, phases, launches) - quick_ns)
+    is_shared = stays >= _STAYS or 2 * (holds_up_ns >= _AS_LATE * lost.ns).sum() >= len(holds_up_ns)
+    return _Loss(grid, lost, is_shared and lost.clear, holds_up_ns)
+
+
 def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[Estimate, float]:
     """Return how much shorter the busiest rank's step would be with quick hosts.
 
@@ -213,20 +233,11 @@ def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[E
     return estimate_of_pieces(lost, pieces), float(stays / max(lost.mean(), 1.0))
 
 
-def _without_stragglers(
-    grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame, slow_rank: Sequence[Finding] | NotChecked
-) -> StepGrid:
-    """Return the grid without the ranks that others wait for, if most of the loss is theirs, or all that is clear.
-
-    It follows from them then.
-    """
+def _without_stragglers(grid: StepGrid, slow_rank: Sequence[Finding] | NotChecked) -> StepGrid:
+    """Return the grid without the ranks that others wait for, whose loss is another matter."""
     late = [] if isinstance(slow_rank, NotChecked) else [rank for finding in slow_rank for rank in finding.ranks]
     others = ~np.isin(grid.ranks, late)
-    if others.all() or not others.any():
-        return grid
-    rest = grid.only(others)
-    lost, _ = _lost(rest, phases, beside)
-    return grid if lost.clear and lost.ns >= _REMAINS * _lost(grid, phases, beside)[0].ns else rest
+    return grid if others.all() or not others.any() else grid.only(others)
 
 
 def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from rankscope.analysis.detectors import spec_of
@@ -11,25 +11,32 @@ from rankscope.analysis.model.spec import Detector
 
 __all__ = ["root_causes_first"]
 
-_SMALL = 0.1  # share of what all ranks lose alike: so much of it may fall on some of them by chance
+Cures = Callable[[Finding, Finding], bool]
 
 
-def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tuple[Finding, ...]:
+def root_causes_first(
+    findings: Sequence[Finding], ranks: Collection[int], cures: Cures = lambda _cause, _finding: False
+) -> tuple[Finding, ...]:
     """Put the costliest first, as far as the replay agrees, and after each the findings that follow from it.
 
-    What all `ranks` of the job do alike does not explain that some of them are clearly slower than the others.
+    What all `ranks` of the job do alike does not explain that some of them are slower than the others, unless fixing
+    that `cures` them: of ranks that are slow alike one has to be last, and the others wait for it.
     """
     ordered = sorted(findings, key=_rank)
     everyone = frozenset(ranks)
     causes: dict[int, Finding | None] = {}
     for finding in ordered:
         is_of_some = 0 < len(finding.ranks) < len(everyone)
-        able = [
-            cause
-            for cause in ordered
-            if not (is_of_some and everyone.issubset(cause.ranks) and not _is_small_beside(finding, cause))
-        ]
-        causes[id(finding)] = next((c for c in able if _follows(finding, c) and not _reversed(finding, c)), None)
+        causes[id(finding)] = next(
+            (
+                cause
+                for cause in ordered
+                if _follows(finding, cause)
+                and not _reversed(finding, cause)
+                and (not (is_of_some and everyone.issubset(cause.ranks)) or cures(cause, finding))
+            ),
+            None,
+        )
     for finding in ordered:  # of findings that explain each other in a ring the costliest is the root
         if _is_in_ring(finding, causes):
             causes[id(finding)] = None
@@ -38,11 +45,6 @@ def root_causes_first(findings: Sequence[Finding], ranks: Collection[int]) -> tu
         if causes[id(root)] is None:
             placed += [root, *_following(root, ordered, causes)]
     return tuple(placed)
-
-
-def _is_small_beside(finding: Finding, cause: Finding) -> bool:
-    """Say whether a finding costs so much less that a cause of all ranks alike, which scatters, may bring it about."""
-    return finding.lost_ns_per_step < _SMALL * cause.lost_ns_per_step
 
 
 def _rank(finding: Finding) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from rankscope.analysis.diagnosis.judged_tables import judged_tables
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.savings import (
     as_replayed,
+    cures,
     measure_of,
     predicted_fixes,
     replayable,
@@ -79,13 +80,14 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions) -> Judgement
     blamed = blamed_by_replay(lambda: fixes()[0], findings, tables)
     all_found = findings if blamed is None else (*findings, blamed)
     named = None if blamed is None else blamed.detector
+    ordered = root_causes_first(all_found, ranks, lambda cause, finding: cures(cause, finding, measure))
     return Judgement(
         tables=tables,
         model=model,
         ranks=ranks,
         steps=steps,
         breakdown=mean_parts(tables["breakdown"]),
-        findings=with_levels(root_causes_first(all_found, ranks), steps, fidelity),
+        findings=with_levels(ordered, steps, fidelity),
         healthy=[check for check in healthy if check.detector != named],
         not_checked=[check for check in not_checked if check.detector != named],
         run=run,

@@ -33,6 +33,7 @@ from rankscope.errors import BadFix, NotReplayable
 __all__ = [
     "Measure",
     "as_replayed",
+    "cures",
     "measure_of",
     "predicted_fixes",
     "replayable",
@@ -45,6 +46,7 @@ _Made = TypeVar("_Made")
 Measure = Callable[[], Replay | Unreplayable]  # the run is replayed where something asks for it
 _UNMATCHED = 0.03  # share of the step that a rank waits in unmatched operations, from which no replay counts
 _REPLAYED = 8  # of one kind; each takes a replay
+_HALF = 0.5
 
 
 def replayable(timeline: Timeline, links: pl.DataFrame) -> Replay | Unreplayable:
@@ -192,6 +194,21 @@ def _with_gain(finding: Finding, run: Replay) -> Finding:
     error = gain.uncertainty_ns / run.step_ns
     saves = finding.lost_fraction if fixes_more(gain, finding) else max(gain.gain_ns, 0.0) / run.step_ns
     return replace(finding, gain_fraction=saves, gain_uncertainty_fraction=error)
+
+
+def cures(cause: Finding, finding: Finding, measure: Measure) -> bool:
+    """Say whether little of a finding is left in the replay with its cause fixed, and most of the cause without it."""
+    if not cause.fix or not finding.fix:
+        return False
+    run = measure()
+    if isinstance(run, Unreplayable):
+        return False
+    try:
+        alone_ns, cause_ns = run.gain(finding.fix).gain_ns, run.gain(cause.fix).gain_ns
+        left_ns = run.gain(*together([cause.fix, finding.fix])).gain_ns - cause_ns
+    except BadFix:
+        return False
+    return left_ns <= _HALF * alone_ns and alone_ns <= _HALF * cause_ns
 
 
 def predicted_fixes(

@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
+import rankscope
+import record
+from faults import Case, simulated
 from rankscope.analysis.detectors import detectors
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.checks import ask
@@ -260,6 +263,19 @@ def test_what_all_ranks_do_alike_explains_no_straggler():
     for ranks, cause in (((0, 1, 2, 3), None), ((2, 3), "host_sync")):
         found = root_causes_first([finding("slow_rank", 20, (2,)), finding("host_sync", 30, ranks)], range(4))
         assert {f.detector: f.caused_by for f in found}["slow_rank"] == cause
+
+
+def test_of_hosts_that_are_slow_alike_the_last_one_is_no_second_root_cause(tmp_path):
+    """All take as long to launch a kernel. While others wait for rank 2 their hosts run ahead, its own does not."""
+    log, _ = simulated(Case("host_bound", "quiet", 1), small=True, parallel="")
+    found = diagnose(rankscope.open(record.write(log, tmp_path / "run"))).findings
+    assert [(f.detector, f.ranks, f.caused_by) for f in found] == [
+        ("host_bound", tuple(range(8)), None),
+        ("slow_rank", (2,), "host_bound"),
+    ]
+    assert found[0].lost_fraction == pytest.approx(
+        0.128, abs=0.01
+    )  # a replay of the job without the fault saves 12.8 %
 
 
 def test_a_rank_whose_experts_are_popular_is_slow_because_of_them_even_if_that_costs_more():
