@@ -50,12 +50,14 @@ def check_regular(path: Path) -> None:
 
 def check_bytes(where: object, decoded: int, size_bytes: int) -> None:
     """Raise `BadInput` if a file holds more than its size allows, or than fits into memory."""
-    if decoded > max(_ALWAYS_BYTES, _MOST_TIMES * size_bytes):
+    if decoded <= _ALWAYS_BYTES:
+        return
+    if decoded > _MOST_TIMES * size_bytes:
         raise BadInput(
             f"{where} claims {decoded / 1e9:.1f} GB in a file of {size_bytes / 1e6:.1f} MB: it is damaged or made up"
         )
     free = available_bytes()
-    if free is not None and decoded > max(_SHARE * free, _ALWAYS_BYTES):
+    if free is not None and decoded > _SHARE * free:
         raise BadInput(
             f"{where} takes {decoded / 1e9:.1f} GB when it is decoded, and {free / 1e9:.1f} GB of memory are free: "
             "read it on a machine with more, or give fewer ranks or steps"
