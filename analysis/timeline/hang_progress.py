@@ -38,13 +38,9 @@ def last_progress(
     steps_ns = _few_steps_ns(steps)
     collectives, regions = _until_given_up(collectives, regions, steps)
     numbered = collectives.with_columns(pl.col("op").is_in(P2P_OPS).alias("_p2p"))
-    failed = steps_ns > 0 and _has_failed(numbered, max(_FAILED_NS, steps_ns))
-    still_ns = max(_FAILED_NS if failed else STILL_NS, steps_ns)
-    lasted = (pl.col("end_ns") - pl.col("start_ns")).fill_null(still_ns) >= still_ns
-    outstanding = pl.col("instance_id").is_null() & lasted & _none_later_ended()
     begun_ns = last_begun_ns(collectives, regions)
-    if until_ns is not None and (begun_ns is None or until_ns - begun_ns < still_ns):
-        outstanding = pl.lit(False)
+    idle_ns = None if until_ns is None else until_ns - (until_ns if begun_ns is None else begun_ns)
+    outstanding = _outstanding(numbered, steps_ns, idle_ns)
     ends = pl.col("end_ns").is_not_null().any()
     only = ~pl.col("_p2p") & (pl.len().over("rank", "group_id", "op") == 1)
     seen = ends.over("op") | (only & ends.over("group_id")) | said_late
@@ -67,6 +63,19 @@ def last_progress(
         is_p2p=pl.lit(False), node=pl.lit(0), attempt=pl.lit(0), **dict.fromkeys(_NOT_RECORDED, pl.lit(None))
     )
     return rows.select(pl.col(c).cast(t) for c, t in schema_of("progress").items()).sort(by)
+
+
+def _outstanding(numbered: pl.DataFrame, steps_ns: float, idle_ns: int | None) -> pl.Expr:
+    """Say of each operation whether its rank never got out of it; `idle_ns`: since no rank began anything, if known."""
+    least_ns = max(_FAILED_NS, steps_ns)
+    if idle_ns is not None and idle_ns < least_ns:
+        return pl.lit(False)
+    failed = steps_ns > 0 and _has_failed(numbered, least_ns)
+    still_ns = least_ns if failed else max(STILL_NS, steps_ns)
+    if idle_ns is not None and idle_ns < still_ns:
+        return pl.lit(False)
+    lasted = (pl.col("end_ns") - pl.col("start_ns")).fill_null(still_ns) >= still_ns
+    return pl.col("instance_id").is_null() & lasted & _none_later_ended()
 
 
 def _few_steps_ns(steps: pl.DataFrame) -> float:
