@@ -15,7 +15,7 @@ from rankscope.analysis.model.finding import Finding, Part, Report
 from rankscope.analysis.model.parts import MAYBE_BLOCKED, PART_ORDER
 from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.phrases import counted
-from rankscope.analysis.text.units import duration, duration_with_error, percent, rounded
+from rankscope.analysis.text.units import duration, duration_with_error, percent, rounded, scale_for
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.steps import in_steps
 from rankscope.errors import NotComparable
@@ -437,16 +437,19 @@ def work_per_step(kernels: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
 def step_change(step: StepChange) -> Text:
     """Return `30.1 ± 2.0 ms longer (25 %)`; or that it may be chance, or that there is no interval."""
     way = text("longer") if step.change_ns > 0 else text("shorter")
+    quantum_ns = scale_for(max(step.a_ns, step.b_ns)).quantum_ns  # of the tables, where steps are what is shown of them
+    a, b = (rounded([length_ns], quantum_ns)[0] * quantum_ns for length_ns in (step.a_ns, step.b_ns))
+    change_ns = abs(b - a) or abs(step.change_ns)
     share = percent(abs(step.change_ns) / step.a_ns) if step.a_ns else "?"
     if step.uncertainty_ns is None:
-        change = duration(abs(step.change_ns))
+        change = duration(change_ns)
         return text(
             "{change} {way} ({share}); a single step of a run gives no confidence interval",
             change=change,
             way=way,
             share=share,
         )
-    change = duration_with_error(abs(step.change_ns), step.uncertainty_ns)
+    change = duration_with_error(change_ns, step.uncertainty_ns)
     if step.clear:
         return text("{change} {way} ({share})", change=change, way=way, share=share)
     return text("{change} {way} ({share}), which is not clear of chance", change=change, way=way, share=share)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankscope.analysis.compare.two_runs import StepChange, step_change
 from record import write
 from simulate import Job, healthy_resources, run
 
@@ -105,3 +106,16 @@ def test_a_run_without_steps_is_refused_in_one_line(healthy, tmp_path):
     done = diff(healthy, empty)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"rankscope: run B, {empty}, has no analyzed step, so there is nothing to compare\n"
+
+
+@pytest.mark.parametrize(
+    ("a_ns", "b_ns", "said"),
+    [
+        (89_960_000, 110_670_000, "20.7 ms longer"),  # 90.0 -> 110.7 in the table: 20.7, not 20.71
+        (89_940_000, 110_660_000, "20.8 ms longer"),  # 89.9 -> 110.7
+        (89_960_000, 89_990_000, "30.0 µs longer"),  # 90.0 twice: the table does not show it
+    ],
+)
+def test_the_headline_has_the_change_of_the_table(a_ns, b_ns, said):
+    change = step_change(StepChange(a_ns=a_ns, b_ns=b_ns, uncertainty_ns=None))
+    assert change.startswith(said)
