@@ -105,6 +105,7 @@ class Rerun:
         changes = Changes(duration_ns=duration, gone=none, waits=none, waited_for=none)
         for fix in sorted(waiting, key=lambda fix: self._pieces(fix) is not None):  # what adds nodes comes last
             changes = self._scheduled(fix, changes, at_end=at_end)
+        changes.duration_ns[: len(graph)][self._earlier] = graph.duration_ns[self._earlier]
         try:
             lengths = step_lengths(self.host, replay_with(graph, changes))
         except NotReplayable as reason:
@@ -113,6 +114,15 @@ class Rerun:
         # Ranks gain alike: a step counts once, however many ranks there are.
         _, of = np.unique(self.host.steps["step"].to_numpy()[self.judged], return_inverse=True)
         return np.asarray(np.bincount(of, weights=per_step) / np.bincount(of))
+
+    @cached_property
+    def _earlier(self) -> Bools:
+        """Nodes before their rank's first step. No fix changes them, or that step would begin sooner: be longer."""
+        graph, steps = self.host.graph, self.host.steps
+        begins = steps.group_by("rank").agg(pl.col("before").sort_by("step").first())
+        begin_ns = np.full(int(graph.rank.max()) + 2, np.iinfo(np.int64).min)  # the last for nodes of no rank, -1
+        begin_ns[begins["rank"].to_numpy()] = graph.end_ns[begins["before"].to_numpy()]
+        return np.asarray(graph.end_ns <= begin_ns[graph.rank])
 
     def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Return the fixes that this run allows, most with a placeholder; a replay for some, but of those `without`."""

@@ -180,6 +180,15 @@ def test_pipeline_whose_long_stage_takes_what_the_others_do():
         run.gain("stage:4")
 
 
+@pytest.mark.needs_data
+def test_quick_hosts_do_not_begin_the_first_step_of_a_capture_sooner():
+    """Rank 1's device idles 7.6 ms per step for its host. No rank computes or transfers in 10.0 ms of a step (mean)."""
+    run = rerun(build_timeline(Trace.open(DATA / "kineto" / "nanogpt-normuon")), LINKS.to_frame())
+    gain = run.gain("host")
+    assert 7.6 < gain.gain_ns / MS < 10.0
+    assert gain.uncertainty_ns / MS < 7.0  # four steps
+
+
 # ---- through the doors
 
 
