@@ -6,10 +6,10 @@ for it; but no more of this time counts than there is work that could begin earl
 shorter without this time is the loss, reported above `min_fraction` of the step if it is not one rank's: half of it
 would stay with that rank's host quick, or at least half of the ranks would hold the job up next, for a quarter of it or
 more: their devices idle as well, or their hosts launch for so long. It is analyzed without the ranks that `slow_rank`
-found if without them only what may be chance is left, or less than half where most is theirs alone: of hosts that are
-slow alike one has to be last, and lets the others run ahead. What the host did in these gaps is split into: asking the
-driver for memory, having just waited for the device (a synchronisation drains the queue), the launch calls themselves,
-and all else.
+found if without them only what may be chance is left, or less than half. Their hosts are as slow as the others', and it
+is not, if the pace of their calls explains half of it: one has to be last, and while the others wait for it their hosts
+run ahead. What the host did in these gaps is split into: asking the driver for memory, having just waited for the
+device (a synchronisation drains the queue), the launch calls themselves, and all else.
 
 Without a profiler, CUDA events give the host run-ahead. While the device has work that was enqueued before, it
 does not wait for the host; so what it can idle at most in a phase is the time from its coming to the mark before until
@@ -106,9 +106,11 @@ def detect(
     beside = _late_beside_communication(phases, kernels)
     grid = _launched(breakdown, kernels)
     loss = _loss(grid, phases, beside, launches)
-    rest = _loss(_without_stragglers(grid, slow_rank), phases, beside, launches)
-    if not (rest.lost.clear and (loss.is_shared or rest.lost.ns >= _REMAINS * loss.lost.ns)):
-        loss = rest
+    is_late = np.isin(grid.ranks, _named(slow_rank))
+    if is_late.any() and not is_late.all():
+        rest = _loss(grid.only(~is_late), phases, beside, launches)
+        remains = max(rest.lost.ns, loss.pace_ns[is_late].min()) >= _REMAINS * loss.lost.ns
+        loss = loss if rest.lost.clear and remains else rest
     grid, lost, holds_up_ns = loss.grid, loss.lost, loss.holds_up_ns
     if not loss.is_shared or lost.ns < min_fraction * grid.step_ns:
         return []
@@ -195,21 +197,26 @@ def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """What quick hosts save, whether that is clearly more than one rank's, and how long each rank holds the job up."""
+    """What quick hosts save, and whether that is clearly more than one rank's; how long each rank holds the job up.
+
+    `pace_ns` is how long it would by the pace of its calls alone, without what its host does only now and then.
+    """
 
     grid: StepGrid
     lost: Estimate
     is_shared: bool
     holds_up_ns: Floats
+    pace_ns: Floats
 
 
 def _loss(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame, launches: pl.DataFrame) -> _Loss:
     lost, stays = _lost(grid, phases, beside)
     late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
     quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
-    holds_up_ns = np.maximum(late_ns, launching(grid, phases, launches) - quick_ns)
+    pace_ns = launching(grid, phases, launches) - quick_ns
+    holds_up_ns = np.maximum(late_ns, pace_ns)
     is_shared = stays >= _STAYS or 2 * (holds_up_ns >= _AS_LATE * lost.ns).sum() >= len(holds_up_ns)
-    return _Loss(grid, lost, is_shared and lost.clear, holds_up_ns)
+    return _Loss(grid, lost, is_shared and lost.clear, holds_up_ns, pace_ns)
 
 
 def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[Estimate, float]:
@@ -233,11 +240,9 @@ def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[E
     return estimate_of_pieces(lost, pieces), float(stays / max(lost.mean(), 1.0))
 
 
-def _without_stragglers(grid: StepGrid, slow_rank: Sequence[Finding] | NotChecked) -> StepGrid:
-    """Return the grid without the ranks that others wait for, whose loss is another matter."""
-    late = [] if isinstance(slow_rank, NotChecked) else [rank for finding in slow_rank for rank in finding.ranks]
-    others = ~np.isin(grid.ranks, late)
-    return grid if others.all() or not others.any() else grid.only(others)
+def _named(slow_rank: Sequence[Finding] | NotChecked) -> list[int]:
+    """Return the ranks that others wait for."""
+    return [] if isinstance(slow_rank, NotChecked) else [rank for finding in slow_rank for rank in finding.ranks]
 
 
 def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:

@@ -46,7 +46,7 @@ _Made = TypeVar("_Made")
 Measure = Callable[[], Replay | Unreplayable]  # the run is replayed where something asks for it
 _UNMATCHED = 0.03  # share of the step that a rank waits in unmatched operations, from which no replay counts
 _REPLAYED = 8  # of one kind; each takes a replay
-_HALF = 0.5
+_LITTLE = 0.5  # share of what a fix brings alone
 
 
 def replayable(timeline: Timeline, links: pl.DataFrame) -> Replay | Unreplayable:
@@ -197,18 +197,18 @@ def _with_gain(finding: Finding, run: Replay) -> Finding:
 
 
 def cures(cause: Finding, finding: Finding, measure: Measure) -> bool:
-    """Say whether little of a finding is left in the replay with its cause fixed, and most of the cause without it."""
+    """Say whether a finding costs less in the replay than is reported, and little of that with its cause fixed."""
     if not cause.fix or not finding.fix:
         return False
     run = measure()
     if isinstance(run, Unreplayable):
         return False
     try:
-        alone_ns, cause_ns = run.gain(finding.fix).gain_ns, run.gain(cause.fix).gain_ns
-        left_ns = run.gain(*together([cause.fix, finding.fix])).gain_ns - cause_ns
+        alone_ns = run.gain(finding.fix).gain_ns
+        left_ns = run.gain(*together([cause.fix, finding.fix])).gain_ns - run.gain(cause.fix).gain_ns
     except BadFix:
         return False
-    return left_ns <= _HALF * alone_ns and alone_ns <= _HALF * cause_ns
+    return alone_ns < _least_fraction(finding.detector) * run.step_ns and left_ns <= _LITTLE * alone_ns
 
 
 def predicted_fixes(
