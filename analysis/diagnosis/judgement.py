@@ -72,15 +72,15 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions) -> Judgement
     run = cache(lambda: replayable(timeline, tables["links"]))
     measure = cache(lambda: measure_of(run, tables["breakdown"], timeline))
     costs = cache(lambda: delays(timeline.phases, timeline.collectives))
-    found, healthy, not_checked = ask(detectors(), tables, said, reasons)
-    found, hidden = as_replayed(found, measure)
+    measured, healthy, not_checked = ask(detectors(), tables, said, reasons)
+    found, hidden = as_replayed(measured, measure)
     healthy = with_hidden(healthy, hidden, found, not_checked)
     findings, fidelity = with_gains(tuple(found), measure)
     fixes = cache(lambda: predicted_fixes(measure(), findings, costs(), fidelity))
     blamed = blamed_by_replay(lambda: fixes()[0], findings, tables)
     all_found = findings if blamed is None else (*findings, blamed)
     named = None if blamed is None else blamed.detector
-    ordered = root_causes_first(all_found, ranks, lambda cause, finding: cures(cause, finding, measure))
+    ordered = root_causes_first(all_found, ranks, lambda cause, finding: cures(cause, finding, measured, measure))
     return Judgement(
         tables=tables,
         model=model,

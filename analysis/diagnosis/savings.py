@@ -46,7 +46,7 @@ _Made = TypeVar("_Made")
 Measure = Callable[[], Replay | Unreplayable]  # the run is replayed where something asks for it
 _UNMATCHED = 0.03  # share of the step that a rank waits in unmatched operations, from which no replay counts
 _REPLAYED = 8  # of one kind; each takes a replay
-_LITTLE = 0.5  # share of what a fix brings alone
+_HALF = 0.5
 
 
 def replayable(timeline: Timeline, links: pl.DataFrame) -> Replay | Unreplayable:
@@ -196,9 +196,14 @@ def _with_gain(finding: Finding, run: Replay) -> Finding:
     return replace(finding, gain_fraction=saves, gain_uncertainty_fraction=error)
 
 
-def cures(cause: Finding, finding: Finding, measure: Measure) -> bool:
-    """Say whether a finding costs less in the replay than is reported, and little of that with its cause fixed."""
-    if not cause.fix or not finding.fix:
+def cures(cause: Finding, finding: Finding, measured: Sequence[Finding], measure: Measure) -> bool:
+    """Say whether fixing a cause cures a finding that is hardly cured by its own fix.
+
+    In the replay most of its cost as `measured` stays with its own fix, since others are next; and little of what that
+    brings is left with the cause fixed.
+    """
+    costs_ns = [one.lost_ns_per_step for one in measured if (one.detector, one.fix) == (finding.detector, finding.fix)]
+    if not cause.fix or not finding.fix or not costs_ns:
         return False
     run = measure()
     if isinstance(run, Unreplayable):
@@ -208,7 +213,7 @@ def cures(cause: Finding, finding: Finding, measure: Measure) -> bool:
         left_ns = run.gain(*together([cause.fix, finding.fix])).gain_ns - run.gain(cause.fix).gain_ns
     except BadFix:
         return False
-    return alone_ns < _least_fraction(finding.detector) * run.step_ns and left_ns <= _LITTLE * alone_ns
+    return alone_ns <= _HALF * max(costs_ns) and left_ns <= _HALF * alone_ns
 
 
 def predicted_fixes(
