@@ -27,7 +27,7 @@ from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotReplayable
 
-__all__ = ["HostGraph", "fidelity", "graph_of", "step_lengths"]
+__all__ = ["HostGraph", "before_steps", "fidelity", "graph_of", "step_lengths"]
 
 _LATE_STAMP_NS = 1_000_000  # an operation's end can be stamped that much after the thread that waited for it went on
 _LATE_SHARE = 0.1  # of the wait
@@ -508,6 +508,15 @@ def _steps(
 def step_lengths(host: HostGraph, end_ns: Floats) -> Floats:
     """Return the length of each row of `steps`, given when each node ends."""
     return np.asarray(end_ns[host.steps["last"].to_numpy()] - end_ns[host.steps["before"].to_numpy()])
+
+
+def before_steps(host: HostGraph) -> Ints:
+    """Return the nodes that end before their rank's first step begins."""
+    graph = host.graph
+    begins = host.steps.group_by("rank").agg(pl.col("before").sort_by("step").first())
+    begin_ns = np.full(int(graph.rank.max()) + 2, np.iinfo(np.int64).min)  # the last for nodes of no rank, -1
+    begin_ns[begins["rank"].to_numpy()] = graph.end_ns[begins["before"].to_numpy()]
+    return np.flatnonzero(graph.end_ns <= begin_ns[graph.rank])
 
 
 def fidelity(host: HostGraph) -> Fidelity:

@@ -30,7 +30,7 @@ from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph
 from rankscope.analysis.replay.fixes import SCHEDULES, VANISHING, Fix
 from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, replay, replay_with
 from rankscope.analysis.replay.host_calls import may_wait
-from rankscope.analysis.replay.host_graph import HostGraph, fidelity, graph_of, step_lengths
+from rankscope.analysis.replay.host_graph import HostGraph, before_steps, fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.pipeline import (
     OpGrid,
     as_other_stages,
@@ -73,6 +73,7 @@ class Rerun:
     lengths_ns: Floats  # of the rows of `host.steps`, as replayed with nothing changed
     judged: Bools
     section: Ints  # of each node: how many matched operations its rank had called in the step when it began
+    earlier: Ints  # nodes before their rank's first step: no fix changes them, or it would begin sooner and be longer
     operations: pl.DataFrame  # as `communication.operations` has them
 
     @property
@@ -105,7 +106,7 @@ class Rerun:
         changes = Changes(duration_ns=duration, gone=none, waits=none, waited_for=none)
         for fix in sorted(waiting, key=lambda fix: self._pieces(fix) is not None):  # what adds nodes comes last
             changes = self._scheduled(fix, changes, at_end=at_end)
-        changes.duration_ns[: len(graph)][self._earlier] = graph.duration_ns[self._earlier]
+        changes.duration_ns[self.earlier] = graph.duration_ns[self.earlier]
         try:
             lengths = step_lengths(self.host, replay_with(graph, changes))
         except NotReplayable as reason:
@@ -114,15 +115,6 @@ class Rerun:
         # Ranks gain alike: a step counts once, however many ranks there are.
         _, of = np.unique(self.host.steps["step"].to_numpy()[self.judged], return_inverse=True)
         return np.asarray(np.bincount(of, weights=per_step) / np.bincount(of))
-
-    @cached_property
-    def _earlier(self) -> Bools:
-        """Nodes before their rank's first step. No fix changes them, or that step would begin sooner: be longer."""
-        graph, steps = self.host.graph, self.host.steps
-        begins = steps.group_by("rank").agg(pl.col("before").sort_by("step").first())
-        begin_ns = np.full(int(graph.rank.max()) + 2, np.iinfo(np.int64).min)  # the last for nodes of no rank, -1
-        begin_ns[begins["rank"].to_numpy()] = graph.end_ns[begins["before"].to_numpy()]
-        return np.asarray(graph.end_ns <= begin_ns[graph.rank])
 
     def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Return the fixes that this run allows, most with a placeholder; a replay for some, but of those `without`."""
@@ -521,6 +513,7 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
         judged=host.steps["judged"].fill_null(False).to_numpy(),
         section=_sections(host.graph),
+        earlier=before_steps(host),
         operations=operations(timeline),
     )
 
