@@ -12,7 +12,7 @@ __all__ = ["at_once"]
 
 _PATIENCE_S = 0.5  # for what is kept of a report
 _GOES = """<script>new MutationObserver((_, seen) => {
-  if (document.querySelector("#page > *")) { document.getElementById("at-once").remove(); seen.disconnect(); }
+  if (document.querySelector("#page h1")) { document.getElementById("at-once").remove(); seen.disconnect(); }
 }).observe(document.body, {childList: true, subtree: true});</script>"""
 
 
