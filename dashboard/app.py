@@ -61,11 +61,11 @@ _INDEX = """<!DOCTYPE html>
 <html lang="LANGUAGE">
 <head>
 {%metas%}
-<script>
+<script>{
 const scheme = localStorage.getItem("mantine-color-scheme-value");  // what Mantine will do once it is there
 const isDark = scheme === "dark" || (scheme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
 document.documentElement.dataset.mantineColorScheme = isDark ? "dark" : "light";
-</script>
+}</script>
 <script>window.rankscope_words = TEXTS_OF_SCRIPTS;</script>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{%title%}</title>

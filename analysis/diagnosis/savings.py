@@ -208,11 +208,10 @@ def cures(cause: Finding, finding: Finding, measured: Sequence[Finding], measure
     run = measure()
     if isinstance(run, Unreplayable):
         return False
-    try:
-        alone_ns = run.gain(finding.fix).gain_ns
-        left_ns = run.gain(*together([cause.fix, finding.fix])).gain_ns - run.gain(cause.fix).gain_ns
-    except BadFix:
+    brings = _brings([cause.fix, finding.fix], run)
+    if not brings:
         return False
+    alone_ns, left_ns = run.gain(finding.fix).gain_ns, brings[finding.fix][0]
     return alone_ns <= _HALF * max(costs_ns) and left_ns <= _HALF * alone_ns
 
 
