@@ -29,12 +29,16 @@ _LACKS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    take_long = set()
     for item in items:
+        needs = {marker for marker in _LACKS if item.get_closest_marker(marker)}
         if "slow_rank_1" in getattr(item, "fixturenames", ()):
-            item.add_marker("real_job")
-        for marker, why in _LACKS.items():
-            if why and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=why))
+            needs.add("real_job")
+        for why in filter(None, map(_LACKS.get, sorted(needs))):
+            item.add_marker(pytest.mark.skip(reason=why))
+        if needs & {"browser", "real_job"}:
+            take_long.add(item.path)
+    items.sort(key=lambda item: item.path not in take_long)  # first, so that no process ends long after another
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -246,8 +246,7 @@ def iter_queue(queue):
         yield queue.get()
 
 
-def test_json_is_asked_for_and_text_is_taken_from_older_versions(server, monkeypatch):
-    monkeypatch.setattr(nccl_ras, "_GREETING_S", 0.2)
+def test_json_is_asked_for_and_text_is_taken_from_older_versions(server):
     server.answer = lambda: as_json([1, 2], [5, 5])
     server.silent = 2  # two connections go to a process that is stopped
     assert ask(*server.server_address) == as_json([1, 2], [5, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 
 import pytest
 
@@ -14,19 +15,34 @@ SLOW = 4  # the rank of the job below that takes 40 % of the step longer
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """16 ranks in 2 replicas of 4 stages, each of 2 ranks."""
-    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True)
-    assert (truth.ranks, log.job.parallel, log.job.ranks) == ((SLOW,), "3d", 16)
-    return write(log, tmp_path_factory.mktemp("whole") / "run")
+def simulate(tmp_path_factory):
+    """A simulated job's run folder, which is not to be changed, and its fault."""
+
+    @cache
+    def of(kind, seed, parallel):
+        log, (truth,) = simulated(Case(kind, "loud", seed), small=True, parallel=parallel)
+        return write(log, tmp_path_factory.mktemp("simulated") / "run"), truth
+
+    return of
 
 
 @pytest.fixture
-def lacking(whole, tmp_path):
+def own_run(simulate, tmp_path):
+    """The same, in a folder of which this test may take away what it wants."""
+
+    def of(kind, parallel, seed=1):
+        run, truth = simulate(kind, seed, parallel)
+        return shutil.copytree(run, tmp_path / "run"), truth
+
+    return of
+
+
+@pytest.fixture
+def lacking(own_run):
     """The report of the run without these of its folders."""
 
     def report(*patterns):
-        run = shutil.copytree(whole, tmp_path / "run")
+        run, _ = own_run("slow_rank", "")
         taken = [folder for pattern in patterns for folder in run.glob(pattern)]
         for folder in taken:
             shutil.rmtree(folder)
@@ -40,8 +56,11 @@ def not_checked(report, detector):
     return [check.why for check in report.not_checked if check.detector == detector]
 
 
-def test_the_whole_run_names_the_rank(whole):
-    (finding,) = rankscope.diagnose(rankscope.open(whole)).findings
+def test_the_whole_run_names_the_rank(own_run):
+    """16 ranks in 2 replicas of 4 stages, each of 2 ranks."""
+    run, truth = own_run("slow_rank", "")
+    assert truth.ranks == (SLOW,)
+    (finding,) = rankscope.diagnose(rankscope.open(run)).findings
     assert (finding.detector, finding.ranks) == ("slow_rank", (SLOW,))
 
 
@@ -92,9 +111,8 @@ def test_a_finding_stays_where_what_was_lost_holds_the_replay(lacking, taken, wh
         ("slow_link", "", "regions"),
     ],
 )
-def test_no_check_of_ranks_calls_those_healthy_that_were_not_seen(tmp_path, kind, parallel, table):
-    log, (truth,) = simulated(Case(kind, "loud", 1), small=True, parallel=parallel)
-    run = write(log, tmp_path / "run")
+def test_no_check_of_ranks_calls_those_healthy_that_were_not_seen(own_run, kind, parallel, table):
+    run, truth = own_run(kind, parallel)
     for rank in truth.ranks:
         shutil.rmtree(run / f"{table}/rank={rank:05d}")
     report = rankscope.diagnose(rankscope.open(run))
@@ -103,10 +121,9 @@ def test_no_check_of_ranks_calls_those_healthy_that_were_not_seen(tmp_path, kind
 
 
 @pytest.mark.parametrize("parallel", ["ddp-nccl", "ddp-rccl", "3d-nccl"])
-def test_one_rank_is_not_compared(tmp_path, parallel):
+def test_one_rank_is_not_compared(own_run, parallel):
     """NCCL's durations of the others are there, their steps are not."""
-    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel=parallel)
-    run = write(log, tmp_path / "run")
+    run, truth = own_run("slow_rank", parallel)
     for folder in run.glob("regions/rank=*"):
         if folder.name != f"rank={truth.ranks[0]:05d}":
             shutil.rmtree(folder)
@@ -114,11 +131,10 @@ def test_one_rank_is_not_compared(tmp_path, parallel):
     assert why.startswith("only one rank was seen")
 
 
-def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
+def test_a_rank_whose_operations_were_lost_is_not_slow(own_run):
     """Without its calls what it waits for seems its own time; others of its groups say that it must have called."""
-    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel="pp-nccl")
+    run, truth = own_run("slow_rank", "pp-nccl")
     assert truth.ranks == (SLOW,)
-    run = write(log, tmp_path / "run")
     shutil.rmtree(run / "collectives/rank=00000")
     report = rankscope.diagnose(rankscope.open(run))
     assert {finding.ranks for finding in report.findings} == {(SLOW,)}
@@ -135,10 +151,9 @@ def test_a_rank_whose_operations_were_lost_is_not_slow(tmp_path):
         *(("3d-nccl", f"{table}/rank=00000") for table in ("collectives", "flight_records", "groups", "regions")),
     ],
 )
-def test_who_waits_for_a_rank_that_was_not_seen_is_not_blamed(tmp_path, parallel, lost):
+def test_who_waits_for_a_rank_that_was_not_seen_is_not_blamed(own_run, parallel, lost):
     """The slow rank's own records were lost, or all but its own; others of its pipeline come late because of it."""
-    log, (truth,) = simulated(Case("slow_rank", "loud", 1), small=True, parallel=parallel)
-    run = write(log, tmp_path / "run")
+    run, truth = own_run("slow_rank", parallel)
     taken = [folder for folder in run.glob(lost) if "[" not in lost or folder.name != f"rank={SLOW:05d}"]
     for folder in taken:
         shutil.rmtree(folder)
@@ -149,9 +164,8 @@ def test_who_waits_for_a_rank_that_was_not_seen_is_not_blamed(tmp_path, parallel
 
 
 @pytest.mark.parametrize("parallel", ["", "ddp-rccl"])
-def test_a_node_is_named_though_a_rank_did_not_say_what_it_is(tmp_path, parallel):
-    log, (truth,) = simulated(Case("slow_node", "loud", 1), small=True, parallel=parallel)
-    run = write(log, tmp_path / "run")
+def test_a_node_is_named_though_a_rank_did_not_say_what_it_is(own_run, parallel):
+    run, truth = own_run("slow_node", parallel)
     shutil.rmtree(run / f"ranks/rank={truth.ranks[0]:05d}")
     report = rankscope.diagnose(rankscope.open(run))
     (finding,) = (one for one in report.findings if one.detector == "slow_rank")
@@ -173,10 +187,9 @@ def test_a_rank_that_lost_records_does_not_keep_the_job_from_being_judged(tmp_pa
     ]
 
 
-def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(tmp_path):
+def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(own_run):
     """They wait for each other inside what looks like computing."""
-    log, _ = simulated(Case("slow_link", "loud", 1), small=True)
-    folder = write(log, tmp_path / "run")
+    folder, _ = own_run("slow_link", "")
     assert rankscope.diagnose(rankscope.open(folder)).findings[0].detector == "slow_link"
     shutil.rmtree(folder / "collectives")
     report = rankscope.diagnose(rankscope.open(folder))
@@ -186,10 +199,9 @@ def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["regions/rank=00009", "collectives/rank=00009", "collectives"])
-def test_steps_that_become_longer_do_so_though_who_holds_them_up_was_not_seen(tmp_path, lost):
-    log, (truth,) = simulated(Case("gradual_slowdown", "loud", 29), small=True, parallel="pp-nccl")
+def test_steps_that_become_longer_do_so_though_who_holds_them_up_was_not_seen(own_run, lost):
+    run, truth = own_run("gradual_slowdown", "pp-nccl", seed=29)
     assert truth.ranks == (9,)
-    run = write(log, tmp_path / "run")
     shutil.rmtree(run / lost)
     (finding,) = rankscope.diagnose(rankscope.open(run)).findings
     assert (finding.detector, finding.ranks) == ("gradual_slowdown", ())

@@ -28,7 +28,7 @@ def train(folder: Path, framework: str, job: str, *arguments: str, launch: tuple
         pytest.skip(f"{framework} is not installed: pip install -e '.[frameworks]'")
     command = [*RANKSCOPE, launch[0], "--out", str(folder / "run"), *launch[1:], str(SCRIPTS / job), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-20_000:]
     made = subprocess.run([*RANKSCOPE, "report", str(folder / "run"), "--json", "-"], capture_output=True, timeout=100)
     report = json.loads(made.stdout)
     assert not [gap for gap in report["gaps"] if "switched off" in gap["why"]]

@@ -80,7 +80,9 @@ def main() -> None:
         pipeline_dtype=torch.float32,
         pipeline_model_parallel_size=arguments.pipeline,
         virtual_pipeline_model_parallel_size=arguments.chunks,
-        deallocate_pipeline_outputs=True,  # as Megatron-LM has it: its backward calls autograd's engine itself
+        # As Megatron-LM has it: its backward then calls autograd's engine itself. The interleaved schedule frees an
+        # output before its send has ended, which NCCL allows; gloo reads memory that is gone, and now and then aborts.
+        deallocate_pipeline_outputs=arguments.chunks is None,
         overlap_p2p_comm=arguments.chunks is not None,
         batch_p2p_comm=False,
         hidden_dropout=0.0,
