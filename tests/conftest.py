@@ -20,6 +20,8 @@ from rankscope.errors import NotBuilt
 from support.browser import BROWSER
 from support.paths import DATA, EXAMPLE
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each command that a test starts compiles all its modules again
+
 _LACKS = {
     "browser": "needs playwright and Chromium" if not (BROWSER and find_spec("playwright")) else "",
     "needs_data": "" if DATA.is_dir() else f"needs the public traces in {DATA}",

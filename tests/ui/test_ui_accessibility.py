@@ -19,15 +19,8 @@ from support.browser import BROWSER, FLAGS, Screen
 from support.flight_dumps import dump, write_dumps
 
 pytestmark = pytest.mark.browser
-# A grid draws its columns once more when it knows its width: until then its head and its rows may be empty. It has its
-# width when half a second of frames found it whole.
-DRAWN = """() => {
-    const isWhole = [...document.querySelectorAll('.grid')].every((grid) =>
-        grid.querySelector('.ag-center-cols-container .ag-cell')
-        && [...grid.querySelectorAll('.ag-header-row')].every((row) => row.children.length || !row.offsetParent));
-    window.wholeSince = isWhole ? window.wholeSince ?? performance.now() : undefined;
-    return isWhole && performance.now() - window.wholeSince > 500;
-}"""
+DRAWN = """() => [...document.querySelectorAll('.grid')].every((grid) =>
+    grid.querySelector('.ag-center-cols-container .ag-cell'))"""
 SERIOUS = ("serious", "critical")
 
 
@@ -64,6 +57,16 @@ def screen(server: str) -> Iterator[Screen]:
         browser.close()
 
 
+def serious(axe: Any, page: Any) -> list[Any]:
+    """What axe finds, and finds again: a grid draws its columns once more when it knows its width, empty until then."""
+    for _ in range(4):
+        found = [one for one in axe.run(page).response["violations"] if one["impact"] in SERIOUS]
+        if not found:
+            break
+        page.wait_for_timeout(1000)
+    return found
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious_on_any_page(state, screen, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
@@ -75,11 +78,9 @@ def test_axe_finds_nothing_serious_on_any_page(state, screen, scheme):
             screen.page.locator(f"a.nav-link[data-active]:has-text('{page.title}')").wait_for()
             screen.page.locator("#page > *").first.wait_for()
             screen.page.wait_for_load_state("networkidle")
-            screen.page.evaluate("window.wholeSince = undefined")
             screen.page.wait_for_function(DRAWN)
-            for one in axe.run(screen.page).response["violations"]:
-                if one["impact"] in SERIOUS:
-                    found += [f"{name} of {key!r}: {one['help']}: {node['html'][:120]}" for node in one["nodes"]]
+            for one in serious(axe, screen.page):
+                found += [f"{name} of {key!r}: {one['help']}: {node['html'][:120]}" for node in one["nodes"]]
     assert not found, "\n".join(found)
     assert screen.complaints == []
 
@@ -90,7 +91,7 @@ def test_axe_finds_nothing_serious_in_the_list_of_commands(screen):
     screen.wait_for_text("Rank 2 is slow")
     screen.page.keyboard.press("Control+k")
     screen.page.get_by_role("option").first.wait_for()
-    found = [one for one in axe.run(screen.page).response["violations"] if one["impact"] in SERIOUS]
+    found = serious(axe, screen.page)
     assert not found, found
 
 
