@@ -60,18 +60,19 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-def _wider(page: Any, scheme: str) -> list[str]:
-    """What is wider than its place, by width of the window."""
+def _wider(page: Any) -> list[str]:
+    """What is wider than its place, by width of the window and color scheme."""
     from playwright.sync_api import TimeoutError
 
-    page.emulate_media(color_scheme=scheme)
     found = []
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
-        try:
-            page.wait_for_function(f"(boxes) => !({WIDER})(boxes).length", arg=BOXES, timeout=PATIENCE_MS)
-        except TimeoutError:
-            found += [f"at {width} px, {scheme}: {what}" for what in page.evaluate(WIDER, BOXES)]
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            try:
+                page.wait_for_function(f"(boxes) => !({WIDER})(boxes).length", arg=BOXES, timeout=PATIENCE_MS)
+            except TimeoutError:
+                found += [f"at {width} px, {scheme}: {what}" for what in page.evaluate(WIDER, BOXES)]
     return found
 
 
@@ -88,8 +89,7 @@ def test_no_page_is_wider_than_its_window(state, served, browser):
                 screen.open(f"/{'' if name == 'overview' else name}?run={key}")
                 page.locator(f"a.nav-link[data-active]:has-text('{of_name.title}')").wait_for(state="attached")
                 page.wait_for_load_state("networkidle")
-                for scheme in ("light", "dark"):
-                    found += [f"{state.progress(key).name} {name} {what}" for what in _wider(page, scheme)]
+                found += [f"{state.progress(key).name} {name} {what}" for what in _wider(page)]
         page.close()  # while the server answers
     assert not found, "\n".join(found)
     assert screen.complaints == []
@@ -102,8 +102,7 @@ def test_no_html_report_is_wider_than_its_window(state, browser, tmp_path):
     for key in state.keys:
         (tmp_path / "report.html").write_text(html.render(state.report(key)), encoding="utf-8")
         page.goto((tmp_path / "report.html").as_uri())
-        for scheme in ("light", "dark"):
-            found += [f"{state.progress(key).name}: {what}" for what in _wider(page, scheme)]
+        found += [f"{state.progress(key).name}: {what}" for what in _wider(page)]
     page.close()
     assert not found, "\n".join(found)
 
