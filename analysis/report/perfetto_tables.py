@@ -111,7 +111,7 @@ def _of_work(part: Timeline, operations: pl.DataFrame) -> Iterator[Table]:
         frame=part.kernels,
         track=_stream(part.kernels),
         name=pl.col("name"),
-        args=("work", "stream", "correlation"),
+        args=("work", "stream", "correlation", "bytes"),
     )
     yield Table(
         category="collectives",

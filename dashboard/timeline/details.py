@@ -71,11 +71,10 @@ def _described(scene: Scene, name: str, source: int) -> dict[str, Any]:
     facts += [
         [word, str(table.fact(fact, source))] for fact, word in _WORDS.items() if _says_something(table, fact, source)
     ]
-    size, wait, transfer, spread = (
-        table.fact(fact, source) for fact in ("size_bytes", "wait_ns", "transfer_ns", "arrival_spread_ns")
+    size, moved, wait, transfer, spread = (
+        table.fact(fact, source) for fact in ("size_bytes", "bytes", "wait_ns", "transfer_ns", "arrival_spread_ns")
     )
-    if isinstance(size, int):
-        facts.append([text("size"), _size(size)])
+    facts += [[text("size"), _size(known)] for known in (size, moved) if isinstance(known, int)]
     if isinstance(wait, int) and isinstance(transfer, int):
         facts += [[text("waited for peers"), _exact(wait)], [text("transfer"), _exact(transfer)]]
     if isinstance(spread, int):

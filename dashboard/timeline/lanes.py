@@ -39,7 +39,7 @@ _NO_MIDDLE = -1
 _CHUNK = 2_000_000  # rows of a table that are laid out together, or one rank's
 _FACTS = (  # what is shown of an event, beside its name and times, where its table has it
     *("step", "group", "seq", "peer", "tag", "dtype", "stream", "device", "thread", "stage", "replica", "microbatch"),
-    *("unmatched", "size_bytes", "wait_ns", "transfer_ns", "arrival_spread_ns", "instance_id", "is_last"),
+    *("unmatched", "size_bytes", "bytes", "wait_ns", "transfer_ns", "arrival_spread_ns", "instance_id", "is_last"),
 )
 _OPEN = "open"  # the fact that an event's end was not seen
 

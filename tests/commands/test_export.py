@@ -338,6 +338,7 @@ def test_kernels_of_a_profilers_trace(tmp_path):
         == (timeline.kernels["end_ns"] - timeline.kernels["start_ns"]).sum()
     )
     assert {one["track"] for one in kernels} >= {"stream 7"}
+    assert sum(one["args"].get("bytes", 0) for one in kernels) == timeline.kernels["bytes"].sum() > 0
     assert all(one["depth"] == 0 for one in kernels)
 
 

@@ -51,6 +51,17 @@ def test_bytes_are_summed_by_name_and_their_rate_is_that_of_the_rows_that_have_t
     ]
 
 
+def test_the_timeline_says_how_much_a_copy_moved(state: State) -> None:
+    """Of 4 copies and fills one has no size; each is a phase of its device, too."""
+    client = create_app(state).server.test_client()
+    sizes = []
+    for number in range(8):
+        question = {"run": state.keys[0], "text": "mem", "after": 0, "number": number}
+        event = client.post("/timeline-data/find", json=question, headers=OWN).get_json()["event"]
+        sizes += [dict(event["facts"]).get("size")] if event["table"] == "kernels" else []
+    assert sizes == ["1.0 MB", "3.0 MB", None, "4.1 kB"]
+
+
 @pytest.fixture(scope="module")
 def screen(state: State, served: Any) -> Iterator[Screen]:
     from playwright.sync_api import sync_playwright
