@@ -243,16 +243,16 @@ def wait_until_up(port: int) -> None:
 
 
 def first_page(run: Path, port: int) -> None:
-    """From the command to what a browser shows that asks as soon as it is answered."""
-    began, began_unix = time.monotonic(), time.time()
-    server = subprocess.Popen([sys.executable, "-m", "rankscope", "ui", str(run), "--port", str(port)])
-    try:
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
-            page = browser.new_page(viewport={"width": 1600, "height": 1120})
+    """From the command to what an open browser shows that asks as soon as it is answered."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1600, "height": 1120})
+        page.add_init_script(SEEN)
+        began, began_unix = time.monotonic(), time.time()
+        server = subprocess.Popen([sys.executable, "-m", "rankscope", "ui", str(run), "--port", str(port)])
+        try:
             wait_until_up(port)
             print(f"{run}: answers after {time.monotonic() - began:.1f} s", flush=True)
-            page.add_init_script(SEEN)
             page.goto(f"http://127.0.0.1:{port}/", wait_until="commit")
             page.wait_for_selector("#page > *", timeout=300_000)
             drawn = time.monotonic() - began
@@ -260,9 +260,9 @@ def first_page(run: Path, port: int) -> None:
             seen = page.evaluate("performance.timeOrigin + performance.getEntriesByName('verdict')[0].startTime")
             print(f"  page drawn after {drawn:.1f} s, the verdict after {seen / 1000 - began_unix:.1f} s", flush=True)
             browser.close()
-    finally:
-        server.terminate()
-        server.wait()
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def main() -> None:
