@@ -12,7 +12,7 @@ SITE := .venv/site-$(STAMP)
 demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
 
-test: $(INSTALLED)  ## all but those that record real jobs
+test: $(INSTALLED)  ## all but those that record jobs of their own
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not real_job"
 
 test-all: $(INSTALLED) $(FRAMEWORKS)  ## all tests: what .ci/run runs
