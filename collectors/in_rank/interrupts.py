@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["collector", "is_of_handler"]
 
+_AGAIN = "_rankscope_again"  # set on what is raised again, whose traceback does not show the handler any more
 _OWN = __name__.partition(".in_rank")[0]
 _AWAY_S = 0.001  # the main thread leaves the hook before
 
@@ -35,6 +36,8 @@ _sleep = time.sleep  # not what the script may replace it by
 
 def is_of_handler(error: BaseException) -> bool:
     """Whether a signal handler of the script's has raised it."""
+    if hasattr(error, _AGAIN):
+        return True
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code not in handlers:
@@ -71,6 +74,7 @@ def _is_own(function: object) -> bool:
 
 def _raise_in_main_thread(error: BaseException) -> None:
     _sleep(_AWAY_S)
+    setattr(error, _AGAIN, True)  # the main thread may be in another hook by now
     # Python takes a class and instantiates it: `__new__` returns this instance.
     again = type(type(error).__name__, (BaseException,), {"__new__": lambda _: error})
     main = threading.main_thread().ident or 0

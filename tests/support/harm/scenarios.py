@@ -587,6 +587,34 @@ def is_interrupted_by_exits():
 
 
 @harm
+def is_interrupted_while_garbage_is_collected():
+    """The handler runs in the collector's callbacks, which may not raise; what it raised arrives in what comes next."""
+    import rankscope
+
+    begin()
+    train()
+    heap = [[] for _ in range(200_000)]  # so that the alarm comes before it is collected
+
+    def ring(*_):
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, ring)
+    caught = 0
+    for _ in range(50):
+        until = time.monotonic() + 5
+        with contextlib.suppress(TimeoutError):
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+            gc.collect()
+            while time.monotonic() < until:
+                rankscope.step()
+            break
+        caught += 1
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    print(f"{caught} were caught", len(heap))
+    dist.barrier()
+
+
+@harm
 def communicates_in_a_signal_handler():
     begin()
     alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
