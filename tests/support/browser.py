@@ -35,8 +35,12 @@ class Screen:
                 path,
             )
         else:
-            self.page.goto(self.base + path)
-            self.page.wait_for_selector("#at-once", state="detached")  # the page is drawn, and keys are heard
+            self.load(path)
+
+    def load(self, path: str) -> None:
+        """Go there as by typing the address: nothing of a page before is left."""
+        self.page.goto(self.base + path)
+        self.page.wait_for_selector("#at-once", state="detached")  # the page is drawn, and keys are heard
 
     def wait_for_text(self, text: str) -> None:
         self.page.get_by_text(text).first.wait_for(timeout=60_000)

@@ -680,7 +680,7 @@ def test_the_verdict_is_there_and_a_finding_opens_its_evidence(screen, state):
     report = state.report("")
     number, finding = next((n, f) for n, f in enumerate(report.findings, 1) if f.evidence)
     evidence = finding.evidence[0]
-    screen.open("/?run=")
+    screen.load("/?run=")
     screen.page.get_by_role("heading", name=report.verdict).wait_for()
     names = screen.page.locator(f"#finding-{number} a.button").all_inner_texts()
     assert len(set(names)) == len(names)
