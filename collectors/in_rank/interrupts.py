@@ -36,7 +36,7 @@ _sleep = time.sleep  # not what the script may replace it by
 
 def is_of_handler(error: BaseException) -> bool:
     """Whether a signal handler of the script's has raised it."""
-    if hasattr(error, _AGAIN):
+    if _AGAIN in error.__dict__:
         return True
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
     trace = error.__traceback__
@@ -74,7 +74,7 @@ def _is_own(function: object) -> bool:
 
 def _raise_in_main_thread(error: BaseException) -> None:
     _sleep(_AWAY_S)
-    setattr(error, _AGAIN, True)  # the main thread may be in another hook by now
+    error.__dict__[_AGAIN] = True  # the main thread may be in another hook by now; a frozen dataclass allows this too
     # Python takes a class and instantiates it: `__new__` returns this instance.
     again = type(type(error).__name__, (BaseException,), {"__new__": lambda _: error})
     main = threading.main_thread().ident or 0
