@@ -16,22 +16,22 @@ SLOW = 4  # the rank of the job below that takes 40 % of the step longer
 
 @pytest.fixture(scope="module")
 def simulate(tmp_path_factory):
-    """A simulated job's run folder, which is not to be changed, and its fault."""
+    """A simulated job's run folder, which is not to be changed, its fault, and the job."""
 
     @cache
     def of(kind, seed, parallel):
         log, (truth,) = simulated(Case(kind, "loud", seed), small=True, parallel=parallel)
-        return write(log, tmp_path_factory.mktemp("simulated") / "run"), truth
+        return write(log, tmp_path_factory.mktemp("simulated") / "run"), truth, log.job
 
     return of
 
 
 @pytest.fixture
 def own_run(simulate, tmp_path):
-    """The same, in a folder of which this test may take away what it wants."""
+    """The run in a folder of which this test may take away what it wants, and its fault."""
 
     def of(kind, parallel, seed=1):
-        run, truth = simulate(kind, seed, parallel)
+        run, truth, _ = simulate(kind, seed, parallel)
         return shutil.copytree(run, tmp_path / "run"), truth
 
     return of
@@ -56,10 +56,10 @@ def not_checked(report, detector):
     return [check.why for check in report.not_checked if check.detector == detector]
 
 
-def test_the_whole_run_names_the_rank(own_run):
+def test_the_whole_run_names_the_rank(simulate):
     """16 ranks in 2 replicas of 4 stages, each of 2 ranks."""
-    run, truth = own_run("slow_rank", "")
-    assert truth.ranks == (SLOW,)
+    run, truth, job = simulate("slow_rank", 1, "")
+    assert (truth.ranks, job.parallel, job.ranks) == ((SLOW,), "3d", 16)
     (finding,) = rankscope.diagnose(rankscope.open(run)).findings
     assert (finding.detector, finding.ranks) == ("slow_rank", (SLOW,))
 

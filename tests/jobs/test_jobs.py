@@ -137,9 +137,10 @@ def test_healthy_job_has_no_finding(parallel, attempt, tmp_path):
     device_ms = {"ddp": 180, "fsdp2": 120}[parallel]
     job = train(tmp_path, "--parallel", parallel, "--device-ms", device_ms, "--steps", 40)
     assert found(job) == []
+    assert {"input_stall", "gc_stall"} <= set(job.report["healthy"])
     # Where other work disturbs the ranks they wait for each other, and a check may be too coarse to know why.
     unclear = {check["detector"]: check["why"] for check in job.report["not_checked"]}
-    for name in {"slow_rank", "input_stall", "gc_stall", "load_imbalance"} - set(job.report["healthy"]):
+    for name in {"slow_rank", "load_imbalance"} - set(job.report["healthy"]):
         assert re.fullmatch("wait for peers takes .* of the step, and losses below .* are not detected", unclear[name])
     assert job.report["ranks"] == [0, 1, 2, 3]
     assert job.report["matched_fraction"] == 1
