@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-import dash_mantine_components as dmc
 import msgspec
 import pyarrow as pa
 from dash import ALL, Dash, Input, Output, State, ctx, dcc, html, no_update
@@ -25,7 +24,7 @@ from rankscope.analysis.report.html import chart_styles
 from rankscope.analysis.text import units
 from rankscope.analysis.text.message import LANGUAGES, language, speak, spoken, text
 from rankscope.dashboard import grids
-from rankscope.dashboard.at_once import at_once
+from rankscope.dashboard.at_once import COOKIE, LOCAL, SCHEME, at_once
 from rankscope.dashboard.figures import plots
 from rankscope.dashboard.page_kit import (
     HOME,
@@ -46,7 +45,6 @@ from rankscope.dashboard.state import State as Runs
 
 __all__ = ["create_app"]
 
-_COOKIE = "rankscope-language"
 _TICK_MS = 700
 _GZIP_LEVEL = 1
 _GZIP_LEVEL_ONCE, _BROTLI_LEVEL_ONCE = 9, 5  # of what is compressed once; the first page waits for it
@@ -55,17 +53,12 @@ _SCRIPTS = ("text/javascript", "application/javascript", "text/css")
 _KEEP = "max-age=31536000, immutable"
 _CALLBACK = "/_dash-update-component"
 _MOST_BODY_BYTES = 4 << 20
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 _INDEX = """<!DOCTYPE html>
 <html lang="LANGUAGE">
 <head>
 {%metas%}
-<script>{
-const scheme = localStorage.getItem("mantine-color-scheme-value");  // what Mantine will do once it is there
-const isDark = scheme === "dark" || (scheme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
-document.documentElement.dataset.mantineColorScheme = isDark ? "dark" : "light";
-}</script>
+SCHEME
 <script>window.rankscope_words = TEXTS_OF_SCRIPTS;</script>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{%title%}</title>
@@ -73,7 +66,7 @@ document.documentElement.dataset.mantineColorScheme = isDark ? "dark" : "light";
 {%css%}
 <style>
 :root { color-scheme: light; LIGHT }
-:root[data-mantine-color-scheme="dark"] { color-scheme: dark; DARK }
+:root[data-scheme="dark"] { color-scheme: dark; DARK }
 .chart-box { CHARTS }
 PLOTS
 </style>
@@ -87,15 +80,27 @@ AT_ONCE
 </html>"""
 
 
+_PATIENCE_S = 0.5  # for what is kept of a report
+_GOES = """<script>new MutationObserver((_, seen) => {
+  if (document.querySelector("#page h1")) { document.getElementById("at-once").remove(); seen.disconnect(); }
+}).observe(document.body, {childList: true, subtree: true});</script>"""
+
+
 class _App(Dash):
     runs: Runs
 
     def interpolate_index(self, *args: Children, **parts: Children) -> Children:
         page = super().interpolate_index(*args, **parts)  # type: ignore[no-untyped-call]
-        beginning = at_once(self.runs, _page_name(request.path), request.args.get("run", ""))
+        beginning = _beginning(self.runs, _page_name(request.path), request.args.get("run", ""))
         for name, said in (("LANGUAGE", LANGUAGES[language()]), ("TEXTS_OF_SCRIPTS", words()), ("AT_ONCE", beginning)):
             page = page.replace(name, said, 1)
         return page
+
+
+def _beginning(runs: Runs, page: str, key: str) -> str:
+    """Return what stands in Overview's place until it is drawn; empty where no report is known yet."""
+    report = runs.kept_report(key, _PATIENCE_S) if page == HOME and key in runs.keys else None
+    return f'<div id="at-once">{at_once(spoken(report))}</div>{_GOES}' if report else ""
 
 
 def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: str = "en") -> Dash:
@@ -113,7 +118,8 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
     app.css.config.serve_locally = True
     styles, hatches = chart_styles()
     app.index_string = (
-        _INDEX.replace("LIGHT", palette.css_variables(palette.LIGHT))
+        _INDEX.replace("SCHEME", SCHEME)
+        .replace("LIGHT", palette.css_variables(palette.LIGHT))
         .replace("DARK", palette.css_variables(palette.DARK))
         .replace("CHARTS", styles)
         .replace("PLOTS", plots.styles())
@@ -121,7 +127,7 @@ def create_app(runs: Runs, *, token: str = "", host: str = "localhost", lang: st
     )
     app.layout = lambda: _frame(runs)
     usual = set(app.server.view_functions)  # Dash's own routes: a page's frame, its scripts and styles
-    _guard(app, token, {*_LOCAL, host}, usual)
+    _guard(app, token, {*LOCAL, host}, usual)
     _speak(app, lang)
     _add_callbacks(app, runs)
     grids.register(app, runs)
@@ -165,10 +171,15 @@ def _add_callbacks(app: Dash, runs: Runs) -> None:
         Input("title", "data"),
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        "(opened, navbar) => ({ ...navbar, collapsed: { mobile: !opened } })",
-        Output("shell", "navbar"),
-        Input("burger", "opened"),
-        State("shell", "navbar"),
+        "(clicks) => [clicks % 2 ? 'shows-navigation' : '', clicks % 2 ? 'true' : 'false']",
+        Output("shell", "className"),
+        Output("menu", "aria-expanded"),
+        Input("menu", "n_clicks"),
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        "(clicks) => { if (clicks) rankscope_other_scheme(); return dash_clientside.no_update; }",
+        Output("scheme", "disabled"),
+        Input("scheme", "n_clicks"),
     )
     app.callback(
         Output("url", "search", allow_duplicate=True),
@@ -180,57 +191,32 @@ def _add_callbacks(app: Dash, runs: Runs) -> None:
 
 def _frame(runs: Runs) -> Children:
     first = runs.progress("")
-    header = dmc.Group(
+    named: dict[str, Any] = {"aria-label": spoken(text("Navigation"))}
+    header = html.Header(
         [
-            dmc.Burger(
-                id="burger", size="sm", hiddenFrom="sm", opened=False, **{"aria-label": spoken(text("Navigation"))}
-            ),
-            dmc.Anchor("rankscope", href="/", className="brand", underline="never"),
+            html.Button("☰", id="menu", n_clicks=0, **named),
+            dcc.Link("rankscope", href="/", className="brand"),
             html.Div(id="which-run"),
             html.Div(id="status"),
             html.Button("Ctrl-K", className="palette-opens", title=spoken(text("Pages, ranks and commands"))),
             html.Button(spoken(text("Copy link")), id="copy-link", title=spoken(text("Copy a link to this view"))),
-            dmc.ColorSchemeToggle(
-                lightIcon=html.Span("☀"),
-                darkIcon=html.Span("☾"),
-                variant="subtle",
-                color="gray",
-                **{"aria-label": spoken(text("Light or dark"))},
-            ),
-        ],
-        className="header",
-        wrap="nowrap",
-        h="100%",
-        px="md",
-    )
-    shell = dmc.AppShell(
-        [
-            html.A(spoken(text("Skip to the page")), href="#page", className="skip"),
-            dmc.AppShellHeader(header),
-            dmc.AppShellNavbar(html.Nav(id="navigation"), p="xs"),
-            dmc.AppShellMain(html.Main(id="page", tabIndex="-1")),
-        ],
-        id="shell",
-        header={"height": 52},
-        navbar={"width": 168, "breakpoint": "sm", "collapsed": {"mobile": True}},
-        padding="md",
+            html.Button("◐", id="scheme", title=spoken(text("Light or dark"))),
+        ]
     )
     version = f"{first.version}"
-    return dmc.MantineProvider(
+    return html.Div(
         [
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=_TICK_MS),
             dcc.Store(id="version", data={"": version}),
             dcc.Store(id="shown"),
             dcc.Store(id="title"),
-            shell,
+            html.A(spoken(text("Skip to the page")), href="#page", className="skip"),
+            header,
+            html.Nav(id="navigation"),
+            html.Main(id="page", tabIndex="-1"),
         ],
-        defaultColorScheme="auto",
-        theme={
-            "primaryShade": 8,  # the first on which white can be read
-            "fontFamily": 'system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", "PingFang SC", '
-            '"Microsoft YaHei", "Noto Sans CJK SC", "Source Han Sans SC", sans-serif',
-        },
+        id="shell",
     )
 
 
@@ -286,7 +272,7 @@ def _choose(select: Mapping[str, str] | None, value: str | None, search: str) ->
 
 def _navigation(current: str, run: str, opened: int) -> list[Any]:
     return [
-        dmc.NavLink(label=spoken(page.title), href=address(name, run), active=name == current, className="nav-link")
+        dcc.Link(spoken(page.title), href=address(name, run), className=f"nav-link{' on' * (name == current)}")
         for name, page in all_pages().items()
         if opened > 1 or not page.of_two
     ]
@@ -300,7 +286,7 @@ def _run_names(runs: Runs, page: str, current: str) -> Children:
         name = runs.progress("").name
         return html.Span(name, className="run-name", title=name, **known)
     links = [
-        dmc.Anchor(runs.progress(key).name, href=address(page, key), className=f"run-name{' on' * (key == current)}")
+        dcc.Link(runs.progress(key).name, href=address(page, key), className=f"run-name{' on' * (key == current)}")
         for key in runs.keys
     ]
     return html.Div(links, className="run-names", **known)
@@ -309,12 +295,8 @@ def _run_names(runs: Runs, page: str, current: str) -> Children:
 def _loading(progress: Progress) -> Children:
     """Return the progress; or, if it failed, why."""
     if progress.error:
-        return dmc.Alert(
-            progress.error,
-            title=spoken(text("{name} cannot be shown", name=progress.name)),
-            color="red",
-            variant="light",
-        )
+        said = spoken(text("{name} cannot be shown", name=progress.name))
+        return html.Div([html.H2(said), html.P(progress.error)], className="notice failed", role="alert")
     stages = [
         html.Li(
             f"{said} …" if i == progress.stage else said, className=("done", "now", "later")[_order(i, progress.stage)]
@@ -323,7 +305,7 @@ def _loading(progress: Progress) -> Children:
     ]
     return html.Div(
         [
-            dmc.Loader(size="sm"),
+            html.Div(className="spinner"),
             html.Div(
                 [html.H1(spoken(text("Opening {name}", name=progress.name))), html.Ol(stages, className="stages")]
             ),
@@ -355,9 +337,7 @@ def _status(progress: Progress, page: str) -> Children:
     if not run.running:
         return verdict
     read_at = time.strftime("%H:%M:%S", time.localtime(run.read_at))
-    badge = dmc.Badge(
-        spoken(text("still running · as of {time}", time=read_at)), variant="dot", color="blue", className="badge"
-    )
+    badge = html.Span(spoken(text("still running · as of {time}", time=read_at)), className="badge")
     return html.Div([badge, verdict], className="status")
 
 
@@ -484,12 +464,12 @@ def _speak(app: Dash, usual: str) -> None:
     """Answer each request in the language of its address, else in that of its cookie, else in the usual one."""
 
     def choose() -> None:
-        asked = request.args.get("lang", request.cookies.get(_COOKIE, ""))
+        asked = request.args.get("lang", request.cookies.get(COOKIE, ""))
         speak(asked if asked in LANGUAGES else usual)
 
     def keep(response: Response) -> Response:
         if request.args.get("lang") in LANGUAGES:
-            response.set_cookie(_COOKIE, language(), samesite="Strict")
+            response.set_cookie(COOKIE, language(), samesite="Strict")
         return response
 
     app.server.before_request(choose)

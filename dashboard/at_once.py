@@ -1,41 +1,109 @@
-"""The verdict in the frame of the page itself: it can be read before the scripts have arrived, and without them."""
+"""What a browser shows of a run before the pages' scripts have arrived: the verdict and the findings, as plain HTML.
+
+`Front` answers with it while the app is imported, the app in the frame of its first page. Nothing here imports Dash.
+"""
 
 from __future__ import annotations
 
-from markupsafe import Markup, escape
+import threading
+from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from rankscope.analysis.text.message import spoken
-from rankscope.dashboard.page_kit import Children, all_pages, in_language
-from rankscope.dashboard.state import State
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+from werkzeug.wrappers import Request, Response
 
-__all__ = ["at_once"]
+from rankscope.analysis.diagnosis.options import ReportOptions
+from rankscope.analysis.model.finding import Report
+from rankscope.analysis.report.palette import DARK, LIGHT, css_variables
+from rankscope.analysis.report.view import COST, View, view_of
+from rankscope.analysis.text.message import LANGUAGES, speaking, spoken, text
+from rankscope.analysis.whole_run.kept_report import KeptReport
 
-_PATIENCE_S = 0.5  # for what is kept of a report
-_GOES = """<script>new MutationObserver((_, seen) => {
-  if (document.querySelector("#page h1")) { document.getElementById("at-once").remove(); seen.disconnect(); }
-}).observe(document.body, {childList: true, subtree: true});</script>"""
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+__all__ = ["COOKIE", "LOCAL", "SCHEME", "Front", "at_once", "facts_of"]
+
+COOKIE = "rankscope-language"
+LOCAL = ("localhost", "127.0.0.1", "::1")
+SCHEME = Markup("""<script>{
+const system = matchMedia("(prefers-color-scheme: dark)"), look = document.documentElement.dataset;
+const follow = () => { look.scheme = localStorage.getItem("rankscope-scheme") ?? (system.matches ? "dark" : "light"); };
+system.addEventListener("change", follow);
+window.rankscope_other_scheme = () => {
+  localStorage.setItem("rankscope-scheme", look.scheme === "dark" ? "light" : "dark");
+  follow();
+};
+follow();
+}</script>""")
+_HERE = Path(__file__).parent
 
 
-def at_once(runs: State, page: str, key: str) -> str:
-    """Return what stands in this page's place until it is drawn, as HTML; empty where no report is known yet."""
-    shown = all_pages().get(page)
-    if shown is None or shown.at_once is None or key not in runs.keys:
-        return ""
-    report = runs.kept_report(key, _PATIENCE_S)
-    if report is None:
-        return ""
-    return f'<div id="at-once">{_markup(in_language(shown.at_once(spoken(report))))}</div>{_GOES}'
+def at_once(report: Report) -> Markup:
+    """Return the beginning of Overview, of a report in the language that is spoken."""
+    view = view_of(report)
+    return Markup(_template("at_once").render(view=view, facts=facts_of(view), COST=COST))
 
 
-def _markup(part: Children) -> Markup:
-    """Return elements of `dash.html` as what they are."""
-    if part is None:
-        return Markup()
-    if isinstance(part, (list, tuple)):
-        return Markup().join(map(_markup, part))
-    if isinstance(part, str):
-        return escape(part)
-    tag = Markup(type(part).__name__.lower())
-    return Markup('<{0} class="{1}">{2}</{0}>').format(
-        tag, getattr(part, "className", ""), _markup(getattr(part, "children", None))
+def facts_of(view: View) -> list[str]:
+    """Return the line of facts below the verdict, with the rate of steps."""
+    mean_ns = view.report.steps.mean_ns
+    rate = [spoken(text("{rate:.3g} steps per second", rate=1000000000.0 / mean_ns))] if mean_ns else []
+    return [*filter(None, view.facts), *rate]
+
+
+class Front:
+    """The server's application until the app is there: a browser that opens a page reads what is kept of the run.
+
+    All else waits for the app. `hosts` are the names by which browsers may call this server; with a token there are
+    none, since the app asks for it.
+    """
+
+    def __init__(self, run: Path, *, price: float | None, lang: str, hosts: Collection[str]) -> None:
+        self._name, self._lang, self._hosts = run.resolve().name, lang, hosts
+        self._report = KeptReport([run], ReportOptions(price=price)).load()
+        self._app: WSGIApplication | None = None
+        self._is_open = threading.Event()
+
+    def open(self, app: WSGIApplication) -> None:
+        self._app = app
+        self._is_open.set()
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if self._app is None:
+            request = Request(environ)
+            is_page = request.headers.get("Sec-Fetch-Mode") == "navigate" and request.method == "GET"
+            if is_page and urlsplit(f"//{request.host}").hostname in self._hosts:
+                return self._opening(request)(environ, start_response)
+            self._is_open.wait()
+        assert self._app is not None
+        return self._app(environ, start_response)
+
+    def _opening(self, request: Request) -> Response:
+        asked = request.args.get("lang", request.cookies.get(COOKIE, ""))
+        language = asked if asked in LANGUAGES else self._lang
+        is_overview = request.path == "/" and not request.args.get("run")
+        with speaking(language):
+            page = _template("opening").render(
+                lang=LANGUAGES[language],
+                scheme=SCHEME,
+                light=css_variables(LIGHT),
+                dark=css_variables(DARK),
+                styles=Markup((_HERE / "assets" / "style.css").read_text(encoding="utf-8")),
+                name=self._name,
+                verdict=at_once(spoken(self._report)) if is_overview and self._report else None,
+                said=spoken(text("Opening {name}", name=self._name)),
+            )
+        return Response(page, mimetype="text/html", headers={"Cache-Control": "no-store", "X-Frame-Options": "DENY"})
+
+
+@cache
+def _template(name: str) -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    return environment.get_template(f"{name}.html.j2")

@@ -1,16 +1,19 @@
-"""Two Dash components: a chart made on the server, and a raster of cells that is drawn as it is viewed.
+"""Dash components: a chart made on the server, a raster of cells that is drawn as it is viewed, two kinds of fields.
 
 Their code is `assets/components.js`; Dash needs nothing but these names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dash.development.base_component import Component
 from markupsafe import Markup
 
-__all__ = ["Chart", "Raster"]
+from rankscope.analysis.text.message import Text
+
+__all__ = ["Chart", "Raster", "Select", "Ticks"]
 
 
 class Chart(Component):
@@ -41,6 +44,32 @@ class Raster(Component):
             "columns": columns,
             "title": title,
         }
+        _declare(self, *given)
+        super().__init__(**given)  # type: ignore[no-untyped-call]
+
+
+class Select(Component):
+    """One of `options`, strings or `{"value": …, "label": …}`; `placeholder` is shown while `value` is None."""
+
+    _namespace = "rankscope_ui"
+    _type = "Select"
+
+    def __init__(
+        self, key: str | dict[str, str], options: Sequence[Any], value: str | None, placeholder: Text | str
+    ) -> None:
+        given: dict[str, Any] = {"id": key, "options": list(options), "value": value, "placeholder": placeholder}
+        _declare(self, *given)
+        super().__init__(**given)  # type: ignore[no-untyped-call]
+
+
+class Ticks(Component):
+    """A list of rows to tick; `value` holds those of `values`, one per row, that are."""
+
+    _namespace = "rankscope_ui"
+    _type = "Ticks"
+
+    def __init__(self, key: str, rows: Sequence[Component], values: Sequence[str]) -> None:
+        given: dict[str, Any] = {"id": key, "children": list(rows), "values": list(values), "value": []}
         _declare(self, *given)
         super().__init__(**given)  # type: ignore[no-untyped-call]
 

@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-import dash_mantine_components as dmc
 import polars as pl
 from dash import Dash, dcc, html
 from dash.development.base_component import Component
@@ -23,6 +22,7 @@ from rankscope.analysis.model.finding import Report
 from rankscope.analysis.report.view import Section, ShownTable
 from rankscope.analysis.text.message import Text, speaking, spoken, text
 from rankscope.dashboard import pages
+from rankscope.dashboard.components import Select
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 
@@ -42,10 +42,12 @@ __all__ = [
     "facts",
     "heading",
     "in_language",
+    "labelled",
     "plot",
     "query_of",
     "quiet",
     "run_in_language",
+    "select",
     "sentence",
     "with_choice",
 ]
@@ -54,8 +56,7 @@ Query = Mapping[str, str]
 Tables = Mapping[str, Callable[[Run], pl.DataFrame]]
 Children = Any  # Dash's components are not typed
 HOME = "overview"
-_FEW_OPTIONS = 10  # of a select; among more one is found by typing
-_SELECT_PX = 230
+_FIELD_PX = 230
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,6 @@ class Page:
     register: adds callbacks or routes of its own.
     early: what it shows of the run with this key as soon as its lanes are there.
     of_report: the same as soon as its report is there.
-    at_once: the beginning of that in elements of `dash.html`, shown until the scripts have arrived.
     tables: the tables that it makes of a run, by name; they are made when they are asked for.
     keeps: the screen stays as it is when the run is refreshed.
     of_two: it is in the navigation where two runs are open only.
@@ -79,7 +79,6 @@ class Page:
     register: Callable[[Dash, State], None] | None = None
     early: Callable[[str], Children] | None = None
     of_report: Callable[[Report, str], Children] | None = None
-    at_once: Callable[[Report], Children] | None = None
     tables: Tables = field(default_factory=dict)
     keeps: bool = False
     of_two: bool = False
@@ -146,7 +145,7 @@ def heading(title: str, meaning: str = "") -> Children:
 
 def card(title: str, *children: Children, note: str = "", className: str = "") -> Children:  # noqa: N803 - as Dash has it
     head = html.Div([html.H2(title), quiet(note) if note else None], className="card-head") if title else None
-    return dmc.Paper([head, *children], withBorder=True, radius="md", className=f"card {className}")
+    return html.Div([head, *children], className=f"card {className}")
 
 
 def choice(name: str, label: str, options: Sequence[Any], value: str, *, drops: str = "") -> Children:
@@ -154,27 +153,24 @@ def choice(name: str, label: str, options: Sequence[Any], value: str, *, drops: 
 
     `drops` are words of the address that mean nothing any more once another is chosen.
     """
-    return dmc.Select(
-        id={"kind": "choice", "name": name, "shown": value, "drops": drops},
-        label=label,
-        data=list(options),
-        value=value,
-        allowDeselect=False,
-        searchable=len(options) > _FEW_OPTIONS,
-        w=_SELECT_PX,
-    )
+    return select({"kind": "choice", "name": name, "shown": value, "drops": drops}, label, options, value)
+
+
+def select(
+    key: str | dict[str, str], label: str, options: Sequence[Any], value: str | None, *, width_px: int = _FIELD_PX
+) -> Children:
+    """Return a select of this id with its label."""
+    return labelled(label, Select(key, options, value, text("choose")), width_px=width_px)
+
+
+def labelled(label: str, field: Children, *, width_px: int = _FIELD_PX) -> Children:
+    return html.Label([html.Span(label), field], className="field", style={"width": f"min({width_px}px, 100%)"})
 
 
 def choice_of_text(name: str, label: str, value: str, placeholder: str) -> Children:
     """Return the same with a field to write into; Enter asks for it."""
-    return dmc.TextInput(
-        id={"kind": "choice", "name": name, "shown": value, "drops": ""},
-        label=label,
-        value=value,
-        placeholder=placeholder,
-        debounce=True,
-        w=_SELECT_PX,
-    )
+    key = {"kind": "choice", "name": name, "shown": value, "drops": ""}
+    return labelled(label, dcc.Input(id=key, type="text", value=value, placeholder=placeholder, debounce=True))
 
 
 def quiet(text: Children) -> Children:
@@ -202,8 +198,8 @@ def facts(*items: str) -> Children:
 
 def empty(title: str, why: str, what_to_do: str = "") -> Children:
     """In place of a chart that would have nothing to show: why, and how to get it."""
-    return dmc.Alert(
-        [html.P(why), html.P(what_to_do) if what_to_do else None], title=title, color="gray", variant="light"
+    return html.Div(
+        [html.H2(title), html.P(why), html.P(what_to_do) if what_to_do else None], className="notice", role="status"
     )
 
 

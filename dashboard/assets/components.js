@@ -1,5 +1,6 @@
-/* Chart shows SVG made on the server; Raster draws cells that it fetches at the resolution of the screen.
- * Both are plain React components for Dash, which brings React; nothing is built. */
+/* Chart shows SVG made on the server; Raster draws cells that it fetches at the resolution of the screen; Select and
+ * Ticks are the browser's own fields, which every keyboard and screen reader knows.
+ * All are plain React components for Dash, which brings React; nothing is built. */
 "use strict";
 (() => {
   const { createElement: h, useEffect, useRef, useState } = window.React;
@@ -129,7 +130,7 @@
       const resized = new ResizeObserver(() => load()); // it also calls once to begin with
       resized.observe(box.current);
       const recoloured = new MutationObserver(paint);
-      recoloured.observe(document.documentElement, { attributeFilter: ["data-mantine-color-scheme"] });
+      recoloured.observe(document.documentElement, { attributeFilter: ["data-scheme"] });
       return () => {
         gone = true;
         resized.disconnect();
@@ -206,5 +207,18 @@
     return h("div", { className: "figure" }, drawn, exports());
   }
 
-  window.rankscope_ui = { Chart, Raster };
+  function Select({ id, options, value, placeholder, setProps }) {
+    const listed = options.map((one) => (typeof one === "string" ? { value: one, label: one } : one));
+    const none = value === null && h("option", { value: "", disabled: true }, placeholder);
+    return h("select", { id, value: value ?? "", onChange: (event) => setProps({ value: event.target.value }) },
+      none, listed.map((one) => h("option", { key: one.value, value: one.value }, one.label)));
+  }
+
+  function Ticks({ id, children, values, value, setProps }) {
+    const changed = ({ target }) => setProps({ value: values.filter((one) => (one === target.value ? target.checked : value.includes(one))) });
+    const tick = (one) => h("input", { type: "checkbox", value: one, checked: value.includes(one), onChange: changed });
+    return h("div", { id, className: "ticks" }, values.map((one, i) => h("label", { key: one }, tick(one), children[i])));
+  }
+
+  window.rankscope_ui = { Chart, Raster, Select, Ticks };
 })();

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import dash_mantine_components as dmc
 import polars as pl
-from dash import Dash, Input, Output, ctx, html
+from dash import Dash, Input, Output, ctx, dcc, html
 from dash import State as Known
 
 from rankscope.analysis.text.message import plural, text, translated
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard import grids
-from rankscope.dashboard.page_kit import Children, Page, Query, empty, heading, quiet, with_choice
+from rankscope.dashboard.page_kit import Children, Page, Query, empty, heading, quiet, select, with_choice
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.sql import LIMIT
 from rankscope.dashboard.state import State
@@ -44,20 +43,15 @@ def layout(run: Run, query: Query) -> Children:
             heading(page.title, _MEANING),
             html.Div(
                 [
-                    dmc.Select(
-                        id="data-table", label=text("Table"), data=names, value=whole, allowDeselect=False, w=300
+                    select("data-table", text("Table"), names, whole, width_px=300),
+                    html.Label(
+                        [
+                            html.Span(text("SQL (SELECT; joins, GROUP BY and WITH work too)")),
+                            dcc.Textarea(id="data-sql", value=asked, rows=asked.count("\n") + 1),
+                        ],
+                        className="field sql",
                     ),
-                    dmc.Textarea(
-                        id="data-sql",
-                        label=text("SQL (SELECT; joins, GROUP BY and WITH work too)"),
-                        value=asked,
-                        autosize=True,
-                        minRows=1,
-                        maxRows=12,
-                        className="sql",
-                        style={"flex": 1, "minWidth": "320px"},
-                    ),
-                    dmc.Button(text("Ask"), id="data-ask"),
+                    html.Button(text("Ask"), id="data-ask", className="main-button"),
                 ],
                 className="controls",
             ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dash_mantine_components as dmc
 import polars as pl
 from dash import Dash, Input, Output, html
 from dash import State as Known
@@ -12,7 +11,19 @@ from rankscope.analysis.report import phrases
 from rankscope.analysis.report.labels import say
 from rankscope.analysis.text.message import joined, text, translated
 from rankscope.dashboard.figures import counters as figures
-from rankscope.dashboard.page_kit import Children, Page, Query, card, empty, heading, in_language, plot, query_of, quiet
+from rankscope.dashboard.page_kit import (
+    Children,
+    Page,
+    Query,
+    card,
+    empty,
+    heading,
+    in_language,
+    plot,
+    query_of,
+    quiet,
+    select,
+)
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.state import State
 
@@ -48,9 +59,7 @@ def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
             html.Div([_card(run, source, name) for source, name in shown], className="columns"),
             card(
                 text("Another counter"),
-                dmc.Select(
-                    id="nodes-counter", data=choices, searchable=True, placeholder=text("choose"), w=420, mb="sm"
-                ),
+                select("nodes-counter", text("Counter"), choices, None, width_px=420),
                 html.Div(id="nodes-chosen"),
             ),
             quiet(text("Never changed: {counters}.", counters=constant)) if constant else None,

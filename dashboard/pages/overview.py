@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import dash_mantine_components as dmc
 import polars as pl
 from dash import dcc, html
 
@@ -15,6 +14,7 @@ from rankscope.analysis.report import charts, phrases
 from rankscope.analysis.report.labels import part_label, part_meaning, say, together
 from rankscope.analysis.report.view import COST, FindingView, Section, View, view_of
 from rankscope.analysis.text.message import text
+from rankscope.dashboard.at_once import facts_of
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.report_tables import REPORT_TABLES
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
@@ -53,21 +53,13 @@ def of_report(report: Report, run: str) -> Children:
     )
 
 
-def at_once(report: Report) -> Children:
-    """Return its beginning: the verdict, and the findings without pictures and links."""
-    view = view_of(report)
-    return html.Div([_verdict(view), *(html.Article(_said(shown), className="finding") for shown in view.findings)])
-
-
 def _verdict(view: View) -> Children:
-    mean_ns = view.report.steps.mean_ns
-    rate = text("{rate:.3g} steps per second", rate=1000000000.0 / mean_ns) if mean_ns else ""
     return html.Div(
         [
             html.Div(
                 [
                     html.H1(view.report.verdict.replace(" %", "\u00a0%")),
-                    facts(*view.facts, rate),
+                    facts(*facts_of(view)),
                     *(quiet(line) for line in view.history),
                 ],
                 className=f"verdict {view.status}",
@@ -90,8 +82,8 @@ def _finding(run: str, report: Report, split: digest.Breakdown, shown: FindingVi
         [
             *_said(shown),
             _picture(split, finding) if shown.number == 1 else None,
-            dmc.Group(
-                [*_evidence(run, finding.evidence[:_EVIDENCE]), *_comparison(run, report, finding)], gap="xs", mt=6
+            html.Div(
+                [*_evidence(run, finding.evidence[:_EVIDENCE]), *_comparison(run, report, finding)], className="links"
             ),
         ],
         id=f"finding-{shown.number}",
@@ -244,4 +236,4 @@ def _legend(split: digest.Breakdown) -> Children:
     )
 
 
-page = Page(title=text("Overview"), order=0, layout=layout, of_report=of_report, at_once=at_once, tables=REPORT_TABLES)
+page = Page(title=text("Overview"), order=0, layout=layout, of_report=of_report, tables=REPORT_TABLES)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dash_mantine_components as dmc
 from dash import Dash, Input, Output, html
 from dash import State as Known
 
 from rankscope.analysis.replay.protocol import Unreplayable
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import duration, duration_with_error, percent
+from rankscope.dashboard.components import Ticks
 from rankscope.dashboard.page_kit import (
     Children,
     Page,
@@ -49,8 +49,9 @@ def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
         p90=percent(met.p90_error),
     )
     more = text("{count} more were not tried here: rankscope whatif --fix.", count=untried) if untried else ""
-    rows = dmc.CheckboxGroup(
-        id="what-if-ticked", children=[_row(run, fix, ready.step_ns, found[0]) for fix in found[:_ROWS]], value=[]
+    first = found[:_ROWS]
+    rows = Ticks(
+        "what-if-ticked", [_row(run, fix, ready.step_ns, found[0]) for fix in first], [fix.key for fix in first]
     )
     return html.Div(
         [
@@ -98,7 +99,7 @@ def _row(run: Run, fix: TriedFix, step_ns: float, best: TriedFix) -> Children:
     share = max(fix.gain.gain_ns, 0) / max(best.gain.gain_ns, 1)
     return html.Div(
         [
-            dmc.Checkbox(value=fix.key, label=fix.text, description=_costs_other(run, fix)),
+            html.Span([html.Span(fix.text), quiet(_costs_other(run, fix))]),
             html.Div(html.Div(className="bar", style={"width": f"{share * 100:.1f}%"}), className="track"),
             html.Span(text("{saved} less", saved=saved), className="number"),
             html.Span(percent(fix.gain.gain_ns / step_ns), className="number"),

@@ -68,7 +68,7 @@
       const resized = new ResizeObserver(() => this.resize());
       resized.observe(this.scroll);
       const recoloured = new MutationObserver(() => { this.paint(); this.redraw(); });
-      recoloured.observe(document.documentElement, { attributes: true, attributeFilter: ["data-mantine-color-scheme"] });
+      recoloured.observe(document.documentElement, { attributes: true, attributeFilter: ["data-scheme"] });
       this.stops.push(() => { resized.disconnect(); recoloured.disconnect(); });
       this.listen(window, "resize", () => this.resize());
       this.listen(matchMedia("(prefers-color-scheme: dark)"), "change", () => { this.paint(); this.redraw(); });

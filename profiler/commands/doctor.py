@@ -34,7 +34,7 @@ from rankscope.profiler.options import Json, Lang, write
 
 __all__ = ["Check", "command"]
 
-_EXTRAS = {"ui": ("dash", "dash_mantine_components", "dash_ag_grid")}
+_EXTRAS = {"ui": ("dash", "dash_ag_grid")}
 _COMPILED = ("rankscope.analysis.readers._scan", "rankscope.analysis.replay._replay")
 _FREE_BYTES = 1e9
 

@@ -14,6 +14,8 @@ import secrets
 import signal
 import socket
 import sys
+import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,8 +26,9 @@ from rankscope.errors import RankscopeError
 from rankscope.profiler.options import Dask, Lang, Price, Steps, World, part_of, takes
 
 if TYPE_CHECKING:
-    from flask import Flask
     from werkzeug.serving import BaseWSGIServer
+
+    from rankscope.dashboard.at_once import Front
 
 __all__ = ["command"]
 
@@ -56,32 +59,41 @@ def command(options: Options) -> None:
     from rankscope.analysis.readers.dask_cluster import on_cluster
 
     run = _checked(options)
-    try:
-        from rankscope.dashboard.app import create_app
-        from rankscope.dashboard.state import State
-    except ImportError as error:
-        raise RankscopeError(f"the UI needs {error.name}: pip install 'rankscope[ui]'") from None
-    gc.enable()
     host, token = options.host, options.token
     if not token and not _is_local(host):
         token = secrets.token_urlsafe(16)
-    state = State(run, price=options.price)
-    server = _listen(create_app(state, token=token, host=host, lang=options.lang).server, host, options.port)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, _interrupt)
     try:
-        with on_cluster(options.dask):
-            state.start()
-            _say_where(host, server.port, token, page="diff" if len(run) > 1 else "")
-            server.serve_forever(poll_interval=0.2)
+        _serve(run, options, host, token, on_cluster(options.dask))
     except KeyboardInterrupt:
         pass
-    finally:
-        state.stop()
-        server.server_close()
+    except ImportError as error:
+        raise RankscopeError(f"the UI needs {error.name}: pip install 'rankscope[ui]'") from None
     # Threads may be in an analysis whose result is not needed any more.
     sys.stdout.flush()
     os._exit(0)
+
+
+def _serve(run: list[Path], options: Options, host: str, token: str, cluster: AbstractContextManager[object]) -> None:
+    """Serve until interrupted: what is kept of the run at once, the app as soon as it is imported."""
+    from rankscope.dashboard.at_once import LOCAL, Front
+
+    front = Front(run[0], price=options.price, lang=options.lang, hosts=() if token else {*LOCAL, host})
+    server = _listen(front, host, options.port)
+    with cluster:
+        serving = threading.Thread(target=server.serve_forever, name="server", daemon=True)
+        serving.start()
+        _say_where(host, server.port, token, page="diff" if len(run) > 1 else "")
+
+        from rankscope.dashboard.app import create_app
+        from rankscope.dashboard.state import State
+
+        state = State(run, price=options.price)
+        state.start()
+        front.open(create_app(state, token=token, host=host, lang=options.lang).server)
+        gc.enable()
+        serving.join()
 
 
 def _checked(options: Options) -> list[Path]:
@@ -104,7 +116,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _listen(app: Flask, host: str, port: int | None) -> BaseWSGIServer:
+def _listen(app: Front, host: str, port: int | None) -> BaseWSGIServer:
     """Return a server that listens on the port that was asked for, else on the usual one or one of the next."""
     from werkzeug.serving import WSGIRequestHandler, make_server
 

@@ -473,7 +473,7 @@ def test_host_that_loses_its_lead_each_step_is_not_called_healthy(tmp_path):
 
 
 def test_page_of_the_host_shows_how_far_it_is_ahead(tmp_path):
-    pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+    pytest.importorskip("dash", reason="needs the UI's packages: pip install 'rankscope[ui]'")
     from rankscope.dashboard.figures.host import ahead_over_steps, phases_over_steps
     from rankscope.dashboard.pages.host import layout
     from rankscope.dashboard.state import State

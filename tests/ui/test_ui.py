@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -24,21 +24,25 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
+from werkzeug.test import Client
+from werkzeug.wrappers import Response
 
 from support.paths import DATA
 
-pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+pytest.importorskip("dash", reason="needs the UI's packages: pip install 'rankscope[ui]'")
 
 
 import record
 import simulate
+from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model import digest
 from rankscope.analysis.report.view import view_of
 from rankscope.analysis.text.message import speaking, spoken
+from rankscope.analysis.whole_run.kept_report import KeptReport
 from rankscope.dashboard import sql
 from rankscope.dashboard import state as state_module
 from rankscope.dashboard.app import _show, create_app
-from rankscope.dashboard.at_once import at_once
+from rankscope.dashboard.at_once import Front, at_once
 from rankscope.dashboard.figures import collectives, counters, kernels, pipeline, rank_step_heatmap
 from rankscope.dashboard.figures.waterfall import waterfall
 from rankscope.dashboard.page_kit import all_pages
@@ -511,7 +515,7 @@ def test_every_page_loads_without_a_complaint_and_without_asking_another_host(sc
     key = state.keys[which]
     for name, page in all_pages().items():
         screen.open(f"/{'' if name == 'overview' else name}?run={key}")
-        screen.page.locator(f"a.nav-link[data-active]:has-text('{page.title}')").wait_for()
+        screen.page.locator(f"a.nav-link.on:has-text('{page.title}')").wait_for()
         if SHOWN[name][which] and name != "timeline":
             screen.wait_for_text(SHOWN[name][which])
     screen.page.wait_for_load_state("networkidle")
@@ -559,7 +563,7 @@ def test_every_page_of_512_ranks_loads(served, screen, tmp_path):
             if name == "diff":  # of one run there is none
                 continue
             wide.open(f"/{'' if name == 'overview' else name}")
-            page.locator(f"a.nav-link[data-active]:has-text('{of_name.title}')").wait_for()
+            page.locator(f"a.nav-link.on:has-text('{of_name.title}')").wait_for()
             if name not in ("timeline", "memory"):  # the ranks' memory was not recorded
                 wide.wait_for_text(SHOWN[name][0])
         page.wait_for_load_state("networkidle")
@@ -594,11 +598,36 @@ def test_the_verdict_can_be_read_before_the_scripts_have_arrived(screen, state):
 
 
 def test_what_a_job_names_is_text_in_the_first_page(state):
-    named = replace(state.report(""), verdict='<script>alert("1")</script>')
-    runs = SimpleNamespace(keys=("",), kept_report=lambda *_: named)
-    shown = at_once(runs, "overview", "")
-    assert '<h1 class="">&lt;script&gt;alert(&#34;1&#34;)&lt;/script&gt;</h1>' in shown
-    assert at_once(runs, "overview", "2") == at_once(runs, "ranks", "") == ""
+    shown = at_once(replace(state.report(""), verdict='<script>alert("1")</script>'))
+    assert "<h1>&lt;script&gt;alert(&#34;1&#34;)&lt;/script&gt;</h1>" in shown
+
+
+def test_a_browser_reads_the_kept_verdict_while_the_app_is_imported(run, state, tmp_path):
+    def later(environ, start_response):
+        return Response("the app")(environ, start_response)
+
+    opens = {"Sec-Fetch-Mode": "navigate"}
+    kept = tmp_path / "run"
+    shutil.copytree(run, kept)
+    KeptReport([kept], ReportOptions()).keep(state.report(""))
+    front = Front(kept, price=None, lang="en", hosts=("localhost",))
+
+    def asked(path, of=front, **headers):
+        return Client(of).get(path, headers={"Host": "localhost"} | headers).text.replace("\u00a0", " ")
+
+    assert state.report("").verdict in asked("/", **opens)
+    assert state.report("").verdict not in asked("/ranks", **opens)
+    with speaking("zh"):
+        assert spoken(state.report("")).verdict in asked("/?lang=zh", **opens)
+    others = [{}, opens | {"Host": "elsewhere"}]  # scripts, and names that another site has given to this machine
+    with ThreadPoolExecutor(len(others)) as pool:
+        waiting = [pool.submit(asked, "/", **headers) for headers in others]
+        time.sleep(0.3)
+        assert not any(one.done() for one in waiting)
+        front.open(later)
+        assert [one.result(timeout=10) for one in waiting] == ["the app", "the app"]
+    assert asked("/", **opens) == "the app"
+    assert f"Opening {run.name} …" in asked("/", Front(run, price=2.5, lang="en", hosts=("localhost",)), **opens)
 
 
 @pytest.mark.browser
@@ -663,7 +692,7 @@ def test_pages_in_chinese_leave_no_english_sentence(screen):
         page.goto(f"{screen.base}/{'' if name == 'overview' else name}?lang=zh")
         with speaking("zh"):
             title = spoken(all_pages()[name].title)
-        page.locator(f"a.nav-link[data-active]:has-text('{title}')").wait_for()
+        page.locator(f"a.nav-link.on:has-text('{title}')").wait_for()
         page.locator("#page h1, #timeline[data-painted]").first.wait_for()
         assert re.findall(r"(?:[a-z']{2,}[,:;]? ){4,}[a-z']{2,}", page.inner_text("body")) == []
         if name == "nodes":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+pytest.importorskip("dash", reason="needs the UI's packages: pip install 'rankscope[ui]'")
 
 import record
 import simulate
@@ -73,7 +73,7 @@ def test_axe_finds_nothing_serious_on_any_page(state, screen):
     for key in state.keys:
         for name, page in all_pages().items():
             screen.open(address(name, key))
-            screen.page.locator(f"a.nav-link[data-active]:has-text('{page.title}')").wait_for()
+            screen.page.locator(f"a.nav-link.on:has-text('{page.title}')").wait_for()
             screen.page.locator("#page > *").first.wait_for()
             screen.page.wait_for_load_state("networkidle")
             screen.page.wait_for_function(DRAWN)

@@ -8,7 +8,7 @@ import pytest
 
 from support.browser import BROWSER
 
-pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+pytest.importorskip("dash", reason="needs the UI's packages: pip install 'rankscope[ui]'")
 
 
 from rankscope.analysis.compare.two_runs import compare

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+pytest.importorskip("dash", reason="needs the UI's packages: pip install 'rankscope[ui]'")
 
 
 from rankscope.dashboard.app import create_app

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("dash_mantine_components", reason="needs the UI's packages: pip install 'rankscope[ui]'")
+pytest.importorskip("dash", reason="needs the UI's packages: pip install 'rankscope[ui]'")
 
 
 import record
@@ -87,7 +87,7 @@ def test_no_page_is_wider_than_its_window(state, served, browser):
             for name, of_name in all_pages().items():
                 page.set_viewport_size({"width": WIDTHS[-1], "height": 900})
                 screen.open(f"/{'' if name == 'overview' else name}?run={key}")
-                page.locator(f"a.nav-link[data-active]:has-text('{of_name.title}')").wait_for(state="attached")
+                page.locator(f"a.nav-link.on:has-text('{of_name.title}')").wait_for(state="attached")
                 page.wait_for_load_state("networkidle")
                 found += [f"{state.progress(key).name} {name} {what}" for what in _wider(page)]
         page.close()  # while the server answers
