@@ -80,6 +80,10 @@ AT_ONCE
 </html>"""
 
 
+_MENU = """(clicks, path, shown) => {
+  const opens = dash_clientside.callback_context.triggered_id === "menu" && !shown;  // on its way to a page it closes
+  return [opens ? "shows-navigation" : "", `${opens}`];
+}"""
 _PATIENCE_S = 0.5  # for what is kept of a report
 _GOES = """<script>new MutationObserver((_, seen) => {
   if (document.querySelector("#page h1")) { document.getElementById("at-once").remove(); seen.disconnect(); }
@@ -171,10 +175,12 @@ def _add_callbacks(app: Dash, runs: Runs) -> None:
         Input("title", "data"),
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        "(clicks) => [clicks % 2 ? 'shows-navigation' : '', clicks % 2 ? 'true' : 'false']",
+        _MENU,
         Output("shell", "className"),
         Output("menu", "aria-expanded"),
         Input("menu", "n_clicks"),
+        Input("url", "pathname"),
+        State("shell", "className"),
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
         "(clicks) => { if (clicks) rankscope_other_scheme(); return dash_clientside.no_update; }",

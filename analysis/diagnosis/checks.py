@@ -47,6 +47,8 @@ def ask(
     healthy: list[Healthy] = []
     not_checked: list[NotChecked] = []
     unseen = {name: why for name, why in reasons.items() if name not in tables}
+    switched_off = said.filter(pl.col("table") == "*", pl.col("count").is_null())
+    switched_off = switched_off.unique(["rank", "node", "source", "why"], maintain_order=True)
     if "breakdown" in tables and tables["breakdown"]["rank"].n_unique() > 1 and tables["collectives"].is_empty():
         unseen["collectives"] = reasons["collectives"]  # so they wait for each other in what looks like computing
     answers: dict[str, list[Finding] | NotChecked] = {}
@@ -57,7 +59,7 @@ def ask(
         try:
             answers[name] = found = _with_tables(detect, tables, reasons, answers)
             findings += found
-            blind = None if of_ops else _blind(name, module, said, unseen)
+            blind = None if of_ops else _blind(name, module, switched_off, unseen)
             if blind:
                 not_checked.append(blind)
             elif not found:
@@ -67,7 +69,7 @@ def ask(
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
             refused = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
-            unchecked = answers[name] = (None if of_ops else _blind(name, module, said, unseen)) or refused
+            unchecked = answers[name] = (None if of_ops else _blind(name, module, switched_off, unseen)) or refused
             not_checked.append(unchecked)
         except Exception as error:  # one broken detector must not take the others' findings away
             why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)
@@ -130,11 +132,9 @@ def _with_tables(
     return function(**there)
 
 
-def _blind(name: str, module: ModuleType, said: pl.DataFrame, unseen: Mapping[str, str]) -> NotChecked | None:
+def _blind(name: str, module: ModuleType, switched_off: pl.DataFrame, unseen: Mapping[str, str]) -> NotChecked | None:
     """Return why a detector may have overlooked something: a collector it needs was off, or the source lacks it."""
-    off = said.filter(
-        pl.col("source").is_in(module.detector.needs), pl.col("table") == "*", pl.col("count").is_null()
-    ).unique(["rank", "node", "source", "why"])
+    off = switched_off.filter(pl.col("source").is_in(module.detector.needs)) if len(switched_off) else switched_off
     if off.is_empty():
         lacking = next((table for table in module.detector.needs if table in unseen), None)
         if lacking is None:

@@ -68,6 +68,8 @@ def in_order(frame: pl.DataFrame, owner: str, key: str) -> pl.DataFrame:
 
     Equal ones keep their order. A frame that is in order already is not copied.
     """
+    if frame.is_empty():
+        return frame
     by, at = frame[owner], frame[key]
     if not by.null_count() and not at.null_count() and by.is_sorted():
         changes = by[1:] != by[:-1]

@@ -249,6 +249,21 @@ def test_what_is_dragged_over_on_the_ruler_fills_the_view(screen):
     assert (a - t0) / (t1 - t0) == pytest.approx(0.25, abs=0.01)
 
 
+def test_on_a_narrow_screen_the_menu_opens_and_makes_way_for_the_page(screen):
+    screen.page.set_viewport_size({"width": 600, "height": 800})
+    screen.open("/")
+    navigation, menu = screen.page.locator("#navigation"), screen.page.get_by_role("button", name="Navigation")
+    screen.page.locator(".verdict").wait_for()
+    assert not navigation.is_visible()
+    menu.click()
+    navigation.get_by_text("Ranks", exact=True).click()
+    screen.page.get_by_role("heading", name="Ranks", exact=True).wait_for()
+    navigation.wait_for(state="hidden")
+    for is_shown in (True, False):
+        menu.click()
+        navigation.wait_for(state="visible" if is_shown else "hidden")
+
+
 def test_what_is_chosen_on_a_page_is_in_its_address(screen):
     screen.open("/ranks?run=2")
     screen.page.get_by_label("Show").select_option(label="waiting for peers")

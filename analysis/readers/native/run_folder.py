@@ -131,28 +131,31 @@ class NativeReader:
 
     def read(self, name: str) -> pl.DataFrame:
         if name not in self._tables:
-            frame = self._stored.read(name)
-            if name == "collectives":
-                frame = with_late_ends(frame, self._stored.read(_ENDS_LATER))
-            if name == "ranks":
-                frame = frame.unique("rank", keep="last", maintain_order=True)
-            if "node" not in frame.columns:
-                frame = with_node(
-                    frame, self._stored.read("ranks"), next(iter(self.run)) if len(self.run) == 1 else None
-                )
-            if name != "strings":
-                frame = with_names(frame, self._stored.read("strings"))
-            if name == "clocks":
-                frame = with_peers(frame, self.run)
-            if name == "counters":
-                frame = of_world_only(frame, self._worlds[self._analyzed].name)
+            stored = self._stored.read(name)
+            frame = pl.DataFrame(schema=schema_of(name)) if stored.is_empty() else self._resolved(name, stored)
             if name not in _READ_BY_OTHERS:
                 self._stored.forget(name)
             self._seen.add(name)
             if name in _LARGE:
-                return frame.select(*schema_of(name))
-            self._tables[name] = frame.select(*schema_of(name))
+                return frame
+            self._tables[name] = frame
         return self._tables[name]
+
+    def _resolved(self, name: str, frame: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows with nodes, names instead of ids, and ends that came later."""
+        if name == "collectives":
+            frame = with_late_ends(frame, self._stored.read(_ENDS_LATER))
+        if name == "ranks":
+            frame = frame.unique("rank", keep="last", maintain_order=True)
+        if "node" not in frame.columns:
+            frame = with_node(frame, self._stored.read("ranks"), next(iter(self.run)) if len(self.run) == 1 else None)
+        if name != "strings":
+            frame = with_names(frame, self._stored.read("strings"))
+        if name == "clocks":
+            frame = with_peers(frame, self.run)
+        if name == "counters":
+            frame = of_world_only(frame, self._worlds[self._analyzed].name)
+        return frame.select(*schema_of(name))
 
     def pieces(self, name: str) -> Iterator[pl.DataFrame]:
         return iter([self.read(name)])
