@@ -12,8 +12,8 @@ SITE := .venv/site-$(STAMP)
 demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 	$(BIN)/rankscope run --standalone --nproc-per-node 4 examples/train_transformer.py --fault slow-rank
 
-test: $(INSTALLED)  ## all but those that record jobs of their own
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not real_job"
+test: $(INSTALLED)  ## all but the long ones and those that record jobs of their own
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not real_job and not long"
 
 test-all: $(INSTALLED) $(FRAMEWORKS)  ## all tests: what .ci/run runs
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"

@@ -51,6 +51,7 @@ def cli(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RANKSCOPE, *map(str, arguments)], capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.long
 def test_steps_of_part_of_a_run_are_those_of_all_of_it(job):
     _, whole = read_run(job)
     report, part = read_run(job / "steps=70-99")
@@ -117,6 +118,7 @@ def test_steps_that_are_not_there_are_one_line(fsdp, command, steps, why):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_every_command_takes_steps_of_a_run(fsdp, tmp_path):
     before, after = fsdp / "steps=20-49", fsdp / "steps=70-99"
     changed = json.loads(cli("diff", before, after, "--json").stdout)

@@ -514,6 +514,7 @@ def test_two_nodes_find_each_other_share_a_folder_and_relate_their_clocks(two_no
 
 @needs_root
 @needs_torch
+@pytest.mark.long
 def test_a_node_finds_rank_0_where_only_the_script_says_it(two_nodes, tmp_path):
     """No launcher: each rank has what it needs in its call, and nothing of it in its environment."""
     (tmp_path / "train.py").write_text(

@@ -239,6 +239,7 @@ def test_what_accumulates_gradients_is_a_backward_pass_and_nothing_else(tmp_path
     assert [kind for kind in kinds if kind != "gc"] == ["backward"] * 4
 
 
+@pytest.mark.long
 def test_torch_compile_and_torchscript_see_no_difference(tmp_path):
     """As many compiled graphs as without rankscope, no warning about our code, and record_function still scripts."""
     body = """

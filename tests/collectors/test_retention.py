@@ -95,6 +95,7 @@ def size_of(run: Path) -> int:
     return sum(path.stat().st_size for path in run.glob("*/*/*.arrow"))
 
 
+@pytest.mark.long
 def test_kept_steps_are_those_of_the_whole_run_and_older_ones_have_their_lengths(both):
     whole, kept, report, part = both
     assert size_of(kept) < 0.65 * size_of(whole)

@@ -63,6 +63,7 @@ def spooled(recorded, folder):
     return folder
 
 
+@pytest.mark.long
 def test_sealed_files_arrive_while_the_job_runs_and_the_rest_at_its_end(storage, tmp_path):
     storage.refused = 3
     agent = Agent(tmp_path / "run", "--upload", URL)
@@ -173,7 +174,7 @@ def test_retention_removes_only_what_has_arrived(tmp_path):
 def test_a_job_that_is_recorded_into_object_storage_is_judged_as_from_its_folder(storage, tmp_path):
     """The report at its end reads the folder here, the other one the storage."""
     storage.refused = 2
-    job = [EXAMPLE, "--steps", "8", "--device-ms", "40", "--fault", "slow-rank", "--fault-rank", "1"]
+    job = [EXAMPLE, "--steps", "16", "--fault", "slow-rank", "--fault-rank", "1", "--fault-ms", "100"]
     command = [*RANKSCOPE, "run", "--out", URL, "--standalone", "--nproc-per-node", "2", *map(str, job)]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=True)

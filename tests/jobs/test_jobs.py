@@ -134,7 +134,7 @@ def assert_adds_up(job: Job) -> None:
 def test_healthy_job_has_no_finding(parallel, attempt, tmp_path):
     if parallel == "fsdp2" and TORCH.startswith(("2.5.", "2.6.")):
         pytest.skip("FSDP2 of torch 2.5 and 2.6 needs a GPU")
-    device_ms = {"ddp": 180, "fsdp2": 120}[parallel]
+    device_ms = {"ddp": 180, "fsdp2": 240}[parallel]  # FSDP2 exposes transfers, on a slow machine 15 ms a step
     job = train(tmp_path, "--parallel", parallel, "--device-ms", device_ms, "--steps", 40)
     assert found(job) == []
     assert {"input_stall", "gc_stall"} <= set(job.report["healthy"])

@@ -29,6 +29,7 @@ def flipped(part, bit):
     part.write_bytes(data)
 
 
+@pytest.mark.long
 def test_a_flipped_bit_of_a_recorded_part_is_named_wherever_it_is(slow_rank_1, tmp_path):
     run = shutil.copytree(slow_rank_1, tmp_path / "run")
     chance = random.Random(7)

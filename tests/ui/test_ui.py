@@ -545,6 +545,7 @@ def test_a_flame_graph_is_searched_and_enlarged_and_the_address_says_so(screen):
 
 
 @pytest.mark.browser
+@pytest.mark.long
 def test_every_page_of_512_ranks_loads(served, screen, tmp_path):
     """A simulated job in which one rank is slow."""
     job = simulate.Job(parallel="ddp", ranks=512, steps=6, buckets=2, compute_ns=90e6)

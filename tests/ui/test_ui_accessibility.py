@@ -67,6 +67,7 @@ def serious(axe: Any, page: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_axe_finds_nothing_serious_on_any_page(state, screen):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     found = []

@@ -77,6 +77,7 @@ def _wider(page: Any) -> list[str]:
 
 
 @pytest.mark.browser
+@pytest.mark.long
 def test_no_page_is_wider_than_its_window(state, served, browser):
     page = browser.new_page()
     page.set_default_timeout(60_000)
