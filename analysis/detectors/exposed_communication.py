@@ -371,28 +371,27 @@ def _spans(
         raise NotResolvable(text("no backward was recorded that an optimizer follows"))
     is_work = pl.col("part").is_in(["compute", "overlapped"])
     inside = (
-        phases.lazy()
-        .filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(_REDUCTIONS)))
-        .join(window.lazy(), on=["rank", "step"])
+        phases.filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(_REDUCTIONS)))
+        .join(window, on=["rank", "step"])
         .filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
         .with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
-        .collect()
     )
-    worked = inside.lazy().filter(is_work, pl.col("start_ns") < pl.col("returned_ns"))
+    worked = inside.filter(is_work, pl.col("start_ns") < pl.col("returned_ns"))
     # What little comes after the last transfer (copies into the gradients) is not what buckets could hide behind.
     length, by_step = pl.col("end_ns") - pl.col("start_ns"), ["rank", "step"]
     nearly_all = length.cum_sum().over(by_step) >= _NEARLY_ALL * length.sum().over(by_step)
     computed = worked.sort("start_ns").filter(nearly_all).group_by(by_step).agg(computed_ns=pl.col("end_ns").min())
-    window = window.lazy().join(computed, on=by_step).collect()
+    window = window.join(computed, on=by_step)
     exposed = inside.join(window.select("rank", "step", "computed_ns"), on=["rank", "step"]).filter(
         ~is_work, pl.col("start_ns") >= pl.col("computed_ns")
     )
     began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
     reductions = (
-        collectives.lazy()
-        .filter(pl.col("op").is_in(_REDUCTIONS), pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null())
+        collectives.filter(
+            pl.col("op").is_in(_REDUCTIONS), pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null()
+        )
         .with_columns(start_ns=began)
-        .join(window.lazy(), on=["rank", "step"])
+        .join(window, on=["rank", "step"])
         .filter(pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"))
     )
     begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))
@@ -400,16 +399,14 @@ def _spans(
         hidden_ns=(pl.min_horizontal("end_ns", "computed_ns") - begin).clip(0, None)
     )
     per_step = (
-        window.lazy()
-        .select("rank", "step", backward=pl.col("computed_ns") - pl.col("backward_ns"))
-        .join(exposed.lazy().group_by("rank", "step").agg(exposed=length.sum()), on=["rank", "step"], how="left")
+        window.select("rank", "step", backward=pl.col("computed_ns") - pl.col("backward_ns"))
+        .join(exposed.group_by("rank", "step").agg(exposed=length.sum()), on=["rank", "step"], how="left")
         .join(
             hidden.group_by("rank", "step").agg(hidden=pl.col("hidden_ns").sum(), bytes=pl.col("size_bytes").sum()),
             on=["rank", "step"],
             how="left",
         )
         .fill_null(0)
-        .collect()
     )
     if per_step.is_empty() or per_step["bytes"].sum() == 0:
         raise NotResolvable(text("no reduction of gradients was seen between backward and optimizer"))

@@ -9,6 +9,7 @@ import polars as pl
 
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
+from rankscope.analysis.model.tables import in_order
 
 __all__ = ["by_group", "held_up", "is_bounded", "kind_of_group", "spent", "with_exposed"]
 
@@ -107,13 +108,19 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
     Of several operations in flight the one that began last counts, so that a rank's groups sum to its breakdown.
     """
     began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
-    started = collectives.select("rank", "group_id", "group", "group_size", "op", at=began).drop_nulls("at").sort("at")
+    started = collectives.select("rank", "group_id", "group", "group_size", "op", at=began).drop_nulls("at")
     length = pl.col("end_ns") - pl.col("start_ns")
     rows = (
-        phases.filter(pl.col("part").is_in([*_SHOWN_AS]))
-        .with_columns(ns=length, column=pl.col("part").replace_strict(_SHOWN_AS))
-        .sort("start_ns")
-        .join_asof(started, left_on="start_ns", right_on="at", by="rank", check_sortedness=False)
+        in_order(phases, "rank", "start_ns")
+        .filter(pl.col("part").is_in([*_SHOWN_AS]))
+        .select("rank", "start_ns", "part", "label", ns=length, column=pl.col("part").replace_strict(_SHOWN_AS))
+        .join_asof(
+            in_order(started, "rank", "at"),
+            left_on="start_ns",
+            right_on="at",
+            by="rank",
+            check_sortedness=False,
+        )
         .drop_nulls("group_id")
     )
     named = groups.select("group_id", about=pl.concat_str("name", "role", separator=" ", ignore_nulls=True))

@@ -25,10 +25,8 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
     """
     known = with_exposed(collectives, phases).with_columns(is_bound=False)
     arrival = pl.coalesce("device_start_ns", "start_ns")
-    is_alone = pl.col("wait_ns").is_null() & pl.col("end_ns").is_not_null()
-    alone = (
-        collectives.lazy().filter(is_alone).with_columns(begin_ns=arrival).sort("rank", "begin_ns", "end_ns").collect()
-    )
+    alone = collectives.filter(pl.col("wait_ns").is_null(), pl.col("end_ns").is_not_null())
+    alone = alone.with_columns(begin_ns=arrival).sort("rank", "begin_ns", "end_ns")
     reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
     spans = alone.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
     alone = alone.with_columns(
@@ -43,8 +41,8 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
     role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
     begin = pl.col("begin_ns")
     return (
-        pl.concat([known.lazy(), alone.lazy()], how="diagonal")
-        .join(named.lazy(), on="group_id", how="left")
+        pl.concat([known, alone], how="diagonal")
+        .join(named, on="group_id", how="left")
         .with_columns(sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group())
         .with_columns(op=pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise("op"))
         .select(
@@ -53,7 +51,6 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
             transfer_ns=(pl.col("end_ns") - begin).clip(0, None),
             is_edge=(begin == begin.min().over(by_step)) | (begin == begin.max().over(by_step)),
         )
-        .collect()
     )
 
 

@@ -41,11 +41,17 @@ def last_progress(
     begun_ns = last_begun_ns(collectives, regions)
     idle_ns = None if until_ns is None else until_ns - (until_ns if begun_ns is None else begun_ns)
     outstanding = _outstanding(numbered, steps_ns, idle_ns)
-    ends = pl.col("end_ns").is_not_null().any()
-    only = ~pl.col("_p2p") & (pl.len().over("rank", "group_id", "op") == 1)
-    seen = ends.over("op") | (only & ends.over("group_id")) | said_late
-    seen &= pl.lit(until_ns is not None)
-    marked = numbered.with_columns((outstanding & seen).alias("_held"), (outstanding & ~seen).alias("_unknown"))
+    held = unknown = pl.lit(value=False)
+    if outstanding is not None:
+        ends = pl.col("end_ns").is_not_null().any()
+        only = ~pl.col("_p2p") & (pl.len().over("rank", "group_id", "op") == 1)
+        seen = ends.over("op") | (only & ends.over("group_id")) | said_late
+        seen &= pl.lit(until_ns is not None)
+        held, unknown = outstanding & seen, outstanding & ~seen
+    by = ["rank", "group_id"]
+    marked = numbered.select(
+        *(*by, "seq", "op", "start_ns", "peer", "size_bytes", "_p2p"), held.alias("_held"), unknown.alias("_unknown")
+    )
     counts = (
         marked.filter(~pl.col("_p2p"))
         .group_by("rank", "group_id")
@@ -56,24 +62,26 @@ def last_progress(
             .alias("completed"),
         )
     )
-    held = marked.filter("_held").sort("start_ns").unique(["rank", "group_id"], keep="first", maintain_order=True)
-    by = ["rank", "group_id"]
+    first = marked.filter("_held").sort("start_ns").unique(by, keep="first", maintain_order=True)
     rows = marked.select(by).unique().join(counts, on=by, how="left")
-    rows = rows.join(held.select(*by, "seq", "op", "start_ns", "peer", "size_bytes"), on=by, how="left").with_columns(
+    rows = rows.join(first.select(*by, "seq", "op", "start_ns", "peer", "size_bytes"), on=by, how="left").with_columns(
         is_p2p=pl.lit(False), node=pl.lit(0), attempt=pl.lit(0), **dict.fromkeys(_NOT_RECORDED, pl.lit(None))
     )
     return rows.select(pl.col(c).cast(t) for c, t in schema_of("progress").items()).sort(by)
 
 
-def _outstanding(numbered: pl.DataFrame, steps_ns: float, idle_ns: int | None) -> pl.Expr:
-    """Say of each operation whether its rank never got out of it; `idle_ns`: since no rank began anything, if known."""
+def _outstanding(numbered: pl.DataFrame, steps_ns: float, idle_ns: int | None) -> pl.Expr | None:
+    """Say of each operation whether its rank never got out of it, None: of none.
+
+    `idle_ns`: since no rank began anything, if known.
+    """
     least_ns = max(_FAILED_NS, steps_ns)
     if idle_ns is not None and idle_ns < least_ns:
-        return pl.lit(False)
+        return None
     failed = steps_ns > 0 and _has_failed(numbered, least_ns)
     still_ns = least_ns if failed else max(STILL_NS, steps_ns)
     if idle_ns is not None and idle_ns < still_ns:
-        return pl.lit(False)
+        return None
     lasted = (pl.col("end_ns") - pl.col("start_ns")).fill_null(still_ns) >= still_ns
     return pl.col("instance_id").is_null() & lasted & _none_later_ended()
 
