@@ -42,7 +42,6 @@ __all__ = [
     "facts",
     "heading",
     "in_language",
-    "labelled",
     "plot",
     "query_of",
     "quiet",
@@ -160,17 +159,17 @@ def select(
     key: str | dict[str, str], label: str, options: Sequence[Any], value: str | None, *, width_px: int = _FIELD_PX
 ) -> Children:
     """Return a select of this id with its label."""
-    return labelled(label, Select(key, options, value, text("choose")), width_px=width_px)
+    return _labelled(label, Select(key, options, value, text("choose")), width_px=width_px)
 
 
-def labelled(label: str, field: Children, *, width_px: int = _FIELD_PX) -> Children:
+def _labelled(label: str, field: Children, *, width_px: int = _FIELD_PX) -> Children:
     return html.Label([html.Span(label), field], className="field", style={"width": f"min({width_px}px, 100%)"})
 
 
 def choice_of_text(name: str, label: str, value: str, placeholder: str) -> Children:
     """Return the same with a field to write into; Enter asks for it."""
     key = {"kind": "choice", "name": name, "shown": value, "drops": ""}
-    return labelled(label, dcc.Input(id=key, type="text", value=value, placeholder=placeholder, debounce=True))
+    return _labelled(label, dcc.Input(id=key, type="text", value=value, placeholder=placeholder, debounce=True))
 
 
 def quiet(text: Children) -> Children:

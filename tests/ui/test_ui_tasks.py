@@ -264,6 +264,21 @@ def test_on_a_narrow_screen_the_menu_opens_and_makes_way_for_the_page(screen):
         navigation.wait_for(state="visible" if is_shown else "hidden")
 
 
+def test_light_or_dark_is_as_the_system_has_it_until_it_is_chosen(screen):
+    shown = "getComputedStyle(document.body).backgroundColor"
+    screen.page.emulate_media(color_scheme="dark")
+    screen.open("/")
+    screen.page.locator(".verdict").wait_for()
+    dark = screen.page.evaluate(shown)
+    screen.page.emulate_media(color_scheme="light")
+    screen.page.wait_for_function(f"dark => {shown} !== dark", arg=dark)
+    screen.page.get_by_title("Light or dark").click()
+    screen.page.wait_for_function(f"dark => {shown} === dark", arg=dark)
+    screen.page.reload()
+    screen.page.locator(".verdict").wait_for()
+    assert screen.page.evaluate(shown) == dark
+
+
 def test_what_is_chosen_on_a_page_is_in_its_address(screen):
     screen.open("/ranks?run=2")
     screen.page.get_by_label("Show").select_option(label="waiting for peers")
