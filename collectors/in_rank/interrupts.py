@@ -27,11 +27,11 @@ __all__ = ["collector", "is_of_handler"]
 
 _AGAIN = "_rankscope_again"  # set on what is raised again, whose traceback does not show the handler any more
 _OWN = __name__.partition(".in_rank")[0]
-_AWAY_S = 0.001  # the main thread leaves the hook before
+_AWAY_S = 0.001  # from one look whether the main thread has left the hook to the next
 
 _before: Any = None
 _hook: Any = None
-_sleep = time.sleep  # not what the script may replace it by
+_sleep, _frames = time.sleep, sys._current_frames  # not what the script may replace them by
 
 
 def is_of_handler(error: BaseException) -> bool:
@@ -73,12 +73,23 @@ def _is_own(function: object) -> bool:
 
 
 def _raise_in_main_thread(error: BaseException) -> None:
+    main = threading.main_thread().ident or 0
     _sleep(_AWAY_S)
+    while _is_in_hook(main):  # where Python would print the exception, and it would be lost
+        _sleep(_AWAY_S)
     error.__dict__[_AGAIN] = True  # the main thread may be in another hook by now; a frozen dataclass allows this too
     # Python takes a class and instantiates it: `__new__` returns this instance.
     again = type(type(error).__name__, (BaseException,), {"__new__": lambda _: error})
-    main = threading.main_thread().ident or 0
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(again))
+
+
+def _is_in_hook(thread: int) -> bool:
+    """Say whether a thread is in `sys.unraisablehook`, ours or the script's around it."""
+    codes = {_code_of(_hook), _code_of(sys.unraisablehook)} - {None}
+    frame = _frames().get(thread)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _code_of(handler: Foreign) -> CodeType | None:
