@@ -24,16 +24,21 @@ def diagnose(trace: Trace, options: ReportOptions | None = None) -> Report:
     return with_whole_run(trace, report_on(trace, timeline, options), timeline, options)[0]
 
 
-def report_of(path: PathLike | Sequence[PathLike], options: ReportOptions | None = None) -> Report:
+def report_of(
+    path: PathLike | Sequence[PathLike], options: ReportOptions | None = None, *, recent: bool = False
+) -> Report:
     """Return the report, as by `diagnose`, on the run at this path. Raises BadInput.
 
     That on a run that has ended is kept in its folder, and read again as long as its files and this code are the same.
+    `recent`: of a run that is too long to be held at once only on the last steps, which is not kept.
     """
     place = KeptReport([path] if isinstance(path, (str, os.PathLike)) else path, options or ReportOptions())
-    known = place.load()
+    known = None if recent else place.load()
     if known is not None:
         return known
     trace, report, timeline = _read(path, options)
+    if recent and trace.stretch is not None:
+        return report
     report, is_complete = with_whole_run(trace, report, timeline, options)
     if is_complete and trace.has_ended:
         place.keep(report)

@@ -68,14 +68,14 @@ class Options:
 def command(options: Options) -> None:
     from rankscope.analysis.diagnosis.options import ReportOptions
     from rankscope.analysis.readers.dask_cluster import on_cluster
-    from rankscope.analysis.whole_run.diagnose import read_run, report_of
+    from rankscope.analysis.whole_run.diagnose import report_of
 
     run = part_of(options.run, options.steps, options.world)
     with shown(options.lang), on_cluster(options.dask):
         asked = ReportOptions(
             flops_per_step=options.flops_per_step, peak_tflops=options.peak_tflops, price=options.price
         )
-        report = read_run(run, asked, whole=False)[0] if options.recent else report_of(run, asked)
+        report = report_of(run, asked, recent=options.recent)
     written = _write_files(report, run[0], options)  # first: the reader of what is printed may leave early (`| head`)
     if options.json != "-":
         _print(report, options)

@@ -48,6 +48,13 @@ def test_the_second_report_is_the_first_one_without_reading_a_table(recorded, no
         assert html.render(again, language=language) == html.render(first, language=language)
 
 
+def test_one_on_the_last_steps_is_kept_where_these_are_all(recorded, no_tables):
+    """As `rankscope run` makes it at the end of a job."""
+    first = report_of(recorded, recent=True)
+    no_tables()
+    assert json_form.render(report_of(recorded)) == json_form.render(first)
+
+
 def test_a_report_says_the_path_by_which_it_was_asked_for(recorded, monkeypatch):
     report_of(recorded)
     monkeypatch.chdir(recorded.parent)
