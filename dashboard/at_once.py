@@ -26,7 +26,7 @@ from rankscope.analysis.whole_run.kept_report import KeptReport
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-__all__ = ["COOKIE", "LOCAL", "SCHEME", "Front", "at_once", "facts_of"]
+__all__ = ["COOKIE", "LOCAL", "SCHEME", "Front", "at_once", "facts_with_rate"]
 
 COOKIE = "rankscope-language"
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -46,10 +46,10 @@ _HERE = Path(__file__).parent
 def at_once(report: Report) -> Markup:
     """Return the beginning of Overview, of a report in the language that is spoken."""
     view = view_of(report)
-    return Markup(_template("at_once").render(view=view, facts=facts_of(view), COST=COST))
+    return Markup(_template("at_once").render(view=view, facts=facts_with_rate(view), COST=COST))
 
 
-def facts_of(view: View) -> list[str]:
+def facts_with_rate(view: View) -> list[str]:
     """Return the line of facts below the verdict, with the rate of steps."""
     mean_ns = view.report.steps.mean_ns
     rate = [spoken(text("{rate:.3g} steps per second", rate=1000000000.0 / mean_ns))] if mean_ns else []

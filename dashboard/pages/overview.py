@@ -14,7 +14,7 @@ from rankscope.analysis.report import charts, phrases
 from rankscope.analysis.report.labels import part_label, part_meaning, say, together
 from rankscope.analysis.report.view import COST, FindingView, Section, View, view_of
 from rankscope.analysis.text.message import text
-from rankscope.dashboard.at_once import facts_of
+from rankscope.dashboard.at_once import facts_with_rate
 from rankscope.dashboard.components import Chart
 from rankscope.dashboard.figures.report_tables import REPORT_TABLES
 from rankscope.dashboard.figures.waterfall import Bar, waterfall
@@ -59,7 +59,7 @@ def _verdict(view: View) -> Children:
             html.Div(
                 [
                     html.H1(view.report.verdict.replace(" %", "\u00a0%")),
-                    facts(*facts_of(view)),
+                    facts(*facts_with_rate(view)),
                     *(quiet(line) for line in view.history),
                 ],
                 className=f"verdict {view.status}",
