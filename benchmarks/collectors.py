@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rankscope.collectors import native_hook
+from rankscope.collectors.native import collectives_hook
 
 PLAIN = [sys.executable, "-m", "torch.distributed.run"]
 RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report"]
@@ -151,7 +151,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)
 
-    native_hook.build()
+    collectives_hook.build()
     with tempfile.TemporaryDirectory() as empty:
         rounds = [(run(PLAIN), run(RECORDED), run(RECORDED, XDG_CACHE_HOME=empty)) for _ in range(args.rounds)]
     print(f"{args.rounds} rounds; CPU time per call, µs, and what recording adds to it (least to most of a round)")

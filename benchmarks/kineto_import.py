@@ -68,8 +68,8 @@ def imported(path: Path) -> None:
 
 
 def report(path: Path) -> None:
+    from rankscope.analysis.diagnosis.diagnose import diagnose
     from rankscope.analysis.runs.trace import Trace
-    from rankscope.analysis.whole_run.diagnose import diagnose
 
     diagnose(Trace.open(path))
 

@@ -3,7 +3,9 @@
     python benchmarks/overhead_within.py --steps 300 --block 3 --job benchmarks/many_collectives.py
     python benchmarks/soak.py
 
-With `--forks` a child that ends at once is forked every so many steps; `--timings` is that of the example.
+With `--across N` only every N-th is one of all ranks, and the others are of groups of one rank, which gloo completes
+without waiting. With `--forks` a child that ends at once is forked every so many steps; `--timings` is that of the
+example.
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--per-step", type=int, default=1000)
+    parser.add_argument("--across", type=int, default=1, help="collectives from one of all ranks to the next")
     parser.add_argument("--forks", type=int, default=0, help="steps from one fork to the next")
     parser.add_argument("--timings", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     numbers, stamps = torch.ones(8), []
     for step in range(args.steps):
-        for _ in range(args.per_step):
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        for number in range(args.per_step):
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=alone if number % args.across else None)
         rankscope.step()
         stamps.append(clocks())
         if args.forks and step % args.forks == args.forks - 1:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from rankscope.collectors import native_hook
+from rankscope.collectors.native import collectives_hook
 
 SCRIPT = Path(__file__).parents[1] / "examples/train_transformer.py"
 PLAIN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -126,7 +126,7 @@ def main() -> None:
     name = Path(args.job[0]).stem if args.job else args.parallel
     args.job = [Path(args.job[0]).resolve(), *args.job[1:]] if args.job else [SCRIPT, "--parallel", args.parallel]
 
-    native_hook.build()  # else the agent of the first pair would build it beside the job
+    collectives_hook.build()  # else the agent of the first pair would build it beside the job
     pairs = []
     for number in range(args.pairs):
         with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 
 from overhead import RECORDED, print_table
-from rankscope.collectors import native_hook
+from rankscope.collectors.native import collectives_hook
 
 ROOT = Path(__file__).parents[1]
 AGENT = "rankscope.collectors.agent.loop"
@@ -120,7 +120,7 @@ def main() -> None:
         sys.argv = [script, *words]
         be_a_rank(Path(script), args.block)
         return
-    native_hook.build()
+    collectives_hook.build()
     with tempfile.TemporaryDirectory() as folder:
         job = [(ROOT / script).resolve(), *words, "--steps", args.steps, "--timings", "timings"]
         rank = [Path(__file__).resolve(), "--be-a-rank", "--block", args.block, "--job", *job]

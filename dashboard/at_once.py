@@ -16,12 +16,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 from werkzeug.wrappers import Request, Response
 
+from rankscope.analysis.diagnosis.kept_report import KeptReport
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.report.palette import DARK, LIGHT, css_variables
 from rankscope.analysis.report.view import COST, View, view_of
 from rankscope.analysis.text.message import LANGUAGES, speaking, spoken, text
-from rankscope.analysis.whole_run.kept_report import KeptReport
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment

@@ -16,10 +16,12 @@ from pathlib import Path
 import polars as pl
 
 from rankscope.analysis.diagnosis.conclude import report_on
+from rankscope.analysis.diagnosis.kept_report import KeptReport
 from rankscope.analysis.diagnosis.options import ReportOptions
+from rankscope.analysis.diagnosis.stretches import with_whole_run
 from rankscope.analysis.metrics.rank_placement import rank_places
+from rankscope.analysis.model.address import run_folder
 from rankscope.analysis.model.finding import Report
-from rankscope.analysis.readers.native.address import run_folder
 from rankscope.analysis.runs.deep_windows import with_windows
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.trace import Trace
@@ -27,8 +29,6 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 from rankscope.analysis.timeline.nccl_durations import nccl_durations, nccl_waits
-from rankscope.analysis.whole_run.kept_report import KeptReport
-from rankscope.analysis.whole_run.stretches import with_whole_run
 from rankscope.collectors.schema import TABLES
 from rankscope.dashboard.run import Run
 from rankscope.dashboard.timeline.counter_lanes import CounterLane, counter_lanes

@@ -6,7 +6,8 @@ import inspect
 from pathlib import Path
 from types import ModuleType
 
-from rankscope.analysis.detectors import detectors, name_of
+from rankscope.analysis.detectors import detectors
+from rankscope.analysis.model.spec import name_of
 
 PAGE = Path(__file__).with_name("detectors.md")
 

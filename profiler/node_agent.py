@@ -15,7 +15,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from rankscope.collectors.agent.upload import LATE_S, UPLOAD_S
-from rankscope.collectors.in_rank.agent_socket import connect
+from rankscope.collectors.agent_socket import connect
 from rankscope.errors import NotRecorded
 
 __all__ = ["NEUTRAL_FOLDER", "Agent", "answers", "await_answer", "start_detached"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.collectors import native_hook
+from rankscope.collectors.native import collectives_hook
 from rankscope.errors import NotBuilt
 from support.browser import BROWSER
 from support.paths import DATA, EXAMPLE
@@ -80,7 +80,7 @@ def compiled_hook(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with _once_for_all_processes(tmp_path_factory, "compiled") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         try:
-            native_hook.build()
+            collectives_hook.build()
         except NotBuilt as error:
             pytest.skip(str(error))
     return folder

@@ -13,9 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.collectors import node, rank
 from rankscope.collectors.node import Node
 from rankscope.collectors.schema import TABLES

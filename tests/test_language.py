@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import joined, plural, speaking, spoken, text
 from rankscope.analysis.text.phrases import counted, named
-from rankscope.analysis.whole_run.diagnose import diagnose
 from support.by_hand import run
 from support.paths import DATA, ROOT
 

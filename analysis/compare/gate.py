@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rankscope.analysis.compare.two_runs import Comparison, FindingChange, StepChange, step_change
-from rankscope.analysis.detectors import name_of, spec_of
+from rankscope.analysis.compare.two_runs import step_change
+from rankscope.analysis.detectors import spec_of
+from rankscope.analysis.model.comparison import Comparison, FindingChange, StepChange
 from rankscope.analysis.model.digest import looks_of, missing_ranks, over_the_run
 from rankscope.analysis.model.finding import COARSE, Finding, Found, Report, RunFinding
+from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent, ranges

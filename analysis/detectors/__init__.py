@@ -29,7 +29,7 @@ from rankscope.analysis.metrics.step_matrix import ENOUGH_STEPS, Estimate, StepG
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.text.message import Text, text
+from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
@@ -43,7 +43,6 @@ __all__ = [
     "judged_grid",
     "longest_regions",
     "longest_rows",
-    "name_of",
     "of_hosts",
     "peers_grid",
     "price",
@@ -90,11 +89,6 @@ def specs() -> Mapping[str, Detector]:
 def spec_of(detector: str) -> Detector:
     """Give a detector's declaration; the default for other checks, such as "device_time"."""
     return specs().get(detector, Detector())
-
-
-def name_of(detector: str) -> str:
-    """Give the name that readers see, everywhere the same: the file's, unless the detector declares a better one."""
-    return spec_of(detector).name or Text(detector.replace("_", " "), {})
 
 
 def judged_grid(breakdown: pl.DataFrame, least: int = ENOUGH_STEPS) -> StepGrid:

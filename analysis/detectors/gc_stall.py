@@ -46,7 +46,6 @@ detector = Detector(
     # Stops of several ranks in a step add up along a pipeline.
     cost="as_replayed",
     parts=("gc",),
-    name=text("garbage collection"),
     lost_as=("gc", *AS_WAITING),
 )
 

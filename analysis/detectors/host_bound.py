@@ -47,12 +47,11 @@ from rankscope.analysis.metrics.launch_queue import launching
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
-from rankscope.analysis.model.parts import BLOCKED
+from rankscope.analysis.model.parts import BLOCKED, UNSEEN
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
-from rankscope.analysis.timeline.device_breakdown import UNSEEN
 from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]

@@ -50,7 +50,6 @@ detector = Detector(
     explains_late=("slow_rank",),
     explains_share=0.5,
     parts=("input",),
-    name=text("input pipeline"),
     lost_as=("input", *AS_WAITING),
 )
 

@@ -34,7 +34,7 @@ from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 
-detector = Detector(name=text("low MFU"))
+detector = Detector()
 
 
 def detect(

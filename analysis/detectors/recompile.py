@@ -46,7 +46,6 @@ detector = Detector(
     # Stops of several ranks in a step add up along a pipeline.
     cost="as_replayed",
     parts=("compile",),
-    name=text("recompilation"),
     lost_as=("compile", *AS_WAITING),
 )
 

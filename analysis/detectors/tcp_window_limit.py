@@ -39,7 +39,6 @@ from rankscope.errors import NotResolvable
 __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
-    name=text("TCP window limit"),
     needs=("collectives", "tcp"),
     explains=("low_bandwidth", "exposed_communication"),
     lost_as=AS_EXPOSED,

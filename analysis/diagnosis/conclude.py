@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.diagnosis.group_states import group_states
 from rankscope.analysis.diagnosis.judged_tables import code_of
 from rankscope.analysis.diagnosis.judgement import Judgement, judge
@@ -50,7 +51,12 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None) -> Repo
     needs, share = judged.model
     seen = _seen(timeline, judged, price)
     findings = tuple(
-        replace(finding, others_waited=others_waited(costs, finding), code=seen.code.of_finding(finding))
+        replace(
+            finding,
+            others_waited=others_waited(costs, finding),
+            code=seen.code.of_finding(finding),
+            parts=spec_of(finding.detector).parts,
+        )
         for finding in judged.findings
     )
     losses = losses_of(tables["breakdown"], tables["phases"], findings)

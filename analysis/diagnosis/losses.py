@@ -9,7 +9,7 @@ import polars as pl
 from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid, sums
 from rankscope.analysis.model.finding import Finding, Loss
-from rankscope.analysis.timeline.device_breakdown import QUEUED, UNSEEN
+from rankscope.analysis.model.parts import QUEUED, UNSEEN
 
 __all__ = ["LOST", "losses_of", "lost_fraction"]
 

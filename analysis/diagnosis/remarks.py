@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import polars as pl
 
-from rankscope.analysis.detectors import name_of
 from rankscope.analysis.metrics.step_matrix import step_grid
 from rankscope.analysis.model.finding import Lead, NotChecked, StepSummary
 from rankscope.analysis.model.parts import APART, MIXED, part_name
+from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted

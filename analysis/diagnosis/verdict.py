@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, name_of, spec_of
+from rankscope.analysis.detectors import ENOUGH_STEPS, spec_of
 from rankscope.analysis.diagnosis import remarks
 from rankscope.analysis.diagnosis.losses import lost_fraction
 from rankscope.analysis.model.finding import (
@@ -25,6 +25,7 @@ from rankscope.analysis.model.finding import (
     StepSummary,
 )
 from rankscope.analysis.model.money import cost_of, money_text
+from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent

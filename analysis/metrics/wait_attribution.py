@@ -16,14 +16,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.model.parts import BLOCKED
+from rankscope.analysis.model.parts import BEGAN_LATE, BLOCKED, LEFT_LATE
 from rankscope.analysis.timeline.host_breakdown import InvariantError
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = [
-    "BEGAN_LATE",
     "CHARGE_COLUMNS",
-    "LEFT_LATE",
     "OUTSIDE",
     "Delays",
     "blocked_by",
@@ -41,8 +39,6 @@ CHARGE_COLUMNS = {
     "indirect_ns": pl.Int64,
     "blocked_ns": pl.Int64,
 }
-LEFT_LATE = "left the last operation late"  # the two did the same since, and one began it later
-BEGAN_LATE = "began later"  # the same, and the two had never met before
 OUTSIDE = "outside of steps"
 
 _WAITING = ("wait", "bubble")  # time that another rank causes

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "COARSE",
+    "LEAST_GAIN",
     "REST",
     "Blame",
     "Change",
@@ -41,6 +42,7 @@ __all__ = [
 
 REST = "rest"  # what is not listed of the critical path, or of the causes of waiting
 COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
+LEAST_GAIN = 0.02  # share of the step from which on a predicted fix is listed
 COUNTED = 0.9  # share of the products' time from which on the FLOPs by shapes are those of the step
 
 
@@ -103,6 +105,7 @@ class Finding:
     others_waited: OthersWaited | None = None  # None: no rank is named, or none waited for it
     code: str | None = None  # where in the code its ranks are, and the others are not; None: unknown from samples
     evidence: tuple[Evidence, ...] = ()
+    parts: tuple[str, ...] = ()  # of the step, that show it; empty: none do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,18 @@ from rankscope.analysis.text.units import signed
 
 __all__ = [
     "APART",
+    "BEGAN_LATE",
     "BLOCKED",
+    "IDLE_LABELS",
+    "LEFT_LATE",
     "MAYBE_BLOCKED",
     "MIXED",
     "OWN",
     "OWN_WORK",
     "PARTS",
     "PART_ORDER",
+    "QUEUED",
+    "UNSEEN",
     "Part",
     "part_change",
     "part_name",
@@ -174,6 +179,15 @@ BLOCKED = ("wait", "bubble", "transfer", "unsplit")
 MIXED = "mixed"
 MAYBE_BLOCKED = (*BLOCKED, MIXED)
 APART = ("input", "gc", "compile", "checkpoint")
+
+# Labels that name no place in the program. Of a device's idle time: its own gap from one row to the next; longer,
+# although the next was queued (it waits for an event, or for what the trace does not show); before work of unknown
+# launch; and where the host was in no region.
+QUEUED, UNSEEN = "queued, not started", "launch not in the trace"
+IDLE_LABELS = ("between kernels", QUEUED, UNSEEN, "no region")
+# Of what another rank waits for.
+LEFT_LATE = "left the last operation late"  # the two did the same since, and one began it later
+BEGAN_LATE = "began later"  # the same, and the two had never met before
 
 
 def part_name(part: str) -> Text:

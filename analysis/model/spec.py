@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["AS_EXPOSED", "AS_WAITING", "Detector"]
+from rankscope.analysis.text.message import Text
+
+__all__ = ["AS_EXPOSED", "AS_WAITING", "Detector", "name_of"]
 
 # Kinds of loss (`diagnosis/losses.py`) that several detectors' findings bring about.
 AS_WAITING = ("wait", "bubble", "idle", "unattributed")
 AS_EXPOSED = ("communication", "unattributed")
+_ABBREVIATED = {"gc": "GC", "mfu": "MFU", "tcp": "TCP"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,6 @@ class Detector:
     slows_all_alike: what it finds does not explain that ranks wait for each other.
     parts: parts of the step that show its finding, added up per rank. Empty: it gets no picture.
     lost_as: the kinds of loss that its findings bring about. Empty: what they cost shows nowhere in the tables as lost.
-    name: its name in plain words, a `text`, where its id is not plain enough.
     """
 
     needs: tuple[str, ...] = ()
@@ -51,4 +53,8 @@ class Detector:
     slows_all_alike: bool = False
     parts: tuple[str, ...] = ()
     lost_as: tuple[str, ...] = ()
-    name: str = ""
+
+
+def name_of(detector: str) -> Text:
+    """Return the name of a detector, or of another check such as "device_time", that readers see everywhere."""
+    return Text(" ".join(_ABBREVIATED.get(word, word) for word in detector.split("_")), {})

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.model.finding import Finding, PredictedFix
+from rankscope.analysis.model.finding import LEAST_GAIN, Finding, PredictedFix
 from rankscope.analysis.model.pipeline_ops import COMPUTES
 from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.replay.protocol import Gain, Replay
@@ -26,9 +26,8 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
 from rankscope.errors import BadFix
 
-__all__ = ["LEAST_GAIN", "fixes_more", "sweep"]
+__all__ = ["fixes_more", "sweep"]
 
-LEAST_GAIN = 0.02  # share of the step from which on a fix is listed
 _TRIED = 4  # ranks, nodes and stages each; a replay takes about a hundredth of the report's time
 _LISTED = 8
 _PAIRED = 5  # of the largest gains, all pairs are tried

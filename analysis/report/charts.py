@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, History, Report
 from rankscope.analysis.report import labels, phrases, svg
@@ -34,8 +33,8 @@ def picture(split: digest.Breakdown, finding: Finding) -> Drawn | None:
     values = _picture_values(split, finding)
     if not values:
         return None
-    parts = spec_of(finding.detector).parts
-    caption = say("finding.picture", labels.part_label(parts[0])) if len(parts) == 1 else say("finding.picture.own")
+    one, *others = finding.parts
+    caption = say("finding.picture.own") if others else say("finding.picture", labels.part_label(one))
     marked = frozenset(finding.ranks) & set(values)
     if len(marked) == len(values):  # all are concerned, so none is set off
         numbers = say("finding.picture.spread", *(units.duration(f(values.values())) for f in (min, max)))
@@ -112,8 +111,7 @@ def waited(report: Report) -> Markup | None:
 
 def _picture_values(split: digest.Breakdown, finding: Finding) -> dict[int, int]:
     """Give per rank the ns per step of the part that a finding is about; empty if no single part shows it."""
-    about = spec_of(finding.detector).parts
-    columns = [i for i, part in enumerate(split.parts) if part in about]
+    columns = [i for i, part in enumerate(split.parts) if part in finding.parts]
     if not columns or not set(finding.ranks) & set(split.rows):
         return {}
     return {rank: sum(row[i] for i in columns) for rank, row in split.rows.items()}

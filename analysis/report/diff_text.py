@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rankscope.analysis.compare.two_runs import FindingChange, PartChange, StepChange
-from rankscope.analysis.detectors import name_of
+from rankscope.analysis.model.comparison import FindingChange, PartChange, StepChange
 from rankscope.analysis.model.parts import part_name
+from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.report.phrases import who
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration_with_error, scale_for

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rankscope.analysis.detectors import name_of
 from rankscope.analysis.model.parts import PARTS, part_name
+from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.text.message import joined, spoken, translated
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from rankscope.analysis.metrics.wait_attribution import BEGAN_LATE, LEFT_LATE
 from rankscope.analysis.model.digest import GapGroup, is_healthy
 from rankscope.analysis.model.finding import (
     COUNTED,
+    LEAST_GAIN,
     REST,
     Blame,
     Clock,
@@ -30,13 +30,11 @@ from rankscope.analysis.model.finding import (
     Window,
 )
 from rankscope.analysis.model.money import HOUR_NS, cost_of, is_standstill, money_text
-from rankscope.analysis.model.parts import part_change
-from rankscope.analysis.replay.sweep import LEAST_GAIN
+from rankscope.analysis.model.parts import BEGAN_LATE, IDLE_LABELS, LEFT_LATE, part_change
 from rankscope.analysis.report.labels import detector_name, part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
 from rankscope.analysis.text.phrases import counted, place_in_code, some_ranges
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
-from rankscope.analysis.timeline.device_breakdown import IDLE_LABELS
 
 __all__ = [
     "STATE_COLUMNS",

@@ -15,6 +15,7 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis import readers
+from rankscope.analysis.model.address import PathLike
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import OpenRun, Reader
 from rankscope.analysis.readers.bounds import check_regular
@@ -31,7 +32,6 @@ _UNEXPECTED = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError),
     *(pl.exceptions.PolarsError, pl.exceptions.PanicException),
 )
-PathLike = str | os.PathLike[str]
 
 _OWN = "native"
 _NAMED, _LOOKED_INTO = 5, 100  # folders that are named, and looked into, where the one that was given is no run
@@ -115,7 +115,10 @@ class Trace:
     def gaps(self) -> list[Gap]:
         """Return the gaps: reads every table, since a cut file shows only then."""
         with _damaged(self.path):
-            return self.reader.gaps()
+            found = self.reader.gaps()
+        if self.stretch and self.stretch.said:
+            found = [*found, Gap(table="*", rank=None, node=None, count=None, why=self.stretch.said)]
+        return found
 
 
 @contextmanager

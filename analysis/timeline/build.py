@@ -276,7 +276,6 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
     if len(ops):
         steps, incomparable = steps_of_ops(ops), []
     why_none = source.trace.reader.cannot().get("steps", _NO_STEPS)
-    read = [Gap(table="*", rank=None, node=None, count=None, why=stretch.said)] if stretch and stretch.said else []
     return _Steps(
         steps=steps,
         hosts=hosts,
@@ -287,7 +286,7 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
         gaps=[
             *step_gaps(steps, ranks, {gap.rank for gap in of_operations}, why_none),
             *(*of_marks, *of_operations, *of_lost, *profiled_gaps(steps)),
-            *(*read, *incomparable, *of_numbers, *early_gaps(collectives, steps)),
+            *(*incomparable, *of_numbers, *early_gaps(collectives, steps)),
         ],
     )
 

@@ -13,16 +13,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, COPIES_TO_HOST, MEMORY, WAITING_CALLS
+from rankscope.analysis.model.parts import IDLE_LABELS
 from rankscope.analysis.timeline.device_time import by_rank
 from rankscope.analysis.timeline.host_breakdown import PARTS, Grid, Spans, as_phases, joined
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["IDLE_LABELS", "QUEUED", "UNSEEN", "device_phases", "with_launches", "with_waits"]
+__all__ = ["device_phases", "with_launches", "with_waits"]
 
-# Labels of idle time: the device's own gap from one row to the next; longer, although the next was queued (it waits for
-# an event, or for what the trace does not show); before work of unknown launch; and where the host was in no region.
-QUEUED, UNSEEN = "queued, not started", "launch not in the trace"
-IDLE_LABELS = ("between kernels", QUEUED, UNSEEN, "no region")
 _BETWEEN, _QUEUED, _UNSEEN, _NO_REGION = range(len(IDLE_LABELS))
 
 _MAIN_THREAD = 0

@@ -61,7 +61,7 @@ def nccl_waits(collectives: pl.DataFrame, calls: pl.DataFrame, events: pl.DataFr
     `collectives` during whose call NCCL began this one, if torch could have made it so; null: NCCL alone saw it, as
     with other libraries, CUDA graphs, and operations that torch collects and begins together.
 
-    Source: NCCL, profiler plugin interface (ext-profiler); `collectors/nccl_profiler`.
+    Source: NCCL, profiler plugin interface (ext-profiler); `collectors/native`.
     """
     if calls.is_empty():
         return NCCL_WAITS.to_frame()

@@ -16,7 +16,7 @@ from rankscope.collectors.agent import messages
 from rankscope.collectors.agent.flight_recorder import FlightRecorder
 from rankscope.collectors.agent.oom_kills import OomKills
 from rankscope.collectors.agent.rank_tables import RankTables
-from rankscope.collectors.in_rank.agent_socket import peer_of
+from rankscope.collectors.agent_socket import peer_of
 
 __all__ = ["Connection", "Connections"]
 

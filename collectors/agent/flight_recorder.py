@@ -10,7 +10,6 @@ import fcntl
 import http.client
 import json
 import shutil
-import socket
 import threading
 import time
 from pathlib import Path
@@ -18,42 +17,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from rankscope.collectors.agent.clock_ping import unix_anchor
+from rankscope.collectors.worker_server import GATE, LAST, SOCKET, TIMEOUT_S, fetch
 
-__all__ = ["GATE", "LAST", "SOCKET", "FlightRecorder", "fetch"]
+__all__ = ["FlightRecorder"]
 
-# In the rank's folder: torch's socket, what the rank leaves behind, and the file that is locked during a query, or
-# while the rank captures a CUDA graph: an answer looks at events, which breaks a capture under way in another thread.
-SOCKET, LAST, GATE = "rank", "last.json", "gate"
 SHORTEST_S, LONGEST_S = 1.0, 30.0
-TIMEOUT_S = 10.0
 _GOING_S = 5.0
 
 Row = dict[str, Any]
-
-
-class _Connection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(TIMEOUT_S)
-        self.sock.connect(self._path)
-
-
-def fetch(path: str, handler: str) -> bytes:
-    """Get this recorder's JSON from the worker server at the socket. Raises OSError, HTTPException or ValueError."""
-    connection = _Connection(path)
-    try:
-        connection.request("POST", f"/handler/{handler}", headers={"Connection": "close"})
-        response = connection.getresponse()
-        body = response.read()
-    finally:
-        connection.close()
-    if response.status != http.client.OK:
-        raise ValueError(f"{handler} answered {response.status}")
-    return body
 
 
 class FlightRecorder(threading.Thread):

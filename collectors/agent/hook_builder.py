@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from rankscope.collectors import native_hook
 from rankscope.collectors.free_memory import available_bytes
+from rankscope.collectors.native import collectives_hook
 
 __all__ = ["HookBuilder"]
 
@@ -39,9 +39,9 @@ class HookBuilder:
         if self._is_off or first_rank_ns is None or clock() - first_rank_ns < BUILD_AFTER_NS:
             return None
         self._is_off = True
-        if not native_hook.is_wanted(torch_version) or (available_bytes() or 0) < FREE_BYTES:
+        if not collectives_hook.is_wanted(torch_version) or (available_bytes() or 0) < FREE_BYTES:
             return None
-        command = [sys.executable, "-m", "rankscope.collectors.native_hook"]
+        command = [sys.executable, "-m", "rankscope.collectors.native.collectives_hook"]
         with contextlib.suppress(OSError):
             to, nowhere = subprocess.PIPE, subprocess.DEVNULL
             self._process = subprocess.Popen(

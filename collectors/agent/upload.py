@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rankscope.collectors.compiling import cache_folder
+from rankscope.collectors.native.compiling import cache_folder
 
 __all__ = ["LATE_S", "UPLOAD_S", "Upload", "missed", "remove_spool", "spool", "upload_rest"]
 

@@ -25,13 +25,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from rankscope.collectors import native_hook
+from rankscope.collectors import agent_socket
 from rankscope.collectors import rank as rank_collectors
-from rankscope.collectors.in_rank import agent_socket, interrupts
+from rankscope.collectors.in_rank import interrupts
 from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.in_rank.placement import address_towards, host_of, place, world_of
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.in_rank.stderr import say, text_of
+from rankscope.collectors.native import collectives_hook
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.rank_ranges import as_ranges
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS
@@ -471,7 +472,7 @@ def _native_hook(backend: str) -> Foreign:
     if not {pair.partition(":")[2] for pair in backend.split(",")} <= {"gloo", "nccl"}:
         return None
     try:
-        return native_hook.load()
+        return collectives_hook.load()
     except Exception as error:
         say(f"the collectives hook in C++ does not load: {type(error).__name__}: {error}; Python's is used")
         return None

@@ -7,7 +7,7 @@ with the interpreter's lock released. (Overriding the CPU key instead would keep
 The end comes from the work's future. Operations without one (`send`, `recv`, …) end when a thread waits for them. On an
 accelerator neither says when the device is done, so the end stays empty there.
 
-Where `rankscope doctor --build` has built the hook in C++ (`collectors/native_hook`), its kernels take the place of
+Where `rankscope doctor --build` has built the hook in C++ (`collectors/native`), its kernels take the place of
 those of the collectives, of `wait_tensor` and of `Work.wait`. Point-to-point operations have no future and stay here.
 """
 

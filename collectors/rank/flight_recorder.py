@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from rankscope.collectors.agent.flight_recorder import GATE, LAST, SOCKET, fetch
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.untyped import Foreign
+from rankscope.collectors.worker_server import GATE, LAST, SOCKET, fetch
 
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit

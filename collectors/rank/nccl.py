@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from rankscope.collectors.nccl_profiler import EVENTS, VARIABLE, built, too_old
+from rankscope.collectors.native.nccl_plugin import EVENTS, VARIABLE, built, too_old
 from rankscope.collectors.rank import Collector
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dash import html
 
-from rankscope.analysis.compare.two_runs import PartChange, StepChange
+from rankscope.analysis.model.comparison import PartChange, StepChange
 from rankscope.analysis.report.diff_text import part_columns
 from rankscope.analysis.text.message import text
 

@@ -19,7 +19,8 @@ from rankscope.analysis.compare.two_ranks import (
     steps_of_both,
     work_changes,
 )
-from rankscope.analysis.compare.two_runs import PartChange, StepChange, step_change
+from rankscope.analysis.compare.two_runs import step_change
+from rankscope.analysis.model.comparison import PartChange, StepChange
 from rankscope.analysis.model.parts import MAYBE_BLOCKED
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, signed

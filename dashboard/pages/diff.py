@@ -8,7 +8,8 @@ from typing import Any
 import polars as pl
 from dash import Dash, Input, Output, dcc, html, no_update
 
-from rankscope.analysis.compare.two_runs import Comparison, compare, step_change
+from rankscope.analysis.compare.two_runs import compare, step_change
+from rankscope.analysis.model.comparison import Comparison
 from rankscope.analysis.report.diff_text import arrow, finding_row
 from rankscope.analysis.report.labels import part_label
 from rankscope.analysis.text.message import text

@@ -45,8 +45,8 @@ def command(
 ) -> None:
     from rankscope.analysis.compare.gate import gate
     from rankscope.analysis.compare.two_runs import compare
+    from rankscope.analysis.diagnosis.diagnose import read_run, report_of
     from rankscope.analysis.report.json_form import strict
-    from rankscope.analysis.whole_run.diagnose import read_run, report_of
     from rankscope.errors import NotComparable
 
     asked = part_of(run, steps, world)

@@ -21,7 +21,7 @@ from rankscope.profiler.columns import aligned
 from rankscope.profiler.options import Json, Lang, Steps, World, part_of, write
 
 if TYPE_CHECKING:
-    from rankscope.analysis.compare.two_runs import Comparison, KernelChange, OperationChange
+    from rankscope.analysis.model.comparison import Comparison, KernelChange, OperationChange
 
 __all__ = ["command"]
 
@@ -38,7 +38,7 @@ def command(
     lang: Lang = "en",
 ) -> None:
     from rankscope.analysis.compare.two_runs import compare
-    from rankscope.analysis.whole_run.diagnose import read_run
+    from rankscope.analysis.diagnosis.diagnose import read_run
 
     one, other = part_of([a, b], steps, world)
     found = compare(*read_run(one, whole=False), *read_run(other, whole=False))

@@ -72,10 +72,10 @@ def command(
 
 def _build() -> None:
     """Build both. Raises RankscopeError, after the second was tried."""
-    from rankscope.collectors import native_hook, nccl_profiler
+    from rankscope.collectors.native import collectives_hook, nccl_plugin
 
     refused = []
-    for name, module in (("the collectives hook", native_hook), ("the NCCL plugin", nccl_profiler)):
+    for name, module in (("the collectives hook", collectives_hook), ("the NCCL plugin", nccl_plugin)):
         try:
             module.build()
         except NotBuilt as error:
@@ -168,9 +168,9 @@ def _collectors() -> Iterator[Check]:
 
 
 def _native_hook() -> Iterator[Check]:
-    from rankscope.collectors import native_hook
+    from rankscope.collectors.native import collectives_hook
 
-    path, failure = native_hook.built(), native_hook.failure()
+    path, failure = collectives_hook.built(), collectives_hook.failure()
     missing = text(
         "not built yet, a slower one in Python is used; a job of some minutes builds it, or rankscope doctor --build"
     )
@@ -183,11 +183,11 @@ def _native_hook() -> Iterator[Check]:
 
 
 def _nccl_plugin() -> Iterator[Check]:
-    from rankscope.collectors import nccl_profiler
+    from rankscope.collectors.native import nccl_plugin
 
-    path, other = nccl_profiler.built(), nccl_profiler.installed_elsewhere(os.environ)
+    path, other = nccl_plugin.built(), nccl_plugin.installed_elsewhere(os.environ)
     name, version = _nccl()
-    too_old = nccl_profiler.too_old([int(part) for part in version.split(".")[:3]]) if version else None
+    too_old = nccl_plugin.too_old([int(part) for part in version.split(".")[:3]]) if version else None
     if other:
         yield Check(text("NCCL plugin"), False, text("another one is in its place: {other}", other=other))
     elif too_old:

@@ -31,7 +31,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
-from rankscope.collectors import nccl_profiler
+from rankscope.collectors.native import nccl_plugin
 from rankscope.errors import NotRecorded, RankscopeError
 from rankscope.profiler.arguments import Options, program_name, split
 from rankscope.profiler.errors import say
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
     try:
         _ensure_agent(name, options, command)
         environment["RANKSCOPE_AGENT"] = name
-        environment.update(nccl_profiler.settings(environment))
+        environment.update(nccl_plugin.settings(environment))
     except (NotRecorded, OSError) as error:
         say(f"nothing is recorded: {error}; the job runs as without rankscope")
     try:

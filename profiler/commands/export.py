@@ -63,7 +63,7 @@ def command(
 
 def _name(run: Path) -> str:
     """Return the run's name, with what of it is named: `run-steps=100-110`."""
-    from rankscope.analysis.readers.native.address import run_folder
+    from rankscope.analysis.model.address import run_folder
 
     folder, whole = run_folder(run).resolve(), run.resolve()
     return "-".join((folder.name.split(".")[0], *whole.parts[len(folder.parts) :]))

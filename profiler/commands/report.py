@@ -66,9 +66,9 @@ class Options:
 
 @takes(Options)
 def command(options: Options) -> None:
+    from rankscope.analysis.diagnosis.diagnose import report_of
     from rankscope.analysis.diagnosis.options import ReportOptions
     from rankscope.analysis.readers.dask_cluster import on_cluster
-    from rankscope.analysis.whole_run.diagnose import report_of
 
     run = part_of(options.run, options.steps, options.world)
     with shown(options.lang), on_cluster(options.dask):

@@ -31,8 +31,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from rankscope.collectors import nccl_profiler
 from rankscope.collectors.agent.upload import missed, remove_spool, upload_rest
+from rankscope.collectors.native import nccl_plugin
 from rankscope.errors import NotRecorded, RankscopeError
 from rankscope.profiler.arguments import HELP, OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
 from rankscope.profiler.errors import say
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
         if options.url:
             say(f"recording into {options.url}, by way of {out}")
         environment["RANKSCOPE_AGENT"] = socket
-        environment.update(nccl_profiler.settings(environment))
+        environment.update(nccl_plugin.settings(environment))
     except (NotRecorded, OSError) as error:
         say(f"nothing is recorded: {error}; the job runs as without rankscope")
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":

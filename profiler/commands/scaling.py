@@ -40,8 +40,8 @@ def command(
     lang: Lang = "en",
 ) -> None:
     from rankscope.analysis.compare.scaling import scaling
+    from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.report.json_form import strict
-    from rankscope.analysis.whole_run.diagnose import read_run
 
     if weak and strong:
         raise RankscopeError("--weak or --strong, not both")

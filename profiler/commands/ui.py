@@ -98,7 +98,7 @@ def _serve(run: list[Path], options: Options, host: str, token: str, cluster: Ab
 
 def _checked(options: Options) -> list[Path]:
     """Return the paths on this machine of what is shown. Raises RankscopeError."""
-    from rankscope.analysis.readers.native.address import run_folder
+    from rankscope.analysis.model.address import run_folder
     from rankscope.analysis.runs.storage import local_path
 
     if options.port is not None and not 0 <= options.port < 1 << 16:

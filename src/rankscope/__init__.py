@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
+    from rankscope.analysis.diagnosis.diagnose import diagnose
     from rankscope.analysis.diagnosis.options import ReportOptions
     from rankscope.analysis.runs.trace import Trace
-    from rankscope.analysis.whole_run.diagnose import diagnose
     from rankscope.collectors.in_rank.session import annotate, step
 
     open = Trace.open
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> object:
 
         return ReportOptions
     if name == "diagnose":
-        from rankscope.analysis.whole_run.diagnose import diagnose
+        from rankscope.analysis.diagnosis.diagnose import diagnose
 
         return diagnose
     if name == "open":

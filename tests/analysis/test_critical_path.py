@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.diagnosis import not_seen
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.replay import device_graph as device_graphs
 from rankscope.analysis.replay.critical_path import PATH_COLUMNS, critical_path
@@ -18,7 +19,6 @@ from rankscope.analysis.replay.host_graph import step_lengths
 from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import NotReplayable
 from support.paths import DATA
 from support.rows import ONE_NODE, matched, regions, table

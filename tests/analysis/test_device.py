@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.model.kernels import device_work, kernel_op
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.device_breakdown import device_phases
 from rankscope.analysis.timeline.device_time import device_parts
 from rankscope.analysis.timeline.host_breakdown import breakdown, check_phases
 from rankscope.analysis.timeline.steps import on_device, whole_captures
-from rankscope.analysis.whole_run.diagnose import diagnose
 from support.paths import DATA
 from support.rows import collectives, matched, regions, step_spans
 

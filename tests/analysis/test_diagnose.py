@@ -15,12 +15,12 @@ from faults import Case, simulated
 from rankscope.analysis.detectors import detectors
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.checks import ask
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.report import json_form, phrases
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import NotResolvable
 from support.by_hand import MS, STEPS, not_checked, run
 

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
+from rankscope.analysis.diagnosis import diagnose
+from rankscope.analysis.diagnosis.diagnose import report_of
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.report import html, json_form, terminal
-from rankscope.analysis.whole_run import diagnose
-from rankscope.analysis.whole_run.diagnose import report_of
 from rankscope.errors import BadInput
 from record import write
 from simulate import Job, healthy_resources, run

@@ -10,15 +10,15 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.compare.gate import gate
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
+from rankscope.analysis.diagnosis.stretch_summary import StretchSummary
 from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.steps import judge
-from rankscope.analysis.whole_run.diagnose import diagnose
-from rankscope.analysis.whole_run.run_phases import over_the_run, phases_of
-from rankscope.analysis.whole_run.stretch_summary import StretchSummary
 from record import write
 from simulate import Job, healthy_resources, run
 from support.report_schema import SCHEMA, check

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import BadInput
 from rankscope.profiler.commands import import_
 

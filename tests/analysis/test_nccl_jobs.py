@@ -8,9 +8,9 @@ import polars as pl
 import pytest
 
 import rankscope
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.collectors.schema import DTYPES, NCCL_EVENTS, OPS, REGION_KINDS, TABLES
 from support.by_hand import Tables, not_checked
 from support.run_folder import RANK_ROW, write, write_run

@@ -10,12 +10,12 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.detectors import pipeline_bubble, stage_imbalance
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
 from rankscope.analysis.replay.pipeline import communicates, op_grid, pipeline, schedule, theory_fraction
 from rankscope.analysis.replay.pipeline_plan import Group, WhatIf, ends, ideal, plan, replay, transfers
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.pipeline_ops import steps_of_ops
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import NotReplayable, NotResolvable
 from support.paths import DATA
 

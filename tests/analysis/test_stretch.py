@@ -12,11 +12,11 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from rankscope.analysis.diagnosis import diagnose
+from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run import diagnose
-from rankscope.analysis.whole_run.diagnose import read_run
 from rankscope.collectors.agent import arrow_writer
 from rankscope.errors import BadInput
 from record import write

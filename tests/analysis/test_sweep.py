@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.metrics.links import LINKS
 from rankscope.analysis.metrics.wait_attribution import delays
 from rankscope.analysis.model.finding import Finding
@@ -15,7 +16,6 @@ from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.report import html, json_form, phrases, terminal
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.whole_run.diagnose import diagnose
 from support.by_hand import run
 
 MS = 1_000_000

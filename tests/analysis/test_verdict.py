@@ -5,9 +5,9 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.report import terminal
-from rankscope.analysis.whole_run.diagnose import diagnose
 from support.by_hand import run
 
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.metrics.links import LINKS
 from rankscope.analysis.replay.graph import replay
 from rankscope.analysis.replay.host_graph import fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.collectors.schema import SCHEMA_VERSION
 from rankscope.errors import BadFix, NotReplayable
 from support.command_line import MS, rankscope_

@@ -6,16 +6,16 @@ import signal
 
 import pytest
 
+from rankscope.analysis.diagnosis import stretches
+from rankscope.analysis.diagnosis.diagnose import diagnose, read_run
+from rankscope.analysis.diagnosis.kept_values import FOLDER, kept
+from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries
+from rankscope.analysis.diagnosis.stretches import summarize
 from rankscope.analysis.readers import workers
 from rankscope.analysis.report import json_form, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import Text
-from rankscope.analysis.whole_run import stretches
-from rankscope.analysis.whole_run.diagnose import diagnose, read_run
-from rankscope.analysis.whole_run.kept_values import FOLDER, kept
-from rankscope.analysis.whole_run.stretch_summary import StretchSummaries
-from rankscope.analysis.whole_run.stretches import summarize
 from record import write
 from simulate import Job, healthy_resources, run
 

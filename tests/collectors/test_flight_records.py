@@ -17,6 +17,7 @@ import pytest
 
 import rankscope
 from rankscope.analysis.timeline.nccl_durations import nccl_durations
+from rankscope.collectors import worker_server
 from rankscope.collectors.agent import flight_recorder
 from rankscope.collectors.rank.flight_recorder import NCCL_RECORDER
 
@@ -67,8 +68,8 @@ def asked(tmp_path, monkeypatch):
     monkeypatch.setattr(flight_recorder, "LONGEST_S", 0.05)
     folder = tmp_path / "rank"
     folder.mkdir()
-    (folder / flight_recorder.GATE).touch()
-    server = Server(str(folder / flight_recorder.SOCKET), Answer)
+    (folder / worker_server.GATE).touch()
+    server = Server(str(folder / worker_server.SOCKET), Answer)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     recorder = flight_recorder.FlightRecorder(str(folder), HANDLER)
     yield server, recorder, folder
@@ -93,9 +94,7 @@ def test_every_operation_is_a_row_once_it_has_ended(asked):
     assert rows(recorder, 1) == [(0, 1, 1_500_000)]
     server.entries = (entry(1, duration_ms=2.0), entry(2, duration_ms=0.25), entry(3, "scheduled"))
     assert rows(recorder, 2) == [(1, 2, 2_000_000), (2, 3, 250_000)]
-    (folder / flight_recorder.LAST).write_text(
-        json.dumps({"entries": [entry(3, "started"), entry(4, duration_ms=1.0)]})
-    )
+    (folder / worker_server.LAST).write_text(json.dumps({"entries": [entry(3, "started"), entry(4, duration_ms=1.0)]}))
     recorder.finish()
     assert rows(recorder, 2) == [(3, 4, None), (4, 5, 1_000_000)]
     assert recorder.gaps.empty()
@@ -132,7 +131,7 @@ def test_parts_of_a_coalesced_operation_end_with_it(asked):
 def test_no_query_while_the_rank_captures_a_cuda_graph(asked):
     server, recorder, folder = asked
     server.entries = (entry(0, duration_ms=1.0),)
-    with (folder / flight_recorder.GATE).open() as gate:
+    with (folder / worker_server.GATE).open() as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         recorder.start()
         time.sleep(0.3)

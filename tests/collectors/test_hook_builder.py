@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.collectors import native_hook
 from rankscope.collectors.agent.hook_builder import BUILD_AFTER_NS, HookBuilder
+from rankscope.collectors.native import collectives_hook
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 
@@ -52,9 +52,9 @@ def long_ago() -> int:
 
 def test_a_job_of_a_minute_builds_it_once_at_idle_priority_and_as_the_first_victim(compiler):
     ran = compiler('cp {made} "$to"')
-    assert result(HookBuilder({}), long_ago()) == f"built: {native_hook.built()}"
+    assert result(HookBuilder({}), long_ago()) == f"built: {collectives_hook.built()}"
     assert ran.read_text() == "5 1000\n"  # SCHED_IDLE
-    assert not native_hook.is_wanted(torch.__version__)
+    assert not collectives_hook.is_wanted(torch.__version__)
 
 
 def test_a_shorter_job_another_torch_and_a_job_that_disables_it_build_nothing(compiler):
@@ -70,7 +70,7 @@ def test_a_shorter_job_another_torch_and_a_job_that_disables_it_build_nothing(co
         assert builder.look(since_ns, version) is None
         builder.finish()
     assert not ran.exists()
-    assert native_hook.built() is None
+    assert collectives_hook.built() is None
 
 
 def test_a_compiler_that_refuses_is_asked_once_and_doctor_says_why(compiler):

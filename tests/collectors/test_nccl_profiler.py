@@ -16,9 +16,9 @@ import pytest
 import rankscope
 from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.timeline.nccl_durations import nccl_waits
-from rankscope.collectors import nccl_profiler
 from rankscope.collectors.agent.arrow_writer import batch_of
 from rankscope.collectors.agent.ring_reader import Ring, Threads, columns_by_table
+from rankscope.collectors.native import nccl_plugin
 from rankscope.collectors.rank import nccl
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, TABLES
 from rankscope.errors import NotBuilt
@@ -34,9 +34,9 @@ NEWEST = 7
 def plugin(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        assert nccl_profiler.built() is None
-        path = nccl_profiler.build("gcc", ("-Werror",))
-        assert nccl_profiler.built() == path
+        assert nccl_plugin.built() is None
+        path = nccl_plugin.build("gcc", ("-Werror",))
+        assert nccl_plugin.built() == path
         yield path
 
 
@@ -172,7 +172,7 @@ def test_more_at_once_than_there_is_room_for_is_counted(plugin):
 
 def test_own_plugin_of_the_user_is_left_alone(tmp_path):
     def elsewhere(**environment):
-        return nccl_profiler.installed_elsewhere({"HOME": str(tmp_path), **environment}, root=tmp_path)
+        return nccl_plugin.installed_elsewhere({"HOME": str(tmp_path), **environment}, root=tmp_path)
 
     assert elsewhere() is None
     assert elsewhere(NCCL_PROFILER_PLUGIN="inspector") == "NCCL_PROFILER_PLUGIN=inspector"
@@ -185,10 +185,10 @@ def test_own_plugin_of_the_user_is_left_alone(tmp_path):
 
 def test_job_finds_the_plugin_unless_the_user_has_one(plugin, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(plugin.parent.parent))
-    assert nccl_profiler.settings({}) == {"NCCL_PROFILER_PLUGIN": str(plugin)}
-    assert nccl_profiler.settings({"NCCL_PROFILER_PLUGIN": "inspector"}) == {}
+    assert nccl_plugin.settings({}) == {"NCCL_PROFILER_PLUGIN": str(plugin)}
+    assert nccl_plugin.settings({"NCCL_PROFILER_PLUGIN": "inspector"}) == {}
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    assert nccl_profiler.settings({}) == {}
+    assert nccl_plugin.settings({}) == {}
 
 
 def test_doctor_builds_the_plugin_and_says_where_it_is(compiled_hook, tmp_path):
@@ -210,7 +210,7 @@ def test_missing_compiler_is_reported_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(NotBuilt, match="no C compiler"):
-        nccl_profiler.build()
+        nccl_plugin.build()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_job_whose_nccl_has_no_plugin_says_why(plugin, monkeypatch, tmp_path, ve
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, distributed=distributed))
     if not environment:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(nccl_profiler.VARIABLE, str(plugin) if environment == "ours" else environment)
+    monkeypatch.setenv(nccl_plugin.VARIABLE, str(plugin) if environment == "ours" else environment)
     said, ticks, rings = [], [], []
     nccl.start(
         SimpleNamespace(

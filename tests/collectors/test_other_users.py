@@ -11,7 +11,7 @@ import uuid
 
 import pytest
 
-from rankscope.collectors.in_rank.agent_socket import connect
+from rankscope.collectors.agent_socket import connect
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.in_rank.session import Emit
 from rankscope.errors import NotRecorded

@@ -17,10 +17,10 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
 from rankscope.analysis.runs.step_range import _count_steps
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run.diagnose import read_run
 from rankscope.collectors.agent import arrow_writer, loop
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.agent.process import bind

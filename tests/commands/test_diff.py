@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.analysis.compare.two_runs import StepChange, step_change
+from rankscope.analysis.compare.two_runs import step_change
+from rankscope.analysis.model.comparison import StepChange
 from record import write
 from simulate import Job, healthy_resources, run
 

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import heard_by, reached, told
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.profiler import progress
 
 

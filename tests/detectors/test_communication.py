@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.collectors.schema import TABLES
 from support.by_hand import Tables, not_checked
 

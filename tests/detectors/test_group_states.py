@@ -7,10 +7,10 @@ import re
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.report import html, json_form
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.phrases import some_ranges
-from rankscope.analysis.whole_run.diagnose import diagnose
 from support.flight_dumps import dump, write_dumps
 
 

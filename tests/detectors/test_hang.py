@@ -12,10 +12,10 @@ import polars as pl
 import pytest
 
 from rankscope.analysis.detectors import hang
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.hang_progress import last_progress
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import NotResolvable
 from support.paths import DATA
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers import kineto
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run.diagnose import diagnose
 from support.paths import DATA
 
 KINETO = DATA / "kineto"

@@ -345,7 +345,7 @@ def test_exec_is_not_misled_by_noise_nor_by_many_arguments(tmp_path, job):
 def test_a_user_without_a_home_runs_jobs(tmp_path):
     """As in a container whose user number has no name."""
     without = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
-    code = "from rankscope.collectors import nccl_profiler as p; print(p.built(), p.settings({}))"
+    code = "from rankscope.collectors.native import nccl_plugin as p; print(p.built(), p.settings({}))"
     strange = "import os, pwd; pwd.getpwuid = lambda uid: {}[uid]; "
     done = subprocess.run([sys.executable, "-c", strange + code], env=without, capture_output=True, text=True)
     assert done.stdout == "None {}\n", done.stderr

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers import spill_file
 from rankscope.analysis.readers.kineto import tables
 from rankscope.analysis.report import json_form
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import RankscopeError
 from rankscope.profiler.commands import import_
 from support.paths import DATA

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers import json_scan, spill_file
 from rankscope.analysis.readers.collective_numbering import Sequence, align
 from rankscope.analysis.readers.kineto import scan
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import BadInput
 from support.fuzz import scan as fuzz_scan
 from support.kineto import ALLREDUCE, copy, event, kernel, launch, meta, opened, step, text_of, write

@@ -12,9 +12,9 @@ import tarfile
 import polars as pl
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers.flight_recorder import peers
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run.diagnose import diagnose
 from rankscope.errors import BadInput
 from support.flight_dumps import dump, write_dumps
 from support.paths import DATA

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pyarrow.fs import LocalFileSystem, copy_files
 
+from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.runs import storage
 from rankscope.analysis.runs.storage import local_path
-from rankscope.analysis.whole_run.diagnose import read_run
 from rankscope.collectors import object_storage
 from rankscope.errors import BadInput
 from rankscope.profiler import main

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.readers import dask_cluster, workers
 from rankscope.analysis.readers.dask_cluster import on_cluster
 from rankscope.analysis.readers.kineto.scan import read_file
@@ -14,7 +15,6 @@ from rankscope.analysis.readers.workers import Lost, each
 from rankscope.analysis.report import json_form
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run.diagnose import read_run
 from rankscope.dashboard.state import State
 from rankscope.errors import BadInput, RankscopeError
 from record import write

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.replay.pipeline import op_grid, pipeline, schedule
 from rankscope.analysis.replay.pipeline_plan import ends
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.whole_run.diagnose import diagnose
 
 STAGES, MICROBATCHES = 4, 8
 LENGTH = {"fwd": 10.0, "bwd": 10.0, "wgrad": 10.0}  # ms

@@ -11,9 +11,9 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from pyarrow.fs import S3FileSystem
 from werkzeug.serving import make_server
 
+from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import json_form
 from rankscope.analysis.runs import storage
-from rankscope.analysis.whole_run.diagnose import read_run
 from record import write
 from simulate import Job, healthy_resources, run
 

@@ -34,11 +34,11 @@ pytest.importorskip("dash", reason="needs the UI's packages: pip install 'ranksc
 
 import record
 import simulate
+from rankscope.analysis.diagnosis.kept_report import KeptReport
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model import digest
 from rankscope.analysis.report.view import view_of
 from rankscope.analysis.text.message import speaking, spoken
-from rankscope.analysis.whole_run.kept_report import KeptReport
 from rankscope.dashboard import sql
 from rankscope.dashboard import state as state_module
 from rankscope.dashboard.app import _show, create_app

@@ -13,7 +13,7 @@ from rankscope.analysis.metrics.step_matrix import Floats, Ints, StepGrid, above
 from rankscope.analysis.metrics.stragglers import Charged, charged, stragglers
 from rankscope.analysis.metrics.wait_attribution import caused_by_rank, delays
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
-from rankscope.analysis.timeline.device_breakdown import IDLE_LABELS
+from rankscope.analysis.model.parts import IDLE_LABELS
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = ["charged_operations", "latecomer", "no_more_than_late", "nodes_by_rank", "places_of"]

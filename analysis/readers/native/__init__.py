@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rankscope.analysis.model.address import address_of
 from rankscope.analysis.readers.base import Reader
-from rankscope.analysis.readers.native.address import address_of
 from rankscope.analysis.readers.native.arrow_files import at_once
 from rankscope.analysis.readers.native.files import (
     existing_folder,

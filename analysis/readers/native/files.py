@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankscope.analysis.model.address import run_folder
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.bounds import check_ranks
-from rankscope.analysis.readers.native.address import run_folder
 from rankscope.analysis.readers.typed import launch_of
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES

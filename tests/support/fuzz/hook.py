@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from rankscope.collectors import native_hook
+from rankscope.collectors.native import collectives_hook
 from support.agent import Agent
 from support.fuzz.scan import address_sanitizer
 from support.harm.jobs import NAMES, Jobs, recorded_by
@@ -33,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": made, "CXX": f"g++ {FLAGS}"}):
-            native_hook.build(limit_s=1800)
+            collectives_hook.build(limit_s=1800)
         agent = Agent(folder / "run")
         throws = subprocess.run(["gcc", "-print-file-name=libstdc++.so.6"], capture_output=True, text=True, check=True)
         options = "detect_leaks=0:handle_segv=0:handle_abort=0"

@@ -35,8 +35,8 @@ _KINDS = ("read", "refused", "traceback", "hang", "memory", "died", "several lin
 
 def tried(folder: Path) -> str:
     """`read` or `refused`; what was raised otherwise."""
+    from rankscope.analysis.diagnosis.diagnose import diagnose
     from rankscope.analysis.runs.trace import BadInput, Trace
-    from rankscope.analysis.whole_run.diagnose import diagnose
 
     try:
         diagnose(Trace.open(folder))

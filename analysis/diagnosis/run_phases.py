@@ -15,13 +15,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from rankscope.analysis.compare.two_runs import error_of_change
+from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummary
 from rankscope.analysis.model.finding import Change, Found, Gap, History, Look, Report, RunFinding, Span
 from rankscope.analysis.model.parts import part_change
 from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent, ranges
-from rankscope.analysis.whole_run.stretch_summary import StretchFinding, StretchSummary
 
 __all__ = ["over_the_run", "phases_of"]
 

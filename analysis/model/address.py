@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import BadInput
 
-__all__ = ["Address", "address_of", "run_folder"]
+__all__ = ["Address", "PathLike", "address_of", "run_folder"]
+
+PathLike = str | os.PathLike[str]
 
 _WORLD = re.compile(r"world=(\d+)")  # one world of a run, and one of its steps or more: after the run's folder
 _STEPS = re.compile(r"steps=(\d+)(?:-(\d+))?")

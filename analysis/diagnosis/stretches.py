@@ -15,9 +15,12 @@ from pathlib import Path
 
 from rankscope.analysis.compare.two_runs import judged_breakdown, mean_parts, part_errors
 from rankscope.analysis.diagnosis.judgement import Judgement, judge
+from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
+from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
+from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
+from rankscope.analysis.model.address import address_of
 from rankscope.analysis.model.finding import Report, Span
-from rankscope.analysis.readers.native.address import address_of
 from rankscope.analysis.readers.workers import Lost, each
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows
@@ -26,9 +29,6 @@ from rankscope.analysis.runs.storage import local_path
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.analysis.whole_run.kept_values import keep, kept, made_of
-from rankscope.analysis.whole_run.run_phases import over_the_run, phases_of
-from rankscope.analysis.whole_run.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
 from rankscope.errors import BadInput
 
 __all__ = ["summarize", "with_whole_run"]

@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -19,13 +20,13 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from rankscope.collectors.compiling import cache_folder, compile_to, compiler
+from rankscope.collectors.native.compiling import cache_folder, compile_to, compiler
 from rankscope.collectors.untyped import Foreign
 from rankscope.errors import NotBuilt
 
 __all__ = ["build", "build_quietly", "built", "failure", "is_wanted", "load"]
 
-_SOURCE = Path(__file__).with_name("hook.cpp")
+_SOURCE = Path(__file__).with_name("collectives_hook.cpp")
 _NAME = "rankscope_hook"
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 _LIMIT_S = 120.0  # 17 s with g++ 12 on a quiet core
@@ -161,3 +162,8 @@ def _path(torch_version: str) -> Path:
     python = f"{sys.implementation.cache_tag}-{os.uname().machine}"
     digest = hashlib.sha256(_SOURCE.read_bytes() + repr(_FLAGS).encode()).hexdigest()[:12]
     return cache_folder() / "native_hook" / f"{_NAME}-torch{torch_version}-{python}-{digest}.so"
+
+
+if __name__ == "__main__":  # the agent runs this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is unfinished is removed
+    print(build_quietly())

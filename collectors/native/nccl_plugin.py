@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rankscope.collectors.compiling import cache_folder, compile_to, compiler
+from rankscope.collectors.native.compiling import cache_folder, compile_to, compiler
 from rankscope.collectors.schema import NCCL_ALGORITHMS, NCCL_EVENTS, NCCL_PROTOCOLS, OPS, RING_SLOTS, RecordType
 
 __all__ = ["EVENTS", "VARIABLE", "build", "built", "installed_elsewhere", "settings", "too_old"]
@@ -20,7 +20,7 @@ EVENTS = ("calls", "proxies", "steps", "kernels", "network")  # what RANKSCOPE_N
 
 _FIRST_NCCL = (2, 26)
 
-_SOURCE = Path(__file__).with_name("plugin.c")
+_SOURCE = Path(__file__).with_name("nccl_plugin.c")
 _FLAGS = ("-std=c11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 _STAYS_LOADED = "-Wl,-z,nodelete"  # NCCL unloads it with its last communicator, while the agent still reads
 _NAMED = {

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
+from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
+from rankscope.analysis.model.address import PathLike, address_of
 from rankscope.analysis.model.finding import Report
-from rankscope.analysis.readers.native.address import address_of
 from rankscope.analysis.runs.fingerprint import files_fingerprint
-from rankscope.analysis.runs.trace import PathLike
-from rankscope.analysis.whole_run.kept_values import keep, kept, made_of
 from rankscope.errors import BadInput
 
 __all__ = ["KeptReport"]

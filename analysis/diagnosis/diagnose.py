@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 
 from rankscope.analysis.diagnosis.conclude import report_on
+from rankscope.analysis.diagnosis.kept_report import KeptReport
 from rankscope.analysis.diagnosis.options import ReportOptions
+from rankscope.analysis.diagnosis.stretches import with_whole_run
+from rankscope.analysis.model.address import PathLike
 from rankscope.analysis.model.finding import Report
-from rankscope.analysis.runs.trace import PathLike, Trace
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline
-from rankscope.analysis.whole_run.kept_report import KeptReport
-from rankscope.analysis.whole_run.stretches import with_whole_run
 
 __all__ = ["diagnose", "read_run", "report_of"]
 
