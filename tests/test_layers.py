@@ -41,7 +41,7 @@ LONG_MODULES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
 MANY_PARAMETERS = {"collectors.in_rank.ring_writer.write"}  # of every record: fewer would cost the job time
 # Imports inside functions: what is heavy, or need not be installed. Commands import all that is heavy so.
-HEAVY = {"babel", "distributed", "polars", "pyarrow", "rich", "typer"}
+HEAVY = {"asyncio", "babel", "distributed", "polars", "pyarrow", "rich", "typer"}
 IMPORTED_LATE = {
     "collectors.agent.node_sampler": {"rankscope.collectors.node.gpu"},  # without NVML the others still work
     "collectors.in_rank.boot": {"rankscope.collectors.in_rank.session"},  # of all that import torch few are ranks

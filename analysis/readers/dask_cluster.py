@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +42,8 @@ def on_cluster(address: str | None) -> Iterator[None]:
 
 
 def _connected(address: str) -> Client:
+    import asyncio
+
     try:
         from distributed import Client
     except ImportError:
@@ -57,6 +58,8 @@ def _connected(address: str) -> Client:
 
 def _check_workers(client: Client, address: str) -> None:
     """Raise `RankscopeError` unless every worker has rankscope, and sees the temporary folder of this process."""
+    import asyncio
+
     try:
         client.wait_for_workers(1, timeout=_PATIENCE_S)
     except asyncio.TimeoutError:

@@ -18,7 +18,7 @@ static PyObject *replay(PyObject *self, PyObject *args)
     (void)self;
     if (!PyArg_ParseTuple(args, "nKKKK", &n, &a[0], &a[1], &a[2], &a[3]))
         return NULL;
-    const int64_t *first = AT(const int64_t, a[0]);
+    const int32_t *first = AT(const int32_t, a[0]);
     const int32_t *before = AT(const int32_t, a[1]);
     const double *duration = AT(const double, a[2]);
     double *end = AT(double, a[3]);
@@ -54,9 +54,10 @@ static PyObject *order(PyObject *self, PyObject *args)
     (void)self;
     if (!PyArg_ParseTuple(args, "nKKK", &n, &a[0], &a[1], &a[2]))
         return NULL;
-    const int64_t *first = AT(const int64_t, a[0]);
+    const int32_t *first = AT(const int32_t, a[0]);
     const int32_t *before = AT(const int32_t, a[1]);
-    int64_t *ready = AT(int64_t, a[2]), m = n ? first[n] : 0;
+    int32_t *ready = AT(int32_t, a[2]);
+    int64_t m = n ? first[n] : 0;
     int64_t *start = calloc((size_t)n + 2, sizeof *start);
     int32_t *follower = malloc(((size_t)m + 1) * sizeof *follower), *waiting = malloc(((size_t)n + 1) * sizeof *waiting);
     if (!start || !follower || !waiting) {
@@ -73,11 +74,11 @@ static PyObject *order(PyObject *self, PyObject *args)
         for (i = 0; i < n; i++)
             start[i + 2] += start[i + 1];
         for (i = 0; i < n; i++) {
-            waiting[i] = (int32_t)(first[i + 1] - first[i]);
+            waiting[i] = first[i + 1] - first[i];
             for (int64_t k = first[i]; k < first[i + 1]; k++)
                 follower[start[before[k] + 1]++] = (int32_t)i;
             if (!waiting[i])
-                ready[tail++] = i;
+                ready[tail++] = (int32_t)i;
         }
         for (; head < tail; head++)
             for (int64_t k = start[ready[head]]; k < start[ready[head] + 1]; k++)
@@ -93,9 +94,35 @@ static PyObject *order(PyObject *self, PyObject *args)
     return PyLong_FromSsize_t(tail);
 }
 
+/* From the node `last` back to the one that it waits for longest, and on; of several the last counts. */
+static PyObject *chain(PyObject *self, PyObject *args)
+{
+    unsigned long long a[4];
+    Py_ssize_t n, last, found = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "nnKKKK", &n, &last, &a[0], &a[1], &a[2], &a[3]))
+        return NULL;
+    const int32_t *first = AT(const int32_t, a[0]), *before = AT(const int32_t, a[1]);
+    const int64_t *end = AT(const int64_t, a[2]);
+    int32_t *nodes = AT(int32_t, a[3]);
+    while (last >= 0) {
+        int32_t longest = -1;
+        nodes[found++] = (int32_t)last;
+        for (int32_t k = first[last]; k < first[last + 1]; k++) {
+            if ((uint32_t)before[k] >= (uint64_t)last)
+                return PyErr_Format(PyExc_ValueError, "node %zd waits for one that does not come before it", last);
+            if (longest < 0 || end[before[k]] >= end[longest])
+                longest = before[k];
+        }
+        last = longest;
+    }
+    return PyLong_FromSsize_t(found);
+}
+
 static PyMethodDef methods[] = {
     {"replay", replay, METH_VARARGS, "When each node ends."},
     {"order", order, METH_VARARGS, "Nodes after what they wait for."},
+    {"chain", chain, METH_VARARGS, "What a node waits for longest."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from rankscope.analysis.replay.graph import Graph, replay
+from rankscope.analysis.replay.graph import longest_chain, replay
 from rankscope.analysis.replay.host_graph import HostGraph
 
 __all__ = ["BEFORE", "PATH_COLUMNS", "critical_path"]
@@ -23,8 +22,6 @@ PATH_COLUMNS = {
     "start_ns": pl.Int64,
     "end_ns": pl.Int64,
 }
-
-Ints = NDArray[np.int64]
 
 
 def critical_path(host: HostGraph) -> pl.DataFrame:
@@ -45,7 +42,7 @@ def critical_path(host: HostGraph) -> pl.DataFrame:
     last = steps["last"].to_numpy()
     over = np.maximum.accumulate(np.maximum.reduceat(end[last], first))
     since = int(end[steps["before"].to_numpy()[: np.append(first, len(last))[1]]].min())
-    chain = _chain(graph, end, int(last[end[last].argmax()]))
+    chain = longest_chain(graph, end, int(last[end[last].argmax()]))
     until = end[chain]
     took = until > np.maximum(np.concatenate([[0], until[:-1]]), since)
     chain, until = chain[took], until[took]
@@ -72,18 +69,3 @@ def critical_path(host: HostGraph) -> pl.DataFrame:
     )
     rows = rows.with_columns(pl.when(pl.col("rank") >= 0).then("rank").alias("rank"))
     return rows.select(pl.col(c).cast(t) for c, t in PATH_COLUMNS.items())
-
-
-def _chain(graph: Graph, end: Ints, last: int) -> Ints:
-    """Return the nodes of the longest chain to this one, first to last."""
-    before = np.full(len(graph), -1, np.int32)
-    has = np.flatnonzero(np.diff(graph.first))
-    if len(has):
-        ends = end[graph.before]
-        latest = np.maximum.reduceat(ends, graph.first[has])
-        found = np.flatnonzero(ends == np.repeat(latest, np.diff(graph.first)[has]))
-        before[np.repeat(has, np.diff(graph.first)[has])[found]] = graph.before[found]
-    chain = [last]
-    while (node := before.item(chain[-1])) >= 0:
-        chain.append(node)
-    return np.array(chain[::-1])

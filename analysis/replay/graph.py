@@ -18,7 +18,19 @@ try:
 except ImportError:  # it is built where there is a C compiler
     _replay = None  # type: ignore[assignment]
 
-__all__ = ["Changes", "Graph", "Nodes", "assemble", "replay", "replay_in_python", "replay_with"]
+__all__ = [
+    "Changes",
+    "Graph",
+    "Nodes",
+    "assemble",
+    "longest_chain",
+    "operations_before",
+    "replay",
+    "replay_in_python",
+    "replay_with",
+]
+
+_AT_ONCE = 1 << 17  # nodes, so that what is made of them takes little memory
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -56,7 +68,7 @@ class Graph(Nodes):
     for nothing begins at 0, which is `origin_ns` on the run's clock.
     """
 
-    first: Ints  # one more than there are nodes
+    first: Shorts  # one more than there are nodes
     before: Shorts
 
 
@@ -97,7 +109,7 @@ def replay_with(graph: Graph, changes: Changes) -> Floats:
     return _replayed(first, before, np.ascontiguousarray(changes.duration_ns[order]))[number]
 
 
-def _replayed(first: Ints, before: Shorts, duration: Floats) -> Floats:
+def _replayed(first: Shorts, before: Shorts, duration: Floats) -> Floats:
     if _replay is None:
         return replay_in_python(first, before, duration)
     end = np.empty(len(duration))
@@ -105,13 +117,58 @@ def _replayed(first: Ints, before: Shorts, duration: Floats) -> Floats:
     return end
 
 
-def replay_in_python(first: Ints, before: Shorts, duration_ns: Floats) -> Floats:
+def replay_in_python(first: Shorts, before: Shorts, duration_ns: Floats) -> Floats:
     """Return the same without a compiler: what the fast one is held against."""
     starts, others = first.tolist(), before.tolist()
     end: list[float] = []
     for i, duration in enumerate(duration_ns.tolist()):
         end.append(max((end[j] for j in others[starts[i] : starts[i + 1]]), default=0.0) + duration)
     return np.array(end)
+
+
+def longest_chain(graph: Graph, end_ns: Ints, last: int) -> Shorts:
+    """Return the nodes that made this one end at `end_ns`, as of `replay`, the first one first."""
+    end = np.ascontiguousarray(end_ns, dtype=np.int64)
+    if _replay is not None:
+        chain: Shorts = np.empty(len(graph), dtype=np.int32)
+        n = _replay.chain(len(graph), last, _at(graph.first), _at(graph.before), _at(end), _at(chain))
+        found: Shorts = np.flip(chain[:n]).copy()
+        return found
+    found = [last]
+    while len(before := graph.before[graph.first[found[-1]] : graph.first[found[-1] + 1]]):
+        found.append(before[::-1].item(end[before[::-1]].argmax()))
+    return np.array(found[::-1], dtype=np.int32)
+
+
+def operations_before(graph: Graph) -> Shorts:
+    """How many matched operations the node's rank had called in the node's step when it began; 0 of no rank or step."""
+    sides = np.flatnonzero((graph.rank >= 0) & (graph.step >= 0) & (graph.instance >= 0))
+    sides = sides[np.lexsort((graph.start_ns[sides], graph.instance[sides], graph.rank[sides]))]
+    first = (np.diff(graph.rank[sides], prepend=-1) != 0) | (np.diff(graph.instance[sides], prepend=-1) != 0)
+    calls = sides[first]  # where its arrival and its end are two nodes
+    section = np.zeros(len(graph), np.int32)
+    if not len(calls):
+        return section
+    steps = int(graph.step.max()) + 1
+
+    def place_of(nodes: Ints | slice) -> Ints:
+        return np.where(graph.step[nodes] < 0, -1, graph.rank[nodes].astype(np.int64) * steps + graph.step[nodes])
+
+    place = place_of(calls)
+    order = np.lexsort((graph.start_ns[calls], place))
+    called, place = graph.start_ns[calls[order]], place[order]
+    places, begin, of = np.unique(place, return_index=True, return_inverse=True)
+    since = called[begin]
+    width = int((called - since[of]).max()) + 2  # a place's calls have the keys from its number times this on
+    keys = of * width + (called - since[of])
+    for at in range(0, len(graph), _AT_ONCE):
+        some = slice(at, at + _AT_ONCE)
+        place = place_of(some)
+        of = np.minimum(np.searchsorted(places, place), len(places) - 1)
+        after = np.clip(graph.start_ns[some] - since[of], -1, width - 2)
+        count = np.searchsorted(keys, of * width + after, side="right") - begin[of]
+        section[some] = np.where(places[of] == place, count, 0)
+    return section
 
 
 def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Graph, Shorts]:
@@ -146,7 +203,7 @@ def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.in
     return graph, number
 
 
-def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> Ints:
+def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> Shorts:
     """Return the nodes in an order in which each comes after all that it waits for. Raises `NotReplayable`."""
     order = _topological(*_rows(n, waits, waited_for))
     if len(order) < n:
@@ -154,18 +211,18 @@ def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer
     return order
 
 
-def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Ints, Shorts]:
+def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Shorts, Shorts]:
     """Return each node's dependencies, one after the other."""
-    first = np.zeros(n + 1, dtype=np.int64)
+    first = np.zeros(n + 1, dtype=np.int32)
     np.cumsum(np.bincount(waits, minlength=n), out=first[1:])
     return first, waited_for.astype(np.int32, copy=False)[np.argsort(waits, kind="stable")]
 
 
-def _topological(first: Ints, before: Shorts) -> Ints:
+def _topological(first: Shorts, before: Shorts) -> Shorts:
     """Return the nodes in an order in which each comes after all that it waits for; those in a circle are left out."""
     n = len(first) - 1
     if _replay is not None:
-        order = np.empty(n, dtype=np.int64)
+        order = np.empty(n, dtype=np.int32)
         return order[: _replay.order(n, _at(first), _at(before), _at(order))]
     waiting = np.diff(first).tolist()
     followers: list[list[int]] = [[] for _ in range(n)]
@@ -177,7 +234,7 @@ def _topological(first: Ints, before: Shorts) -> Ints:
             waiting[follower] -= 1
             if not waiting[follower]:
                 ready.append(follower)
-    return np.array(ready, dtype=np.int64)
+    return np.array(ready, dtype=np.int32)
 
 
 def _at(array: NDArray[np.generic]) -> int:

@@ -28,7 +28,7 @@ from rankscope.analysis.replay.communication import (
 )
 from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
 from rankscope.analysis.replay.fixes import SCHEDULES, VANISHING, Fix
-from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, replay, replay_with
+from rankscope.analysis.replay.graph import Changes, Floats, Ints, Shorts, operations_before, replay, replay_with
 from rankscope.analysis.replay.host_calls import may_wait
 from rankscope.analysis.replay.host_graph import HostGraph, before_steps, fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.pipeline import (
@@ -72,7 +72,7 @@ class Rerun:
     )  # of DDP's gradients: group_id, step, instance_id and size_bytes, in the order they are reduced
     lengths_ns: Floats  # of the rows of `host.steps`, as replayed with nothing changed
     judged: Bools
-    section: Ints  # of each node: how many matched operations its rank had called in the step when it began
+    section: Shorts  # of each node: how many matched operations its rank had called in the step when it began
     earlier: Ints  # nodes before their rank's first step: no fix changes them, or it would begin sooner and be longer
     operations: pl.DataFrame  # as `communication.operations` has them
 
@@ -512,29 +512,10 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
         buckets=_gradient_buckets(timeline),
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
         judged=host.steps["judged"].fill_null(False).to_numpy(),
-        section=_sections(host.graph),
+        section=operations_before(host.graph),
         earlier=before_steps(host),
         operations=operations(timeline),
     )
-
-
-def _sections(graph: Graph) -> Ints:
-    """How many matched operations the node's rank had called in the node's step when it began; 0 of no rank or step."""
-    of_rank = np.flatnonzero((graph.rank >= 0) & (graph.step >= 0))
-    sides = of_rank[graph.instance[of_rank] >= 0]
-    order = np.lexsort((graph.start_ns[sides], graph.instance[sides], graph.rank[sides]))
-    sides = sides[order]
-    first = (np.diff(graph.rank[sides], prepend=-1) != 0) | (np.diff(graph.instance[sides], prepend=-1) != 0)
-    calls = sides[first]  # where its arrival and its end are two nodes
-    at = np.concatenate([calls, of_rank])
-    is_call = np.arange(len(at)) < len(calls)
-    order = np.lexsort((~is_call, graph.start_ns[at], graph.step[at], graph.rank[at]))
-    at, called = at[order], np.cumsum(is_call[order])
-    begins = (np.diff(graph.rank[at], prepend=-1) != 0) | (np.diff(graph.step[at], prepend=-1) != 0)
-    before: Ints = (called - is_call[order])[np.maximum.accumulate(np.where(begins, np.arange(len(at)), 0))]
-    section = np.zeros(len(graph), np.int64)
-    section[at] = called - before
-    return section
 
 
 def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:

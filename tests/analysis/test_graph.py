@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from rankscope.analysis.replay.graph import Nodes, assemble, replay, replay_in_python
+from rankscope.analysis.replay.graph import Nodes, assemble, longest_chain, replay, replay_in_python
 from rankscope.errors import NotReplayable
 
 NONE = np.empty(0, dtype=np.int64)
@@ -61,6 +61,10 @@ def test_compiled_loop_and_its_python_twin_agree(nodes, monkeypatch):
     graph, number = graph_of(duration, *edges)
     fast = replay(graph, graph.duration_ns)
     assert fast.tolist() == replay_in_python(graph.first, graph.before, graph.duration_ns).tolist()
+    ends, last = fast.astype(np.int64), int(fast.argmax())
+    chain = longest_chain(graph, ends, last)
+    assert graph.duration_ns[chain].sum() == fast[last]
     monkeypatch.setattr("rankscope.analysis.replay.graph._replay", None)
+    assert longest_chain(graph, ends, last).tolist() == chain.tolist()
     slow, number_of_slow = graph_of(duration, *edges)
     assert replay(slow, slow.duration_ns)[number_of_slow].tolist() == fast[number].tolist()

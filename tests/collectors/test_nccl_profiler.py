@@ -191,6 +191,7 @@ def test_job_finds_the_plugin_unless_the_user_has_one(plugin, monkeypatch):
     assert nccl_plugin.settings({}) == {}
 
 
+@pytest.mark.long
 def test_doctor_builds_the_plugin_and_says_where_it_is(compiled_hook, tmp_path):
     """The collectives hook in C++, which it builds too, is there."""
     shutil.copytree(compiled_hook / "rankscope/native_hook", tmp_path / "rankscope/native_hook")

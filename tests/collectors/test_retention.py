@@ -113,6 +113,7 @@ def test_kept_steps_are_those_of_the_whole_run_and_older_ones_have_their_lengths
     assert len(part.stretch.counted) == len(counted) == 120
 
 
+@pytest.mark.long
 def test_the_report_says_what_is_left(both):
     _, kept, report, _ = both
     first = report.history.kept

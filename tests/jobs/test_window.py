@@ -239,6 +239,7 @@ def one_rank(tmp_path):
     return record
 
 
+@pytest.mark.long
 def test_other_profilers_are_not_disturbed_and_failures_cost_the_window_only(one_rank, tmp_path):
     """Steps 3, 4: a window. 10: the script profiles, refused. 20: the script begins to, thrown away. 30: nsys, refused.
     36: cannot be saved. 44: the job ends within it, what there is counts."""
@@ -372,6 +373,7 @@ def test_optimizers_that_run_within_backward_make_no_steps_of_windows(one_rank):
     assert rankscope.open(run).table("windows").collect()["steps"].to_list() == [2]
 
 
+@pytest.mark.long
 def test_a_window_whose_steps_take_too_long_is_closed(one_rank):
     """A validation begins within it: half a second is the most here."""
     done, run = one_rank(

@@ -631,6 +631,7 @@ def test_a_browser_reads_the_kept_verdict_while_the_app_is_imported(run, state, 
     assert f"Opening {run.name} …" in asked("/", Front(run, price=2.5, lang="en", hosts=("localhost",)), **opens)
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_pages_are_light_and_their_scripts_are_sent_once(screen):
     """Bytes on the wire of the first visit; of the second, what is not a script."""

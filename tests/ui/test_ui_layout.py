@@ -96,6 +96,7 @@ def test_no_page_is_wider_than_its_window(state, served, browser):
     assert screen.complaints == []
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_no_html_report_is_wider_than_its_window(state, browser, tmp_path):
     page = browser.new_page()

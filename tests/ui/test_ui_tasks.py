@@ -156,6 +156,7 @@ def test_a_chart_on_a_dark_page_has_its_colors(screen):
         )
 
 
+@pytest.mark.long
 def test_what_a_table_shows_is_taken_away_as_it_is_filtered(state, screen):
     """Operations of one group only, by their skew; as a file and in SQL."""
     found = operations(state.ready("2").timeline.collectives)
