@@ -36,10 +36,11 @@ def operations(timeline: Timeline) -> pl.DataFrame:
     rows = exposed_operations(collectives, phases, timeline.groups).drop_nulls("instance_id")
     known = collectives.drop_nulls("instance_id").unique("instance_id").select("instance_id", "group_id", "size_bytes")
     window = last_backwards(timeline.regions, phases, timeline.kernels).select("rank", "step", "backward_ns")
-    since = phases.join(window, on=["rank", "step"]).filter(pl.col("start_ns") >= pl.col("backward_ns"))
+    computing = phases.filter(pl.col("part") == "compute").drop("label")
+    since = computing.join(window, on=["rank", "step"]).filter(pl.col("start_ns") >= pl.col("backward_ns"))
     by_step, by_backward = (
         computed(table).group_by("step").agg(pl.col("ns").median().alias(name))
-        for table, name in ((phases, "computed_ns"), (since, "_since_ns"))
+        for table, name in ((computing, "computed_ns"), (since, "_since_ns"))
     )
     reduces = pl.col("in_backward").fill_null(value=False) & pl.col("op").str.contains("reduce")
     return (
