@@ -1,11 +1,13 @@
-"""A job that does little else than small collectives: `--per-step` all-reduces of 8 numbers a step, on every rank.
+r"""A job that does little else than small collectives: `--per-step` all-reduces of 8 numbers a step, on every rank.
 
     python benchmarks/overhead_within.py --steps 300 --block 3 --job benchmarks/many_collectives.py
+    python benchmarks/overhead_within.py --ranks 1 --steps 300 --block 2 --job benchmarks/many_collectives.py \
+        --functional
     python benchmarks/soak.py
 
 With `--across N` only every N-th is one of all ranks, and the others are of groups of one rank, which gloo completes
-without waiting. With `--forks` a child that ends at once is forked every so many steps; `--timings` is that of the
-example.
+without waiting. With `--functional` they are functional collectives of torch. With `--forks` a child that ends at once
+is forked every so many steps; `--timings` is that of the example.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 import rankscope
 
@@ -32,6 +35,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--per-step", type=int, default=1000)
     parser.add_argument("--across", type=int, default=1, help="collectives from one of all ranks to the next")
+    parser.add_argument("--functional", action="store_true")
     parser.add_argument("--forks", type=int, default=0, help="steps from one fork to the next")
     parser.add_argument("--timings", type=Path)
     args = parser.parse_args()
@@ -39,9 +43,17 @@ def main() -> None:
     dist.init_process_group("gloo")
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     numbers, stamps = torch.ones(8), []
+
+    def all_reduce(group: dist.ProcessGroup | None) -> None:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+
+    def functional_all_reduce(group: dist.ProcessGroup | None) -> None:
+        funcol.wait_tensor(funcol.all_reduce(numbers, "max", group or dist.group.WORLD))
+
+    call = functional_all_reduce if args.functional else all_reduce
     for step in range(args.steps):
         for number in range(args.per_step):
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=alone if number % args.across else None)
+            call(alone if number % args.across else None)
         rankscope.step()
         stamps.append(clocks())
         if args.forks and step % args.forks == args.forks - 1:
