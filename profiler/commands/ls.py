@@ -38,7 +38,8 @@ def command(
 
     trace = Trace.open(part_of(run, steps, world))
     held = [_held(trace, name) for name in trace.tables()]
-    gaps = trace.gaps()
+    not_read = trace.stretch.said if trace.stretch else ""  # which is of tables; listed is all that the files hold
+    gaps = [gap for gap in trace.gaps() if gap.why != not_read]
     if json:
         said = {"tables": [asdict(one) for one in held], "gaps": [asdict(gap) for gap in gaps]}
         write(json, strict({"schema_version": 1, "path": trace.path, **said}))

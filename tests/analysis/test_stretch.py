@@ -12,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+import rankscope
 from rankscope.analysis.diagnosis import diagnose
 from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.report import html, terminal
@@ -63,7 +64,10 @@ def test_steps_of_part_of_a_run_are_those_of_all_of_it(job):
     assert part.matched_fraction == 1
     assert len(part.collectives) < len(whole.collectives) / 3
     assert report.findings[0].ranks == (SLOW,)
-    assert [gap.why for gap in report.gaps] == ["only steps 70-99 of 120 were read"]
+    not_read = ["only steps 70-99 of 120 were read"]
+    assert [gap.why for gap in report.gaps] == not_read
+    assert [gap.why for gap in rankscope.open(job / "steps=70-99").gaps()] == not_read
+    assert "were read" not in cli("ls", job / "steps=70-99").stdout  # it lists what the files hold
     assert next(check for check in report.not_checked if check.detector == "hang").why.startswith("only steps before")
 
 
