@@ -20,8 +20,8 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.steps import find_steps, judge
-from rankscope.collectors.agent.retention import last_before_each
 from rankscope.collectors.schema import COUNTS_STEPS
+from rankscope.collectors.step_bounds import last_before_each
 from rankscope.errors import BadInput
 
 if TYPE_CHECKING:

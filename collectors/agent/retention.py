@@ -21,8 +21,9 @@ import pyarrow.compute as pc
 
 from rankscope.collectors.agent.arrow_writer import Partition, Sealed
 from rankscope.collectors.schema import COUNTS_STEPS, REGION_KINDS
+from rankscope.collectors.step_bounds import last_before_each
 
-__all__ = ["Retention", "last_before_each", "usual_bytes"]
+__all__ = ["Retention", "usual_bytes"]
 
 _REMOVED = (
     *("completions", "counters", "device_marks", "flight_records", "memory", "nccl_calls", "nccl_events"),
@@ -151,17 +152,6 @@ def _optimizers(partition: Partition, files: Iterable[Sealed], until_ns: int) ->
         live = partition.live_rows("regions")
         starts.append(_starts(live.filter(pc.equal(live["kind"], _OPTIMIZER))))
     return np.sort(np.concatenate(starts)) if starts else np.zeros(0, np.int64)
-
-
-def last_before_each(marks: npt.NDArray[np.int64], times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return which of the ordered times show between which two marks there is any: the last before each mark.
-
-    With the first and the last of all, as other times may come before and after.
-    """
-    between = np.searchsorted(marks, times)
-    kept = np.append(between[1:] != between[:-1], True) if len(times) else np.zeros(0, bool)
-    kept[:1] = True
-    return kept
 
 
 def _starts(rows: pa.Table) -> npt.NDArray[np.int64]:

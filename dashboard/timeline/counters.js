@@ -21,8 +21,13 @@
       this.counters = said.lanes;
       this.readings = null;
       this.countersLabel.hidden = !this.counters.length;
-      if (this.countersShown === null) this.countersSwitch.checked = this.counters.length <= MANY;
+      this.switchCounters();
       this.layOut();
+    }
+
+    /** As was chosen; else they are shown unless there are many. */
+    switchCounters() {
+      this.countersSwitch.checked = this.countersShown ?? this.counters.length <= MANY;
     }
 
     /** The lines of the counters of a rank, or of a node's own. */

@@ -201,8 +201,8 @@
         const room = (window_[1] - window_[0]) * 0.5 || this.end * 0.01;
         window_ = [window_[0] - room, window_[1] + room];
       }
-      this.countersShown = kept.has("counters") ? kept.get("counters") === "1" : null;
-      this.countersSwitch.checked = this.countersShown !== false;
+      if (kept.has("counters")) this.countersShown = kept.get("counters") === "1"; // else what was chosen since stays
+      this.switchCounters();
       this.setMarkers(kept.has("marks") ? listed(kept.get("marks"), []).slice(0, 2) : []);
       if (rank !== null && this.ranks.has(rank)) this.reveal(rank);
       [this.t0, this.t1] = window_ || this.home;

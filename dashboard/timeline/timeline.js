@@ -67,6 +67,7 @@
       this.markers = []; // two instants that the user put
       this.path = null;
       this.counters = [];
+      this.countersShown = null; // not chosen
       this.readings = null;
       this.opened = performance.now();
       this.stops = [];

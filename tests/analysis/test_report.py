@@ -28,6 +28,7 @@ from rankscope.analysis.model.finding import (
     StepSummary,
     Wait,
 )
+from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.report.view import view_of
 from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges, rounded, shares
@@ -66,6 +67,7 @@ def slow_rank(rank: int, **changes: object) -> Finding:
         gain_fraction=0.185,
         confidence="likely",
         evidence=(Evidence(table="regions", rank=rank, start_ns=10**9, end_ns=10**9 + 140 * MS, note="forward"),),
+        parts=OWN_WORK,
     )
     return dataclasses.replace(finding, **changes)
 
@@ -362,7 +364,7 @@ def test_terminal_says_who_what_cost_gain_and_what_to_do(render):
         "38.0 ± 2.0 ms per step (19.0 %), 380 ms in total",
         "about 18.5 % shorter (37.0 ms)",
         "Look at the clocks of rank 2.",
-        "garbage collection",
+        "GC stall",
         "slow link",
     ):
         assert expected in text

@@ -16,7 +16,8 @@ pytest.importorskip("dash", reason="needs the UI's packages: pip install 'ranksc
 
 import record
 import simulate
-from rankscope.analysis.detectors import detectors, name_of
+from rankscope.analysis.detectors import detectors
+from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.report import html, terminal
 from rankscope.analysis.report.palette import DARK, LIGHT
 from rankscope.analysis.text.units import duration

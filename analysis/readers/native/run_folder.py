@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
-import pyarrow.compute as pc
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.tables import schema_of
@@ -180,10 +179,10 @@ class NativeReader:
         node_of = dict(self._stored.read("ranks").select("rank", "node").iter_rows())
         parts = [part for part in self._parts if part.table == name and rank in (None, part.rank)]
 
-        def held(part: Part) -> tuple[int | None, ...]:
-            at = order_of(part.path, order)
+        def held(part: Part) -> tuple[Any, ...]:
+            at = pl.Series(order_of(part.path, order), dtype=pl.Int64)
             node = node_of.get(part.rank) if part.node is None else part.node
-            return (part.rank, node, len(at), part.size_bytes, *pc.min_max(at).as_py().values())
+            return (part.rank, node, len(at), part.size_bytes, at.min(), at.max())
 
         names = {"rank": pl.Int32, "node": pl.Int32, "rows": pl.Int64, "size_bytes": pl.Int64}
         return pl.DataFrame(at_once(held, parts), schema=names | {"first": pl.Int64, "last": pl.Int64}, orient="row")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.tables import POLARS
@@ -136,6 +135,8 @@ class StoredRows:
 
     def _within(self, owner: tuple[list[Part], int, int]) -> list[tuple[Part, pa.Table | None, str | None]]:
         """Return the rows of one owner's parts between two times, both included, and what is wrong with the parts."""
+        from pyarrow import compute as pc  # 0.1 s
+
         parts, begin_ns, end_ns = owner
         order = TABLES[parts[0].table].order
 
