@@ -50,6 +50,7 @@ def long_ago() -> int:
     return time.perf_counter_ns() - BUILD_AFTER_NS
 
 
+@pytest.mark.long
 def test_a_job_of_a_minute_builds_it_once_at_idle_priority_and_as_the_first_victim(compiler):
     ran = compiler('cp {made} "$to"')
     assert result(HookBuilder({}), long_ago()) == f"built: {collectives_hook.built()}"

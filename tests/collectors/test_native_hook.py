@@ -13,6 +13,7 @@ from rankscope.errors import NotBuilt
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 
 
+@pytest.mark.long
 def test_doctor_builds_it_and_says_where_it_is(compiled_hook, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_hook))
     command = [sys.executable, "-m", "rankscope", "doctor", "--build", "--json"]

@@ -294,6 +294,7 @@ def test_ranks_and_steps_are_chosen_and_times_stay_those_of_the_run(late, opened
     assert not part.arrows
 
 
+@pytest.mark.long
 def test_what_makes_no_sense_is_refused_in_one_line_and_leaves_no_file(late, tmp_path):
     there = tmp_path / "there.pftrace.gz"
     there.write_text("mine")

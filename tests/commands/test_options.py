@@ -134,6 +134,7 @@ def test_a_command_in_chinese_leaves_no_english_sentence(command, said, run, slo
     assert re.findall(r"(?:[a-z']{2,}[,:;]? ){3,}[a-z']{2,}", done.stdout) == []
 
 
+@pytest.mark.long
 def test_steps_are_those_of_the_path(run):
     by_option = json.loads(rankscope_("report", run, "--steps", "5-14", "--json").stdout)
     by_path = json.loads(rankscope_("report", run / "steps=5-14", "--json").stdout)

@@ -295,6 +295,7 @@ def test_other_profilers_are_not_disturbed_and_failures_cost_the_window_only(one
     assert counts["aten::addmm"] == 2
 
 
+@pytest.mark.long
 def test_a_profiler_of_the_scripts_own_is_left_alone_while_it_warms_up_and_does_not_count_while_it_waits(
     one_rank, tmp_path
 ):

@@ -678,6 +678,7 @@ def test_a_script_that_has_not_changed_is_not_sent_again(state):
     assert (unchanged.status_code, unchanged.data) == (304, b"")
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_pages_in_chinese_leave_no_english_sentence(screen):
     page = screen.page.context.browser.new_context().new_page()
