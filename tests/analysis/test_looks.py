@@ -58,6 +58,7 @@ def slower_since(tmp_path_factory):
     return judged(recorded(tmp_path_factory.mktemp("since") / "run", slowness), 0.25)
 
 
+@pytest.mark.long
 def test_a_rank_that_was_slow_for_a_while_is_named_though_other_steps_were_read(slow_for_a_while):
     report = slow_for_a_while
     assert report.findings == ()
@@ -71,6 +72,7 @@ def test_a_rank_that_was_slow_for_a_while_is_named_though_other_steps_were_read(
     assert report.verdict.endswith(f" longer than these: {look.findings[0].title}.")
 
 
+@pytest.mark.long
 def test_a_slowdown_of_all_ranks_is_reported_with_the_part_that_grew(slower_since):
     """A step's 111 ms of compute, of 130, have become 133."""
     (look,) = slower_since.history.looks
@@ -111,6 +113,7 @@ def test_every_step_of_the_run_is_analyzed(slow_for_a_while):
     assert not any("were read" in gap.why for gap in slow_for_a_while.gaps)
 
 
+@pytest.mark.long
 def test_a_healthy_run_has_no_phases(tmp_path):
     report = judged(recorded(tmp_path / "run", np.ones((STEPS, 8))), 0.25)
     assert report.history.count == STEPS

@@ -574,6 +574,7 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
     assert of_ranks[1] == {"1": {"state": "gone", "why": "the rank ended before it was done"}}
 
 
+@pytest.mark.long
 def test_trigger_ends_where_the_agent_was_killed_after_it_had_answered(agent, rank, monkeypatch, capsys):
     monkeypatch.setattr(trigger, "_STILL_S", 5.0)
     rank.do("say(type='step', done=100, step_ns=10_000_000)")

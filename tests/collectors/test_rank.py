@@ -83,6 +83,7 @@ def test_an_optimizer_that_runs_backward_in_its_step_begins_after_it(tmp_path):
     assert (backward["start_ns"][1] - optimizer["end_ns"][0]) >= 20_000_000
 
 
+@pytest.mark.long
 def test_the_thread_that_trains_is_the_main_thread(tmp_path):
     """Ray Train trains in a thread; what another one does is not the step's."""
     done, run = record(
@@ -268,6 +269,7 @@ def test_torch_compile_and_torchscript_see_no_difference(tmp_path):
     assert REGION_KINDS.index("compile") in table(run, "regions")["kind"]
 
 
+@pytest.mark.long
 def test_the_jobs_random_numbers_are_its_own(tmp_path):
     done, run = record(
         tmp_path,
@@ -285,6 +287,7 @@ def test_the_jobs_random_numbers_are_its_own(tmp_path):
     assert table(run, "samples").height > 3
 
 
+@pytest.mark.long
 def test_only_the_rank_itself_records(tmp_path, hook):
     """Spawned and forked workers, and subprocesses that import torch, leave no record and do not disturb it."""
     done, run = record(

@@ -89,6 +89,7 @@ def test_sealed_files_arrive_while_the_job_runs_and_the_rest_at_its_end(storage,
     assert there["state"] == "closed"
 
 
+@pytest.mark.long
 def test_what_is_refused_or_left_unanswered_is_sent_again(storage, recorded, tmp_path, monkeypatch):
     monkeypatch.setattr(object_storage, "_SILENT_S", 2)
     run = spooled(recorded, tmp_path / "run")

@@ -68,6 +68,7 @@ def test_what_the_earlier_run_has_too_does_not_count_unless_it_costs_more(runs):
     assert [line.split(":")[0].split(" of ")[0] for line in lines[1:3]] == ["Rank 2 is slow", "the mean step"]
 
 
+@pytest.mark.long
 def test_a_step_may_be_longer_by_the_share_that_is_allowed(runs):
     """By 5 of 97 ms, which no detector would find."""
     status, lines = check(runs, "longer", "--against", "healthy")

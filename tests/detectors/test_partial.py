@@ -56,6 +56,7 @@ def not_checked(report, detector):
     return [check.why for check in report.not_checked if check.detector == detector]
 
 
+@pytest.mark.long
 def test_the_whole_run_names_the_rank(simulate):
     """16 ranks in 2 replicas of 4 stages, each of 2 ranks."""
     run, truth, job = simulate("slow_rank", 1, "")
@@ -198,6 +199,7 @@ def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(own_run):
     assert "; slow rank has no verdict: no communication was recorded" in report.verdict
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", ["regions/rank=00009", "collectives/rank=00009", "collectives"])
 def test_steps_that_become_longer_do_so_though_who_holds_them_up_was_not_seen(own_run, lost):
     run, truth = own_run("gradual_slowdown", "pp-nccl", seed=29)

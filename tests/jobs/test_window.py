@@ -329,6 +329,7 @@ def test_a_profiler_of_the_scripts_own_is_left_alone_while_it_warms_up_and_does_
     assert len([event for event in named if event.get("name") == "aten::addmm"]) == 2 * 4
 
 
+@pytest.mark.long
 def test_a_window_that_was_prepared_and_never_records_leaves_no_profiler_behind(one_rank):
     """A step before its first one the collector is switched off; what the script profiles then is whole."""
     done, run = one_rank(
@@ -349,6 +350,7 @@ def test_a_window_that_was_prepared_and_never_records_leaves_no_profiler_behind(
     assert requests(run)[1]["ranks"]["0"]["state"] == "refused", requests(run)
 
 
+@pytest.mark.long
 def test_optimizers_that_run_within_backward_make_no_steps_of_windows(one_rank):
     """torch's profiler would be lost where a backward ends: the steps are those that the script says."""
     done, run = one_rank(

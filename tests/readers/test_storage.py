@@ -34,6 +34,7 @@ def test_a_run_is_read_by_its_url_as_from_its_folder(server, recorded):
     assert judged(Path("s3://bucket/jobs/run/steps=5-25")) == judged(recorded / "steps=5-25")
 
 
+@pytest.mark.long
 def test_what_the_server_refuses_or_leaves_unanswered_is_asked_for_again(server, recorded, monkeypatch):
     monkeypatch.setattr(object_storage, "_SILENT_S", 3)
     server.refused, server.stalled = 3, 1

@@ -90,6 +90,7 @@ def test_a_killed_dask_worker_costs_its_task_at_most(tmp_path, cluster):
         assert list(each(killed, [(n, tmp_path, 1) for n in range(3)], SECONDS)) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_the_report_of_a_dask_cluster_is_the_same_to_the_byte(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path)
     traces(tmp_path / "traces")

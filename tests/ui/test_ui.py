@@ -754,6 +754,7 @@ def test_a_cell_of_the_raster_says_its_value_and_opens_the_timeline(screen, stat
     assert screen.complaints == []
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_sql_answers_and_says_in_one_line_why_it_does_not(screen, state):
     from playwright.sync_api import expect

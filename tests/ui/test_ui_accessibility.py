@@ -87,6 +87,7 @@ def test_axe_finds_nothing_serious_on_any_page(state, screen):
     assert screen.complaints == []
 
 
+@pytest.mark.long
 def test_axe_finds_nothing_serious_in_the_list_of_commands(screen):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     screen.open("/")
@@ -97,6 +98,7 @@ def test_axe_finds_nothing_serious_in_the_list_of_commands(screen):
     assert not found, found
 
 
+@pytest.mark.long
 def test_pages_are_reached_and_opened_by_keys(screen):
     screen.open("/")
     screen.wait_for_text("Rank 2 is slow")

@@ -49,6 +49,7 @@ def test_bars_lead_from_a_to_b_and_what_is_shown_adds_up(state):
     assert float(first.a) + float(last.change) == pytest.approx(float(last.b), abs=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_the_page_says_what_changed_and_leads_to_both_runs(state, served):
     from playwright.sync_api import sync_playwright

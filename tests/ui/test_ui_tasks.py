@@ -74,6 +74,7 @@ def screen(browser: Any, server: str) -> Iterator[Screen]:
     assert screen.complaints == []
 
 
+@pytest.mark.long
 def test_a_check_has_one_name_in_the_ui_and_in_both_reports(state, screen):
     ids = [name for name in detectors() if "_" in name]
     screen.open("/?run=2")
@@ -115,6 +116,7 @@ def test_a_share_is_the_same_number_in_headline_finding_table_and_what_if(state,
         assert share in written.replace("\u00a0", " ")
 
 
+@pytest.mark.long
 def test_the_longest_operation_is_the_first_row_and_its_moment_opens_with_who_came_last(state, screen):
     run = state.ready("2")
     longest = operations(run.timeline.collectives).row(0, named=True)
@@ -128,6 +130,7 @@ def test_the_longest_operation_is_the_first_row_and_its_moment_opens_with_who_ca
     assert f"lanes={longest['last']}" in address or "lanes=all" in address
 
 
+@pytest.mark.long
 def test_two_ranks_are_compared_with_a_click_and_any_other_two_by_choosing(screen):
     """The finding leads to its rank beside the median; the address says what is compared."""
     screen.open("/?run=2")
@@ -145,6 +148,7 @@ def test_two_ranks_are_compared_with_a_click_and_any_other_two_by_choosing(scree
     screen.page.get_by_role("heading", name=f"From rank 6 to rank {SLOW}").wait_for(state="detached")
 
 
+@pytest.mark.long
 def test_a_chart_on_a_dark_page_has_its_colors(screen):
     assert LIGHT["compute"] != DARK["compute"]
     screen.open("/collectives?run=2")  # its histogram has the first of the colors
@@ -218,6 +222,7 @@ def test_the_time_between_two_events_is_two_keys_away(screen):
     screen.page.locator(".rst-between", has_text="A to B: ").wait_for()
 
 
+@pytest.mark.long
 def test_a_view_is_shared_by_a_click_and_opens_the_same(state, screen):
     screen.open("/compare?run=2&rank=5&against=1")
     screen.page.get_by_role("heading", name="From rank 1 to rank 5").wait_for()
@@ -290,6 +295,7 @@ def test_what_is_chosen_on_a_page_is_in_its_address(screen):
     assert screen.page.get_by_label("Show").locator("option:checked").inner_text() == "waiting for peers"
 
 
+@pytest.mark.long
 def test_pages_ranks_events_and_commands_are_a_key_and_a_few_letters_away(screen):
     """Ctrl-K on any page; what is chosen there is opened, and the timeline's keys are in the same list."""
     page = screen.page
@@ -329,6 +335,7 @@ def test_pages_ranks_events_and_commands_are_a_key_and_a_few_letters_away(screen
     assert dialog.count() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("path", "drawn"), [("/", "svg"), ("/collectives", "plotly"), ("/ranks", "canvas")])
 def test_a_chart_is_saved_as_png_and_as_svg(screen, path, drawn):
     """Which holds the shapes of the chart, in the page's colors, or a canvas's pixels with the names beside them."""

@@ -585,6 +585,7 @@ def test_the_timeline_opens_on_the_judged_steps(screen, truth):
     assert screen.window() == pytest.approx(home, abs=2)
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_zoom_and_pan_do_what_they_say_and_the_address_keeps_the_view(screen, truth):
     first = truth.phases["start_ns"].min()
@@ -772,6 +773,7 @@ def test_evidence_opens_beside_its_finding_also_on_a_narrow_screen(browser, addr
     assert shown.complaints == []
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser, served, tmp_path):
     """Of a simulated job, since a real one on a busy machine may be none that can be replayed. In the analyzed steps
@@ -831,6 +833,7 @@ def test_an_address_with_evidence_opens_its_window(browser, address, truth):
     assert shown.complaints == []
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_4096_ranks_open_folded_by_node(browser, served):
     """Every rank of 512 nodes computes for 60 ms and waits for 40, three times: each node has one line, of the mean."""
@@ -937,6 +940,7 @@ def test_a_counter_is_drawn_from_its_lowest_to_its_highest_in_each_pixel_and_hol
     assert [counter_lanes.said_at(sent, t) for t in (5, 15)] == ["2 GB/s", None]
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_counters_are_lanes_below_their_ranks_with_the_value_at_the_pointer(screen):
     page = screen.page
