@@ -1,6 +1,6 @@
 """Whether a job of very many collectives stays unharmed while windows open, ranks fork and the agent is killed.
 
-    python benchmarks/soak.py --across 10                # 4 ranks × 1,000,000 collectives, 15 min on 2 cores
+    python benchmarks/soak.py --across 10                # 4 ranks × 1,000,000 collectives, 18 min on 2 cores
     python benchmarks/soak.py --across 10 --kill-agent
     python benchmarks/soak.py --steps 10 --window-s 10 --minutes 10
 

@@ -18,7 +18,7 @@ FLOORS = (
     *("errors", "collectors"),
     *("analysis.text", "analysis.model", "analysis.readers", "analysis.timeline", "analysis.runs", "analysis.metrics"),
     *("analysis.replay", "analysis.detectors", "analysis.compare", "analysis.diagnosis"),
-    *("analysis.diagnosis", "analysis.report"),
+    "analysis.report",
     *("dashboard", "profiler"),
 )
 # What is done for a single file, so of one rank or node, in parallel; it knows nothing of what needs all of them: those
