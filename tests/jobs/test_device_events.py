@@ -170,7 +170,7 @@ def test_flops_counted_by_hand_are_those_that_torch_counts():
 
 @pytest.mark.parametrize("split", [False, True])
 def test_every_microbatch_of_a_pipeline_has_marks_at_both_ends_of_its_passes(split, tmp_path):
-    """Two stages, 4 microbatches, of which a device computes 2 ms forward and 4 ms backward.
+    """Two stages, 4 microbatches, of which a device computes 10 ms forward and 20 ms backward.
 
     1F1B; and a zero-bubble schedule, which computes gradients of inputs and of weights apart, each of which is a
     backward then.
@@ -198,7 +198,7 @@ def test_every_microbatch_of_a_pipeline_has_marks_at_both_ends_of_its_passes(spl
             took = (
                 job.of_phases(rank).select(took=pl.col("device_ns").diff(), of="mark").filter(of="forward_end")["took"]
             )
-            assert took.median() == pytest.approx(2 * MS, rel=0.1)
+            assert took.median() == pytest.approx(10 * MS, rel=0.1)
 
 
 @pytest.mark.usefixtures("hook")

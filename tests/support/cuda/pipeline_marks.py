@@ -1,4 +1,4 @@
-"""A pipeline on two devices that are `driver.c`: 2 ms for each forward, 4 for each backward.
+"""A pipeline on two devices that are `driver.c`: 10 ms for each forward, 20 for each backward.
 
 pipeline_marks.py DRIVER SCHEDULE
 """
@@ -28,7 +28,7 @@ class Layers(torch.nn.Module):
 
 dist.init_process_group("gloo")
 device = pretend(Path(sys.argv[1]))
-compute = on_device(device, 2 * MS, 4 * MS)
+compute = on_device(device, 10 * MS, 20 * MS)
 rankscope.step()
 wait_for_anchors(device, 2)
 rank, kind = dist.get_rank(), getattr(schedules, sys.argv[2])
