@@ -44,7 +44,7 @@ from rankscope.errors import BadInput
 
 __all__ = ["Agent", "Options", "main"]
 
-DRAIN_NS = 200_000_000
+LOOK_NS = 200_000_000  # whether a ring is filling; a rank that writes little is read with each flush
 FLUSH_NS = 1_000_000_000
 ANCHOR_NS = 10_000_000_000
 RETAIN_NS = 5_000_000_000
@@ -86,7 +86,7 @@ class Agent:
         self._terminated = False
         self._is_closing = False
         self._started_ns = clock()
-        self._due_ns = {"drain": 0, "flush": 0, "anchor": 0, "retain": 0}
+        self._due_ns = {"look": 0, "flush": 0, "anchor": 0, "retain": 0}
         self._last_rank_ns: int | None = None
         self._callers: set[int] = set()  # processes that have asked whether there is an agent, and have not ended
         keep_bytes = usual_bytes(options.out) if options.keep_bytes is None else options.keep_bytes
@@ -142,7 +142,7 @@ class Agent:
         return clock() - self._last_rank_ns > LINGER_NS
 
     def _pause_s(self) -> float:
-        return max(0, self._due_ns["drain"] - clock()) / 1e9
+        return max(0, self._due_ns["look"] - clock()) / 1e9
 
     def _is_due(self, task: str, every_ns: int) -> bool:
         now_ns = clock()
@@ -152,9 +152,10 @@ class Agent:
         return True
 
     def _work(self) -> None:
-        if self._is_due("drain", DRAIN_NS):
+        if self._is_due("look", LOOK_NS):
             for _, rank in self._connections.ranks():
-                rank.read()
+                if rank.is_filling:
+                    rank.read()
         if not self._node.has_begun:
             return
         if self._is_due("anchor", ANCHOR_NS):
@@ -168,6 +169,7 @@ class Agent:
             return
         self._peers.number_alone()
         for connection, rank in self._connections.ranks():
+            rank.read()
             if connection.flight:
                 rank.take_flight(connection.flight)
             rank.flush()

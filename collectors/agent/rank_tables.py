@@ -59,6 +59,11 @@ class RankTables:
         """Take the ring of NCCL's plugin. Raises ValueError or OSError if it is not a ring."""
         self._rings.append((Ring(ring_fd), ("nccl_calls", "nccl_events")))
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether a ring should be read before it is time to."""
+        return any(ring.is_filling for ring, _ in self._rings)
+
     def read(self, *, last: bool = False) -> None:
         """Read the rings as far as they go."""
         self._guard(lambda: self._read(last))

@@ -77,6 +77,12 @@ class Ring:
         self.overwritten = 0
         self.unfinished = 0
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether an eighth of the ring has been written since it was read."""
+        ahead = self._next + RING_SLOTS // 8
+        return int(self._numbers[ahead & _MASK]) >= ahead
+
     def read(self, now_ns: int, *, last: bool = False) -> Records:
         """Return all whole records that were not read before, in order.
 
