@@ -5,9 +5,10 @@
     python benchmarks/overhead_within.py --steps 200 --block 4 --job benchmarks/many_collectives.py
 
 Two jobs differ by more than recording costs: where their memory lies, which core each thread gets. So one job under
-`rankscope run` has its hooks in for a block of steps and out for the next, on all ranks alike; without them its agent
-is stopped (SIGSTOP) as well. What is left are the modules that were loaded. (overhead.py compares whole jobs.) Each
-block with hooks is compared with the mean of the two beside it; the first step of a block does not count.
+`rankscope run` has its hooks in for a block of steps, out for two, in for two, and so on, on all ranks alike; without
+them its agent is stopped (SIGSTOP) as well. What is left are the modules that were loaded. (overhead.py compares whole
+jobs.) Each block with hooks is compared with one beside it, in turns the one after it and the one before it, so that a
+job that gets slower as it goes shows no cost; the first step of a block does not count.
 
 The job is a script with a function `clocks`, which it calls after every step and whose values it writes to --timings.
 """
@@ -68,6 +69,11 @@ def _agent() -> psutil.Process:
     raise SystemExit("there is no agent")
 
 
+def has_hooks(block: int) -> bool:
+    """Whether the block of this number has: in each pair one has, first the first and then the second."""
+    return block % 4 in (0, 3)
+
+
 def be_a_rank(script: Path, block: int) -> None:
     """Run the job in this process, with a switch in its clocks."""
     spec = importlib.util.spec_from_file_location("job", script)
@@ -82,7 +88,8 @@ def be_a_rank(script: Path, block: int) -> None:
         now = clocks()
         if steps and steps % block == 0:
             switch = switch or Switch()
-            switch.turn(on=steps // block % 2 == 0)
+            if switch.is_on != has_hooks(steps // block):
+                switch.turn(on=not switch.is_on)
         steps += 1
         return now
 
@@ -95,15 +102,15 @@ def be_a_rank(script: Path, block: int) -> None:
 
 
 def compared(folder: Path, block: int, warmup: int) -> np.ndarray:
-    """Each of overhead.QUANTITIES without and with, in ms: (blocks, 2, quantities)."""
+    """Each of overhead.QUANTITIES without and with, in ms: (pairs, 2, quantities)."""
     clocks = np.array([json.loads(file.read_text()) for file in folder.iterdir()])  # (rank, step, clock)
     steps = np.diff(clocks, axis=1).mean(axis=0) / 1e6
-    count = len(steps) // block
-    blocks = [steps[n * block + 1 : (n + 1) * block] for n in range(count)]
-    found = np.array([[*each.mean(axis=0), np.median(each[:, 0])] for each in blocks])
-    first = -(-warmup // block)
-    with_hooks = [n for n in range(first + 1, count - 1) if n % 2 == 0]
-    return np.array([((found[n - 1] + found[n + 1]) / 2, found[n]) for n in with_hooks])
+    found = []
+    for first in range(-(-warmup // (2 * block)) * 2, len(steps) // block - 1, 2):
+        each = [steps[n * block + 1 : (n + 1) * block] for n in (first, first + 1)]
+        pair = [[*one.mean(axis=0), np.median(one[:, 0])] for one in each]
+        found.append(pair[::-1] if has_hooks(first) else pair)
+    return np.array(found)
 
 
 def main() -> None:
@@ -127,7 +134,7 @@ def main() -> None:
         command = [*RECORDED, "--nproc-per-node", args.ranks, *rank]
         subprocess.run([str(word) for word in command], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         pairs = compared(Path(folder, "timings"), args.block, args.warmup)
-    print(f"{Path(script).stem} {' '.join(words)}, {args.ranks} ranks, {len(pairs)} blocks of {args.block - 1} steps")
+    print(f"{Path(script).stem} {' '.join(words)}, {args.ranks} ranks, {len(pairs)} pairs of {args.block - 1} steps")
     print_table(*pairs.transpose(1, 0, 2))
 
 
