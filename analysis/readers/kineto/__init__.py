@@ -13,9 +13,7 @@ from pathlib import Path
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, Reader, gap
 from rankscope.analysis.readers.kineto.capture import Capture
-from rankscope.analysis.readers.kineto.collectives import collective_rows
 from rankscope.analysis.readers.kineto.files import recognises
-from rankscope.analysis.readers.kineto.groups import Groups
 from rankscope.analysis.readers.kineto.numbering import number_collectives
 from rankscope.analysis.readers.kineto.ranks import by_rank, missing_ranks, nodes_of
 from rankscope.analysis.readers.kineto.scan import read_captures
@@ -54,12 +52,10 @@ def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) ->
         raise BadInput(gaps[0].why if gaps else f"{', '.join(paths)} holds no trace of torch.profiler")
     ranks = by_rank(captures, gaps)
     nodes = nodes_of(ranks)
-    groups = {rank: Groups(capture) for rank, capture in ranks.items()}
-    collectives = {rank: collective_rows(capture, groups[rank]) for rank, capture in ranks.items()}
-    number_collectives(collectives, groups, ranks, one_clock=len(set(nodes.values())) == 1)
-    tables = Tables(nodes, table_builders(ranks, groups, collectives), folder)
+    number_collectives(ranks, one_clock=len(set(nodes.values())) == 1)
+    tables = Tables(nodes, table_builders(ranks), folder)
     for rank, capture in ranks.items():
-        gaps += [gap(table, why, rank=rank, count=count) for table, count, why in capture.problems()]
+        gaps += [gap(table, why, rank=rank, count=count) for table, count, why in capture.found]
     gaps += missing_ranks(ranks)
     lacks = _CANNOT if "steps" in tables else _CANNOT | _NO_STEPS
     pieces = {name: functools.partial(tables.pieces, name) for name in tables if name in LARGE}

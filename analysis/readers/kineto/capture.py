@@ -10,20 +10,25 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.readers.kineto.groups import Groups
 from rankscope.analysis.readers.spill_file import Rows
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 
-__all__ = ["MAX_WORLD", "META_KEPT", "Capture", "Ints", "or_null", "span_columns", "spans_frame"]
+__all__ = ["MAX_WORLD", "META_KEPT", "Calls", "Capture", "Ints", "or_null", "span_columns", "spans_frame"]
 
 MAX_WORLD = 1 << 20  # what is beyond is no number of ranks
 
 Ints = NDArray[Any]
+Calls = dict[str, Any]  # columns of collectives: arrays and lists
 
 
 @dataclass(slots=True)
 class Capture:
-    """The content of one file: its metadata, the names behind the codes, and the rows that are kept."""
+    """The content of one file: its metadata, the names behind the codes, and the rows that are kept.
+
+    Whoever reads the file also finds its `calls`, and what is missing.
+    """
 
     label: str
     info: dict[str, Any]
@@ -37,7 +42,13 @@ class Capture:
     operator_metas: dict[str, Ints]
     devices: list[int]  # the one that most rows are of first
     threads: Ints  # by code of its name: the number of each thread
-    found: list[tuple[str, int | None, str]] = field(default_factory=list)  # table, rows missing, why
+    found: list[tuple[str, int | None, str]]  # table, rows missing, why
+    groups: Groups = field(init=False)
+    calls: Calls = field(init=False)  # of NCCL or RCCL
+
+    def __post_init__(self) -> None:
+        """Note the groups that the metadata name."""
+        self.groups = Groups(self.distributed, self.device.first_ns if len(self.device) else 0)
 
     def text(self, codes: Ints) -> pl.Series:
         return pl.Series(self.names, dtype=pl.String).gather(codes)
@@ -60,9 +71,12 @@ class Capture:
     def file_name(self) -> str:
         return self.label.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
-    def problems(self) -> list[tuple[str, int | None, str]]:
-        several = text("its work on {devices} counts as that of one", devices=counted(len(self.devices), "device"))
-        return [*self.found, *self._unlaunched(), *([("kernels", None, several)] if len(self.devices) > 1 else [])]
+    def find_problems(self) -> None:
+        """Look for device rows whose launch is missing, and for more than one device."""
+        self.found += self._unlaunched()
+        if len(self.devices) > 1:
+            several = text("its work on {devices} counts as that of one", devices=counted(len(self.devices), "device"))
+            self.found.append(("kernels", None, several))
 
     def _unlaunched(self) -> list[tuple[str, int | None, str]]:
         if not len(self.launches):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import polars as pl
 
 from rankscope.analysis.model.kernels import device_work, kernel_op, op_said
 from rankscope.analysis.readers.event_text import MISSING
-from rankscope.analysis.readers.kineto.capture import MAX_WORLD, Capture, Ints, or_null
+from rankscope.analysis.readers.kineto.capture import MAX_WORLD, Calls, Capture, Ints, or_null
 from rankscope.analysis.readers.kineto.collective_metadata import metadata_of
-from rankscope.analysis.readers.kineto.groups import Groups
 from rankscope.collectors.schema import ALL_TO_ALL_OPS
 
-__all__ = ["Calls", "collective_rows", "collectives_frame"]
+__all__ = ["collective_rows", "collectives_frame"]
 
 
 # What torch calls a type in its traces: the schema's name, and its size in bytes.
@@ -41,10 +39,9 @@ _DTYPES = {
     "UInt64": ("unknown", 8),
 }
 _BATCH = "SendRecv"  # in the name of the kernel
-Calls = dict[str, Any]  # columns of collectives: arrays and lists
 
 
-def collective_rows(capture: Capture, groups: Groups) -> Calls:
+def collective_rows(capture: Capture) -> Calls:
     """One row per kernel of NCCL or RCCL, in order, of a batch of sends and receives one for each of these.
 
     `group` and `seq` are null where the file does not have them.
@@ -73,7 +70,7 @@ def collective_rows(capture: Capture, groups: Groups) -> Calls:
     names = {c: [capture.names[code] for code in meta[c]] for c in ("collective", "group", "ranks", "description")}
     for name, ranks, role in zip(names["group"], names["ranks"], names["description"], strict=True):
         if name:
-            groups.add(name, ranks, role)
+            capture.groups.add(name, ranks, role)
     ops = [
         op_said(said) or op_of[int(code)] or "unknown"
         for said, code in zip(names["collective"], rows["name"], strict=True)
@@ -121,8 +118,9 @@ def _peers(ops: Sequence[str], meta: Mapping[str, Ints]) -> list[int]:
     return [peer if 0 <= peer < MAX_WORLD else -1 for peer in peers]
 
 
-def collectives_frame(calls: Calls, groups: Groups) -> pl.DataFrame:
-    identity = {name: groups.identity(name) for name in set(calls["group"])}
+def collectives_frame(capture: Capture) -> pl.DataFrame:
+    calls = capture.calls
+    identity = {name: capture.groups.identity(name) for name in set(calls["group"])}
     ids = pl.Series([identity[name] for name in calls["group"]], dtype=pl.Int64)
     columns = {c: values for c, values in calls.items() if c != "group"}
     types = {"size_bytes": pl.Int64, "received_bytes": pl.Int64, "op": pl.String, "dtype": pl.String, "peer": pl.Int64}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.readers.kineto.capture import Capture
 from rankscope.analysis.text.units import ranges
 
 __all__ = ["Groups"]
@@ -16,12 +17,13 @@ __all__ = ["Groups"]
 class Groups:
     """The process groups that a file knows of, by name; the group with the empty name is the one it does not name."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, distributed: Mapping[str, Any], start_ns: int) -> None:
+        """`distributed` is what the file says of the job, `start_ns` when the groups have been there."""
         self.members: dict[str, str] = {}
         self.roles: dict[str, str] = {}
         self.backends: dict[str, str] = {}
-        self.start_ns = capture.device.first_ns if len(capture.device) else 0
-        config = capture.distributed.get("pg_config")
+        self.start_ns = start_ns
+        config = distributed.get("pg_config")
         for entry in config if isinstance(config, list) else []:
             if isinstance(entry, dict) and isinstance(entry.get("ranks"), list) and entry.get("pg_name") is not None:
                 name = str(entry["pg_name"])

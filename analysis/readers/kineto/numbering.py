@@ -10,9 +10,7 @@ import numpy as np
 
 from rankscope.analysis.readers import collective_numbering
 from rankscope.analysis.readers.event_text import MISSING
-from rankscope.analysis.readers.kineto.capture import Capture, Ints
-from rankscope.analysis.readers.kineto.collectives import Calls
-from rankscope.analysis.readers.kineto.groups import Groups
+from rankscope.analysis.readers.kineto.capture import Calls, Capture, Ints
 from rankscope.analysis.readers.kineto.ranks import all_ranks
 from rankscope.collectors.schema import ALL_TO_ALL_OPS, P2P_OPS
 
@@ -21,15 +19,10 @@ __all__ = ["number_collectives"]
 _UNKNOWN_GROUP = ""
 
 
-def number_collectives(
-    collectives: Mapping[int, Calls],
-    groups: Mapping[int, Groups],
-    ranks: Mapping[int, Capture],
-    *,
-    one_clock: bool,
-) -> None:
+def number_collectives(ranks: Mapping[int, Capture], *, one_clock: bool) -> None:
     """Give each row its `seq` where the file does not: the sequences of all ranks are aligned."""
     everyone = all_ranks(ranks)
+    collectives = {rank: capture.calls for rank, capture in ranks.items()}
     by_group: dict[str, dict[int, Ints]] = {}
     transfers: dict[tuple[str, int, int], dict[int, Ints]] = {}  # by group, sender and receiver
     for rank, calls in collectives.items():
@@ -59,7 +52,7 @@ def number_collectives(
             }
         elif name == _UNKNOWN_GROUP:
             for rank in rows:
-                groups[rank].members[name] = everyone
+                ranks[rank].groups.members[name] = everyone
         for rank, of_rank in numbers.items():
             collectives[rank]["seq"][rows[rank]] = of_rank
 

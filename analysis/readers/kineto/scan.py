@@ -23,6 +23,7 @@ from rankscope.analysis.readers.json_scan import (
     scan_events,
 )
 from rankscope.analysis.readers.kineto.capture import META_KEPT, Capture, Ints
+from rankscope.analysis.readers.kineto.collectives import collective_rows
 from rankscope.analysis.readers.kineto.files import JSON_NAME, TAR_NAME, member_of, trace_files
 from rankscope.analysis.readers.kineto.header import file_information, read_header
 from rankscope.analysis.readers.kineto.ranks import devices_of
@@ -170,7 +171,7 @@ def _read_capture(label: str, source: Source, spill: Spill, operators_from_ns: i
     device, launches, spans, operators, shaped = kept.tables.values()
     if not (len(device) or len(launches) or len(spans)) and not scanner.counts()[0]:
         return f"{label} holds no event{': it ' + source.problem if source.problem else ''}"
-    return Capture(
+    capture = Capture(
         label=label,
         info=info,
         names=kept.names,
@@ -181,6 +182,9 @@ def _read_capture(label: str, source: Source, spill: Spill, operators_from_ns: i
         threads=thread_numbers(kept.names, spans, launches, operators, shaped),
         found=[*_scan_problems(scanner.counts(), result, source.problem), *_timeless(kept.without_time)],
     )
+    capture.calls = collective_rows(capture)
+    capture.find_problems()
+    return capture
 
 
 def _timeless(count: int) -> list[tuple[str, int | None, str]]:

@@ -8,8 +8,7 @@ import polars as pl
 
 from rankscope.analysis.readers.base import shaped
 from rankscope.analysis.readers.kineto.capture import Capture
-from rankscope.analysis.readers.kineto.collectives import Calls, collectives_frame
-from rankscope.analysis.readers.kineto.groups import Groups
+from rankscope.analysis.readers.kineto.collectives import collectives_frame
 from rankscope.analysis.readers.kineto.host import launches_frames, operators_frames, regions_frames
 from rankscope.analysis.readers.kineto.kernels import kernels_frames
 from rankscope.analysis.readers.kineto.ranks import ranks_frame
@@ -53,13 +52,11 @@ class Tables(Mapping[str, pl.DataFrame]):
         return len(self._builders)
 
 
-def table_builders(
-    ranks: Mapping[int, Capture], groups: Mapping[int, Groups], collectives: Mapping[int, Calls]
-) -> dict[str, _Builder]:
+def table_builders(ranks: Mapping[int, Capture]) -> dict[str, _Builder]:
     """Return how each table that has rows is made: rank after rank, large ones in pieces of at most so many rows."""
 
-    def of_each(frame_of: Callable[[int], pl.DataFrame]) -> _Builder:
-        return lambda _: ((rank, frame_of(rank)) for rank in ranks)
+    def of_each(frame_of: Callable[[Capture], pl.DataFrame]) -> _Builder:
+        return lambda _: ((rank, frame_of(capture)) for rank, capture in ranks.items())
 
     def in_pieces(
         frames_of: Callable[[Capture, int | None], Iterator[pl.DataFrame]],
@@ -67,11 +64,11 @@ def table_builders(
         return lambda most: ((rank, frame) for rank, c in ranks.items() for frame in frames_of(c, most))
 
     builders = {
-        "ranks": of_each(lambda rank: ranks_frame(ranks[rank])),
-        "groups": of_each(lambda rank: groups[rank].frame()),
-        "steps": of_each(lambda rank: steps_frame(ranks[rank])),
+        "ranks": of_each(ranks_frame),
+        "groups": of_each(lambda capture: capture.groups.frame()),
+        "steps": of_each(steps_frame),
         "regions": in_pieces(regions_frames),
-        "collectives": of_each(lambda rank: collectives_frame(collectives[rank], groups[rank])),
+        "collectives": of_each(collectives_frame),
         "kernels": in_pieces(kernels_frames),
         "launches": in_pieces(launches_frames),
         "operators": in_pieces(operators_frames),
