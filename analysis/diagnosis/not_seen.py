@@ -9,7 +9,7 @@ from rankscope.analysis.model.finding import (
     NotChecked,
 )
 from rankscope.analysis.replay.protocol import Replay, Unreplayable
-from rankscope.analysis.runs.memory_budget import MOST_ROWS
+from rankscope.analysis.runs.memory_budget import ENOUGH_ROWS, MOST_ROWS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.timeline.build import Timeline
@@ -37,18 +37,23 @@ def not_observed(timeline: Timeline) -> list[NotChecked]:
 
 
 def left_out(run: Replay | Unreplayable, timeline: Timeline) -> list[Gap]:
-    """Return what is left out since a graph of all kernels and launches would take too much memory."""
-    rows = len(timeline.kernels) + len(timeline.launches)
-    if timeline.kernels.is_empty() or rows <= MOST_ROWS:
+    """Return what is left out since the graph is not of all kernels and launches."""
+    rows, steps = len(timeline.kernels) + len(timeline.launches), timeline.steps["step"].n_unique()
+    if timeline.kernels.is_empty():
         return []
     if not isinstance(run, Unreplayable) and run.host:
+        first = run.host.steps["step"].n_unique()
+        if first == steps or rows <= ENOUGH_ROWS:
+            return []
         done = text(
             "the critical path and predicted speedups are those of the first {first} of {steps}",
-            first=run.host.steps["step"].n_unique(),
-            steps=counted(timeline.steps["step"].n_unique(), "step"),
+            first=first,
+            steps=counted(steps, "step"),
         )
+    elif rows <= MOST_ROWS:
+        return []
     else:
         why_none = run.reason if isinstance(run, Unreplayable) else text("a pipeline")
         done = text("there is no critical path and no predicted speedup ({why})", why=why_none)
-    why = text("{rows:,} kernels and launches are too many to replay at once: {done}", rows=rows, done=done)
+    why = text("not all {rows:,} kernels and launches are replayed: {done}", rows=rows, done=done)
     return [Gap(table="kernels", rank=None, node=None, count=None, why=why)]

@@ -28,7 +28,7 @@ from rankscope.analysis.replay.host_calls import (
 from rankscope.analysis.replay.host_graph import HostGraph
 from rankscope.analysis.replay.kernel_order import ended_just_before, last_launched_before, last_to_end
 from rankscope.analysis.replay.node_blocks import NodeBlocks
-from rankscope.analysis.runs.memory_budget import MOST_ROWS
+from rankscope.analysis.runs.memory_budget import ENOUGH_ROWS, ENOUGH_STEPS, MOST_ROWS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.device_time import by_rank
@@ -112,11 +112,15 @@ def device_graph(timeline: Timeline) -> HostGraph:
 
 
 def first_steps(timeline: Timeline) -> Timeline:
-    """Return the timeline, with so many of its first steps that it has no more than `MOST_ROWS` kernels and launches.
+    """Return the timeline with its first steps: all, as many as are enough, or as many as a graph may have.
+
+    Enough are `ENOUGH_STEPS` judged ones, or the more that have `ENOUGH_ROWS` kernels and launches together; a graph
+    has no more than `MOST_ROWS` of these.
 
     Raises `NotReplayable` where these are fewer than two judged steps, or not the only one.
     """
-    if timeline.kernels.is_empty() or len(timeline.kernels) + len(timeline.launches) <= MOST_ROWS:
+    count = len(timeline.kernels) + len(timeline.launches)
+    if timeline.kernels.is_empty() or count <= ENOUGH_ROWS:
         return timeline
     steps = timeline.steps.filter(pl.col("rank").is_in(timeline.kernels["rank"].unique().implode()))
     numbers = steps["step"].unique().sort().to_numpy()
@@ -128,12 +132,16 @@ def first_steps(timeline: Timeline) -> Timeline:
         ends[rank] = np.where(at >= 0, rows["end_ns"].to_numpy()[at], rows["start_ns"][0])
         for table in tables:
             begun += np.searchsorted(table[rank]["start_ns"].to_numpy(), ends[rank]) if rank in table else 0
-    kept = int(np.searchsorted(begun, MOST_ROWS, side="right"))
-    first = steps.filter(pl.col("step").is_in(numbers[:kept]))
-    if not kept or first.filter("judged")["step"].n_unique() < min(2, steps.filter("judged")["step"].n_unique()):
+    judged = np.cumsum(np.isin(numbers, steps.filter("judged")["step"].unique().to_numpy()))
+    fit, few = (int(np.searchsorted(begun, most, side="right")) for most in (MOST_ROWS, ENOUGH_ROWS))
+    kept = min(fit, max(few, int(np.searchsorted(judged, ENOUGH_STEPS)) + 1), len(numbers))
+    if kept == len(numbers) and count <= MOST_ROWS:
+        return timeline
+    if not kept or judged[kept - 1] < min(2, judged[-1]):
         raise NotReplayable(
             text("a graph of two steps would have more than {most:,} kernels and launches", most=MOST_ROWS)
         )
+    first = steps.filter(pl.col("step").is_in(numbers[:kept]))
     last = {rank: int(end[kept - 1]) for rank, end in ends.items()}
     return replace(
         timeline,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rankscope.analysis.runs.trace import Trace
 
 __all__ = [
+    "ENOUGH_ROWS",
+    "ENOUGH_STEPS",
     "MOST_ROWS",
     "available_bytes",
     "bytes_of_rows",
@@ -22,8 +24,10 @@ __all__ = [
     "readable_share",
 ]
 
-# Kernels and launches of a graph, which with its path takes some 200 bytes for each.
+# Kernels and launches of a graph, which with its path takes some 200 bytes for each: so many at most; and no more than
+# the others, or than so many judged steps have, since a gain is the mean of the steps.
 MOST_ROWS = 2_000_000
+ENOUGH_ROWS, ENOUGH_STEPS = 300_000, 30
 # Measured on traces of 0.3 to 2.5 GB (docs/performance.md).
 _BEFORE = 160_000_000
 _OF_TIMELINE, _OF_GRAPH = 260, 290  # for each kernel and launch

@@ -157,6 +157,7 @@ def test_a_graph_that_would_be_too_large_is_of_the_first_steps(monkeypatch):
         launches=[(0, 0, at + 20, at + 24, at) for at in range(0, 400, 100)],
         steps=[(0, step, 100 * step, 100 * step + 100) for step in range(4)],
     )
+    monkeypatch.setattr(device_graphs, "ENOUGH_ROWS", 0)
     monkeypatch.setattr(device_graphs, "MOST_ROWS", 8)
     assert first_steps(whole) is whole
     monkeypatch.setattr(device_graphs, "MOST_ROWS", 7)
@@ -166,6 +167,20 @@ def test_a_graph_that_would_be_too_large_is_of_the_first_steps(monkeypatch):
     monkeypatch.setattr(device_graphs, "MOST_ROWS", 3)
     with pytest.raises(NotReplayable, match="two steps would have more than 3 kernels"):
         first_steps(whole)
+
+
+@pytest.mark.parametrize(("rows", "steps", "kept"), [(8, 1, 4), (7, 1, 3), (3, 2, 2), (0, 3, 3), (0, 4, 4)])
+def test_a_long_trace_is_replayed_as_far_as_is_enough(rows, steps, kept, monkeypatch):
+    """Four steps of two rows each, of which so many rows or so many steps are enough, whichever is more."""
+    whole = timeline(
+        kernels=[(0, 7, at + 25, at + 55, at) for at in range(0, 400, 100)],
+        launches=[(0, 0, at + 20, at + 24, at) for at in range(0, 400, 100)],
+        steps=[(0, step, 100 * step, 100 * step + 100) for step in range(4)],
+    )
+    monkeypatch.setattr(device_graphs, "ENOUGH_ROWS", rows)
+    monkeypatch.setattr(device_graphs, "ENOUGH_STEPS", steps)
+    cut = first_steps(whole)
+    assert [len(table) for table in (cut.steps, cut.kernels, cut.launches)] == [kept] * 3
 
 
 def test_path_changes_to_the_rank_that_others_wait_for():
@@ -335,9 +350,10 @@ def test_report_says_of_how_many_steps_the_path_is(monkeypatch):
     trace = Trace.open(path)
     rows = sum(len(trace.table(name).collect()) for name in ("kernels", "launches"))
     for module in (not_seen, device_graphs):
+        monkeypatch.setattr(module, "ENOUGH_ROWS", 0)
         monkeypatch.setattr(module, "MOST_ROWS", rows - rows // 6)
     report = diagnose(trace)
-    assert [gap.why.partition(": ")[2] for gap in report.gaps if "too many to replay" in gap.why] == [
+    assert [gap.why.partition(": ")[2] for gap in report.gaps if "are replayed" in gap.why] == [
         "the critical path and predicted speedups are those of the first 2 of 3 steps"
     ]
     steps = sum(part.ns_per_step for part in report.critical_path)
