@@ -43,6 +43,7 @@ MANY_PARAMETERS = {"collectors.in_rank.ring_writer.write"}  # of every record: f
 # Imports inside functions: what is heavy, or need not be installed. Commands import all that is heavy so.
 HEAVY = {"asyncio", "babel", "distributed", "polars", "pyarrow", "rich", "typer"}
 IMPORTED_LATE = {
+    "analysis.diagnosis.kept_report": {"rankscope.analysis.diagnosis.diagnose.new_report"},  # all of the analysis
     "collectors.agent.node_sampler": {"rankscope.collectors.node.gpu"},  # without NVML the others still work
     "collectors.in_rank.boot": {"rankscope.collectors.in_rank.session"},  # of all that import torch few are ranks
     "profiler.main": {"rankscope.profiler.options.with_json_path"},  # `rankscope run` needs no typer

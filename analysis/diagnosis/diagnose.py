@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from rankscope.analysis.diagnosis.conclude import report_on
-from rankscope.analysis.diagnosis.kept_report import KeptReport
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.stretches import with_whole_run
 from rankscope.analysis.model.address import PathLike
@@ -14,7 +12,7 @@ from rankscope.analysis.model.finding import Report
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 
-__all__ = ["diagnose", "read_run", "report_of"]
+__all__ = ["diagnose", "new_report", "read_run"]
 
 _READINGS = 3
 
@@ -25,25 +23,18 @@ def diagnose(trace: Trace, options: ReportOptions | None = None) -> Report:
     return with_whole_run(trace, report_on(trace, timeline, options), timeline, options)[0]
 
 
-def report_of(
+def new_report(
     path: PathLike | Sequence[PathLike], options: ReportOptions | None = None, *, recent: bool = False
-) -> Report:
-    """Return the report, as by `diagnose`, on the run at this path. Raises BadInput.
+) -> tuple[Report, bool]:
+    """Return the report on the run at this path, and whether it is the last word: all of a run that has ended.
 
-    That on a run that has ended is kept in its folder, and read again as long as its files and this code are the same.
-    `recent`: of a run that is too long to be held at once only on the last steps, which is not kept.
+    `recent` as in `report_of`. Raises BadInput.
     """
-    place = KeptReport([path] if isinstance(path, (str, os.PathLike)) else path, options or ReportOptions())
-    known = None if recent else place.load()
-    if known is not None:
-        return known
     trace, report, timeline = _read(path, options)
     if recent and trace.stretch is not None:
-        return report
+        return report, False
     report, is_complete = with_whole_run(trace, report, timeline, options)
-    if is_complete and trace.has_ended:
-        place.keep(report)
-    return report
+    return report, is_complete and trace.has_ended
 
 
 def read_run(

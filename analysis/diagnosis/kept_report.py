@@ -14,7 +14,7 @@ from rankscope.analysis.model.finding import Report
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.errors import BadInput
 
-__all__ = ["KeptReport"]
+__all__ = ["KeptReport", "report_of"]
 
 
 class KeptReport:
@@ -47,3 +47,23 @@ class KeptReport:
         """Keep the report on the run as it was when this was made."""
         if self._folder:
             keep(self._folder, self._name, self._of, report)
+
+
+def report_of(
+    path: PathLike | Sequence[PathLike], options: ReportOptions | None = None, *, recent: bool = False
+) -> Report:
+    """Return the report, as by `diagnose`, on the run at this path. Raises BadInput.
+
+    That on a run that has ended is kept in its folder, and read again as long as its files and this code are the same.
+    `recent`: of a run that is too long to be held at once only on the last steps, which is not kept.
+    """
+    place = KeptReport([path] if isinstance(path, (str, os.PathLike)) else path, options or ReportOptions())
+    known = None if recent else place.load()
+    if known is not None:
+        return known
+    from rankscope.analysis.diagnosis.diagnose import new_report  # 0.5 s, and what is kept needs nothing of it
+
+    report, is_final = new_report(path, options, recent=recent)
+    if is_final:
+        place.keep(report)
+    return report

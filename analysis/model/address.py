@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rankscope.errors import BadInput
 
-__all__ = ["Address", "PathLike", "address_of", "run_folder"]
+__all__ = ["Address", "PathLike", "address_of", "run_folder", "says_what_was_launched"]
 
 PathLike = str | os.PathLike[str]
 
@@ -32,6 +32,11 @@ def run_folder(path: Path) -> Path:
     `path` may also be one of its worlds, or some of its steps, which need be no folder.
     """
     return Path(*address_of([str(path)]).folders)
+
+
+def says_what_was_launched(path: Path) -> bool:
+    """Say whether the run that this path names holds what an agent wrote about the launch."""
+    return any(run_folder(path).glob("run/node=*.json"))
 
 
 def address_of(paths: list[str]) -> Address:

@@ -45,7 +45,8 @@ def command(
 ) -> None:
     from rankscope.analysis.compare.gate import gate
     from rankscope.analysis.compare.two_runs import compare
-    from rankscope.analysis.diagnosis.diagnose import read_run, report_of
+    from rankscope.analysis.diagnosis.diagnose import read_run
+    from rankscope.analysis.diagnosis.kept_report import report_of
     from rankscope.analysis.report.json_form import strict
     from rankscope.errors import NotComparable
 

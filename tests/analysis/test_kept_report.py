@@ -2,11 +2,13 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
 from rankscope.analysis.diagnosis import diagnose
-from rankscope.analysis.diagnosis.diagnose import report_of
+from rankscope.analysis.diagnosis.kept_report import report_of
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.errors import BadInput
@@ -46,6 +48,24 @@ def test_the_second_report_is_the_first_one_without_reading_a_table(recorded, no
     assert terminal.render(again, width=100) == terminal.render(first, width=100)
     for language in ("en", "zh"):
         assert html.render(again, language=language) == html.render(first, language=language)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "from rankscope.profiler.commands import report; report.command(run=[run])",
+        "from rankscope.profiler.commands import ui; ui._serve = os._exit = lambda *_: None; ui.command(run=[run])",
+        "from rankscope.dashboard.at_once import Front; assert Front(run, price=None, lang='en', hosts=())._report",
+    ],
+    ids=["report", "ui", "first page"],
+)
+def test_what_is_kept_is_shown_without_numpy_and_polars(shown, recorded):
+    """To import them takes half of the time."""
+    report_of(recorded)
+    loaded = "print([m for m in ('numpy', 'polars', 'pyarrow') if m in sys.modules], file=sys.stderr)"
+    code = f"import os, sys, pathlib; run = pathlib.Path({str(recorded)!r}); {shown}; {loaded}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "[]\n", done.stderr
 
 
 def test_one_on_the_last_steps_is_kept_where_these_are_all(recorded, no_tables):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankscope.analysis.model.address import run_folder
+from rankscope.analysis.model.address import run_folder, says_what_was_launched
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.bounds import check_ranks
 from rankscope.analysis.readers.typed import launch_of
@@ -51,7 +51,7 @@ class Part:
 def recognises(path: Path) -> bool:
     """Say whether this is a run folder: it says what was launched, or holds at least one table."""
     path = run_folder(path)
-    return path.is_dir() and (any(path.glob("run/node=*.json")) or any(map(parts_in, partitions(path))))
+    return path.is_dir() and (says_what_was_launched(path) or any(map(parts_in, partitions(path))))
 
 
 def existing_folder(folder: str) -> Path:
