@@ -17,7 +17,7 @@ __all__ = ["GZIP_ERRORS", "Source", "unpacked"]
 # tarfile inflates with zlib
 GZIP_ERRORS: Any = (EOFError, OSError, zlib.error, *((igzip_lib.IsalError,) if igzip_lib else ()))
 _GZIP = 31  # zlib's name for a stream with gzip's header and checksum
-_PACKED = 1 << 17
+_PACKED = 1 << 15
 
 
 @dataclass(slots=True)
