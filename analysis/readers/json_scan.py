@@ -94,7 +94,7 @@ NO_NAME, OTHER_NAME = 0, 1  # code 1 stands for all names beyond the limits
 MAX_NAMES, MAX_NAME_BYTES = 1 << 18, 32 << 20
 NEED_MORE, FULL, CLOSED, LOST = range(4)  # why a scan ended
 
-_CHUNK = 1 << 16  # in the processor's cache, and not mapped anew each time, as Dask's workers do from 128 kB on
+_CHUNK = 1 << 16  # in the processor's cache; from 128 kB on Dask's workers map fresh memory each time
 _MAX_EVENT = 4 << 20  # an event that has not ended after this many bytes is broken
 _ROWS = 1 << 13
 _METAS = 1 << 11
