@@ -53,7 +53,7 @@ class Switch:
         if self._agent:
             self._agent.resume() if on else self._agent.suspend()
         self._emit.live = on
-        if on:  # each collector asks for its calls anew; the session asked first, and stays
+        if on:  # each collector asks for its calls again; the session asked first, and stays
             del self._emit._on_tick[1:], self._emit._on_step[:]
         for collector in self._collectors:
             collector.start(self._emit) if on else collector.stop()

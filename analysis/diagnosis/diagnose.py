@@ -26,7 +26,7 @@ def diagnose(trace: Trace, options: ReportOptions | None = None) -> Report:
 def new_report(
     path: PathLike | Sequence[PathLike], options: ReportOptions | None = None, *, recent: bool = False
 ) -> tuple[Report, bool]:
-    """Return the report on the run at this path, and whether it is the last word: all of a run that has ended.
+    """Return the report on the run at this path, and whether it is final: on all of a run that has ended.
 
     `recent` as in `report_of`. Raises BadInput.
     """
