@@ -4,8 +4,8 @@
 
 `compiled` is with the collectives hook in C++ (`rankscope doctor --build`), `Python` without it, in the same rounds.
 Times are CPU time of the whole process per call (gloo's threads included): the median over the rounds, and of what is
-added the least and the most of a round. The group has one rank, so that nothing is waited for. Without a GPU the last
-rows are with the tests' CUDA driver, which costs next to nothing and needs a C compiler.
+added the least and the most of a round. The group has one rank, so that nothing is waited for; with a GPU it is one of
+NCCL. Without a GPU the last rows are with the tests' CUDA driver, which costs next to nothing and needs a C compiler.
 """
 
 from __future__ import annotations
@@ -61,9 +61,12 @@ def measure() -> dict[str, float]:
     from pretend import build, pretend
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     x = torch.ones(8)
-    parameter = torch.nn.Parameter(torch.ones(8))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+        x = x.cuda()
+    dist.init_process_group("nccl" if x.is_cuda else "gloo")
+    parameter = torch.nn.Parameter(torch.ones_like(x))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     batches = iter(DataLoader(range(1_000_000), batch_size=None))
     ring = Ring()

@@ -1,17 +1,17 @@
 """A training step of a transformer of 1 B parameters in bf16, for the checks in benchmarks/gpu_checks.py.
 
     rankscope run --standalone --nproc-per-node 1 benchmarks/gpu_step.py --peak-tflops 989
+    rankscope run --standalone --nproc-per-node 2 benchmarks/gpu_step.py --one-gpu --size 100m --parallel fsdp2
 
 Prints the time per step and its MFU from FLOPs that are counted by hand. `torchrun` in place of `rankscope run` gives
-the same without recording; `benchmarks/overhead.py --job benchmarks/gpu_step.py` runs both in turns. `--size tiny`
-runs on a CPU.
+the same without recording; `benchmarks/overhead_within.py --job benchmarks/gpu_step.py` compares both within one job.
+`--size tiny` runs on a CPU. With `--one-gpu` all ranks use device 0, see `nccl_job.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+
+from nccl_job import begin
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Size:
 
 SIZES = {
     "1b": Size(layers=18, width=2048, heads=16, vocabulary=32_768, length=2048, batch=4),
+    "100m": Size(layers=12, width=768, heads=12, vocabulary=32_768, length=1024, batch=8),
     "tiny": Size(layers=2, width=64, heads=2, vocabulary=256, length=32, batch=2),
 }
 
@@ -82,26 +85,43 @@ def capture(seconds: float) -> None:
     torch.cuda.synchronize()
 
 
+def clocks() -> tuple[int, int, int]:
+    """Wall time, this thread's CPU time and this process's CPU time, ns."""
+    return time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()
+
+
+def parallelized(model: nn.Module, how: str) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    from torch.distributed.fsdp import fully_shard  # torch 2.6 and later
+
+    for layer in model.layers.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def train(model: nn.Module, tokens: torch.Tensor, steps: int, warmup: int) -> list[tuple[int, int, int]]:
-    """Wall time, this thread's and this process's CPU time, ns, at the start and each step's end.
+    """`clocks` at the start and each step's end.
 
     The device has done everything at the end of the warm-up and of the last step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=tokens.is_cuda)
-    stamps = [(time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns())]
+    stamps = [clocks()]
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         model(tokens).backward()
         optimizer.step()
         if step in (warmup, steps):
             synchronize(tokens.device)
-        stamps.append((time.perf_counter_ns(), time.thread_time_ns(), time.process_time_ns()))
+        stamps.append(clocks())
     return stamps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=10, help="steps at the start that do not count")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak of the device, for its MFU")
@@ -109,14 +129,13 @@ def main() -> None:
     parser.add_argument("--timings", type=Path, help="folder for each rank's clocks at each step's end, as JSON")
     args = parser.parse_args()
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    args.backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = begin(args)
     torch.manual_seed(0)
     size = SIZES[args.size]
     tokens = torch.randint(size.vocabulary, (size.batch, size.length + 1), device=device)
-    model = DistributedDataParallel(Model(size).to(device, torch.bfloat16), gradient_as_bucket_view=True)
+    with device:
+        model = parallelized(Model(size).to(torch.bfloat16), args.parallel)
     stamps = train(model, tokens, args.steps, args.warmup)
     for _ in range(args.captures):
         capture(1.0)

@@ -3,12 +3,14 @@
     python benchmarks/overhead_within.py --steps 1500
     python benchmarks/overhead_within.py --steps 1500 --job examples/train_transformer.py --parallel fsdp2
     python benchmarks/overhead_within.py --steps 200 --block 4 --job benchmarks/many_collectives.py
+    python benchmarks/overhead_within.py --ranks 1 --steps 800 --job benchmarks/gpu_step.py
 
 Two jobs differ by more than recording costs: where their memory lies, which core each thread gets. So one job under
 `rankscope run` has its hooks in for a block of steps, out for two, in for two, and so on, on all ranks alike; without
 them its agent is stopped (SIGSTOP) as well. What is left are the modules that were loaded. (overhead.py compares whole
 jobs.) Each block with hooks is compared with one beside it, in turns the one after it and the one before it, so that a
-job that gets slower as it goes shows no cost; the first step of a block does not count.
+job that gets slower as it goes shows no cost; the first step of a block does not count. A GPU has done all its work at
+the end of that step and of the last.
 
 The job is a script with a function `clocks`, which it calls after every step and whose values it writes to --timings.
 """
@@ -76,6 +78,8 @@ def has_hooks(block: int) -> bool:
 
 def be_a_rank(script: Path, block: int) -> None:
     """Run the job in this process, with a switch in its clocks."""
+    import torch
+
     spec = importlib.util.spec_from_file_location("job", script)
     assert spec
     assert spec.loader
@@ -85,6 +89,8 @@ def be_a_rank(script: Path, block: int) -> None:
 
     def switched() -> tuple[int, ...]:
         nonlocal steps, switch
+        if torch.cuda.is_initialized() and steps % block < 2:
+            torch.cuda.synchronize()
         now = clocks()
         if steps and steps % block == 0:
             switch = switch or Switch()

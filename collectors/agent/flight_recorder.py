@@ -44,6 +44,7 @@ class FlightRecorder(threading.Thread):
         self._open: set[int] = set()  # those in it that had not ended
         self._unmeasured: dict[int, Row] = {}  # those in it that had, without a duration: the next answer may have it
         self._asked_at = time.monotonic()
+        self._per_s = 0.0  # the most new records a second so far: a job that pauses goes on as fast as before
         self._pause_s = SHORTEST_S
 
     def run(self) -> None:
@@ -108,9 +109,9 @@ class FlightRecorder(threading.Thread):
     def _set_pause(self, new: int, held: int) -> None:
         """Half of what the recorder holds may be new at the next answer."""
         now = time.monotonic()
-        per_s = new / max(now - self._asked_at, 1e-3)
+        self._per_s = max(self._per_s, new / max(now - self._asked_at, 1e-3))
         self._asked_at = now
-        self._pause_s = min(LONGEST_S, max(SHORTEST_S, held / 2 / per_s)) if per_s else LONGEST_S
+        self._pause_s = min(LONGEST_S, max(SHORTEST_S, held / 2 / self._per_s))
 
 
 def _has_ended(entry: dict[str, Any]) -> bool:

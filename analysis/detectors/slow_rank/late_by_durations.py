@@ -155,16 +155,20 @@ def paced_ranks(collectives: pl.DataFrame, ranks: tuple[int, ...]) -> tuple[int,
 def guilty_layer(late: Late, grid: StepGrid, proxies: pl.DataFrame | None) -> str:
     """Return the late side of a rank by NCCL's proxies: "GPU", "host", or nothing.
 
-    GPU: its data had arrived before its kernel began. Host: its senders did not know the address, since it had not
-    called NCCL. Each has to explain the larger part of the least that others waited.
+    GPU: its data had arrived and its kernel did not take it, for longer than on the other ranks, whose kernels also
+    need time for what they take. Host: its senders did not know the address, since it had not called NCCL. Each has to
+    explain the larger part of the least that others waited.
     """
     if proxies is None or late.node is not None:
         return ""
     rank, least_ns = late.ranks[0], _LARGER_PART * late.cost.ns * len(grid.steps)
     of_call = ["rank", "call"]
-    received = proxies.filter(pl.col("rank") == rank, pl.col("event") == "recv")
+    of_receives = proxies.filter(pl.col("event") == "recv").group_by(of_call).agg(pl.col("gpu_wait_ns").max())
+    of_ranks = of_receives.group_by((pl.col("rank") == rank).alias("is_late"), "rank").agg(pl.col("gpu_wait_ns").sum())
+    of_ranks = of_ranks.group_by("is_late").agg(pl.col("gpu_wait_ns").median())
+    taken = dict(of_ranks.rows())
     sent_to = proxies.filter(pl.col("peer_rank") == rank, pl.col("event") == "send")
-    if received.group_by(of_call).agg(pl.col("gpu_wait_ns").max())["gpu_wait_ns"].sum() >= least_ns:
+    if taken.get(True, 0) - taken.get(False, 0) >= least_ns:
         return "GPU"
     of_sender = (
         sent_to.group_by(of_call).agg(pl.col("peer_wait_ns").max()).group_by("rank").agg(pl.col("peer_wait_ns").sum())
