@@ -65,8 +65,10 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
 
     `begin_ns` is when the last rank had arrived; `exposed_ns` for how long the rank waited while it transferred.
     Of transfers at once the one that began first counts, then what is left of the next, so that a rank's rows sum to no
-    more than its part `transfer`.
+    more than its part `transfer`. Where only the devices' waits are known, they begin with the wait.
     """
+    if "awaited_ns" in collectives.columns:
+        return _with_awaited(collectives, phases)
     arrival = pl.coalesce("device_start_ns", "start_ns")
     rows = (
         collectives.filter(pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null())
@@ -76,6 +78,27 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
     reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
     alone = rows.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
     return rows.with_columns(exposed_ns=pl.Series(spent(phases, ("transfer",), alone), dtype=pl.Int64))
+
+
+def _with_awaited(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
+    """As `with_exposed`: a wait's transfer counts for the last operation that was enqueued before the wait."""
+    rows = collectives.filter(pl.col("wait_ns").is_not_null(), pl.col("awaited_ns").is_not_null())
+    rows = rows.sort("rank", "awaited_ns", "start_ns").with_row_index("_row")
+    transfers = phases.filter(pl.col("part") == "transfer").sort("rank", "start_ns")
+    placed = transfers.join_asof(
+        rows.select("rank", "_row", "awaited_ns"),
+        left_on="start_ns",
+        right_on="awaited_ns",
+        by="rank",
+        check_sortedness=False,
+    )
+    exposed = placed.group_by("_row").agg(exposed_ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
+    return (
+        rows.join(exposed, on="_row", how="left", maintain_order="left")
+        .with_columns(pl.col("exposed_ns").fill_null(0), begin_ns="awaited_ns")
+        .with_columns(end_ns=pl.col("begin_ns") + pl.col("transfer_ns"))
+        .drop("_row")
+    )
 
 
 def is_bounded(collectives: pl.DataFrame) -> bool:
@@ -108,6 +131,8 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
     Of several operations in flight the one that began last counts, so that a rank's groups sum to its breakdown.
     """
     began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
+    if "awaited_ns" in collectives.columns:
+        began = pl.col("awaited_ns")
     started = collectives.select("rank", "group_id", "group", "group_size", "op", at=began).drop_nulls("at")
     length = pl.col("end_ns") - pl.col("start_ns")
     rows = (

@@ -18,7 +18,7 @@ from rankscope.analysis.timeline.counters import gpus_of_ranks
 from rankscope.analysis.timeline.cuda_events import MARK_COLUMNS, by_marks, mark_phases, marked_steps
 from rankscope.analysis.timeline.device_breakdown import device_phases, with_launches, with_waits
 from rankscope.analysis.timeline.device_clocks import device_clocks, on_one_clock
-from rankscope.analysis.timeline.device_waits import known_waits, without_waits
+from rankscope.analysis.timeline.device_waits import awaited, known_waits, split_by_durations, without_waits
 from rankscope.analysis.timeline.excluded_steps import set_lost_aside, without_lost_operations
 from rankscope.analysis.timeline.gaps import broken, clock_gaps, early_gaps, step_gaps, timing_gaps, unmatched_gaps
 from rankscope.analysis.timeline.hang_progress import last_begun_ns, last_progress
@@ -61,7 +61,8 @@ class Timeline:
     | steps | rank, step, start_ns, end_ns, source, judged, aside (why not judged: "warm-up", "outlier", "incomplete",
       "lost" or "profiled"; else null) |
     | collectives | those of the schema, those of `matching.MATCHED_COLUMNS`, step (null outside of steps); where NCCL
-      was recorded `duration_ns` on the device, which gives transfer and wait of an operation without an end |
+      was recorded `duration_ns` on the device, which gives transfer and wait of an operation without an end; where
+      the devices' waits are known `awaited_ns`, as `device_waits.awaited` has it |
     | regions | those of the schema, step (of the host) |
     | kernels | those of the schema and of `device_phases.with_launches` |
     | launches | those of the schema and of `device_phases.with_waits` |
@@ -322,6 +323,9 @@ def _cut(source: _Source, matched: _Matched, found: _Steps, ranks: pl.DataFrame,
     arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
     enqueued_in = found.steps if marks.is_empty() else found.hosts
     placed = in_steps(collectives.with_columns(arrival), enqueued_in, at="_arrival_ns").drop("_arrival_ns")
+    if len(marks):
+        placed = awaited(placed, device_waits)
+        cut = split_by_durations(cut, placed)
     no_ops: list[Gap] = []
     if ops.is_empty():
         ops, no_ops = stage_ops(ranks, matched.groups, regions, placed, cut, source.clocks, marks)
