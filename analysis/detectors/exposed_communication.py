@@ -44,8 +44,8 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price
-from rankscope.analysis.metrics.backward import last_backwards
-from rankscope.analysis.metrics.exposed_communication import by_group
+from rankscope.analysis.metrics.backward import last_backwards, last_backwards_by_marks
+from rankscope.analysis.metrics.exposed_communication import by_group, is_awaited, with_exposed
 from rankscope.analysis.metrics.exposed_operations import BY_SORT, computed, exposed_operations
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import (
@@ -74,7 +74,8 @@ detector = Detector(
     lost_as=AS_EXPOSED,
 )
 
-_REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce_scatter", "reduce_scatter_base")
+_ALL_REDUCES = ("allreduce", "allreduce_coalesced")
+_REDUCTIONS = (*_ALL_REDUCES, "reduce_scatter", "reduce_scatter_base")
 _NEARLY_ALL = 0.98  # of backward's computation: it is over then
 _NEARLY_ALL_ENDED = 0.9  # of the operations: where fewer have an end, what they hold up is not known
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
@@ -366,12 +367,16 @@ def _spans(
         raise NotResolvable(text("CUDA events do not distinguish transfers from computation that overlaps them"))
     if not grid.blocked.any():
         raise NotResolvable(text("no rank was seen blocked on communication"))
-    window = last_backwards(regions, phases, kernels)
+    by_marks = is_awaited(collectives)
+    # Sharded gradients are reduced layer by layer, and CUDA events show the wait for each.
+    ops = _ALL_REDUCES if by_marks else _REDUCTIONS
+    collectives = collectives.filter(pl.col("op").is_in(ops))
+    window = last_backwards_by_marks(phases) if by_marks else last_backwards(regions, phases, kernels)
     if window.is_empty():
         raise NotResolvable(text("no backward was recorded that an optimizer follows"))
     is_work = pl.col("part").is_in(["compute", "overlapped"])
     inside = (
-        phases.filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(_REDUCTIONS)))
+        phases.filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(ops)))
         .join(window, on=["rank", "step"])
         .filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
         .with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
@@ -385,24 +390,12 @@ def _spans(
     exposed = inside.join(window.select("rank", "step", "computed_ns"), on=["rank", "step"]).filter(
         ~is_work, pl.col("start_ns") >= pl.col("computed_ns")
     )
-    began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
-    reductions = (
-        collectives.filter(
-            pl.col("op").is_in(_REDUCTIONS), pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null()
-        )
-        .with_columns(start_ns=began)
-        .join(window, on=["rank", "step"])
-        .filter(pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"))
-    )
-    begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))
-    hidden = reductions.sort("rank", "start_ns").with_columns(
-        hidden_ns=(pl.min_horizontal("end_ns", "computed_ns") - begin).clip(0, None)
-    )
+    hidden = (_hidden_by_marks if by_marks else _hidden)(collectives, phases, window)
     per_step = (
         window.select("rank", "step", backward=pl.col("computed_ns") - pl.col("backward_ns"))
         .join(exposed.group_by("rank", "step").agg(exposed=length.sum()), on=["rank", "step"], how="left")
         .join(
-            hidden.group_by("rank", "step").agg(hidden=pl.col("hidden_ns").sum(), bytes=pl.col("size_bytes").sum()),
+            hidden.group_by(by_step).agg(hidden=pl.col("hidden_ns").sum().clip(0), bytes=pl.col("size_bytes").sum()),
             on=["rank", "step"],
             how="left",
         )
@@ -412,6 +405,31 @@ def _spans(
         raise NotResolvable(text("no reduction of gradients was seen between backward and optimizer"))
     spans = {name: sums(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
     return grid, exposed, spans, 2 * int(window["alone"].sum()) > len(window)
+
+
+def _hidden(collectives: pl.DataFrame, _: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:
+    """Return the reductions of the windows, with `hidden_ns`: their transfer before backward had computed all."""
+    began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
+    reductions = (
+        collectives.filter(pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null())
+        .with_columns(start_ns=began)
+        .join(window, on=["rank", "step"])
+        .filter(pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"))
+    )
+    begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))
+    return reductions.sort("rank", "start_ns").with_columns(
+        hidden_ns=(pl.min_horizontal("end_ns", "computed_ns") - begin).clip(0, None)
+    )
+
+
+def _hidden_by_marks(collectives: pl.DataFrame, phases: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:
+    """As `_hidden`; what of them the device did not wait for, which may be negative of a single one."""
+    return (
+        with_exposed(collectives, phases)
+        .join(window, on=["rank", "step"])
+        .filter(pl.col("begin_ns").is_between("backward_ns", "update_ns", closed="left"))
+        .with_columns(hidden_ns=pl.col("transfer_ns") - pl.col("exposed_ns"))
+    )
 
 
 def _left_over(spans: dict[str, Floats], buckets: int) -> Floats:

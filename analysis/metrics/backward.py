@@ -10,7 +10,7 @@ import polars as pl
 
 from rankscope.analysis.model.kernels import COMPUTE
 
-__all__ = ["last_backwards"]
+__all__ = ["last_backwards", "last_backwards_by_marks"]
 
 _MAIN_THREAD = 0
 _MUCH = 0.1  # share of what computes in a rank's steps that autograd's thread must have launched, or it is none
@@ -30,6 +30,27 @@ def last_backwards(regions: pl.DataFrame, phases: pl.DataFrame, kernels: pl.Data
     return pl.concat(
         [on_hosts.filter(~pl.col("rank").is_in(with_kernels)), _by_kernels(regions, phases, kernels)],
         how="vertical_relaxed",
+    )
+
+
+def last_backwards_by_marks(phases: pl.DataFrame) -> pl.DataFrame:
+    """As `last_backwards`, on devices whose phases CUDA events close: these name what is computed."""
+    by_step = ["rank", "step"]
+    computes = phases.filter(pl.col("part") == "compute").sort("rank", "start_ns")
+    of_forward, of_backward = (pl.col("label") == name for name in ("forward", "backward"))
+    forward_end = pl.col("end_ns").filter(of_forward).max().over(by_step).fill_null(0)
+    is_last = pl.col("start_ns") >= forward_end
+    backwards = computes.with_columns(is_last=is_last).filter(of_backward)
+    last = backwards.group_by(by_step).agg(
+        backward_ns=pl.col("start_ns").filter("is_last").min(),
+        returned_ns=pl.col("end_ns").max(),
+        alone=pl.col("is_last").all(),
+    )
+    update = phases.filter(pl.col("part") == "optimizer").group_by(by_step).agg(update_ns=pl.col("start_ns").min())
+    return (
+        last.drop_nulls("backward_ns")
+        .join(update, on=by_step)
+        .select(*by_step, "backward_ns", "returned_ns", "update_ns", "alone")
     )
 
 

@@ -11,7 +11,7 @@ from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.tables import in_order
 
-__all__ = ["by_group", "held_up", "is_bounded", "kind_of_group", "spent", "with_exposed"]
+__all__ = ["by_group", "held_up", "is_awaited", "is_bounded", "kind_of_group", "spent", "with_exposed"]
 
 _LISTED = 20
 _SHOWN_AS = {  # part of the breakdown -> what it is of a group's communication
@@ -67,7 +67,7 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
     Of transfers at once the one that began first counts, then what is left of the next, so that a rank's rows sum to no
     more than its part `transfer`. Where only the devices' waits are known, they begin with the wait.
     """
-    if "awaited_ns" in collectives.columns:
+    if is_awaited(collectives):
         return _with_awaited(collectives, phases)
     arrival = pl.coalesce("device_start_ns", "start_ns")
     rows = (
@@ -101,6 +101,11 @@ def _with_awaited(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFra
     )
 
 
+def is_awaited(collectives: pl.DataFrame) -> bool:
+    """Say whether it is known of operations when devices waited for them, and not when they ran."""
+    return "awaited_ns" in collectives.columns and bool(collectives["awaited_ns"].is_not_null().any())
+
+
 def is_bounded(collectives: pl.DataFrame) -> bool:
     """Say whether operations have durations and no ends: what ranks did while they transferred is unknown."""
     if "duration_ns" not in collectives.columns:
@@ -131,7 +136,7 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
     Of several operations in flight the one that began last counts, so that a rank's groups sum to its breakdown.
     """
     began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
-    if "awaited_ns" in collectives.columns:
+    if is_awaited(collectives):
         began = pl.col("awaited_ns")
     started = collectives.select("rank", "group_id", "group", "group_size", "op", at=began).drop_nulls("at")
     length = pl.col("end_ns") - pl.col("start_ns")

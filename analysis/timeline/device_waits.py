@@ -70,14 +70,18 @@ def known_waits(of_waits: pl.DataFrame, hosts: pl.DataFrame) -> pl.DataFrame:
 def awaited(collectives: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
     """Return the rows, in their order, with `awaited_ns`: when the device began the first wait enqueued after each.
 
-    Null where none was. Without `waits` (columns of WAITS) as is.
+    Null where none was. `waits` has the columns of WAITS.
     """
-    if waits.is_empty():
-        return collectives
     waits = waits.select("rank", "enqueued_ns", awaited_ns="start_ns").sort("enqueued_ns")
     numbered = collectives.select("rank", "start_ns").with_row_index("_row").sort("start_ns")
-    times = {"left_on": "start_ns", "right_on": "enqueued_ns", "strategy": "forward"}
-    found = numbered.join_asof(waits, by="rank", check_sortedness=False, **times).sort("_row")
+    found = numbered.join_asof(
+        waits,
+        left_on="start_ns",
+        right_on="enqueued_ns",
+        by="rank",
+        strategy="forward",
+        check_sortedness=False,
+    ).sort("_row")
     return collectives.with_columns(found["awaited_ns"])
 
 
@@ -86,9 +90,10 @@ def split_by_durations(phases: pl.DataFrame, collectives: pl.DataFrame) -> pl.Da
 
     A rank waits no longer for peers than its operations lasted longer than on the rank where each was shortest
     (`wait_ns`; where that is unknown, than they lasted). The rest is transfer: the same share of each phase, at its
-    end. What may be either stays unsplit, and so do steps of whose operations one has no duration.
+    end. What may be either stays unsplit, and so do steps of whose operations one has no duration. A transfer's label
+    is the last operation that was enqueued before the wait (`awaited`).
     """
-    if "duration_ns" not in collectives.columns:
+    if not {"duration_ns", "awaited_ns"} <= {*collectives.columns}:
         return phases
     by_step = ["rank", "step"]
     at_most = pl.coalesce("wait_ns", "duration_ns")
@@ -101,7 +106,21 @@ def split_by_durations(phases: pl.DataFrame, collectives: pl.DataFrame) -> pl.Da
     rows = rows.with_columns(_from=pl.col("end_ns") - (pl.col("_share") * length).round().cast(pl.Int64))
     is_transfer = pl.col("_share") > 0
     before = rows.with_columns(end_ns=pl.when(is_transfer).then("_from").otherwise("end_ns"))
-    after = rows.filter(is_transfer).with_columns(start_ns=pl.col("_from"), part=pl.lit("transfer", rows.schema["part"]))
+    after = (
+        rows.filter(is_transfer)
+        .join_asof(
+            collectives.select("rank", "awaited_ns", "start_ns", "op")
+            .drop_nulls("awaited_ns")
+            .sort("awaited_ns", "start_ns"),
+            left_on="start_ns",
+            right_on="awaited_ns",
+            by="rank",
+            suffix="_of_call",
+            check_sortedness=False,
+        )
+        .with_columns(start_ns=pl.col("_from"), part=pl.lit("transfer"), label=pl.coalesce("op", "label"))
+        .select(rows.columns)
+    )
     return (
         pl.concat([before, after])
         .filter(pl.col("start_ns") < pl.col("end_ns"))

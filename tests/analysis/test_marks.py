@@ -245,8 +245,8 @@ def test_a_step_is_what_the_device_takes_for_its_phases_and_not_what_the_host_ne
 def test_waits_with_marks_separate_compute_from_communication(tmp_path):
     """Rank 2 computes 1.5 times as long: the others wait 155 ms a step for it; 10 are transfer."""
     report = diagnosed(tmp_path, slower={2: 1.5}, waits_marked=True)
-    assert parts_of(report, 2) == {"compute": 450, "optimizer": 15, "unsplit": 10}
-    assert parts_of(report, 0) == {"compute": 300, "optimizer": 10, "unsplit": 165}
+    assert parts_of(report, 2) == {"compute": 450, "optimizer": 15, "transfer": 10}
+    assert parts_of(report, 0) == {"compute": 300, "optimizer": 10, "unsplit": 155, "transfer": 10}
     assert costs_of(report) == [("slow_rank", (2,), 155)]
 
 
@@ -254,10 +254,10 @@ def test_a_step_of_which_a_rank_missed_waits_stays_mixed_on_all(tmp_path):
     """In 9 of the 18 judged steps; no wait has one mark alone."""
     missed = tuple((1, step) for step in range(2, STEPS, 2))
     report = diagnosed(tmp_path / "missed", waits_marked=True, waits_missed=missed)
-    assert parts_of(report, 0) == {"compute": 200, "mixed": 105, "optimizer": 10, "unsplit": 5}
+    assert parts_of(report, 0) == {"compute": 200, "mixed": 105, "optimizer": 10, "transfer": 5}
     lost = tuple((1, step, "wait_end") for step in range(2, STEPS, 2))
     report = diagnosed(tmp_path / "lost", waits_marked=True, lost=lost)
-    assert parts_of(report, 0) == {"compute": 200, "mixed": 105, "optimizer": 10, "unsplit": 5}
+    assert parts_of(report, 0) == {"compute": 200, "mixed": 105, "optimizer": 10, "transfer": 5}
 
 
 def test_a_phase_in_which_some_ranks_communicate_is_mixed_on_all(tmp_path):
