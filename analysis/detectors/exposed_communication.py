@@ -61,7 +61,7 @@ from rankscope.analysis.metrics.step_matrix import (
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
-from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
 
@@ -210,7 +210,7 @@ class _Operations:
     rows: pl.DataFrame  # without edges
     is_bound: bool
     exposed_ns: Floats  # per step, of the median rank
-    hidden_ns: float  # per step
+    hidden_ns: float | None  # per step; None: CUDA events do not show it
     computed_ns: Floats  # per step: what could hide it
     pieces_ns: Floats  # exposed parts of its operations, on the median rank
 
@@ -243,7 +243,7 @@ def _operations(
 ) -> list[_Operations]:
     """Return exposed transfers, by purpose of the group and kind of operation."""
     grid, every, found = judged_grid(breakdown, 1), exposed_operations(collectives, phases, groups), []
-    computing = sums(grid, computed(phases), "ns")
+    computing, by_marks = sums(grid, computed(phases), "ns"), is_awaited(collectives)
     for (sort, kind, op), rows in every.group_by(BY_SORT, maintain_order=True):
         inner = rows.filter(~pl.col("is_edge"))
         members = np.isin(grid.ranks, rows["rank"].unique())
@@ -262,7 +262,7 @@ def _operations(
             rows=inner.filter(pl.col("exposed_ns") > 0),
             is_bound=2 * unknown_ns > inner["exposed_ns"].sum(),
             exposed_ns=np.median(exposed, axis=0),
-            hidden_ns=float(np.median(np.maximum(whole - shown, 0.0), axis=0).mean()),
+            hidden_ns=None if by_marks else float(np.median(np.maximum(whole - shown, 0.0), axis=0).mean()),
             computed_ns=np.median(computing[members], axis=0),
             pieces_ns=inner.filter(rank=int(median_rank))["exposed_ns"].to_numpy().astype(np.float64),
         )
@@ -291,7 +291,6 @@ def _are_judged(
 
 
 def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.DataFrame) -> Finding:
-    behind = by.filter(pl.col("group").is_in(one.groups), pl.col("hidden_by") != "")["hidden_by"].to_list()
     op = one.op if one.op != "unknown" else text("communication")
     said = {"group": one.sort, "kind": _KINDS[one.kind], "op": op, "exposed": duration(lost.ns)}
     if one.is_bound:
@@ -305,24 +304,36 @@ def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.Data
             "Exposed communication: {exposed} per step of {op} in group {group} ({kind}) that no computation hides",
             **said,
         )
-    hidden = text("{hidden} per step is hidden", hidden=duration(one.hidden_ns))
-    if behind:
-        hidden = text("{hidden} per step is hidden behind {label}", hidden=duration(one.hidden_ns), label=behind[0])
-    limit = text(
-        "{hidden}; {computed} per step are computed with nothing in flight, so no more than that can be hidden: the "
-        "rest takes faster links, or fewer bytes.",
-        hidden=hidden,
-        computed=duration(float(one.computed_ns.mean())),
-    )
     return Finding(
         detector="exposed_communication",
         title=title,
         where=one.op,
-        advice=joined(" ", (_ADVICE[one.kind], limit)),
+        advice=joined(" ", (_ADVICE[one.kind], _limit(one, by))),
         groups=one.groups,
         fix=None if one.is_bound else f"overlap:{one.sort}:{one.op}",
         evidence=longest_rows(one.rows, "collectives"),
         **price(grid, lost, lost.ns if one.is_bound else None),
+    )
+
+
+def _limit(one: _Operations, by: pl.DataFrame) -> Text:
+    """Say how much of it could be hidden."""
+    computed_each = duration(float(one.computed_ns.mean()))
+    if one.hidden_ns is None:
+        return text(
+            "{computed} per step are computed, and no more than that can be hidden: the rest takes faster links, or "
+            "fewer bytes.",
+            computed=computed_each,
+        )
+    behind = by.filter(pl.col("group").is_in(one.groups), pl.col("hidden_by") != "")["hidden_by"].to_list()
+    hidden = text("{hidden} per step is hidden", hidden=duration(one.hidden_ns))
+    if behind:
+        hidden = text("{hidden} per step is hidden behind {label}", hidden=duration(one.hidden_ns), label=behind[0])
+    return text(
+        "{hidden}; {computed} per step are computed with nothing in flight, so no more than that can be hidden: the "
+        "rest takes faster links, or fewer bytes.",
+        hidden=hidden,
+        computed=computed_each,
     )
 
 

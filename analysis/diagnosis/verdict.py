@@ -218,7 +218,7 @@ def _loss(loss: Loss) -> str:
         "queued": text("the GPU idles with work queued that does not start {share}", share=share),
         "unseen": text("the GPU idles before work whose launch is not in the trace {share}", share=share),
         "communication": text("exposed communication takes {share}", share=share),
-        "unattributed": text("communication that was not matched takes {share}", share=share),
+        "unattributed": text("unattributed communication takes {share}", share=share),
         "input": text("wait for input takes {share}", share=share),
         "gc": text("garbage collection takes {share}", share=share),
         "compile": text("compilation takes {share}", share=share),

@@ -144,7 +144,7 @@ _IN_ORDER = (
         color="#f0e442",
         label=text("unattributed communication"),
         short=text("unattr."),
-        means=text("stopped by communication whose peers were not recorded: waiting or transfer"),
+        means=text("stopped by communication: waiting or transfer, it is not known which"),
     ),
     Part(
         name="transfer",

@@ -237,7 +237,7 @@ _ENGLISH: dict[str, str] = {
     # groups
     "groups": "Communication by process group",
     "groups.means": "Per step and rank of the group. Exposed: transfers that no computation hides; unattributed: "
-    "transfer or waiting for peers, of operations that were not matched.",
+    "transfer or waiting for peers, it is not known which.",
     "groups.group": "group",
     "groups.kind": "kind",
     "groups.op": "operation",

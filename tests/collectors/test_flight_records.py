@@ -112,6 +112,18 @@ def test_duration_that_comes_after_the_end_is_waited_for(asked):
     assert recorder.gaps.empty()
 
 
+def test_a_job_that_pauses_is_asked_as_often_as_before(asked, monkeypatch):
+    """A first step may take minutes; the next ones then fill the recorder within seconds."""
+    monkeypatch.setattr(flight_recorder, "LONGEST_S", 60.0)
+    server, recorder, _ = asked
+    server.entries = tuple(entry(number, duration_ms=1.0) for number in range(10))
+    recorder.start()
+    assert len(rows(recorder, 10)) == 10
+    time.sleep(0.5)  # several answers in which nothing is new
+    server.entries = (*server.entries, entry(10, duration_ms=1.0))
+    assert rows(recorder, 1) == [(10, 11, 1_000_000)]
+
+
 def test_parts_of_a_coalesced_operation_end_with_it(asked):
     """Torch says of the parts of a batch of sends and receives never more than that they were scheduled."""
     server, recorder, _ = asked
@@ -294,29 +306,35 @@ def test_recorder_of_a_backend_is_asked_for_by_its_name(tmp_path):
 
 def test_duration_is_that_of_the_operation_that_was_enqueued_then():
     """Torch's operation 7 in group "0" is under way on the host from 1000 to 1050 µs, and 8 follows at 1060; the
-    recorder took one at 1020 µs in that group, one at 1030 µs in another, and one at 2000 µs, which belongs to none."""
+    recorder took one at 1020 µs in that group, one at 1030 µs in another, and one at 2000 µs, which belongs to none. At
+    3000 and 3100 µs a send and a receive, 9 and 10, are enqueued that begin together: the recorder times the whole."""
     us = 1000
     dispatched = pl.DataFrame(
         {
-            "rank": [0, 0],
-            "number": [7, 8],
-            "group_id": [42, 42],
-            "start_ns": [1000 * us, 1060 * us],
-            "issued_ns": [1050 * us, 1090 * us],
+            "rank": [0] * 4,
+            "number": [7, 8, 9, 10],
+            "group_id": [42] * 4,
+            "start_ns": [1000 * us, 1060 * us, 3000 * us, 3100 * us],
+            "issued_ns": [1050 * us, 1090 * us, 3050 * us, 3150 * us],
         },
         schema_overrides={"number": pl.UInt64, "rank": pl.Int32},
     )
     groups = pl.DataFrame(
         {"rank": [0, 0], "group_id": [42, 43], "name": ["0", "1"]}, schema_overrides={"rank": pl.Int32}
     )
+    of_one = ("nccl:all_reduce", False)
     records = pl.DataFrame(
-        {
-            "rank": [0, 0, 0],
-            "group": ["0", "1", "0"],
-            "start_ns": [1020 * us, 1030 * us, 2000 * us],
-            "duration_ns": [5, 6, 7],
-        },
+        [
+            (0, "0", 0, 1020 * us, 1, 5, *of_one),
+            (0, "1", 1, 1030 * us, 1, 6, *of_one),
+            (0, "0", 2, 2000 * us, 2, 7, *of_one),
+            (0, "0", 3, 3020 * us, 1, None, "nccl:send 0->1", True),
+            (0, "0", 4, 3120 * us, 1, None, "nccl:recv 0<-1", True),
+            (0, "0", 5, 3200 * us, 2, 9, "nccl:coalesced", False),
+        ],
+        schema=["rank", "group", "record", "start_ns", "seq", "duration_ns", "name", "is_p2p"],
         schema_overrides={"rank": pl.Int32},
+        orient="row",
     )
-    found = nccl_durations(dispatched, groups, records)
-    assert found.select("duration_ns", "number").rows() == [(5, 7), (6, None), (7, None)]
+    found = nccl_durations(dispatched, groups, records).sort("record")
+    assert found.select("duration_ns", "number").rows() == [(5, 7), (6, None), (7, None), (9, 9), (9, 10), (9, None)]
