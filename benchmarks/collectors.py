@@ -26,7 +26,7 @@ from pathlib import Path
 from rankscope.collectors.native import collectives_hook
 
 PLAIN = [sys.executable, "-m", "torch.distributed.run"]
-RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report"]
+RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report", "--profile-first", "0"]
 REPEATS = 9
 
 

@@ -161,8 +161,8 @@ def said(command: list[str], name: str) -> str:
 
 def recording(name: str, *job: str, ranks: int = 1, options: tuple[str, ...] = ()) -> list[str]:
     """The command line of one job under `rankscope run`, in RUNS/name."""
-    own = ["--no-report", "--out", str(RUNS / name), *options, "--standalone", "--nproc-per-node", str(ranks)]
-    return [*RANKSCOPE, "run", *own, *job]
+    own = ["--no-report", "--profile-first", "0", "--out", str(RUNS / name), *options]
+    return [*RANKSCOPE, "run", *own, "--standalone", "--nproc-per-node", str(ranks), *job]
 
 
 @functools.cache

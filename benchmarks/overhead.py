@@ -32,7 +32,8 @@ from rankscope.collectors.native import collectives_hook
 
 SCRIPT = Path(__file__).parents[1] / "examples/train_transformer.py"
 PLAIN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-RECORDED = [str(Path(sys.executable).with_name("rankscope")), "run", "--no-report", "--standalone"]
+RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
+RECORDED = [RANKSCOPE, "run", "--no-report", "--profile-first", "0", "--standalone"]
 QUANTITIES = ("step time", "main thread's CPU", "process's CPU", "median step")
 SETTLE_NS = 300_000_000  # after it was continued: caches and clocks are cold
 

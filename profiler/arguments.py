@@ -24,9 +24,11 @@ __all__ = [
     "torchrun_program",
 ]
 
-OWN_VALUES = ("--out", "--name", "--hz", "--keep", "--profile-steps", "--profile-slow")
+OWN_VALUES = ("--out", "--name", "--hz", "--keep", "--profile-first", "--profile-steps", "--profile-slow")
 HELP = {"--help", "-h"}
 OWN_FLAGS = ("--no-report", "--help", "-h")
+
+FIRST, _MOST_FIRST = 2, 20  # steps of the window that a job on GPUs begins with
 
 _UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -51,6 +53,7 @@ class Options:
     keep_bytes: int | None = None  # 0: everything; None: what is usual
     report: bool = True
     help: bool = False
+    profile_first: int = FIRST
     profile_steps: tuple[int, int] | None = None
     profile_slow: int = 0
 
@@ -61,7 +64,8 @@ class Options:
 
     def for_agent(self) -> list[str]:
         """Return the agent's options on windows and retention."""
-        steps = ["--profile-steps", json.dumps(self.profile_steps)] if self.profile_steps else []
+        first = ["--profile-first", str(self.profile_first)]
+        steps = ["--profile-steps", json.dumps(self.profile_steps)] if self.profile_steps else first
         keep = [] if self.keep_bytes is None else ["--keep-bytes", str(self.keep_bytes)]
         upload = ["--upload", self.url] if self.url else []
         return [*steps, *(["--profile-slow", str(self.profile_slow)] if self.profile_slow else []), *keep, *upload]
@@ -97,6 +101,7 @@ def split(arguments: list[str]) -> tuple[Options, list[str]]:
             keep_bytes=_bytes(values["--keep"]) if "--keep" in values else None,
             report="--no-report" not in flags,
             help=bool(HELP & flags),
+            profile_first=_first(values.get("--profile-first", str(FIRST))),
             profile_steps=_steps(values["--profile-steps"]) if "--profile-steps" in values else None,
             profile_slow=_slow(values.get("--profile-slow", "0")),
         ),
@@ -138,6 +143,12 @@ def _steps(text: str) -> tuple[int, int]:
     if not 1 <= steps[0] <= steps[1]:
         raise RankscopeError(f"--profile-steps is as in 100-102, the first step being 0 and never in it; got {text}")
     return steps
+
+
+def _first(text: str) -> int:
+    if not (text.isdecimal() and int(text) <= _MOST_FIRST):
+        raise RankscopeError(f"--profile-first is how many steps the first window has, 0 to {_MOST_FIRST}; got {text}")
+    return int(text)
 
 
 def _slow(text: str) -> int:

@@ -31,7 +31,7 @@ from rankscope.collectors.agent.messages import Slow, Stacks, Step, Window
 if TYPE_CHECKING:  # `rankscope trigger` asks without importing the writer
     from rankscope.collectors.agent.arrow_writer import RunFolder
 
-__all__ = ["ENDED", "Windows", "ask", "folder_of"]
+__all__ = ["ENDED", "Asked", "Windows", "ask", "folder_of"]
 
 ENDED = ("recorded", "refused", "failed", "discarded", "gone", "told")  # final states
 
@@ -43,6 +43,9 @@ _CHOOSE_S = 15.0  # for a first rank to end a step, or the first node to name th
 _ANSWER_S, _PY_SPY_S = 3.0, 10.0  # for a rank to send its stacks; for py-spy
 _CONVERT_S, _CONVERT_AT_END_S = 600.0, 15.0
 _COOL_DOWN_S = 300.0
+_SETTLED = 18  # steps before the window that a job on GPUs begins with
+_ALL_RANKS = 64  # in larger jobs only the first node's are in that window: the others' traces would be many bytes
+_OF_NVIDIA = "GPU-"  # a uuid begins with; others were not tried
 
 Send = Callable[[Mapping[str, Any]], None]
 Gap = Callable[[int, str], None]
@@ -86,6 +89,7 @@ class _Member:
     send: Send
     pid: int
     world_size: int
+    has_gpu: bool = False
     done: int = 0
     step_ns: int = 0
     heard_ns: int = 0
@@ -122,20 +126,30 @@ def _overwrite(path: Path, answer: object) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The windows that the command line asks for.
+
+    `first` is how many steps a job on GPUs begins with, 0: none; `fixed` are the first and last step of another one
+    instead; `slow` is how many slow steps may open one.
+    """
+
+    first: int = 0
+    fixed: tuple[int, int] | None = None
+    slow: int = 0
+
+
 class Windows:
     """The windows and stacks of one node. Raises nothing: what fails is in the answer, and in `gaps`."""
 
-    def __init__(self, run: RunFolder, gap: Gap, row: Row, *, fixed: tuple[int, int] | None, slow: int) -> None:
-        """Set up which windows may be opened.
-
-        `fixed` are the first and last step of a requested window, `slow` how many slow steps may open one.
-        """
+    def __init__(self, run: RunFolder, gap: Gap, row: Row, asked: Asked) -> None:
         self._run = run
         self._sent_path = run.path  # where ranks save; the run may be moved since
         self._gap = gap
         self._row = row
-        self._fixed = fixed
-        self._slow_left = slow
+        self._fixed = asked.fixed
+        self._first = 0 if asked.fixed else asked.first
+        self._slow_left = asked.slow
         self._slow_since = -math.inf
         self._node: int | None = None
         self._members: dict[int, _Member] = {}
@@ -153,6 +167,11 @@ class Windows:
         for request in self._requests.values():
             if request.asked and not request.over and request.wants(rank) and rank not in request.states:
                 self._ask_rank(request, rank)
+
+    def has_gpu(self, rank: int, uuid: str) -> None:
+        """Note that a rank uses this GPU."""
+        if rank in self._members:
+            self._members[rank].has_gpu = uuid.startswith(_OF_NVIDIA)
 
     @property
     def step_ns(self) -> int:
@@ -182,6 +201,8 @@ class Windows:
             member.heard_ns = time.perf_counter_ns()
             if isinstance(message, Slow):
                 self._slow(rank, message)
+            elif member.has_gpu and member.done >= _SETTLED:
+                self._ask_first(member.world_size)
             return
         request = self._requests.get(message.id)
         if request is None:
@@ -251,6 +272,17 @@ class Windows:
         request = {"id": 1, "kind": "window", "ranks": None, "first": first, "steps": last - first + 1}
         with contextlib.suppress(OSError):
             path.write_text(json.dumps(request | {"reason": "--profile-steps"}))
+
+    def _ask_first(self, world_size: int) -> None:
+        """Ask for the window that a job on GPUs begins with, as the first node's agent, if there was no other."""
+        if not self._first or not self._is_first_node():
+            return
+        steps, self._first = self._first, 0
+        ranks = None if world_size <= _ALL_RANKS else sorted(self._members)
+        if not self._requests:
+            with contextlib.suppress(OSError):
+                request = {"kind": "window", "ranks": ranks, "first": None, "steps": steps}
+                ask(self._run.path, request | {"reason": "--profile-first"})
 
     def _slow(self, rank: int, message: Slow) -> None:
         """Ask for a window after a slow step, as the first node's agent, if it may."""

@@ -25,7 +25,7 @@ import pyarrow as pa
 from rankscope.collectors.agent import clock_ping, messages
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.agent.connections import BACKLOG, Connection, Connections
-from rankscope.collectors.agent.deep_windows import Windows
+from rankscope.collectors.agent.deep_windows import Asked, Windows
 from rankscope.collectors.agent.flight_recorder import FlightRecorder
 from rankscope.collectors.agent.hook_builder import HookBuilder
 from rankscope.collectors.agent.nccl_ras import Ras
@@ -68,6 +68,7 @@ class Options:
     hz: float
     until_stdin_closes: bool
     launch: dict[str, Any]
+    profile_first: int
     profile_steps: tuple[int, int] | None
     profile_slow: int
     keep_bytes: int | None
@@ -102,8 +103,8 @@ class Agent:
         self._upload = Upload(options.upload) if options.upload else None
         self._retention = Retention(keep_bytes, self._upload.has) if self._upload else Retention(keep_bytes)
         self._has_retention_gap = False
-        fixed, slow = options.profile_steps, options.profile_slow
-        self._windows = Windows(self._run, self._gap_of_rank, self._add_window, fixed=fixed, slow=slow)
+        asked = Asked(options.profile_first, options.profile_steps, options.profile_slow)
+        self._windows = Windows(self._run, self._gap_of_rank, self._add_window, asked)
         self._windows_of: str | None = None  # the world whose ranks it knows
         self._selector = selectors.DefaultSelector()
         self._connections = Connections(self._selector, self._handle, self._end, self._gap_of_process)
@@ -220,6 +221,7 @@ class Agent:
         elif isinstance(message, messages.Gpu):
             rank.name_device(message.name)
             if message.uuid is not None:
+                self._windows.has_gpu(rank.rank, message.uuid)
                 connection.report["gpu_uuid"] = message.uuid
                 self._state.changed = True
         elif isinstance(message, messages.TrainingThread):
@@ -501,6 +503,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--until-stdin-closes", action="store_true", help="end when the launcher and the ranks are gone"
     )
+    parser.add_argument("--profile-first", type=int, default=0, help="steps of the window that GPU jobs begin with")
     parser.add_argument("--profile-steps", type=json.loads, help="first and last step of a profiled window, as JSON")
     parser.add_argument("--profile-slow", type=int, default=0, help="how many slow steps may open a profiled window")
     parser.add_argument("--keep-bytes", type=int, help="what the node's files may take; 0: all are kept")
@@ -526,6 +529,7 @@ def main(argv: list[str] | None = None) -> int:
             hz=said.hz,
             until_stdin_closes=said.until_stdin_closes,
             launch=said.launch,
+            profile_first=said.profile_first,
             profile_steps=said.profile_steps,
             profile_slow=said.profile_slow,
             keep_bytes=said.keep_bytes,

@@ -11,7 +11,8 @@ Usage: rankscope run [--out FOLDER | --name NAME] [--hz HZ] [--keep SIZE] [--no-
   --hz HZ        how often per second the node's counters are read (1)
   --keep 20G     what a node's files may take (10G, or a quarter of the free disk if that is less): then the oldest
                  records are evicted, the lengths of their steps stay; `all` evicts nothing
-  --profile-steps 100-102   torch.profiler records these steps of all ranks (see `rankscope trigger`)
+  --profile-first N         on NVIDIA GPUs torch.profiler records so many steps after about 20 (2; 0: none)
+  --profile-steps 100-102   these steps of all ranks instead (see `rankscope trigger`)
   --profile-slow N          and three steps after one that is slower than usual, at most N times
   --no-report    record only
 

@@ -237,3 +237,22 @@ def test_a_device_that_is_not_the_current_one_has_no_marks_of_another(tmp_path):
     why = "the main thread computes on device 1: no marks there without torch.cuda.set_device"
     assert job.gaps(0) == [(why, None)]
     assert not (job.run / "device_marks").exists()
+
+
+@pytest.mark.parametrize(("options", "has_gpu"), [((), True), (("--profile-first", "0"), True), ((), False)])
+def test_a_job_on_gpus_has_a_window_of_its_own_after_some_twenty_steps(tmp_path, options, has_gpu):
+    words = [RANKSCOPE, "run", "--no-report", "--out", str(tmp_path / "run"), *options, "--standalone"]
+    words += ["--nproc-per-node", "2", str(CUDA / "first_window.py"), *([str(build(tmp_path))] if has_gpu else [])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if options or not has_gpu:
+        assert not (tmp_path / "run" / "windows").exists()
+        return
+    job = Job(done.stdout, tmp_path / "run", tmp_path)
+    windows = [job.table("windows", rank).row(0, named=True) for rank in (0, 1)]
+    assert {(window["steps"], window["window"]) for window in windows} == {(2, 1)}
+    (first,) = {window["first_step"] for window in windows}
+    assert 18 < first < 90
+    asked = json.loads((tmp_path / "run/run/window=0001.json").read_text())
+    assert asked["reason"] == "--profile-first"
+    assert (tmp_path / "run/window-0001/steps").exists()

@@ -37,7 +37,8 @@ def pretend(path: Path, *, drift_ppm: float = 0.0, connections: int = 8) -> ctyp
     torch.cuda.memory_stats = lambda device: {}
     torch._C._cuda_getDevice = lambda: driver.current_device
     torch._C._cuda_getCurrentRawStream = lambda device: driver.current_stream
-    torch._C._cuda_isCurrentStreamCapturing = lambda: bool(driver.fake_is_capturing())
+    torch.cuda.is_current_stream_capturing = lambda: bool(driver.fake_is_capturing())
+    torch._C._cuda_isCurrentStreamCapturing = torch.cuda.is_current_stream_capturing
     Event.driver = driver
     torch.cuda.Event = Event
     learn(0)
