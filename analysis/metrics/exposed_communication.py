@@ -95,7 +95,7 @@ def _with_awaited(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFra
     exposed = placed.group_by("_row").agg(exposed_ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
     return (
         rows.join(exposed, on="_row", how="left", maintain_order="left")
-        .with_columns(pl.col("exposed_ns").fill_null(0), begin_ns="awaited_ns")
+        .with_columns(pl.col("exposed_ns").fill_null(0), begin_ns="awaited_ns", start_ns="awaited_ns")
         .with_columns(end_ns=pl.col("begin_ns") + pl.col("transfer_ns"))
         .drop("_row")
     )

@@ -52,10 +52,14 @@ def _regions(_: pl.DataFrame) -> Drawn:
 
 
 def _collectives(_: pl.DataFrame) -> Drawn:
-    """Draw waiting and transfer of an operation apart, where they are known; where only how long, its call."""
+    """Draw waiting and transfer of an operation apart, where they are known.
+
+    Where its end is not, but how long it was, or that it was over when a later one of its group was, its call.
+    """
     start = pl.coalesce("device_start_ns", "start_ns")
     known = pl.col("wait_ns").is_not_null() & pl.col("end_ns").is_not_null()
-    called = pl.col("transfer_ns").is_not_null()
+    is_over = pl.col("transfer_ns").is_not_null() | pl.col("end_ns").is_not_null()
+    called = is_over.reverse().cum_max().reverse().over("rank", "group_id")
     return Drawn(
         track=pl.coalesce("group", pl.lit("unknown group")),
         start=start,

@@ -10,6 +10,7 @@ import pytest
 import rankscope
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.timeline.build import build_timeline
+from rankscope.dashboard.timeline.drawn_rows import DRAWN
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 MS = 1_000_000
@@ -81,6 +82,14 @@ def test_a_pipelines_schedule_and_transfers_are_known_without_a_profiler(recorde
     (finding,) = report.findings
     assert (finding.detector, finding.where) == ("exposed_communication", "p2p")
     assert report.matched_fraction == 1
+
+
+def test_an_operation_whose_end_is_not_seen_is_drawn_as_its_call(recorded):
+    """The recorder times none of a group's first one: the timeline page would draw it to the end of the run."""
+    rows = build_timeline(rankscope.open(recorded("h100-fsdp2"))).collectives
+    assert rows["transfer_ns"].null_count() == 2
+    drawn = rows.select("rank", **DRAWN["collectives"](rows).columns)
+    assert drawn["end_ns"].equals(rows["issued_ns"])
 
 
 def test_a_late_rank_is_named_and_its_gpu_is_not_blamed_for_what_both_need(recorded):
