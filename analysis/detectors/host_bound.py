@@ -51,7 +51,7 @@ from rankscope.analysis.model.parts import BLOCKED, UNSEEN
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import named
-from rankscope.analysis.text.units import duration, percent
+from rankscope.analysis.text.units import duration, percent, percent_at_most
 from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
@@ -167,7 +167,7 @@ def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fractio
     idle_ns, least_ns = idle_at_most_ns(grid, marks), min_fraction * grid.step_ns
     if idle_ns < least_ns:
         return round(least_ns)
-    paced, most = paced_by_host(marks), percent(idle_ns / grid.step_ns)
+    paced, most = paced_by_host(marks), percent_at_most(idle_ns / grid.step_ns)
     if paced >= _MOSTLY:
         raise NotResolvable(
             text(

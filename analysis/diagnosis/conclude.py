@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,15 +26,17 @@ from rankscope.analysis.diagnosis.summary import (
 from rankscope.analysis.diagnosis.verdict import Seen, status_of, verdict_of, without_coarse
 from rankscope.analysis.metrics.device_lead import lead_of
 from rankscope.analysis.metrics.mfu import utilisation
-from rankscope.analysis.model.finding import Rate, Report
+from rankscope.analysis.model.finding import NotChecked, Rate, Report
 from rankscope.analysis.runs.deep_windows import windows_of
 from rankscope.analysis.runs.trace import Trace
-from rankscope.analysis.text.message import joined
+from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.cuda_events import phase_times
 from rankscope.analysis.timeline.device_time import device_parts
 
 __all__ = ["conclude", "report_on"]
+
+_SHOWN_BY_WINDOWS = "host_bound"
 
 
 def report_on(trace: Trace, timeline: Timeline, options: ReportOptions | None = None) -> Report:
@@ -42,7 +44,20 @@ def report_on(trace: Trace, timeline: Timeline, options: ReportOptions | None = 
     options = options or ReportOptions()
     report = conclude(timeline, judge(trace, timeline, options), options.price)
     report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
-    return replace(report, windows=windows_of(trace, lambda window: report_on(window, build_timeline(window)).verdict))
+    windows = windows_of(trace, lambda window: report_on(window, build_timeline(window)).verdict)
+    profiled = [window.number for window in windows if window.kernels]
+    return replace(report, windows=windows, not_checked=_by_windows(report.not_checked, profiled))
+
+
+def _by_windows(not_checked: tuple[NotChecked, ...], profiled: Sequence[int]) -> tuple[NotChecked, ...]:
+    """Return the same; where CUDA events left open whether devices idle, with the last of the windows that show it."""
+    if not profiled:
+        return not_checked
+    shown = text("; so does window {number} of this run", number=profiled[-1])
+    return tuple(
+        replace(one, why=joined("", (one.why, shown))) if one.detector == _SHOWN_BY_WINDOWS else one
+        for one in not_checked
+    )
 
 
 def conclude(timeline: Timeline, judged: Judgement, price: float | None) -> Report:

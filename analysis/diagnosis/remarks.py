@@ -14,7 +14,7 @@ from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted
-from rankscope.analysis.text.units import percent
+from rankscope.analysis.text.units import percent, percent_at_most
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.code_samples import Code
 
@@ -58,7 +58,7 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
         said += [
             text(
                 "; devices may be idle for up to {share} of the step, which rankscope trigger RUN --count 3 measures",
-                share=percent(lead.idle_fraction),
+                share=percent_at_most(lead.idle_fraction),
             ),
             text(" (the hosts are mostly at {place})", place=place) if place else "",
         ]

@@ -216,10 +216,11 @@ _ENGLISH: dict[str, str] = {
     "lead.device": "Device-bound: host run-ahead is {0} (median), and a device idles without work for at most {1} of "
     "the step.",
     "lead.host": "Host-bound in {0} of the step: the launch queue is empty, because the host is slow or waits for "
-    "the device. Devices may idle for up to {1} of the step; a profiled window measures the cost: "
-    "rankscope trigger RUN --count 3",
+    "the device. Devices may idle for up to {1} of the step; a profiled window measures the cost: {2}",
     "lead.open": "Host run-ahead is {0} (median), less than the phases take. Devices may idle for up to {1} of the "
-    "step; a profiled window shows whether they do: rankscope trigger RUN --count 3",
+    "step; a profiled window shows whether they do: {2}",
+    "lead.trigger": "rankscope trigger RUN --count 3",
+    "lead.window": "window {0} of this run",
     # device
     "device": "The devices, over the whole capture",
     "device.means": "Percent of the capture; communication that nothing hides is exposed. "
@@ -263,7 +264,7 @@ _ENGLISH: dict[str, str] = {
     # gaps
     "windows": "Profiled windows",
     "windows.what": "Window {0}: {1} of {2} ({3}).",
-    "windows.held": "It paused the training for up to {0} at its start and {1} at its end.",
+    "windows.held": "It stalled the hosts for up to {0} at its start and {1} at its end.",
     "windows.more": "All of it: rankscope report {0}/{1}",
     "windows.device": "Of its {0} rows of device work: {1}",
     "windows.means": "Operators by the time of their own, without that of operators in them; mean per step over ranks.",

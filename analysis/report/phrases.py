@@ -34,7 +34,7 @@ from rankscope.analysis.model.parts import BEGAN_LATE, IDLE_LABELS, LEFT_LATE, p
 from rankscope.analysis.report.labels import detector_name, part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
 from rankscope.analysis.text.phrases import counted, place_in_code, some_ranges
-from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges
+from rankscope.analysis.text.units import duration, duration_with_error, percent, percent_at_most, ranges
 
 __all__ = [
     "STATE_COLUMNS",
@@ -71,14 +71,16 @@ __all__ = [
 _MUCH_IDLE, _MOSTLY = 0.03, 0.5  # of the step, as host_bound judges
 
 
-def lead_line(lead: Lead) -> str:
-    """Return which is the limit, host or device, as far as CUDA events show."""
-    ahead, idle = duration(lead.ahead_ns), percent(lead.idle_fraction)
+def lead_line(lead: Lead, windows: Sequence[Window]) -> str:
+    """Return which is the limit, host or device, as far as CUDA events show, and what shows more."""
+    ahead, idle = duration(lead.ahead_ns), percent_at_most(lead.idle_fraction)
+    profiled = [window.number for window in windows if window.kernels]
+    more = say("lead.window", profiled[-1]) if profiled else say("lead.trigger")
     if lead.idle_fraction < _MUCH_IDLE:
         return say("lead.device", ahead, idle)
     if lead.paced_fraction >= _MOSTLY:
-        return say("lead.host", percent(lead.paced_fraction), idle)
-    return say("lead.open", ahead, idle)
+        return say("lead.host", percent(lead.paced_fraction), idle, more)
+    return say("lead.open", ahead, idle, more)
 
 
 def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:

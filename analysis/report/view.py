@@ -305,7 +305,7 @@ def _phases(report: Report) -> list[Section]:
         return []
     numbers = ("mean", "least", "most", "communication", "ahead")
     table = _table("phases", ("phase", *numbers), phrases.phase_rows(report.phases), numbers)
-    lines = (phrases.lead_line(report.lead),)
+    lines = (phrases.lead_line(report.lead, report.windows),)
     return [Section(key="phases", title=say("phases"), lines=lines, table=table, means=say("phases.means"))]
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "duration",
     "duration_with_error",
     "percent",
+    "percent_at_most",
     "ranges",
     "rounded",
     "scale_for",
@@ -58,6 +59,11 @@ def duration_with_error(ns: float, error_ns: float) -> str:
         decimals = len(error.partition(".")[2])
         value = f"{round(ns / unit_ns, decimals) + 0.0:.{decimals}f}"  # + 0.0: never -0
     return f"{value} ± {error} {unit}"
+
+
+def percent_at_most(fraction: float) -> str:
+    """Return an upper bound of a share: up to 99.9 %, not up to > 99.9 %."""
+    return percent(min(fraction, 0.999))
 
 
 def percent(fraction: float | None) -> str:

@@ -70,7 +70,7 @@ def _of_devices(run: Run, marks: pl.DataFrame) -> list[Children]:
     return [
         card(
             text("Host run-ahead"),
-            quiet(lead_line(run.report.lead)),
+            quiet(lead_line(run.report.lead, run.report.windows)),
             plot(figures.ahead_over_steps(marks)),
             note=_AHEAD,
         ),
