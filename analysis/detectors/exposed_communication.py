@@ -20,7 +20,8 @@ gradients that are sent as soon as a layer's are there, move while other layers 
 (`bucket_cap_mb` too large, `no_sync`, a reduction by hand after backward), or a gather that is issued when its layer
 begins, leaves the links idle first and the ranks idle then.
 
-On a device backward is what autograd's thread launched, and lies where its kernels do.
+On a device backward is what autograd's thread launched, and lies where its kernels do. By CUDA events it is the phase
+of that name, and a wait's transfer, a lower bound, counts for the last operation that was enqueued before the wait.
 
 **False positives.** On CPU ranks computation and communication share the processors: hiding one slows down the other,
 and less is gained than the model says. Waiting for slow peers is not counted, slow links are: what a finding of

@@ -106,11 +106,10 @@ def nccl_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.
 
     That is the operation of the record's group during whose call, give or take 2 µs for the clocks, the recorder took
     it; null: NCCL alone saw it, as with other libraries. torch's own count does not join the two: operations that it
-    begins together share one number, and those of other libraries have numbers too. Of these the recorder times the
-    whole, which comes after its parts: that is the duration of each, since they are one kernel.
+    begins together share one number, and those of other libraries have numbers too.
     """
     key = ["rank", "attempt"] if "attempt" in records.columns else ["rank"]
-    records = _of_wholes(records, [*key, "group"])
+    records = _with_those_of_wholes(records, [*key, "group"])
     names = groups.select(*key, "group_id", pl.col("name").alias("group")).unique([*key, "group_id"], keep="last")
     made_by = collectives.join(names, on=[*key, "group_id"]).select(
         *key, "group", "number", pl.col("start_ns").alias("torch_start_ns"), "issued_ns"
@@ -131,8 +130,11 @@ def nccl_durations(collectives: pl.DataFrame, groups: pl.DataFrame, records: pl.
     )
 
 
-def _of_wholes(records: pl.DataFrame, key: list[str]) -> pl.DataFrame:
-    """Return the records, those of the parts of a coalesced operation with its duration."""
+def _with_those_of_wholes(records: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+    """Return the records; sends and receives that begin together have the duration of the whole.
+
+    They are one kernel, and the recorder times only that, in a record that follows theirs.
+    """
     is_whole = pl.col("name").str.ends_with(":coalesced")
     records = records.sort(*key, "record").with_columns(
         _run=pl.struct("is_p2p", "seq", is_whole.alias("_whole")).rle_id().over(key)
@@ -141,7 +143,7 @@ def _of_wholes(records: pl.DataFrame, key: list[str]) -> pl.DataFrame:
     wholes = wholes.unique([*key, "_run"], keep="first", maintain_order=True)
     return (
         records.join(wholes, on=[*key, "_run"], how="left", maintain_order="left")
-        .with_columns(pl.coalesce("duration_ns", "_of_whole").alias("duration_ns"))
+        .with_columns(pl.coalesce("duration_ns", pl.when("is_p2p").then("_of_whole")).alias("duration_ns"))
         .drop("_run", "_of_whole")
     )
 

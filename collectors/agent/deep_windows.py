@@ -89,7 +89,6 @@ class _Member:
     send: Send
     pid: int
     world_size: int
-    has_gpu: bool = False
     done: int = 0
     step_ns: int = 0
     heard_ns: int = 0
@@ -153,6 +152,7 @@ class Windows:
         self._slow_since = -math.inf
         self._node: int | None = None
         self._members: dict[int, _Member] = {}
+        self._on_gpus: set[int] = set()
         self._requests: dict[int, _Request] = {}
         # Where a thousand nodes look every second, they look for one name: the folder has more entries than nodes.
         self._next = 1
@@ -168,10 +168,10 @@ class Windows:
             if request.asked and not request.over and request.wants(rank) and rank not in request.states:
                 self._ask_rank(request, rank)
 
-    def has_gpu(self, rank: int, uuid: str) -> None:
+    def uses(self, rank: int, uuid: str) -> None:
         """Note that a rank uses this GPU."""
-        if rank in self._members:
-            self._members[rank].has_gpu = uuid.startswith(_OF_NVIDIA)
+        if uuid.startswith(_OF_NVIDIA):
+            self._on_gpus.add(rank)
 
     @property
     def step_ns(self) -> int:
@@ -201,7 +201,7 @@ class Windows:
             member.heard_ns = time.perf_counter_ns()
             if isinstance(message, Slow):
                 self._slow(rank, message)
-            elif member.has_gpu and member.done >= _SETTLED:
+            elif rank in self._on_gpus and member.done >= _SETTLED:
                 self._ask_first(member.world_size)
             return
         request = self._requests.get(message.id)

@@ -221,7 +221,7 @@ class Agent:
         elif isinstance(message, messages.Gpu):
             rank.name_device(message.name)
             if message.uuid is not None:
-                self._windows.has_gpu(rank.rank, message.uuid)
+                self._windows.uses(rank.rank, message.uuid)
                 connection.report["gpu_uuid"] = message.uuid
                 self._state.changed = True
         elif isinstance(message, messages.TrainingThread):
