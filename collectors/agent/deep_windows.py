@@ -274,8 +274,11 @@ class Windows:
             path.write_text(json.dumps(request | {"reason": "--profile-steps"}))
 
     def _ask_first(self, world_size: int) -> None:
-        """Ask for the window that a job on GPUs begins with, as the first node's agent, if there was no other."""
-        if not self._first or not self._is_first_node():
+        """Ask for the window that a job on GPUs begins with, as the first node's agent, if there was no other.
+
+        Where each node has a folder of its own the others have none: they would begin theirs at other steps.
+        """
+        if not self._first or self._node != 0:
             return
         steps, self._first = self._first, 0
         ranks = None if world_size <= _ALL_RANKS else sorted(self._members)
