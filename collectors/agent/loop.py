@@ -68,10 +68,10 @@ class Options:
     hz: float
     until_stdin_closes: bool
     launch: dict[str, Any]
-    profile_first: int
-    profile_steps: tuple[int, int] | None
-    profile_slow: int
     keep_bytes: int | None
+    profile_first: int = 0
+    profile_steps: tuple[int, int] | None = None
+    profile_slow: int = 0
     upload: str | None = None
 
 

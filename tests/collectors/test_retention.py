@@ -245,7 +245,7 @@ def test_on_a_full_disk_older_records_are_still_evicted(tmp_path, monkeypatch):
     try:
         out = disk / "run"
         out.mkdir()
-        options = {"hz": 1.0, "until_stdin_closes": False, "launch": {}, "profile_steps": None, "profile_slow": 0}
+        options = {"hz": 1.0, "until_stdin_closes": False, "launch": {}}
         running = loop.Agent(bind("test-full"), loop.Options(out=out, keep_bytes=200_000, **options))
         running._begin(0)
         partition = Partition(running._run, "rank=00000", "a0-")

@@ -135,7 +135,7 @@ def test_what_has_not_arrived_at_the_end_is_a_gap_and_stays(storage, tmp_path, m
     monkeypatch.setattr(loop, "UPLOAD_S", 3)
     monkeypatch.setattr(loop, "LATE_S", 1)
     storage.away = True
-    options = {"hz": 1.0, "launch": {}, "profile_steps": None, "profile_slow": 0, "keep_bytes": None}
+    options = {"hz": 1.0, "launch": {}, "keep_bytes": None}
     out = tmp_path / "spool" / "run"
     agent = loop.Agent(bind(uuid.uuid4().hex), loop.Options(out=out, until_stdin_closes=False, upload=URL, **options))
     agent._terminated = True

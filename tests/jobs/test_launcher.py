@@ -408,7 +408,8 @@ def test_steps_to_be_profiled_reach_the_agent():
     options, _ = split(["--profile-steps", "100-102", "--profile-slow=2", "t.py"])
     assert options.for_agent() == ["--profile-steps", "[100, 102]", "--profile-slow", "2"]
     assert split(["--profile-steps", "7", "t.py"])[0].profile_steps == (7, 7)
-    assert split(["t.py"])[0].for_agent() == []
+    assert split(["t.py"])[0].for_agent() == ["--profile-first", "2"]
+    assert split(["--profile-first", "0", "t.py"])[0].for_agent() == ["--profile-first", "0"]
 
 
 @pytest.mark.parametrize("text", ["0-2", "5-3", "-3", "3-", "a-b", "1-2-3", ""])
@@ -417,7 +418,9 @@ def test_steps_that_cannot_be_profiled_are_refused(text):
         split(["--profile-steps", text, "t.py"])
 
 
-@pytest.mark.parametrize("arguments", [["--hz"], ["--hz", "fast"], ["--hz", "0"], ["--out", "a", "--name", "b"]])
+@pytest.mark.parametrize(
+    "arguments", [["--hz"], ["--hz", "fast"], ["--hz", "0"], ["--out", "a", "--name", "b"], ["--profile-first", "21"]]
+)
 def test_wrong_options_of_ours_are_refused(arguments):
     with pytest.raises(RankscopeError):
         split(arguments)

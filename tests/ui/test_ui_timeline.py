@@ -169,18 +169,20 @@ def test_the_event_under_the_pointer():
 def test_waiting_and_transfer_of_an_operation_are_drawn_apart_and_an_open_one_lasts_to_the_end():
     """Rank 0 waits 60 of 100 ns; rank 1's operation has no end, and the last thing that the run shows ends at 500.
 
-    Of rank 2's only the durations are known, and when it was called: from 0 to 10.
+    Of rank 2's second only the duration is known, and when it was called: from 20 to 30. So its first, called from 0 to
+    10, of which that is not known either, was over then.
     """
     rows = {
-        "rank": [0, 1, 2],
-        "start_ns": [1_000, 1_200, 1_000],
-        "issued_ns": [1_010, 1_210, 1_010],
-        "device_start_ns": [None, None, None],
-        "end_ns": [1_100, None, None],
-        "wait_ns": [60, None, 30],
-        "transfer_ns": [40, None, 40],
-        "group": ["dp", None, "dp"],
-        "op": ["allreduce", "allgather", "allreduce"],
+        "rank": [0, 1, 2, 2],
+        "start_ns": [1_000, 1_200, 1_000, 1_020],
+        "issued_ns": [1_010, 1_210, 1_010, 1_030],
+        "device_start_ns": [None] * 4,
+        "end_ns": [1_100, None, None, None],
+        "wait_ns": [60, None, None, 30],
+        "transfer_ns": [40, None, None, 40],
+        "group": ["dp", None, "dp", "dp"],
+        "group_id": [7, 8, 7, 7],
+        "op": ["allreduce", "allgather", "allreduce", "allreduce"],
     }
     types = {"device_start_ns": pl.Int64, "wait_ns": pl.Int64, "rank": pl.Int32}
     region = {"rank": [0], "start_ns": [1_400], "end_ns": [1_500], "kind": ["forward"], "name": [None], "thread": [0]}
@@ -196,7 +198,7 @@ def test_waiting_and_transfer_of_an_operation_are_drawn_apart_and_an_open_one_la
         (0, "transfer", [60], [100]),
         (0, "wait", [0], [60]),
         (1, "unsplit", [200], [500]),
-        (2, "unsplit", [0], [10]),
+        (2, "unsplit", [0, 20], [10, 30]),
         (0, "forward", [400], [500]),
     ]
     assert [track.title for track in made.tracks[0]] == ["group dp", "regions"]
