@@ -152,9 +152,10 @@ def test_healthy_job_has_no_finding(parallel, attempt, tmp_path):
 
 @pytest.mark.alone
 def test_rank_that_sleeps_in_forward_is_named_with_what_it_costs(tmp_path):
-    job = train(tmp_path, "--fault", "slow-rank", "--fault-rank", 2, "--fault-ms", 30)
+    """While it sleeps the others compute, and then it has a core to itself: it makes up for some milliseconds."""
+    job = train(tmp_path, "--fault", "slow-rank", "--fault-rank", 2, "--fault-ms", 60)
     assert found(job) == [("slow_rank", [2])]
-    assert job.report["findings"][0]["lost_ns_per_step"] == pytest.approx(30 * MS, rel=0.15)
+    assert job.report["findings"][0]["lost_ns_per_step"] == pytest.approx(60 * MS, rel=0.15)
     assert_adds_up(job)
 
 
