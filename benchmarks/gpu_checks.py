@@ -14,7 +14,7 @@ OUT/checks.json the same by number, OUT/kept.tar what every command printed and 
 runs themselves are in OUT/runs. Checks 21 and 40 take minutes and are done only when named. Nothing runs on after
 `--minutes`. `--rehearse` shows on CPUs that the commands themselves run; without a GPU most must fail.
 
-On a machine that is lent for a short time:
+On a machine that is rented for a short time:
 
 - Install rankscope: on the path alone it has no entry point, so torch loads nothing and nothing is recorded. Without a
   network bring the wheels that `pip download` says are missing (mostly polars, 55 MB), then

@@ -402,7 +402,7 @@ def _spans(
     exposed = inside.join(window.select("rank", "step", "computed_ns"), on=["rank", "step"]).filter(
         ~is_work, pl.col("start_ns") >= pl.col("computed_ns")
     )
-    hidden = (_hidden_by_marks if by_marks else _hidden)(collectives, phases, window)
+    hidden = _hidden_by_marks(collectives, phases, window) if by_marks else _hidden(collectives, window)
     per_step = (
         window.select("rank", "step", backward=pl.col("computed_ns") - pl.col("backward_ns"))
         .join(exposed.group_by("rank", "step").agg(exposed=length.sum()), on=["rank", "step"], how="left")
@@ -419,7 +419,7 @@ def _spans(
     return grid, exposed, spans, 2 * int(window["alone"].sum()) > len(window)
 
 
-def _hidden(collectives: pl.DataFrame, _: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:
+def _hidden(collectives: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:
     """Return the reductions of the windows, with `hidden_ns`: their transfer before backward had computed all."""
     began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
     reductions = (

@@ -53,7 +53,7 @@ def _by_windows(not_checked: tuple[NotChecked, ...], profiled: Sequence[int]) ->
     """Return the same; where CUDA events left open whether devices idle, with the last of the windows that show it."""
     if not profiled:
         return not_checked
-    shown = text("; so does window {number} of this run", number=profiled[-1])
+    shown = text("; see window {number} of this run", number=profiled[-1])
     return tuple(
         replace(one, why=joined("", (one.why, shown))) if one.detector == _SHOWN_BY_WINDOWS else one
         for one in not_checked

@@ -220,7 +220,7 @@ _ENGLISH: dict[str, str] = {
     "lead.open": "Host run-ahead is {0} (median), less than the phases take. Devices may idle for up to {1} of the "
     "step; a profiled window shows whether they do: {2}",
     "lead.trigger": "rankscope trigger RUN --count 3",
-    "lead.window": "window {0} of this run",
+    "lead.window": "see window {0} of this run",
     # device
     "device": "The devices, over the whole capture",
     "device.means": "Percent of the capture; communication that nothing hides is exposed. "

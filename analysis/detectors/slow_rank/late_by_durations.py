@@ -164,11 +164,11 @@ def guilty_layer(late: Late, grid: StepGrid, proxies: pl.DataFrame | None) -> st
     rank, least_ns = late.ranks[0], _LARGER_PART * late.cost.ns * len(grid.steps)
     of_call = ["rank", "call"]
     of_receives = proxies.filter(pl.col("event") == "recv").group_by(of_call).agg(pl.col("gpu_wait_ns").max())
-    of_ranks = of_receives.group_by((pl.col("rank") == rank).alias("is_late"), "rank").agg(pl.col("gpu_wait_ns").sum())
-    of_ranks = of_ranks.group_by("is_late").agg(pl.col("gpu_wait_ns").median())
-    taken = dict(of_ranks.rows())
+    waited, is_late = pl.col("gpu_wait_ns"), pl.col("rank") == rank
+    of_ranks = of_receives.group_by("rank").agg(waited.sum())
+    longer = of_ranks.select(waited.filter(is_late).sum() - waited.filter(~is_late).median().fill_null(0)).item()
     sent_to = proxies.filter(pl.col("peer_rank") == rank, pl.col("event") == "send")
-    if taken.get(True, 0) - taken.get(False, 0) >= least_ns:
+    if longer >= least_ns:
         return "GPU"
     of_sender = (
         sent_to.group_by(of_call).agg(pl.col("peer_wait_ns").max()).group_by("rank").agg(pl.col("peer_wait_ns").sum())
