@@ -120,6 +120,7 @@ def measure() -> dict[str, float]:
     results["a mark of device_marks"] = cpu_ns_per_call(lambda: mark(0), 100)  # fewer than there are events
     waits = session._session.emit.waits if session._session else None
     results["two marks around a device's wait"] = cpu_ns_per_call(lambda: waits and waits[0]() and waits[1](), 100)
+    time.sleep(1.5)  # until all of these marks were seen
     threads = {thread.name: thread.native_id for thread in threading.enumerate()}
     assert not session._session or "rankscope-device" in threads, "no mark was put"
     watched = {

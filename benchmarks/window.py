@@ -60,7 +60,7 @@ def longest_stop(call: Callable[[], object]) -> tuple[float, float]:
 
 def one_window(step: Callable[[], None], steps: int, folder: Path) -> dict[str, float]:
     without = [cost(step) for _ in range(steps)]
-    profile = _Profile()
+    profile = _Profile(None)
     prepare, start = cost(profile.prepare), cost(profile.start)
     within = []
     for number in range(steps):

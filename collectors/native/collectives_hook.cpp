@@ -10,6 +10,7 @@
 #include <pybind11/pybind11.h>
 #include <time.h>
 #include <torch/csrc/Export.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
@@ -516,6 +517,25 @@ PyObject* on_waits(PyObject*, PyObject* args) {  // kept for good: another threa
   Py_RETURN_NONE;
 }
 
+/* ---- the trace of a deep window: torch's own `save` and its end hold the interpreter's lock all the time ---- */
+
+struct Profile {
+  std::unique_ptr<torch::autograd::profiler::ProfilerResult> result = torch::autograd::profiler::disableProfiler();
+
+  void save(const std::string& path) {
+    PyThreadState* thread = PyEval_SaveThread();
+    std::exception_ptr error;
+    try {
+      result->save(path);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    result.reset();
+    PyEval_RestoreThread(thread);  // which ends this thread when the interpreter is ending: no destructor may run it
+    if (error) std::rethrow_exception(error);
+  }
+};
+
 PyObject* pending(PyObject*, PyObject*) { return PyLong_FromLongLong(hook ? hook->pending.load() : 0); }
 
 PyMethodDef functions[] = {
@@ -554,5 +574,13 @@ PyMODINIT_FUNC PyInit_rankscope_hook() {
   if (!made || PyModule_AddObject(made, "Ring", Py_NewRef(reinterpret_cast<PyObject*>(&RingType))) ||
       PyModule_AddObject(made, "Wait", Py_NewRef(reinterpret_cast<PyObject*>(&WaitType))))
     return nullptr;
+  try {
+    pybind11::class_<Profile>(made, "Profile", pybind11::module_local(), "Ends torch's profiler and has its trace.")
+        .def(pybind11::init<>())
+        .def("save", &Profile::save, "Write the trace to this file and free it, without the interpreter's lock.");
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ImportError, error.what());
+    return nullptr;
+  }
   return made;
 }

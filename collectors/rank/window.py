@@ -1,7 +1,9 @@
 """The deep window: torch.profiler is on for a few steps that all chosen ranks agree on, when the agent asks for it.
 
-The agent names the steps; each rank starts and stops at their ends, on the thread that trains, without waiting.
-The trace is saved in a thread of its own, without Python's lock, and converted by the agent. A profiler of the script's
+The agent names the steps; each rank starts and stops at their ends, on the thread that trains, without waiting. It
+stops at the first end of a step at which the device has done what the window's steps launched, so that the device has
+work meanwhile. The trace is saved in a thread of its own, without Python's lock where the compiled hook is there, and
+converted by the agent. A profiler of the script's
 own, or one that watches the process from outside, is left alone: then there is no window. Also answers, from the
 session's thread, what the rank's Python threads are doing, for a rank that waits.
 """
@@ -22,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
+from rankscope.collectors.native import collectives_hook
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import WINDOW_STEP
 from rankscope.collectors.untyped import Foreign
@@ -44,6 +47,7 @@ _RENEWED = 10  # steps between two looks at what is usual
 _RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one makes no steps
 _SAVING_S = 10.0  # an exiting rank waits no longer for its trace
 _DEVICE_S = 2.0  # nor for what its device still does
+_MOST_LATER = 3  # steps after a window in which its profiler is on, for a device that is behind
 _LONGEST_S, _LONGEST = 30.0, 20  # a window is open no longer than so many times its usual steps, 30 s at least
 _MOST_FRAMES, _MOST_THREADS, _MOST_BYTES = 40, 64, 100_000
 
@@ -160,6 +164,7 @@ class _Profile:
         inductor = sys.modules.get("torch._inductor.config")
         self._kineto.has_cudagraphs = inductor is not None and bool(inductor.triton.cudagraphs)
         self._span: Any = None
+        self._end: Any = None  # an event behind the last step's work
         self._result: Any = None
         self.marks: list[tuple[int, int, int]] = []  # step, and between which times its span began
 
@@ -184,28 +189,33 @@ class _Profile:
             self._torch.ops.profiler._record_function_exit._RecordFunction(self._span)
             self._span = None
 
+    def has_done(self) -> bool:
+        """Say whether the device has done what was launched in the steps, the last of which has ended."""
+        self.end_step()
+        if self._device and self._end is None:
+            self._end = self._torch.cuda.Event()
+            self._end.record(self._torch.cuda.current_stream(self._index))
+        return self._end is None or bool(self._end.query())
+
     def device_ends(self) -> bool:
         """Say whether the device completes all enqueued work, within a while."""
-        if not self._device:
-            return True
-        end = self._torch.cuda.Event()
-        end.record(self._torch.cuda.current_stream(self._index))
         until_s = time.monotonic() + _DEVICE_S
-        while not end.query():
+        while not self.has_done():
             if time.monotonic() > until_s:
                 return False
             time.sleep(0.005)
         return True
 
     def stop(self, *, at_exit: bool = False) -> None:
-        self.end_step()
-        if self._device and not at_exit:  # what another stream waits for then may never come
+        if not at_exit and not self.has_done():  # at exit what another stream waits for may never come
             self._torch.cuda.synchronize(self._index)  # else what still runs is lost, as torch's own profiler has it
-        self._result = self._profiler._disable_profiler()
+        self.end_step()
+        native = collectives_hook.load()
+        self._result = native.Profile() if native else self._profiler._disable_profiler()
         self._profiler._run_on_profiler_stop()
 
     def save(self, path: str) -> None:
-        """Save the trace to this file; takes 2 to 13 µs per event, without Python's lock. Raises OSError."""
+        """Save the trace to this file; takes 2 to 13 µs per event. Raises OSError."""
         unfinished = f"{path}.part"
         self._result.save(unfinished)  # does not report errors
         self._result = None
@@ -364,7 +374,8 @@ class _Windows:
         if done < first:
             return
         if done >= first + steps:
-            self._finish()
+            if self._profile.has_done() or done >= first + steps + _MOST_LATER:
+                self._finish()
             return
         if not self._recording:
             self._recording = True

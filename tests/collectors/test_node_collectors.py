@@ -472,7 +472,8 @@ def test_gpu_has_links_errors_and_reasons_of_low_clocks(node, read, gaps, monkey
     assert gaps == [("gpu", "gpu0: the driver reports Xid 79; `dmesg` has its text")]
     nvml.nvmlDeviceGetTotalEnergyConsumption = refuse
     del expected["energy_j"]
-    assert {name: value for (_, name), value in read(gpu).items()} == expected
+    for _ in range(10):  # one of ten samples has what takes long to read
+        assert {name: value for (_, name), value in read(gpu).items()} == expected
     assert gaps[1:] == [("gpu", "energy_j of gpu0 cannot be read any more: Not Supported")]
     nvml.nvmlDeviceGetTotalEccErrors = nvml.nvmlDeviceGetFieldValues = nvml.nvmlDeviceGetNvLinkState = lose
     assert read(gpu) == {("gpu0", "xid_errors"): 1}
