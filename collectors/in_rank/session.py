@@ -91,6 +91,7 @@ class Emit:
         self._off: set[str] = set()
         self._said: set[tuple[str, str]] = set()
         self._on_tick: list[Callable[[], None]] = []
+        self._in_background: list[Callable[[], None]] = []
         self._on_step: list[Callable[[int, int | None], None]] = []
         self._on_message: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._next_tick_ns = 0
@@ -149,7 +150,7 @@ class Emit:
         owner: Foreign,
         attribute: str,
         record: Callable[..., None],
-        before: Callable[[tuple[Any, ...]], None] = lambda _: None,
+        before: Callable[[tuple[Any, ...]], None] | None = None,
     ) -> Callable[[], None]:
         """Replace `owner.attribute` by `before(args)`, itself and `record(start_ns, end_ns, args, kwargs, result)`.
 
@@ -157,14 +158,15 @@ class Emit:
         Once undone, a wrapper that other code has wrapped in turn only passes calls on.
         """
         original = owner.__dict__[attribute]
-        record, before = self.guard(collector, record), self.guard(collector, before)
+        record, before = self.guard(collector, record), before and self.guard(collector, before)
         active = True
 
         def wrapper(*args: Foreign, **kwargs: Foreign) -> Foreign:
             if not (active and self.live):
                 return original(*args, **kwargs)
             start, result = clock(), None
-            before(args)
+            if before:
+                before(args)
             try:
                 result = original(*args, **kwargs)
             finally:
@@ -218,6 +220,16 @@ class Emit:
             return
         self._next_tick_ns = now_ns + _TICK_NS
         for read in self._on_tick:
+            if self.live:
+                read()
+
+    def in_background(self, read: Callable[[], None]) -> None:
+        """Call `read` about once a second from the session's thread, which costs the training thread nothing."""
+        self._in_background.append(read)
+
+    def background(self) -> None:
+        """Run what is due once a second beside the training."""
+        for read in self._in_background:
             if self.live:
                 read()
 
@@ -411,11 +423,17 @@ class _Session:
         threading.Thread(target=self.emit.guard("session", self._listen), name="rankscope", daemon=True).start()
 
     def _listen(self) -> None:
-        """Take the agent's messages as they come, also while the training's threads wait."""
+        """Take the agent's messages as they come, also while the training's threads wait, and do what is due beside them."""
         ready = select.poll()
         ready.register(self.emit.channel(), select.POLLIN)
+        due_ns = clock() + _TICK_NS
         while not self._agent_gone:
-            ready.poll()
+            has_packet = ready.poll(_TICK_NS // 1_000_000)
+            if clock() >= due_ns:
+                due_ns = clock() + _TICK_NS
+                self.emit.background()
+            if not has_packet:
+                continue
             try:
                 packet = self.emit.channel().recv(_PACKET_BYTES)
             except BlockingIOError:

@@ -139,9 +139,10 @@ struct Group {
 
 struct Hook {
   RingObject* ring;
-  PyObject *group_of, *on_device, *tick, *failed, *await_work, *ended_with;  // Python's part, called with the lock
+  // Python's part, called with the lock
+  PyObject *group_of, *on_device, *tick, *failed, *unbox_work, *await_work, *ended_with;
   std::atomic<PyObject*> wait_begins{nullptr}, wait_ends{nullptr};  // once waits of a device have marks
-  PyObject* awaited_outputs;  // outputs of works whose end only a wait shows, in Python's keeping
+  PyObject *awaited, *awaited_outputs;  // works whose end only a wait shows, and their outputs, in Python's keeping
   uint8_t collective, done, region, wait;          // codes of the schema
   uint32_t wait_tensor_name;
   std::unordered_map<std::string, uint8_t> dtypes;  // by torch's name of the scalar type
@@ -216,6 +217,39 @@ struct DeviceWait {
     Py_XDECREF(answer);
   }
 };
+
+/* Keep a work without a future until a thread waits for it. Where there is another already, Python does, which bounds
+   them. */
+void await_wait(const c10::IValue& boxed, uint64_t number, int64_t size, int64_t output_at) {
+  Interpreter locked;
+  PyObject* box = torch::jit::toPyObject(boxed).release().ptr();
+  PyObject* work = PyObject_CallOneArg(hook->unbox_work, box);
+  Py_DECREF(box);
+  if (work && PyDict_GET_SIZE(hook->awaited)) {
+    call(hook->await_work, Py_BuildValue("(NKLL)", work, (unsigned long long)number, (long long)size,
+                                         (long long)output_at));
+    return;
+  }
+  PyObject* at = PyLong_FromLongLong(output_at);
+  PyObject* known = at ? Py_BuildValue("(KLO)", (unsigned long long)number, (long long)size, at) : nullptr;
+  if (!work || !known || PyDict_SetItem(hook->awaited, work, known) ||
+      PyDict_SetItem(hook->awaited_outputs, at, work))
+    PyErr_WriteUnraisable(hook->await_work);
+  Py_XDECREF(known);
+  Py_XDECREF(at);
+  Py_XDECREF(work);
+}
+
+/* Write the end of a work that is kept; with the interpreter's lock. */
+void ended_by_wait(PyObject* work, int64_t end) {
+  PyObject* known = PyDict_GetItemWithError(hook->awaited, work);
+  if (!known) return;
+  uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(known, 0));
+  PyObject* at = Py_NewRef(PyTuple_GET_ITEM(known, 2));
+  if (PyDict_GetItemWithError(hook->awaited_outputs, at) == work) PyDict_DelItem(hook->awaited_outputs, at);
+  Py_DECREF(at);
+  if (!PyDict_DelItem(hook->awaited, work)) put(hook->ring, hook->done, 0, 0, 0, end, number, 0, 0, 0);
+}
 
 bool is_live() { return hook->active.load(std::memory_order_relaxed) && in_parent.load(std::memory_order_relaxed); }
 
@@ -320,13 +354,7 @@ struct Operator final : c10::OperatorKernel {
         without_future = true;
       }
     }
-    if (!future) {  // it ends when a thread waits for it
-      Interpreter locked;
-      PyObject* work_object = torch::jit::toPyObject(boxed).release().ptr();
-      call(hook->await_work, Py_BuildValue("(NKLL)", work_object, (unsigned long long)number, (long long)size,
-                                           (long long)output_at));
-      return;
-    }
+    if (!future) return await_wait(boxed, number, size, output_at);
     hook->pending.fetch_add(1);
     auto* ring = hook->ring;
     future->addCallback([ring, number](c10::ivalue::Future&) {
@@ -365,7 +393,7 @@ struct WaitTensor final : c10::OperatorKernel {
 struct WaitObject {
   PyObject_HEAD
   vectorcallfunc vectorcall;
-  PyObject *original, *awaited, *waited, *dict;  // awaited: works whose end only a wait shows, in Python's keeping
+  PyObject *original, *dict;
   uint32_t name;
 };
 
@@ -376,12 +404,11 @@ PyObject* wait_call(PyObject* callable, PyObject* const* args, size_t count, PyO
   PyObject* result = PyObject_Vectorcall(self->original, args, count, names);
   int64_t end = now_ns();
   put(hook->ring, hook->region, hook->wait, 0, self->name, start, end, PyThread_get_thread_ident(), -1, -1);
-  if (PyDict_GET_SIZE(self->awaited) && PyVectorcall_NARGS(count)) {
+  if (PyDict_GET_SIZE(hook->awaited) && PyVectorcall_NARGS(count)) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject* noted = PyObject_CallFunction(self->waited, "OL", args[0], (long long)end);
-    if (!noted) PyErr_WriteUnraisable(self->waited);
-    Py_XDECREF(noted);
+    ended_by_wait(args[0], end);
+    if (PyErr_Occurred()) PyErr_WriteUnraisable(self->original);
     PyErr_Restore(type, value, traceback);
   }
   return result;
@@ -392,13 +419,13 @@ PyObject* wait_get(PyObject* self, PyObject* instance, PyObject*) {
 }
 
 PyObject* wait_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *original, *awaited, *waited;
+  PyObject* original;
   unsigned int name;
-  if (!PyArg_ParseTuple(args, "OO!OI", &original, &PyDict_Type, &awaited, &waited, &name)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OI", &original, &name)) return nullptr;
   auto* self = reinterpret_cast<WaitObject*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
   self->vectorcall = wait_call;
-  self->original = Py_NewRef(original), self->awaited = Py_NewRef(awaited), self->waited = Py_NewRef(waited);
+  self->original = Py_NewRef(original);
   self->dict = PyDict_New();
   self->name = name;
   for (const char* known : {"__name__", "__qualname__", "__doc__", "__module__"}) {
@@ -421,12 +448,14 @@ std::vector<torch::Library>& libraries() {
 }
 
 PyObject* start(PyObject*, PyObject* args) {
-  PyObject *ring, *group_of, *on_device, *tick, *failed, *await_work, *ended_with, *awaited_outputs, *dtypes;
+  PyObject *ring, *group_of, *on_device, *tick, *failed, *unbox_work, *await_work, *ended_with, *awaited,
+      *awaited_outputs, *dtypes;
   int collective, done, region, wait;
   unsigned int wait_tensor_name;
   unsigned long long thread;
-  if (!PyArg_ParseTuple(args, "O!OOOOOOO!O!iiiiIK", &RingType, &ring, &group_of, &on_device, &tick, &failed, &await_work,
-                        &ended_with, &PyDict_Type, &awaited_outputs, &PyDict_Type, &dtypes, &collective, &done, &region, &wait, &wait_tensor_name, &thread))
+  if (!PyArg_ParseTuple(args, "O!OOOOOOOO!O!O!iiiiIK", &RingType, &ring, &group_of, &on_device, &tick, &failed,
+                        &unbox_work, &await_work, &ended_with, &PyDict_Type, &awaited, &PyDict_Type, &awaited_outputs,
+                        &PyDict_Type, &dtypes, &collective, &done, &region, &wait, &wait_tensor_name, &thread))
     return nullptr;
   if (hook) {
     PyErr_SetString(PyExc_RuntimeError, "started twice");
@@ -436,8 +465,9 @@ PyObject* start(PyObject*, PyObject* args) {
   made->ring = reinterpret_cast<RingObject*>(Py_NewRef(ring));
   made->group_of = Py_NewRef(group_of), made->on_device = Py_NewRef(on_device);
   made->tick = Py_NewRef(tick), made->failed = Py_NewRef(failed);
-  made->await_work = Py_NewRef(await_work), made->ended_with = Py_NewRef(ended_with);
-  made->awaited_outputs = Py_NewRef(awaited_outputs);
+  made->unbox_work = Py_NewRef(unbox_work), made->await_work = Py_NewRef(await_work);
+  made->ended_with = Py_NewRef(ended_with);
+  made->awaited = Py_NewRef(awaited), made->awaited_outputs = Py_NewRef(awaited_outputs);
   made->collective = collective, made->done = done, made->region = region, made->wait = wait;
   made->wait_tensor_name = wait_tensor_name;
   made->training_thread = thread;

@@ -37,6 +37,7 @@ def start(emit: Emit) -> None:
     owner = sys.modules["torch.autograd.profiler"].record_function
     enter, leave = owner.__dict__["__enter__"], owner.__dict__["__exit__"]
     known: dict[str, tuple[int, int, int, int] | None] = {}
+    left_out: set[str] = set()  # FSDP has a dozen a layer and step
     is_compiling = sys.modules["torch"].compiler.is_compiling
 
     def record(span: Foreign) -> None:
@@ -47,7 +48,10 @@ def start(emit: Emit) -> None:
         if name not in known:
             if len(known) >= _MAX_KNOWN:
                 known.clear()
+                left_out.clear()
             known[name] = _classify(emit, name)
+            if known[name] is None:
+                left_out.add(name)
         found = known[name]
         if found is not None:
             kind, name_id, microbatch, stage = found
@@ -57,12 +61,14 @@ def start(emit: Emit) -> None:
 
     @wraps(enter)
     def enter_and_note(self: Foreign) -> Foreign:
-        if not is_compiling():
+        if self.name not in left_out and not is_compiling():
             self._rankscope_start_ns = clock()
         return enter(self)
 
     @wraps(leave)
     def leave_and_record(self: Foreign, *exc: Foreign) -> Foreign:
+        if self.name in left_out:
+            return leave(self, *exc)
         try:
             return leave(self, *exc)
         finally:

@@ -125,9 +125,8 @@ def _time_waits(emit: Emit, recorder: _Recorder, torch: Foreign, native: Foreign
     work_class = torch._C._distributed_c10d.Work
     if native is None:
         return emit.around("collectives", work_class, "wait", recorder.waited)
-    forget = emit.guard("collectives", recorder.ended_by_wait)
     original = work_class.__dict__["wait"]
-    wrapper = native.Wait(original, recorder.awaited, forget, recorder.wait_name)
+    wrapper = native.Wait(original, recorder.wait_name)
     work_class.wait = wrapper
     return partial(_put_back, work_class, wrapper, original)
 
@@ -222,8 +221,9 @@ def _start_native(emit: Emit, recorder: _Recorder, native: Foreign) -> None:
     native.start(
         *(emit.ring.native_ring, emit.guard("collectives", group_of), emit.guard("collectives", on_device)),
         emit.guard("collectives", tick),
-        *(partial(emit.switch_off, "collectives"), emit.guard("collectives", recorder.await_boxed)),
-        *(emit.guard("collectives", recorder.ended_with), recorder.awaited_outputs),
+        *(partial(emit.switch_off, "collectives"), recorder.unbox_work),
+        *(emit.guard("collectives", recorder.await_wait), emit.guard("collectives", recorder.ended_with)),
+        *(recorder.awaited, recorder.awaited_outputs),
         {_SCALAR_TYPES.get(name, name): code for code, name in enumerate(DTYPES)},
         *(_COLLECTIVE, _DONE, RecordType.REGION, _WAIT, recorder.wait_tensor_name, emit.training_thread),
     )
@@ -259,7 +259,6 @@ class _Recorder:
         # Works without a future, and their record's number, bytes and output. Kept alive until waited for, since only
         # so is the object that `wait` gets this one. `wait_tensor` gets the output instead.
         self.awaited: dict[Any, tuple[int, int, int]] = {}
-        self.awaited_bytes = 0
         self.awaited_outputs: dict[int, Any] = {}
         self.wait_name, self.wait_tensor_name = emit.name("Work.wait"), emit.name("wait_tensor")
         self.has_device_gap = False
@@ -389,22 +388,19 @@ class _Recorder:
         first = self.first_tensor(output)
         self.await_wait(work, number, size, 0 if first is None or first.is_sparse else first.data_ptr())
 
-    def await_boxed(self, work: Foreign, number: int, size: int, output_at: int) -> None:
-        """Keep a work that the hook in C++ has recorded, and that has no future."""
-        self.await_wait(self.unbox_work(work), number, size, output_at)
-
     def await_wait(self, work: Foreign, number: int, size: int, output_at: int) -> None:
         """Keep a work without a future until a thread waits for it or for its output."""
-        while self.awaited and (len(self.awaited) >= _MAX_AWAITED or self.awaited_bytes + size > _MAX_AWAITED_BYTES):
-            self.forget(next(iter(self.awaited)))
+        kept = sum(bytes_of for _, bytes_of, _ in self.awaited.values())
+        while self.awaited and (len(self.awaited) >= _MAX_AWAITED or kept + size > _MAX_AWAITED_BYTES):
+            oldest = next(iter(self.awaited))
+            kept -= self.awaited[oldest][1]
+            self.forget(oldest)
         self.awaited[work] = (number, size, output_at)
-        self.awaited_bytes += size
         self.awaited_outputs[output_at] = work
 
     def forget(self, work: Foreign) -> int | None:
         """Let go of a work; return its record's number, None if it is not awaited."""
-        number, size, at = self.awaited.pop(work, (None, 0, 0))
-        self.awaited_bytes -= size
+        number, _, at = self.awaited.pop(work, (None, 0, 0))
         if self.awaited_outputs.get(at) is work:
             del self.awaited_outputs[at]
         return number

@@ -29,15 +29,21 @@ def start(emit: Emit) -> None:
     names = [emit.name(f"gc generation {generation}") for generation in range(3)]
     started = 0
 
+    def record(generation: int, end_ns: int) -> None:
+        if emit.live:
+            emit.region(_GC, names[generation], started, end_ns)
+
+    record = emit.guard("gc_pauses", record)
+
     def on_collection(phase: str, info: dict[str, Any]) -> None:
         nonlocal started
         now = clock()
         if phase == "start":
             started = now
-        elif now - started >= MIN_NS and emit.live:
-            emit.region(_GC, names[info["generation"]], started, now)
+        elif now - started >= MIN_NS:
+            record(info["generation"], now)
 
-    _callback = emit.guard("gc_pauses", on_collection)
+    _callback = on_collection
     gc.callbacks.append(_callback)
 
 

@@ -8,11 +8,12 @@ backward in its step: it begins where the closure has ended.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import DEVICE_MARKS, REGION_KINDS
@@ -30,8 +31,10 @@ clock = time.perf_counter_ns
 
 def start(emit: Emit) -> None:
     hooks = sys.modules["torch.optim.optimizer"]
-    names: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-    started: dict[int, int] = {}  # by id: it lives while it steps; putting in and out of a weak dictionary takes 2 µs
+    # By id, which another may have later; a weak dictionary takes 2 µs.
+    names: dict[int, tuple[ref[Any], int]] = {}
+    started: dict[int, int] = {}
+    count = itertools.count()
 
     def begin(optimizer: Foreign) -> None:
         if emit.live:
@@ -61,10 +64,12 @@ def start(emit: Emit) -> None:
         start_ns = started.pop(id(optimizer), None)
         if start_ns is None or not emit.live:
             return
-        name_id = names.get(optimizer)
-        if name_id is None:
-            name_id = names[optimizer] = emit.name(f"{type(optimizer).__name__}#{len(names)}")
+        known = names.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            known = ref(optimizer), emit.name(f"{type(optimizer).__name__}#{next(count)}")
+            names[id(optimizer)] = known
             emit.learn_device(next((weight for group in optimizer.param_groups for weight in group["params"]), None))
+        name_id = known[1]
         end_ns = clock()
         emit.mark(_MARKS[1])
         emit.region(_OPTIMIZER, name_id, start_ns, end_ns)

@@ -64,7 +64,8 @@ def start(emit: Emit) -> None:
     emit.on_message("watch", emit.guard("window", _current.watch))
     emit.on_message("stacks", emit.guard("window", _current.stacks))
     emit.on_step(emit.guard("window", _current.step))
-    emit.on_tick(emit.guard("window", _current.progress))
+    emit.on_tick(emit.guard("window", _current.close_late))
+    emit.in_background(emit.guard("window", _current.progress))
 
 
 def stop() -> None:
@@ -125,22 +126,26 @@ class _Usual:
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=_HISTORY)
         self._limit_ns = 0.0
-        self._seen = 0
+        self._seen = self._renew_at = 0
 
     @property
     def median_ns(self) -> int:
         return int(statistics.median(self._lengths)) if self._lengths else 0
 
-    def is_slow(self, length_ns: int) -> bool:
-        """Say whether this step took more than 1.5 × the median of the last 50 and 10 deviations (MAD) above it."""
-        slow = self._seen > _ENOUGH and length_ns > self._limit_ns
+    def add(self, length_ns: int) -> None:
         self._lengths.append(length_ns)
         self._seen += 1
-        if self._seen == _ENOUGH or self._seen % _RENEWED == 0:
+
+    def is_slow(self, length_ns: int) -> bool:
+        """Say whether this step takes more than 1.5 × the median of the last 50 and 10 deviations (MAD) above it."""
+        if self._seen < _ENOUGH:
+            return False
+        if self._seen >= self._renew_at:
+            self._renew_at = self._seen + _RENEWED
             median = statistics.median(self._lengths)
             mad = statistics.median(abs(length - median) for length in self._lengths)
             self._limit_ns = max(_SLOW_RATIO * median, median + _SLOW_MADS * 1.4826 * mad)
-        return slow
+        return length_ns > self._limit_ns
 
 
 class _Profile:
@@ -235,7 +240,7 @@ def _without_events(torch: Foreign) -> Foreign:
 
 
 class _Windows:
-    """This rank's windows, one at a time. All but `ask`, `watch` and `stacks` is called on the thread that trains."""
+    """This rank's windows, one at a time. What the session's thread does not call is called on the one that trains."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
@@ -270,6 +275,10 @@ class _Windows:
     def watch(self, _: dict[str, Any]) -> None:
         self._watching = True
 
+    def progress(self) -> None:
+        """Send the agent this rank's step, so that it can name a later one."""
+        self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
+
     def stacks(self, message: dict[str, Any]) -> None:
         """Send the agent the stack of each Python thread, the innermost call first."""
         if UNSAFE:
@@ -296,11 +305,10 @@ class _Windows:
 
     # ---- from the thread that trains
 
-    def progress(self) -> None:
-        """Send the agent this rank's step, so that it can name a later one; close a window that takes too long."""
+    def close_late(self) -> None:
+        """Close a window that takes too long."""
         if self._recording and time.monotonic() > self._until_s and self._may_act():
             self._finish("its steps took too long, and a profiler takes more memory the longer it is on")
-        self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
 
     def step(self, end_ns: int, optimizer: int | None) -> None:
         """Begin, continue or end a window at the end of a step."""
@@ -309,7 +317,8 @@ class _Windows:
         if not self._steps.ended(optimizer, self._emit.backwards):
             return
         done = self._steps.done
-        self._take_in()
+        if self._heard:
+            self._take_in()
         if self._window is not None and self._profile is not None:
             self._go_on(done)
         elif self._asked and done >= int(self._asked[0]["first"]) - 1:
@@ -343,10 +352,12 @@ class _Windows:
         last, self._last_ns = self._last_ns, end_ns
         if last is None:
             return
-        usual = self._usual.median_ns if self._watching else 0
-        if self._usual.is_slow(end_ns - last) and self._watching:
-            slow = {"step": self._steps.done - 1, "ns": end_ns - last, "usual_ns": usual}
-            self._emit.send({"type": "slow", "done": self._steps.done, "step_ns": usual} | slow)
+        length_ns = end_ns - last
+        if self._watching and self._usual.is_slow(length_ns):
+            usual_ns = self._usual.median_ns
+            slow = {"step": self._steps.done - 1, "ns": length_ns, "usual_ns": usual_ns}
+            self._emit.send({"type": "slow", "done": self._steps.done, "step_ns": usual_ns} | slow)
+        self._usual.add(length_ns)
 
     def _prepare(self, done: int) -> None:
         assert self._window is not None
