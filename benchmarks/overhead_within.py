@@ -56,7 +56,7 @@ class Switch:
             self._agent.resume() if on else self._agent.suspend()
         self._emit.live = on
         if on:  # each collector asks for its calls again; the session asked first, and stays
-            del self._emit._on_tick[1:], self._emit._in_background[:], self._emit._on_step[:]
+            del self._emit._on_tick[1:], self._emit._on_step[:]
         for collector in self._collectors:
             collector.start(self._emit) if on else collector.stop()
         assert not self._emit._off, f"switched off: {self._emit._off}"

@@ -57,7 +57,7 @@ _IN_ORDER = (
         color="#0072b2",
         dark="#2b8fd0",
         label=text("compute"),
-        means=text("the rank works and no communication is in flight"),
+        means=text("the rank works, with no communication seen in flight"),
     ),
     Part(
         name="overlapped",

@@ -175,7 +175,7 @@ def graph_of(timeline: Timeline) -> HostGraph:
     if not timeline.comparable:
         raise NotReplayable(text("the ranks number their steps differently"))
     if len(timeline.marks):
-        raise NotReplayable(text("CUDA events do not show what the devices waited for; a profiled window does"))
+        raise NotReplayable(text("CUDA events alone give no dependency graph; a profiled window does"))
     if only_hosts_seen(timeline.ranks, timeline.collectives, timeline.kernels, timeline.marks):
         raise NotReplayable(text("what the devices did was not recorded; a profiled window does that"))
     if timeline.ranks["node"].n_unique() > 1:

@@ -91,7 +91,6 @@ class Emit:
         self._off: set[str] = set()
         self._said: set[tuple[str, str]] = set()
         self._on_tick: list[Callable[[], None]] = []
-        self._in_background: list[Callable[[], None]] = []
         self._on_step: list[Callable[[int, int | None], None]] = []
         self._on_message: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._next_tick_ns = 0
@@ -220,16 +219,6 @@ class Emit:
             return
         self._next_tick_ns = now_ns + _TICK_NS
         for read in self._on_tick:
-            if self.live:
-                read()
-
-    def in_background(self, read: Callable[[], None]) -> None:
-        """Call `read` about once a second from the session's thread, which costs the training thread nothing."""
-        self._in_background.append(read)
-
-    def background(self) -> None:
-        """Run what is due once a second beside the training."""
-        for read in self._in_background:
             if self.live:
                 read()
 
@@ -423,17 +412,11 @@ class _Session:
         threading.Thread(target=self.emit.guard("session", self._listen), name="rankscope", daemon=True).start()
 
     def _listen(self) -> None:
-        """Take the agent's messages as they come, also while the training's threads wait, and do what is due beside them."""
+        """Take the agent's messages as they come, also while the training's threads wait."""
         ready = select.poll()
         ready.register(self.emit.channel(), select.POLLIN)
-        due_ns = clock() + _TICK_NS
         while not self._agent_gone:
-            has_packet = ready.poll(_TICK_NS // 1_000_000)
-            if clock() >= due_ns:
-                due_ns = clock() + _TICK_NS
-                self.emit.background()
-            if not has_packet:
-                continue
+            ready.poll()
             try:
                 packet = self.emit.channel().recv(_PACKET_BYTES)
             except BlockingIOError:

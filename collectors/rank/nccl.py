@@ -54,7 +54,7 @@ def start(emit: Emit) -> None:
                 emit.gap("nccl_events", "nccl", why, count=count - reported[counter])
                 reported[counter] = count
 
-    emit.in_background(emit.guard("nccl", report_losses))
+    emit.on_tick(emit.guard("nccl", report_losses))
 
 
 def stop() -> None:

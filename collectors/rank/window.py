@@ -64,8 +64,7 @@ def start(emit: Emit) -> None:
     emit.on_message("watch", emit.guard("window", _current.watch))
     emit.on_message("stacks", emit.guard("window", _current.stacks))
     emit.on_step(emit.guard("window", _current.step))
-    emit.on_tick(emit.guard("window", _current.close_late))
-    emit.in_background(emit.guard("window", _current.progress))
+    emit.on_tick(emit.guard("window", _current.progress))
 
 
 def stop() -> None:
@@ -106,8 +105,11 @@ class _Steps:
         elif not self._marked and not self._goes_on(optimizer, backwards):
             runs = self._runs
             runs[optimizer] = runs.get(optimizer, 0) + 1
-            most = max(runs.values())
-            self.done = min(count for count in runs.values() if count * _RARE >= most)
+            if len(runs) == 1:
+                self.done = runs[optimizer]
+            else:
+                most = max(runs.values())
+                self.done = min(count for count in runs.values() if count * _RARE >= most)
         return self.done > before
 
     def _goes_on(self, optimizer: int, backwards: int) -> bool:
@@ -124,27 +126,23 @@ class _Usual:
     """The usual length of steps, and which step is much longer."""
 
     def __init__(self) -> None:
-        self._lengths: deque[int] = deque(maxlen=_HISTORY)
+        self.lengths: deque[int] = deque(maxlen=_HISTORY)
         self._limit_ns = 0.0
-        self._seen = self._renew_at = 0
+        self._looks = 0
 
     @property
     def median_ns(self) -> int:
-        return int(statistics.median(self._lengths)) if self._lengths else 0
-
-    def add(self, length_ns: int) -> None:
-        self._lengths.append(length_ns)
-        self._seen += 1
+        return int(statistics.median(self.lengths)) if self.lengths else 0
 
     def is_slow(self, length_ns: int) -> bool:
         """Say whether this step takes more than 1.5 × the median of the last 50 and 10 deviations (MAD) above it."""
-        if self._seen < _ENOUGH:
+        if len(self.lengths) < _ENOUGH:
             return False
-        if self._seen >= self._renew_at:
-            self._renew_at = self._seen + _RENEWED
-            median = statistics.median(self._lengths)
-            mad = statistics.median(abs(length - median) for length in self._lengths)
+        if self._looks % _RENEWED == 0:
+            median = statistics.median(self.lengths)
+            mad = statistics.median(abs(length - median) for length in self.lengths)
             self._limit_ns = max(_SLOW_RATIO * median, median + _SLOW_MADS * 1.4826 * mad)
+        self._looks += 1
         return length_ns > self._limit_ns
 
 
@@ -240,7 +238,7 @@ def _without_events(torch: Foreign) -> Foreign:
 
 
 class _Windows:
-    """This rank's windows, one at a time. What the session's thread does not call is called on the one that trains."""
+    """This rank's windows, one at a time. All but `ask`, `watch` and `stacks` is called on the thread that trains."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
@@ -275,10 +273,6 @@ class _Windows:
     def watch(self, _: dict[str, Any]) -> None:
         self._watching = True
 
-    def progress(self) -> None:
-        """Send the agent this rank's step, so that it can name a later one."""
-        self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
-
     def stacks(self, message: dict[str, Any]) -> None:
         """Send the agent the stack of each Python thread, the innermost call first."""
         if UNSAFE:
@@ -305,16 +299,18 @@ class _Windows:
 
     # ---- from the thread that trains
 
-    def close_late(self) -> None:
-        """Close a window that takes too long."""
+    def progress(self) -> None:
+        """Send the agent this rank's step, so that it can name a later one; close a window that takes too long."""
         if self._recording and time.monotonic() > self._until_s and self._may_act():
             self._finish("its steps took too long, and a profiler takes more memory the longer it is on")
+        self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
 
     def step(self, end_ns: int, optimizer: int | None) -> None:
         """Begin, continue or end a window at the end of a step."""
-        if self._why_closed or self._emit.in_backward or self._is_capturing():
+        emit = self._emit
+        if self._why_closed or emit.in_backward or (emit.device is not None and self._is_capturing()):
             return  # torch's profiler can neither begin nor end within a backward or a capture of a CUDA graph
-        if not self._steps.ended(optimizer, self._emit.backwards):
+        if not self._steps.ended(optimizer, emit.backwards):
             return
         done = self._steps.done
         if self._heard:
@@ -325,7 +321,11 @@ class _Windows:
             self._window = self._asked.pop(0)
             self._prepare(done)
         else:
-            self._measure(end_ns)
+            if self._last_ns is not None:
+                if self._watching:
+                    self._look_at(end_ns - self._last_ns)
+                self._usual.lengths.append(end_ns - self._last_ns)
+            self._last_ns = end_ns
             return
         self._last_ns = None  # what a window touches is not usual
 
@@ -348,16 +348,12 @@ class _Windows:
             others = [asked for asked in self._asked if asked["id"] != heard["id"]]
             self._asked = sorted([*others, heard], key=lambda asked: int(asked["first"]))
 
-    def _measure(self, end_ns: int) -> None:
-        last, self._last_ns = self._last_ns, end_ns
-        if last is None:
-            return
-        length_ns = end_ns - last
-        if self._watching and self._usual.is_slow(length_ns):
+    def _look_at(self, length_ns: int) -> None:
+        """Tell the agent of a step that is much longer than usual."""
+        if self._usual.is_slow(length_ns):
             usual_ns = self._usual.median_ns
             slow = {"step": self._steps.done - 1, "ns": length_ns, "usual_ns": usual_ns}
             self._emit.send({"type": "slow", "done": self._steps.done, "step_ns": usual_ns} | slow)
-        self._usual.add(length_ns)
 
     def _prepare(self, done: int) -> None:
         assert self._window is not None

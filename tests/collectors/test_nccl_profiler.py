@@ -238,7 +238,6 @@ def test_job_whose_nccl_has_no_plugin_says_why(plugin, monkeypatch, tmp_path, ve
             gap=lambda *gap: said.append(gap),
             guard=lambda name, run: run,
             on_tick=ticks.append,
-            in_background=ticks.append,
             hand_over=rings.append,
         )
     )

@@ -71,10 +71,10 @@ def sample(node: Node) -> Iterator[Sample]:
     has_slow, _samples = _samples % _SELDOM == 0, _samples + 1
     for reading in list(_readings):
         device, name, handle, read = reading
-        if name in _SLOW and not has_slow:
-            continue
         if device in lost:
             _readings.remove(reading)
+            continue
+        if name in _SLOW and not has_slow:
             continue
         try:
             yield "gpu", name, device, read(handle)
