@@ -22,8 +22,8 @@ On a machine that is rented for a short time:
 - Jobs with several ranks need the machine's name in /etc/hosts: `echo "127.0.0.1 $(hostname)" >>/etc/hosts`
 - Nothing else may run on the GPU while something is timed. A job takes 8 to 25 s on an H100, most checks one or two.
   The most wanted first, each call with a new OUT; 6 minutes, then 4:
-  `OUT1 --minutes 6 --only 33,38,29,39,25,43,40`
-  `OUT2 --minutes 4 --only 21,7,10`
+  `OUT1 --minutes 6 --only 33,29,43,10,7,40`
+  `OUT2 --minutes 4 --only 21`
 """
 
 from __future__ import annotations
