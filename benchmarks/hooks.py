@@ -3,9 +3,8 @@
     python benchmarks/hooks.py examples/train_transformer.py --parallel fsdp2 --steps 100
 
 In a job a hook costs several times what it costs in a loop (collectors.py): caches hold the job's work. Times are those
-of rank 0 after 10 steps, each with the clock's own readings in it, which it takes twice a call. What
-compiled hooks do is not in them, nor the little before a guard: FSDP's spans, which are left out, collections of
-garbage that are short.
+of rank 0 after 10 steps, each with the clock's own readings in it, which it takes twice a call. What compiled hooks do
+is not in them, nor the little before a guard: looks at FSDP's spans, which are left out, and at short collections.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from overhead import RECORDED
+from overhead import RECORDED, module_of
+from rankscope.collectors.in_rank.session import Emit
 
 ROOT = Path(__file__).parents[1]
 WARMUP = 10
@@ -62,15 +61,9 @@ class Watch:
 
 
 def be_a_rank(script: str) -> None:
-    from rankscope.collectors.in_rank.session import Emit
-
     watch = Watch()
     Emit.guard = watch.guard(Emit.guard)  # type: ignore[method-assign]
-    spec = spec_from_file_location("job", script)
-    assert spec
-    assert spec.loader
-    sys.modules["job"] = job = module_from_spec(spec)
-    spec.loader.exec_module(job)
+    job = module_of(Path(script))
     begun = time.perf_counter()
     job.main()
     step_ms = (time.perf_counter() - begun) / watch.steps * 1e3

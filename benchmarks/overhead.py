@@ -22,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +96,16 @@ def pair(number: int, args: argparse.Namespace, folder: Path) -> tuple[np.ndarra
         left = [job for job in left if not job.turn(args.turn_s)]
     without, recorded = (job.result(args) for job in jobs)
     return without, recorded
+
+
+def module_of(script: Path) -> ModuleType:
+    """The script as the module `job`, which its `main` has not run."""
+    spec = spec_from_file_location("job", script)
+    assert spec
+    assert spec.loader
+    sys.modules["job"] = job = module_from_spec(spec)
+    spec.loader.exec_module(job)
+    return job
 
 
 def half_width_95(differences: np.ndarray) -> np.ndarray:

@@ -18,7 +18,6 @@ The job is a script with a function `clocks`, which it calls after every step an
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import pkgutil
@@ -30,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from overhead import RECORDED, print_table
+from overhead import RECORDED, module_of, print_table
 from rankscope.collectors.native import collectives_hook
 
 ROOT = Path(__file__).parents[1]
@@ -80,11 +79,7 @@ def be_a_rank(script: Path, block: int) -> None:
     """Run the job in this process, with a switch in its clocks."""
     import torch
 
-    spec = importlib.util.spec_from_file_location("job", script)
-    assert spec
-    assert spec.loader
-    sys.modules["job"] = job = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(job)
+    job = module_of(script)
     clocks, steps, switch = job.clocks, 0, None
 
     def switched() -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rankscope.collectors.native import collectives_hook
 from rankscope.collectors.rank.window import _Profile
 from rankscope.profiler.window import convert
 
@@ -60,7 +61,7 @@ def longest_stop(call: Callable[[], object]) -> tuple[float, float]:
 
 def one_window(step: Callable[[], None], steps: int, folder: Path) -> dict[str, float]:
     without = [cost(step) for _ in range(steps)]
-    profile = _Profile(None)
+    profile = _Profile(None, collectives_hook.load())
     prepare, start = cost(profile.prepare), cost(profile.start)
     within = []
     for number in range(steps):

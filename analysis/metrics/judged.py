@@ -9,8 +9,6 @@ from rankscope.analysis.metrics.once import once
 
 __all__ = ["in_judged_steps"]
 
-_NONE = -1  # of a time outside of all steps
-
 
 @once
 def in_judged_steps(rows: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
@@ -20,9 +18,10 @@ def in_judged_steps(rows: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
         return rows.clear()
     ranks, numbers = judged["rank"].to_numpy(), judged["step"].to_numpy()
     first, last = int(numbers.min()), int(numbers.max())
-    known = np.zeros((int(ranks.max()) + 2, last - first + 2), np.bool_)  # the last row and column are of no step
-    known[ranks, numbers - first] = True
-    rank = np.minimum(rows["rank"].to_numpy(), len(known) - 1)
-    step = rows["step"].fill_null(first + _NONE).to_numpy() - first
-    inside = known[rank, np.where((step >= 0) & (step <= last - first), step, _NONE)]
+    # The first and last column, and the last row, are of no step.
+    known = np.zeros((int(ranks.max()) + 2, last - first + 3), np.bool_)
+    known[ranks, numbers - first + 1] = True
+    rank = rows["rank"].to_numpy().clip(max=len(known) - 1)
+    step = (rows["step"] - first + 1).fill_null(0).to_numpy().clip(0, last - first + 2)
+    inside = known[rank, step]
     return rows.clone() if inside.all() else rows.filter(inside)  # a clone shares its memory

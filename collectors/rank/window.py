@@ -3,9 +3,9 @@
 The agent names the steps; each rank starts and stops at their ends, on the thread that trains, without waiting. It
 stops at the first end of a step at which the device has done what the window's steps launched, so that the device has
 work meanwhile. The trace is saved in a thread of its own, without Python's lock where the compiled hook is there, and
-converted by the agent. A profiler of the script's
-own, or one that watches the process from outside, is left alone: then there is no window. Also answers, from the
-session's thread, what the rank's Python threads are doing, for a rank that waits.
+converted by the agent. A profiler of the script's own, or one that watches the process from outside, is left alone:
+then there is no window. Also answers, from the session's thread, what the rank's Python threads are doing, for a rank
+that waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.collectors.in_rank.thread_frames import UNSAFE, current_frames
-from rankscope.collectors.native import collectives_hook
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import WINDOW_STEP
 from rankscope.collectors.untyped import Foreign
@@ -105,11 +104,8 @@ class _Steps:
         elif not self._marked and not self._goes_on(optimizer, backwards):
             runs = self._runs
             runs[optimizer] = runs.get(optimizer, 0) + 1
-            if len(runs) == 1:
-                self.done = runs[optimizer]
-            else:
-                most = max(runs.values())
-                self.done = min(count for count in runs.values() if count * _RARE >= most)
+            most = max(runs.values())
+            self.done = min(count for count in runs.values() if count * _RARE >= most)
         return self.done > before
 
     def _goes_on(self, optimizer: int, backwards: int) -> bool:
@@ -149,9 +145,10 @@ class _Usual:
 class _Profile:
     """One recording of torch.profiler, with nothing read from it in Python. Used on one thread, but for `save`."""
 
-    def __init__(self, device: int | None) -> None:
-        """`device` is the index of that which the training uses, if it uses one."""
+    def __init__(self, device: int | None, native: Foreign) -> None:
+        """`device` is the index of that which the training uses, if it uses one; `native` the hook in C++ or None."""
         self._index = device
+        self._native = native
         self._profiler = sys.modules["torch.autograd.profiler"]
         torch = sys.modules["torch"]
         has_cuda = torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
@@ -213,8 +210,7 @@ class _Profile:
         if not at_exit and not self.has_done():  # at exit what another stream waits for may never come
             self._torch.cuda.synchronize(self._index)  # else what still runs is lost, as torch's own profiler has it
         self.end_step()
-        native = collectives_hook.load()
-        self._result = native.Profile() if native else self._profiler._disable_profiler()
+        self._result = self._native.Profile() if self._native else self._profiler._disable_profiler()
         self._profiler._run_on_profiler_stop()
 
     def save(self, path: str) -> None:
@@ -307,14 +303,12 @@ class _Windows:
 
     def step(self, end_ns: int, optimizer: int | None) -> None:
         """Begin, continue or end a window at the end of a step."""
-        emit = self._emit
-        if self._why_closed or emit.in_backward or (emit.device is not None and self._is_capturing()):
+        if self._why_closed or self._emit.in_backward or self._is_capturing():
             return  # torch's profiler can neither begin nor end within a backward or a capture of a CUDA graph
-        if not self._steps.ended(optimizer, emit.backwards):
+        if not self._steps.ended(optimizer, self._emit.backwards):
             return
         done = self._steps.done
-        if self._heard:
-            self._take_in()
+        self._take_in()
         if self._window is not None and self._profile is not None:
             self._go_on(done)
         elif self._asked and done >= int(self._asked[0]["first"]) - 1:
@@ -367,7 +361,7 @@ class _Windows:
             return
         start_ns = clock()
         self._thread = threading.get_ident()
-        self._profile = _Profile(self._emit.device)
+        self._profile = _Profile(self._emit.device, self._emit.ring.native)
         self._ours(self._profile.prepare)
         self._row = {"start_ns": start_ns, "start_stall_ns": clock() - start_ns}
         if done == first:

@@ -56,9 +56,10 @@ def test_a_file_that_others_could_have_written_is_not_loaded(compiled_hook, tmp_
 
 _SAVES = """
 import sys, threading, time, torch
+from rankscope.collectors.native import collectives_hook
 from rankscope.collectors.rank.window import _Profile
 
-profile = _Profile(None)
+profile = _Profile(None, collectives_hook.load())
 profile.prepare()
 profile.start()
 x = torch.ones(8)
