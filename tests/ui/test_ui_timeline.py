@@ -962,7 +962,7 @@ def test_counters_are_lanes_below_their_ranks_with_the_value_at_the_pointer(scre
             page.mouse.move(box["x"] + LABELS + 300, box["y"] + RULER + line * LINE / 2)
             page.wait_for_timeout(100)
             said.add(page.locator(".rst-tip").inner_text())
-        busy = any(re.match(r"host: cpu busy\n[\d.]+ %\n", tip) for tip in said)
+        busy = any(re.match(r"host: cpu busy\n([<>] )?[\d.]+ %\n", tip) for tip in said)
         return busy and any("host: cpu seconds per second" in tip for tip in said)
 
     assert any(all_lanes_were_seen() for _ in range(5)), said  # tips follow the pointer when they can
