@@ -20,6 +20,7 @@ __all__ = [
     "bytes_of_rows",
     "check_memory",
     "check_share",
+    "held_share",
     "needed_bytes",
     "readable_share",
 ]
@@ -35,6 +36,9 @@ _OF_TIMELINE, _OF_GRAPH = 260, 290  # for each kernel and launch
 # Of a recorded run, for each row: measured on simulated ones of 16 to 1,024 ranks (docs/performance.md).
 _OF_ROW, _OF_OTHER_ROW = {"regions": 1300, "collectives": 1300, "device_marks": 400, "flight_records": 400}, 200
 _MOST = 3_000_000_000  # a report on so much takes half a minute, while a job that has ended may hold its machines
+# Of a run that is larger a report holds so much, or so many steps as far as they fit: what it does not hold is analyzed
+# in stretches, in less time and by several processes.
+_ENOUGH, _ENOUGH_LAST_STEPS = 1_000_000_000, 200
 _SHARE = 0.5  # of the memory that is free
 
 
@@ -57,6 +61,14 @@ def readable_share(reader: NativeReader) -> float:
     free = available_bytes()
     most = _MOST if free is None else min(_MOST, _SHARE * free)
     return (most - _BEFORE) / max(bytes_of_rows(reader), 1)
+
+
+def held_share(reader: NativeReader, steps: int) -> float:
+    """Return the share of a run with so many steps that a report holds: of one that does not fit less than would."""
+    share = readable_share(reader)
+    if share >= 1:
+        return share
+    return min(share, max((_ENOUGH - _BEFORE) / bytes_of_rows(reader), _ENOUGH_LAST_STEPS / max(steps, 1)))
 
 
 def check_share(reader: NativeReader, share: float, *, beside: bool = False) -> None:

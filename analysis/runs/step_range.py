@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.model.finding import Clock, History, Span
-from rankscope.analysis.runs.memory_budget import check_share, readable_share
+from rankscope.analysis.runs.memory_budget import check_share, held_share, readable_share
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
@@ -134,7 +134,8 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
         return None
     if kept == count and not steps:  # a job that hangs, say
         return _last_part(reader, rank, share, counted.clear())
-    first, last = steps or (max(count - max(int(share * (count - kept)), FEWEST), kept), count - 1)
+    held = FEWEST if steps else max(round(held_share(reader, count - kept) * (count - kept)), FEWEST)
+    first, last = steps or (max(count - held, kept), count - 1)
     last = min(last, count - 1)
     if first > last:
         raise BadInput(f"{reader.where} has no step {first}: the last is {last}")

@@ -1,7 +1,7 @@
 """Arrow files that can be read at any moment: a live part grows batch by batch, a full one is sealed.
 
 A live part is an Arrow IPC file without its footer: skip 8 bytes of magic and read a stream up to the torn batch.
-A sealed part is a whole Arrow IPC file, one batch, sorted, with a checksum. A disk that is full costs rows, which are
+A sealed part is a whole Arrow IPC file, sorted, with a checksum, in batches of which a reader needs few. A disk that is full costs rows, which are
 counted, never the files that are there already; what the count takes is reserved beforehand.
 """
 
@@ -28,6 +28,7 @@ from rankscope.collectors.untyped import Foreign
 __all__ = ["SEAL_ROWS", "Partition", "RunFolder", "Sealed", "batch_of", "read_live", "write_sealed"]
 
 SEAL_ROWS = 65_536
+_BATCH_ROWS = 4_096  # fewer take longer to read all, more to read some; the file is as large
 MAGIC_BYTES = 8
 RETRY_S = 5.0
 KEPT_BATCHES = 10_000
@@ -179,7 +180,7 @@ def _part_name(prefix: str, number: int) -> str:
 def _write_file(path: Path, rows: pa.Table) -> None:
     rows, sink = rows.replace_schema_metadata(METADATA), pa.BufferOutputStream()
     with pa.ipc.new_file(sink, rows.schema, options=_SEALED) as file:
-        file.write_table(rows)
+        file.write_table(rows, max_chunksize=_BATCH_ROWS)
     path.write_bytes(with_checksum(sink.getvalue().to_pybytes()))
 
 

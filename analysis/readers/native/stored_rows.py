@@ -14,7 +14,7 @@ import pyarrow as pa
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.tables import POLARS
 from rankscope.analysis.readers.bounds import check_groups, check_ranks
-from rankscope.analysis.readers.native.arrow_files import AT_THE_END, at_once, read_rows, time_in_the_middle
+from rankscope.analysis.readers.native.arrow_files import AT_THE_END, Within, at_once, read_rows, time_in_the_middle
 from rankscope.analysis.readers.native.files import Part
 from rankscope.analysis.readers.native.worlds import World, is_of, on_nodes
 from rankscope.analysis.text.message import joined, text
@@ -135,8 +135,6 @@ class StoredRows:
 
     def _within(self, owner: tuple[list[Part], int, int]) -> list[tuple[Part, pa.Table | None, str | None]]:
         """Return the rows of one owner's parts between two times, both included, and what is wrong with the parts."""
-        from pyarrow import compute as pc  # 0.1 s
-
         parts, begin_ns, end_ns = owner
         order = TABLES[parts[0].table].order
 
@@ -152,10 +150,9 @@ class StoredRows:
         last = bisect_right(range(len(parts)), end_ns, key=lambda number: middle_ns(number))
         found = []
         for part in parts[max(first - 1, 0) : last + 1]:
-            rows, problem = read_rows(part.path, closed=self._is_closed(part))
-            if rows is not None and order in rows.column_names:
-                at = rows[order]
-                rows = rows.filter(pc.and_(pc.greater_equal(at, begin_ns), pc.less_equal(at, end_ns)))
+            rows, problem = read_rows(
+                part.path, closed=self._is_closed(part), within=Within(order, begin_ns, end_ns)
+            )
             found.append((part, rows, problem))
         return found
 
