@@ -5,6 +5,7 @@ Each changes a graph: durations of transfers, and what waits for what.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,7 +19,7 @@ from rankscope.analysis.replay.device_graph import BETWEEN
 from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints
 from rankscope.analysis.timeline.build import Timeline
 
-__all__ = ["Pieces", "Wiring", "hidden", "kept_parameters", "operations", "prefetched", "split", "wiring"]
+__all__ = ["Pieces", "Wiring", "hidden", "kept_parameters", "operations", "prefetched", "split", "transfers", "wiring"]
 
 _GATHER = "allgather"
 _SHARDED = "sharded"
@@ -97,13 +98,18 @@ class Wiring:
         return [edge for edge in range(low, high) if self.waited_for[edge] == other]
 
 
+def transfers(graph: Graph, instances: Ints) -> dict[int, int]:
+    """Return the node of the transfer of each of these instances."""
+    nodes = np.flatnonzero((graph.rank < 0) & np.isin(graph.instance, instances))
+    return dict(zip(graph.instance[nodes].tolist(), nodes.tolist(), strict=True))
+
+
 def wiring(graph: Graph, instances: Ints) -> Wiring:
     """Return the entries of these instances."""
+    transfer = transfers(graph, instances)
     waits = np.repeat(np.arange(len(graph)), np.diff(graph.first))
     waited_for = graph.before.astype(np.int64)
     wanted = np.isin(graph.instance, instances)
-    nodes = np.flatnonzero(wanted & (graph.rank < 0))
-    transfer = dict(zip(graph.instance[nodes].tolist(), nodes.tolist(), strict=True))
     edges = np.flatnonzero(wanted[waits])
     to, of = waits[edges], waited_for[edges]
     same = graph.instance[to] == graph.instance[of]
@@ -148,7 +154,7 @@ class _Edges:
         )
 
 
-def hidden(ops: pl.DataFrame, sort: str, op: str, wired: Wiring, changes: Changes) -> Changes | None:
+def hidden(ops: pl.DataFrame, sort: str, op: str, transfer: Mapping[int, int], changes: Changes) -> Changes | None:
     """Hide what is exposed of these operations behind computation, but for the edges, as far as there is any."""
     chosen = ops.filter(pl.col("sort") == sort, (pl.col("op") == op) | (op == ""), ~pl.col("is_edge"))
     chosen = chosen.filter(pl.col("exposed_ns") > 0)
@@ -158,7 +164,7 @@ def hidden(ops: pl.DataFrame, sort: str, op: str, wired: Wiring, changes: Change
     share = (pl.col("computed_ns").fill_null(0) / exposed).clip(0, 1)
     duration = changes.duration_ns.copy()
     for instance, ns in chosen.select("instance_id", pl.col("exposed_ns") * share).iter_rows():
-        node = wired.transfer.get(instance)
+        node = transfer.get(instance)
         if node is not None:
             duration[node] = max(duration[node] - ns, 0.0)
     return replace(changes, duration_ns=duration)

@@ -24,6 +24,7 @@ from rankscope.analysis.replay.communication import (
     operations,
     prefetched,
     split,
+    transfers,
     wiring,
 )
 from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
@@ -169,6 +170,10 @@ class Rerun:
     # ---- when communication happens
 
     @cached_property
+    def _transfers(self) -> dict[int, int]:
+        return transfers(self.host.graph, self.operations["instance_id"].to_numpy())
+
+    @cached_property
     def _wired(self) -> Wiring:
         return wiring(self.host.graph, self.operations["instance_id"].to_numpy())
 
@@ -177,7 +182,7 @@ class Rerun:
         changed: Changes | None
         if fix.kind == "overlap":
             sort, _, op = fix.of.rpartition(":") if ":" in fix.of else (fix.of, "", "")
-            changed = hidden(self.operations, sort, op, self._wired, changes)
+            changed = hidden(self.operations, sort, op, self._transfers, changes)
         elif fix.kind == "prefetch":
             changed = prefetched(self.operations, int(fix.of), self._wired, changes)
         elif fix.kind == "reshard":
@@ -201,7 +206,7 @@ class Rerun:
         cap = fix.amount * 2**20
         of = ["group_id", "step"]
         merged = _merged(self.buckets, cap)
-        known = pl.col("_before").is_not_null() & pl.col("instance_id").is_in(list(self._wired.transfer))
+        known = pl.col("_before").is_not_null() & pl.col("instance_id").is_in(list(self._transfers))
         large = self.buckets.with_columns(_before=pl.col("instance_id").shift(1).over(of)).filter(
             pl.col("size_bytes") > cap, known
         )

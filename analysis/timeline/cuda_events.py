@@ -305,7 +305,7 @@ def _cut(
     dry, dry_part = _dry(marks, stops, code)
     waiting = Spans(waits["start_ns"].to_numpy(), waits["end_ns"].to_numpy(), np.zeros(len(waits), np.int64))
     edges = [begin, end, dry.start, dry.end, waiting.start, waiting.end]
-    grid = Grid(edges, int(steps["start_ns"][0]), int(steps["end_ns"][-1]))
+    grid = Grid(edges, steps["start_ns"][:1].to_numpy(), steps["end_ns"][-1:].to_numpy())
     lasts = end > begin
     phase = np.flatnonzero(lasts)[np.searchsorted(begin[lasts], grid.start, side="right") - 1]
     numbers = {name: number for number, name in enumerate(PARTS)}
@@ -336,7 +336,7 @@ def _dry(marks: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]) -> tupl
         Spans(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy(), _codes(rows["name"], code)) for rows in by_kind
     ]
     edges = [host_begin, host_end, *(edge for s in spans for edge in (s.start, s.end))]
-    grid = Grid(edges, int(host_begin[0]), int(host_end[-1]))
+    grid = Grid(edges, host_begin[:1], host_end[-1:])
     part, label = np.full(len(grid.start), -1), np.zeros(len(grid.start), np.int64)
     for kind, of_kind in zip(_STOPS, spans, strict=True):
         where = grid.covered(of_kind)

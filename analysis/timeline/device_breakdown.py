@@ -179,7 +179,7 @@ def _cut(rank: _Rank) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """step, position in PARTS, label, start and end of each phase of one rank."""
     edges = [rank.step_start, rank.step_end, rank.transfers.start, rank.last_arrival, rank.transfers.end]
     edges += [edge for spans in (*rank.work.values(), *rank.stops.values()) for edge in (spans.start, spans.end)]
-    grid = Grid(edges, int(rank.step_start[0]), int(rank.step_end[-1]))
+    grid = Grid(edges, rank.step_start[:1], rank.step_end[-1:])
     step = grid.begun(rank.step_start) - 1
     part = np.full(len(grid.start), PARTS.index("other"), np.int8)
     label = np.full(len(grid.start), _BETWEEN, np.int32)

@@ -5,6 +5,7 @@ The meaning of each part is defined in docs/definitions.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,8 @@ PHASE_COLUMNS = {
 }
 
 _NOBODY = -1
+_EVER = np.int64(1 << 62)
+_EDGES = 100_000  # in so many that ranks are cut together: arrays of them stay in the cache
 _MAIN_THREAD = 0
 _IMMEDIATE_NS = 10_000  # a wait that is over sooner found its operation done: it has not blocked
 _TAIL_BLOCKED = 0.75  # least share of the end of backward in which collectives are in flight, if it waits for them
@@ -57,6 +60,7 @@ FORWARD, BEFORE_FORWARD, AFTER_FORWARD = "forward", "before forward", "after for
 AFTER_BACKWARD, AFTER_OPTIMIZER, NO_REGION = "after backward", "after the optimizer", "no region"
 
 Ints = NDArray[np.signedinteger[Any]]  # codes take 1 or 4 bytes, times 8
+Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
@@ -91,12 +95,19 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
-    """One rank's input: steps, main-thread regions by kind, collectives (all threads)."""
+class _Ranks:
+    """Input of some ranks: steps, main-thread regions by kind, collectives (all threads).
+
+    Their times are one after the other, a rank's whole time before the next one's, so that they are cut together.
+    """
 
     step_start: Ints
     step_end: Ints
     step: Ints
+    rank: Ints  # of each step
+    offset: Ints  # of each step, which its rank's times have been put off by
+    first: Ints  # positions of the ranks' first and last steps
+    last: Ints
     kinds: dict[str, Spans]
     calls: Spans  # label is the operation
     issued: Ints
@@ -105,6 +116,11 @@ class _Rank:
     ended: Bools
     p2p: Bools
     blocking: Bools  # the call itself held the main thread
+
+    def rows(self, cut: tuple[Ints, Ints, Ints, Ints, Ints]) -> tuple[Ints, ...]:
+        """Return rank, step, part, label, start and end of phases, on the ranks' own times."""
+        step, part, label, start, end = cut
+        return self.rank[step], self.step[step], part, label, start - self.offset[step], end - self.offset[step]
 
 
 def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
@@ -136,7 +152,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     code = dict(zip(labels, range(len(labels)), strict=True))
     regions = (
         regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns"))
-        .sort("start_ns", "end_ns", descending=[False, True])
+        .pipe(in_order, "rank", "start_ns")
         .select("rank", "start_ns", "end_ns", _coded("name", code), pl.col("kind").fill_null(""))
     )
     kinds = regions["kind"].unique().sort().to_list()
@@ -156,15 +172,9 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
         pl.col("wait_ns").is_not_null().alias("split"),
         blocking.alias("blocking"),
     )
-    by_rank = [
-        frame.partition_by("rank", as_dict=True) for frame in (steps.sort("rank", "start_ns"), regions, collectives)
-    ]
-    no_regions, no_collectives = regions.clear(), collectives.clear()
-    cut = []
-    for (rank,), of_rank in told(text("ranks"), by_rank[0].items(), len(by_rank[0])):
-        of_regions, of_collectives = by_rank[1].get((rank,), no_regions), by_rank[2].get((rank,), no_collectives)
-        cut.append((rank, _cut(_rank_arrays(of_rank, of_regions, of_collectives, kinds), code)))
-    return as_phases(cut, labels)
+    pieces = list(_some_ranks(steps.sort("rank", "start_ns"), regions, collectives, kinds))
+    cut = [of_some.rows(_cut(of_some, code)) for of_some in told(text("ranks"), pieces, len(pieces))]
+    return _table(cut, labels)
 
 
 def as_phases(cut: list[tuple[int, tuple[Ints, Ints, Ints, Ints, Ints]]], labels: list[str]) -> pl.DataFrame:
@@ -172,16 +182,18 @@ def as_phases(cut: list[tuple[int, tuple[Ints, Ints, Ints, Ints, Ints]]], labels
 
     Each has the columns of `joined`, `labels` are the words for their codes.
     """
+    return _table([(np.full(len(columns[0]), rank), *columns) for rank, columns in cut], labels)
+
+
+def _table(cut: Sequence[tuple[Ints, ...]], labels: list[str]) -> pl.DataFrame:
+    """Return these pieces as a table: rank, step, code of the part and of the label, start and end."""
     if not cut:
         return pl.DataFrame(schema=PHASE_COLUMNS)
-    ranks, columns = zip(*cut, strict=True)
-    sizes = [len(of_rank[0]) for of_rank in columns]
-    step, part, label, start, end = (
-        column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*columns, strict=True)
-    )
+    columns = (column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*cut, strict=True))
+    rank, step, part, label, start, end = columns
     return pl.DataFrame(
         {
-            "rank": np.repeat(np.array(ranks, np.int32), sizes),
+            "rank": rank,
             "step": step,
             "part": pl.Series(PARTS).gather(part),
             "label": pl.Series(labels, dtype=pl.String).gather(label),
@@ -236,18 +248,70 @@ def _coded(column: str, code: dict[str, int]) -> pl.Expr:
     return pl.col(column).replace_strict(code, return_dtype=pl.Int64).alias("_label")
 
 
-def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, kinds: list[str]) -> _Rank:
-    """`kinds` are the words for the codes of the regions' kinds."""
-    spans = Spans(*(regions[c].to_numpy() for c in ("start_ns", "end_ns", "_label")))
-    kind = regions["kind"].to_numpy()
-    return _Rank(
-        step_start=steps["start_ns"].to_numpy(),
-        step_end=steps["end_ns"].to_numpy(),
+def _some_ranks(
+    steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, kinds: list[str]
+) -> Iterator[_Ranks]:
+    """Yield the input in pieces of whole ranks, of about as many edges each. All tables are in order of rank.
+
+    `kinds` are the words for the codes of the regions' kinds.
+    """
+    ranks = np.unique(steps["rank"].to_numpy())
+    tables = [steps, *(rows.filter(pl.col("rank").is_in(ranks)) for rows in (regions, collectives))]
+    bounds = [np.searchsorted(table["rank"].to_numpy(), ranks) for table in tables]
+    ends = [np.append(of[1:], len(table)) for of, table in zip(bounds, tables, strict=True)]
+    low, high, edges = np.full(len(ranks), _EVER), np.full(len(ranks), -_EVER), np.zeros(len(ranks))
+    for table, first, end in zip(tables, bounds, ends, strict=True):
+        some = np.flatnonzero(end > first)
+        for at in (table[column].to_numpy() for column in table.columns if column.endswith("_ns") and len(some)):
+            low[some] = np.minimum(low[some], np.minimum.reduceat(at, first[some]))
+            high[some] = np.maximum(high[some], np.maximum.reduceat(at, first[some]))
+            edges += end - first
+    for begin, end in _pieces(edges, high.astype(np.float64) - low):
+        which = [slice(first[begin], last[end - 1]) for first, last in zip(bounds, ends, strict=True)]
+        offset = np.zeros(1, np.int64)
+        if end - begin > 1:
+            width = high[begin:end] - low[begin:end] + 2  # none begins where the one before ends
+            offset = np.cumsum(width) - width - low[begin:end]
+        yield _ranks_of(ranks[begin:end], offset, [table[of] for table, of in zip(tables, which, strict=True)], kinds)
+
+
+def _pieces(edges: Floats, widths: Floats) -> Iterator[tuple[int, int]]:
+    begin, held, wide = 0, 0.0, 0.0
+    for number, (count, width) in enumerate(zip(edges.tolist(), widths.tolist(), strict=True)):
+        if number > begin and (held + count > _EDGES or wide + width > _EVER / 2):
+            yield begin, number
+            begin, held, wide = number, 0.0, 0.0
+        held, wide = held + count, wide + width
+    if len(edges):
+        yield begin, len(edges)
+
+
+def _ranks_of(ranks: Ints, offset: Ints, tables: list[pl.DataFrame], kinds: list[str]) -> _Ranks:
+    """Return the rows of these ranks, their times by so much later."""
+    steps, regions, collectives = tables
+    of_steps, of_regions, of_calls = (
+        offset[np.searchsorted(ranks, table["rank"].to_numpy())] for table in tables
+    )
+    start, end = (regions[column].to_numpy() + of_regions for column in ("start_ns", "end_ns"))
+    order = np.lexsort((-end, start))  # of those that begin together the outer ones first
+    spans = Spans(start[order], end[order], regions["_label"].to_numpy()[order])
+    kind = regions["kind"].to_numpy()[order]
+    starts, ends, issued, last_arrival = (
+        collectives[column].to_numpy() + of_calls for column in ("start_ns", "end_ns", "issued_ns", "last_arrival_ns")
+    )
+    new = np.flatnonzero(np.diff(steps["rank"].to_numpy(), prepend=_NOBODY))
+    return _Ranks(
+        step_start=steps["start_ns"].to_numpy() + of_steps,
+        step_end=steps["end_ns"].to_numpy() + of_steps,
         step=steps["step"].to_numpy(),
+        rank=steps["rank"].to_numpy(),
+        offset=of_steps,
+        first=new,
+        last=np.append(new[1:], len(steps)) - 1,
         kinds={kinds[code]: spans.where(kind == code) for code in np.unique(kind).tolist()},
-        calls=Spans(*(collectives[c].to_numpy() for c in ("start_ns", "end_ns", "_label"))),
-        issued=collectives["issued_ns"].to_numpy(),
-        last_arrival=collectives["last_arrival_ns"].to_numpy(),
+        calls=Spans(starts, ends, collectives["_label"].to_numpy()),
+        issued=issued,
+        last_arrival=last_arrival,
         split=collectives["split"].to_numpy(),
         ended=collectives["ended"].to_numpy(),
         p2p=collectives["p2p"].to_numpy(),
@@ -255,33 +319,33 @@ def _rank_arrays(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.Dat
     )
 
 
-def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """step, position in PARTS, label, start and end of each phase of one rank."""
+def _cut(ranks: _Ranks, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Position of the step, position in PARTS, label, start and end of each phase of these ranks."""
     none = Spans(*(np.empty(0, np.int64),) * 3)
     of = {
-        kind: rank.kinds.get(kind, none)
+        kind: ranks.kinds.get(kind, none)
         for kind in (*_COMPUTE, "sync", "checkpoint", "gc", "input", "compile", "optimizer", "wait")
     }
-    blocked = _blocked(rank, of["wait"], of["backward"])
+    blocked = _blocked(ranks, of["wait"], of["backward"])
     edges = [
-        rank.step_start,
-        rank.step_end,
-        rank.calls.start,
-        rank.calls.end,
-        rank.last_arrival,
+        ranks.step_start,
+        ranks.step_end,
+        ranks.calls.start,
+        ranks.calls.end,
+        ranks.last_arrival,
         blocked.start,
         blocked.end,
     ]
     edges += [edge for spans in of.values() for edge in (spans.start, spans.end)]
-    grid = Grid(edges, int(rank.step_start[0]), int(rank.step_end[-1]))
-    step = np.searchsorted(rank.step_start, grid.start, side="right") - 1
-    inside = grid.start < rank.step_end[step]
+    grid = Grid(edges, ranks.step_start[ranks.first], ranks.step_end[ranks.last])
+    step = np.searchsorted(ranks.step_start, grid.start, side="right") - 1
+    inside = grid.start < ranks.step_end[step]
 
     part = np.full(len(grid.start), PARTS.index("other"))
     label = np.full(len(grid.start), code[NO_REGION])
-    last_backward = _last_in_step(rank, of["backward"].start)
-    last_optimizer = _last_in_step(rank, of["optimizer"].start)
-    last_forward = _last_in_step(rank, of["forward"].start)
+    last_backward = _last_in_step(ranks, of["backward"].start)
+    last_optimizer = _last_in_step(ranks, of["optimizer"].start)
+    last_forward = _last_in_step(ranks, of["forward"].start)
 
     after_backward = (last_backward[step] >= 0) & (grid.start >= last_backward[step])
     label[after_backward & (grid.start < last_optimizer[step])] = code[AFTER_BACKWARD]
@@ -296,28 +360,35 @@ def _cut(rank: _Rank, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Int
         part[where] = PARTS.index(name)
         label[where] = spans.innermost(grid.start[where], otherwise=code[name])
 
-    in_flight = grid.covered(rank.calls.where(rank.ended))
+    in_flight = grid.covered(ranks.calls.where(ranks.ended)) & ~grid.between
     paint("compute", _merged([of[kind] for kind in _COMPUTE]))
     part[(part == PARTS.index("compute")) & in_flight] = PARTS.index("overlapped")
     paint("other", of["sync"])
     for name in ("checkpoint", "optimizer", "compile", "input"):
         paint(name, of[name])
-    where = grid.covered(blocked)
-    part[where] = _split(rank, grid, where, in_flight)[where]
+    where = grid.covered(blocked) & ~grid.between
+    part[where] = _split(ranks, grid, where, in_flight)[where]
     label[where] = blocked.innermost(grid.start[where], otherwise=code["wait"])
-    label[where] = _operation(rank, grid, where & in_flight, label)[where]
+    label[where] = _operation(ranks, grid, where & in_flight, label)[where]
     paint("gc", of["gc"])
-    return joined(rank.step[step], part, label, grid, inside)
+    return joined(step, part, label, grid, inside)
 
 
 class Grid:
-    """Elementary spans between all the points where anything starts or ends, from `low` to `high`."""
+    """Elementary spans between all the points where anything starts or ends, from `low` to `high`.
 
-    def __init__(self, edges: list[Ints], low: int, high: int) -> None:
+    Of several ranks, one after the other, there is one of each by rank; `between` says which spans lie between two.
+    """
+
+    def __init__(self, edges: list[Ints], low: Ints, high: Ints) -> None:
         at = np.concatenate(edges)  # of large runs the largest array: no copies; np.unique would be slower, too
-        np.clip(at, low, high, out=at).sort()
+        at.sort()
+        of = np.searchsorted(low[1:], at, side="right") if len(low) > 1 else 0
+        np.clip(at, low[of], high[of], out=at)
         self.at = at[np.concatenate([[True], at[1:] != at[:-1]])]
         self.start, self.end = self.at[:-1], self.at[1:]
+        self.between = np.zeros(len(self.start), np.bool_)
+        self.between[np.searchsorted(self.start, high[:-1])] = True
 
     def begun(self, times: Ints) -> Ints:
         """Return how many of these times lie at or before the start of each elementary span."""
@@ -344,7 +415,7 @@ def _merged(spans: list[Spans]) -> Spans:
     return Spans(joined.start[order], joined.end[order], joined.label[order])
 
 
-def _blocked(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
+def _blocked(ranks: _Ranks, waits: Spans, backward: Spans) -> Spans:
     """Return the spans in which the main thread waited for communication.
 
     Seen: regions of kind wait, and calls that were not asynchronous, or may not have been and returned only when the
@@ -354,15 +425,15 @@ def _blocked(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
     Not inferred where a wait was seen there, or where backward went on long after they were done: it was computing.
     """
     waits = waits.where(waits.end - waits.start >= _IMMEDIATE_NS)
-    calls = rank.calls
-    in_call = Spans(calls.start, rank.issued, calls.label).where(rank.blocking & (rank.issued > calls.start))
-    return _merged([waits, in_call, _waits_of_backward(rank, waits, backward)])
+    calls = ranks.calls
+    in_call = Spans(calls.start, ranks.issued, calls.label).where(ranks.blocking & (ranks.issued > calls.start))
+    return _merged([waits, in_call, _waits_of_backward(ranks, waits, backward)])
 
 
-def _waits_of_backward(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
-    collective = ~rank.p2p
-    start, issued = rank.calls.start[collective], rank.issued[collective]
-    label, end = rank.calls.label[collective], rank.calls.end[collective]
+def _waits_of_backward(ranks: _Ranks, waits: Spans, backward: Spans) -> Spans:
+    collective = ~ranks.p2p
+    start, issued = ranks.calls.start[collective], ranks.issued[collective]
+    label, end = ranks.calls.label[collective], ranks.calls.end[collective]
     last = np.searchsorted(start, backward.end) - 1
     has = (last >= 0) & (start[last] >= backward.start) if len(start) else np.zeros(len(last), bool)
     last, end_of_backward = last[has], backward.end[has]
@@ -373,16 +444,16 @@ def _waits_of_backward(rank: _Rank, waits: Spans, backward: Spans) -> Spans:
     return Spans(begin[keep], until[keep], label[last][keep])
 
 
-def _split(rank: _Rank, grid: Grid, blocked: Bools, in_flight: Bools) -> Ints:
+def _split(ranks: _Ranks, grid: Grid, blocked: Bools, in_flight: Bools) -> Ints:
     """Choose the part of each blocked elementary span.
 
     It is unsplit while an unmatched operation is in flight, else wait, bubble or transfer; and unsplit where nothing is
     in flight.
     """
-    calls = rank.calls
-    unsplit = grid.covered(calls.where(rank.ended & ~rank.split))
-    missing = Spans(calls.start, rank.last_arrival, calls.label)
-    waiting, starved = (grid.covered(missing.where(rank.split & kind)) for kind in (~rank.p2p, rank.p2p))
+    calls = ranks.calls
+    unsplit = grid.covered(calls.where(ranks.ended & ~ranks.split))
+    missing = Spans(calls.start, ranks.last_arrival, calls.label)
+    waiting, starved = (grid.covered(missing.where(ranks.split & kind)) for kind in (~ranks.p2p, ranks.p2p))
     # A thread wakes up a little after the operation's end: that belongs to the operation it was blocked on.
     index = np.arange(len(blocked))
     opened = np.maximum.accumulate(np.where(blocked & ~np.concatenate([[False], blocked[:-1]]), index, -1))
@@ -395,12 +466,12 @@ def _split(rank: _Rank, grid: Grid, blocked: Bools, in_flight: Bools) -> Ints:
     return choice
 
 
-def _operation(rank: _Rank, grid: Grid, in_flight: Bools, wait: Ints) -> Ints:
+def _operation(ranks: _Ranks, grid: Grid, in_flight: Bools, wait: Ints) -> Ints:
     """Return the operation in flight that started last, or that has just ended.
 
     The name of the wait before the first.
     """
-    calls = rank.calls
+    calls = ranks.calls
     label: Ints = wait.copy()
     last = np.searchsorted(calls.start, grid.start, side="right") - 1
     sought = in_flight.copy()
@@ -409,16 +480,18 @@ def _operation(rank: _Rank, grid: Grid, in_flight: Bools, wait: Ints) -> Ints:
         at = at[grid.start[at] < calls.end[last[at] - back]]
         label[at] = calls.label[last[at] - back]
         sought[at] = False
-    latest = np.maximum.accumulate(np.where(in_flight, np.arange(len(label)), -1))
-    return np.where(latest >= 0, label[latest], label)
+    index = np.arange(len(label))
+    latest = np.maximum.accumulate(np.where(in_flight, index, -1))
+    of_rank = np.maximum.accumulate(np.where(grid.between, index, 0))
+    return np.where(latest >= of_rank, label[latest], label)
 
 
-def _last_in_step(rank: _Rank, start: Ints) -> Ints:
+def _last_in_step(ranks: _Ranks, start: Ints) -> Ints:
     """Per step the last of these starts that lies in it, -1 where none does."""
     if not len(start):
-        return np.full(len(rank.step), -1)
-    last: Ints = start[np.searchsorted(start, rank.step_end) - 1]
-    last[(last < rank.step_start) | (last >= rank.step_end)] = -1
+        return np.full(len(ranks.step_start), -1)
+    last: Ints = start[np.searchsorted(start, ranks.step_end) - 1]
+    last[(last < ranks.step_start) | (last >= ranks.step_end)] = -1
     return last
 
 

@@ -99,15 +99,17 @@ def _read_file(source: pa.NativeFile, columns: Sequence[str] | None, within: Wit
         file = _of_columns(source, file.schema, columns)
     if within is None or within.order not in file.schema.names:
         return _checked(file.read_all())
-    starts = _of_columns(source, file.schema, [within.order])
+    first, last = 0, file.num_record_batches
+    if last > 1:
+        starts = _of_columns(source, file.schema, [within.order])
 
-    def start_ns(number: int) -> int:
-        return int(starts.get_batch(number)[within.order][0].as_py())
+        def start_ns(number: int) -> int:
+            return int(starts.get_batch(number)[within.order][0].as_py())
 
-    count = file.num_record_batches
-    first = bisect_left(range(count), within.begin_ns, key=start_ns)  # rows of the one before may be as late
-    last = bisect_right(range(count), within.end_ns, key=start_ns)
-    batches = [file.get_batch(number) for number in range(max(first - 1, 0), last)]
+        numbers = range(last)
+        first = max(bisect_left(numbers, within.begin_ns, key=start_ns) - 1, 0)  # its last rows may be as late
+        last = bisect_right(numbers, within.end_ns, key=start_ns)
+    batches = [file.get_batch(number) for number in range(first, last)]
     return _only(_checked(pa.Table.from_batches(batches, file.schema)), within)
 
 

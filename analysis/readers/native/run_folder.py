@@ -23,7 +23,7 @@ from rankscope.analysis.readers.native.gaps import (
     unclosed_nodes,
 )
 from rankscope.analysis.readers.native.resolve import with_codes, with_late_ends, with_names, with_node, with_peers
-from rankscope.analysis.readers.native.stored_rows import StoredRows
+from rankscope.analysis.readers.native.stored_rows import StoredRows, Whole
 from rankscope.analysis.readers.native.worlds import of_world_only, one_that_trains, with_ranks_of, worlds_in
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
@@ -66,13 +66,14 @@ class NativeReader:
         self._parts = [p for p in parts if p.rank is None or (p.world, p.attempt) == (mine.name, mine.attempt)]
         self.run = {node: with_ranks_of(mine, launch) for node, launch in run.items()}
         self._of_files = gaps
+        self._whole: Whole = {}
         self.counted: dict[str, Any] = {}  # what was counted of the whole run, for all of its parts
         self._begin()
 
     def _begin(self) -> None:
         """Set up the reader; nothing is read yet."""
         mine = self._worlds[self._analyzed]
-        self._stored = StoredRows(self.run, self._parts, mine, [*self._of_files], self.where)
+        self._stored = StoredRows(self.run, self._parts, mine, [*self._of_files], self.where, self._whole)
         self._tables: dict[str, pl.DataFrame] = {}
         self._seen: set[str] = set()  # tables whose gaps are noted
 

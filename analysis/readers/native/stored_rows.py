@@ -23,13 +23,16 @@ from rankscope.collectors.schema import TABLES
 if TYPE_CHECKING:
     from rankscope.analysis.runs.step_range import Stretch
 
-__all__ = ["StoredRows"]
+__all__ = ["StoredRows", "Whole"]
 
 _WHOLE = ("ranks", "groups", "gaps", "windows", "ras", "exits")  # also where only some steps of a run are read
 _BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what is read before and after a stretch
 _SPARSE = 40  # rows
 # What a file's folder and name add to its rows; `node` of a rank's rows comes from `ranks`.
 _WRITTEN_BY = {"rank": ("rank", "attempt"), "node": ("node",), "rank or node": ("rank", "node", "attempt")}
+
+
+Whole = dict[str, tuple[pl.DataFrame, list[Gap]]]  # by table, with what was wrong with its files
 
 
 class StoredRows:
@@ -39,9 +42,12 @@ class StoredRows:
     """
 
     def __init__(
-        self, run: dict[int, dict[str, Any]], parts: list[Part], world: World, gaps: list[Gap], where: str
+        self, run: dict[int, dict[str, Any]], parts: list[Part], world: World, gaps: list[Gap], where: str, whole: Whole
     ) -> None:
-        """`where` is the run's folder, for errors; `gaps` is added to."""
+        """`where` is the run's folder, for errors; `gaps` is added to.
+
+        `whole` has the tables that are read whole for every part of a run, and is added to.
+        """
         self.run = run
         self.parts = parts
         self.world = world
@@ -50,6 +56,7 @@ class StoredRows:
         self.stretch: Stretch | None = None  # what is read of the run; None: all
         self.imports = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
         self.all_closed = bool(run) and all(launch.get("state") == "closed" for launch in run.values())
+        self._whole = whole
         self._kept: dict[str, pl.DataFrame] = {}
 
     def ranks(self) -> list[int]:
@@ -62,14 +69,27 @@ class StoredRows:
         What is wrong with it is noted once.
         """
         if name not in self._kept:
-            frame = self._together(name, self._read(self._of(name)))
-            if name == "groups":
-                check_groups(f"{self.where}/groups", frame["members"])
-            if name == "ranks":
-                check_ranks(f"{self.where}/ranks", frame["world_size"])
-                frame = self._with_listed(on_nodes(frame, self.run, self.world.name, self.world.attempt))
-            self._kept[name] = frame
+            self._kept[name] = self._made(name) if _is_cut(name) else self._shared(name)
         return self._kept[name]
+
+    def _shared(self, name: str) -> pl.DataFrame:
+        """Return a table that all parts of the run have in common, and note what was wrong with it."""
+        if name not in self._whole:
+            known = len(self.gaps)
+            frame = self._made(name)
+            self._whole[name] = frame, self.gaps[known:]
+        frame, noted = self._whole[name]
+        self.gaps += [gap for gap in noted if gap not in self.gaps]
+        return frame
+
+    def _made(self, name: str) -> pl.DataFrame:
+        frame = self._together(name, self._read(self._of(name)))
+        if name == "groups":
+            check_groups(f"{self.where}/groups", frame["members"])
+        if name == "ranks":
+            check_ranks(f"{self.where}/ranks", frame["world_size"])
+            frame = self._with_listed(on_nodes(frame, self.run, self.world.name, self.world.attempt))
+        return frame
 
     def forget(self, name: str) -> None:
         """Free the memory of a table that was read."""
