@@ -389,6 +389,7 @@ def _spans(
     is_work = pl.col("part").is_in(["compute", "overlapped"])
     inside = (
         phases.filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(ops)))
+        .drop("label")
         .join(window, on=["rank", "step"])
         .filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
         .with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
@@ -424,7 +425,7 @@ def _hidden(collectives: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:
     began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
     reductions = (
         collectives.filter(pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null())
-        .with_columns(start_ns=began)
+        .select("rank", "step", "end_ns", "wait_ns", "size_bytes", start_ns=began)
         .join(window, on=["rank", "step"])
         .filter(pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"))
     )

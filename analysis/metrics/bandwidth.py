@@ -172,7 +172,10 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
     by_group = ["rank", "group_id"]
     rows = collectives.filter(
         pl.col("instance_id").is_not_null(), pl.col("wait_ns").is_not_null(), pl.col("op").is_in(_MEASURED)
-    ).with_columns(arrival.alias("_arrival_ns"))
+    ).select(
+        *("rank", "instance_id", "group_id", "group", "group_size", "op", "step", "size_bytes"),
+        *("wait_ns", "end_ns", "transfer_ns", arrival.alias("_arrival_ns")),
+    )
     return (
         rows.sort(*by_group, "_arrival_ns")
         .with_columns(

@@ -134,7 +134,7 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
         return None
     if kept == count and not steps:  # a job that hangs, say
         return _last_part(reader, rank, share, counted.clear())
-    held = FEWEST if steps else max(round(held_share(reader, count - kept) * (count - kept)), FEWEST)
+    held = FEWEST if steps else max(int(held_share(reader, count - kept) * (count - kept)), FEWEST)
     first, last = steps or (max(count - held, kept), count - 1)
     last = min(last, count - 1)
     if first > last:

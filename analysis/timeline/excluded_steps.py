@@ -15,7 +15,7 @@ from rankscope.analysis.model.kernels import LAUNCHING_CALLS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.timeline.device_time import by_rank
-from rankscope.analysis.timeline.steps import in_steps
+from rankscope.analysis.timeline.steps import in_steps, last_begun
 from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import P2P_OPS
 
@@ -81,11 +81,9 @@ def without_lost_operations(
 
     A rank of a group that called nothing at all has no steps, if others called anything.
     """
-    calls, none = dict(by_rank(collectives.select("rank", "start_ns"))), collectives.select("rank", "start_ns").clear()
-    silent = [_without_calls(rows, calls.get(rank, none)) for rank, rows in by_rank(steps.sort("rank", "start_ns"))]
-    if not any(len(rows) for rows in silent):
+    ranks = _without_calls(steps, collectives)
+    if ranks.is_empty():
         return steps, []
-    ranks = pl.concat(silent)
     together = collectives.filter(~pl.col("op").is_in(P2P_OPS)).select("rank", "group_id", "start_ns")
     called = in_steps(together, steps).drop_nulls("step").select("group_id", "step").unique()
     once = groups.unique("group_id", keep="last", maintain_order=True)
@@ -113,8 +111,8 @@ def without_lost_operations(
     return steps.join(lost, on=["rank", "step"], how="anti", maintain_order="left"), gaps
 
 
-def _without_calls(steps: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the rank's steps in which it called nothing; both are its own, in order of time."""
-    starts = calls["start_ns"].to_numpy()
-    first, last = (np.searchsorted(starts, steps[column].to_numpy()) for column in ("start_ns", "end_ns"))
-    return steps.filter(pl.Series(last <= first)).select("rank", "step")
+def _without_calls(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """Return the steps of each rank in which it called nothing: (rank, step)."""
+    last = last_begun(collectives, steps["rank"], steps["end_ns"] - 1)
+    begun = np.append(collectives["start_ns"].to_numpy(), -(1 << 62))[last]
+    return steps.filter(pl.Series(begun < steps["start_ns"].to_numpy())).select("rank", "step")

@@ -47,7 +47,7 @@ def slow_for_a_while(tmp_path_factory):
     """Rank 5 computes half as fast again from step 200 to 299; the last 200 are read."""
     slowness = np.ones((STEPS, 8))
     slowness[FROM:UNTIL, SLOW] = 1.5
-    return judged(recorded(tmp_path_factory.mktemp("while") / "run", slowness), 0.25)
+    return judged(recorded(tmp_path_factory.mktemp("while") / "run", slowness), 0.2501)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def slower_since(tmp_path_factory):
     """All ranks compute a fifth longer from step 400 on; the last 200 are read."""
     slowness = np.ones((STEPS, 8))
     slowness[400:] = 1.2
-    return judged(recorded(tmp_path_factory.mktemp("since") / "run", slowness), 0.25)
+    return judged(recorded(tmp_path_factory.mktemp("since") / "run", slowness), 0.2501)
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 _Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
 _Version = tuple[Path, int, int]  # of a file, with its size and when it was written
-_INTACT: set[_Version] = set()  # whose checksum and lengths were found right
+_INTACT: dict[_Version, list[int]] = {}  # whose checksum and lengths were found right; when its batches begin, if known
 _DAMAGED = (pa.ArrowException, OSError, IndexError, KeyError, ValueError)  # as pyarrow says it
 
 
@@ -54,7 +54,7 @@ def read_rows(
     try:
         which = _version(path)
         if which in _INTACT:
-            return _read_file(pa.OSFile(str(path)), columns, within), None
+            return _read_file(which, pa.OSFile(str(path)), columns, within), None
         data = path.read_bytes()
     except _DAMAGED as error:
         return None, text("could not be read ({error})", error=getattr(error, "strerror", None) or error)
@@ -63,11 +63,11 @@ def read_rows(
     check_bytes(path, decoded_bytes(data[_HEADER:]), len(data))
     if data.startswith(_MAGIC) and data.endswith(_MAGIC) and len(data) > 2 * _HEADER:
         try:
-            rows = _read_file(pa.BufferReader(data), columns, within)
-            _INTACT.add(which)
+            rows = _read_file(which, pa.BufferReader(data), columns, within)
+            _INTACT.setdefault(which, [])
             return rows, None
         except _DAMAGED:
-            pass  # what is good of it may still be read as a stream
+            _INTACT.pop(which, None)  # what is good of it may still be read as a stream
     batches: list[pa.RecordBatch] = []
     problem = text("has no footer although the run was closed: its last rows may be missing") if closed else None
     try:
@@ -93,24 +93,27 @@ def _checked(rows: _Rows) -> _Rows:
     return rows
 
 
-def _read_file(source: pa.NativeFile, columns: Sequence[str] | None, within: Within | None) -> pa.Table:
+def _read_file(
+    which: _Version, source: pa.NativeFile, columns: Sequence[str] | None, within: Within | None
+) -> pa.Table:
     file = pa.ipc.open_file(source)
     if columns is not None:
         file = _of_columns(source, file.schema, columns)
     if within is None or within.order not in file.schema.names:
         return _checked(file.read_all())
-    first, last = 0, file.num_record_batches
-    if last > 1:
-        starts = _of_columns(source, file.schema, [within.order])
-
-        def start_ns(number: int) -> int:
-            return int(starts.get_batch(number)[within.order][0].as_py())
-
-        numbers = range(last)
-        first = max(bisect_left(numbers, within.begin_ns, key=start_ns) - 1, 0)  # its last rows may be as late
-        last = bisect_right(numbers, within.end_ns, key=start_ns)
-    batches = [file.get_batch(number) for number in range(first, last)]
+    numbers = range(file.num_record_batches)
+    if len(numbers) > 1:
+        starts = _INTACT.get(which) or _starts(source, file.schema, within.order)
+        _INTACT[which] = starts
+        # The last rows of the batch before may be as late.
+        numbers = numbers[max(bisect_left(starts, within.begin_ns) - 1, 0) : bisect_right(starts, within.end_ns)]
+    batches = [file.get_batch(number) for number in numbers]
     return _only(_checked(pa.Table.from_batches(batches, file.schema)), within)
+
+
+def _starts(source: pa.NativeFile, schema: pa.Schema, order: str) -> list[int]:
+    file = _of_columns(source, schema, [order])
+    return [int(file.get_batch(number)[order][0].as_py()) for number in range(file.num_record_batches)]
 
 
 def _of_columns(source: pa.NativeFile, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatchFileReader:

@@ -188,8 +188,8 @@ class StoredRows:
             )
         if table is None or not table.num_rows:
             return None
-        columns = TABLES[part.table].columns
-        missing = [c.name for c in columns if c.name not in table.column_names and not c.nullable]
+        there = set(table.column_names)
+        missing = [c.name for c in TABLES[part.table].columns if c.name not in there and not c.nullable]
         if missing:
             self._note(
                 part,
