@@ -268,10 +268,23 @@ class Rerun:
         many in the step. What a rank has no time of stays away. How late kernels begin depends on what else the device
         does and stays; calls that may hold a wait for others become shorter only.
         """
-        graph, (own, row, calls) = self.host.graph, self._own_work
         scaled = duration.copy()
         for some in peers:
             ranks = np.flatnonzero(some.chosen | some.others)
+            for nodes, at, shape, waits in self._spans_by_label(tuple(ranks.tolist())):
+                spent = np.bincount(at, duration[nodes], math.prod(shape)).reshape(shape).astype(np.float64)
+                factor = _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical).ravel()[at]
+                scaled[nodes] *= np.minimum(factor, 1.0) if waits else factor
+        return np.asarray(scaled)
+
+    def _spans_by_label(self, rows: tuple[int, ...]) -> list[tuple[Ints, Ints, tuple[int, int, int], bool]]:
+        """Of these rows of the ranks the nodes of own time by label, with each one's place by (rank, step, span).
+
+        Also how many of each there are, and whether the label's calls may hold a wait.
+        """
+        if rows not in self._known_spans:
+            graph, (own, row, calls) = self.host.graph, self._own_work
+            ranks, found = np.array(rows), []
             comparable = (calls[ranks] == calls[ranks[0]]).all(axis=0) & (self.role[ranks] == self.role[ranks[0]]).all()
             of_ranks = np.isin(row, ranks)
             nodes, place = own[of_ranks], np.searchsorted(ranks, row[of_ranks])
@@ -282,11 +295,13 @@ class Rerun:
                 sections, span = distinct(self.section[some_nodes] * comparable[step])
                 shape = (len(ranks), calls.shape[1], len(sections))
                 at = (place[of_label] * shape[1] + step) * shape[2] + span
-                spent = np.bincount(at, duration[some_nodes], math.prod(shape)).reshape(shape).astype(np.float64)
-                factor = _as_peers(spent, some.chosen[ranks], some.others[ranks], some.typical).ravel()[at]
-                waits = label >= 0 and may_wait(graph.labels[label])
-                scaled[some_nodes] *= np.minimum(factor, 1.0) if waits else factor
-        return np.asarray(scaled)
+                found.append((some_nodes, at, shape, bool(label >= 0 and may_wait(graph.labels[label]))))
+            self._known_spans[rows] = found
+        return self._known_spans[rows]
+
+    @cached_property
+    def _known_spans(self) -> dict[tuple[int, ...], list[tuple[Ints, Ints, tuple[int, int, int], bool]]]:
+        return {}
 
     @cached_property
     def _own_work(self) -> tuple[Ints, Ints, Ints]:
