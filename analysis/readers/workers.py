@@ -31,6 +31,15 @@ _WORTH_S = 4.0  # of CPU that other processes take over; to start one takes 0.4
 _THREADS = 8  # more wait for the interpreter
 _OF_WORKER = 500_000_000  # bytes of memory, at most
 _TRIES = 2
+# A worker has one core; and the memory of one task serves the next one, of Python and of polars: to get it from the
+# kernel again takes a tenth of a stretch.
+_ENVIRONMENT = {
+    "POLARS_MAX_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 28),
+    "_RJEM_MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1",
+}
 
 Result = TypeVar("Result")
 
@@ -178,9 +187,11 @@ class _Worker:
     def _started() -> subprocess.Popen[bytes]:
         # multiprocessing would run the main module again, which need not be written for that.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-        environment = {**os.environ, "POLARS_MAX_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **_ENVIRONMENT},
         )
 
     @property
