@@ -30,7 +30,10 @@ AT = ["rank", "step"]
 
 @pytest.fixture(scope="module", params=["fsdp", "3d", "ddp-nccl", "pp-1f1b", "3d-nccl"])
 def job(request, tmp_path_factory):
-    """120 steps of 16 ranks on two nodes whose clocks differ, in files of 256 rows; one rank is slow from 60 on."""
+    """120 steps of 16 ranks on two nodes whose clocks differ; one rank is slow from 60 on.
+
+    Files have 256 rows, in batches of 50.
+    """
     return written(request.param, tmp_path_factory.mktemp(request.param) / "run")
 
 
@@ -45,6 +48,7 @@ def written(parallel: str, folder: Path) -> Path:
     can.slowness[SINCE:, SLOW] *= 1.5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow_writer, "SEAL_ROWS", 256)
+        patch.setattr(arrow_writer, "_BATCH_ROWS", 50)
         return write(run(job, can), folder)
 
 
@@ -98,6 +102,17 @@ def test_of_a_run_that_is_too_large_the_last_steps_are_analyzed_and_the_others_s
     assert "Steps 0-59 take 130 ms, 31.6 % less than the last ones; " in text
     assert "Over the whole run a step takes from" in html.render(report)
     assert "hang" in [check.detector for check in report.healthy]
+
+
+@pytest.mark.parametrize(("least", "first"), [(10, 100), (48, 72)], ids=["enough bytes", "enough steps"])
+def test_a_run_that_does_not_fit_is_held_as_far_as_it_is_enough(fsdp, monkeypatch, least, first):
+    """Of 120 steps 90 would fit; 20 take as much as is enough, if these are steps enough."""
+    size = memory_budget.bytes_of_rows(Trace.open(fsdp).reader)
+    for name, share in (("_MOST", 0.75), ("_ENOUGH", 1.0001 / 6)):
+        monkeypatch.setattr(memory_budget, name, memory_budget._BEFORE + size * share)
+    monkeypatch.setattr(memory_budget, "_ENOUGH_LAST_STEPS", least + 0.01)
+    stretch = Trace.open(fsdp).stretch
+    assert (stretch.first, stretch.last) == (first, 119)
 
 
 def test_what_does_not_fit_is_one_line(fsdp, monkeypatch):

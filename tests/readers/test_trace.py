@@ -8,8 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rankscope.analysis.readers.native.arrow_files import read_rows
+from rankscope.analysis.readers.native.arrow_files import Within, read_rows
 from rankscope.analysis.runs.trace import Trace
+from rankscope.collectors.agent.arrow_writer import write_sealed
 from rankscope.collectors.schema import DEVICE_WORK
 from rankscope.errors import BadInput
 from support.run_folder import COLLECTIVE, REGION, whys, write, write_rank, write_run
@@ -80,6 +81,34 @@ def test_a_file_cut_at_any_byte_gives_its_whole_batches(tmp_path):
         seen.append(table.num_rows if table else 0)
     assert sorted(seen) == seen
     assert set(seen) == {0, 1, 2}
+
+
+def test_rows_within_a_time_are_read_from_the_batches_that_hold_them(tmp_path):
+    """Each way of reading gives the same rows: first, again, when the file was replaced, and while it is written."""
+    at = [*range(0, 9000, 2), 9000, 9000, 9000]
+
+    def rows(times: list[int]) -> pa.Table:
+        return pa.table({"start_ns": pa.array(times, pa.int64()), "number": pa.array(range(len(times)), pa.int64())})
+
+    def read(path: Path, begin: int, end: int) -> list[int]:
+        table, problem = read_rows(path, closed=True, within=Within("start_ns", begin, end))
+        assert problem is None or path.name == "live.arrow"
+        return table["start_ns"].to_pylist()
+
+    write_sealed(tmp_path, "", rows(at))
+    (path,) = tmp_path.iterdir()
+    batches = pa.ipc.open_file(path)
+    edge = batches.get_batch(1)["start_ns"][0].as_py()
+    sink, live = pa.BufferOutputStream(), tmp_path / "live.arrow"
+    pa.ipc.new_file(sink, rows(at).schema).write_table(rows(at), max_chunksize=1000)
+    live.write_bytes(sink.getvalue().to_pybytes())  # no footer yet
+    spans = [(0, 9000), (edge - 2, edge), (edge, edge), (9000, 9000), (9001, 20000), (-5, -1), (101, 200)]
+    for begin, end in (*spans, *spans):
+        wanted = [time for time in at if begin <= time <= end]
+        assert read(path, begin, end) == read(live, begin, end) == wanted, (begin, end)
+    path.unlink()
+    write_sealed(tmp_path, "", rows([0, *at]))
+    assert read(path, 0, 3) == [0, 0, 2]
 
 
 def test_a_cut_file_is_read_as_far_as_it_is_good_and_is_a_gap(tmp_path):
