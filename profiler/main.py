@@ -85,16 +85,16 @@ def _typer(modules: dict[str, ModuleType], arguments: list[str]) -> None:
 
     for name, module in modules.items():
         app.command(name, help=module.__doc__)(module.command if hasattr(module, "command") else module.main)
-    _use_one_thread()
+    _use_few_threads()
     app(with_json_path(arguments), prog_name="rankscope")
 
 
-def _use_one_thread() -> None:
-    """Keep numpy and polars, not yet imported, in this thread, and Python from looking for garbage that is not there.
+def _use_few_threads() -> None:
+    """Keep numpy, not yet imported, in this thread, polars in two, and Python from looking for garbage.
 
-    Threads that wait for the thousand small tables of a report cost 6 % more than they take over, and looking for
-    garbage 5 %. Large runs are divided among processes (`analysis/readers/workers.py`).
+    A report has a thousand small tables: numpy's threads, which spin, cost 3 % of it and looking for garbage 5 %; more
+    of polars' have nothing to do. Large runs are divided among processes (`analysis/readers/workers.py`).
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    os.environ.setdefault("POLARS_MAX_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
     gc.set_threshold(_GARBAGE)

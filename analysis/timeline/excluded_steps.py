@@ -34,8 +34,8 @@ def set_lost_aside(
     """
     by = ["rank", "correlation"]
     calls, rows = launches.filter(pl.col("name").str.contains(LAUNCHING_CALLS)), kernels.select(by)
-    of_ranks, none = dict(by_rank(rows)), rows.clear()
-    if all(_have_all(of_ranks.get(rank, none), of_rank) for rank, of_rank in by_rank(calls)):
+    seen, none = dict(by_rank(rows)), rows.clear()
+    if all(_have_all(seen.get(rank, none), of_rank) for rank, of_rank in by_rank(calls)):
         return steps, []
     calls = calls.unique(by).join(rows.with_columns(seen=True).unique(), on=by, how="left")
     calls = calls.filter(pl.col("seen").any().over("rank"))  # else the file does not relate them
@@ -67,7 +67,6 @@ def set_lost_aside(
         )
         gaps.append(Gap(table="steps", rank=None, node=None, count=not_judged, why=why))
     return set_aside, gaps
-
 
 
 def _have_all(rows: pl.DataFrame, calls: pl.DataFrame) -> bool:

@@ -261,18 +261,19 @@ def _some_ranks(
     ends = [np.append(of[1:], len(table)) for of, table in zip(bounds, tables, strict=True)]
     low, high, edges = np.full(len(ranks), _EVER), np.full(len(ranks), -_EVER), np.zeros(len(ranks))
     for table, first, end in zip(tables, bounds, ends, strict=True):
-        some = np.flatnonzero(end > first)
-        for at in (table[column].to_numpy() for column in table.columns if column.endswith("_ns") and len(some)):
-            low[some] = np.minimum(low[some], np.minimum.reduceat(at, first[some]))
-            high[some] = np.maximum(high[some], np.maximum.reduceat(at, first[some]))
+        held = np.flatnonzero(end > first)
+        for at in (table[column].to_numpy() for column in table.columns if column.endswith("_ns") and len(held)):
+            low[held] = np.minimum(low[held], np.minimum.reduceat(at, first[held]))
+            high[held] = np.maximum(high[held], np.maximum.reduceat(at, first[held]))
             edges += end - first
-    for begin, end in _pieces(edges, high.astype(np.float64) - low):
-        which = [slice(first[begin], last[end - 1]) for first, last in zip(bounds, ends, strict=True)]
+    for begin, until in _pieces(edges, high.astype(np.float64) - low):
+        some = slice(begin, until)
         offset = np.zeros(1, np.int64)
-        if end - begin > 1:
-            width = high[begin:end] - low[begin:end] + 2  # none begins where the one before ends
-            offset = np.cumsum(width) - width - low[begin:end]
-        yield _ranks_of(ranks[begin:end], offset, [table[of] for table, of in zip(tables, which, strict=True)], kinds)
+        if until - begin > 1:
+            width = high[some] - low[some] + 2  # none begins where the one before ends
+            offset = np.cumsum(width) - width - low[some]
+        rows = [table[of[begin] : last[until - 1]] for table, of, last in zip(tables, bounds, ends, strict=True)]
+        yield _ranks_of(ranks[some], offset, rows, kinds)
 
 
 def _pieces(edges: Floats, widths: Floats) -> Iterator[tuple[int, int]]:
@@ -289,9 +290,7 @@ def _pieces(edges: Floats, widths: Floats) -> Iterator[tuple[int, int]]:
 def _ranks_of(ranks: Ints, offset: Ints, tables: list[pl.DataFrame], kinds: list[str]) -> _Ranks:
     """Return the rows of these ranks, their times by so much later."""
     steps, regions, collectives = tables
-    of_steps, of_regions, of_calls = (
-        offset[np.searchsorted(ranks, table["rank"].to_numpy())] for table in tables
-    )
+    of_steps, of_regions, of_calls = (offset[np.searchsorted(ranks, table["rank"].to_numpy())] for table in tables)
     start, end = (regions[column].to_numpy() + of_regions for column in ("start_ns", "end_ns"))
     order = np.lexsort((-end, start))  # of those that begin together the outer ones first
     spans = Spans(start[order], end[order], regions["_label"].to_numpy()[order])

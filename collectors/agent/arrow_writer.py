@@ -1,8 +1,9 @@
 """Arrow files that can be read at any moment: a live part grows batch by batch, a full one is sealed.
 
 A live part is an Arrow IPC file without its footer: skip 8 bytes of magic and read a stream up to the torn batch.
-A sealed part is a whole Arrow IPC file, sorted, with a checksum, in batches of which a reader needs few. A disk that is full costs rows, which are
-counted, never the files that are there already; what the count takes is reserved beforehand.
+A sealed part is a whole Arrow IPC file, sorted, with a checksum, in batches of which a reader needs few. A disk that
+is full costs rows, which are counted, never the files that are there already; what the count takes is reserved
+beforehand.
 """
 
 from __future__ import annotations

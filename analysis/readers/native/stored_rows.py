@@ -170,9 +170,7 @@ class StoredRows:
         last = bisect_right(range(len(parts)), end_ns, key=lambda number: middle_ns(number))
         found = []
         for part in parts[max(first - 1, 0) : last + 1]:
-            rows, problem = read_rows(
-                part.path, closed=self._is_closed(part), within=Within(order, begin_ns, end_ns)
-            )
+            rows, problem = read_rows(part.path, closed=self._is_closed(part), within=Within(order, begin_ns, end_ns))
             found.append((part, rows, problem))
         return found
 
