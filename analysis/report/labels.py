@@ -105,7 +105,7 @@ _ENGLISH: dict[str, str] = {
     "history.analyzed": "{0} of {1} steps were analyzed, in {2} stretches",
     "history.recent": "Only these steps were analyzed; rankscope report RUN analyzes all",
     "history.finding": "Over the whole run: {0}: {1} of its time, {2}, in {3} of {4} stretches (steps {5})",
-    "history.changed": "Over the whole run a step takes from {0} (steps {1}) to {2} (steps {3})",
+    "history.changed": "Over the whole run a step takes from {0} ({1}) to {2} ({3})",
     "history.diff": "What changed between them: rankscope diff RUN/steps={0} RUN/steps={1}",
     "look.longer": "Steps {0} take {1}, {2} longer than the last ones",
     "look.shorter": "Steps {0} take {1}, {2} less than the last ones",

@@ -33,7 +33,7 @@ from rankscope.analysis.model.money import HOUR_NS, cost_of, is_standstill, mone
 from rankscope.analysis.model.parts import BEGAN_LATE, IDLE_LABELS, LEFT_LATE, part_change
 from rankscope.analysis.report.labels import detector_name, part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
-from rankscope.analysis.text.phrases import counted, place_in_code, some_ranges
+from rankscope.analysis.text.phrases import counted, named, place_in_code, some_ranges
 from rankscope.analysis.text.units import duration, duration_with_error, percent, percent_at_most, ranges
 
 __all__ = [
@@ -119,12 +119,12 @@ def one_or_many(kind: str, numbers: tuple[int, ...]) -> str:
 
 def who(ranks: tuple[int, ...], nodes: tuple[int, ...] = (), groups: tuple[str, ...] = ()) -> str:
     """Everyone concerned, none left out."""
-    named = [one_or_many("rank", ranks)] if ranks else []
+    said = [one_or_many("rank", ranks)] if ranks else []
     if nodes:
-        named.append(one_or_many("node", nodes))
+        said.append(one_or_many("node", nodes))
     if groups:
-        named.append(say("who.group" if len(groups) == 1 else "who.groups", together(", ", groups)))
-    return together("; ", named) or say("who.all")
+        said.append(say("who.group" if len(groups) == 1 else "who.groups", together(", ", groups)))
+    return together("; ", said) or say("who.all")
 
 
 def head_facts(report: Report) -> list[str]:
@@ -169,7 +169,8 @@ def history_lines(report: Report) -> list[str]:
         *(_over_the_run(found, history) for found in history.findings[:_MOST_FINDINGS]),
     ]
     if slow.median_ns >= _CHANGED * fast.median_ns:
-        lines.append(say("history.changed", *(text for span in (fast, slow) for text in _span_facts(span))))
+        ends = ((duration(span.median_ns), named("step", range(span.first, span.last + 1))) for span in (fast, slow))
+        lines.append(say("history.changed", *(said for end in ends for said in end)))
         if not history.looks and not history.analyzed and min(fast.first, slow.first) >= history.kept:
             most = max(read.last - read.first + 1, _COMPARED)  # many more might not fit
             lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
@@ -210,10 +211,10 @@ def _span_facts(span: Span) -> tuple[str, str]:
 def _recorded_ranks(report: Report) -> str:
     if not report.ranks:
         return say("head.ranks.none")
-    named = one_or_many("rank", report.ranks)
+    said = one_or_many("rank", report.ranks)
     if report.world_size is not None:
-        named = say("head.ranks", named, report.world_size)
-    return say("head.ranks.on", named, one_or_many("node", report.nodes)) if report.nodes else named
+        said = say("head.ranks", said, report.world_size)
+    return say("head.ranks.on", said, one_or_many("node", report.nodes)) if report.nodes else said
 
 
 def cost(report: Report, finding: Finding) -> str:
