@@ -114,7 +114,7 @@ class Stretch:
 def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch | None:
     """Return these steps of the run.
 
-    None: the last that fit into memory and into half a minute, or no stretch if all do.
+    None: the last ones, as many as a report holds, or no stretch if it holds all.
 
     Raises `BadInput` where the run does not have these steps, or they do not fit.
     """
