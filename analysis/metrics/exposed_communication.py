@@ -10,6 +10,7 @@ import polars as pl
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.tables import in_order
+from rankscope.analysis.timeline.rank_keys import RankKeys
 
 __all__ = ["by_group", "held_up", "is_awaited", "is_bounded", "kind_of_group", "spent", "with_exposed"]
 
@@ -41,14 +42,8 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
         return np.zeros(len(spans), np.int64)
     low, high = (np.concatenate([frame[c].to_numpy() for frame in (wanted, spans)]) for c in ("start_ns", "end_ns"))
     first, last = int(low.min()), int(high.max())
-    ranks = np.unique(np.concatenate([wanted["rank"].to_numpy(), spans["rank"].to_numpy()]))
-
-    def placed(frame: pl.DataFrame, column: str) -> Ints:
-        """One time line for all ranks, one after the other."""
-        of_rank = np.searchsorted(ranks, frame["rank"].to_numpy()) * (last - first + 1)
-        return np.asarray(of_rank + np.clip(frame[column].to_numpy() - first, 0, last - first), np.int64)
-
-    start, length = placed(wanted, "start_ns"), (wanted["end_ns"] - wanted["start_ns"]).to_numpy()
+    keys = RankKeys(np.unique(np.concatenate([wanted["rank"], spans["rank"]])), first, last - first + 1)
+    start, length = keys.of(wanted, "start_ns"), (wanted["end_ns"] - wanted["start_ns"]).to_numpy()
     before = np.concatenate([[0], np.cumsum(length)])
 
     def until(at: Ints) -> Ints:
@@ -56,7 +51,7 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
         known = np.maximum(latest, 0)
         return np.asarray(np.where(latest >= 0, before[known] + np.minimum(at - start[known], length[known]), 0))
 
-    return np.asarray(np.maximum(until(placed(spans, "end_ns")) - until(placed(spans, "start_ns")), 0), np.int64)
+    return np.asarray(np.maximum(until(keys.of(spans, "end_ns")) - until(keys.of(spans, "start_ns")), 0), np.int64)
 
 
 @once

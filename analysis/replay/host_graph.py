@@ -24,6 +24,7 @@ from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.host_breakdown import PARTS
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
+from rankscope.analysis.timeline.rank_keys import MOST, RankKeys
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotReplayable
 
@@ -60,7 +61,7 @@ class HostGraph:
 
 @dataclass(frozen=True, slots=True)
 class _Chains:
-    """The main threads' nodes, rank after rank; times are keys, see `_Keys`."""
+    """The main threads' nodes, rank after rank; times are keys, see `RankKeys`."""
 
     start: Ints
     end: Ints
@@ -76,25 +77,9 @@ class _Chains:
         return np.where(first, self.place[at], ranks + at - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """A rank's place × span + ns since the origin: all ranks' times in one order, rank after rank."""
-
-    ranks: pl.Series
-    origin: int
-    span: int
-
-    def of(self, frame: pl.DataFrame, column: str) -> Ints:
-        time = frame[column].to_numpy() - self.origin
-        return np.asarray(self.place(frame) * self.span + time, dtype=np.int64)
-
-    def place(self, frame: pl.DataFrame) -> Ints:
-        return np.searchsorted(self.ranks.to_numpy(), frame["rank"].to_numpy()).astype(np.int64)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Operations as each rank saw them. `arrival` and `end` are keys, see `_Keys`."""
+    """Operations as each rank saw them. `arrival` and `end` are keys, see `RankKeys`."""
 
     arrival: Ints
     end: Ints
@@ -189,8 +174,8 @@ def graph_of(timeline: Timeline) -> HostGraph:
     ranks = phases["rank"].unique().sort()
     origin = int(phases["start_ns"].to_numpy().min())
     latest = max(int(f["end_ns"].to_numpy().max()) for f in (phases, seen) if len(f))
-    keys = _Keys(ranks, origin, latest - origin + 2)
-    if len(ranks) * keys.span >= 2**62:
+    keys = RankKeys(ranks.to_numpy(), origin, latest - origin + 2)
+    if len(ranks) * keys.span >= MOST:
         raise NotReplayable(text("the run is too long for so many ranks"))
     # Operations of which not all ranks are on a main thread's chain do not wait for peers.
     whole = pl.col("instance_id").is_not_null() & (
@@ -213,7 +198,7 @@ def _check_clocks(timeline: Timeline) -> None:
         raise NotReplayable(text("the nodes' clocks may be off by {error}", error=duration(max(known))))
 
 
-def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
+def _chains(phases: pl.DataFrame, keys: RankKeys, arrivals: Ints) -> _Chains:
     """Return the phases, cut at arrivals, those in which a rank is blocked joined between them."""
     low, high = keys.of(phases, "start_ns"), keys.of(phases, "end_ns")
     at = np.sort(np.concatenate([low, high, arrivals]))  # np.unique hashes, which is slower than this
@@ -235,7 +220,7 @@ def _chains(phases: pl.DataFrame, keys: _Keys, arrivals: Ints) -> _Chains:
 
 
 def _assembled(
-    timeline: Timeline, phases: pl.DataFrame, chains: _Chains, seen: pl.DataFrame, keys: _Keys, error_ns: int
+    timeline: Timeline, phases: pl.DataFrame, chains: _Chains, seen: pl.DataFrame, keys: RankKeys, error_ns: int
 ) -> HostGraph:
     labels = sorted({*phases["label"].unique().to_list(), *seen["op"].unique().to_list()})
     rows = _rows(seen, keys, labels)
@@ -267,7 +252,7 @@ def _assembled(
     )
 
 
-def _rows(seen: pl.DataFrame, keys: _Keys, labels: Sequence[str]) -> _Rows:
+def _rows(seen: pl.DataFrame, keys: RankKeys, labels: Sequence[str]) -> _Rows:
     code = dict(zip(labels, range(len(labels)), strict=True))
     instance_id = seen["instance_id"].cast(pl.Int64).fill_null(_NONE).to_numpy()
     is_op = np.bincount(instance_id + 1, minlength=1)[1:] > 0
@@ -301,7 +286,7 @@ def _woken(chains: _Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, I
     return np.where(chains.blocked, chains.end - last_end, chains.end - chains.start), wakes
 
 
-def _moved(chains: _Chains, rows: _Rows, keys: _Keys, numbers: _Numbers, arrows: _Arrows, error_ns: int) -> _Moved:
+def _moved(chains: _Chains, rows: _Rows, keys: RankKeys, numbers: _Numbers, arrows: _Arrows, error_ns: int) -> _Moved:
     """Return the operations' dependencies, and the lengths of their transfers and ends without waiting."""
     before = chains.node_before(rows.arrival)
     transfers, ends, op, matched = numbers.transfers, numbers.ends, rows.op, rows.matched
@@ -346,7 +331,7 @@ def _nodes(
     phases: pl.DataFrame,
     chains: _Chains,
     rows: _Rows,
-    keys: _Keys,
+    keys: RankKeys,
     moved: _Moved,
     span_ns: Ints,
     labels: Sequence[str],
@@ -362,7 +347,7 @@ def _nodes(
         return of_phase(phases[column].replace_strict(code, return_dtype=pl.Int64).to_numpy())
 
     n_ranks, n_spans, n_ops, n_rows = len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op)
-    nothing, rank, of_op = np.full(n_ranks, _NONE), keys.ranks.to_numpy(), rows.first_of_op
+    nothing, rank, of_op = np.full(n_ranks, _NONE), keys.ranks, rows.first_of_op
     start, end = (times - chains.place * keys.span for times in (chains.start, chains.end))
     first_of_rank = np.searchsorted(chains.place, np.arange(n_ranks))
     arrival = rows.arrival - rows.place * keys.span
@@ -466,13 +451,13 @@ def _latest_begun(instance: Ints, began: Ints, end: Ints, of: Bools, span: int) 
 
 
 def _joined_by_backward(
-    regions: pl.DataFrame, seen: pl.DataFrame, chains: _Chains, keys: _Keys, arrival: Ints, end: Ints
+    regions: pl.DataFrame, seen: pl.DataFrame, chains: _Chains, keys: RankKeys, arrival: Ints, end: Ints
 ) -> tuple[Ints, Ints]:
     """Chain nodes that begin where a backward ends, and the rows that it had to wait for had they not ended before.
 
     DDP waits at the end of backward for the operations issued in it, unless the script has waited for them since.
     """
-    of_main = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("rank").is_in(keys.ranks.implode()))
+    of_main = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("rank").is_in(keys.ranks))
     backward = of_main.filter(pl.col("kind") == "backward").sort("rank", "start_ns")
     wait = np.append(np.sort(keys.of(of_main.filter(pl.col("kind") == "wait"), "start_ns")), np.iinfo(np.int64).max)
     low, high = keys.of(backward, "start_ns"), keys.of(backward, "end_ns")
@@ -487,7 +472,12 @@ def _joined_by_backward(
 
 
 def _steps(
-    timeline: Timeline, chains: _Chains, step: NDArray[np.integer], number: NDArray[np.int32], n_ranks: int, keys: _Keys
+    timeline: Timeline,
+    chains: _Chains,
+    step: NDArray[np.integer],
+    number: NDArray[np.int32],
+    n_ranks: int,
+    keys: RankKeys,
 ) -> pl.DataFrame:
     """One row per step of a rank, see `HostGraph`."""
     inside = np.flatnonzero(step >= 0)
@@ -496,7 +486,7 @@ def _steps(
     last = inside[np.concatenate([np.flatnonzero(new)[1:], [len(inside)]]) - 1]
     return pl.DataFrame(
         {
-            "rank": keys.ranks.gather(chains.place[first]),
+            "rank": keys.ranks[chains.place[first]],
             "step": pl.Series(step[first], dtype=pl.Int32),
             "measured_ns": chains.end[last] - chains.start[first],
             "before": number[chains.node_before(chains.start[first])],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
+from rankscope.analysis.timeline.rank_keys import MOST, RankKeys
 from rankscope.collectors.schema import P2P_OPS
 
 __all__ = [
@@ -47,8 +49,7 @@ PHASE_COLUMNS = {
 }
 
 _NOBODY = -1
-_EVER = np.int64(1 << 62)
-_EDGES = 100_000  # in so many that ranks are cut together: arrays of them stay in the cache
+_ROWS = 40_000  # of ranks that are cut together: arrays of so many stay in the cache
 _MAIN_THREAD = 0
 _IMMEDIATE_NS = 10_000  # a wait that is over sooner found its operation done: it has not blocked
 _TAIL_BLOCKED = 0.75  # least share of the end of backward in which collectives are in flight, if it waits for them
@@ -60,7 +61,6 @@ FORWARD, BEFORE_FORWARD, AFTER_FORWARD = "forward", "before forward", "after for
 AFTER_BACKWARD, AFTER_OPTIMIZER, NO_REGION = "after backward", "after the optimizer", "no region"
 
 Ints = NDArray[np.signedinteger[Any]]  # codes take 1 or 4 bytes, times 8
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
@@ -98,14 +98,14 @@ class Spans:
 class _Ranks:
     """Input of some ranks: steps, main-thread regions by kind, collectives (all threads).
 
-    Their times are one after the other, a rank's whole time before the next one's, so that they are cut together.
+    Their times are keys, so that they are cut together.
     """
 
     step_start: Ints
     step_end: Ints
     step: Ints
     rank: Ints  # of each step
-    offset: Ints  # of each step, which its rank's times have been put off by
+    offset: Ints  # of each step, which made its rank's times keys
     first: Ints  # positions of the ranks' first and last steps
     last: Ints
     kinds: dict[str, Spans]
@@ -251,46 +251,28 @@ def _coded(column: str, code: dict[str, int]) -> pl.Expr:
 def _some_ranks(
     steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, kinds: list[str]
 ) -> Iterator[_Ranks]:
-    """Yield the input in pieces of whole ranks, of about as many edges each. All tables are in order of rank.
+    """Yield the input in pieces of whole ranks, of about as many rows each. All tables are in order of rank.
 
     `kinds` are the words for the codes of the regions' kinds.
     """
+    if steps.is_empty():
+        return
     ranks = np.unique(steps["rank"].to_numpy())
     tables = [steps, *(rows.filter(pl.col("rank").is_in(ranks)) for rows in (regions, collectives))]
-    bounds = [np.searchsorted(table["rank"].to_numpy(), ranks) for table in tables]
-    ends = [np.append(of[1:], len(table)) for of, table in zip(bounds, tables, strict=True)]
-    low, high, edges = np.full(len(ranks), _EVER), np.full(len(ranks), -_EVER), np.zeros(len(ranks))
-    for table, first, end in zip(tables, bounds, ends, strict=True):
-        held = np.flatnonzero(end > first)
-        for at in (table[column].to_numpy() for column in table.columns if column.endswith("_ns") and len(held)):
-            low[held] = np.minimum(low[held], np.minimum.reduceat(at, first[held]))
-            high[held] = np.maximum(high[held], np.maximum.reduceat(at, first[held]))
-            edges += end - first
-    for begin, until in _pieces(edges, high.astype(np.float64) - low):
-        some = slice(begin, until)
-        offset = np.zeros(1, np.int64)
-        if until - begin > 1:
-            width = high[some] - low[some] + 2  # none begins where the one before ends
-            offset = np.cumsum(width) - width - low[some]
-        rows = [table[of[begin] : last[until - 1]] for table, of, last in zip(tables, bounds, ends, strict=True)]
-        yield _ranks_of(ranks[some], offset, rows, kinds)
+    times = [table[column] for table in tables for column in table.columns if column.endswith("_ns") and len(table)]
+    origin, last = min(int(of.to_numpy().min()) for of in times), max(int(of.to_numpy().max()) for of in times)
+    span = last - origin + 2  # no rank begins where the one before ends
+    bounds = [np.append(np.searchsorted(table["rank"].to_numpy(), ranks), len(table)) for table in tables]
+    piece = np.cumsum(sum(np.diff(of) for of in bounds)) // _ROWS + np.arange(len(ranks)) // max(MOST // span, 1)
+    for begin, end in pairwise([*np.flatnonzero(np.diff(piece, prepend=-1)).tolist(), len(ranks)]):
+        rows = [table[int(of[begin]) : int(of[end])] for table, of in zip(tables, bounds, strict=True)]
+        yield _ranks_of(RankKeys(ranks[begin:end], origin, span), rows, kinds)
 
 
-def _pieces(edges: Floats, widths: Floats) -> Iterator[tuple[int, int]]:
-    begin, held, wide = 0, 0.0, 0.0
-    for number, (count, width) in enumerate(zip(edges.tolist(), widths.tolist(), strict=True)):
-        if number > begin and (held + count > _EDGES or wide + width > _EVER / 2):
-            yield begin, number
-            begin, held, wide = number, 0.0, 0.0
-        held, wide = held + count, wide + width
-    if len(edges):
-        yield begin, len(edges)
-
-
-def _ranks_of(ranks: Ints, offset: Ints, tables: list[pl.DataFrame], kinds: list[str]) -> _Ranks:
-    """Return the rows of these ranks, their times by so much later."""
+def _ranks_of(keys: RankKeys, tables: list[pl.DataFrame], kinds: list[str]) -> _Ranks:
+    """Return the rows of these ranks, their times as keys."""
     steps, regions, collectives = tables
-    of_steps, of_regions, of_calls = (offset[np.searchsorted(ranks, table["rank"].to_numpy())] for table in tables)
+    of_steps, of_regions, of_calls = (keys.offset(table) for table in tables)
     start, end = (regions[column].to_numpy() + of_regions for column in ("start_ns", "end_ns"))
     order = np.lexsort((-end, start))  # of those that begin together the outer ones first
     spans = Spans(start[order], end[order], regions["_label"].to_numpy()[order])

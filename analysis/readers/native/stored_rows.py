@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +29,6 @@ _BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what 
 _SPARSE = 40  # rows
 # What a file's folder and name add to its rows; `node` of a rank's rows comes from `ranks`.
 _WRITTEN_BY = {"rank": ("rank", "attempt"), "node": ("node",), "rank or node": ("rank", "node", "attempt")}
-
-
 Whole = dict[str, tuple[pl.DataFrame, list[Gap]]]  # by table, with what was wrong with its files
 
 
@@ -158,7 +155,6 @@ class StoredRows:
         parts, begin_ns, end_ns = owner
         order = TABLES[parts[0].table].order
 
-        @cache
         def middle_ns(number: int) -> int:
             at_ns = time_in_the_middle(parts[number].path, order)
             if at_ns == AT_THE_END and number < len(parts) - 1:  # it cannot be read
